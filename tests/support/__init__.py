@@ -1,1 +1,1 @@
-"""Helpers shared by tests, and programs that run the long versions of what tests only sample."""
+"""Helpers that tests share, and programs that run the complete versions of checks that tests only sample."""

@@ -1,9 +1,9 @@
-"""Show that the conformance vectors catch every changed step of arithmetic in the second decoder.
+"""Show that the conformance vectors detect every change of an arithmetic step in the second decoder.
 
-``python -m support.arithmetic_changes`` changes one operator, number or rounding at a time, and decodes the vectors that reach it. This
-takes some minutes. It prints the changes that no vector catches, and fails if any of them is not listed with a reason in
-``arithmetic_survivors.txt``. A vector catches a change when a value no longer agrees with the manifest, when the decoder refuses or fails,
-or when a tolerance that it computes no longer matches the manifest.
+``python -m support.arithmetic_changes`` changes one operator, number or rounding at a time, and decodes the vectors that reach it, which
+takes a few minutes. It prints the changes that no vector catches, and fails if any of them is not listed with a reason in
+``arithmetic_survivors.txt``. A vector catches a change if a value no longer agrees with the manifest, when the decoder refuses or fails, or
+when a tolerance that it computes no longer matches the manifest.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 LIST = Path(__file__).with_name("arithmetic_survivors.txt")
 SECONDS = 20
-"""Decoding a vector takes a few seconds of CPU time at most, so a change that makes it take longer counts as caught."""
+"""Number of seconds after which a change counts as caught. Decoding a vector normally takes a few seconds of CPU time at most."""
 ARITHMETIC = (
     *("codecs", "basis_lookup", "rans", "directions", "norms", "rotation", "generator", "packing", "conventions", "values", "row"),
     *("contents", "token_ids", "metadata", "xxh3"),
 )
-"""Modules that compute the values that a reader returns; the others only check."""
+"""Modules that compute the values that a reader returns. The other modules only check."""
 OTHER_OPERATORS = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -59,7 +59,7 @@ CHECKS = ("require", "refuse", "Refused")
 
 
 def changes_of(path: Path) -> list[Guard]:
-    """Return every change of a module, named like a guard by its function and the new text."""
+    """Return every change of a module. A change is named by its function and its new text, as a guard is."""
     found = []
     for where, top, function in functions(tree(path)):
         places = {node: number for number, node in enumerate(ast.walk(top))}
@@ -71,7 +71,10 @@ def changes_of(path: Path) -> list[Guard]:
 
 
 def _computed_expressions(node: ast.AST, parent: ast.AST) -> Iterator[tuple[Any, ast.AST]]:
-    """Yield the expressions of a statement that compute values, each with its parent; skip checks, messages, annotations and defaults."""
+    """Yield the expressions in a statement that compute values, each with its parent.
+
+    Checks, messages, annotations and defaults are skipped.
+    """
     if isinstance(node, (ast.JoinedStr, ast.arguments, ast.Assert)):
         return
     if isinstance(node, ast.Call) and _called_name(node) in (*CHECKS, "take_parameters"):
@@ -107,14 +110,14 @@ def _with_operator(node: Any, other: ast.operator) -> Any:
 
 
 def _is_text(node: Any) -> bool:
-    """Return True if a node concatenates lists, strings or bytes, for which a changed operator would raise anyway."""
+    """Return True if a node concatenates lists, strings or bytes, because any other operator would raise an error there."""
     sides = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
     return any(isinstance(one, (ast.List, ast.ListComp, ast.Tuple, ast.JoinedStr)) for one in sides)
 
 
 @dataclass
 class Reading:
-    """A vector that is decoded; ``functions`` are the decoder functions that decoding it calls."""
+    """A vector, and the ``functions`` of the decoder that decoding it calls."""
 
     name: str
     decode: Callable[[], Any]
@@ -157,7 +160,7 @@ class Reading:
 
 @cache
 def readings() -> list[Reading]:
-    """Return all vectors that are decoded, fastest first."""
+    """Return all vectors that can be decoded, fastest first."""
     found = []
     for name, line in manifest().items():
         if "values" in line:
@@ -199,7 +202,7 @@ def catching_vector(change: Guard) -> str | None:
 
 
 def _lines(change: Guard) -> range:
-    """Return the lines of the function that contains a change."""
+    """Return the line numbers of the function that contains a change."""
     (node,) = (one for where, _, one in functions(tree(change.path)) if where == change.where)
     first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
     return range(first, (node.end_lineno or 0) + 1)
@@ -211,7 +214,7 @@ def all_changes() -> list[Guard]:
 
 
 def documented_changes() -> dict[str, str]:
-    """Return the changes that no vector catches, each with the documented reason."""
+    """Return the changes that no vector is expected to catch, each with the documented reason."""
     lines = LIST.read_text(encoding="utf-8").splitlines() if LIST.exists() else []
     return dict(line.rsplit(" -> ", 1) for line in lines)
 

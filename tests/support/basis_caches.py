@@ -1,4 +1,4 @@
-"""Small caches for a recipe that needs a basis, their identity, and counts of the entries that a store has for them."""
+"""Small caches for a recipe that needs a basis, with their identity, and counts of the entries that a store has for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPES = {(layer, side): (2, 16) for layer in range(2) for side in "kv"}
 
 
 def load_basis(seed: str = "") -> Basis:
-    """Return a basis for the caches of ``cache_with_basis``."""
+    """Return the basis for the caches that ``cache`` creates."""
     return Basis.of_bytes(random_basis(SHAPES, 2, seed=seed))
 
 
@@ -52,7 +52,7 @@ def save(store: kvpack.Store, ids: list[int], seed: int = 0) -> kvpack.Cache:
 
 
 def count_bases(folder: Path | str) -> tuple[int, int]:
-    """Return the number of complete bases, and of entries that need a basis, in an unencrypted folder."""
+    """Return the number of complete bases, and of entries that need one, in an unencrypted folder."""
     bases = dependents = 0
     for path in entries(folder):
         try:

@@ -42,7 +42,7 @@ BOUNDS = {
     "kv=octahedral:b=3,channel_scale=fp16,outliers=3,sinks=2": 0.3,
     "kv=group:b=2,g=32,rotation=hadamard,channel_scale=fp16,outliers=3,qjl=fp32,sinks=2,low_norm_tokens=3;tail=64": 0.45,
 }
-"""Upper bound of each recipe's relative error (2-norm over all keys or values) on Gaussian values."""
+"""Largest relative error (2-norm over all keys or values) of each recipe on Gaussian values."""
 
 
 def random_pairs(

@@ -20,7 +20,7 @@ REASONING = (
     "{{ '<|im_start|>' + message['role'] + '\n' + content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Chat template that drops the reasoning of all replies but the last, as templates of reasoning models do."""
+"""Chat template that drops the reasoning in all replies but the last, as those of reasoning models do."""
 
 ALTERNATING = (
     "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -29,7 +29,7 @@ ALTERNATING = (
 
 
 def tokenizer(template: str | None = PLAIN) -> Any:
-    """Return a tokenizer whose tokens are bytes, with this chat template."""
+    """Return a tokenizer with this chat template, whose tokens are single bytes."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Drive headless Chromium in tests by the DevTools protocol over a pipe, without a driver or a package."""
+"""Control headless Chromium in tests by the DevTools protocol over a pipe, without a driver or another package."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ for number, pipe in zip((3, 4), pipes):
     os.set_inheritable(number, True)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-"""Program that starts the browser with a pipe as descriptor 3, for commands, and another as descriptor 4, for replies."""
+"""Program that starts the browser with pipes as file descriptors 3, for commands, and 4, for replies."""
 ANSWER_SECONDS = 120.0
-"""Number of seconds without a reply from the browser after which a test fails. Ordinary runs never wait this long."""
+"""Number of seconds after which a test fails if the browser does not reply. Ordinary runs never wait this long."""
 
 
 class Page:
-    """A tab. ``errors`` collects the exceptions of its scripts and the error messages on its console."""
+    """A browser tab. ``errors`` collects the exceptions of its scripts and the error messages on its console."""
 
     def __init__(self, process: subprocess.Popen[bytes], send: int, receive: int) -> None:
         self._process, self._send, self._receive = process, send, receive
@@ -84,7 +84,7 @@ class Page:
         return result["result"].get("value")
 
     def wait(self, condition: str) -> Any:
-        """Wait until an expression is true and return its value."""
+        """Wait until a JavaScript expression is true, and return its value."""
         end = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < end:
             if found := self.evaluate(condition):
@@ -93,7 +93,7 @@ class Page:
         raise RuntimeError(f"never true: {condition}; the page shows: {self.evaluate('document.body.innerText')[:500]}")
 
     def choose(self, selector: str, *paths: Path) -> None:
-        """Choose files in an input."""
+        """Choose the files ``paths`` in the file input that ``selector`` matches."""
         root = self.call("DOM.getDocument")["root"]["nodeId"]
         node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path) for path in paths])
@@ -102,7 +102,7 @@ class Page:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2 if phone else 1, mobile=phone)
 
     def color_scheme(self, name: str) -> None:
-        """Emulate a preference for ``light`` or ``dark``."""
+        """Emulate a user preference for the color scheme ``light`` or ``dark``."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     def screenshot(self, path: Path) -> None:
@@ -112,7 +112,7 @@ class Page:
 
 @contextmanager
 def page(folder: Path) -> Iterator[Page]:
-    """Start a browser with one tab and its profile in ``folder``; it closes when the context exits."""
+    """Start a browser with one tab, whose profile is in ``folder``, and close it when the context exits."""
     assert PROGRAM is not None
     to_browser, send = os.pipe()
     receive, from_browser = os.pipe()

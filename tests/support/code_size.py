@@ -1,8 +1,8 @@
-"""Count lines of code, and the functions that single calls run: ``python -m support.code_size``, for ``make code-size``.
+"""Count lines of code, and the functions that single calls run: ``python -m support.code_size`` or ``make code-size``.
 
-Blank lines, comments and docstrings do not count. ``sys.setprofile`` traces a call's second run, after one-time imports and setup, and
-counts the distinct kvpack functions that it enters, the files that define them, all calls of such functions, and their depth. ``--root
-DIR`` measures another checkout, whose C library must be built, and ``--check`` fails if a figure is above its limit.
+Blank lines, comments and docstrings do not count. Each call is traced by ``sys.setprofile`` on its second run, after imports and setup. The
+program counts the distinct kvpack functions that the call enters, the files that define them, all calls of such functions, and the maximum
+depth. ``--root DIR`` measures another checkout, whose C library must be built, and ``--check`` fails if a figure is above its limit.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("kvpack", "formats", "kernels")
 
 BASELINE_LINES = 48_185
-"""Number of lines in FOLDERS at commit 9e2580e, before duplicate mechanisms were merged."""
+"""Number of lines in FOLDERS at commit 9e2580e, before duplicate code was merged."""
 MAX_LINES = BASELINE_LINES * 85 // 100
 
 
 class Calls(NamedTuple):
-    """The functions of kvpack that a call enters, the files that define them, the total number of calls, and their depth."""
+    """The kvpack functions that a call enters, the files that define them, the total number of calls, and the maximum depth."""
 
     functions: int
     files: int
@@ -106,7 +106,7 @@ def trace(call: Callable[[], object], root: Path) -> Calls:
 
 
 def operations(folder: Path) -> dict[str, Callable[[], object]]:
-    """Return the operations to trace, by name, on the CPU: calls on one layer in octopus-4, and a decode step over four layers."""
+    """Return the operations to trace on the CPU, by name: calls for one octopus-4 layer, and a decode step over four layers."""
     import torch
 
     import kvpack
@@ -143,7 +143,7 @@ def operations(folder: Path) -> dict[str, Callable[[], object]]:
 
 
 def trace_operations(root: Path) -> dict[str, Calls]:
-    """Return the calls of all operations, each on its second run."""
+    """Return what each operation calls on its second run."""
     with tempfile.TemporaryDirectory() as folder:
         result = {}
         for name, call in operations(Path(folder)).items():

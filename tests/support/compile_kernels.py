@@ -3,11 +3,11 @@
     python compile_kernels.py [--json] [--every] [--quick] [--capability 90] RECIPE...
 
 Triton's interpreter accepts programs that its compiler rejects: for example, constants with two values, tuples without names, and loop
-variables that change shape. Here launches only compile, so results are uninitialized memory. The compiled calls are those with the fewest
-and the most options, or with ``--every`` all calls whose code differs. With ``--quick``, only the first launch of each kernel is compiled
-to machine code, including the loaders' assembly, and the others up to Triton's layouts. It prints the maximum registers per thread,
-shared memory per program, instructions, and stack bytes per thread (spilled registers) of each kernel, next to the device's limits, and
-all failures.
+variables that change shape. Here, launches only compile kernels, so results are uninitialized memory. By default, calls with the fewest and
+with the most options are compiled. ``--every`` compiles all calls whose code differs. With ``--quick``, only the first launch of each
+kernel is compiled to machine code, including the loaders' assembly, and the others up to Triton's layouts. For each kernel, the program
+prints the maximum number of registers per thread, bytes of shared memory per program, instructions, and stack bytes per thread (spilled
+registers), next to the device's limits. It also prints all failures.
 """
 
 from __future__ import annotations
@@ -54,27 +54,32 @@ CHIPS = {
     100: ("B200", 227 << 10),
     120: ("RTX 50", 99 << 10),
 }
-"""GPUs of each compute capability, and the maximum shared memory of a program in bytes (CUDA C++ Programming Guide, 16.2)."""
+"""Name of a GPU for each compute capability, and the maximum shared memory per program in bytes.
+
+The source is the CUDA C++ Programming Guide, 16.2.
+"""
 
 MAX_REGISTERS = 255
 """Maximum number of registers per thread."""
 
 MAX_INSTRUCTIONS = 16384
-"""Maximum number of instructions of a kernel: more than twice as many as octahedral codes and quaternions take, so only runaway unrolling
-exceeds it. Their compilation would take minutes.
+"""Maximum number of instructions of a kernel.
+
+It is more than twice what octahedral codes and quaternions take, so only runaway unrolling exceeds it. Such kernels would compile for
+minutes.
 """
 
 INSTRUCTION_BYTES = 16
 
 _STACK = 0x11
-"""Attribute of a cubin's .nv.info with the stack bytes of a function."""
+"""Attribute in a cubin's .nv.info section that contains the stack size of a function in bytes."""
 
 _REGISTERS = 0x2F
-"""Attribute in a cubin's .nv.info section that contains a function's number of registers."""
+"""Attribute in a cubin's .nv.info section that contains the number of registers of a function."""
 
 
 class Usage(NamedTuple):
-    """What a kernel uses: registers per thread, bytes of shared memory per program, instructions, and stack bytes per thread."""
+    """Resources that a kernel uses: registers per thread, shared memory in bytes per program, instructions, and stack bytes per thread."""
 
     registers: int
     shared: int
@@ -102,9 +107,10 @@ class NoDevice:
 
 
 class CompiledKernels:
-    """The kernels that were launched, by name, and the operations that failed; ``whole`` is True while machine code is generated.
+    """The kernels that were launched, by name, and the operations that failed.
 
-    ``assembled`` are the kernels that have been compiled to machine code for this recipe.
+    ``whole`` is True while machine code is generated. ``assembled`` are the kernels that have been compiled to machine code for the current
+    recipe.
     """
 
     def __init__(self, quick: bool) -> None:
@@ -116,7 +122,7 @@ class CompiledKernels:
         self.used: dict[str, Usage] = {}
 
     def note(self, name: str, kernel: Any) -> None:
-        """Update the maximum usage of the kernels called ``name``."""
+        """Raise the recorded maximum usage of the kernels called ``name`` to that of ``kernel``."""
         cubin = kernel.asm["cubin"]
         if not cubin:
             return
@@ -148,7 +154,7 @@ def _sections(cubin: bytes) -> list[tuple[str, int]]:
 
 
 def _attribute(cubin: bytes, wanted: int) -> int:
-    """Return the largest value of an attribute of .nv.info that a function in ``cubin`` has."""
+    """Return the largest value that a function in ``cubin`` has for the attribute ``wanted`` of .nv.info."""
     most = 0
     for name, _, at, size in _section_table(cubin):
         if name != ".nv.info":
@@ -165,7 +171,7 @@ def _attribute(cubin: bytes, wanted: int) -> int:
 
 
 def compile_alone(compiled: CompiledKernels, capability: int) -> None:
-    """Patch launches so that they only compile their kernel, and let CPU tensors reach the kernels."""
+    """Make launches only compile their kernel, and let CPU tensors reach the kernels."""
     run, add_stages = JITFunction.run, CUDABackend.add_stages
 
     def stages_now(self: Any, stages: dict[str, Any], *given: Any) -> None:

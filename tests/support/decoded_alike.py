@@ -1,4 +1,4 @@
-"""Compare the values of two decoders, which must be equal, or within the specification's tolerance if it has one."""
+"""Compare the values of two decoders, which must be equal, or within the specification's tolerance where it gives one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def assert_within(values: list[float], expected: list[float], tolerances: list[f
 
 
 def assert_same_cache(file: Any, cache: Cache) -> None:
-    """Assert that ``file``, read by the second decoder, and ``cache`` have the same values, within the specification's tolerance."""
+    """Assert that ``file``, as read by the second decoder, and ``cache`` have the same values, within the specification's tolerance."""
     assert (file.start, file.recipe, file.model) == (cache.start, cache.recipe, dict(cache.model))
     assert file.starts == [cache.positions(number)[0] for number in range(len(cache))]
     for layer, expected in zip(file.layers, cache, strict=True):

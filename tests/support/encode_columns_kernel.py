@@ -1,4 +1,4 @@
-"""A kernel that only packs: it calls the encoders' packing functions with digits from tensors."""
+"""A kernel that only packs: it calls the encoders' packing functions with digits that it loads from tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_TOKENS = 16
 
 
 def pack(plan: PackingPlan, packing: Columns, digits: list[torch.Tensor], device: str) -> list[torch.Tensor]:
-    """Return the planes of ``digits``, each ``[token, symbols]`` of at most ``BLOCK_TOKENS`` tokens, uint16 on the CPU."""
+    """Pack ``digits``, each uint16 ``[token, symbols]`` on the CPU with at most ``BLOCK_TOKENS`` tokens, and return the planes."""
     tokens, symbols = digits[0].shape
     # Digits past the last symbol are not stored.
     padded = torch.full((len(digits), BLOCK_TOKENS, max(16, 1 << (symbols - 1).bit_length())), 77, dtype=torch.int32)

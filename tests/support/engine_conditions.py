@@ -1,5 +1,6 @@
-"""Put the folder of an engine's adapter into adverse conditions: read-only, full, evicted by others, dated in the future, or left by a
-killed process."""
+"""Test an engine's adapter while its folder is in an adverse condition. Conditions are a read-only or full disk, other evicting processes,
+a clock that was set back, and files of killed processes.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +32,17 @@ CHANGING_CALLS = ("mkdir", "unlink", "replace", "rename", "utime", "ftruncate", 
 
 
 class Engine(Protocol):
-    """An adapter, driven by its engine's own calls. Chunks are numbered from 0 to 3 and have different values."""
+    """An adapter that is driven by its engine's own calls. Chunks 0 to 3 have different values."""
 
     def store(self, chunks: Sequence[int]) -> list[bool]: ...
 
     def found(self, chunks: Sequence[int]) -> list[bool]: ...
 
     def load(self, chunks: Sequence[int]) -> list[bool]:
-        """Load chunks and return, for each, True if it was loaded. Fails if a chunk has wrong values, or if other slots change."""
+        """Load chunks and return, for each of them, whether it was loaded.
+
+        Fails if a chunk has wrong values, or if slots of other chunks change.
+        """
 
     def counters(self) -> dict[str, Any]: ...
 
@@ -46,7 +50,7 @@ class Engine(Protocol):
 
 
 class ReadOnlyOs(FaultyOs):
-    """The module ``os`` on a file system that is mounted read-only, to which even root cannot write."""
+    """The module ``os`` on a file system that is mounted read-only, to which not even root can write."""
 
     def faulty(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +147,7 @@ def concurrent_eviction(opened: Callable[..., Engine], folder: Path, patch: pyte
 
 
 def killed_writers(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Check folders left by processes killed while storing: with half an entry, a complete but unnamed entry, or at any moment."""
+    """Check folders that killed processes have left: with half an entry, with a complete but unnamed one, or at any moment."""
     for operation, death in (("ftruncate", "after"), ("writev", "after"), ("replace", "before"), ("replace", "after")):
         kept = folder / f"{operation} {death}"
         process = multiprocessing.get_context("fork").Process(target=_store_and_die, args=(opened, kept, patch, operation, death))
@@ -177,7 +181,7 @@ def _entry_bytes(opened: Callable[..., Engine], folder: Path) -> int:
 
 
 def _bytes_of(folder: Path) -> int:
-    """Return the total size in bytes of all entries, which are in folders named by their first two digits."""
+    """Return the total size in bytes of all entries. Their folders are named by their first two digits."""
     found = 0
     for path in folder.glob("?/?/*"):
         with contextlib.suppress(FileNotFoundError):
@@ -191,7 +195,7 @@ def _acquire(semaphore: Any, times: int) -> None:
 
 
 def _fill(folder: Path, budget: int, size: int, allowed: Any, done: Any) -> None:
-    """Store a page of about ``size`` bytes for another engine whenever that is ``allowed``."""
+    """Store pages of about ``size`` bytes for another engine until ``done``, whenever ``allowed`` is set."""
     geometry = PageGeometry(1, 1, max(1, size // 256), 64, 64)
     values = torch.zeros(1, 1, geometry.tokens, 64, dtype=torch.bfloat16, device="cpu")
     pages = PageBuffer(geometry, [values], [values])
@@ -203,5 +207,7 @@ def _fill(folder: Path, budget: int, size: int, allowed: Any, done: Any) -> None
 
 
 CONDITIONS = (read_only, full_disk, clock_set_back, concurrent_eviction, killed_writers)
-"""Functions that put an adapter into each condition. Their arguments are ``opened(folder, **options)``, which opens an adapter,
-the default folder, and a monkeypatch."""
+"""Functions that put an adapter into each condition.
+
+Their arguments are ``opened(folder, **options)``, which opens an adapter, the default folder, and a monkeypatch.
+"""

@@ -1,4 +1,4 @@
-"""Pages of random values for tests, in the layouts that engines use."""
+"""Pages of random values in the layouts that engines use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stub modules that stand in for an engine's modules while a test runs."""
+"""Stub modules that replace an engine's modules while a test runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def import_over(monkeypatch: pytest.MonkeyPatch, modules: Mapping[str, Mapping[str, Any]], name: str) -> Any:
-    """Return kvpack's module ``name``, freshly imported over stubs of ``modules`` (contents by name) and their parent packages."""
+    """Import kvpack's module ``name`` afresh over stubs, and return it.
+
+    ``modules`` gives the contents of each stub by name. Stubs of parent packages are added.
+    """
     for path, values in modules.items():
         parts = path.split(".")
         for count in range(1, len(parts) + 1):
@@ -68,7 +71,7 @@ STATS = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics"
 
 
 def check_defined(stats: Stats, definitions: Mapping[str, Any]) -> None:
-    """Raise an error, as vLLM does, for a metric that was not defined or has other labels."""
+    """Raise an error, as vLLM does, for a metric that was not defined or that has other labels."""
     for name, of_name in stats.values.items():
         assert definitions[name].documentation
         assert all(len(labels) == len(definitions[name].labelnames) for labels in of_name)
@@ -76,7 +79,7 @@ def check_defined(stats: Stats, definitions: Mapping[str, Any]) -> None:
 
 
 class Metric:
-    """A stub of a prometheus_client metric, which stores the values of each label."""
+    """A stub of a prometheus_client metric that stores one value for each combination of labels."""
 
     def __init__(self, name: str, meaning: str, labels: list[str], **options: Any) -> None:
         self.name, self.names, self.values = name, labels, {}
@@ -91,7 +94,7 @@ class Metric:
 
 
 def parse_metrics(text: str) -> Iterator[Any]:
-    """Yield the metric families in ``text`` as prometheus_client parses them: names and samples with labels and values."""
+    """Yield the metric families in ``text`` as prometheus_client parses them: names, and samples with labels and values."""
     families: dict[str, Any] = {}
     for name, labels, value in re.findall(r"^(\w+)(?:\{([^}]*)\})? (\S+)$", text, re.MULTILINE):
         family = families.setdefault(name, types.SimpleNamespace(name=name, samples=[]))

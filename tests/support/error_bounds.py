@@ -1,6 +1,7 @@
 """Check bounds on the difference between encoded and decoded values, with one function per codec or family.
 
-Each takes the codec, ``x`` ``[batch, kv_head, token, dim]``, its streams and their decoded values, and asserts the bound.
+The arguments of each function are the codec, ``x`` ``[batch, kv_head, token, dim]``, its streams, and their decoded values. It asserts the
+bound.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ if TYPE_CHECKING:
     from kvpack.formats.trellis import Trellis
 
 ROTATION_TOLERANCE = 2.0**-18
-"""The largest error of a rotation in binary32, relative to the norm (spec/packing.md, Rotation)."""
+"""Largest error of a rotation in binary32, relative to the norm (spec/packing.md, Rotation)."""
 
 
 FACTORS = ("norm", "radius", "scale", "range", "token_scale")
-"""The streams that norm_rule changes."""
+"""Streams that norm_rule changes."""
 
 
 def for_any_norm_rule(check: Callable[[Any, Any, Any, Any], None]) -> Callable[[Any, Any, Any, Any], None]:
-    """Return ``check``, written for norm_rule=norm, extended to other rules by replacing their factors first.
+    """Extend ``check``, which is written for norm_rule=norm, to other rules, by replacing their factors first.
 
-    No token's error may exceed the error with norm_rule=norm, or the token's own norm.
+    With any rule, no token's error may exceed the error with norm_rule=norm, or the token's own norm.
     """
 
     @wraps(check)
@@ -74,7 +75,7 @@ def check_raw(codec: Raw, x: torch.Tensor, streams: Mapping[str, torch.Tensor], 
 
 @for_any_norm_rule
 def check_group(codec: Group, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """Check the bound of half a step in the coded frame, plus the rounding that spec/codecs/group.md states."""
+    """Check that errors are at most half a step in the coded frame, plus the rounding that spec/codecs/group.md states."""
     u = codec.rotation.forward(x)
     bound = group_error_bound(codec, streams, u)
     norm = u.double().norm(dim=-1)
@@ -85,7 +86,7 @@ def check_group(codec: Group, x: torch.Tensor, streams: Mapping[str, torch.Tenso
 
 @for_any_norm_rule
 def check_direction(codec: Codec, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """Check that codecs of directions and norms decode each token to within 1.5 times its norm."""
+    """Check that codecs of directions and norms decode each token with an error of at most 1.5 times its norm."""
     smallest = 2.0**-24 * math.sqrt(codec.dim)
     _check_errors((decoded - x).double().norm(dim=-1), 1.5 * x.double().norm(dim=-1) + smallest)
 
@@ -123,8 +124,10 @@ def _group_max(codec: Group, values: torch.Tensor) -> torch.Tensor:
 
 
 def check_minifloat(codec: Minifloat, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """Check the bound of half a step per element, plus the effect of saturation where the published scale is too small for the largest
-    value."""
+    """Check that errors are at most half a step per element, plus saturation.
+
+    Values saturate where the published scale is too small for the largest value.
+    """
     form, size = codec.format, x.double().abs()
     unit, coarse = 0.0, 0.0
     if codec.granularity != "block":
@@ -146,7 +149,10 @@ def check_minifloat(codec: Minifloat, x: torch.Tensor, streams: Mapping[str, tor
 
 @for_any_norm_rule
 def check_angle(codec: Angle, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """Check the bound of half a bin for each pair's angle, and half a step for its norm plus the rounding of the stored range."""
+    """Check that errors are at most half a bin for the angle of each pair, and half a step for its norm.
+
+    The rounding of the stored range is added to the latter.
+    """
     u = codec.rotation.forward(x).double()
     norm = u.unflatten(-1, (-1, 2)).norm(dim=-1)
     allowed = norm * (math.pi / codec.bins + 2.0**-15) + 2.0**-120
@@ -169,9 +175,9 @@ def check_angle(codec: Angle, x: torch.Tensor, streams: Mapping[str, torch.Tenso
 
 @for_any_norm_rule
 def check_polar(codec: Polar, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """Check that every angle decodes to the nearest stored angle, and that radii are only rounded.
+    """Check that every angle has the code of the nearest stored angle, and that radii are only rounded.
 
-    The error of an angle also affects the angles below it.
+    The error of an angle also affects the angles on the levels below it.
     """
     radii = u = codec.rotation.forward(x).double()
     error = torch.zeros_like(u)
@@ -221,8 +227,10 @@ def check_scalar(codec: Scalar, x: torch.Tensor, streams: Mapping[str, torch.Ten
 
 @for_any_norm_rule
 def check_trellis(codec: Trellis, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """Check the bound of the worst path, which chooses each channel's nearest value while its last windows are tied to the first, plus the
-    norm's rounding."""
+    """Check that errors are at most those of the worst path, plus the rounding of the norm.
+
+    The worst path has the nearest value of each channel, except that its last windows are determined by the first.
+    """
     u = x.double() @ codec.rotation.matrix().double().T
     norm = u.norm(dim=-1, keepdim=True)
     table = torch.frombuffer(bytearray(codec.table), dtype=torch.float16).double().view(1 << codec.bits, -1)
@@ -243,7 +251,7 @@ def check_trellis(codec: Trellis, x: torch.Tensor, streams: Mapping[str, torch.T
 
 
 def check_transform(codec: Transform, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """Check that a column is no further from its level than an encoder rounds, plus the distance from the level to its value."""
+    """Check that no column is further from its level than an encoder rounds, plus the distance from the level to its value."""
     batch, heads, tokens, dim = x.shape
     if not tokens:
         return
@@ -262,7 +270,7 @@ def check_transform(codec: Transform, x: torch.Tensor, streams: Mapping[str, tor
 
 
 def check_klt(codec: Klt, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """Check that no value of a table is nearer to a column than the one whose code is stored."""
+    """Check that no value in a table is nearer to a column than the one whose code is stored."""
     rows = codec.basis_rows(streams)
     columns = x.double() @ torch.from_numpy(numpy.linalg.inv(rows.matrix.double().numpy())) - rows.mean.double()
     # Allow for the rounding of the encoder's inverse, which is binary32.

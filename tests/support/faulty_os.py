@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     import pytest
 
 CHANGES = ("open", "pwrite", "ftruncate", "writev", "fsync", "replace", "unlink", "mkdir", "utime", "close")
-"""Operations whose effects other processes can see. A kill between two of them is equivalent to one just after the first."""
+"""Operations whose effects other processes can see. A kill between two of them has the same effect as one right after the first."""
 OPERATIONS = (*CHANGES, "pread", "stat", "fstat", "scandir", "statvfs")
 OTHER_OPERATIONS = ("flock", "mmap")
-"""Operations that the store calls in modules other than ``os``; the built-in ``open`` counts as "open"."""
+"""Operations that the store calls in modules other than ``os``. The built-in ``open`` counts as "open"."""
 SOCKET_OPERATIONS = ("connect", "sendall", "recv")
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EMFILE, errno.EINTR, errno.ESTALE)
 STRIDE = int(os.environ.get("KVPACK_KILL_STRIDE", "14"))
-"""Interval, in operations, between the points at which a process is killed; 1 tries all of them."""
+"""Number of operations between the points at which a process is killed. A value of 1 tries all points."""
 
 
 @dataclass
 class FaultyOs:
-    """Replaces the module ``os`` in the store: every call passes through, except the ``number``-th call of ``operations`` (counted from 1).
+    """Replaces the module ``os`` in the store with one in which the ``number``-th call of ``operations`` (counted from 1) fails.
 
-    The call raises OSError(``code``), as do all later ones if ``sticky``; with ``short`` it writes or reads fewer bytes than requested;
-    with ``death`` it ends the process by SIGKILL, "before" or "after" the call.
+    All other calls pass through. The faulty call raises OSError(``code``), as do all later ones if ``sticky``. With ``short``, it writes or
+    reads fewer bytes than requested instead. With ``death``, it ends the process by SIGKILL, "before" or "after" the call.
     """
 
     operations: tuple[str, ...]
@@ -53,7 +53,7 @@ class FaultyOs:
         return self.faulty(name, getattr(os, name))
 
     def faulty(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``real``, with the fault if it is one of ``operations``."""
+        """Return ``real`` with the fault if ``name`` is one of ``operations``, else ``real`` itself."""
         if name not in self.operations:
             return real
 
@@ -79,7 +79,7 @@ class FaultyOs:
         return call
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Replace ``os`` and the other system modules in every store module, and sockets everywhere."""
+        """Replace ``os`` and the other system modules in every module of the store, and sockets everywhere."""
         for module in store_modules():
             known = vars(module)
             if known.get("os") is os:
@@ -105,7 +105,7 @@ class _Fcntl:
 
 
 def open_files() -> set[str]:
-    """Return the file descriptors of this process, each with its target."""
+    """Return the open file descriptors of this process, each with its target."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -116,12 +116,12 @@ def open_files() -> set[str]:
 
 
 def store_modules() -> list[ModuleType]:
-    """Return the modules of the store that call the system."""
+    """Return the modules of the store that make system calls."""
     return [module for name, module in sys.modules.items() if name == "kvpack.file.atomic" or name.startswith(f"{kvpack.store.__name__}.")]
 
 
 def _transfer_half(name: str, real: Any, descriptor: int, what: Any, *rest: Any) -> Any:
-    """Call read or write with half of its bytes, at least one."""
+    """Call a read or write function with half of its bytes, but at least one."""
     if name == "writev":
         data = b"".join(what)
         return os.write(descriptor, data[: max(1, len(data) // 2)])

@@ -1,4 +1,4 @@
-"""Split files into parts, change them, and join them again with correct lengths and digests, so that only one rule is broken."""
+"""Split files into parts, change them, and join them again with correct lengths and digests, so that only one rule is violated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def entry_at(parts: Parts, path: str) -> Any:
-    """Return the map or array of the header at ``path``, keys and indices separated by dots."""
+    """Return the map or array of the header at ``path``, which consists of keys and indices separated by dots."""
     at: Any = parts.header
     for key in path.split(".") if path else []:
         at = at[int(key) if isinstance(at, list) else key]
@@ -41,7 +41,7 @@ def entry_at(parts: Parts, path: str) -> Any:
 
 
 def edit(path: str, value: Any) -> Callable[[Parts], None]:
-    """Return a change that sets the entry of the header at ``path``, keys and indices separated by dots."""
+    """Return a change that sets the header entry at ``path``, which consists of keys and indices separated by dots."""
 
     def apply(parts: Parts) -> None:
         above, _, last = path.rpartition(".")
@@ -52,13 +52,13 @@ def edit(path: str, value: Any) -> Callable[[Parts], None]:
 
 
 def drop(path: str) -> Callable[[Parts], None]:
-    """Return a change that removes the entry at ``path`` from its map."""
+    """Return a change that removes the header entry at ``path``."""
     above, _, key = path.rpartition(".")
     return lambda parts: entry_at(parts, above).pop(key)
 
 
 def reorder(path: str, *keys: str) -> Callable[[Parts], None]:
-    """Return a change that gives the header map at ``path`` these keys in this order; new keys get the value 0."""
+    """Return a change that gives the header map at ``path`` these keys in this order. New keys have the value 0."""
 
     def apply(parts: Parts) -> None:
         at = entry_at(parts, path)
@@ -80,7 +80,7 @@ def move_to_end(path: str, key: str) -> Callable[[Parts], None]:
 
 
 def overwrite(name: str, at: int, value: str) -> Callable[[Parts], None]:
-    """Return a change that overwrites bytes of the tensor ``name`` from byte ``at`` on."""
+    """Return a change that overwrites the bytes of the tensor ``name`` from byte ``at`` on."""
 
     def apply(parts: Parts) -> None:
         number, new = parts.tensor(name), bytes.fromhex(value)
@@ -92,7 +92,7 @@ def overwrite(name: str, at: int, value: str) -> Callable[[Parts], None]:
 
 
 def frame(change: Callable[[bytes], bytes], name: str = "0.k.values") -> Callable[[Parts], None]:
-    """Return a change that replaces the bytes of a tensor by ``change(bytes)``, which becomes a zstd frame."""
+    """Return a change that replaces the bytes of a tensor by ``change(bytes)`` and stores them as a zstd frame."""
     return lambda parts: parts.store(name, change(parts.tensors[parts.tensor(name)]), "zstd")
 
 
@@ -101,18 +101,21 @@ def compress(raw: bytes, **options: bool) -> bytes:
 
 
 def raw_frame(raw: bytes, descriptor: str, block_type: int = 0) -> bytes:
-    """Return a frame of one uncompressed block, with the bytes of ``descriptor`` as its header."""
+    """Return a zstd frame with one uncompressed block, and the bytes ``descriptor`` as its header."""
     return bytes.fromhex("28b52ffd" + descriptor) + (len(raw) << 3 | block_type << 1 | 1).to_bytes(3, "little") + raw
 
 
 def repeated_frame(content_size: int, blocks: list[int]) -> bytes:
-    """Return a frame that declares ``content_size`` (below 256); each of its ``blocks`` repeats a zero byte that many times."""
+    """Return a zstd frame that declares a ``content_size`` below 256.
+
+    Each of its ``blocks`` is the number of times that a block repeats a zero byte.
+    """
     body = b"".join((size << 3 | 2).to_bytes(3, "little") + b"\0" for size in blocks)
     return bytes.fromhex("28b52ffd 20") + bytes([content_size]) + body + bytes([1, 0, 0])
 
 
 def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: random.Random) -> list[torch.Tensor]:
-    """Return random valid values for every digit of ``packing``, and zeros from symbol ``used`` on."""
+    """Return random valid values for every digit of ``packing``. From symbol ``used`` on, digits are zero."""
     return [
         torch.tensor(
             [source.randrange(a) if i % packing.symbols < used else 0 for i in range(math.prod(rows) * packing.symbols)],
@@ -125,7 +128,10 @@ def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: ra
 def random_page(
     codec: Codec, batch: int, heads: int, tokens: int, source: random.Random
 ) -> tuple[PackedRun, dict[str, list[torch.Tensor]]]:
-    """Return a run of random valid digits, with numbers of either sign and any number of entries, and the digits."""
+    """Return a run of random valid digits, and the digits.
+
+    Numbers have either sign, and streams have any number of entries.
+    """
     if raw := codec.raw_positions:
         page, digits = random_page(codec.without_raw_positions, batch, heads, tokens, source)
         return PackedRun(codec, tokens, {**page.streams, **_random_raw(raw, batch, heads, tokens, source)}), digits
@@ -196,8 +202,10 @@ def file_of(
     states: Sequence[Mapping[str, torch.Tensor]] = (),
     offsets: tuple[int, ...] | None = None,
 ) -> bytes:
-    """Return a file of these layers (each k and v) that starts at position 3; ``skipped`` gives the number of tokens missing from each
-    layer."""
+    """Return a file with ``layers``, each a pair of keys and values, that starts at position 3.
+
+    ``skipped`` gives the number of tokens that each layer lacks.
+    """
     counts, kept = skipped or (0,) * len(layers), states or ({},) * len(layers)
     made = (Layer(k, v, skipped=count, states=of) for (k, v), count, of in zip(layers, counts, kept, strict=True))
     cache = Cache(tuple(made), "test", {"name": "x"}, start=3, position_offsets=offsets)

@@ -1,4 +1,4 @@
-"""Values that are invalid for any argument, and a check of how a function handles them."""
+"""Values that are invalid for every argument, and a check of how functions handle them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ GEOMETRY = kvpack.pages.PageGeometry(2, 1, 16, 64, 64)
 
 
 class _UnrelatedObject:
-    """An object without any attribute of a valid argument."""
+    """An object that has no attribute of a valid argument."""
 
 
 class _RaisingObject:
-    """An object with the attributes that duck typing looks for, all of which raise when used."""
+    """An object whose attributes, all those that duck typing looks for, raise errors when they are used."""
 
     shape, dtype, device, layers, packed, ndim = (1,), "float", "cpu", 3, None, 2
 
@@ -37,7 +37,7 @@ class _RaisingObject:
 
 
 def _prototypes() -> dict[str, torch.Tensor]:
-    """Return tensors of the kinds that PyTorch warns about."""
+    """Return tensors of the kinds about which PyTorch warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {
@@ -134,7 +134,10 @@ FOREIGN: dict[str, Any] = {
 
 
 def foreign_errors(call: Callable[[Any], Any], values: Mapping[str, Any]) -> list[str]:
-    """Return the failures of calls with ``values``, by name: an exception other than a KvpackError, or an empty or overlong message."""
+    """Call ``call`` with each of ``values`` and return the failures by name.
+
+    A failure is an exception other than a KvpackError, or an empty or overlong message.
+    """
     found = []
     for what, value in values.items():
         with warnings.catch_warnings():

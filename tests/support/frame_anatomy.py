@@ -11,7 +11,10 @@ MODES = ("predefined", "repeated", "fse", "repeat")
 
 @dataclass(frozen=True)
 class Block:
-    """A block; a compressed block has a literals format, and sequence modes if it has sequences."""
+    """A block of a Zstandard frame.
+
+    A compressed block has a literals format, and sequence modes if it contains sequences.
+    """
 
     kind: str
     literals: str = ""
@@ -31,7 +34,7 @@ class Frame:
 
 
 def anatomy(frame: bytes) -> Frame:
-    """Return the parts of a valid frame without a dictionary."""
+    """Return the parts of a valid Zstandard frame without a dictionary."""
     descriptor = frame[4]
     single = bool(descriptor >> 5 & 1)
     size_bytes = (int(single), 2, 4, 8)[descriptor >> 6]

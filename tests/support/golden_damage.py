@@ -1,7 +1,7 @@
-"""Damage the golden files exhaustively: ``python -m support.golden_damage``.
+"""Damage the golden files in every way and count undetected cases: ``python -m support.golden_damage``.
 
-It flips every bit of every file, truncates it at every length, zeroes every block, swaps and repeats tensors, and counts the cases that
-raise no KvpackError. This takes a few minutes.
+For every file, the program flips every bit, truncates the file at every length, zeroes every block, and swaps and repeats tensors. It
+counts the cases that raise no KvpackError. This takes a few minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCKS = (64, 512, 4096)
 
 @contextmanager
 def cache_fronts() -> Iterator[None]:
-    """Cache each parsed header tensor and each JSON header, because they depend on bytes that seldom change here."""
+    """Cache parsed header tensors and JSON headers while the context is active, because their bytes seldom change here."""
     parse, make = front.parse_header, front.make_front
     fronts: dict[int, tuple[Header, front.Front]] = {}
 
@@ -47,7 +47,7 @@ def cache_fronts() -> Iterator[None]:
 
 
 def is_refused(data: bytes | bytearray | memoryview) -> bool:
-    """Return True if a reader refuses ``data``. Any error except a KvpackError is raised."""
+    """Return True if a reader refuses ``data`` with a KvpackError. Other exceptions are raised."""
     try:
         container.open_bytes(data).verify()
     except KvpackError:
@@ -56,7 +56,7 @@ def is_refused(data: bytes | bytearray | memoryview) -> bool:
 
 
 def accepted_flips(data: bytes, bits: Iterable[int]) -> list[int]:
-    """Return the bits whose flip is not detected."""
+    """Return the bits in ``bits`` whose flip is not detected."""
     damaged, accepted = bytearray(data), []
     for bit in bits:
         damaged[bit // 8] ^= 1 << bit % 8
@@ -67,12 +67,12 @@ def accepted_flips(data: bytes, bits: Iterable[int]) -> list[int]:
 
 
 def accepted_lengths(data: bytes, lengths: Iterable[int]) -> list[int]:
-    """Return the lengths to which a file can be cut undetected."""
+    """Return the lengths in ``lengths`` at which truncation of the file is not detected."""
     return [length for length in lengths if not is_refused(memoryview(data)[:length])]
 
 
 def zeroed_blocks(data: bytes) -> Iterator[bytes]:
-    """Yield the file with a block replaced by zeros, for every block with other bytes."""
+    """Yield the file with one block replaced by zeros, for every block that is not zero."""
     for block in BLOCKS:
         for at in range(0, len(data), block):
             if any(data[at : at + block]):
@@ -80,7 +80,7 @@ def zeroed_blocks(data: bytes) -> Iterator[bytes]:
 
 
 def moved_tensors(data: bytes) -> Iterator[bytes]:
-    """Yield the file with two tensors of equal size swapped, and with one replaced by the other, wherever that changes a byte."""
+    """Yield the file with two tensors of equal size swapped, and with one replaced by the other, if that changes a byte."""
     file = container.open_bytes(data)
     start = len(file.front.text)
     places = [(start + place.begin, start + place.end) for place in file.front.places.values()]
@@ -92,7 +92,7 @@ def moved_tensors(data: bytes) -> Iterator[bytes]:
 
 
 def count_damage(path: Path) -> dict[str, tuple[int, int]]:
-    """Return, for every kind of damage, the number of cases tried on a file and the number not refused."""
+    """Return, for every kind of damage, the number of cases tried on a file, and how many of these were not refused."""
     data = path.read_bytes()
     found = {
         "flipped bits": (8 * len(data), len(accepted_flips(data, range(8 * len(data))))),

@@ -1,6 +1,7 @@
-"""Small files that never change: their contents, generated from seeded digits rather than by an encoder, and the code that wrote them.
+"""Small files that never change, and the code that wrote them.
 
-``python -m support.golden_files`` writes missing files, and leaves existing ones unchanged.
+Their contents are generated from seeded random digits, not by an encoder. ``python -m support.golden_files`` writes missing files, and
+leaves existing ones unchanged.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def expected_path(name: str) -> Path:
 
 
 def recipe_codecs(name: str) -> dict[str, Codec]:
-    """Return the codec of each side, as the current recipe defines it."""
+    """Return the codec of each side, as kvpack currently defines the recipe ``name``."""
     recipe, k_dim, v_dim, *_ = FILES[name]
     dims = [(side, dim) for side, dim in (("k", k_dim), ("v", v_dim)) if dim]
     if "kv=klt" in recipe:
@@ -148,7 +149,7 @@ def recipe_codecs(name: str) -> dict[str, Codec]:
 
 
 def golden_cache(name: str, codecs: dict[str, Codec]) -> Cache:
-    """Return the contents of one file: every digit, scale and raw value from the seeded generator."""
+    """Return the contents of one file. Every digit, scale and raw value is from the seeded generator."""
     recipe, _, _, runs, tail, tail_dtype = FILES[name]
     generator = Generator(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
     sides: dict[str, Side] = {}
@@ -164,7 +165,7 @@ def golden_cache(name: str, codecs: dict[str, Codec]) -> Cache:
 
 
 def expected_values(cache: Cache) -> torch.Tensor:
-    """Return every decoded value, K before V, flat float32."""
+    """Return every decoded value, keys before values, as a flat float32 tensor."""
     return torch.cat([side.unpack(torch.float32).flatten() for side in cache[0].sides.values()])
 
 
@@ -180,7 +181,7 @@ def sidecar_packings(codec: Codec) -> dict[str, Columns]:
 
 
 def _streams(codec: Codec, batch: int, heads: int, tokens: int, generator: Generator, every: int) -> dict[str, torch.Tensor]:
-    """Return streams of random digits and numbers; one in ``every`` flags is 1, or none if ``every`` is 0."""
+    """Return streams of random digits and numbers. One in ``every`` flags is 1, or none if ``every`` is 0."""
     if (coded := lossless_streams(codec, batch, heads, tokens, generator.word, finite=True)) is not None:
         return coded
     streams = {}
@@ -221,20 +222,20 @@ def _streams(codec: Codec, batch: int, heads: int, tokens: int, generator: Gener
 
 
 def _orders(generator: Generator, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return random permutations as rows: int32 of ``shape``."""
+    """Return int32 of ``shape`` whose rows are random permutations."""
     rows = [sorted(range(shape[-1]), key=lambda _: generator.word()) for _ in range(torch.Size(shape[:-1]).numel())]
     return torch.tensor(rows, dtype=torch.int32).view(shape)
 
 
 def _flags(generator: Generator, shape: tuple[int, ...], every: int) -> torch.Tensor:
-    """Return int32 flags of ``shape``: one in ``every`` is 1, and the others are 0."""
+    """Return int32 flags of ``shape``. One in ``every`` flags is 1, and the others are 0."""
     count = torch.Size(shape).numel()
     ones = [int(every > 0 and generator.word() % every == 0) for _ in range(count)]
     return torch.tensor(ones, dtype=torch.int32).view(shape)
 
 
 def _halves(generator: Generator, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return values k / 128 with |k| <= 255: exact in every stored float dtype."""
+    """Return values k / 128 with abs(k) <= 255, which are exact in every stored float dtype."""
     count = torch.Size(shape).numel()
     return torch.tensor([(generator.word() % 511 - 255) / 128 for _ in range(count)], dtype=torch.float32).view(shape)
 

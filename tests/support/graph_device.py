@@ -1,7 +1,7 @@
 """Count captures and replays of decode steps, with or without a CUDA device.
 
-Without one, the interpreter runs the kernels, and ``Device`` replaces graphs: a captured step has no effect, and a replay runs it again
-with the new inputs.
+Without a device, the interpreter runs the kernels, and ``Device`` replaces graphs. A captured step then has no effect, and a replay runs it
+again with the new inputs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-"""The interpreter takes 8 ms per KV head for the attention kernel, so there is only one KV head."""
+"""Sizes of models for these tests.
+
+The interpreter takes 8 ms per KV head to run the attention kernel, so there is only one KV head.
+"""
 ONE_LAYER = {**SIZES, "num_hidden_layers": 1}
-"""Sizes for tests that do not depend on the number of layers: the interpreter takes about 20 ms per layer and step."""
+"""Sizes for tests that do not need several layers. The interpreter takes about 20 ms per layer and step."""
 RECIPE = "kv=group:b=8,g=32"
 
 
 class Device:
-    """Captures and replays steps of ``cache`` without a device; ``captured`` and ``replayed`` count them."""
+    """Captures and replays steps of ``cache`` without a device, and counts both in ``captured`` and ``replayed``."""
 
     def __init__(self) -> None:
         self.cache: Any = None
@@ -60,7 +63,7 @@ class Device:
 
 
 def count_captures(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Return a ``Device`` that counts captures and replays of all KvpackCaches from now on."""
+    """Count captures and replays of all KvpackCaches from now on, and return the ``Device`` with the counts."""
     found = Device()
     monkeypatch.setenv("KVPACK_KERNELS", "triton")
     if INTERPRETED:
@@ -94,7 +97,7 @@ def eager_cache(model: Any, recipe: str = RECIPE) -> KvpackCache:
 
 
 def drop_replay(cache: KvpackCache) -> None:
-    """Drop the stand-in for the graph of ``cache``, which calls the model."""
+    """Drop the stand-in for the graph of ``cache``, which refers to the model."""
     assert cache.graphs is not None
     assert cache.graphs._graph is not None
     del cache.graphs._graph._replay
@@ -105,7 +108,7 @@ def random_ids(batch: int, count: int, seed: int = 0) -> torch.Tensor:
 
 
 def caches_match(found: KvpackCache, expected: KvpackCache) -> None:
-    """Return True if two caches have the same bytes and report the same origin."""
+    """Assert that two caches have the same bytes and report the same origin."""
     one, other = found.packed, expected.packed
     assert one.inputs == other.inputs
     for mine, theirs in zip(one, other, strict=True):

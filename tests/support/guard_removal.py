@@ -1,7 +1,7 @@
 """Show that every guard of the readers matters: without it, a conformance vector or a test fails.
 
-``python -m support.guard_removal`` checks all of them in some minutes: first with the invalid vectors, in this process, then with the tests
-that ``guards_by_test.txt`` names for the remaining ones. It prints a row for each guard and fails if removing one goes unnoticed.
+``python -m support.guard_removal`` checks all guards in a few minutes. It first uses the invalid vectors, in this process, and then the
+tests that ``guards_by_test.txt`` names for the remaining guards. It prints a row for each guard and fails if removing one goes unnoticed.
 ``--find`` searches the tests of each remaining guard's module, and writes that list.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 LIST = Path(__file__).with_name("guards_by_test.txt")
 SECONDS = 5
-"""Refusing a vector takes milliseconds, so a read without a guard that takes longer than this counts as an endless loop."""
+"""Number of seconds after which a read without a guard counts as an endless loop. Refusing a vector takes milliseconds."""
 HEADER_TESTS = [
     "file/test_header.py::test_errors_name_the_broken_rule",
     "file/test_header.py::test_writers_enforce_the_limits",
@@ -74,7 +74,7 @@ TESTS = {
         "spec/test_guards.py::test_no_row_is_longer_than_its_checksum_supports",
     ],
 }
-"""The tests of each library module that is not a codec or a sidecar."""
+"""Tests of each library module other than those of codecs and sidecars."""
 DECODER_TESTS = [
     "spec/test_guards.py::test_the_second_decoder_needs_a_decompressor",
     "spec/test_decoder.py::test_a_cache_is_not_a_basis",
@@ -88,7 +88,10 @@ CODEC_TESTS = [
 
 @dataclass
 class Reading:
-    """A file that a reader refuses; ``refusal`` is the outcome, and ``frames`` are the lines that the refusal passed through."""
+    """A file that a reader refuses.
+
+    ``refusal`` is the outcome, and ``frames`` are the lines of code in the traceback of the refusal.
+    """
 
     name: str
     read: Callable[[], Any]
@@ -96,7 +99,7 @@ class Reading:
     frames: set[tuple[str, int]] = field(default_factory=set)
 
     def outcome(self) -> str | None:
-        """Return the outcome of reading: the section of the broken rule or the name of an error, or None if the file is accepted."""
+        """Read the file and return the section of the violated rule or the name of an error, or None if the file is accepted."""
         self.frames = set()
 
         def stop(*_: object) -> None:
@@ -123,7 +126,7 @@ class Reading:
 
 @cache
 def readings(second: bool) -> list[Reading]:
-    """Return all files that the library, or the ``second`` decoder, refuses."""
+    """Return all files that the library or, if ``second`` is True, the second decoder refuses."""
     lines = {file: line for file, line in manifest().items() if "error" in line and "either" not in line}
     files = {file: ((FOLDER / file).read_bytes(), line["rules"][0]) for file, line in lines.items()}
     found = []
@@ -144,7 +147,7 @@ def readings(second: bool) -> list[Reading]:
 
 
 def _rows(second: bool) -> list[Reading]:
-    """Return all rows that the library, or the ``second`` decoder, refuses."""
+    """Return all rows that the library or, if ``second`` is True, the second decoder refuses."""
     found = []
     for name, line in page_vectors.manifest().items():
         if "rule" in line:
@@ -157,7 +160,7 @@ def _rows(second: bool) -> list[Reading]:
 
 
 def _read_row(data: bytes) -> None:
-    """Decode a row as a page of the vectors' small geometry."""
+    """Decode a row as a page with the small geometry of the vectors."""
     small = page_vectors.SMALL
     codec = PageCodec("raw", small, namespace=page_vectors.NAMESPACE)
     values = [torch.zeros(1, small.layers, small.heads, small.tokens, dim).to(small.torch_dtype) for dim in small.dims.values()]
@@ -167,7 +170,10 @@ def _read_row(data: bytes) -> None:
 
 
 def catching_file(guard: Guard) -> str | None:
-    """Return the first file with a different outcome without ``guard``; only files whose refusal passes through the guard are tried."""
+    """Return the first file whose outcome changes without ``guard``, or None.
+
+    Only files whose refusal passes through the guard are tried.
+    """
     files = readings(guard.path.is_relative_to(DECODER))
     touched = [one for one in files if any((str(guard.path), line) in one.frames for line in guard.lines)]
     with remove_guard(guard):
@@ -185,7 +191,7 @@ def all_guards() -> list[Guard]:
 
 
 def listed() -> dict[str, str]:
-    """Return the guards that no file covers, each with the test that fails without it, or the reason why no test can."""
+    """Return the guards that no file covers, each with the test that fails without it, or with the reason why no test can."""
     lines = LIST.read_text(encoding="utf-8").splitlines() if LIST.exists() else []
     return dict(line.split(" -> ", 1) for line in lines if " -> " in line)
 
@@ -201,7 +207,7 @@ class FirstFailure:
 
 
 def failing_test(guard: Guard, tests: list[str]) -> str | None:
-    """Return the first of ``tests`` that fails without ``guard``; runs in a forked child, so that torch is imported only once."""
+    """Return the first of ``tests`` that fails without ``guard``, or None. A forked child runs them, so torch is imported only once."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

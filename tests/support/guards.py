@@ -1,4 +1,4 @@
-"""Find the guards in the readers' source, and remove one from the running program.
+"""Find the guards in the source of the readers, and remove one of them from the running program.
 
 A guard is a condition under which a reader refuses its input: an operand in the test of an ``if`` that ends in ``raise`` (or of a
 ``require`` in the second decoder), a bound, a choice or a type passed to a checking function, a call of such a function, a limit passed to
@@ -69,22 +69,22 @@ OTHER_FUNCTIONS = {
     "inverse",
     "_flat_bytes",
 }
-"""Functions that no reader calls: they encode, create codecs for recipes, write files, or accept bases."""
+"""Functions that no reader calls. They encode, create codecs for recipes, write files, or accept bases."""
 OTHER_ERRORS = {"OutOfRange", "InvalidOption", "OutOfBounds"}
-"""Errors of encoders, of recipes and of callers."""
+"""Errors of encoders, recipes and callers, which are not refusals."""
 
 BOUNDS = {"check_integer": 2, "check_range": 3, "require_integer": 1, "is_integer": 1, "range": 0}
-"""Functions with a minimum and a maximum as consecutive arguments, and the index of the minimum."""
+"""Functions with a minimum and a maximum as consecutive arguments, each with the index of the minimum."""
 CONSTRUCTORS = {"self.packings()", "self.rotation", "self.packing"}
-"""Expressions that are evaluated only because constructing their value may raise."""
+"""Expressions that are evaluated only because computing their value may raise an error."""
 HUGE = 10**30
 
 
 @dataclass(frozen=True)
 class Guard:
-    """A guard: the code ``text`` in the function ``where`` of the file ``path``, in the statement at ``lines``.
+    """A guard: the code ``text`` in the statement at ``lines`` of the function ``where`` in the file ``path``.
 
-    ``place`` is the index, in ``ast.walk`` order of the function or class, of the node that ``change`` replaces to remove the guard.
+    To remove the guard, ``change`` replaces the node with the index ``place`` in the order of ``ast.walk`` over the function or class.
     """
 
     path: Path
@@ -127,7 +127,7 @@ def tree(path: Path) -> ast.Module:
 
 @cache
 def guards_of(path: Path) -> list[Guard]:
-    """Return every guard in the functions of ``path`` that a reader calls, in source order."""
+    """Return every guard in those functions of ``path`` that a reader calls, in source order."""
     found = []
     for where, top, function in functions(tree(path)):
         places = {node: number for number, node in enumerate(ast.walk(top))}
@@ -138,7 +138,7 @@ def guards_of(path: Path) -> list[Guard]:
 
 
 def functions(module: ast.Module) -> Iterator[tuple[str, ast.stmt, ast.FunctionDef]]:
-    """Yield (qualified name, enclosing statement, node) for functions and methods; a nested function counts as part of its outer one."""
+    """Yield (qualified name, enclosing statement, node) for every function and method. A nested function belongs to its outer one."""
     for node in module.body:
         if isinstance(node, ast.FunctionDef) and node.name not in OTHER_FUNCTIONS:
             yield node.name, node, node
@@ -149,7 +149,7 @@ def functions(module: ast.Module) -> Iterator[tuple[str, ast.stmt, ast.FunctionD
 
 
 def _in_function(function: ast.FunctionDef) -> Iterator[Match]:
-    """Yield, for each guard in a function, its statement, the node to change, the text removed, and the change."""
+    """Yield, for each guard in a function, its statement, the node to change, the removed text, and the change."""
     conditional = set()
     for node in ast.walk(function):
         if isinstance(node, ast.If) and not node.orelse and _refuses(node.body[-1]):
@@ -169,12 +169,12 @@ def _in_function(function: ast.FunctionDef) -> Iterator[Match]:
 
 
 def _no_op(statement: ast.stmt) -> ast.stmt:
-    """Return a statement without effect that refers to the class as the old one did, so that the function keeps its closure."""
+    """Return a statement without effect that refers to the class as ``statement`` does, so that the function keeps its closure."""
     return ast.parse("super()").body[0] if "super()" in ast.unparse(statement) else ast.Pass()
 
 
 def _refuses(statement: ast.stmt) -> bool:
-    """Return True if a statement raises an error of a reader, rather than only adding a location to one."""
+    """Return True if a statement raises a reader's error, rather than only adding a location to one."""
     if isinstance(statement, ast.Raise) and isinstance(statement.exc, ast.Call):
         return _called_name(statement.exc) not in {*OTHER_ERRORS, "prefix_error", "type"}
     return isinstance(statement, ast.Expr) and _called_name(statement.value) == "refuse"
@@ -191,7 +191,7 @@ def _checks(statement: ast.stmt) -> bool:
 
 
 def _called_name(node: ast.expr | None) -> str:
-    """Return the name of a called function, without its object."""
+    """Return the name of the called function without the object before it."""
     if isinstance(node, ast.Call):
         inner = node.func
         return inner.attr if isinstance(inner, ast.Attribute) else inner.id if isinstance(inner, ast.Name) else _called_name(inner)
@@ -199,7 +199,7 @@ def _called_name(node: ast.expr | None) -> str:
 
 
 def _operands(test: ast.expr, *, refused_if: bool) -> Iterator[tuple[ast.expr, str, Change]]:
-    """Yield the conditions in ``test``, each of which alone causes a refusal."""
+    """Yield the conditions in ``test`` that each cause a refusal on their own."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _operands(test.operand, refused_if=not refused_if)
     elif isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or if refused_if else ast.And):
@@ -230,7 +230,7 @@ def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
 
 
 def _arguments(node: ast.expr) -> Iterator[tuple[ast.AST, str, Change]]:
-    """Yield the arguments because of which a checking function or a library refuses its input."""
+    """Yield the arguments of a call that make a checking function or a library refuse its input."""
     if isinstance(node, ast.BoolOp) and _called_name(node.values[-1]) == "refuse":
         yield node, ast.unparse(node.values[-1]).split("(")[0] + " unless " + ast.unparse(node.values[0]), lambda it: it.values[0]
     if isinstance(node, ast.IfExp) and _called_name(node.orelse) == "refuse":
@@ -251,7 +251,7 @@ def _arguments(node: ast.expr) -> Iterator[tuple[ast.AST, str, Change]]:
 
 
 def _ranges(ranges: ast.Dict) -> Iterator[tuple[ast.AST, str, Change]]:
-    """Yield the bounds, choices and types of the parameters of a codec."""
+    """Yield the bounds, choices and types that ``ranges`` gives for the parameters of a codec."""
     for key, value in zip(ranges.keys, ranges.values, strict=True):
         assert isinstance(key, ast.Constant)
         if _called_name(value) == "range" and isinstance(value, ast.Call):
@@ -296,7 +296,10 @@ def _module_name(path: Path) -> str:
 
 
 def forget() -> None:
-    """Clear the cache of every function that may contain a guard, and the cache of codecs, which may contain one that a guard refuses."""
+    """Clear the caches of all functions that may contain a guard, and the cache of codecs.
+
+    The latter may contain a codec that a guard refuses.
+    """
     front._codecs.clear()
     for module in [sys.modules[_module_name(path)] for path in (*LIBRARY, *MODULES) if _module_name(path) in sys.modules]:
         for value in vars(module).values():

@@ -1,4 +1,7 @@
-"""Check the settings of the host process that an adapter must not change: threads, random states, dtype, device, modes and CUDA streams."""
+"""Check settings of the host process that an adapter must not change.
+
+They are threads, random states, dtype, device, modes, and CUDA streams.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ def settings() -> tuple[Any, ...]:
 
 @contextmanager
 def vllm_like_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Set up this process like a vLLM worker: a 16-bit default dtype, inference mode, and an error if a call sets the number of threads."""
+    """Set up this process like a vLLM worker.
+
+    It has a 16-bit default dtype and inference mode, and raises an error if a call sets the number of threads.
+    """
 
     def forbidden(*_: object) -> None:
         raise AssertionError("the adapter must not change the host's number of threads")
@@ -43,7 +49,7 @@ def vllm_like_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Watched:
-    """A wrapper of an adapter that checks that every call, even one that fails, leaves ``settings`` unchanged."""
+    """A wrapper of an adapter that checks after every call, even a failing one, that ``settings`` are unchanged."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -54,7 +60,7 @@ class Watched:
         return self.call(name, found) if callable(found) else found
 
     def call(self, name: str, function: Any) -> Any:
-        """Return ``function`` wrapped with the check."""
+        """Return ``function`` wrapped in a check that it leaves ``settings`` unchanged."""
 
         def run(*arguments: Any, **options: Any) -> Any:
             self.called.add(name)

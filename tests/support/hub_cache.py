@@ -1,4 +1,4 @@
-"""A huggingface_hub cache with models, for a process that is offline."""
+"""A huggingface_hub cache that contains models, for a process that is offline."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ COMMIT = "5" * 40
 
 
 def go_offline(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Use ``folder`` as the cache, and make the hub unreachable."""
+    """Use ``folder`` as huggingface_hub's cache, and make the hub unreachable."""
     patch.setattr(constants, "HF_HUB_CACHE", str(folder))
     patch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
 def add_model(cache: Path, name: str, source: Path | None = None) -> Path:
-    """Copy the model in the folder ``source`` (default: the demo's) into ``cache`` under ``name``, and return its snapshot."""
+    """Copy a model into ``cache`` under the hub name ``name``, and return its snapshot.
+
+    ``source`` is the model's folder, by default that of the demo's model.
+    """
     repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)

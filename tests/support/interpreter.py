@@ -1,7 +1,7 @@
-"""Choose where tests of Triton kernels run: Triton decides between its interpreter and a device when it is imported.
+"""Choose where tests of Triton kernels run. Triton decides between its interpreter and a device when it is imported.
 
-``TRITON_INTERPRET=1 pytest`` runs the tests marked ``kernels`` in the interpreter, on any machine, and no others. Without it they run
-compiled, with those marked ``cuda``, if there is a CUDA device. conftest.py deselects what the process cannot run.
+``TRITON_INTERPRET=1 pytest`` runs only the tests marked ``kernels``, in the interpreter, on any machine. Otherwise, these tests run
+compiled, together with those marked ``cuda``, if there is a CUDA device. conftest.py deselects the tests that the process cannot run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if OLD_INTERPRETER:
     unwrapped = core._unwrap_if_constexpr
 
     def with_names(value: Any) -> Any:
-        """Return the result of a Triton function with the names of its NamedTuple, which Triton 3.6 drops."""
+        """Return the result of a Triton function as a NamedTuple of ``names``, because Triton 3.6 drops its field names."""
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(with_names, value))
         return tuple(map(with_names, value)) if type(value) is tuple else unwrapped(value)

@@ -1,4 +1,4 @@
-"""Run attention with a given module of ``kvpack.kernels.attend``, regardless of which one ``kvpack.attend`` would choose."""
+"""Run attention with a given module of ``kvpack.kernels.attend``, whichever one ``kvpack.attend`` would choose."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def attend_by(
     lengths: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
 ) -> Any:
-    """Attend with the call that ``kernels``, either ``attention`` or ``many_queries``, prepares and caches with the layer."""
+    """Compute attention with the call that ``kernels`` prepares and caches with the layer.
+
+    ``kernels`` is the module ``attention`` or ``many_queries``.
+    """
     from kvpack.kernels.attend.prepared import Options
 
     options = Options(scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None)

@@ -1,4 +1,4 @@
-"""Random bases for klt and transform: rows and frames for any number of heads, basis files, and codecs that use them."""
+"""Random bases for klt and transform: rows and frames for any number of heads, basis files, and codecs that use these."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 @cache
 def random_rows(heads: int, dim: int, seed: str) -> torch.Tensor:
-    """Return rows ``[kv_head, row, dim]`` of multiples of 1/128, which are exact in binary16; the matrix has an inverse, and tables
-    ascend."""
+    """Return rows ``[kv_head, row, dim]`` of multiples of 1/128, which are exact in binary16.
+
+    The matrix of each head is invertible, and tables ascend.
+    """
     source = random.Random(f"{heads} {dim} {seed}")
 
     def draws(*shape: int) -> torch.Tensor:
@@ -51,7 +53,7 @@ def random_rows(heads: int, dim: int, seed: str) -> torch.Tensor:
 
 @cache
 def random_balanced(heads: int, dim: int, seed: str) -> torch.Tensor:
-    """Return balanced frames ``[kv_head, column, channel]`` of multiples of 1/128, which are exact in binary16 and have an inverse."""
+    """Return invertible balanced frames ``[kv_head, column, channel]`` of multiples of 1/128, which are exact in binary16."""
     source = random.Random(f"balanced {heads} {dim} {seed}")
     draws = [(source.randrange(255) - 127) / 128 for _ in range(heads * dim * dim)]
     found = torch.eye(dim) * (1 + 2 * (torch.arange(dim) % 3 == 0)) + torch.tensor(draws).view(heads, dim, dim) / (2 * dim)
@@ -66,7 +68,7 @@ class AnyBalanced(BalancedFrames):
 
 
 def with_random_balanced(codec: Codec) -> Codec:
-    """Return the codec of a recipe with random balanced frames in place of calibrated ones, if it uses any."""
+    """Return a recipe's codec with random balanced frames in place of calibrated ones. A codec without frames is unchanged."""
     sidecar = codec.sidecar(FrameMap)
     if sidecar is None:
         return codec
@@ -81,9 +83,9 @@ def balanced_basis(
     rows: Mapping[tuple[int, str], tuple[int, int]] | None = None,
     model: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Return a basis file with random balanced frames for keys of (heads, dim), by layer, and rows for the layers and sides of ``rows``.
+    """Return a basis file with random balanced frames and rows.
 
-    Layers with even numbers also have a mean and a RoPE.
+    ``shapes`` gives (heads, dim) of the keys of each layer. ``rows`` gives the layers and sides that have rows.
     """
     keys = {}
     for layer, (heads, dim) in shapes.items():
@@ -103,12 +105,12 @@ class AnyHeads(BasisRows):
 
 
 def widths_for(dim: int) -> bytes:
-    """Return widths 0 to 8 in turn for the runs of a head; the first is not 0."""
+    """Return the widths of a head's runs, which cycle through 0 to 8. The first one is not 0."""
     return bytes((5, 2, 0, 1, 3, 8, 4, 6, 7)[run % 9] for run in range(run_count(dim)))
 
 
 def with_random_basis(codec: Codec, widths: bytes | None = None) -> Klt:
-    """Return the codec klt of a recipe with a random basis and ``widths``, in place of calibrated ones."""
+    """Return the klt codec of a recipe with a random basis and ``widths`` in place of calibrated ones."""
     assert isinstance(codec, Klt)
     chosen = widths_for(codec.dim) if widths is None else widths
     source = AnyHeads(random_rows(1, codec.dim, "any")[None])
@@ -116,7 +118,7 @@ def with_random_basis(codec: Codec, widths: bytes | None = None) -> Klt:
 
 
 def with_widths_of_heads(codec: Klt, widths: bytes) -> Klt:
-    """Return the codec with separate ``widths`` for each head, one per run of 8 columns."""
+    """Return the codec with separate ``widths`` for each head, one for each run of 8 columns."""
     return Klt.of(codec.dim, codec.basis, codec.layer, codec.side, widths, codec.gain, codec.rows, codec.source, per_head=True)
 
 
@@ -129,9 +131,9 @@ def random_basis(
     model: Mapping[str, str] | None = None,
     tables: SymbolTables | None = None,
 ) -> bytes:
-    """Return a basis file with random rows of (heads, dim) for each layer and side, and frames for those of ``scopes``.
+    """Return a basis file with random rows for each layer and side, and frames for those in ``scopes``.
 
-    Their ``tables`` are random ones if none are given.
+    ``shapes`` gives (heads, dim). The frames' ``tables`` are random if none are given.
     """
     rows = {place: random_rows(heads, dim, f"{seed} {place}") for place, (heads, dim) in shapes.items()}
     tables = tables or random_tables(f"{seed} tables")
@@ -141,7 +143,7 @@ def random_basis(
 
 @cache
 def random_tables(seed: str, count: int = 5, reach: int = 3) -> SymbolTables:
-    """Return tables of levels up to ``reach``; some symbols other than the escape and level 0 have frequency zero."""
+    """Return random tables of levels up to ``reach``. Some symbols other than the escape and level 0 have a frequency of zero."""
     source = random.Random(seed)
     counts = numpy.array([[source.choice((0, 1, 5, 40)) for _ in range(2 * reach + 2)] for _ in range(count)], numpy.int64)
     counts[:, 0] += 1
@@ -152,7 +154,7 @@ def random_tables(seed: str, count: int = 5, reach: int = 3) -> SymbolTables:
 
 @cache
 def normal_tables(count: int = 33, reach: int = 15) -> SymbolTables:
-    """Return tables for normally distributed columns: table k has a standard deviation of 2^(k / 4) steps."""
+    """Return tables for normally distributed columns. Table k is for a standard deviation of 2^(k / 4) steps."""
     edges = torch.arange(-reach, reach + 2, dtype=torch.float64) - 0.5
     parts = torch.special.ndtr(edges / torch.exp2(torch.arange(count, dtype=torch.float64) / 4)[:, None]).diff(dim=1)
     counts = torch.cat([(1 - parts.sum(1, keepdim=True)).clamp_min(2.0**-12), parts], 1) * 2**20
@@ -162,7 +164,10 @@ def normal_tables(count: int = 33, reach: int = 15) -> SymbolTables:
 
 @cache
 def random_frames(heads: int, dim: int, scope: str, seed: str, tables: SymbolTables, side: str) -> Frames:
-    """Return invertible frames of multiples of 1/128; those of keys rotate, but not in all channels if there are more than two."""
+    """Return invertible frames of multiples of 1/128.
+
+    Those of keys have a RoPE, which leaves some channels unrotated if there are more than two.
+    """
     source = random.Random(f"{heads} {dim} {scope} {seed}")
     count, n = (heads, dim) if scope == "head" else (1, heads * dim)
     draws = [(source.randrange(255) - 127) / 128 for _ in range(count * (1 + n) * n)]
@@ -189,21 +194,21 @@ class AnyFrames(Frames):
 
 
 def with_random_frames(codec: Codec, step: int = 20) -> Transform:
-    """Return the codec transform of a recipe with random frames and a step, in place of calibrated ones."""
+    """Return the transform codec of a recipe with random frames and ``step`` in place of calibrated ones."""
     assert isinstance(codec, Transform)
     scope = "layer" if codec.dim % 3 == 1 else "head"
     return replace(codec, scope=scope, step=step, source=AnyFrames(codec.dim, scope, codec.side))
 
 
 def transform_of(basis: Basis, layer: int, side: str, step: int, chunk: int = 16, *, given: bool = False) -> Transform:
-    """Return the codec transform for a side of ``basis``; it includes the frames if ``given``."""
+    """Return the transform codec for a side of ``basis``. It contains the frames if ``given``."""
     rows, frames = basis.rows(layer, side), basis.frames(layer, side)
     scope = "head" if frames.count == rows.heads else "layer"
     return Transform(rows.dim, basis.digest, layer, side, scope, step, chunk, frames if given else None)
 
 
 def codec_of(basis: Basis, layer: int, side: str, widths: bytes, gain: str = "fp16", *, given: bool = False) -> Klt:
-    """Return the codec klt for a side of ``basis``; it includes the basis if ``given``."""
+    """Return the klt codec for a side of ``basis``. It contains the basis if ``given``."""
     rows = basis.rows(layer, side)
     codec = Klt.of(rows.dim, basis.digest, layer, side, widths, gain, "basis", rows)
     return codec if given else replace(codec, source=None)

@@ -1,4 +1,4 @@
-"""A bus without a device that makes each copy as late as a device could."""
+"""A bus without a device, which makes each copy as late as a device could."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write llama.cpp sequence states field by field, which tests modify or compare with the output of kvpack's writer."""
+"""Write llama.cpp sequence states field by field, for tests that modify them or compare them with kvpack's writer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ Sides = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class Caches:
-    """Layers of keys and values ``[cell, channel]``, and the other parts of a state; a field that is not None replaces the default.
+    """Keys and values ``[cell, channel]`` of each layer, and the other parts of a state.
 
-    Quantized ones are uint8 ``[cell, byte]``; ``kinds`` has their ggml type, by (layer, side) or by layer.
+    A field that is not None replaces the default. Quantized keys or values are uint8 ``[cell, byte]``, and ``kinds`` gives their ggml type
+    for each (layer, side) or layer.
     """
 
     layers: list[Sides]
@@ -50,7 +51,7 @@ class Caches:
 
 
 def state(ids: list[int], *caches: Caches, magic: int = 0x67677371, version: int = 3) -> bytes:
-    """Return a complete file; ``ids`` are the words of token ids as stored."""
+    """Return a complete file. ``ids`` are the words of token ids as they are stored."""
     return struct.pack(f"<III{len(ids)}i", magic, version, len(ids), *ids) + b"".join(cache.pieces() for cache in caches)
 
 

@@ -1,4 +1,7 @@
-"""Random streams of the codec lossless, from random values and tables. Random words seldom form a stream that an encoder could write."""
+"""Random streams for the codec lossless, made from random values and tables.
+
+Random words would seldom form a stream that an encoder can write.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def lossless_streams(
     codec: Codec, batch: int, heads: int, tokens: int, draw: Callable[[], int], *, finite: bool = False
 ) -> dict[str, torch.Tensor] | None:
-    """Return the streams of values with 16 bits from ``draw``, including NaN and infinities unless ``finite``, or None for another codec.
+    """Return the streams of 16-bit values drawn from ``draw``, or None for a codec other than lossless.
+
+    Values include NaN and infinities unless ``finite``.
     """
     if not isinstance(codec, Lossless):
         return None

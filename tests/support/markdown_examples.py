@@ -1,4 +1,4 @@
-"""Run the examples in a Markdown file, its fenced blocks from top to bottom, and compare their output with the output in the file.
+"""Run the fenced code blocks of a Markdown file from top to bottom, and compare their output with that in the file.
 
 - ``python`` blocks share one namespace. A block whose first line is a comment with only the name of a file, such as
   ``# continue.py``, is written to that file instead of being run.
@@ -34,7 +34,7 @@ _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block; its ``text`` begins at ``line`` of the file ``path``."""
+    """A fenced block. Its ``text`` begins at ``line`` of the file ``path``."""
 
     path: Path
     line: int
@@ -70,9 +70,10 @@ def blocks(path: Path) -> list[Block]:
 
 
 def run_examples(path: Path, *, has_hub_model: bool = True) -> None:
-    """Run the blocks of a file in the current folder, and compare their output with the output in the file.
+    """Run the blocks of a file in the current folder, and compare their output with that in the file.
 
-    Unless ``has_hub_model``, another model is in place of the hub's, whose tokenizer makes other numbers of tokens: only 0 is compared.
+    Unless ``has_hub_model`` is True, another model takes the place of the one on the hub. Its tokenizer gives other numbers of tokens, so
+    only the number 0 is compared.
     """
     # Dataclasses look up their module by name.
     module = sys.modules[_MODULE] = ModuleType(_MODULE)

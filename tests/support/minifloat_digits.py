@@ -1,4 +1,7 @@
-"""Random digits and scales of the codec minifloat that every reader accepts: none is NaN or infinite, and no value overflows binary32."""
+"""Random digits and scales for the codec minifloat that every reader accepts.
+
+None is NaN or infinite, and no value overflows binary32.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def _minifloat(codec: Codec) -> Minifloat | None:
 
 
 def make_finite(codec: Codec, digit: torch.Tensor) -> torch.Tensor:
-    """Return ``digit`` with codes of minifloat replaced by those of finite elements; digits of other codecs are unchanged."""
+    """Return ``digit`` with minifloat codes replaced by those of finite elements. Digits of other codecs are unchanged."""
     found = _minifloat(codec)
     if found is None:
         return digit
@@ -28,7 +31,10 @@ def make_finite(codec: Codec, digit: torch.Tensor) -> torch.Tensor:
 
 
 def block_scales(codec: Codec, numbers: torch.Tensor, spread: int = 128, middle: int = 127) -> torch.Tensor:
-    """Map arbitrary integers from 0 to 255 to block scales: powers of two within ``spread`` of ``middle``, or finite e4m3 values."""
+    """Map arbitrary integers from 0 to 255 to block scales.
+
+    These are powers of two within ``spread`` of ``middle``, or finite e4m3 values.
+    """
     found = _minifloat(codec)
     assert found is not None
     whole = numbers.to(torch.int32)
@@ -36,6 +42,6 @@ def block_scales(codec: Codec, numbers: torch.Tensor, spread: int = 128, middle:
 
 
 def largest_product(codec: Codec) -> float:
-    """Return the largest element times the largest e4m3 block scale; 1 for other codecs."""
+    """Return the product of the largest element and the largest e4m3 block scale, or 1 for other codecs."""
     found = _minifloat(codec)
     return 1.0 if found is None else found.format.largest * (448 if found.run_scale == "global_scale" else 1)

@@ -1,7 +1,8 @@
 """Run every text-generating architecture of transformers over packed caches, and list what works and what is refused.
 
-``python -m support.model_zoo --write`` writes the table of the installed version to PAGE. Models are tiny and random; keys and values are
-packed without loss, so they must come back bit for bit, and logits must be as close as those of the model's own eager and SDPA attention.
+``python -m support.model_zoo --write`` writes the table for the installed version to PAGE. Models are tiny and random. Keys and values are
+packed without loss, so they must be restored bit for bit, and logits must agree as closely as those of the model's own eager and SDPA
+attention do.
 """
 
 from __future__ import annotations
@@ -39,19 +40,22 @@ PROMPT, FOLLOWING = torch.arange(3, 35)[None], torch.tensor([[7, 40, 9, 22, 5]])
 CHUNK = 16
 
 ROUNDING = 16 * torch.finfo(torch.float32).eps
-"""Minimum tolerance of logits, relative to the largest, for models whose two attentions agree more closely, or that have only one."""
+"""Smallest tolerance of logits, relative to the largest logit.
+
+It applies to models whose two attention functions agree more closely, or that have only one.
+"""
 
 
 KINDS = {
     "AutoModelForCausalLM": (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ""),
     "AutoModelForSeq2SeqLM": (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, " (sequence to sequence)"),
 }
-"""The auto classes of transformers, each with its table of model classes and the suffix of its rows' names."""
+"""The auto classes of transformers, each with its table of model classes and the suffix that names of its rows have."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model type of transformers, and the class that builds a model of it."""
+    """A model type of transformers and the auto class that creates its model."""
 
     model_type: str
     kind: str = "AutoModelForCausalLM"
@@ -61,7 +65,7 @@ class Architecture:
         return self.model_type + KINDS[self.kind][1]
 
     def model(self) -> Any:
-        """Return the model, the same in every process."""
+        """Return the model, which has the same weights in every process."""
         torch.manual_seed(0)
         config = tiny_config(self.model_type)
         if self.kind == "AutoModelForCausalLM" and hasattr(config, "is_decoder"):
@@ -83,14 +87,15 @@ ZOO = [Architecture(name, kind) for kind, (names, _) in KINDS.items() for name i
 
 
 class CannotRun(Exception):
-    """Raised if transformers alone cannot build or run a model of these sizes."""
+    """Raised if transformers itself cannot create or run a model of these sizes."""
 
 
 @dataclass
 class Row:
-    """The results for one architecture. ``refused`` and ``wrong`` give the reason by step; all other steps work.
+    """The results for one architecture.
 
-    ``not_run`` is the reason why transformers alone cannot run such a model.
+    ``refused`` and ``wrong`` give the reason for each step that failed. All other steps work. ``not_run`` is the reason why transformers
+    itself cannot run such a model.
     """
 
     name: str
@@ -104,7 +109,7 @@ class Row:
 
 
 class Subject:
-    """A model of one architecture, the dense cache of a prompt, and the expected continuation."""
+    """A model of one architecture, the dense cache of a prompt, and the expected logits of a continuation."""
 
     def __init__(self, architecture: Architecture, folder: Path) -> None:
         self.name, self.file = architecture.name, folder / f"{architecture.name}.kvpack"
@@ -127,7 +132,7 @@ class Subject:
         self.expected, self.tolerance = self._expected()
 
     def empty(self) -> Any:
-        """Return an empty dense cache, whose sliding windows are those of the model's decoder."""
+        """Return an empty dense cache that has the sliding windows of the model's decoder."""
         if self.encoder:
             return EncoderDecoderCache(DynamicCache(config=self.model.config), DynamicCache())
         return DynamicCache(config=self.model.config)
@@ -150,7 +155,7 @@ class Subject:
         return logits[-1], max(spread, ROUNDING * float(logits[0].abs().max()))
 
     def caches(self, past: Any) -> list[Any]:
-        """Return the caches of keys and values inside ``past``."""
+        """Return the key-value caches inside ``past``."""
         return [past.self_attention_cache, past.cross_attention_cache] if self.encoder else [past]
 
     def pack(self) -> list[kvpack.Cache]:
@@ -158,7 +163,10 @@ class Subject:
         return [kvpack.pack(past, RECIPE, inputs=inputs) for past, inputs in zip(caches, self.inputs, strict=True)]
 
     def whole(self) -> kvpack.Cache:
-        """Return the packed cache of a decoder, with all tokens in sliding windows. ``kvpack.prefill`` does not accept encoder inputs."""
+        """Return the packed cache of a decoder, with all tokens even in sliding windows.
+
+        ``kvpack.prefill`` does not support encoder inputs.
+        """
         parts = [KvpackCache(self.model, RECIPE, keep_all=True) for _ in self.caches(self.dense)]
         self.forward(PROMPT, EncoderDecoderCache(*parts))
         result = parts[0].packed
@@ -167,13 +175,13 @@ class Subject:
         return result
 
     def over(self, packed: list[kvpack.Cache]) -> Any:
-        """Return the cache object from which the model continues over packed caches."""
+        """Return the cache object with which the model continues from packed caches."""
         self.model.set_attn_implementation("kvpack" if self.model._can_set_attn_implementation() else self.attention)
         caches = [KvpackCache.of(cache, self.model) for cache in packed]
         return EncoderDecoderCache(*caches) if self.encoder else caches[0]
 
     def continue_over(self, past: Any, ids: torch.Tensor = FOLLOWING) -> torch.Tensor:
-        """Return the logits of ``ids`` over ``past``. The last two ids take one pass each, and the others one pass together."""
+        """Return the logits of ``ids`` over ``past``. The last two ids take one pass each, and all others share one pass."""
         parts = ids.split([ids.shape[1] - 2, 1, 1], 1)
         return torch.cat([self.forward(part, past).logits for part in parts], 1)
 
@@ -193,8 +201,10 @@ class Subject:
 
 
 def check_same_bits(packed: kvpack.Cache, dense: Any) -> None:
-    """Assert that the packed keys and values are a bitwise prefix of a dense cache's; where both end at the same token, states must match
-    too."""
+    """Assert that the packed keys and values are a bitwise prefix of those in a dense cache.
+
+    If both end at the same token, their states must match, too.
+    """
     for number, (mine, theirs) in enumerate(zip(packed, dense.layers, strict=True)):
         if packed.tokens == dense.get_seq_length():
             states = {f"conv.{i}": state for i, state in getattr(theirs, "conv_states", {}).items() if state is not None}
@@ -295,7 +305,10 @@ def store(subject: Subject) -> None:
 
 
 def generate(subject: Subject) -> None:
-    """Generate as users do, into an empty cache, with a padded batch and with beams, and expect the tokens of transformers' own cache."""
+    """Generate as users do, and expect the tokens that transformers' own cache gives.
+
+    The runs start from an empty cache, with a padded batch, and with beams.
+    """
     subject.model.set_attn_implementation(subject.attention)
     padded = torch.cat([PROMPT, torch.nn.functional.pad(PROMPT[:, 9:], (9, 0))])
     for options in ({}, {"num_beams": 2}):
@@ -311,7 +324,7 @@ def generate(subject: Subject) -> None:
 
 
 def load_elsewhere(subject: Subject) -> None:
-    """Continue from the files that ``save`` wrote in another process."""
+    """Continue in this process from the files that ``save`` wrote in another."""
     packed = [kvpack.load(subject.file.with_suffix(f".{number}.kvpack")) for number in range(2 if subject.encoder else 1)]
     subject.check(subject.continue_over(subject.over(packed)))
 
@@ -330,14 +343,14 @@ ELSEWHERE: dict[str, Callable[[Subject], None]] = {"load": load_elsewhere}
 
 @contextlib.contextmanager
 def ignore_warnings() -> Iterator[None]:
-    """Ignore kvpack's warnings, even in tests, because decoding layers is not an error here."""
+    """Ignore kvpack's warnings while the context is active, even in tests, because decoding layers is not an error here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", kvpack.KvpackWarning)
         yield
 
 
 def examine(row: Row, subject: Subject, steps: dict[str, Callable[[Subject], None]]) -> None:
-    """Run the steps, and record in ``row`` which were refused and which were wrong."""
+    """Run the steps, and record in ``row`` which of them were refused and which gave wrong results."""
     for name, step in steps.items():
         if name == "load" and "save" not in row.works:
             continue
@@ -354,7 +367,7 @@ def examine(row: Row, subject: Subject, steps: dict[str, Callable[[Subject], Non
 
 
 def examine_here(architectures: list[Architecture], folder: Path, steps: dict[str, Callable[[Subject], None]]) -> list[Row]:
-    """Return the rows of these architectures for the given steps."""
+    """Run the given steps for ``architectures`` in this process and return their rows."""
     rows = []
     for architecture in architectures:
         row = Row(architecture.name)
@@ -376,7 +389,7 @@ def examine_here(architectures: list[Architecture], folder: Path, steps: dict[st
 def examine_all(architectures: list[Architecture], folder: Path, python: str = sys.executable, share: int = 1) -> list[Row]:
     """Return one row per architecture.
 
-    Another process, started with ``python``, builds the models again and loads the files of every architecture, or of one in ``share``.
+    Another process, which ``python`` starts, creates the models again and loads the files of one in ``share`` architectures.
     """
     rows, elsewhere = [], set()
     for number, architecture in enumerate(architectures):
@@ -400,7 +413,7 @@ def examine_all(architectures: list[Architecture], folder: Path, python: str = s
 
 
 def counts(rows: list[Row]) -> dict[str, int]:
-    """Count the architectures for which all, some or no steps work, those with a wrong result, and those that were not run."""
+    """Count the architectures for which all, some, or no steps work, those with a wrong result, and those that were not run."""
     ran = [row for row in rows if not row.not_run]
     right = [row for row in ran if not row.wrong]
     return {
@@ -413,11 +426,14 @@ def counts(rows: list[Row]) -> dict[str, int]:
 
 
 _SPECIFIC = re.compile(r"\d+(, \d+)*|\w*(Layer|Cache|For\w+|LMHead\w*)\b|(conv|recurrent)\.( and )?")
-"""Pattern of the parts in which messages with the same reason differ: numbers, classes, and names of states."""
+"""Pattern of the parts in which messages with the same reason may differ: numbers, classes, and names of states."""
 
 
 def table(rows: list[Row]) -> str:
-    """Format the rows as Markdown; architectures with the same results and reasons share a row, in descending order of working steps."""
+    """Format the rows as a Markdown table in descending order of working steps.
+
+    Architectures with the same results and reasons share a row.
+    """
     lines = ["| architectures | works | refused because |", "|---|---|---|"]
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -434,7 +450,7 @@ def table(rows: list[Row]) -> str:
 
 
 def page(rows: list[Row]) -> str:
-    """Return the text of PAGE with the results in ``rows``."""
+    """Return the text of PAGE for the results in ``rows``."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     summary = ", ".join(f"{count} {what}" for what, count in counts(rows).items())
@@ -443,7 +459,10 @@ def page(rows: list[Row]) -> str:
 
 
 def parse_table(text: str) -> dict[str, tuple[str, str]]:
-    """Parse a table into the working steps and the reasons for refusals of each architecture, without details that differ within a row."""
+    """Parse a table and return the working steps, and the reasons for refusals, of each architecture.
+
+    Details that differ within a row are left out.
+    """
     lines = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| ")][1:]
     return {name.strip(): (works.strip(), _SPECIFIC.sub("", why).strip()) for names, works, why in lines for name in names.split(", ")}
 

@@ -1,4 +1,4 @@
-"""Parse the numbered rules of spec/: where each is stated, whom it binds, and the errors that readers raise for violations."""
+"""Parse the numbered rules of spec/: where each rule is stated, whom it binds, and which errors readers raise for violations."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PAGES = {
     "row": "row.md",
     **{path.stem: f"codecs/{path.name}" for path in sorted((SPEC / "codecs").glob("*.md"))},
 }
-"""The first document of each prefix of rule numbers."""
+"""The first document for each prefix of rule numbers."""
 EXTRA_DOCUMENTS = {"front": ("packing.md",)}
-"""Further documents with the rules of a prefix."""
+"""Further documents that contain rules with a prefix."""
 ENFORCED_BY = ("refusal", "values", "conduct", "writer")
 
 _MARK = re.compile(r"\[([a-z][a-z-]*-[1-9][0-9]*)\]")
@@ -29,7 +29,7 @@ _MARK = re.compile(r"\[([a-z][a-z-]*-[1-9][0-9]*)\]")
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of rules.md; ``section`` is the second decoder's name for the place: page and heading."""
+    """One row of rules.md. ``section`` is the place as the second decoder names it: page and heading."""
 
     number: str
     section: str
@@ -38,7 +38,7 @@ class Rule:
 
 
 def marked_rules(prefix: str) -> list[tuple[str, str, str]]:
-    """Return every rule with a prefix in textual order: its number, its document and level-2 heading, and its line."""
+    """Return every rule with ``prefix`` in textual order, each with its number, its document and level-2 heading, and its line."""
     result = []
     for document in documents(prefix):
         place = document
@@ -49,7 +49,7 @@ def marked_rules(prefix: str) -> list[tuple[str, str, str]]:
 
 
 def documents(prefix: str) -> tuple[str, ...]:
-    """Return the documents whose rules have ``prefix``."""
+    """Return the documents that contain rules with ``prefix``."""
     return PAGES[prefix], *EXTRA_DOCUMENTS.get(prefix, ())
 
 

@@ -1,4 +1,4 @@
-"""Share folders between all workers of a test run: the first worker that needs a folder fills it, and the others wait."""
+"""Share folders between all workers of a test run. The first worker that needs a folder fills it, and the others wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def shared_folder(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], object]) -> Path:
-    """Return the folder ``name`` of this test run after one of the workers has called ``fill`` with it."""
+    """Return the folder ``name`` of this test run, which the first worker fills by calling ``fill`` with it."""
     base = factory.getbasetemp()
     # The folder of a worker is in the folder of the run.
     run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base

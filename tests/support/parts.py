@@ -1,4 +1,4 @@
-"""Split a file and join it again with correct lengths and digests, even if its header was changed. This does not need torch."""
+"""Split a file and join it again with correct lengths and digests, even if its header was changed, without importing torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class Parts:
         return cls(header, tensors)
 
     def joined(self, packed: bytes | None = None, *, keep_sizes: bool = False) -> bytes:
-        """Return the bytes of the file; ``packed`` replaces the header tensor, and ``keep_sizes`` keeps the sizes in the header."""
+        """Return the bytes of the file.
+
+        ``packed`` replaces the header tensor, and ``keep_sizes`` keeps the sizes that the header declares.
+        """
         for row, stored in zip(self.header["tensors"], self.tensors, strict=True):
             if not keep_sizes:
                 row[4:] = [len(stored), xxhash.xxh3_128_digest(stored)]

@@ -1,7 +1,10 @@
-"""Emulate a disk that loses power: record a store's changes, and generate folders that a crash between two of them may leave.
+"""Emulate a disk that loses power.
 
-A file's bytes are safe once the file is synced, and its name once its folder is. Each other change may or may not survive the crash,
-independently, and bytes may be zeros or truncated. This covers everything that POSIX allows, and more than journaling file systems do.
+The module records a store's changes, and generates folders that a crash between two of them may leave.
+
+A file's bytes are safe once the file is synced, and its name is safe once its folder is synced. Each other change may or may not survive
+the crash, independently, and bytes may be zeros or truncated. This covers everything that POSIX allows, and more than journaling file
+systems do.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class Step:
 
 @dataclass
 class RecordingOs:
-    """Replaces the module ``os`` in the store: it makes every call, and records changes below ``root`` in ``steps``."""
+    """Replaces the module ``os`` in the store. It makes every call, and records changes below ``root`` in ``steps``."""
 
     root: str
     steps: list[Step] = field(default_factory=list)
@@ -99,7 +102,7 @@ class _File:
 
 
 class Disk:
-    """The disk after some steps, from which random crashes are generated."""
+    """The state of the disk after some steps, from which random crashes are generated."""
 
     def __init__(self, root: str, steps: list[Step]) -> None:
         self._root = root
@@ -143,8 +146,8 @@ class Disk:
     def crash(self, target: str, choice: random.Random | None, *, names_survive: bool = False) -> None:
         """Write the files that survive a crash to ``target``.
 
-        ``choice`` selects them at random. Without it, as few as possible survive, or with ``names_survive`` all names, with as few bytes as
-        possible.
+        ``choice`` selects them at random. If it is None, as few files as possible survive or, with ``names_survive``, all names with as few
+        bytes as possible.
         """
         there: dict[str, _File | None] = {self._root: None}
         for _, step, file, safe in self._changes:
@@ -171,7 +174,7 @@ class Disk:
 
 
 def _surviving_bytes(file: _File | None, choice: random.Random | None) -> bytes:
-    """Return the bytes of a file that survive."""
+    """Return the bytes of a file that survive a crash."""
     assert file is not None
     if file.safe is not None and file.safe == file.current:
         return file.current

@@ -1,8 +1,9 @@
-"""Speed up Triton's interpreter by skipping repeated work, which takes more than half of the time of kernel tests.
+"""Speed up Triton's interpreter by skipping repeated work, which takes more than half of the time of the kernel tests.
 
 Each kernel launch wraps every function of ``triton.language`` and restores it at the end. Triton 3.6 and later wrap them again at every
 call of a device function, build a table of all dtypes for every conversion of one, and check and name the shape of every result. They also
-compare the types of all operands, convert every constant to a tensor again, and check for integer overflow but discard the result.
+compare the types of all operands, convert every constant to a tensor again, and compute a check for integer overflow whose result they
+discard.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def wrap_once_per_launch() -> None:
-    """Make calls of device functions reuse the wrappers of ``triton.language`` that the launch, or an earlier call, installed."""
+    """Make calls of device functions reuse the wrappers of ``triton.language`` that the launch or an earlier call has installed."""
     wrap = interpreter._patch_lang
     wrapped: set[Any] = set()
     names: dict[Callable[..., Any], set[Any]] = {}
@@ -46,7 +47,7 @@ def wrap_once_per_launch() -> None:
 
 
 def unwrap_only_constants() -> None:
-    """Skip unwrapping values whose class shows that they contain no Triton constant."""
+    """Do not unwrap values whose class shows that they contain no Triton constant."""
     unwrap = core._unwrap_if_constexpr
     plain = frozenset({tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool, str, type(None)})
 
@@ -57,7 +58,10 @@ def unwrap_only_constants() -> None:
 
 
 def call_builtins_directly() -> None:
-    """Pass the interpreter to functions of ``triton.language`` positionally, without building and checking a dictionary on every call."""
+    """Pass the interpreter to functions of ``triton.language`` as a positional argument.
+
+    Triton would build and check a dictionary for every call.
+    """
 
     def replace(owner: Any, name: str, member: Callable[..., Any], builder: object, scope: Any) -> None:
         function = getattr(member, "__wrapped__", member)
@@ -72,7 +76,7 @@ def call_builtins_directly() -> None:
 
 
 def convert_dtypes_once() -> None:
-    """Cache the NumPy dtype of each Triton dtype by name; Triton also compares dtypes by name."""
+    """Cache the NumPy dtype of each Triton dtype by name, because Triton also compares dtypes by name."""
     convert = interpreter._get_np_dtype
     known: dict[str, np.dtype[Any]] = {}
 
@@ -85,7 +89,7 @@ def convert_dtypes_once() -> None:
 
 
 def describe_blocks_once() -> None:
-    """Cache one block type per element type and shape, because every result of an operation has one."""
+    """Cache one block type for each element type and shape, because every operation needs one for its result."""
     describe = tl.block_type.__init__
     known: dict[tuple[Any, ...], tl.block_type] = {}
 
@@ -122,12 +126,12 @@ def shape_tensors_once() -> None:
 
 
 def compare_types_once() -> None:
-    """Pass operands of equal types through, and cache each constant as a tensor of the other operand's type."""
+    """Leave operands of equal types as they are, and cache each constant as a tensor of the other operand's type."""
     check = TritonSemantic.binary_op_type_checking_impl
     known: dict[tuple[Any, ...], tl.tensor] = {}
 
     def constant(semantic: TritonSemantic, value: float, tensor: tl.tensor, first: bool, *options: bool) -> tuple[tl.tensor, tl.tensor]:
-        """Return ``value`` and ``tensor`` converted for computation, in their original order."""
+        """Convert ``value`` and ``tensor`` to their common type and return both in their original order."""
         key = (value, type(value), tensor.type.name, first, options)
         if key in known:
             return (known[key], tensor) if first else (tensor, known[key])
@@ -160,7 +164,7 @@ def compare_types_once() -> None:
 
 
 def broadcast_shapes_once() -> None:
-    """Cache, by the types of two operands, which of them is broadcast to which shape."""
+    """Cache, for each pair of operand types, which operand is broadcast to which shape."""
     broadcast = TritonSemantic.broadcast_impl_value
     known: dict[tuple[str, str], tuple[Any, Any]] = {}
 
@@ -185,7 +189,7 @@ def broadcast_shapes_once() -> None:
 
 
 def check_overflow_only_in_debug() -> None:
-    """Check for integer overflow only when debugging; otherwise Triton computes the check and discards the result."""
+    """Check for integer overflow only when debugging. Otherwise, Triton computes the check and discards its result."""
     check = TritonSemantic.binary_op_sanitize_overflow_impl
 
     def checked(semantic: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor, operation: Callable[..., tl.tensor]) -> None:

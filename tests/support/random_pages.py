@@ -1,4 +1,4 @@
-"""Random keys or values of a layer: any codec, contents, pages and strides."""
+"""Keys or values of a layer with a random codec, contents, pages and strides."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ if TYPE_CHECKING:
 
 
 def with_gaps(stream: torch.Tensor) -> torch.Tensor:
-    """Return a copy of ``stream`` inside a larger buffer: rows are contiguous, but separated by gaps."""
+    """Return a copy of ``stream`` inside a larger buffer. Its rows are contiguous, but there are gaps between them."""
     return with_poisoned_padding(stream.flatten(3)).unflatten(3, stream.shape[3:]) if stream.dim() > 4 else with_poisoned_padding(stream)
 
 
 @st.composite
 def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: str, plain: bool) -> Side:
-    """Return a random side: any codec of a family (without sidecars if ``plain``), any number of pages, any strides, maybe a tail."""
+    """Draw a side with any codec of a family, any number of pages, any strides, and possibly a tail.
+
+    If ``plain``, the codec has no sidecars.
+    """
     codec = draw(codecs(family, bounded=False))
     if isinstance(codec, CodecWithSidecars) and (plain or draw(st.booleans())):
         codec = codec.codec

@@ -37,7 +37,7 @@ def codecs(k: str, v: str, dims: tuple[int, int]) -> tuple[Codec, Codec]:
 
 
 def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) -> PackedRun:
-    """Return a page of random digits with ordinary norms and scales; some norms are zero and some negative."""
+    """Return a page of random digits with ordinary norms and scales, some of which are zero or negative."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(codec, CodecWithSidecars):
         page = random_page(codec.codec, batch, heads, tokens, seed)
@@ -83,7 +83,7 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
 
 
 def random_sidecars(codec: CodecWithSidecars, batch: int, heads: int, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Return random key means, outlier chunks and qjl signs; some norms are zero and some negative."""
+    """Return random key means, outlier chunks and qjl signs. Some of their norms are zero or negative."""
     streams = {}
     if key_mean := codec.sidecar(KeyMean):
         streams = key_mean.encode_means(2 * torch.randn(batch, heads, -(-tokens // key_mean.tokens), codec.dim, generator=generator))
@@ -131,7 +131,7 @@ def exact_attention(q: torch.Tensor, layer: Layer, *, scale: float | None = None
 
 
 def check_attention(layer: Layer, q_heads: int, q_len: int = 1, dtype: torch.dtype = torch.float32, **mode: Any) -> None:
-    """Check that the kernels, not torch operations, attend to the layer on the device, within the tolerance."""
+    """Check that the kernels, not torch operations, compute attention over the layer on the device, within the tolerance."""
     from kvpack.kernels.attend import attention
 
     assert layer.k is not None

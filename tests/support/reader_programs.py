@@ -1,4 +1,4 @@
-"""Run the programs of the readers in spec/readers (see spec/readers/README.md) and compare their answers."""
+"""Run the programs of the readers in spec/readers, and compare their answers. See spec/readers/README.md."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ READERS_FOLDER = ROOT / "spec" / "readers"
 PROGRAMS_FOLDER = ROOT / "tests" / "support" / "readers"
 BUILD_FOLDER = ROOT / "build" / "readers"
 C_OPTIONS = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-pedantic", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
-"""Compiler options of the C reader: warnings are errors, and an out-of-bounds access or undefined behavior aborts it."""
+"""Compiler options for the C reader. Warnings are errors, and out-of-bounds access or undefined behavior aborts the program."""
 READERS = {"c": ("cc", *C_OPTIONS), "javascript": ("node", str(PROGRAMS_FOLDER / "answer.mjs"))}
-"""Command of each reader: its program, or its compiler."""
+"""The command that starts each reader: its program, or its compiler."""
 ENTRY_READERS = ("c", "javascript")
 """Readers whose programs also read store entries."""
 
 FRAME_RULE, FRAME_SECTION = "container-21", "container.md, zstd"
-"""Name of the rule about malformed Zstandard frames, by readers and by the second decoder. Decoders may accept different frames."""
+"""Name of the rule about malformed Zstandard frames in the readers and in the second decoder.
+
+Decoders may accept different frames.
+"""
 
 
 class Answer(NamedTuple):
-    """A reader's answer for a file: its values and other reported fields, or the class and rule of its refusal."""
+    """A reader's answer about a file: its values and the other reported fields, or the error class and the rule of its refusal."""
 
     kind: str
     rule: str
@@ -48,14 +51,14 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader:
-    """A running program."""
+    """A running reader program."""
 
     name: str
     process: subprocess.Popen[str]
     folder: Path
 
     def read(self, path: Path, bases: Sequence[Path] = (), wanted: Mapping[str, str] | None = None) -> Answer:
-        """Return the answer for one file, or for its entry ``wanted``. Raises RuntimeError if the program ends."""
+        """Return the answer for the file at ``path``, or for the store entry ``wanted`` in it. Raises RuntimeError if the program ends."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         output = self.folder / f"{self.name}.values"
@@ -78,7 +81,7 @@ def missing_reason(name: str) -> str | None:
 
 
 def _command(name: str) -> Sequence[str]:
-    """Return the command that runs a reader; a C reader is compiled into ``BUILD_FOLDER`` when its sources have changed."""
+    """Return the command that runs a reader. The C reader is compiled into ``BUILD_FOLDER`` when its sources have changed."""
     if name != "c":
         return READERS[name]
     folder, source = READERS_FOLDER / "c", PROGRAMS_FOLDER / "answer.c"
@@ -96,7 +99,7 @@ def _command(name: str) -> Sequence[str]:
 
 @contextmanager
 def start_reader(name: str) -> Iterator[Reader]:
-    """Start the program of a reader, which ends when the context exits."""
+    """Start a reader's program, which ends when the context exits."""
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(_command(name), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
         try:
@@ -107,7 +110,7 @@ def start_reader(name: str) -> Iterator[Reader]:
 
 @cache
 def start_all_readers() -> tuple[Reader, ...]:
-    """Start all readers that can run here, and return them. Their programs end with this process."""
+    """Start all readers that can run here and return them. Their programs end with this process."""
     stack = ExitStack()
     atexit.register(stack.close)
     return tuple(stack.enter_context(start_reader(name)) for name in READERS if missing_reason(name) is None)
@@ -115,7 +118,7 @@ def start_all_readers() -> tuple[Reader, ...]:
 
 @cache
 def write_bases(bases: tuple[bytes, ...]) -> tuple[Path, ...]:
-    """Write bases to files, which are deleted with this process, and return their paths."""
+    """Write bases to temporary files, which are deleted with this process, and return their paths."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     paths = tuple(Path(folder.name, f"{number}.kvbasis") for number in range(len(bases)))
@@ -125,7 +128,10 @@ def write_bases(bases: tuple[bytes, ...]) -> tuple[Path, ...]:
 
 
 def differences(readers: Sequence[Reader], data: bytes, suffix: str, bases: Sequence[Path], file: Any, rule: str) -> Iterator[str]:
-    """Yield every difference between ``readers`` and the second decoder, which read ``file`` or, if None, refused it by ``rule``."""
+    """Yield every difference between ``readers`` and the second decoder.
+
+    ``file`` is what the decoder read from ``data``, or None if it refused the data by ``rule``.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"x{suffix}")
         path.write_bytes(data)

@@ -1,8 +1,10 @@
-"""Keys, values and queries of two layers of a real language model, and a basis for them: tests/coding/real_layers.safetensors, .kvbasis.
+"""Keys, values and queries of two layers of a real language model, and a basis for them.
 
-The layers are 16 and 18 of SmolLM2-135M-Instruct, after the first 512 tokens of kvpack's prose, as attention meets them (after RoPE).
-``python -m support.real_layers MODEL BASIS`` creates the files again, from the model's folder (kvpack/bench/real_model.py) and its basis,
-which kvpack calibrate computed from 12 windows of 2,048 tokens of kvpack's calibration text.
+They are in tests/coding/real_layers.safetensors and real_layers.kvbasis.
+
+The layers are layers 16 and 18 of SmolLM2-135M-Instruct after RoPE, for the first 512 tokens of kvpack's prose. ``python -m
+support.real_layers MODEL BASIS`` creates the files again from the model's folder (see kvpack/bench/real_model.py) and its basis, which
+``kvpack calibrate`` computed from 12 windows of 2,048 tokens of kvpack's calibration text.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ TOKENS = 512
 
 
 def layers() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return (k, v, q) of each layer, float32 ``[1, head, token, dim]``, with 3 heads of keys and values and 9 of queries."""
+    """Return (k, v, q) of each layer, float32 ``[1, head, token, dim]``, with 3 KV heads and 9 query heads."""
     held = load_file(TENSORS)
     return [tuple(held[f"{layer}.{name}"].float() for name in "kvq") for layer in LAYERS]  # type: ignore[misc]
 
 
 def basis() -> Basis:
-    """Return the basis of the layers, which are numbered 0 and 1 in it."""
+    """Return the basis of the layers, in which they have the numbers 0 and 1."""
     return Basis.load(BASIS)
 
 
 def write_files(model: str, whole: str) -> None:
-    """Write both files."""
+    """Create both files."""
     from transformers import AttentionInterface
 
     from kvpack.evaluation.models import bundled_text, vocabulary

@@ -19,7 +19,10 @@ SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
 
 
 class Server:
-    """``redis-server`` on a free port. Restarts keep the ``url`` but, without ``keep_log``, no data."""
+    """``redis-server`` on a free port.
+
+    After a restart, the ``url`` is the same, but all data is lost unless ``keep_log`` was called.
+    """
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as free:
@@ -49,19 +52,19 @@ class Server:
         self.process.wait()
 
     def keep_log(self) -> None:
-        """Restart empty, with an append-only log that outlives the server."""
+        """Restart the empty server with an append-only log that outlives it."""
         self._restart(keeps_log=True)
 
     def drop_log(self) -> None:
-        """Restart empty, with nothing on disk."""
+        """Restart the server empty and without any file."""
         self._restart(keeps_log=False)
 
     def log(self) -> bytes:
-        """Return the append-only log, with the changes since ``keep_log``."""
+        """Return the append-only log, which contains the changes since ``keep_log``."""
         return self._log_path().read_bytes()
 
     def set_log(self, log: bytes) -> None:
-        """Replace the log of the stopped server, which it will load when it starts."""
+        """Replace the log of the stopped server, which loads it when it starts."""
         self._log_path().write_bytes(log)
 
     def _restart(self, *, keeps_log: bool) -> None:
@@ -77,7 +80,7 @@ class Server:
 
 @contextlib.contextmanager
 def run_server(folder: Path) -> Iterator[Server]:
-    """Run a server inside the context; skips the test if none is installed."""
+    """Run a server while the context is active. Without an installed Redis, the test is skipped."""
     if SERVER is None:
         pytest.skip("neither redis-server nor valkey-server is installed")
     server = Server(folder)

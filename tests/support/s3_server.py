@@ -1,4 +1,4 @@
-"""A real S3 server on the loopback interface for tests (moto, with everything in memory), and one that returns false responses."""
+"""A real S3 server on the loopback interface for tests (moto, entirely in memory), and one that sends false responses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VARIABLES = {
     "access_key_id": "AWS_ACCESS_KEY_ID",
     "secret_access_key": "AWS_SECRET_ACCESS_KEY",
 }
-"""The environment variables of the storage_options."""
+"""The environment variable for each of the storage_options."""
 PROGRAM = """
 import os, sys
 from moto import server
@@ -39,7 +39,10 @@ server.main(sys.argv[1:])
 
 
 class Server:
-    """moto's S3 server on a free port, with one bucket; its address survives restarts, but its objects do not."""
+    """moto's S3 server on a free port, with one bucket.
+
+    After a restart, the address is the same, but all objects are lost.
+    """
 
     def __init__(self) -> None:
         with socket.socket() as free:
@@ -79,7 +82,7 @@ def options(endpoint: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def run_server() -> Iterator[Server]:
-    """Run a server inside the context; skips the test if moto's server is not installed."""
+    """Run a server while the context is active. Without moto's server, the test is skipped."""
     if importlib.util.find_spec("moto") is None:
         pytest.skip("moto is not installed")
     server = Server()
@@ -90,7 +93,7 @@ def run_server() -> Iterator[Server]:
 
 
 class LyingHandler(BaseHTTPRequestHandler):
-    """Answers every GET and HEAD of an entry with ``body`` and the content length ``length``, or with the status ``status``."""
+    """A server that answers every GET and HEAD of an entry with ``body`` and the content length ``length``, or with ``status``."""
 
     body = b""
     length = 0
@@ -122,7 +125,10 @@ class LyingHandler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def run_lying_server() -> Iterator[tuple[type[LyingHandler], dict[str, str]]]:
-    """Run a server that lies; yields the class whose attributes configure its responses, and the storage_options that point to it."""
+    """Run a server that sends false responses.
+
+    Yields the class whose attributes configure the responses, and the storage_options for the server.
+    """
     handler = type("Lying", (LyingHandler,), {})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

@@ -1,4 +1,4 @@
-"""Import spec/decoder, with helpers for comparing the library's readers with it."""
+"""Import spec/decoder, and compare the library's readers with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ MODULES = sorted(FOLDER.rglob("*.py"))
 
 
 def decompress(frame: bytes, size: int) -> bytes:
-    """Return the content of a Zstandard frame that declares ``size``, or one byte more than ``size`` if the frame is invalid."""
+    """Return the content of a Zstandard frame that declares ``size`` bytes.
+
+    If the frame is invalid, one byte more than ``size`` is returned.
+    """
     try:
         if size:
             return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)

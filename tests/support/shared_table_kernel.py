@@ -31,9 +31,9 @@ def look_up_words_kernel(
 ) -> None:
     """Write the table entries of ``words``, int16 ``[COUNT]``, to ``out``, binary16 ``[VALUES, COUNT]``.
 
-    For large tables, the low bits of their sum follow.
+    For large tables, the low bits of the words' sum follow the entries.
 
-    The sum of several warps uses shared memory of the compiler, which precedes large tables.
+    The sum over several warps uses shared memory that the compiler allocates before large tables.
     """
     if FAST:
         declare(SIZE, WARPS)

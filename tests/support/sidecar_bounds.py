@@ -1,4 +1,4 @@
-"""Check the error bounds of a codec with sidecars, stage by stage, including the codec's own bound."""
+"""Check the error bounds of a codec with sidecars stage by stage, including the bound of the codec itself."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     Streams = Mapping[str, torch.Tensor]
 
 QJL_WORST = math.sqrt(1 + math.pi / 2)
-"""Maximum factor by which the correction of qjl can increase the error (spec/writers.md, Sidecars)."""
+"""Largest factor by which the qjl correction can increase the error (spec/writers.md, Sidecars)."""
 
 BALANCED_TOLERANCE = 2.0**-16
-"""Maximum error of a balanced frame and its inverse together, relative to a token, for well-conditioned matrices."""
+"""Largest error of a balanced frame followed by its inverse, relative to a token, for well-conditioned matrices."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -44,7 +44,10 @@ def check_sidecars(
     decoded: torch.Tensor,
     check: Callable[[Codec, torch.Tensor, Streams, torch.Tensor], None],
 ) -> None:
-    """Check that unquantized values are exact, that the inner codec stays within its bound (``check``), and that nothing else is lost."""
+    """Check that exact values are exact, that the inner codec stays within its bound, and that nothing else is lost.
+
+    ``check`` is the check of the inner codec.
+    """
     raw, rest = torch.zeros(x.shape[0], 1, x.shape[2], dtype=torch.bool), x
     if by_position := codec.raw_positions:
         raw[by_position.token_positions(streams)[1], 0, by_position.token_positions(streams)[0]] = True
@@ -121,7 +124,7 @@ def check_sidecars(
 
 
 def _check_key_mean(key_mean: KeyMean, u: torch.Tensor, streams: Streams) -> torch.Tensor:
-    """Check that the vectors are the means of the pages of ``u`` to within half a step of their codes. Returns each token's vector."""
+    """Check that the key means equal the page means of ``u`` to within half a step of their codes. Return each token's mean."""
     vectors = key_mean.vectors(streams)
     for page, vector in enumerate(vectors.unbind(2)):
         mean = u[:, :, page * key_mean.tokens : (page + 1) * key_mean.tokens].double().mean(2)
@@ -136,7 +139,10 @@ def _check_key_mean(key_mean: KeyMean, u: torch.Tensor, streams: Streams) -> tor
 def _check_raw_tokens(
     codec: CodecWithSidecars, raw_tokens: RawTokens, x: torch.Tensor, raw: torch.Tensor, decoded: torch.Tensor
 ) -> torch.Tensor:
-    """Check that raw tokens are exact and as many as requested. Returns the values with those that replace them for the encoder."""
+    """Check that raw tokens are exact and that there are as many as requested.
+
+    Returns the values in which they are replaced as for the encoder.
+    """
     tokens = x.shape[2]
     assert raw[:, :, : raw_tokens.first].all()
     least = max(min(raw_tokens.first, tokens), min(raw_tokens.low_norm, tokens))
@@ -148,7 +154,7 @@ def _check_raw_tokens(
 
 
 def _check_signs(qjl: Qjl, left: torch.Tensor, rounding: torch.Tensor, streams: Streams) -> None:
-    """Check that the signs are those of the residual ``left`` by the codec, and that the correction follows the specification."""
+    """Check that the signs are those of the codec's residual ``left``, and that the correction follows the specification."""
     (negative,) = qjl.packing.unpack([streams[f"qjl_signs.{plane}"] for plane in range(len(qjl.packing.planes))])
     matrix, signs = qjl.rotation.matrix().double(), 1 - 2 * negative.double()
     assert (signs * (left @ matrix.T) >= -2 * rounding[..., None] - 2.0**-120).all()
@@ -166,7 +172,7 @@ def _check_outliers(
     raw: torch.Tensor,
     streams: Streams,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check that outliers equal those of ``u``, rounded once, and are exact in the coded frame before the ``shift`` of pages.
+    """Check that outliers equal those of ``u``, rounded once, and are exact in the coded frame before pages' ``shift`` is added.
 
     ``size`` is the norm of the rotated values. Returns a mask of the outliers and the norm of their rounding error.
     """

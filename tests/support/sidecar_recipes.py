@@ -1,4 +1,4 @@
-"""Recipes that use every sidecar, and the exact attention that tests compare them with."""
+"""Recipes that use every sidecar, and exact attention, with which tests compare results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small contents and files that the container's tests share."""
+"""Small contents and files that several tests of the container use."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TAIL_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.floa
 
 
 def side(codec: int, tokens: int = 3, **values: Any) -> SideEntry:
-    """Return a header entry for keys or values with one run; ``values`` override its fields."""
+    """Return a header entry for keys or values with one run. ``values`` replace its fields."""
     return replace(SideEntry(codec, 1, 1, (tokens,) if tokens else (), 0, "bf16", 0), **values)
 
 
 def arrays_of(contents: Contents, seed: int = 0) -> dict[str, Any]:
-    """Return encoded Gaussian values as flat byte arrays for every tensor of ``contents``."""
+    """Encode Gaussian values, and return every tensor of ``contents`` as a flat array of bytes."""
     generator = torch.Generator().manual_seed(seed)
     arrays: dict[str, Any] = {}
     for number, layer in enumerate(contents.layers):
@@ -50,8 +50,10 @@ def _streams(codec: Codec, entry: SideEntry, generator: torch.Generator) -> dict
 
 
 def contents(kind: str) -> Contents:
-    """Return contents of one kind in ``KINDS``; together the kinds cover every dtype, absent sides, several runs, entries, tails and no
-    tokens."""
+    """Return contents of one kind in ``KINDS``.
+
+    Together, the kinds cover every dtype, absent sides, several runs, entries, tails, and no tokens.
+    """
     keys, values = create("group", 4, "k", b="3", g="16"), create("group", 5, "v", b="2", g="16", token_scale="fp32")
     if kind == "group":
         k, v = side(0, runs=(3, 17), tail=2, window=32), side(1, 20, tail=2, tail_dtype="fp32")
@@ -89,7 +91,7 @@ def _data_section(kind: str) -> bytes:
 
 
 def header_map(kind: str = "group") -> dict[str, Any]:
-    """Return the header of a small file as plain msgpack values, for tests to break and pack again."""
+    """Return the header of a small file as plain msgpack values, which tests change and pack again."""
     unpacker = msgpack.Unpacker()
     unpacker.feed(_data_section(kind))
     top: dict[str, Any] = unpacker.unpack()

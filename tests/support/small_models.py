@@ -1,4 +1,4 @@
-"""Small transformers models that the tests of identities share."""
+"""Small transformers models that several tests of identities use."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "
 
 
 def small_llama(**settings: Any) -> Any:
-    """Return a two-layer Llama whose weights are the same on every call."""
+    """Return a two-layer Llama whose weights are the same in every call."""
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 2, **settings})).eval()
 
 
 def identity(model: Any, **given: Any) -> kvpack.Identity:
-    """Return the identity of a model with the given fields and fixed weights."""
+    """Return the identity of a model with the given fields and a fixed digest of its weights."""
     return kvpack.Identity.of(model, "octopus-3", **{"weights": "revision", **given})
 
 

@@ -1,4 +1,4 @@
-"""Parse the pages of the specification: their sections and tables."""
+"""Parse the pages of the specification into sections and tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Table = list[dict[str, str]]
 
 
 def section(page: Path, heading: str) -> str:
-    """Return the text under ``heading``, of any level, up to the next heading of the same or a higher level."""
+    """Return the text below the heading ``heading``, up to the next heading of the same or a higher level."""
     lines = page.read_text(encoding="utf-8").split("\n")
     first = next(i for i, line in enumerate(lines) if re.fullmatch(rf"#+ {re.escape(heading)}", line))
     level = lines[first].split(" ")[0]
@@ -21,7 +21,7 @@ def section(page: Path, heading: str) -> str:
 
 
 def tables(text: str) -> list[Table]:
-    """Return the Markdown tables of ``text``, each row a map from column heading to cell, without backticks."""
+    """Return the Markdown tables in ``text``. Each row maps column headings to cells without backticks."""
     found = []
     for block in re.findall(r"(?:^\|.*\|$\n?)+", text, re.MULTILINE):
         head, _, *rows = ([cell.strip().replace("`", "") for cell in row.strip("|").split("|")] for row in block.strip().split("\n"))
@@ -30,6 +30,6 @@ def tables(text: str) -> list[Table]:
 
 
 def table(text: str, *columns: str) -> Table:
-    """Return the only table of ``text`` whose column headings are ``columns``."""
+    """Return the only table in ``text`` that has the column headings ``columns``."""
     (found,) = (rows for rows in tables(text) if tuple(rows[0]) == columns)
     return found

@@ -1,8 +1,8 @@
-"""Compare the readers of spec/readers with the vectors, the library and the second decoder: ``python -m support.spec_readers``.
+"""Compare the readers in spec/readers with the vectors, the library and the second decoder.
 
-Each reader is a program (see spec/readers/README.md). The run has three parts: all vectors, files that the library writes from random
-recipes and shapes, and random mutations of both. It prints every difference, saves the files that cause one, and exits with 1 if there are
-any. A reader whose program cannot run here is skipped, with the reason.
+Each reader is a program (see spec/readers/README.md). ``python -m support.spec_readers`` has three parts: all vectors, files that the
+library writes for random recipes and shapes, and random mutations of both. It prints every difference, saves the files that cause one, and
+exits with 1 if there are any. If a reader's program cannot run here, the reader is skipped and the reason is printed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from support.vector_checks import Expected
 ENTRY_FOLDER = ROOT / "spec" / "store-vectors"
 MAX_MUTATED_BYTES = 1 << 14
 INTACT = ("LimitExceeded", "OutOfMemory", "Undecryptable", "UnknownCodec", "UnsupportedVersion")
-"""Error classes of entries that are refused but not damaged."""
+"""Error classes of entries that are refused, but not damaged."""
 
 
 def vector_differences(reader: Reader) -> Iterator[str]:
@@ -60,7 +60,7 @@ def vector_differences(reader: Reader) -> Iterator[str]:
 
 
 def entries() -> dict[str, dict[str, Any]]:
-    """Return the manifest line of every store entry, by its file."""
+    """Return the manifest's line for the file of every store entry."""
     return read_manifest(ENTRY_FOLDER / "manifest.json")
 
 
@@ -100,7 +100,7 @@ def _line_difference(answer: Answer, folder: Path, line: Mapping[str, Any]) -> s
 
 
 def library_accepts(data: bytes, bases: Sequence[bytes]) -> bool | None:
-    """Return True if the library accepts a file, or None for one too large to compare."""
+    """Return whether the library accepts a file, or None if the file is too large to compare."""
     try:
         opened = container.open_bytes(data)
         if sum(map(layout_bytes, opened.header.layouts.values())) > MAX_COMPARED_BYTES:
@@ -115,7 +115,7 @@ def library_accepts(data: bytes, bases: Sequence[bytes]) -> bool | None:
 
 
 def file_differences(readers: Sequence[Reader], data: bytes, bases: Sequence[Path]) -> Iterator[str]:
-    """Yield the differences between the library, the second decoder and ``readers`` for a file, given ``bases``."""
+    """Yield the differences between the library, the second decoder and ``readers`` for a file that may use ``bases``."""
     given = [basis.read_bytes() for basis in bases]
     accepts = library_accepts(data, given)
     if accepts is None:
@@ -130,7 +130,7 @@ def file_differences(readers: Sequence[Reader], data: bytes, bases: Sequence[Pat
 
 
 def row_differences(readers: Sequence[Reader], data: bytes) -> Iterator[str]:
-    """Yield the differences between the second decoder and ``readers`` for a packed page, without a basis."""
+    """Yield the differences between the second decoder and ``readers`` for a packed page without a basis."""
     try:
         file, rule = decoder.read_row(data).page, ""
     except decoder.Refused as refused:
@@ -140,7 +140,7 @@ def row_differences(readers: Sequence[Reader], data: bytes) -> Iterator[str]:
 
 @st.composite
 def codec_words(draw: st.DrawFn, side: str, dim: int) -> str:
-    """Return a codec clause of a recipe, with any options and sidecars that need no basis."""
+    """Draw a codec clause of a recipe with any options and sidecars that do not need a basis."""
     name = draw(st.sampled_from([name for name in CASES if name not in ("klt", "transform")]))
     words = draw(CASES[name].options)
     if name not in ("raw", "lossless"):
@@ -152,7 +152,7 @@ def codec_words(draw: st.DrawFn, side: str, dim: int) -> str:
 
 @st.composite
 def written_file(draw: st.DrawFn) -> bytes:
-    """Return a file written by the library: random codecs for both sides, and random shapes, contents and filters."""
+    """Draw a file that the library writes, with random codecs for both sides, and random shapes, contents and filters."""
     dims = [draw(st.sampled_from([dim for dim in DIMS if dim <= 128])) for _ in "kv"]
     recipe = f"k={draw(codec_words('k', dims[0]))};v={draw(codec_words('v', dims[1]))}"
     batch, heads, tokens = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 40))
@@ -171,7 +171,7 @@ def written_file(draw: st.DrawFn) -> bytes:
 
 
 def fresh_files(count: int, number: int, visit: Callable[[bytes], None]) -> None:
-    """Call ``visit`` with ``count`` new files written by the library."""
+    """Call ``visit`` with ``count`` new files that the library writes."""
     left = count
 
     @hypothesis.seed(number)
@@ -194,7 +194,7 @@ def fresh_files(count: int, number: int, visit: Callable[[bytes], None]) -> None
 
 
 def mutations(seconds: float, number: int, found: Sequence[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Yield mutations of ``found`` and of packed pages until ``seconds`` have passed, each with True if it is a packed page."""
+    """Yield mutations of ``found`` and of packed pages for ``seconds`` seconds, each with True if it is a packed page."""
     source, vocabulary = random.Random(number), Vocabulary.of(found)
     oracle = RowOracle()
     rows = [*oracle.rows, *seeds.rows()]

@@ -1,6 +1,7 @@
-"""Count the words of the specification by document, and sum them for normative and informative ones: ``python -m support.spec_words``.
+"""Count the words of the specification by document, and add them up for normative and informative documents.
 
-A word is a sequence between spaces that contains a letter or a digit, so table rules and operators do not count.
+``python -m support.spec_words`` prints the counts. A word is a sequence between spaces that contains a letter or a digit, so table rules
+and operators do not count.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ def words(document: Path) -> int:
 
 
 def is_informative(document: Path) -> bool:
-    """Return True if ``document`` states no rules itself: the list of rules, and documents marked as informative."""
+    """Return True if ``document`` states no rules itself, like the list of rules and documents that are marked as informative."""
     return document == RULES or document.read_text(encoding="utf-8").split("\n")[2].startswith("*Informative.*")
 
 
 def counts() -> dict[bool, dict[str, int]]:
-    """Return the word counts by document path, for normative (False) and informative (True) ones."""
+    """Return the word count of each document by path, for normative documents (False) and informative ones (True)."""
     result: dict[bool, dict[str, int]] = {False: {}, True: {}}
     for document in sorted((*SPEC.glob("*.md"), *SPEC.glob("codecs/*.md"))):
         result[is_informative(document)][document.relative_to(SPEC).as_posix()] = words(document)
@@ -33,7 +34,7 @@ def counts() -> dict[bool, dict[str, int]]:
 
 
 def main() -> int:
-    """Print all counts. Returns 1 if a sum is above its limit."""
+    """Print all counts. Return 1 if a sum exceeds its limit."""
     within = True
     for informative, limit in ((False, MAX_NORMATIVE), (True, MAX_INFORMATIVE)):
         found = counts()[informative]

@@ -1,5 +1,7 @@
-"""Small caches of a model whose first layer keeps states and whose second layer keeps keys and values, with states at the ends of some
-chunks."""
+"""Small caches of a model whose first layer has states and whose second layer has keys and values.
+
+There are states at the ends of some chunks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ STATEFUL = dataclasses.replace(IDENTITY, keeps_states=True)
 
 
 def states(position: int, seed: int = 0) -> States:
-    """Return the states after ``position`` tokens: a recurrent one in fp32 and a convolution's in bf16. The layer with tokens has none."""
+    """Return the states after ``position`` tokens: a recurrent state in fp32, and that of a convolution in bf16.
+
+    The second layer has no states.
+    """
     generator = torch.Generator().manual_seed(1000 * seed + position)
     recurrent = torch.randn(1, 3, 4, generator=generator)
     conv = torch.randn(1, 5, 2, generator=generator).to(torch.bfloat16)
@@ -26,7 +31,7 @@ def states(position: int, seed: int = 0) -> States:
 
 
 def stateful(tokens: int, at: Any, recipe: str = "kivi-2", seed: int = 0) -> kvpack.Cache:
-    """Return a cache of ``tokens`` tokens with states after the last token and at the positions ``at``."""
+    """Return a cache of ``tokens`` tokens with states after the last token, and at the positions ``at``."""
     (pair,) = random_pairs(1, tokens, dims=(32, 32), seed=seed)
     packed = kvpack.pack([pair], recipe)
     layers = (kvpack.Layer(None, None), *packed.layers)
@@ -45,5 +50,5 @@ def same_states(found: kvpack.Cache | None, position: int, seed: int = 0) -> boo
 
 
 def chunk_ends(*chunks: int) -> list[int]:
-    """Return the positions at the ends of chunks, given as numbers of chunks."""
+    """Return the positions at the ends of the chunks with these numbers."""
     return [CHUNK * count for count in chunks]

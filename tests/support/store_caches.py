@@ -1,4 +1,4 @@
-"""Small caches, prompts and identities that the store's tests share."""
+"""Small caches, prompts and identities that several tests of the store use."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 CHUNK = 32
 IDENTITY = kvpack.Identity("model", "kivi-2", weights="w1", dtype="bfloat16", tenant="tenant")
 UNIFORM_IDENTITY = replace(IDENTITY, recipe="kivi-2;raw=0")
-"""Identity with a recipe without raw tokens, so that all entries have the same size."""
+"""An identity whose recipe has no raw tokens, so that all entries have the same size."""
 KEYS = {"k": bytes(range(32))}
 OTHER_KEYS = {"other": bytes(32)}
 
 
 def prompt(chunks: int, first: int = 0, seed: int = 0) -> list[int]:
-    """Return the token ids of ``chunks`` chunks plus 5 tokens; the first ``first`` chunks are the same for every seed."""
+    """Return the token ids of ``chunks`` chunks and 5 more tokens. The first ``first`` chunks are the same for every seed."""
     shared = list(range(CHUNK * min(first, chunks)))
     own = [1000 * (1 + seed) + n for n in range(CHUNK * (chunks - min(first, chunks)) + 5)]
     return shared + own
@@ -68,19 +68,19 @@ def _dense(whole: kvpack.Cache) -> list[torch.Tensor]:
 
 
 def entries(folder: Path | str) -> list[str]:
-    """Return the paths of the entries of a directory."""
+    """Return the paths of all entries in a directory."""
     folders = [(parent, names) for parent, _, names in os.walk(folder) if len(os.path.basename(parent)) == 1]
     return sorted(os.path.join(parent, name) for parent, names in folders for name in names)
 
 
 def entry_of(store: kvpack.Store, ids: list[int], number: int) -> str:
-    """Return the path of the entry of chunk ``number``."""
+    """Return the path of the entry for chunk ``number``."""
     (path,) = (path for path in entries(store.location) if path.endswith(store.keys(ids)[number].hex()))
     return path
 
 
 def check_death_and_return(server: Any, opened: Callable[[], kvpack.Store], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a killed server causes misses and receives no requests, and that the store works again once it is back, empty."""
+    """Check that a killed server causes misses and gets no requests, and that the store works when the server is back, empty."""
     monkeypatch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.2))
     store = opened()
     ids = prompt(3)
@@ -106,7 +106,10 @@ def check_death_and_return(server: Any, opened: Callable[[], kvpack.Store], monk
 
 
 def check_hits_of_an_unsteady_server(server: Any, opened: Callable[[], kvpack.Store], *, steps: int, seconds: float) -> None:
-    """Save and load in three threads while a server is killed, started, paused and continued, one step every ``seconds``."""
+    """Save and load in three threads while a server is killed, started, paused and continued.
+
+    One of these happens every ``seconds`` seconds.
+    """
     whole = cache(4 * CHUNK + 5)
     wrong: list[BaseException] = []
     hits = [0] * 3

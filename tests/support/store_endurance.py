@@ -1,4 +1,4 @@
-"""Use a store for minutes under a tight budget: processes save, load, pin, delete, collect and reopen it, and are killed at random.
+"""Use a store for minutes with a small budget. Processes save, load, pin, delete, collect and reopen it, and are killed at random.
 
     python -m support.store_endurance --minutes 10 --location /var/tmp/store
 
@@ -31,9 +31,9 @@ _DONE, _WRONG, _DAMAGED = range(3)
 
 
 def _work(location: str, seed: int, counts: Any, slot: int) -> None:
-    """Use the store until killed.
+    """Use the store until the process is killed.
 
-    ``counts`` has three numbers per process, which no other process writes, because a killed process would not release a lock.
+    ``counts`` has three numbers for each process. No other process writes them, because a killed process would not release a lock.
     """
     torch.set_num_threads(1)
     choice, kept = random.Random(seed), []
@@ -54,7 +54,10 @@ def _work(location: str, seed: int, counts: Any, slot: int) -> None:
 def run_endurance(
     location: str, seconds: float, *, processes: int = PROCESSES, kill_seconds: float = KILL_SECONDS, seed: int = 0
 ) -> dict[str, Any]:
-    """Run processes that use the store at ``location`` for ``seconds``, kill one every ``kill_seconds``, and return a report."""
+    """Run processes that use the store at ``location`` for ``seconds`` seconds, and return a report.
+
+    A process is killed every ``kill_seconds`` seconds.
+    """
     for number in range(store_stress.PROMPTS):
         for model in range(len(store_stress.LAYERS)):
             store_stress.packed_prompt(number, model)
@@ -92,7 +95,7 @@ def _kill(worker: Any) -> None:
 
 
 def _disk(folder: str) -> dict[str, Any]:
-    """Return the budget, the disk usage of the folder, and the number of unfinished files that remain after garbage collection."""
+    """Return the budget, the disk usage of the folder, and the number of unfinished files after garbage collection."""
     with store_stress.open_store(folder, 0) as store:
         store.collect()
     taken = int(subprocess.run(["du", "-s", "-B1", folder], check=True, capture_output=True, text=True).stdout.split()[0])

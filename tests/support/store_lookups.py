@@ -38,7 +38,7 @@ IDENTITIES = [
 
 
 def prompt(number: int) -> list[int]:
-    """Return the token ids of a prompt of one to three chunks; half of them share their first chunk."""
+    """Return the token ids of a prompt of one to three chunks. Half of all prompts share their first chunk."""
     own = random.Random(number)
     ids = [own.randrange(1000) for _ in range(CHUNK * own.randint(1, 3))]
     return [*range(CHUNK), *ids[CHUNK:]] if number % 2 else ids
@@ -62,8 +62,9 @@ def run_lookups(
     identities: Sequence[kvpack.Identity] = IDENTITIES,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Make ``count`` lookups by users other than the owners, and one by each owner, in the stores that ``opened`` returns for
-    ``identities``. Returns their counts.
+    """Make ``count`` lookups by users other than the owners, and one by each owner, and return their counts.
+
+    ``opened`` returns the store of each of ``identities``.
     """
     choice = random.Random(seed)
     stores = [opened(identity) for identity in identities]
@@ -112,7 +113,7 @@ def run_lookups(
 
 
 def folder_opener(folder: str) -> Callable[[kvpack.Identity], kvpack.Store]:
-    """Return a function that opens the store of an identity in a folder."""
+    """Return a function that opens the store of an identity in ``folder``."""
     return lambda identity: kvpack.Store(folder, identity, chunk=CHUNK)
 
 

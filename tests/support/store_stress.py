@@ -1,4 +1,4 @@
-"""Run prefix stores under load: processes and threads write, read and evict, and every read is compared with the expected values.
+"""Run prefix stores under load. Processes and threads write, read and evict, and every read is compared with the expected values.
 
     python -m support.store_stress --processes 8 --threads 4 --count 100000
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 CHUNK = 32
 FAMILIES, PROMPTS, LONGEST = 8, 64, 6
-"""Number of families, whose prompts share their first chunks; number of prompts; and maximum number of chunks per prompt."""
+"""Number of families, number of prompts, and largest number of chunks per prompt. Prompts of a family share their first chunks."""
 LAYERS = (1, 8, 32)
-"""Number of layers of three models, which result in entries of three sizes."""
+"""Numbers of layers of three models, which give entries of three sizes."""
 STATEFUL = 1
-"""Index of the model whose first layer keeps states in addition to keys and values."""
+"""Index of the model whose first layer has states in addition to keys and values."""
 BUDGET = 12_000_000
 """Budget in bytes: about a quarter of the size of all prompts of all models."""
 
@@ -52,7 +52,7 @@ def open_store(folder: str, model: int, **options: Any) -> kvpack.Store:
 
 @cache
 def prompt(number: int) -> tuple[int, ...]:
-    """Return the token ids of prompt ``number``: one or two chunks shared by its family, then its own."""
+    """Return the token ids of prompt ``number``: one or two chunks that its family shares, followed by its own."""
     family, own = random.Random(number % FAMILIES), random.Random(1000 + number)
     shared = [family.randrange(100_000) for _ in range(CHUNK * (1 + number % FAMILIES % 2))]
     rest = [own.randrange(100_000) for _ in range(CHUNK * own.randint(0, LONGEST - 2))]
@@ -61,7 +61,7 @@ def prompt(number: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def expected_keys(number: int, model: int) -> torch.Tensor:
-    """Return the keys of every layer ``[layer, token, dim]`` of a prompt in bfloat16: integers that encode token, position and layer."""
+    """Return the keys ``[layer, token, dim]`` of a prompt in bfloat16: integers that encode token, position, and layer."""
     ids = torch.tensor(prompt(number))
     token, layer, channel = ids[None, :, None], torch.arange(LAYERS[model])[:, None, None], torch.arange(64)[None, None, :]
     place = torch.arange(len(ids))[None, :, None]
@@ -69,7 +69,10 @@ def expected_keys(number: int, model: int) -> torch.Tensor:
 
 
 def state(number: int, position: int) -> torch.Tensor:
-    """Return the state after the first ``position`` tokens of a prompt: their sum, ``[1, 2048]``, which makes entries large."""
+    """Return the state after the first ``position`` tokens of a prompt, ``[1, 2048]``.
+
+    It is the sum of the tokens, and so large that entries become large.
+    """
     ids = torch.tensor(prompt(number)[:position])
     places = torch.arange(1, position + 1)
     return ((ids * places).sum() % 1_000_003 + torch.arange(2048)).to(torch.float32)[None]
@@ -77,7 +80,7 @@ def state(number: int, position: int) -> torch.Tensor:
 
 @lru_cache(maxsize=1024)
 def packed_prompt(number: int, model: int) -> kvpack.Cache:
-    """Return a prompt's cache; with ``STATEFUL`` it has states after every second chunk and after the last."""
+    """Return the cache of a prompt. That of the model ``STATEFUL`` has states after every second chunk and after the last."""
     cache = kvpack.pack([(x[None, None], -x[None, None]) for x in expected_keys(number, model)], "bf16")
     if model != STATEFUL:
         return cache
@@ -98,7 +101,7 @@ def check_states(cache: kvpack.Cache, number: int, model: int, tokens: int) -> N
 
 
 def check(store: kvpack.Store, number: int, model: int) -> int:
-    """Load a prompt, compare every value, and return the tokens found. Raises AssertionError for a wrong value."""
+    """Load a prompt, compare every value, and return the number of tokens found. Raises AssertionError for a wrong value."""
     n, cache = store.load(prompt(number))
     if cache is None:
         return 0
@@ -115,7 +118,7 @@ def check(store: kvpack.Store, number: int, model: int) -> int:
 
 
 def perform_random_operation(stores: list[kvpack.Store], choice: random.Random, kept: list[Any]) -> None:
-    """Perform a random load, save, match, pin, delete or collection.
+    """Perform a random load, save, match, pin, delete, or collection.
 
     ``kept`` contains loaded caches, whose files may be evicted meanwhile.
     """
@@ -146,13 +149,16 @@ def perform_random_operation(stores: list[kvpack.Store], choice: random.Random, 
 
 
 def count_refusals(stores: list[kvpack.Store]) -> int:
-    """Return the number of damaged entries and faults in all stores, which must be 0 on a sound disk even if processes are killed."""
+    """Return the number of damaged entries and faults in all stores.
+
+    It must be 0 on a sound disk, even if processes are killed.
+    """
     counts = [store.counters() for store in stores]
     return sum(count["damaged_entries"] + sum(count["faults"].values()) for count in counts)
 
 
 def note_refusals(folder: str, count: int) -> None:
-    """Append ``count`` to a file next to the store with a single write, which a kill cannot split."""
+    """Append ``count`` to a file next to the store in a single write, which a kill cannot split."""
     if count:
         with open(f"{folder}.refused", "ab", buffering=0) as file:
             file.write(b"x" * count)
@@ -187,8 +193,10 @@ def _work(folder: str, seed: int, threads: int, count: int, failed: Synchronized
 
 
 def run_operations(folder: str, processes: int, threads: int, count: int) -> dict[str, Any]:
-    """Run ``count`` random operations in total, in ``threads`` threads in each of ``processes`` processes, compare every read, and return a
-    report."""
+    """Run ``count`` random operations in total, compare every read, and return a report.
+
+    The operations are made by ``threads`` threads in each of ``processes`` processes.
+    """
     failed = FORK.Value("q", 0)
     for number in range(PROMPTS):
         for model in range(len(LAYERS)):

@@ -1,4 +1,4 @@
-"""Helpers shared by tests and fuzzers: strategies for packings, tensors and codecs, and a check of a codec's round trip.
+"""Helpers that tests and fuzzers share: strategies for packings, tensors and codecs, and a check of round trips.
 
 To add a codec, add a row to ``CASES``.
 """
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 STORED = {"U8": "torch.uint8", "U16": "torch.uint16", "F16": "torch.float16", "BF16": "torch.bfloat16", "F32": "torch.float32"}
 
 SMALLEST_REFUSED = 1000.0
-"""Magnitude below which no encoder may refuse a value as too large: a rotation and a one-bit code enlarge it at most 64 times."""
+"""Size below which no encoder may refuse a value as too large. A rotation and a one-bit code enlarge a value at most 64 times."""
 
 DIMS = (1, 2, 3, 4, 5, 12, 16, 20, 28, 40, 63, 64, 80, 96, 112, 128, 192, 256)
 
@@ -59,7 +59,10 @@ CONTENTS = ("gaussian", "outliers", "mixed", "constant", "zero", "denormal", "sp
 
 @st.composite
 def packings(draw: DrawFn) -> Columns:
-    """Return any packing: one to three digits, with bases that are powers of two or not, and alphabets no larger than their bases."""
+    """Draw a packing of one to three digits.
+
+    Bases may or may not be powers of two, and alphabets are no larger than their bases.
+    """
     some_base = st.one_of(st.sampled_from([2**b for b in range(1, 17)]), st.integers(2, 40), st.integers(2, MAX_BASE))
     bases = draw(st.lists(some_base, min_size=1, max_size=3).filter(lambda bases: max_fields(bases) > 0))
     alphabets = [base - draw(st.integers(0, min(base - 1, 3))) for base in bases]
@@ -68,14 +71,14 @@ def packings(draw: DrawFn) -> Columns:
 
 
 def max_fields(bases: list[int]) -> int:
-    """Return the largest number of fields that the specification allows in a column of ``bases``."""
+    """Return the largest number of fields that the specification permits in a column with ``bases``."""
     limit = 1 << 8 * MAX_COLUMN_BYTES if all(map(is_power_of_two, bases)) else MAX_COLUMN_VALUES
     return next(f for f in range(200) if math.prod(bases) ** (f + 1) > limit)
 
 
 @st.composite
 def digits(draw: DrawFn, packing: Columns, rows: int = 2) -> list[list[list[int]]]:
-    """Return, for each digit of ``packing``, ``rows`` rows of symbols."""
+    """Draw ``rows`` rows of symbols for each digit of ``packing``."""
     return [
         draw(st.lists(st.lists(st.integers(0, a - 1), min_size=packing.symbols, max_size=packing.symbols), min_size=rows, max_size=rows))
         for a in packing.alphabets
@@ -84,15 +87,14 @@ def digits(draw: DrawFn, packing: Columns, rows: int = 2) -> list[list[list[int]
 
 @st.composite
 def tensors(draw: DrawFn, dim: int, max_tokens: int = 70) -> torch.Tensor:
-    """Return finite float32 tensors ``[batch, kv_head, token, dim]`` with ordinary and degenerate contents, and any length from zero
-    tokens."""
+    """Draw finite float32 tensors ``[batch, kv_head, token, dim]`` with ordinary and degenerate contents, and any number of tokens."""
     tokens = draw(st.one_of(st.sampled_from([0, 1, 31, 32, 33]), st.integers(0, max_tokens)))
     shape = (draw(st.integers(1, 2)), draw(st.integers(1, 3)), tokens, dim)
     return contents(draw(st.sampled_from(CONTENTS)), shape, draw(st.integers(0, 2**32 - 1)))
 
 
 def contents(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Return a float32 tensor of one kind of ``CONTENTS``."""
+    """Return a float32 tensor with contents of ``kind``, one of ``CONTENTS``."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     draw = torch.rand(shape, generator=generator)
@@ -117,7 +119,7 @@ def contents(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """Options with which a codec is tested, and the property that ``x``, its streams and their decoded values must have."""
+    """Options with which a codec is tested, and the check that ``x``, its streams and their decoded values must pass."""
 
     options: SearchStrategy[dict[str, str]]
     check: Callable[[Codec, torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor], None]
@@ -238,7 +240,7 @@ SIDECARS: dict[str, SearchStrategy[dict[str, str]]] = {
         optional={"raw_first": _integers(1, 9), "raw_dtype": st.sampled_from(("bf16", "fp16", "fp32"))},
     ),
 }
-"""Options with which each sidecar is tested; options that need each other are in one dict."""
+"""Options with which each sidecar is tested. Options that need each other are in one dict."""
 
 SIDECAR_DIMS = {
     "balanced": set(DIMS),
@@ -250,11 +252,11 @@ SIDECAR_DIMS = {
     "raw_tokens": set(DIMS),
     "raw_positions": set(DIMS),
 }
-"""Head dims of ``DIMS`` that each sidecar supports."""
+"""The head dims in ``DIMS`` that each sidecar supports."""
 
 
 def create(codec_id: str, dim: int, side: str = "k", **words: str) -> Codec:
-    """Create the codec, with or without sidecars, that the options ``words`` of a recipe request."""
+    """Create the codec that the recipe options ``words`` request, with or without sidecars."""
     codec = with_random_balanced(create_codec(codec_id, dim, side, Options(codec_id, words)))
     if codec_id == "transform":
         return codec.with_family(with_random_frames(codec.family))
@@ -262,7 +264,7 @@ def create(codec_id: str, dim: int, side: str = "k", **words: str) -> Codec:
 
 
 def with_sidecar(codec: Codec, sidecar: Sidecar) -> CodecWithSidecars:
-    """Return ``codec``, which has sidecars, with ``sidecar`` added or replacing the one of the same name."""
+    """Return ``codec``, which has sidecars, with ``sidecar`` added to them or in place of the one with the same name."""
     assert isinstance(codec, CodecWithSidecars)
     found = {one.name: one for one in codec.sidecars} | {sidecar.name: sidecar}
     return CodecWithSidecars(codec.codec, tuple(found[name] for name in ORDER if name in found))
@@ -270,9 +272,9 @@ def with_sidecar(codec: Codec, sidecar: Sidecar) -> CodecWithSidecars:
 
 @st.composite
 def codecs(draw: DrawFn, codec_id: str | None = None, side: str | None = None, bounded: bool = True) -> Codec:
-    """Return a codec of ``codec_id`` for a ``side`` (default: any), with any supported head dim, options and sidecars.
+    """Draw a codec of ``codec_id`` for ``side`` (default: any), with any supported head dim, options, and sidecars.
 
-    ``bounded`` leaves out the sidecars whose rounding ``check_round_trip`` cannot bound.
+    If ``bounded``, sidecars whose rounding ``check_round_trip`` cannot bound are left out.
     """
     codec_id = codec_id or draw(st.sampled_from(sorted(CODECS)))
     words = draw(CASES[codec_id].options)
@@ -303,7 +305,7 @@ def codecs(draw: DrawFn, codec_id: str | None = None, side: str | None = None, b
 
 
 def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
-    """Encode ``x``, check its streams and layout, decode it, and compare. Returns False if the encoder refused a value as too large."""
+    """Encode ``x``, check its streams and layout, decode it, and compare. Return False if the encoder refuses a value as too large."""
     batch, heads, tokens, _ = x.shape
     try:
         streams = codec.encode(with_poisoned_padding(x))
@@ -345,7 +347,10 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
 
 
 def _check_prefix(codec: Codec, streams: Mapping[str, torch.Tensor], tokens: int) -> None:
-    """Check that the first rows of every stream decode to the first tokens, up to the rounding of the last elements of an array."""
+    """Check that the first rows of every stream decode to the first tokens.
+
+    Elements at the end of an array may be rounded differently.
+    """
     kept = tokens // 2
     found = codec.decode_frame(PackedRun(codec, tokens, streams).rows(0, kept))[:, :, :kept]
     whole = codec.decode_frame(streams)[:, :, :kept]
@@ -357,7 +362,7 @@ def _check_prefix(codec: Codec, streams: Mapping[str, torch.Tensor], tokens: int
 
 
 def with_poisoned_padding(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` as a view into a larger buffer whose other bytes are all ones (NaN, the largest code), so that stray reads show."""
+    """Return ``x`` as a view of a larger buffer whose other bytes are all ones (NaN, the largest code), so that stray reads show."""
     larger = torch.full([n + 2 for n in x.shape[:-1]] + [(x.shape[-1] + 2) * x.element_size()], 0xFF, dtype=torch.uint8).view(x.dtype)
     inner = larger[tuple(slice(1, n + 1) for n in x.shape)]
     inner.copy_(x)

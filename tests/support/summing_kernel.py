@@ -1,4 +1,4 @@
-"""A kernel that uses shared memory allocated by the compiler: a sum over several warps."""
+"""A kernel that uses shared memory allocated by the compiler, for a sum over several warps."""
 
 import triton
 from triton import language as tl

@@ -1,4 +1,4 @@
-"""A kernel that builds a tile of symbols in the layout of the matrix units' accumulators."""
+"""A kernel that creates a tile of symbols in the layout of the matrix units' accumulators."""
 
 # Tuples of tensors change their type while a kernel is compiled, and Triton is untyped.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -20,7 +20,7 @@ HALF = tl.constexpr(TOKENS // 2)
 
 
 class Rows(NamedTuple):
-    """The loader's constants that ``load_symbol_tile`` uses."""
+    """The constants of a loader that ``load_symbol_tile`` uses."""
 
     rows: tuple[int, ...]
 
@@ -41,7 +41,7 @@ def tile_kernel(
     WARPS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """Write the halves of ``words``, uint32 ``[token, WIDTH / 2]``, to ``out``, int16 ``[token, WIDTH]``, with 64 tokens per warp."""
+    """Write the halves of ``words``, uint32 ``[token, WIDTH / 2]``, to ``out``, int16 ``[token, WIDTH]``. A warp has 64 tokens."""
     row = tl.arange(0, HALF * WARPS)
     row = row // HALF * (2 * HALF) + row % HALF
     raw = ()

@@ -1,4 +1,4 @@
-"""Small configurations of any transformers model type, derived from the defaults of its configuration class."""
+"""Small configurations for any model type of transformers, derived from the defaults of its configuration class."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _SIZES = [
     (r"(sliding_window|attention_window|window_size|attention_chunk_size)$", WINDOW),
     (r"position_embeddings$|^n_positions$|^max_seq_len$|^n_ctx$|target_positions$|source_positions$", 256),
 ]
-"""Maximum size for settings whose names match each pattern; the first matching pattern counts."""
+"""Largest value for settings whose names match each pattern. The first pattern that matches applies."""
 
 _LARGEST = 32
-"""Maximum for all other settings that exceed 64."""
+"""Largest value for all other settings that exceed 64."""
 
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
 
@@ -70,11 +70,11 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "zamba": {**_SHARED_ATTENTION, "layer_types": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
     "zamba2": {**_SHARED_ATTENTION, "layer_types": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1]},
 }
-"""Settings that do not follow from the rules above, by model type."""
+"""Settings that do not follow from these rules, by model type."""
 
 
 def tiny_config(model_type: str, **others: Any) -> Any:
-    """Return a configuration of ``model_type`` with small sizes; ``others`` are set as given."""
+    """Return a configuration of ``model_type`` with small sizes. ``others`` are set as given."""
     kind = CONFIG_MAPPING[model_type]
     return kind(**{**_shrink(kind(), model_type), **others})
 
@@ -118,7 +118,7 @@ _OMITTED_SETTINGS = {
     "per_layer_config",
     "transformers_version",
 }
-"""Settings that a configuration derives from others."""
+"""Settings that a configuration derives from other settings."""
 
 
 def _small_value(name: str, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Print the paths of the tests that cover a change (``python -m support.touched``), for ``make check``.
+"""Print the paths of the tests that cover a change: ``python -m support.touched``, which ``make check`` runs.
 
 A change is everything since the branch left main, including uncommitted files. A source file is covered by the tests of its folder, a C
 kernel by those of C kernels, a test file by itself, and a module of ``tests/support`` by the test files that import it.
@@ -23,7 +23,7 @@ TREES = {
     "tests/golden": "file",
     "tests/written": "file",
 }
-"""Test folder or file in ``tests`` for each source folder with a different name."""
+"""Test folder or file in ``tests`` for each source folder that has another name."""
 FILES = {
     "README.md": ("tests/test_readme.py",),
     "pyproject.toml": ("tests/test_packaging.py",),
@@ -33,11 +33,11 @@ FILES = {
     "kvpack/__init__.py": ("tests/test_imports.py", "tests/test_packaging.py"),
     "kvpack/cli.py": ("tests/commands",),
 }
-"""Tests of files that do not have a test folder or file with a matching name."""
+"""Tests of files that have no test folder or file with a matching name."""
 
 
 def changed_files(base: str = "main") -> list[str]:
-    """Return files that differ from the last commit shared with ``base``, and files that git neither tracks nor ignores."""
+    """Return the files that differ from the last commit shared with ``base``, and those that git neither tracks nor ignores."""
     shared = _git("merge-base", "HEAD", base)[0]
     return sorted({*_git("diff", "--name-only", "--no-renames", shared), *_git("ls-files", "--others", "--exclude-standard")})
 
@@ -69,7 +69,7 @@ def covering_tests(file: str) -> set[str]:
 
 
 def _kernel_tests(in_c: bool) -> set[str]:
-    """Return the tests of the C kernels or those of the Triton kernels, which are independent."""
+    """Return the tests of the C kernels if ``in_c``, else those of the Triton kernels. They are independent of each other."""
     found = (ROOT / "tests/kernels").glob("test_*.py")
     return {path.relative_to(ROOT).as_posix() for path in found if path.name.startswith("test_cpu_") == in_c}
 
@@ -88,7 +88,7 @@ def _importers(module: str) -> set[str]:
 
 @cache
 def _imports() -> dict[Path, set[str]]:
-    """Return, by file of ``tests``, the modules of ``tests/support`` that it imports, including in programs that it starts."""
+    """Return, for each file in ``tests``, the modules of ``tests/support`` that it imports, even in programs that it starts."""
     modules = re.compile(r"\bsupport(?:\.(\w+)| import ([\w, ]+))")
     found = {}
     for path in (ROOT / "tests").rglob("*.py"):
@@ -102,7 +102,7 @@ def _existing_paths(path: str) -> set[str]:
 
 
 def _git(*words: str) -> list[str]:
-    """Run git at ``ROOT`` and return the lines that it prints."""
+    """Run git in ``ROOT`` and return the lines that it prints."""
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
 
 

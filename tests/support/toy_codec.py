@@ -1,4 +1,7 @@
-"""A codec registered by this file and one row of ``formats.CODECS``: 8-bit codes scaled by the largest value of their token."""
+"""A codec that consists of this file and one row of ``formats.CODECS``.
+
+It has 8-bit codes that are scaled by the largest value of their token.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ LARGEST_CODE = 127
 
 @dataclass(frozen=True)
 class Largest(CodecFamily):
-    """Codec that decodes a code to (code - 127) / 127 * largest, with one ``largest`` per token and head."""
+    """Codec that decodes a code to (code - 127) / 127 * largest. There is one ``largest`` per token and head."""
 
     id: ClassVar[str] = "largest"
 

@@ -1,4 +1,4 @@
-"""Sidecars registered by this file and one row each of ``formats.SIDECARS``: a ``FramePart`` and a ``ValueMap``."""
+"""Two sidecars, a ``FramePart`` and a ``ValueMap``, which consist of this file and one row each of ``formats.SIDECARS``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TokenMean(FramePart):
 
 @dataclass(frozen=True)
 class Multiples(ValueMap):
-    """Sidecar that scales channel j by 1 + j mod ``period``: a linear map that is not orthogonal and has no streams."""
+    """Sidecar that multiplies channel j by 1 + j mod ``period``: a linear map that is not orthogonal and has no streams."""
 
     name: ClassVar[str] = "multiples"
     words: ClassVar[tuple[str, ...]] = ("multiples",)

@@ -1,4 +1,4 @@
-"""Random streams of the codec transform: levels of any size, mostly small, in chunks like an encoder's."""
+"""Random streams for the codec transform: levels of any size, mostly small, in chunks like those of an encoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def transform_streams(codec: Codec, batch: int, heads: int, tokens: int, draw: Callable[[], int]) -> dict[str, torch.Tensor] | None:
-    """Return streams of random levels at random positions, whose last columns are often 0, or None for another codec."""
+    """Return streams of random levels at random positions, or None for another codec. The last columns are often 0."""
     if not isinstance(codec, Transform):
         return None
 

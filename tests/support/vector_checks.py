@@ -1,4 +1,4 @@
-"""Compare the values that readers decode from the conformance vectors with those of the manifest."""
+"""Compare the values that readers decode from the conformance vectors with those in the manifest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DECODED = [file for file, line in LINES.items() if "error" not in line]
 
 @cache
 def read(file: str) -> Any:
-    """Return the file read by the second decoder, which tests must not modify."""
+    """Return the file as the second decoder reads it. Tests must not modify it."""
     return decoder.read((FOLDER / file).read_bytes(), decompress, bases(LINES[file]))
 
 
@@ -47,7 +47,7 @@ def verify(data: bytes, given: Sequence[Basis]) -> None:
 
 
 def unpack_all(file: str, device: str = "cpu") -> list[float]:
-    """Return all values that the library decodes, layer by layer, K before V."""
+    """Return all values that the library decodes, layer by layer, keys before values."""
     opened = container.open_file(FOLDER / file)
     if opened.header.is_basis:
         return [
@@ -61,14 +61,14 @@ def unpack_all(file: str, device: str = "cpu") -> list[float]:
 
 
 def basis_rows(file: container.File, number: int, side: str) -> list[float]:
-    """Return all values of the keys or values in a basis."""
+    """Return the values of all rows that a basis has for the keys or the values of a layer."""
     data = numpy.frombuffer(file.read_side(number, side)["values"], f"<f{DTYPE_BYTES[file.tensors[f'{number}.{side}.values'].dtype]}")
     return [float(value) for value in data]
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The values that a manifest line gives, and their tolerances, which are 0 for exact values."""
+    """The values in a manifest line, and their tolerances, which are 0 for exact values."""
 
     values: numpy.ndarray[Any, numpy.dtype[numpy.float32]]
     tolerances: numpy.ndarray[Any, numpy.dtype[numpy.float32]]
@@ -97,6 +97,6 @@ class Expected:
 
 
 def check_values(file: str, found: Sequence[float]) -> None:
-    """Check that every value agrees with the manifest's."""
+    """Check that every value agrees with that in the manifest."""
     differing = Expected.of(FOLDER, LINES[file]).differs_from(found)
     assert not differing.any(), f"{differing.sum()} values differ, the first at {differing.argmax()}"

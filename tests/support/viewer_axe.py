@@ -1,6 +1,6 @@
-"""Run axe-core over the viewer while it shows a file: ``python -m support.viewer_axe AXE.min.js``.
+"""Run axe-core on the viewer while it shows a file: ``python -m support.viewer_axe AXE.min.js``.
 
-Checks desktop and phone width in light and dark, and exits with 1 if axe-core finds a violation.
+The page is checked at the width of a desktop and of a phone, in light and dark mode. The exit code is 1 if axe-core finds a violation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Start Python programs for tests without spending time on importing torch and transformers.
+"""Start Python programs for tests without importing torch and transformers each time.
 
-``python()`` is the path of a program that is used like ``sys.executable``: it accepts the interpreter's arguments, and runs with the
-caller's environment, streams and folder. One server process per test worker, which has imported torch and kvpack, forks for each program.
-Tests of imports, of memory and of installed packages use ``sys.executable``.
+``python()`` is the path of a program that is used like ``sys.executable``. It accepts the interpreter's arguments, and runs with the
+environment, streams and working folder of its caller. Each test worker has one server process that has imported torch and kvpack and forks
+for every program. Tests of imports, of memory and of installed packages use ``sys.executable`` instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 TRANSFORMERS = ("transformers.models.llama.modeling_llama", "transformers.generation.utils")
-"""Modules that programs with a model import, except kvpack's integration, which a program must import itself."""
+"""Modules that programs with a model import, except kvpack's integration, which each program must import itself."""
 MODELS = ("kvpack.integrations.transformers", *TRANSFORMERS)
 """Modules that programs with a model and kvpack's integration import."""
 
@@ -59,12 +59,12 @@ if code < 0:
     os.kill(os.getpid(), -code)
 os._exit(code)
 """
-"""The program that replaces Python and the command ``kvpack``."""
+"""The program that takes the place of Python and of the command ``kvpack``."""
 
 
 @functools.cache
 def _server(*, integrated: bool) -> Path:
-    """Start a forking server, which ends with this process, and return its folder.
+    """Start a server that forks for each program and ends with this process. Return its folder.
 
     With ``integrated``, the server may import kvpack's integrations. Otherwise it never does, so that tests can check which ones a program
     imports.
@@ -99,18 +99,21 @@ def commands(*modules: str) -> Path:
 
 
 def python(*modules: str) -> str:
-    """Return the path of a program that replaces ``sys.executable``."""
+    """Return the path of a program that takes the place of ``sys.executable``."""
     return str(commands(*modules) / "python")
 
 
 def serve(path: str) -> dict[str, Any]:
-    """Fork for each request on a socket, and return the request in the fork. The server ends with the process that started it."""
+    """Fork for each request on a socket, and return the request in the child. The server ends with the process that started it."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{path}.new")
     listener.listen(64)
     os.rename(f"{path}.new", path)
     running: dict[int, tuple[int, socket.socket]] = {}
-    """The running children by the descriptor that signals their end: process id, and the socket of the process that waits for it."""
+    """For each running child: its process id, and the socket of the process that waits for it.
+
+    The keys are the file descriptors that signal the end of a child.
+    """
     while True:
         waiting = {client: number for number, client in running.values()}
         ready, _, _ = select.select([0, listener, *running, *waiting], [], [])
@@ -148,7 +151,7 @@ def serve(path: str) -> dict[str, Any]:
 
 
 def run_request(request: dict[str, Any]) -> None:
-    """Run the program that the interpreter's arguments request, in this process."""
+    """Run the program that the interpreter's arguments in ``request`` specify, in this process."""
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -183,7 +186,10 @@ def run_request(request: dict[str, Any]) -> None:
 
 
 def run_and_exit(work: Callable[[], None]) -> None:
-    """Do ``work`` and exit as the interpreter does, but without a final garbage collection, which would copy all memory shared by forks."""
+    """Do ``work`` and exit as the interpreter does, but without a final garbage collection.
+
+    That would copy all memory that forked processes share.
+    """
     code = 0
     try:
         work()

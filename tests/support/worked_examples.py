@@ -1,4 +1,4 @@
-"""Parse the worked examples of the codecs' pages for tests."""
+"""Parse the worked examples on the pages of the codecs."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ def example(page: Path, *columns: str) -> list[dict[str, str]]:
 
 
 def example_params(page: Path) -> dict[str, Any]:
-    """Return the codec parameters of the example: ``fields`` as a map, everything else as text."""
+    """Return the codec parameters of the example: ``fields`` as a map, and all others as text."""
     params: dict[str, Any] = {row["parameter"]: row["value"] for row in example(page, "parameter", "value")}
     params["fields"] = {name: int(fields) for name, fields in (entry.split() for entry in params["fields"].split(", "))}
     return params
 
 
 def example_codec(page: Path, codec: type[Codec]) -> Codec:
-    """Return the codec of an example; parameters that look like numbers become numbers."""
+    """Return the codec of an example. Parameters that look like numbers become numbers."""
     params = example_params(page)
     return codec.from_params({name: int(value) if isinstance(value, str) and value.isdigit() else value for name, value in params.items()})
 
 
 def example_streams(page: Path, codec: Codec) -> dict[str, torch.Tensor]:
-    """Return the streams of an example with two tokens, after checking their names, dtypes and shapes against the codec's layout."""
+    """Return the streams of an example with two tokens.
+
+    Their names, dtypes and shapes are checked against the codec's layout.
+    """
     layout = codec.layout(1, 1, 2)
     streams = {}
     for row in example(page, "stream", "dtype", "shape", "bytes"):

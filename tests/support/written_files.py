@@ -1,7 +1,7 @@
 """Files and stores as kvpack wrote them before identities, tails and raw tokens changed, and the code that wrote them.
 
-``python -m support.written_files`` writes missing files, and leaves existing ones unchanged. ``tests/written/manifest.json`` has the
-SHA-256 of every file, and the values that a reader must find.
+``python -m support.written_files`` writes missing files, and leaves existing ones unchanged. ``tests/written/manifest.json`` contains the
+SHA-256 of every file, and the values that a reader must find in it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ UNENCRYPTED = kvpack.Identity("model", RECIPE, weights="w1", dtype="bfloat16", t
 
 
 def shape(name: str) -> tuple[int, int, int, int]:
-    """Return the layers, heads, tokens and head dim of a preset's cache."""
+    """Return the numbers of layers, heads and tokens, and the head dim, of a preset's cache."""
     preset = PUBLISHED.get(name)
     if preset is None:
         return 1, 2, 40, 16
@@ -61,8 +61,10 @@ def shape(name: str) -> tuple[int, int, int, int]:
 
 
 def pairs(name: str, layers: int, heads: int, tokens: int, dim: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return normal bf16 keys and values for each layer, each ``[1, head, token, dim]``, with one outlier channel and one token of large
-    norm."""
+    """Return normally distributed bf16 keys and values for each layer, each ``[1, head, token, dim]``.
+
+    They have one outlier channel and one token of large norm.
+    """
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little"))
     found = []
     for _ in range(layers):
@@ -74,7 +76,7 @@ def pairs(name: str, layers: int, heads: int, tokens: int, dim: int) -> list[tup
 
 
 def sample_values(cache: kvpack.Cache) -> torch.Tensor:
-    """Return one value in ``SAMPLE`` of every layer, K before V, in float32."""
+    """Return one in ``SAMPLE`` values of every layer, keys before values, as float32."""
     sides = [side.unpack(torch.float32).flatten() for layer in cache for side in layer.sides.values()]
     return torch.cat(sides)[::SAMPLE].contiguous()
 
@@ -90,12 +92,12 @@ def store_identities() -> dict[str, kvpack.Identity]:
 
 
 def store_ids(name: str) -> list[int]:
-    """Return the token ids of two chunks for an identity."""
+    """Return the token ids of two chunks for the identity ``name``."""
     return list(range(2 * CHUNK)) if name == "plain" else prompt_ids()[:-1]
 
 
 def random_pool() -> torch.Tensor:
-    """Return the slots of two pages: bf16 ``[slot, layer, side, head, token, channel]``."""
+    """Return the slots of two pages, bf16 ``[slot, layer, side, head, token, channel]``."""
     generator = torch.Generator().manual_seed(5)
     return torch.randn(2, 1, 2, 2, 16, 64, generator=generator).bfloat16()
 
@@ -109,7 +111,7 @@ def prompt_ids() -> list[int]:
 
 
 def demo_model() -> Any:
-    """Return the demo's model for packed caches, under a name that is the same everywhere."""
+    """Return the demo's model, prepared for packed caches, under a name that is the same on every machine."""
     model = load_model(attention="kvpack")
     model.config._name_or_path = "tinylm"
     return model
@@ -122,7 +124,7 @@ def batch_ids() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def continue_greedily(model: Any, cache: Any, first: list[int], mask: torch.Tensor | None = None) -> list[list[int]]:
-    """Return the most likely next tokens of every row, from ``first`` on, after the tokens in the cache."""
+    """Return the most likely next tokens of every row after the tokens in the cache, starting with ``first``."""
     found: list[list[int]] = [[] for _ in first]
     token = torch.tensor(first)[:, None]
     with torch.inference_mode():

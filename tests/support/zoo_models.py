@@ -1,4 +1,4 @@
-"""Tiny random models of the architectures that tests use; ``model_zoo`` covers all of transformers."""
+"""Tiny random models of the architectures that tests use. ``model_zoo`` covers all of transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SECTIONS = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1
 
 @dataclass(frozen=True)
 class Architecture:
-    """A configuration class of transformers with small sizes."""
+    """A configuration class of transformers, and small sizes for it."""
 
     name: str
     configuration: str
@@ -51,7 +51,7 @@ class Architecture:
     kind: str = "AutoModelForCausalLM"
 
     def model(self) -> Any:
-        """Return the model, the same in every process."""
+        """Return the model, which has the same weights in every process."""
         torch.manual_seed(0)
         config = getattr(transformers, self.configuration)(**self.sizes, **_TOKENS)
         model = getattr(transformers, self.kind).from_config(config).eval()
@@ -177,7 +177,7 @@ ZOO = [
 
 
 def model_of(name: str, attention: str | None = None, **sizes: Any) -> Any:
-    """Return a model of one architecture with these sizes changed."""
+    """Return a model of one architecture with ``sizes`` in place of its own."""
     architecture = next(architecture for architecture in ZOO if architecture.name == name)
     model = Architecture(name, architecture.configuration, {**architecture.sizes, **sizes}, architecture.kind).model()
     if attention is not None:

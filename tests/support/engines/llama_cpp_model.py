@@ -1,4 +1,4 @@
-"""Tiny random models as GGUF files, and a wrapper of llama.cpp's library to run them."""
+"""Tiny random models as GGUF files, and a wrapper of llama.cpp's library that runs them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import numpy as np
 from llama_cpp import llama_cpp as library
 
 VOCABULARY = [("<unk>", 2), ("<s>", 3), ("</s>", 3), *((f"<0x{byte:02X}>", 6) for byte in range(256))]
-"""Tokens and their types: single bytes."""
+"""Tokens and their types. Each ordinary token is a single byte."""
 LAYERS, WINDOW = 3, 32
 TYPES = {"fp32": 0, "fp16": 1, "bf16": 30, "q8_0": 8, "q5_0": 6, "q4_0": 2, "q4_1": 3, "q5_1": 7, "iq4_nl": 20}
 
 
 def write_model(path: Path, arch: str, dim: int, heads: int = 4, kv_heads: int = 2, window: int = WINDOW) -> Path:
-    """Write a model of ``arch`` (llama, qwen2, gemma3, deepseek2, qwen2vl or mamba) with random weights and return its path."""
+    """Write a model of ``arch`` with random weights and return its path.
+
+    ``arch`` is llama, qwen2, gemma3, deepseek2, qwen2vl or mamba.
+    """
     writer, source = gguf.GGUFWriter(path, arch), np.random.default_rng(dim)
     width, vocabulary = heads * dim, len(VOCABULARY)
     writer.add_context_length(1024)
@@ -106,7 +109,7 @@ def write_model(path: Path, arch: str, dim: int, heads: int = 4, kv_heads: int =
 
 
 class Context:
-    """A context of llama.cpp over a model, on one thread."""
+    """A llama.cpp context for a model, on one thread."""
 
     def __init__(
         self, path: Path, types: tuple[str, str] = ("fp16", "fp16"), *, flash: bool = True, sequences: int = 1, size: int = 512
@@ -156,9 +159,9 @@ class Context:
         return array[: count.value] if size else None
 
     def remove(self, first: int, last: int, sequence: int = 0) -> Any:
-        """Remove the positions ``[first, last)`` of a sequence."""
+        """Remove the positions ``[first, last)`` of a sequence from the cache."""
         return library.llama_memory_seq_rm(library.llama_get_memory(self.pointer), sequence, first, last)
 
     def shift(self, first: int, last: int, by: int, sequence: int = 0) -> None:
-        """Move the positions ``[first, last)``."""
+        """Move the positions ``[first, last)`` of a sequence by ``by``."""
         library.llama_memory_seq_add(library.llama_get_memory(self.pointer), sequence, first, last, by)

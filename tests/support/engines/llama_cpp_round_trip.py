@@ -1,8 +1,8 @@
-"""Exchange sequence states between llama.cpp and kvpack, both installed: ``make engines``.
+"""Exchange sequence states between llama.cpp and kvpack, both of which must be installed (``make engines``).
 
-States that llama.cpp saved are imported, saved, exported and compared byte for byte; llama.cpp must continue identically from both.
-Imported keys must equal those that NumPy computes from the model's weights. ``--server PATH`` does the same with slots of that
-llama-server, and ``--fixtures FOLDER`` writes the files of ``tests/integrations/test_llama_cpp.py``.
+States that llama.cpp saved are imported, saved, exported, and compared byte for byte. llama.cpp must continue identically from the original
+and from the exported state. Imported keys must equal those that NumPy computes from the model's weights. ``--server PATH`` does the same
+with slots of that llama-server, and ``--fixtures FOLDER`` writes the files of ``tests/integrations/test_llama_cpp.py``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PAIRS = (("fp16", "fp16"), ("bf16", "bf16"), ("fp32", "fp32"), ("fp16", "fp32"))
 
 
 def options_of(arch: str) -> dict[str, Any]:
-    """Return the options that the import needs for a model."""
+    """Return the import options for a model of ``arch``."""
     return {"kv_heads": 1, "latents": True} if arch == "deepseek2" else {"kv_heads": 2, "windows": WINDOWS.get(arch)}
 
 
@@ -49,18 +49,21 @@ def filled_context(model: Path, types: tuple[str, str], flash: bool, sequence: i
 
 
 def logits_after_load(context: Context, path: Path, sequence: int, ids: list[int] = IDS) -> list[np.ndarray]:
-    """Load a file of ``ids`` into a context, and return the logits of some further tokens."""
+    """Load the file of ``ids`` into a context, and return the logits of a few further tokens."""
     assert context.load(path, sequence) == ids
     return [context.decode([token], len(ids) + number, sequence) for number, token in enumerate(NEXT)]
 
 
 def relative_difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
-    """Return the largest error of the logits relative to the largest logit."""
+    """Return the largest error of the logits, relative to the largest logit."""
     return max(float(np.abs(one - two).max() / np.abs(two).max()) for one, two in zip(found, expected, strict=True))
 
 
 def check_bytes(folder: Path, model: Path, arch: str) -> Iterator[str]:
-    """Check that raw caches survive the round trip byte for byte, also through a kvpack file, and give llama.cpp the same logits."""
+    """Check that raw caches survive the round trip byte for byte, and give llama.cpp the same logits.
+
+    The round trip is also made through a kvpack file.
+    """
     windows = WINDOWS.get(arch)
     # All tensors of a cache of latents have the same type.
     pairs = PAIRS[:3] if arch == "deepseek2" else PAIRS
@@ -80,7 +83,10 @@ def check_bytes(folder: Path, model: Path, arch: str) -> Iterator[str]:
 
 
 def check_quantized(folder: Path, model: Path, arch: str) -> Iterator[str]:
-    """Check that quantized blocks survive the round trip byte for byte, also through a kvpack file, and give llama.cpp the same logits."""
+    """Check that quantized blocks survive the round trip byte for byte, and give llama.cpp the same logits.
+
+    The round trip is also made through a kvpack file.
+    """
     windows, own, exported = WINDOWS.get(arch), folder / "own.bin", folder / "exported.bin"
     kinds = [(kind, kind) for kind in ("q8_0", "q5_0", "q4_0", "q4_1", "q5_1", "iq4_nl")] + (
         [] if arch == "deepseek2" else [("q8_0", "fp16")]
@@ -98,8 +104,10 @@ def check_quantized(folder: Path, model: Path, arch: str) -> Iterator[str]:
 
 
 def check_other_layout(folder: Path, model: Path, arch: str) -> Iterator[str]:
-    """Check that a state saved without flash attention loads with it, and one of several streams loads into a single-stream context, which
-    llama.cpp itself cannot do."""
+    """Check two conversions of layout that llama.cpp itself cannot make.
+
+    A state saved without flash attention loads with it, and a state of several streams loads into a context with one stream.
+    """
     own, other, windows = folder / "own.bin", folder / "other.bin", WINDOWS.get(arch)
     with filled_context(model, ("fp16", "fp16"), False, 1, 2) as context:
         context.save(own, IDS, 1)
@@ -116,7 +124,7 @@ def check_other_layout(folder: Path, model: Path, arch: str) -> Iterator[str]:
 
 
 def check_values(folder: Path, model: Path, arch: str) -> Iterator[str]:
-    """Check that keys and values of layer 0 are the model's, head by head, with rotary pairs in the order of ``arch``."""
+    """Check that the keys and values of layer 0 are those of the model, head by head, with rotary pairs in the order of ``arch``."""
     weights = {tensor.name: np.asarray(tensor.data, np.float64) for tensor in GGUFReader(model).tensors}
     own = folder / "own.bin"
     with filled_context(model, ("fp32", "fp32"), False, 0, 1) as context:
@@ -194,7 +202,7 @@ def check_refused(path: Path, message: str, **options: Any) -> None:
 
 
 def check_refusals(folder: Path) -> Iterator[str]:
-    """Check that kvpack refuses unsupported states that llama.cpp writes."""
+    """Check that kvpack refuses the unsupported states that llama.cpp can write."""
     path, llama = folder / "own.bin", write_model(folder / "llama.gguf", "llama", 64)
     with filled_context(llama, ("fp16", "fp16"), True, 0, 1) as context:
         array = (ctypes.c_int32 * TOKENS)(*IDS)
@@ -215,7 +223,7 @@ def check_refusals(folder: Path) -> Iterator[str]:
 
 
 def check_server(folder: Path, program: Path) -> Iterator[str]:
-    """Check slots of llama and gemma3 that llama-server saved, and that it restores from files written by kvpack."""
+    """Check slots of llama and gemma3 that llama-server saves, and that llama-server restores files written by kvpack."""
     for arch in ("llama", "gemma3"):
         windows = WINDOWS.get(arch)
         model = write_model(folder / f"{arch}.gguf", arch, 64)
@@ -243,7 +251,7 @@ def check_server(folder: Path, program: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def run_server(program: Path, model: Path, folder: Path) -> Iterator[Callable[[str, Any], Any]]:
-    """Run a llama-server over ``model`` that saves slots in ``folder``; yields a function of a path and a JSON body."""
+    """Run a llama-server for ``model`` that saves slots in ``folder``, and yield a function that posts a JSON body to a path."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -280,7 +288,10 @@ def run_server(program: Path, model: Path, folder: Path) -> Iterator[Callable[[s
 
 
 def write_fixtures(folder: Path, program: Path | None) -> None:
-    """Write the fixtures of the tests: a model with one KV head of 8 channels, and 5 tokens or a window of 4 among 9."""
+    """Write the fixtures of the tests.
+
+    The models have one KV head of 8 channels, and 5 tokens, or a window of 4 among 9 tokens.
+    """
     folder.mkdir(exist_ok=True)
     model = folder / "model.gguf"
     ids = [1, 40, 90, 7, 200]

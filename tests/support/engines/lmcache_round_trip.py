@@ -1,6 +1,6 @@
-"""Run objects through LMCache's own storage manager with kvpack's L2 adapter: ``make engines``.
+"""Run objects through LMCache's own storage manager with kvpack's L2 adapter (``make engines``).
 
-Each run stores three objects, empties LMCache's memory, loads them, and loads them again after one flipped bit in the second.
+Each run stores three objects, empties LMCache's memory, and loads the objects, before and after one bit of the second is flipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SPLIT, FUSED = torch.Size([2, 4, 256, 128]), torch.Size([1, 4, 256, 256])
-"""Shapes of objects with separate planes for keys and values, and with one plane that has each head's key and value adjacent."""
+"""Shapes of objects: with separate planes for keys and values, and with one plane in which each head's key precedes its value."""
 KEYS = [ObjectKey(chunk_hash=bytes(31) + bytes([number]), model_name="a-model", kv_rank=0) for number in range(3)]
 
 
@@ -53,7 +53,7 @@ def manager_of(adapter: Any) -> StorageManager:
 
 
 def load_all(manager: StorageManager, layout: MemoryLayoutDesc) -> list[torch.Tensor]:
-    """Empty LMCache's own memory, and return the objects that can then be loaded, up to the first missing one."""
+    """Empty LMCache's own memory, load all objects, and return those before the first missing one."""
     manager.clear(force=True)
     handle = manager.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(KEYS, 0, layout)]))
     status: list[Any] = [None]
@@ -79,7 +79,7 @@ def files(folder: Path, data: bytes = b"kvpack-row 1") -> list[Path]:
 
 
 def metrics() -> dict[str, float]:
-    """Return the metrics of the open stores, read from LMCache's own endpoint."""
+    """Return the metrics of the open stores, as LMCache's own endpoint reports them."""
     samples = [sample for family in REGISTRY.collect() for sample in family.samples]
     return {name: sum(sample.value for sample in samples if sample.name == name) for name in {sample.name for sample in samples}}
 

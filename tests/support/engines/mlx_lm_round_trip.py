@@ -1,6 +1,7 @@
-"""Exchange prompt caches between mlx-lm and kvpack, both installed: ``make engines``.
+"""Exchange prompt caches between mlx-lm and kvpack, both of which must be installed (``make engines``).
 
-Caches that mlx-lm saved are imported, compared and exported; mlx-lm must continue identically from both.
+Caches that mlx-lm saved are imported, compared, and exported. mlx-lm must continue identically from the original and from the exported
+cache.
 """
 
 from __future__ import annotations

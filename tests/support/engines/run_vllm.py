@@ -1,10 +1,11 @@
-"""Run kvpack in vLLM for CPU, in a separate virtual environment: ``make engines``.
+"""Run kvpack in vLLM for CPUs, in a separate virtual environment (``make engines``).
 
 ``--python`` uses an existing environment instead, for example one with a newer vLLM.
 
-It runs once as a tier below vLLM's host memory, and once in the worker, so that this memory and vLLM's own fs tier store rows. Further runs
-use models with sliding windows (two workers), latents, and recurrent states. Processes fill a store, load from it, load after one flipped
-bit, and load what a killed process left. Generated tokens must be the same, except those of the demo's small model with lossy recipes.
+kvpack runs once as a tier below vLLM's host memory, and once in the worker, so that host memory and vLLM's own fs tier store rows. Further
+runs use models with sliding windows (two workers), latents, and recurrent states. Processes fill a store, load from it, load again after a
+bit is flipped, and load what a killed process has left. Generated tokens must be the same, except those of the demo's small model with
+lossy recipes.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ ROOT = HERE.parents[2]
 VERSION = "0.32.0"
 LOADED = 896
 LOADED_OF_CHUNKS = 768
-"""Expected number of loaded tokens for chunks of two blocks."""
+"""Expected number of loaded tokens if a chunk has two blocks."""
 SMALL = ROOT / "kvpack" / "demo" / "tinylm"
 
 
 def environment(folder: Path) -> Path:
-    """Return the Python of a virtual environment with vLLM for CPU and this kvpack."""
+    """Return the Python executable of a virtual environment with vLLM for CPUs and this kvpack."""
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
@@ -45,7 +46,7 @@ def environment(folder: Path) -> Path:
 def run_process(
     python: Path, script: str, model: Path, store: Path, recipe: str, *more: str, seconds: float | None = None
 ) -> dict[str, Any]:
-    """Run one process and return the report that it prints; empty if it was killed after ``seconds``."""
+    """Run one process and return the report that it prints, which is empty if the process is killed after ``seconds``."""
     command = [python, HERE / script, model, store, recipe, *more]
     return result_of(command, store, seconds)
 
@@ -53,7 +54,7 @@ def run_process(
 def result_of(command: list[Any], store: Path, seconds: float | None = None) -> dict[str, Any]:
     """Run ``command`` and return the report that it prints.
 
-    Kills it, and returns an empty report, once ``store`` has an entry and ``seconds`` have passed.
+    Once ``store`` has an entry and ``seconds`` have passed, the process is killed, and the report is empty.
     """
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -71,7 +72,7 @@ def result_of(command: list[Any], store: Path, seconds: float | None = None) -> 
 
 
 def entries(store: Path) -> list[Path]:
-    """Return the entries of a store, in the order of their names."""
+    """Return the entries of a store, sorted by name."""
     return sorted(path for pattern in ("?/?/*", "**/*.bin") for path in store.glob(pattern) if path.is_file())
 
 
@@ -93,7 +94,7 @@ def main() -> int:
 
 
 def check_groups(python: Path, kind: str, placement: str, loaded: int) -> bool:
-    """Run two processes of a model of ``kind`` and check that loaded chunks give bit-identical log probabilities.
+    """Run two processes of a model of ``kind``, and return True if loaded chunks give bit-identical log probabilities.
 
     With a store, the first process loads from vLLM's own memory, so no precision may be lost.
     """
@@ -112,7 +113,7 @@ def check_groups(python: Path, kind: str, placement: str, loaded: int) -> bool:
 
 
 def check_fp8(python: Path, model: Path) -> bool:
-    """Run two processes with an fp8 cache and check that rows store it byte for byte."""
+    """Run two processes with an fp8 cache, and return True if rows store it byte for byte."""
     with tempfile.TemporaryDirectory() as folder:
         first, second = (run_process(python, "vllm_packed.py", model, Path(folder), "octopus-4", "fp8") for _ in range(2))
     tokens = [second["tokens"], first["memory"]["tokens"], first["flipped"]["tokens"]]
@@ -122,9 +123,9 @@ def check_fp8(python: Path, model: Path) -> bool:
 
 
 def matches_plain_vllm(python: Path, model: Path, run: dict[str, Any]) -> bool:
-    """Return True if vLLM without kvpack generates the tokens of ``run`` after as many cached tokens.
+    """Return True if vLLM without kvpack generates the same tokens as ``run``, after the same number of cached tokens.
 
-    Tokens computed in other passes differ by rounding in bf16, which decides ties.
+    Tokens computed in other passes differ by bf16 rounding, which decides ties.
     """
     plain = result_of([python, HERE / "vllm_plain.py", model, str(run["cached"])], model)
     return (plain["cached"], plain["tokens"]) == (run["cached"], run["tokens"])

@@ -1,4 +1,4 @@
-"""Move pages between SGLang's own host pools, through the backend that its own factory creates: ``make engines``.
+"""Move pages between SGLang's own host pools, through the backend that SGLang's factory creates (``make engines``).
 
 SGLang imports kernels and image functions that are unavailable on a CPU; stubs replace them.
 """
@@ -94,7 +94,7 @@ def backend(folder: str, recipe: str, kv: Any, others: dict[Any, Any]) -> Any:
 
 
 def page(made: Any, number: int) -> torch.Tensor:
-    """Return a page as [side, layer, token, head, channel]."""
+    """Return a page as ``[side, layer, token, head, channel]``."""
     x = made.get_data_page(number * TOKENS, flat=False)
     match made.layout:
         case "layer_first":
@@ -107,7 +107,7 @@ def page(made: Any, number: int) -> torch.Tensor:
 
 
 def metrics(collector: Any, made: Any) -> dict[str, float]:
-    """Return the metrics that SGLang exports for a backend: its own storage metrics and kvpack's."""
+    """Return the metrics that SGLang exports for a backend: SGLang's storage metrics and those of kvpack."""
     from prometheus_client import REGISTRY
 
     collector.log_storage_metrics(made.get_stats())

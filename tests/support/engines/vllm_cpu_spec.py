@@ -1,4 +1,7 @@
-"""Run vLLM's tiering spec on its CPU platform, which vLLM's own worker refuses: it copies between device pages and the primary tier."""
+"""Run vLLM's tiering spec on its CPU platform, although vLLM's own worker requires a GPU.
+
+Device pages and the primary tier are both in host memory.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
         return done
 
     def wait(self, job_ids: Any) -> None:
-        """Do nothing: copies are finished when they are submitted."""
+        """Do nothing, because copies are finished when they are submitted."""
 
     def shutdown(self) -> None:
         self._places = []
@@ -57,7 +60,7 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
 
 
 class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """vLLM's own tiering spec with another worker."""
+    """vLLM's own tiering spec with the worker of this module."""
 
     def get_worker(self, kv_caches: Any) -> CopyWorker:
         if not self._worker:

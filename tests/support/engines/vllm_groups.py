@@ -1,8 +1,10 @@
-"""One process of vLLM on the CPU with cache layers other than plain attention: ``python vllm_groups.py KIND FOLDER RECIPE PLACEMENT``.
+"""Run one vLLM process on the CPU with cache layers other than plain attention.
 
-``KIND`` is "windows" (sliding windows and full attention, two workers, and chunks of two blocks, so that windows may cover part of a
-chunk), "latents" (MLA) or "states" (short convolutions and attention; vLLM treats the former as Mamba states). The models are random: their
-log probabilities are compared, not their text.
+The command is ``python vllm_groups.py KIND FOLDER RECIPE PLACEMENT``.
+
+``KIND`` is "windows", "latents" or "states". "windows" has sliding windows and full attention, two workers, and chunks of two blocks, so
+that a window may cover part of a chunk. "latents" is MLA. "states" has short convolutions, which vLLM treats as Mamba states, and
+attention. The models are random, so their log probabilities are compared instead of their text.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ TOKENS, GENERATED = 900, 16
 
 WORKERS = {"windows": 2, "latents": 1, "states": 1}
 BLOCKS = {"windows": 2, "latents": 2, "states": 1}
-"""Number of blocks per chunk."""
+"""Number of blocks in a chunk, by kind."""
 SIZES = {
     "vocab_size": 264, "hidden_size": 256, "intermediate_size": 512, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 0,
     "tie_word_embeddings": False, "num_attention_heads": 4,
@@ -36,7 +38,7 @@ SIZES = {
 
 
 def random_model(kind: str) -> Any:
-    """Return a random model of two or four layers."""
+    """Return a random model with two or four layers."""
     import transformers
 
     torch.manual_seed(0)

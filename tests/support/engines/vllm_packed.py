@@ -1,6 +1,8 @@
-"""One process of vLLM on the CPU with rows in its primary tier, above vLLM's own fs tier: ``python vllm_packed.py MODEL FOLDER RECIPE``.
+"""Run one vLLM process on the CPU with rows in its primary tier, above vLLM's own fs tier.
 
-On the CPU, the only device pages are those of vLLM's CPU attention; kvpack's worker handles them like those of a GPU.
+The command is ``python vllm_packed.py MODEL FOLDER RECIPE``.
+
+The pages of vLLM's CPU attention take the place of device pages, and kvpack's worker handles them like those of a GPU.
 """
 
 from __future__ import annotations

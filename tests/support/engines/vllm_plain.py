@@ -1,4 +1,7 @@
-"""Run vLLM on the CPU without kvpack: ``python vllm_plain.py MODEL CACHED`` prints the text generated after CACHED cached tokens."""
+"""Run vLLM on the CPU without kvpack, and print the text generated after a number of cached tokens.
+
+The command is ``python vllm_plain.py MODEL CACHED``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One process of vLLM on the CPU with kvpack's tier: ``python vllm_process.py MODEL STORE RECIPE`` prints its output and loaded tokens."""
+"""Run one vLLM process on the CPU with kvpack's tier, and print its output and the number of loaded tokens.
+
+The command is ``python vllm_process.py MODEL STORE RECIPE``.
+"""
 
 from __future__ import annotations
 

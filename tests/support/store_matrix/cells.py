@@ -1,4 +1,4 @@
-"""One cell of the matrix: a fault applied to a kind of store, and the guarantees that were broken."""
+"""One cell of the matrix: a fault that is applied to a kind of store, and the guarantees that the store violated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ MAX_SHOWN = 20
 
 @dataclass
 class Cell:
-    """``counts`` are counters by name, such as cases and verified reads. ``problems`` are sentences, at most as many as are shown."""
+    """The results of one cell.
+
+    ``counts`` are counters by name, such as cases and verified reads. ``problems`` are sentences, at most as many as are shown.
+    """
 
     kind: str
     fault: str
@@ -35,7 +38,7 @@ class Cell:
 
     @property
     def found(self) -> int:
-        """Return the total number of verified reads, chunks found after a fault, and so on; 0 means that nothing was checked."""
+        """Return the total number of verified reads, chunks found after a fault, and so on. A total of 0 means that nothing was checked."""
         return sum(self.counts[name] for name in ("hits", "chunks_found", "chunks_left", "own_hits", "saves"))
 
     def problem(self, text: str) -> None:
@@ -45,14 +48,14 @@ class Cell:
 
     @contextlib.contextmanager
     def recording_problems(self, what: str) -> Iterator[None]:
-        """Record an exception raised in the block as a problem."""
+        """Record an exception in the block as a problem."""
         try:
             yield
         except (Exception, AssertionError) as error:
             self.problem(f"{what}: {describe_error(error)}")
 
     def report_done(self, cases: int = 1, *, of: int | None = None) -> None:
-        """Count cases and report progress."""
+        """Count finished cases and report progress."""
         self.counts["cases"] += cases
         if self.progress is not None:
             self.progress(f"{self.counts['cases']:,}" + (f" of {of:,}" if of else ""))
@@ -70,14 +73,17 @@ class Cell:
 
 
 def describe_error(error: BaseException) -> str:
-    """Format an exception and where it was raised in one line."""
+    """Return one line that describes an exception and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     where = " < ".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in reversed(frames))
     return f"{type(error).__name__}: {error} ({where})"
 
 
 def fork(work: Callable[[Note], None], notes: str) -> int:
-    """Fork a child that calls ``work(note)`` and exits, and return its process id; notes and exceptions go to the file ``notes``."""
+    """Fork a child that calls ``work(note)`` and exits. Return its process id.
+
+    Notes and exceptions are written to the file ``notes``.
+    """
     sys.stdout.flush()
     with warnings.catch_warnings():
         # Python 3.12 and later warn about forks in processes with threads. The children here wait for no thread of the parent.
@@ -102,7 +108,7 @@ def fork(work: Callable[[Note], None], notes: str) -> int:
 
 
 def read_notes(notes: str, cell: Cell) -> None:
-    """Add the notes of children to the cell's problems and counts, and empty the file."""
+    """Add the notes of children to the cell's problems and counts, and clear the file."""
     if not os.path.exists(notes):
         return
     with open(notes, encoding="utf-8") as file:

@@ -28,7 +28,7 @@ ERRORS = (
 )
 SOCKET_ERRORS = (errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.EINTR)
 OTHER_FILES = (*PINNED_PROMPTS, (0, 2), (1, 3))
-"""Prompts saved without pins and without a budget, which must not be evicted."""
+"""Prompts that are saved without pins and without a budget, which must not be evicted."""
 
 
 def check_system_errors(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
@@ -55,7 +55,7 @@ def _operations(place: Place) -> Sequence[str]:
 
 
 def _cases(calls: Mapping[str, int], choice: random.Random) -> list[tuple[str, int, int, bool, int | None]]:
-    """Return every case in a random order that alternates between operations."""
+    """Return all cases in a random order that alternates between operations."""
     by_operation = []
     for operation, most in calls.items():
         codes = SOCKET_ERRORS if operation in SOCKET_OPERATIONS else ERRORS
@@ -67,7 +67,7 @@ def _cases(calls: Mapping[str, int], choice: random.Random) -> list[tuple[str, i
 
 
 def _run(place: Place, cell: Cell, fault: FaultyOs, budget: int | None) -> int:
-    """Use a store with a fault, check it afterwards, and return how often the fault's operations were called."""
+    """Use a store with a fault and check it afterwards. Return how often the fault's operations were called."""
     place.clear()
     place.budget, place.durable = budget, True
     save_and_pin(place)
@@ -101,7 +101,7 @@ def _run(place: Place, cell: Cell, fault: FaultyOs, budget: int | None) -> int:
 
 
 def open_files() -> set[str]:
-    """Return the files that this process has open, except sockets, which close when a client is garbage-collected."""
+    """Return the open files of this process, except sockets, which close when a client is garbage-collected."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Kill processes that save, load, evict and collect by SIGKILL at random moments, and the server too."""
+"""Kill processes that save, load, evict and collect at random moments by SIGKILL, and kill the server, too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WRITERS = 3
 MAX_LIFE_SECONDS = 0.03
-"""Maximum number of seconds between two kills."""
+"""Longest time between two kills in seconds."""
 READS_PER_KILL = 3
 """Number of verified reads after each kill."""
 KILLS_PER_CHECK = 50
@@ -125,7 +125,7 @@ def _use_until_killed(place: Place, choice: random.Random, note: Note) -> None:
 
 
 def _check_counters(counts: dict[str, object], who: int, place: Place, problem: Callable[[str], None]) -> None:
-    """Check that killing processes damages nothing on a sound disk and causes no refusals; a killed server only stops responding."""
+    """Check that killed processes neither damage entries on a sound disk nor cause refusals. A killed server only stops responding."""
     if counts["damaged_entries"]:
         problem(f"identity {who} met {counts['damaged_entries']} damaged entries: {counts['faults']}")
     faults = counts["faults"]

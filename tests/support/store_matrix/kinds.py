@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from support.redis_server import Server
 
 ENTRY_BYTES = 6720
-"""Size in bytes of the largest entry: a prompt's first chunk, which has the most raw tokens."""
+"""Size in bytes of the largest entry, which is that of a prompt's first chunk, because it has the most raw tokens."""
 BUDGET = 12 * ENTRY_BYTES
 """Budget in bytes: about a seventh of the size of all prompts of all identities."""
 MAX_ENTRY_BYTES = 2**20
@@ -35,7 +35,7 @@ return total
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of store by its tiers, fastest first: "memory", "folder" or "Redis"."""
+    """A kind of store, defined by its tiers, fastest first. A tier is "memory", "folder" or "Redis"."""
 
     name: str
     tiers: tuple[str, ...]
@@ -59,7 +59,7 @@ KINDS = {
 
 @dataclass
 class Place:
-    """A store of one kind below the folder ``root``, with a server if the kind needs one; every tier has the ``budget``."""
+    """A store of one kind below the folder ``root``, with a server if the kind needs one. Every tier has the ``budget``."""
 
     kind: Kind
     root: Path
@@ -69,7 +69,7 @@ class Place:
 
     @property
     def folders(self) -> list[str]:
-        """Return the folders of the tiers that have one."""
+        """Return the folders of all tiers that have one."""
         return [str(self.root / f"tier-{number}") for number, tier in enumerate(self.kind.tiers) if tier == "folder"]
 
     @property
@@ -82,7 +82,10 @@ class Place:
         return "folder" in self.kind.tiers
 
     def open(self, who: int | kvpack.Identity = 0, *, chunk: int = CHUNK, **options: Any) -> kvpack.Store:
-        """Open the store of an identity, or of the identity with number ``who`` in ``IDENTITIES``; ``options`` apply to every tier."""
+        """Open the store of an identity, or of the identity with the number ``who`` in ``IDENTITIES``.
+
+        ``options`` apply to every tier.
+        """
         identity = who if isinstance(who, kvpack.Identity) else IDENTITIES[who]
         options = {"max_bytes": self.budget, **options}
         tiers = []
@@ -114,7 +117,7 @@ class Place:
         return redis.Redis.from_url(self.server.url, socket_timeout=10)
 
     def max_stored_bytes(self) -> int:
-        """Return the size in bytes of entries and unfinished files that the fullest tier contained at one moment."""
+        """Return the largest size in bytes that the entries and unfinished files of one tier had at one moment."""
         sizes = [bytes_stored(folder) for folder in self.folders]
         if self.server is not None:
             sizes.append(int(self.client().eval(_STORED, 0)))
@@ -129,7 +132,7 @@ class Place:
         return found
 
     def foreign_paths(self, uid: int | None = None) -> list[str]:
-        """Return files and folders that are not owned by ``uid`` (default: this process's), or that others may read."""
+        """Return files and folders that ``uid`` (default: this process's user) does not own, or that others may read."""
         uid = os.geteuid() if uid is None else uid
         found = []
         for path in all_paths(self.folders):
@@ -148,7 +151,10 @@ def all_paths(folders: list[str]) -> Iterator[str]:
 
 
 def bytes_stored(folder: str) -> int:
-    """Return the size in bytes of entries and unfinished files that existed at the same time: those seen in two listings."""
+    """Return the size in bytes of the entries and unfinished files that appear in both of two listings.
+
+    These files certainly existed at the same time.
+    """
     before, after = (dict(_sizes(folder)) for _ in range(2))
     return sum(size for path, (size, file) in before.items() if after.get(path) == (size, file))
 

@@ -12,11 +12,11 @@ from support.store_matrix.cells import Cell
 from support.store_matrix.kinds import Place
 
 MIN_THOROUGH_LOOKUPS = 10_000
-"""Minimum number of lookups with which models with adapters, which take seconds to build, and more prompts are included."""
+"""Minimum number of lookups for which more prompts, and models with adapters, which take seconds to create, are included."""
 
 
 def check_lookups(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
-    """Look up prompts that others have stored ``count`` times; only their owners may get a hit."""
+    """Look up prompts that others have stored ``count`` times. Only their owners may find them."""
     place.clear()
     place.budget = None
     identities = [*store_lookups.IDENTITIES, *near_identities(), *(adapter_identities() if count >= MIN_THOROUGH_LOOKUPS else [])]
@@ -37,7 +37,7 @@ def check_lookups(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
 
 
 def near_identities() -> list[kvpack.Identity]:
-    """Return identities that differ from one identity in a single field, and identities whose fields split the same text differently."""
+    """Return identities that differ from one identity in a single field, and identities whose fields split the same text elsewhere."""
     base = kvpack.Identity("model", "bf16", weights="w1", adapter="a", dtype="bfloat16", tenant="tenant")
     # Fields that are not in keys do not distinguish identities.
     fields = [field.name for field in dataclasses.fields(base) if field.compare and field.name != "recipe"]
@@ -52,7 +52,7 @@ def near_identities() -> list[kvpack.Identity]:
 
 
 def adapter_identities() -> list[kvpack.Identity]:
-    """Return identities of small models with PEFT adapters in every state; empty without PEFT."""
+    """Return identities of small models with PEFT adapters in every state, or no identities without PEFT."""
     try:
         import peft
         import torch

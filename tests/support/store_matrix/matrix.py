@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Fault:
     """A fault, which ``run(place, cell, count, seed)`` applies to a place.
 
-    A long run has ``many`` cases per kind of store. A test has ``few`` cases for a plain folder, and a third of that for other kinds.
+    A long run has ``many`` cases for each kind of store. A test has ``few`` cases for a plain folder, and a third of these for other kinds.
     """
 
     name: str
@@ -61,7 +61,7 @@ FAULTS = {
 
 @contextlib.contextmanager
 def places(kind: Kind) -> Iterator[Place]:
-    """Create a place of a kind, with its own server if it needs one, and in memory if possible; removed when the context exits."""
+    """Create a place of a kind, in memory if possible and with its own server if it needs one, and remove it afterwards."""
     with contextlib.ExitStack() as stack:
         memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=memory)))
@@ -76,7 +76,7 @@ def places(kind: Kind) -> Iterator[Place]:
 
 
 def run_cell(kind: str, fault: str, count: int, seed: int = 0, progress: Callable[[str], None] | None = None) -> Cell:
-    """Run one cell and return it; an exception is recorded as one of its problems."""
+    """Run one cell and return it. An exception is recorded as one of the cell's problems."""
     cell = Cell(kind, fault, progress=progress)
     if "Redis" in KINDS[kind].tiers and redis_server.SERVER is None:
         cell.skipped = "neither redis-server nor valkey-server is installed"

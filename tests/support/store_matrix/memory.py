@@ -1,4 +1,4 @@
-"""Limit memory: a process that runs out of address space at any point, and a server that is full."""
+"""Limit memory: a process runs out of address space at any point, or a server is full."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from support.store_matrix.cells import Note
 
 LAYERS = 12
-"""Number of layers with which an entry (40 kB) needs its own allocation from the system."""
+"""Number of layers for which an entry (40 kB) needs its own memory allocation from the system."""
 STEP_BYTES = 150_000
 OTHERS = (8, 9, 11, 14)
 """Prompts of the first identity that are saved while memory is limited."""
 STEPS = 32
-"""Number of limits, from the memory already in use up to room for everything."""
+"""Number of memory limits, from the memory already in use up to room for everything."""
 _SERVER_STEP_BYTES = 30_000
 _LIBC = ctypes.CDLL(None)
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
@@ -49,7 +49,7 @@ _LARGE = 16_384
 
 
 def check_memory_limits(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
-    """Use a store under ``count`` limits in turn; no entry saved before may be lost."""
+    """Use a store with ``count`` memory limits in turn. No entry that was saved before may be lost."""
     place.budget = None
     notes = str(place.root / "notes")
     process = fork(lambda note: _use_under_limits(place, count, note), notes)
@@ -85,7 +85,10 @@ def _use_under_limits(place: Place, count: int, note: Note) -> None:
 
 
 def _use(place: Place, number: int, room: int | None) -> tuple[list[bool], int]:
-    """Save and load with ``room`` bytes more address space than in use. Returns which of ``KEPT`` were found, and the chunks saved."""
+    """Save and load with ``room`` bytes more address space than is in use.
+
+    Returns which of ``KEPT`` were found, and the number of saved chunks.
+    """
     other = OTHERS[number % len(OTHERS)]
     whole, loaded = packed_prompt(0, other), []
     stores = [place.open(who) for who in range(3)]
@@ -109,7 +112,7 @@ def _use(place: Place, number: int, room: int | None) -> tuple[list[bool], int]:
 
 @contextlib.contextmanager
 def _limit_allocations(room: int | None) -> Iterator[None]:
-    """Limit large allocations inside the block to ``room`` bytes in total (None: no limit)."""
+    """Limit large allocations in the block to ``room`` bytes in total, or not at all if it is None."""
     if room is None:
         yield
         return
@@ -130,7 +133,7 @@ def _limit_allocations(room: int | None) -> Iterator[None]:
 
 
 def _use_full_server(place: Place, cell: Cell, count: int) -> None:
-    """Use a server that refuses entries that do not fit, or evicts arbitrary keys, including those of bookkeeping."""
+    """Use a server that refuses entries that do not fit, or evicts arbitrary keys, even those of the store's bookkeeping."""
     prepare()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.0))

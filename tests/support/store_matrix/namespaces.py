@@ -1,4 +1,4 @@
-"""Use two PID namespaces, as containers do that share a folder but cannot see each other's process ids."""
+"""Use two PID namespaces, like containers that share a folder but cannot see each other's processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def check_namespaces(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
-    """Save ``count`` times in each of two namespaces while another opens, reads and collects; every saved chunk must be found."""
+    """Save ``count`` times in each of two namespaces while another one opens, reads and collects. Every saved chunk must be found."""
     if reason := _obstacle():
         cell.skipped = reason
         return
@@ -66,7 +66,7 @@ def _wait(process: int, cell: Cell) -> None:
 
 
 def _act_as_other_container(place: Place, stop: Path, choice: random.Random, note: Note) -> None:
-    """Act as another container: open the store, look up prompts, and collect garbage."""
+    """Act as another container that opens the store, looks up prompts, and collects garbage."""
     while not stop.exists():
         with place.open(3) as store:
             store.collect()
@@ -98,7 +98,7 @@ def _save(place: Place, who: int, count: int, note: Note) -> None:
 
 
 class _SlowOs:
-    """A replacement of the module ``os`` with a slow disk, so that others run while files are unfinished."""
+    """A replacement for the module ``os`` with a slow disk, so that other processes run while files are unfinished."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -109,7 +109,7 @@ class _SlowOs:
 
 
 def _run_in_pid_namespace(number: int, work: Callable[[Note], None]) -> Callable[[Note], None]:
-    """Return ``work`` wrapped to run in its own PID namespace as process ``number``, where other process ids are unknown."""
+    """Return a function that runs ``work`` as process ``number`` of a new PID namespace, where other process ids are unknown."""
 
     def start(note: Note, number: int = number) -> None:
         if number:
@@ -151,7 +151,7 @@ def _unshare() -> None:
 
 
 def _obstacle() -> str:
-    """Return the reason why this machine allows no namespaces, or an empty string."""
+    """Return the reason why this machine does not permit namespaces, or an empty string if it does."""
     process = os.fork()
     if not process:
         try:

@@ -1,6 +1,6 @@
 """The expected contents of stores: the streams of every prompt of every identity, as bytes.
 
-All identities have the same prompts and caches of the same shape, so a store could mix them up, and the comparison would show it.
+All identities have the same prompts and caches of the same shape, so the comparison would reveal a store that mixes them up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CHUNK = 32
 FAMILIES, PROMPTS, LONGEST = 4, 16, 4
-"""Number of families, whose prompts share their first chunks; number of prompts; and maximum number of chunks per prompt."""
+"""Number of families, number of prompts, and largest number of chunks per prompt. Prompts of a family share their first chunks."""
 HEADS, DIM = 1, 32
 _layers = 1
 
@@ -33,12 +33,12 @@ IDENTITIES = (
 
 
 class BrokenGuarantee(Exception):
-    """Raised if a store has broken a guarantee."""
+    """Raised if a store has violated a guarantee."""
 
 
 @cache
 def prompt(number: int) -> tuple[int, ...]:
-    """Return the token ids of a prompt: one or two chunks shared by its family, then its own, and a few extra tokens."""
+    """Return the token ids of a prompt: one or two chunks that its family shares, its own chunks, and a few extra tokens."""
     family, own = random.Random(number % FAMILIES), random.Random(1000 + number)
     shared = [family.randrange(100_000) for _ in range(CHUNK * (1 + number % FAMILIES % 2))]
     rest = [own.randrange(100_000) for _ in range(CHUNK * own.randint(0, LONGEST - 2))]
@@ -46,13 +46,13 @@ def prompt(number: int) -> tuple[int, ...]:
 
 
 def chunks(number: int) -> int:
-    """Return the number of whole chunks of a prompt."""
+    """Return the number of whole chunks in a prompt."""
     return len(prompt(number)) // CHUNK
 
 
 @cache
 def packed_prompt(who: int, number: int) -> kvpack.Cache:
-    """Return the cache of a prompt, whose values are a function of the identity, the layer and all preceding tokens."""
+    """Return the cache of a prompt, whose values are a function of the identity, the layer, and all tokens so far."""
     ids = prompt(number)
 
     def side(*name: Any) -> torch.Tensor:
@@ -66,7 +66,7 @@ def packed_prompt(who: int, number: int) -> kvpack.Cache:
 
 
 def chunk_bytes(whole: kvpack.Cache, number: int) -> bytes:
-    """Return every stream of chunk ``number``, with its name, dtype and shape, as bytes."""
+    """Return all streams of chunk ``number``, with their names, dtypes and shapes, as bytes."""
     parts: list[bytes] = []
     for layer in whole[:, number * CHUNK : (number + 1) * CHUNK]:
         for name, side in layer.sides.items():
@@ -85,7 +85,10 @@ def expected_chunks(who: int, number: int) -> tuple[bytes, ...]:
 
 
 def set_layers(count: int) -> None:
-    """Set the number of layers of all later caches to ``count``, which changes the size of entries. Call it only in a separate process."""
+    """Set the number of layers of all later caches to ``count``, which changes the size of entries.
+
+    Only a separate process may call this.
+    """
     global _layers
     _layers = count
     packed_prompt.cache_clear()
@@ -100,7 +103,7 @@ def prepare() -> None:
 
 
 def compare(who: int, number: int, tokens: int, found: kvpack.Cache | None) -> int:
-    """Return the number of chunks in a result of ``load``. Raises Wrong unless they are those that were saved, byte for byte."""
+    """Return the number of chunks in a result of ``load``. Raises Wrong unless they equal those that were saved, byte for byte."""
     if found is None:
         if tokens:
             raise BrokenGuarantee(f"load reports {tokens} tokens but returns no cache")
@@ -116,12 +119,12 @@ def compare(who: int, number: int, tokens: int, found: kvpack.Cache | None) -> i
 
 
 def check(store: kvpack.Store, who: int, number: int) -> int:
-    """Load a prompt and return the chunks found. Raises Wrong for wrong contents, and the errors of ``load``."""
+    """Load a prompt and return the number of chunks found. Raises Wrong for wrong contents, and the errors of ``load``."""
     return compare(who, number, *store.load(prompt(number)))
 
 
 def require(store: kvpack.Store, wanted: Iterable[tuple[int, int]], who: int, why: str) -> None:
-    """Raise Wrong unless all prompts in ``wanted`` (identity, prompt) that ``store`` may see are complete."""
+    """Raise Wrong unless the prompts in ``wanted`` (identity, prompt) that ``store`` may see are complete."""
     for owner, number in wanted:
         if owner == who and (found := check(store, who, number)) != chunks(number):
             raise BrokenGuarantee(

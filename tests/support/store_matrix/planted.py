@@ -1,4 +1,4 @@
-"""Plant objects that another user could put in the place of an entry, in a folder or on a server."""
+"""Put objects in the place of an entry, in a folder or on a server, as another user could."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvpack.store.backend import MAX_ENTRY_BYTES
 from support.store_matrix.oracle import CHUNK, IDENTITIES, packed_prompt, prompt
 
 Plant = Callable[[str, str], None]
-"""A function (path, folder) that puts an object at an entry's path in the folder of a tier."""
+"""A function (path, folder) that puts an object at the path of an entry in the folder of a tier."""
 OnServer = Callable[[Any, bytes], None]
-"""A function (client, key) that puts an object on the client's server, such as in the place of the key's entry."""
+"""A function (client, key) that puts an object on the client's server, for example in the place of the key's entry."""
 
 LARGE = MAX_ENTRY_BYTES + 2**20
-"""Size in bytes of a sparse file, larger than any entry."""
+"""Size in bytes of a sparse file that is larger than any entry."""
 ENTRY = b"{kvpack}:entry:"
 
 
@@ -76,14 +76,14 @@ def another_entry(path: str, folder: str) -> None:
 
 
 def plaintext(path: str, folder: str) -> None:
-    """Write the same entry with other values and without encryption: valid for a store that is not encrypted."""
+    """Write the same entry with other values and without encryption, which is valid for a store that is not encrypted."""
     name = os.path.basename(path)
     pieces = _prepared_entries[bytes.fromhex(name)]
     _write(path, pieces if not _trusts_plaintext(folder) else pieces[:-100])
 
 
 def unreadable(path: str, folder: str) -> None:
-    """Make the entry unreadable (mode 0000)."""
+    """Make the entry unreadable by setting its mode to 0000."""
     _write(path, bytes(100))
     os.chmod(path, 0)
 
@@ -155,7 +155,7 @@ def _sizes_of_junk(client: Any, key: bytes) -> None:
 
 
 def _text_for(name: str) -> OnServer:
-    """Return a function that replaces one of the store's sets and maps by text."""
+    """Return a function that replaces one of the store's sets or maps by text."""
 
     def plant(client: Any, key: bytes) -> None:
         client.delete(f"{{kvpack}}:{name}")
@@ -193,7 +193,7 @@ def _make_room(path: str) -> None:
 
 
 def _another(path: str, folder: str) -> str:
-    """Return the path of any other entry in a folder."""
+    """Return the path of some other entry in a folder."""
     found = [other for other in glob.glob(f"{folder}/?/?/" + "?" * 64) if other != path]
     return found[0] if found else "/nowhere"
 
@@ -211,12 +211,12 @@ _prepared_entries: dict[bytes, bytes] = {}
 
 
 def keys(who: int, number: int) -> list[bytes]:
-    """Return the keys of a prompt's chunks."""
+    """Return the keys of the chunks of a prompt."""
     return kvpack.Store("memory://", IDENTITIES[who], chunk=CHUNK, max_bytes=0).keys(prompt(number))
 
 
 def prepare(who: int, number: int) -> None:
-    """Create the entries of a prompt with the values of the next identity, as its own store would write them."""
+    """Create the entries of a prompt with the values of the next identity, as that identity's store would write them."""
     with tempfile.TemporaryDirectory() as parent, kvpack.Store(f"{parent}/store", IDENTITIES[who], chunk=CHUNK) as store:
         store.save(prompt(number), packed_prompt((who + 1) % len(IDENTITIES), number))
         for path in glob.glob(f"{parent}/store/?/?/" + "?" * 64):

@@ -1,4 +1,4 @@
-"""Lose power: a folder in any state that a crash may leave (see power_loss.py), and a Redis server whose log is cut anywhere."""
+"""Lose power: a folder is in any state that a crash may leave (see power_loss.py), or a Redis server's log is cut anywhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_power_loss(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
-    """Lose power ``count`` times at random steps of a store, with and without entries that are synced to disk."""
+    """Lose power ``count`` times at random steps of a store, both with and without entries that are synced to disk."""
     prepare()
     choice = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:

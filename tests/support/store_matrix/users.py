@@ -1,7 +1,7 @@
-"""Involve two users: this one, and root or a neighbor who owns the folder, writes arbitrary data to it, or truncates loaded files.
+"""Involve a second user: root, or a neighbor who owns the folder, writes arbitrary data, or truncates loaded files.
 
-For folders, the test must run as root, to become two unprivileged users. A server needs no users, because all its clients have the same
-rights.
+For folders, the tests must run as root, because they switch between two unprivileged users. A server does not need users, because all of
+its clients have the same rights.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 ALICE, BOB = 54_321, 54_322
 MAX_GROWTH = 64 * 2**20
-"""Maximum memory in bytes that a planted entry may take."""
+"""Largest amount of memory in bytes that a planted entry may take."""
 VICTIM = (0, 2)
-"""The prompt (identity, number) in the place of one of whose chunks objects are planted."""
+"""The prompt (identity, number) of which one chunk is replaced by planted objects."""
 
 
 def check_users(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
-    """Plant ``count`` objects in turn, and let root and another user do whatever their rights allow."""
+    """Plant ``count`` objects in turn, and let root and another user do whatever their rights permit."""
     prepare()
     planted.prepare(*VICTIM)
     if place.server is not None:
@@ -75,7 +75,7 @@ def check_users(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
 
 
 def _run_as(uid: int, place: Place, cell: Cell, what: str, work: Callable[[Note], None]) -> None:
-    """Do ``work`` as another user, and record failures."""
+    """Do ``work`` as the user ``uid``, and record failures."""
 
     def become(note: Note) -> None:
         os.setgroups([])
@@ -98,7 +98,7 @@ def _run_as(uid: int, place: Place, cell: Cell, what: str, work: Callable[[Note]
 
 
 def _empty_place(place: Place, uid: int, mode: int = 0o700) -> Place:
-    """Return the place with empty folders of one user."""
+    """Return the place with empty folders that belong to ``uid``."""
     place.clear()
     for folder in place.folders:
         os.mkdir(folder, mode)
@@ -108,7 +108,7 @@ def _empty_place(place: Place, uid: int, mode: int = 0o700) -> Place:
 
 
 def _check_own_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> None:
-    """Check an object planted in the user's own folder under the name of an entry, by root or by a fault."""
+    """Check an object that root or a fault has put in the user's own folder under the name of an entry."""
     own = _empty_place(place, ALICE)
     what = f"{plant.__name__} in one's own folder"
     _run_as(ALICE, own, cell, what, lambda note: save_and_pin(own))
@@ -131,7 +131,7 @@ def _check_own_folder(place: Place, cell: Cell, plant: planted.Plant, folder: in
 
 
 def _check_shared_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> None:
-    """Check that a world-writable folder in which another user has planted an object is refused, or works correctly."""
+    """Check that a world-writable folder with an object planted by another user is refused, or works correctly."""
     shared = _empty_place(place, ALICE, 0o777)
 
     def prepare_folder(note: Note) -> None:
@@ -155,7 +155,10 @@ def _check_shared_folder(place: Place, cell: Cell, plant: planted.Plant, folder:
 
 
 def _use_planted(place: Place) -> None:
-    """Use the prompt with the planted object; loads must be correct or a miss, and chunks reported as saved must be found."""
+    """Use the prompt with the planted object.
+
+    Loads must be correct or misses, and chunks that are reported as saved must be found.
+    """
     who, number = VICTIM
     with place.open(who) as store:
         store.match(prompt(number))
@@ -172,7 +175,7 @@ def _use_planted(place: Place) -> None:
 
 
 def _check_commands(place: Place) -> None:
-    """Check that ``kvpack store ls``, ``stat`` and ``verify`` of every folder exit with a code and without a traceback."""
+    """Check that ``kvpack store ls``, ``stat`` and ``verify`` exit with a code and without a traceback for every folder."""
     options = ["--json"]
     if place.kind.encrypted:
         path = f"{place.folders[0]}/keys"
@@ -188,7 +191,7 @@ def _check_commands(place: Place) -> None:
 
 
 def _check_root_collects(place: Place, cell: Cell, seed: int) -> None:
-    """Let root collect garbage in a user's folder. Remaining files must still belong to the user, who continues to use the store."""
+    """Let root collect garbage in a user's folder. The remaining files must still belong to the user, and the store must work."""
     own = replace(_empty_place(place, ALICE), budget=BUDGET)
 
     def use(note: Note) -> None:
@@ -213,7 +216,7 @@ def _check_root_collects(place: Place, cell: Cell, seed: int) -> None:
 
 
 def _check_other_folder(place: Place, cell: Cell) -> None:
-    """Check that another user's folder of mode 0755 is refused, or that loaded data does not change when its owner changes the files."""
+    """Check that another user's folder of mode 0755 is refused, or that loaded data stays the same when its owner changes the files."""
     his = _empty_place(place, BOB, 0o755)
 
     def readable(note: Note) -> None:
@@ -275,7 +278,10 @@ def _victim_path(place: Place, folder: int) -> str:
 
 
 def _check_planted_by_client(place: Place, cell: Cell, plant: planted.OnServer) -> None:
-    """Check an object planted by another client of the server: loads are correct or a miss, and after ``collect`` everything works."""
+    """Check an object that another client of the server has planted.
+
+    Loads are correct or misses, and after ``collect`` everything works.
+    """
     place.clear()
     own = replace(place, budget=BUDGET)
     save_and_pin(own)
@@ -301,7 +307,7 @@ def _discard_output() -> Iterator[None]:
 def _limit_growth() -> Iterator[None]:
     """Raise Wrong if the block takes more memory than the test should need.
 
-    Pages of files do not count, because a forked process starts without PyTorch's library code, and maps it when it is called.
+    Pages of files do not count, because a forked process maps PyTorch's library code only when it calls it.
     """
     before = _largest_bytes() - _file_bytes()
     yield
@@ -315,7 +321,7 @@ def _largest_bytes() -> int:
 
 
 def _file_bytes() -> int:
-    """Return the number of bytes of mapped files that are in this process's memory, or 0 if the system does not report it."""
+    """Return how many bytes of mapped files are in this process's memory, or 0 if the system does not report it."""
     with contextlib.suppress(OSError):
         found = re.search(rb"^RssFile:\s+(\d+) kB", Path("/proc/self/status").read_bytes(), re.MULTILINE)
         if found is not None:

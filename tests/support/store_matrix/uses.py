@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ALL_PROMPTS = tuple(range(PROMPTS))
 PINNED_PROMPTS = ((0, 0), (1, 5), (2, 0))
-"""Prompts (identity, prompt) that are saved and pinned before the fault, which no fault may remove; at most 8 chunks."""
+"""Prompts (identity, prompt) that are saved and pinned before the fault, which no fault may remove. They have at most 8 chunks."""
 
 
 def save_and_pin(place: Place) -> None:
@@ -44,7 +44,7 @@ def save_and_pin(place: Place) -> None:
 
 
 def perform_random_operation(place: Place, stores: list[kvpack.Store], choice: random.Random, loaded: list[Any]) -> tuple[int, int]:
-    """Perform one random operation on one identity's store. Returns the numbers of chunks found and compared.
+    """Perform one random operation on the store of one identity. Return the numbers of chunks found and compared.
 
     ``loaded`` contains caches whose entries may be evicted meanwhile.
     """
@@ -106,9 +106,11 @@ def perform_each_operation(place: Place) -> int:
 def check_intact(
     place: Place, kept: Sequence[tuple[int, int]] = PINNED_PROMPTS, *, damage_allowed: bool = False, read: Sequence[int] = ALL_PROMPTS
 ) -> int:
-    """Check that a store is intact after the fault, and return the number of chunks of ``read`` that are still found. Raises Wrong.
+    """Check that a store is intact after the fault, and return how many chunks of ``read`` are still found.
 
-    With ``damage_allowed``, damaged entries and faults are allowed, as long as they are only misses.
+    Raises Wrong if the store is not intact.
+
+    With ``damage_allowed``, damaged entries and faults are permitted, as long as they only cause misses.
     """
     stores = [place.open(who) for who in range(len(IDENTITIES))]
     try:

@@ -1,1 +1,1 @@
-"""Measurements for developers, which users of kvpack do not need: ``python -m benchmarks``."""
+"""Measurements for kvpack's developers, run by ``python -m benchmarks``."""

@@ -1,4 +1,4 @@
-"""Measurements for developers: ``make bench-fidelity``, and ``bench-`` followed by the name of any other kind below."""
+"""The command line of the developers' measurements. ``make bench-NAME`` runs the measurement NAME, such as ``fidelity``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one measurement, with the exit codes and messages of the command ``kvpack``."""
+    """Run one measurement, with the exit codes and error messages of the ``kvpack`` command."""
     return cli.main(argv, parser)
 
 
@@ -41,7 +41,7 @@ def _add_fidelity(kinds: Any) -> None:
 
 
 def run_fidelity(arguments: argparse.Namespace) -> int:
-    """Measure and print the tables. Returns 1 if a figure differs without a known reason."""
+    """Measure and print the tables. Return 1 if a figure differs from the paper's for no known reason."""
     from . import fidelity
 
     settings = fidelity.Settings(arguments.seed, arguments.quick)
@@ -92,7 +92,7 @@ def _add_pages(kinds: Any) -> None:
 
 
 def run_pages(arguments: argparse.Namespace) -> int:
-    """Measure jobs of an engine's pages, and print the table."""
+    """Measure an engine's page jobs, and print the table."""
     from . import device_pages, pages
 
     count, recipes = arguments.pages, arguments.recipe
@@ -204,7 +204,7 @@ def _add_resume(kinds: Any) -> None:
 
 
 def run_resume(arguments: argparse.Namespace) -> int:
-    """Measure and print a table per shape."""
+    """Measure, and print one table per shape."""
     from . import resume
 
     with progress("resume", arguments) as callback:
@@ -254,7 +254,7 @@ def _add_viewer(kinds: Any) -> None:
 
 
 def run_viewer(arguments: argparse.Namespace) -> int:
-    """Measure and print the table. Returns 1 if a side takes too long."""
+    """Measure and print the table. Return 1 if decoding keys or values takes too long."""
     from . import viewer
 
     with progress("viewer", arguments) as callback:

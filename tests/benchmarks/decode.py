@@ -1,7 +1,8 @@
-"""make bench-decode: time decoding files of the codec transform on one core, compared with its unavoidable parts.
+"""Measure how long one CPU core takes to decode files of the codec transform, and how long the unavoidable steps take.
 
-Columns are normally distributed with the basis's deviations, and keys and values are computed from them. The unavoidable parts are decoding
-the symbols, and multiplying the columns that have symbols by rows of the frames; each is also timed separately.
+The transformed columns are normally distributed with the basis's standard deviations, and keys and values are computed from them. The
+unavoidable steps are decoding the symbols, and multiplying the columns that have symbols by the frames' rows. Each of them is also timed
+separately. ``make bench-decode`` runs this measurement.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ if TYPE_CHECKING:
 BITS = (0.3, 0.6, 1.0)
 TOKENS = 3840
 _UNIT = 2.0**-4
-"""Standard deviation of a column with scale 0."""
+"""Standard deviation of a column whose scale code is 0."""
 
 
 def run(
     basis: str, bits: Sequence[float] = BITS, tokens: int = TOKENS, *, repeats: int = 5, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Measure caches of ``tokens`` tokens for the layers of the basis in the file ``basis``, and return JSON values with process times.
+    """Measure caches of ``tokens`` tokens whose layers are those of the basis in the file ``basis``.
 
-    Raises InvalidParameter for a basis without frames of keys and values, and for other sizes.
+    Returns process times as JSON values. Raises InvalidParameter for a basis without frames of keys and values, and for unsupported sizes.
     """
     found = Basis.load(basis)
     layers = [layer for layer in range(found.layers) if {(layer, "k"), (layer, "v")} <= set(found.sides_with_frames())]
@@ -58,7 +59,7 @@ def run(
 
 
 def _values(basis: Basis, layer: int, side: str, tokens: int) -> torch.Tensor:
-    """Return keys or values, bfloat16 ``[1, kv_head, token, dim]``, whose columns have the standard deviations that their scales imply."""
+    """Return bfloat16 keys or values ``[1, kv_head, token, dim]`` whose columns have the standard deviations that their scales imply."""
     frames, rows = basis.frames(layer, side), basis.rows(layer, side)
     generator = torch.Generator().manual_seed(2 * layer + (side == "v"))
     deviations = _UNIT * torch.exp2(torch.from_numpy(-frames.scales / SCALES_PER_OCTAVE).to(torch.float32))
@@ -91,7 +92,7 @@ def _row(cache: Cache, rate: float, repeats: int) -> dict[str, Any]:
 
 
 def _products(side: Side) -> list[tuple[int, int, int]]:
-    """Return the numbers of tokens, columns with symbols, and channels of every product of a side."""
+    """Return the shape of every matrix product of a side: the numbers of tokens, columns with symbols, and channels."""
     codec = side.codec.family
     assert isinstance(codec, Transform)
     frames: Frames = codec.source_for(side.heads)

@@ -1,4 +1,7 @@
-"""make bench-pages with ``--device cuda``: time an engine's pages to rows and back in device memory, compared with a copy."""
+"""Measure how fast a CUDA device encodes an engine's pages to rows and decodes them, compared with a copy.
+
+``make bench-pages`` runs this measurement if it is called with ``--device cuda``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ RECIPES = (
     "oscar-2", "oscar-2-u8", "kivi-2-u8", "polarquant-4", "turboquant-2.5", "octopus-3-scaled",
 )  # fmt: skip
 LATENTS = "latents: "
-"""Prefix of recipes for pages of MLA latents, ``[layer, token, 512 + 64]``: latents as keys, rotary values as values."""
+"""Prefix of recipes for pages of MLA latents ``[layer, token, 512 + 64]``. The latents are the keys, the rotary part the values."""
 
 LATENT_LAYERS, LATENT_TOKENS, LATENT_DIM, ROTARY_DIM = 61, 64, 512, 64
 LATENT_RECIPES = tuple(f"{LATENTS}k={words};v=raw" for words in (
@@ -34,21 +37,22 @@ LATENT_RECIPES = tuple(f"{LATENTS}k={words};v=raw" for words in (
 ))  # fmt: skip
 ALL_RECIPES = RECIPES + LATENT_RECIPES
 TARGET = 100e9
-"""Target speed of an engine's page job, in bytes of bf16 per second."""
+"""Target speed of an engine's page jobs, in bytes of bf16 per second."""
 
 
 def run(pages: int = PAGES, recipes: Sequence[str] = ALL_RECIPES, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure jobs of ``pages`` bf16 pages of 4 layers x 8 heads x 128 tokens x 128 channels on the CUDA device, and return JSON values.
+    """Measure jobs of ``pages`` bf16 pages of 4 layers x 8 heads x 128 tokens x 128 channels on the CUDA device.
 
-    Recipes with the prefix ``LATENTS`` are measured on pages of 61 layers x 64 tokens x (512 + 64) channels. Speeds are bytes of bf16 per
-    second:
+    Returns JSON values. Recipes with the prefix ``LATENTS`` are measured on pages of 61 layers x 64 tokens x (512 + 64) channels. Speeds
+    are bytes of bf16 per second:
 
     - ``encode`` and ``decode``: calls that wait for their results;
     - ``encode_in_a_row`` and ``decode_in_a_row``: calls that start jobs without waiting;
     - ``encode_on_device`` and ``decode_on_device``: the device's part of such calls, or None if they wait;
     - ``copy``: a copy of the pages in device memory.
 
-    ``path`` is "device", or "host" if pages pass through host memory. Raises InvalidParameter, also if there is no CUDA device.
+    ``path`` is "device", or "host" if pages pass through host memory. Raises InvalidParameter for invalid arguments, or without a CUDA
+    device.
     """
     check_size("pages", pages, 1, MAX_PAGES, "pages")
     if not torch.cuda.is_available():
@@ -73,7 +77,7 @@ def run(pages: int = PAGES, recipes: Sequence[str] = ALL_RECIPES, *, progress: P
 
 
 def _pages(count: int, *, latents: bool) -> tuple[kvpack.pages.PageGeometry, torch.Tensor, torch.Tensor]:
-    """Return random pages, and memory for as many, with keys and values adjacent for every head and token, as in vLLM."""
+    """Return random pages, and uninitialized memory of the same size. Keys and values alternate for every head and token, as in vLLM."""
     if latents:
         geometry = kvpack.pages.PageGeometry(LATENT_LAYERS, 1, LATENT_TOKENS, LATENT_DIM, ROTARY_DIM)
     else:

@@ -1,7 +1,8 @@
-"""make bench-overview: one plot of the loss of quality by recipe, and of the speed of attention.
+"""Draw one plot of each recipe's loss of quality and attention speed (``make bench-overview``).
 
-It is drawn from the reports of ``kvpack bench quality`` and ``kvpack bench kernels``. The README shows that of ``measured/``, where
-``quality.json`` has no values of single windows and layers, and ``kernels.json`` only the ratios that kernels/README.md lists.
+The plot is drawn from reports of ``kvpack bench quality`` and ``kvpack bench kernels``. The README shows the plot of the reports in
+``measured/``, where ``quality.json`` omits the values of single windows and layers, and ``kernels.json`` contains only the ratios that
+kernels/README.md lists.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ RECIPES = (
     "kv=angle:n=128",
     "polarquant-3",
 )
-"""Recipes whose attention speed is drawn if the report has them."""
+"""Recipes whose attention speed is drawn if the report contains them."""
 
 LONG_TOKENS, SHORT_TOKENS = 131072, 16384
-"""Contexts of 32 query heads, 8 KV heads and dim 128: shape B of the report, and one length of its sweep."""
+"""Context lengths in tokens: that of the report's shape B (32 query heads, 8 KV heads, dim 128), and one of its sweep."""
 
 _SIZE = (5.6, 8.4)
-"""Size in inches: one plot above the other, and narrow enough that 8-point text stays legible on a phone."""
+"""Size of the figure in inches. The two plots are stacked, and narrow enough for 8-point text to be legible on a phone."""
 
 
 def run(folder: str) -> str:
     """Draw ``overview.svg`` from ``quality.json`` and ``kernels.json`` in ``folder``, and return its path.
 
-    Raises MissingFile without them, InvalidParameter for other contents, WriteFailed, and MissingPackage without matplotlib.
+    Raises MissingFile if a report does not exist, InvalidParameter if its contents are invalid, WriteFailed if the plot cannot be written,
+    and MissingPackage without matplotlib.
     """
     quality_plot.library()
     import matplotlib
@@ -74,9 +76,9 @@ def _report(folder: str, name: str, key: str) -> dict[str, Any]:
 
 
 def _speeds(folder: str, report: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """Return (recipe, speed at LONG_TOKENS, at SHORT_TOKENS), slowest first.
+    """Return (recipe, speed at LONG_TOKENS, speed at SHORT_TOKENS) for each recipe, slowest first.
 
-    A speed is the time of the best bf16 attention divided by its time.
+    A speed is relative to the fastest bf16 attention: the time of the latter divided by the recipe's time.
     """
     long, short = (
         {row["recipe"]: 1 / row["of_bf16"] for table in report[part] if table[key] == value for row in table["rows"]}

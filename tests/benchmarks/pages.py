@@ -1,6 +1,7 @@
-"""make bench-pages: time an engine's pages to rows and back, compared with single kernel calls and a copy, interleaved.
+"""Measure how fast an engine's pages are encoded to rows and decoded, compared with kernel calls and with a copy.
 
-Times are process times in one thread, which other load on the machine disturbs least.
+All measurements are interleaved, and count the process time of one thread, which other load on the machine affects least. ``make
+bench-pages`` runs this measurement.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 RECIPES = ("raw", "kivi-4", "kv=group:b=4,g=32", "octopus-4", "octopus-3", "turboquant-4", "turboangle-k8v4", "hqmq-s24-r3")
-"""Recipes that engines commonly use, and one preset per family that the C kernels encode."""
+"""Recipes that engines commonly use, and one preset of each family that the C kernels can encode."""
 
 PAGES, LAYERS, HEADS, TOKENS, DIM = 16, 4, 8, 128, 128
 MAX_PAGES = 1024
 
 
 def run(pages: int = PAGES, recipes: Sequence[str] = RECIPES, *, repeats: int = 5, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure jobs of ``pages`` pages of 4 layers x 8 heads x 128 tokens x 128, of bf16, and return JSON values.
+    """Measure jobs of ``pages`` bf16 pages of 4 layers x 8 heads x 128 tokens x 128 channels.
 
-    ``encode`` and ``decode`` are bytes of bf16 per second of a job; ``kernels_encode`` and ``kernels_decode`` of the kernels called for
-    one layer and side after the other, without rows, checksums or an engine's strides. Medians over ``repeats`` rounds.
-    Raises InvalidParameter.
+    Returns JSON values, which are medians over ``repeats`` rounds in bytes of bf16 per second. ``encode`` and ``decode`` are the speeds of
+    whole jobs. ``kernels_encode`` and ``kernels_decode`` are those of the kernels alone, called for one layer and side after the other,
+    without rows, checksums, or an engine's strides. Raises InvalidParameter for invalid arguments.
     """
     check_size("repeats", repeats, 1, 1000, "timings")
     check_size("pages", pages, 1, MAX_PAGES, "pages")
@@ -91,7 +92,7 @@ def _row(recipe: str, geometry: PageGeometry, buffers: list[PageBuffer], given: 
 
 
 def _sides(codec: PageCodec, page: torch.Tensor) -> list[Any]:
-    """Return each side's entry, and its dense values ``[1, head, token, channel]``."""
+    """Return the header entry of each side and its dense values ``[1, head, token, channel]``."""
     return [
         (entry, page[number, None, :, :, "kv".index(name)].contiguous())
         for number, layer in enumerate(codec.contents.layers)
@@ -105,7 +106,7 @@ def _each(calls: Sequence[Callable[[], None]]) -> None:
 
 
 class _Kernels:
-    """The keys or values of one layer, encoded and decoded by the functions that ``pack`` and ``unpack`` call."""
+    """The keys or the values of one layer, encoded and decoded by the functions that ``pack`` and ``unpack`` call."""
 
     def __init__(self, codec: Any, x: torch.Tensor) -> None:
         self._codec, self._x = codec, x

@@ -1,7 +1,8 @@
-"""make bench-presets: the losses and sizes of kvpack's own presets, relative to the papers' recipes in the same windows.
+"""Measure the losses and sizes of kvpack's own presets, relative to the papers' recipes on the same text windows.
 
 A window has ``TOKENS`` packed tokens and ``SCORE`` scored ones, as in ``kvpack bench quality``. The results of each window are saved to a
-file, so that several processes can measure windows, and existing results are not measured again.
+file, so that several processes can share the work, and existing results are not measured again. ``make bench-presets`` runs this
+measurement.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ _SAMPLE = 256
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe to measure. ``average`` is the average of the widths derived from the basis, for a recipe that is not a preset.
+    """A recipe to measure, and the limits that its results must meet.
 
-    ``of`` names the row that its loss is a part of, ``bits`` and ``part`` are the most that it is to have.
+    For a recipe that is not a preset, ``average`` is the average of the widths that are derived from the basis. The results are relative to
+    the row named ``of``: ``part`` is the largest share of that row's loss that this row may have. ``bits`` is the largest permitted number
+    of bits per value.
     """
 
     name: str
@@ -60,7 +63,7 @@ SCALAR, OCTOPUS, QUAROT, FP8 = "scalar, 2 bits", "octopus-3 of the paper", "quar
 PAPERS = ("octopus-3", "turboquant-3", "octopus-2", "hqmq-s24-r3", "quarot-4")
 
 WITH_MEANS = (("octopus-3", 0.4), ("turboquant-3", 0.4), ("octopus-2", 0.35), ("hqmq-s24-r3", 0.35))
-"""Presets from papers with separate key means, and the maximum loss of each relative to its paper's recipe."""
+"""Presets from papers with separate key means, and the largest permitted loss of each, relative to the paper's recipe."""
 
 ROWS = (
     Row(FP8, RECORDED["fp8"]),
@@ -83,9 +86,10 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The model's folder (None for the demo's), the text's file, the basis and where results are kept.
+    """The model's folder (None for the demo's model), the text file, the basis, and the folder for results.
 
-    ``windows`` are spread evenly over the text. ``twin`` and ``offset`` are those of ``kvpack bench quality``; with them no basis is used.
+    ``windows`` is the number of windows, which are spread evenly over the text. ``twin`` and ``offset`` are those of ``kvpack bench
+    quality``. With them, no basis is used.
     """
 
     model: str | None
@@ -100,9 +104,9 @@ class Settings:
 
 
 def run(settings: Settings, processes: int = 1, rows: Sequence[Row] = ROWS, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure the windows that are not in ``settings.out`` yet, in ``processes`` processes, and return the summary of all windows.
+    """Measure the windows for which ``settings.out`` has no results yet, and return a summary of all windows.
 
-    Raises InvalidParameter for a text without room for a window.
+    ``processes`` processes share the work. Raises InvalidParameter if the text is too short for one window.
     """
     rows = [row for row in rows if not row.by_basis or (settings.basis is not None and settings.offset is None and settings.twin is None)]
     os.makedirs(settings.out, exist_ok=True)
@@ -128,7 +132,7 @@ def _file(settings: Settings, number: int) -> Path:
 
 
 def recipe_of(row: Row, basis: Basis | None) -> Recipe:
-    """Return the recipe of a row, which uses ``basis`` if the row needs it."""
+    """Return the recipe of a row. It uses ``basis`` if the row needs one."""
     if not row.by_basis:
         return Recipe(row.recipe)
     assert basis is not None
@@ -136,7 +140,7 @@ def recipe_of(row: Row, basis: Basis | None) -> Recipe:
 
 
 def _measure(settings: Settings, rows: Sequence[Row], number: int, threads: int) -> None:
-    """Write the results of the window ``number``."""
+    """Measure window ``number`` and write its results."""
     torch.set_num_threads(threads)
     basis = None if settings.basis is None else Basis.load(settings.basis)
     with model_folder(settings.model) as folder:
@@ -169,9 +173,9 @@ def _measure(settings: Settings, rows: Sequence[Row], number: int, threads: int)
 
 
 def _summary(row: Row, rows: Sequence[Row], windows: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """Return means over the windows of a row, and True if they are within its limits.
+    """Return the means over all windows for a row, and whether they are within the row's limits.
 
-    A ``bits`` limit below 1 is relative to the row ``of``.
+    A ``bits`` limit below 1 is relative to the bits of the row named ``of``.
     """
     means = {name: fmean(found[row.name][name] for found in windows) for name in windows[0][row.name]}
     result: dict[str, Any] = {"name": row.name, **means, "of": row.of}
@@ -185,7 +189,7 @@ def _summary(row: Row, rows: Sequence[Row], windows: Sequence[dict[str, dict[str
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one row per recipe."""
+    """Print one line per recipe."""
     print_table(
         f"{report['settings']['windows']} windows, {report['settings']['tokens']:,} tokens packed and {SCORE} scored",
         ["recipe", "bits", "at most", "KL", "same choice", "part", "at most", "of", ""],

@@ -1,7 +1,7 @@
-"""Time the first token after a stored prompt, for models with recurrent layers or sliding windows.
+"""Measure the time to the first token after a stored prompt, for models with recurrent layers or sliding windows.
 
-The model has the shape of a known one, or of a configuration, and random weights. It computes a prompt with ``kvpack.prefill`` into a
-store, and resumes there; the same model over transformers' own cache computes all of it.
+The model has random weights, and the shape of a known model or of a configuration file. ``kvpack.prefill`` computes a prompt into a store,
+from which generation then resumes. For comparison, the same model computes the whole prompt with transformers' own cache.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 SHAPES = {"cuda": ("qwen3.5-9b", "gemma-3-12b"), "cpu": ("small-hybrid", "small-sliding")}
-"""A hybrid shape and a sliding one, by device."""
+"""One hybrid and one sliding-window shape for each device."""
 RECIPES = ("bf16", "octopus-3")
 COMPUTED = "computing"
 KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal_conv1d"}
-"""Packages that recurrent and convolution layers of transformers are faster with, by their modules."""
+"""Optional packages with faster recurrent and convolution layers for transformers, by module name."""
 
 
 def run(
@@ -49,10 +49,10 @@ def run(
     folder: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure, and return the report for ``show``. ``every`` is as in ``kvpack.prefill``; the other arguments are as in ``serve.run``.
+    """Run all measurements and return the report for ``show``.
 
-    Raises InvalidParameter for a shape or dtype that is not known, a prefix that is not a multiple of a chunk of tokens, and a prompt that
-    the store does not give back whole.
+    ``every`` is as in ``kvpack.prefill``, and the other arguments are as in ``serve.run``. Raises InvalidParameter for an unknown shape or
+    dtype, for a prefix that is not a multiple of the chunk size, and if the store does not return a whole prompt.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes, recipes, prefixes = shapes or SHAPES[device], recipes or RECIPES, prefixes or PREFIXES[device]
@@ -83,7 +83,7 @@ def run(
 
 
 def _importable(module: str) -> bool:
-    """Return True if transformers can use the module. It silently ignores a module whose dependencies are missing."""
+    """Return True if transformers can import the module. transformers silently ignores a module whose dependencies are missing."""
     try:
         importlib.import_module(module)
     except Exception:  # whatever it raises, transformers falls back
@@ -120,7 +120,7 @@ def _rows(
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """Yield the tensors in a value, including nested lists and mappings."""
+    """Yield the tensors in a value, including those in nested lists and mappings."""
     if isinstance(value, torch.Tensor):
         return [value]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -137,7 +137,7 @@ def _resumed(
     folder: str | None,
     logits: Callable[[Any, torch.Tensor], None],
 ) -> dict[str, Any]:
-    """Store the first ``tokens`` of ``ids`` and resume after a load. Returns times and sizes."""
+    """Store the first ``tokens`` of ``ids``, load them, and compute the remaining ones. Return times and sizes."""
     from kvpack.integrations.transformers import KvpackCache
 
     prompt = ids[0, :tokens].tolist()

@@ -1,4 +1,4 @@
-"""make bench-decode: its measurements and refusals."""
+"""Tests of the decoding benchmark: its results and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fidelity benchmark: its rows and verdicts, detection of a broken codec, and its output."""
+"""Tests of the fidelity benchmark: rows and verdicts, detection of a broken codec, and output."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_tables_have_their_numbers(report: Any, paper: str, table: str, count: i
 
 @pytest.mark.scenario
 def test_known_numbers(report: Any) -> None:
-    """Check some published figures, to detect tables that were copied incorrectly."""
+    """A few published figures are repeated here, so that a table that was copied incorrectly is noticed."""
     assert figures(report, "OCTOPUS", "Table 1")["b = 3, OCTOPUS: MSE"]["published"] == 0.0260
     assert figures(report, "OCTOPUS", "Needle")["b = 2, fp32: mass"]["published"] == 0.960
     assert figures(report, "TurboAngle", "Table 5")["mistral-7b, d = 128: K8V4-log bits"]["published"] == 6.56
@@ -124,7 +124,7 @@ def test_verdicts(measured: float, relation: str, expected: tuple[float, float] 
 
 
 def test_a_broken_codec_is_detected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A decoder that is off by a tenth affects every figure of its systems and no others."""
+    """If a decoder's output is off by a tenth, all figures of that paper's systems differ, and no others."""
     right = Scalar.decode_frame
     monkeypatch.setattr(Scalar, "decode_frame", lambda self, streams: 1.1 * right(self, streams))
     monkeypatch.setitem(fidelity.PAPERS, "octopus", ("OCTOPUS", octopus.SECTIONS[1:2]))

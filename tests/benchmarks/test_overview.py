@@ -1,4 +1,4 @@
-"""The plot in the README: its sources, its contents, and refused reports."""
+"""Tests of the plot in the README: where its numbers come from, what it shows, and which reports are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""make bench-pages."""
+"""Tests of the page benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of kvpack's own presets: windows are measured once and compared with the papers' recipes."""
+"""Tests of the preset benchmark: windows are measured only once, and compared with the papers' recipes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entries of hybrid and sliding-window models in a store, compared with computing the prompt."""
+"""Tests of the benchmark that compares resuming hybrid and sliding-window models from a store with computing the prompt."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_rows_of_a_hybrid_and_of_a_sliding_window_model(tmp_path: Path, capsys: 
 
 
 def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table shows speed relative to computing, and errors as lines."""
+    """The table shows each speed relative to computing the prompt, and one line per error."""
     row = {"shape": "large", "layers": 2, "dtype": "bfloat16", "tokens": 1024, "suffix": 32, "error": None}
     hit = {"load_seconds": 0.25, "bytes_per_token": 1000.0, "state_bytes_per_token": 10.0, "loaded_bytes": 5000}
     rows = [

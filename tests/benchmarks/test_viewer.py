@@ -1,4 +1,4 @@
-"""The benchmark of the reader in JavaScript."""
+"""Tests of the benchmark of the JavaScript reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of naming a model by all of its weights."""
+"""Tests of the benchmark for digests of a model's weights."""
 
 from __future__ import annotations
 

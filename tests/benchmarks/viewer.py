@@ -1,7 +1,7 @@
-"""make bench-viewer: time the JavaScript reader, which the page of ``kvpack view`` runs in a worker, on one layer.
+"""Measure how fast the JavaScript reader, which ``kvpack view`` runs in a web worker, decodes one layer.
 
-All presets encode the same random keys and values; ``klt`` and ``transform`` use a random basis. Times are CPU times in Node, which other
-programs do not affect.
+All recipes encode the same random keys and values. ``klt`` and ``transform`` use a random basis. Times are CPU times of Node, because other
+programs hardly affect these. ``make bench-viewer`` runs this measurement.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ console.log(JSON.stringify({ open: opening, k, v }));
 
 
 def run(recipes: Sequence[str], tokens: int = TOKENS, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Return the seconds to open a file of one layer of ``tokens`` tokens and to decode its keys and values, by recipe."""
+    """Return the seconds that each recipe takes to open a file of one layer of ``tokens`` tokens, and to decode keys and values."""
     if not shutil.which("node"):
         raise InvalidParameter("node is not installed; install Node 20 or later")
     generator = torch.Generator().manual_seed(1)
@@ -77,7 +77,7 @@ def run(recipes: Sequence[str], tokens: int = TOKENS, *, progress: Progress | No
 
 
 def slow(report: dict[str, Any]) -> list[str]:
-    """Return the recipes for which keys or values take longer than ``MOST_SECONDS``."""
+    """Return the recipes whose keys or values take longer to decode than ``MOST_SECONDS``."""
     return [recipe for recipe, times in report["seconds"].items() if max(times["k"], times["v"]) > MOST_SECONDS]
 
 

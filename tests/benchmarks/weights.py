@@ -1,4 +1,4 @@
-"""Time the digest of all weights of a model, for files and identities, and at the first start with a checkpoint."""
+"""Measure the time to compute the digest of all weights of a model, for files and at the first start with a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 LARGE = 140_000_000_000
-"""Size in bytes of the checkpoint to which the first start is extrapolated: about that of a 70-billion-parameter model in bf16."""
+"""Size in bytes of the checkpoint to which the first start is extrapolated: a bf16 model with 70 billion parameters."""
 PROMPT = 512
-"""Number of tokens of the prefill during which the digest is computed."""
+"""Number of tokens in the prefill that runs while the digest is computed."""
 
 
 @torch.inference_mode()
 def run(model: str | None, shape: str | None, device: str, *, repeats: int = 5, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure the model in the folder ``model`` (None: the demo's), or a model of ``shape`` with random bf16 weights, on ``device``.
+    """Measure the model in the folder ``model`` (None for the demo's), or one of ``shape`` with random bf16 weights, on ``device``.
 
-    Seconds are medians of ``repeats``. Raises InvalidParameter for an unknown shape, for a folder and a shape, and without a device.
+    All seconds are medians of ``repeats`` measurements. Raises InvalidParameter for an unknown shape, if both a folder and a shape are
+    given, and if the device does not exist.
     """
     if model is not None and shape is not None:
         raise InvalidParameter("--model and --shape both name the model to measure: give one of them")
@@ -87,7 +88,7 @@ def run(model: str | None, shape: str | None, device: str, *, repeats: int = 5, 
 
 
 def _checkpoint(folder: Path, repeats: int) -> dict[str, Any]:
-    """Time reading a checkpoint's files: first from disk, if the page cache can be dropped, and then from memory."""
+    """Measure the time to read a checkpoint's files: first from disk, if the page cache can be dropped, and then from memory."""
     paths = [os.path.realpath(path) for path in sorted(folder.glob("*.safetensors"))]
     nbytes = sum(map(os.path.getsize, paths))
 
@@ -104,7 +105,7 @@ def _checkpoint(folder: Path, repeats: int) -> dict[str, Any]:
 
 
 def _forget(path: str) -> None:
-    """Ask the system to drop a file from its page cache, if it can."""
+    """Ask the operating system to drop a file from its page cache, on systems that can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -130,7 +131,7 @@ def _seconds(call: Callable[[], object], device: str) -> float:
 
 
 def _median(call: Callable[[], object], repeats: int, device: str) -> float:
-    """Return the median time of several calls in seconds, after a warm-up call."""
+    """Return the median duration of several calls in seconds, after one warm-up call."""
     call()
     return statistics.median(_seconds(call, device) for _ in range(repeats))
 

@@ -1,4 +1,4 @@
-"""make bench-fidelity: the papers' figures next to this library's measurements of its codecs on packed streams."""
+"""Compare the papers' figures with this library's measurements of its own codecs on packed streams (``make bench-fidelity``)."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ PAPERS = {
     "turboangle": ("TurboAngle", turboangle.SECTIONS),
     "oscar": ("OScaR", oscar.SECTIONS),
 }
-"""The functions that return each paper's rows, by the paper's name."""
+"""For each paper: its title, and the functions that return its rows."""
 
 LARGEST_SEED = 2**32 - 1
 
 
 def run(papers: Sequence[str] = (), settings: Settings | None = None, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure the figures of ``papers`` (keys of PAPERS; empty for all) and return JSON values.
+    """Measure the figures of ``papers`` (keys of PAPERS, or all if empty) and return them as JSON values.
 
-    Two runs with the same seed and number of threads give the same report. Raises InvalidParameter for a seed out of range.
+    Two runs with the same seed and number of threads return the same report. Raises InvalidParameter for a seed out of range.
     """
     settings = settings or Settings()
     if not 0 <= settings.seed <= LARGEST_SEED:
@@ -60,7 +60,7 @@ def run(papers: Sequence[str] = (), settings: Settings | None = None, *, progres
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one table per table of each paper, and the notes that explain rows."""
+    """Print one table for each of the papers' tables, followed by the notes on its rows."""
     columns = ["figure", "measured", "published", "deviation", "verdict"]
     for (paper, table), group in groupby(report["rows"], lambda row: (row["paper"], row["table"])):
         rows = list(group)

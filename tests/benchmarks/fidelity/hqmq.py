@@ -1,4 +1,4 @@
-"""HQMQ: the bits of Tables 2, 12 and 21, the effect of seeds, and the ablation of Appendix Q on synthetic keys."""
+"""HQMQ: the bits in Tables 2, 12 and 21, the variation between seeds, and the ablation of Appendix Q on synthetic keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _BITS = {
     (192, 4): (16.17, 4.04, 4.17, 3.84, 4.25),
     (192, 6): (18.17, 4.54, 4.67, 3.43, 4.75),
 }
-"""By (S, radius bits), Table 21: bits per chunk, per value and per value with the scale; Table 12: compression; then bits stored."""
+"""For each (S, radius bits): the published bits and compression ratio (Tables 12 and 21), and the bits that kvpack stores.
+
+Table 21 gives bits per chunk, per value, and per value with the scale.
+"""
 
 _STORED_NOTE = (
     "log2(24 S) is not a whole number of bits: codewords are stored as bits and a digit of base 9 or 3, with five base-9 digits in 16 bits"
@@ -49,7 +52,7 @@ def _bits(settings: Settings) -> list[Row]:
 
 
 _OUTLIERS = {(24, 6): (4.42, 4.75), (96, 6): (4.91, 5.25), (192, 6): (5.15, 5.5)}
-"""By (S, radius bits): Table 2's bits with Med3x outlier extraction, and the bits stored."""
+"""For each (S, radius bits): Table 2's bits with Med3x outlier extraction, and the bits that kvpack stores."""
 
 _OUTLIER_SHARE = 0.0313
 _OUTLIER_SIZE = 20.0
@@ -86,7 +89,8 @@ _VARIATION = {
     (192, 4): (0.0009, (0.012, 0.03), 5.343),
     (192, 6): (0.0008, (0.012, 0.03), 5.336),
 }
-"""By (S, radius bits): Table 14's coefficient of variation of perplexity, the range of that of the MSE, Table 8's perplexity."""
+"""For each (S, radius bits): Table 14's coefficient of variation of the perplexity, the range of that of the MSE, and Table 8's perplexity.
+"""
 
 _UNCOMPRESSED_PERPLEXITY = 5.291
 _LARGEST_VARIATION = 0.015
@@ -112,7 +116,10 @@ def _seeds(settings: Settings) -> list[Row]:
 
 
 _ABLATION = {(24, 3): (24, 3, None), (48, 4): (48, 4, (0.6, 0.85)), (192, 4): (192, 4, (0.25, 0.42))}
-"""By HQMQ's (S, radius bits): entries and radius bits of two additive codebooks, and the expected ratio where unit sums are better."""
+"""For each (S, radius bits) of HQMQ: the entries and radius bits of two additive codebooks, and the expected ratio.
+
+The ratio is that of sums scaled to unit length. It is None where the paper's claim holds for them, too.
+"""
 
 _ABLATION_NOTE = (
     "no codec stores sums of two random codebooks, so this benchmark searches all sums for Gaussian keys; "
@@ -141,7 +148,7 @@ def _additive(settings: Settings) -> list[Row]:
 
 
 def additive(x: torch.Tensor, entries: int, radius_bits: int, seed: int, *, unit: bool) -> torch.Tensor:
-    """Return float32 ``[token, dim]`` as HQMQ decodes it, with c1[i] + c2[j] in place of the product of two quaternions (App. Q)."""
+    """Return float32 ``[token, dim]`` as HQMQ decodes it, but with the sum c1[i] + c2[j] in place of a quaternion product (App. Q)."""
     quaternions = torch.from_numpy(unit_quaternions(seed, 2 * entries)).to(torch.float32)
     sums = (quaternions[:entries, None] + quaternions[entries:]).flatten(0, 1)
     if unit:

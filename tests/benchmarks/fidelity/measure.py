@@ -1,4 +1,4 @@
-"""The measurements behind every figure: the codecs themselves, on streams as in a file."""
+"""The functions with which all figures are measured. They encode and decode with the codecs that write files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 DIM = 128
-"""Head dim of all figures that do not name another."""
+"""Head dim of all figures that do not specify one."""
 
 _RATE_HEADS = 8
 _RATE_TOKENS = 256
@@ -29,21 +29,24 @@ _QJL_SEEDS = 1 << 60
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the measurements: ``seed`` of all random draws; with ``quick``, the smaller of two sizes is used everywhere."""
+    """Settings of the measurements.
+
+    ``seed`` is the seed from which all random draws are derived. If ``quick`` is True, each measurement uses the smaller of its two sizes.
+    """
 
     seed: int = 0
     quick: bool = False
 
     def size(self, full: int, quick: int) -> int:
-        """Return the size in use."""
+        """Return ``quick`` if the settings ask for quick measurements, else ``full``."""
         return quick if self.quick else full
 
     def draw(self, number: int) -> int:
-        """Return the seed of draw ``number``, for keys and for rotations."""
+        """Return the seed of draw ``number``, which is used for keys and for rotations."""
         return self.seed << 20 | number
 
     def generator(self, number: int) -> torch.Generator:
-        """Return the generator of draw ``number``."""
+        """Return a generator that is seeded for draw ``number``."""
         return torch.Generator().manual_seed(self.draw(number))
 
 
@@ -53,13 +56,13 @@ def codec(words: str, dim: int = DIM, side: str = "k") -> Codec:
 
 
 def seeded(words: str, settings: Settings, number: int) -> str:
-    """Return ``words`` with the seeds of draw ``number`` for the rotations of the codec and of a qjl sidecar."""
+    """Return ``words`` with the seeds of draw ``number`` for the codec's rotation and for that of a qjl sidecar."""
     seed = settings.draw(number)
     return f"{words},seed={seed}" + (f",qjl_seed={_QJL_SEEDS | seed}" if ",qjl=" in words else "")
 
 
 def decoded(words: str, x: torch.Tensor) -> torch.Tensor:
-    """Return float32 ``[..., token, dim]`` after encoding to packed streams and decoding; leading axes are heads."""
+    """Encode ``x`` to packed streams and return the decoded float32 ``[..., token, dim]``. The leading axes are heads."""
     four = x.reshape(1, -1, *x.shape[-2:])
     chosen = codec(words, x.shape[-1])
     return chosen.decode(encode(chosen, four, words)).view_as(x)
@@ -67,7 +70,10 @@ def decoded(words: str, x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Rate:
-    """Bits per value of each stream: as ``stored`` and, for code streams, as if every alphabet were packed without loss."""
+    """Bits per value of each stream.
+
+    ``stored`` has the bits as stored. For code streams, there are also the bits of an ideal packing of every alphabet.
+    """
 
     stored: Mapping[str, float]
     alphabets: Mapping[str, float]
@@ -84,18 +90,18 @@ class Rate:
 
     @property
     def counted(self) -> float:
-        """Bits as papers count them: logarithms of the alphabets for codes, and all other streams as stored."""
+        """Bits as papers count them: the logarithm of the alphabet's size for codes, and the stored bits for all other streams."""
         return sum(self.alphabets.values()) + self.total - self.codes
 
 
 @cache
 def rate(chosen: Codec) -> Rate:
-    """Return the rate for 8 heads of 256 Gaussian tokens."""
+    """Return the codec's rate for 8 heads of 256 Gaussian tokens."""
     return rate_of(chosen, torch.randn(1, _RATE_HEADS, _RATE_TOKENS, chosen.dim, generator=torch.Generator().manual_seed(0)))
 
 
 def rate_of(chosen: Codec, x: torch.Tensor) -> Rate:
-    """Return the rate from the bytes of the streams that encode ``x`` ``[batch, head, token, dim]``."""
+    """Return the rate computed from the number of bytes that encode ``x`` ``[batch, head, token, dim]``."""
     stored: Counter[str] = Counter()
     for name, stream in encode(chosen, x, "the benchmark's keys").items():
         stored[name.split(".")[0]] += 8 * stream.nbytes
@@ -110,7 +116,7 @@ def mean_square_error(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 class Errors(NamedTuple):
-    """Means over seeds; ``tail95`` is the 95th percentile of a key's MSE."""
+    """Errors averaged over seeds. ``tail95`` is the 95th percentile of the MSE of a key."""
 
     cosine: float
     mse: float
@@ -119,7 +125,7 @@ class Errors(NamedTuple):
 
 
 def errors(words: str, settings: Settings, seeds: int, keys: int, queries: int) -> Errors:
-    """Return the errors of ``words`` on isotropic Gaussian keys and queries, with a different rotation for every seed."""
+    """Return the errors of the codec ``words`` for isotropic Gaussian keys and queries, with a different rotation for each seed."""
     found = []
     for number in range(seeds):
         generator = settings.generator(number)

@@ -1,4 +1,4 @@
-"""OCTOPUS: Table 1, the synthetic needle and the effective rates of Table 6. The ablations are in octopus_ablations."""
+"""OCTOPUS: Table 1, the synthetic needle test, and the effective rates of Table 6."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _FIDELITY = {
         "OCTOPUS-QJL": (0.9965, 0.0071, 0.565),
     },
 }
-"""Table 1: cosine, MSE per coordinate, absolute error of an inner product."""
+"""Table 1: cosine, MSE per coordinate, and absolute error of an inner product."""
 
 _LEFT_BY_SIGNS = math.sqrt(math.pi / 2 - 1)
-"""The part of an inner product's spread that the signs of a Gaussian projection leave."""
+"""Share of an inner product's standard deviation that remains after adding the signs of a Gaussian projection."""
 
 _CORRECTED_NOTE = (
     "the published error is that of the first stage, in the row above; the correction reduces it to sqrt(pi / 2 - 1) = 0.756 of it"
@@ -100,11 +100,14 @@ _NEEDLES = {
         "the published mass is that of the first stage, in the row above; corrected scores are unbiased and about as good as those of fp32",
     ),
 }
-"""Words, published mass, expected range and note."""
+"""For each row: the recipe, the published softmax mass, the expected range, and the note."""
 
 
 def _needle(settings: Settings) -> list[Row]:
-    """Return the mean softmax mass on one planted key among Gaussian distractors (Sec. 4.1). The needles of a seed share distractors."""
+    """Return the mean softmax mass on one planted key among Gaussian distractors (Sec. 4.1).
+
+    All needles of a seed share the same distractors.
+    """
     seeds = settings.size(32, 4)
     masses = dict.fromkeys(_NEEDLES, 0.0)
     for number in range(seeds):
@@ -132,7 +135,7 @@ _RATES = {
     (3, ",qjl=fp16"): (4.00, 4.375),
     (2, ",qjl=fp16"): (3.00, 3.375),
 }
-"""Table 6, language models: bits per value as published, and as stored."""
+"""Table 6, language models: published bits per value, and the bits that kvpack stores."""
 
 _STORED_NOTE = "the paper counts b bits per value of a key; a file also stores norms, and 3 b + 1 bits for each of 43 triplets"
 

@@ -1,4 +1,4 @@
-"""OCTOPUS's ablations: the bit split of Table 4 and the rounding modes of Table 5."""
+"""OCTOPUS's ablations: the split of bits in Table 4 and the rounding modes in Table 5."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SPLITS = {
         (6, 2): (0.0166, 0.0081),
     },
 }
-"""Table 4: MSE and 1 - cosine by (b_dir, b_norm)."""
+"""Table 4: the MSE and 1 - cosine for each (b_dir, b_norm)."""
 
 _ROUNDINGS = {
     1: {"scalar": (0.692, 0.6022, 0.7935, 7.065), **dict.fromkeys(("local2x2", "local3x3", "full"), (0.703, 0.5172, 0.6664, 6.554))},
@@ -48,7 +48,7 @@ _ROUNDINGS = {
         **dict.fromkeys(("local3x3", "full"), (0.997, 0.0067, 0.0096, 0.739)),
     },
 }
-"""Table 5: cosine, MSE, tail95 and inner-product error by rounding."""
+"""Table 5: cosine, MSE, tail95, and inner-product error of each rounding mode."""
 
 _ONE_BIT_NOTE = "b = 1 uses the split (1, 1), because (2, 0) has no norm codebook in the paper"
 _LOCAL_NOTE = (

@@ -1,4 +1,4 @@
-"""OScaR: the effect of unbalanced token norms on groups of tokens, of its two remedies, and the bits of competing methods."""
+"""OScaR: how unbalanced token norms affect groups of tokens, what its two remedies achieve, and the bits of other methods."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OFFSET = 14.3
 _LOW = 0.1
 _K_ERRORS = {4: (0.23, 0.16), 3: (1.34, 0.78), 2: (5.92, 3.52)}
 _V_ERRORS = {4: (0.02, 0.05), 3: (0.11, 0.14), 2: (0.52, 0.59)}
-"""Table 2: 100 MSE with and without low-norm outlier tokens, by bits."""
+"""Table 2: 100 times the MSE with and without low-norm outlier tokens, for each number of bits."""
 
 _CHOSEN_NOTE = (
     "4 of 128 channels are offset by 14.3, chosen so that 2-bit keys have the errors of LLaVA-v1.5-7B; "
@@ -39,7 +39,10 @@ _VALUES_NOTE = (
 
 
 def _with_low_norms(tokens: int, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys ``[1, head, token, dim]`` with normal channels around a mean, and a mask of small tokens without that mean."""
+    """Return keys ``[1, head, token, dim]`` and a mask of the tokens with low norm.
+
+    The keys' channels are normally distributed around a mean, which the tokens with low norm lack.
+    """
     generator = settings.generator(0)
     x = torch.randn(1, _HEADS, tokens, DIM, generator=generator)
     low = torch.arange(tokens) % _GROUP == 0
@@ -53,7 +56,7 @@ def _with_low_norms(tokens: int, settings: Settings) -> tuple[torch.Tensor, torc
 
 
 def _imbalance(settings: Settings) -> list[Row]:
-    """Return rows for Table 2, left: groups with a token of low norm, and the same groups without it."""
+    """Return the rows for the left half of Table 2: groups that contain a token of low norm, and the same groups without it."""
     x, low = _with_low_norms(settings.size(4096, 1024), settings)
     # A group of 31 tokens, filled up with the last one: its minimum and maximum are those of the 31.
     without = x[:, :, ~low].view(1, _HEADS, -1, _GROUP - 1, DIM)
@@ -87,7 +90,10 @@ _TABLE_9_NOTE = (
 
 
 def _steps(settings: Settings) -> list[Row]:
-    """Return rows for Table 9: token scaling amplifies tokens without outlier channels, unless a rotation has spread the outliers."""
+    """Return the rows for Table 9.
+
+    Token scaling amplifies tokens without outlier channels, unless a rotation has spread the outliers over all channels.
+    """
     generator = settings.generator(0)
     x = torch.randn(1, _HEADS, settings.size(4096, 1024), DIM, generator=generator)
     large = torch.arange(x.shape[2]) % 4 != 0
@@ -107,7 +113,7 @@ _STEP_GROWTH = 50.0
 
 
 def _artifact(settings: Settings) -> list[Row]:
-    """Return rows for the example in App. I: the effect of scaling both tokens to the same norm on the steps of three channels."""
+    """Return the rows for the example in App. I, in which scaling two tokens to the same norm changes the steps of three channels."""
     x = torch.tensor(_TOKENS).view(1, 1, 2, 4)
     chosen = codec(f"group:b=2,g={_GROUP},axis=token,token_scale=fp32", 4)
     step = encode(chosen, x, "App. I")["scales"][0, 0, 0, 0, 0].item()
@@ -123,7 +129,7 @@ _RIVALS = {
     "QuaRot-2": (f"kv=group:b=2,g={_GROUP},axis=channel,rotation=hadamard", 2.0, 3.0),
     "TurboQuant+": ("turboquant-2.5", 2.5, 2.625),
 }
-"""Sec. 5.1 and Table 1, groups of 32: a recipe, published bits and stored bits."""
+"""Sec. 5.1 and Table 1, with groups of 32: the recipe, the published bits, and the bits that kvpack stores."""
 
 _CODES_NOTE = "INT2 and 2.5 bits count only codes: a scale and a center of 16 bits each per 32 values add 1.0 bit, and a norm adds 0.125"
 _KIVI = {"KIVI-4": (4, 4.5), "KIVI-2": (2, 2.5)}

@@ -1,4 +1,4 @@
-"""A figure from a paper next to the figure measured here, and the verdict."""
+"""A paper's figure, the figure measured here, and the verdict on the two."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _RELATIONS = {">": operator.gt, "<": operator.lt}
 
 @dataclass(frozen=True)
 class Row:
-    """A figure ``name`` of ``table``, as ``measured`` and as ``published``.
+    """A figure of a paper: its ``table`` and ``name``, the ``measured`` value and the ``published`` one.
 
-    ``relation`` is the paper's claim: "=" the published value, ">" more or "<" less than it. If the figures differ for a known reason,
-    ``note`` states it in one line, and ``expected`` is the resulting range.
+    ``relation`` is the paper's claim about the value: "=" for equal to the published value, ">" for more, "<" for less. If the figures
+    differ for a known reason, ``note`` states the reason in one line, and ``expected`` is the range that results from it.
     """
 
     table: str
@@ -31,12 +31,12 @@ class Row:
 
     @property
     def deviation(self) -> float | None:
-        """Relative deviation of the measured from the published value, or None for a relation."""
+        """Relative deviation of the measured from the published value, or None if the claim is a relation."""
         return self.measured / self.published - 1 if self.relation == "=" else None
 
     @property
     def verdict(self) -> str:
-        """The verdict: within (the tolerance), holds (a relation), explained (only within the expected range), or differs."""
+        """The verdict: "within" the tolerance, "holds" for a relation, "explained" if only within the expected range, or "differs"."""
         if self.deviation is not None and abs(self.deviation) <= TOLERANCE:
             return "within"
         if self.relation in _RELATIONS and _RELATIONS[self.relation](self.measured, self.published):
@@ -46,7 +46,7 @@ class Row:
         return "differs"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the row as JSON values; a number that is not finite, which JSON cannot represent, is None."""
+        """Return the row as JSON values. Numbers that are not finite become None, because JSON cannot represent them."""
         return {
             "table": self.table,
             "name": self.name,
@@ -61,7 +61,7 @@ class Row:
 
 
 def around(value: float) -> tuple[float, float]:
-    """Return the range within the tolerance of ``value``."""
+    """Return the range of values that are within the tolerance of ``value``."""
     return value * (1 - TOLERANCE), value * (1 + TOLERANCE)
 
 

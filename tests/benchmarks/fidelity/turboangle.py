@@ -1,4 +1,4 @@
-"""TurboAngle: its rates, by bins and by model, and the uniformity of angles."""
+"""TurboAngle: its rates for each number of bins and each model, and how evenly the angles are distributed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
 
 _ANGLE_BITS = {32: 2.50, 48: 2.79, 64: 3.00, 128: 3.50}
-"""Table 1: bits per value of both sides' angles, by bins."""
+"""Table 1: bits per value for the angles of both sides, for each number of bins."""
 
 _UNIFORM = "turboangle-k8v4"
 _UNIFORM_ANGLE_BITS = 3.25
@@ -39,10 +39,10 @@ _MODELS = {
     "starcoder2-3b": (3.45, 7.45, "fp32"),
     "olmo-1b": (3.28, 7.28, "fp32"),
 }
-"""Angle bits (Table 2), bits with K8V4-log norms (Table 5), and the latter's dtype of a token's range of norms."""
+"""For each model: angle bits (Table 2), bits with K8V4-log norms (Table 5), and the dtype of a token's norm range in Table 5."""
 
 _NORM8_BITS = {"mistral-7b": 7.81, "tinyllama-1.1b": 8.3}
-"""Bits with 8-bit linear norms on both sides: Table 6, and Sec. 4.6 for a head dim of 64."""
+"""Bits per value with 8-bit linear norms on both sides (Table 6; Sec. 4.6 for a head dim of 64)."""
 
 _RANGE_NOTE = "Table 5 counts 16 bits each for a token's smallest and largest norm for TinyLlama and Mistral, and 32 for the other five"
 _EQUATION_NOTE = "Eq. 3 counts 32 bits for each of the two norms, which is 32 / d bits per value more than Table 5 for this model"
@@ -50,7 +50,7 @@ _STORED_NOTE = "a file stores a token's smallest and largest norm in 16 bits eac
 
 
 def _mean(recipe: str, layers: int, dim: int, bits: Callable[[Angle], float]) -> float:
-    """Return the mean of ``bits`` over the codecs of ``recipe`` for both sides of all layers."""
+    """Return the mean of ``bits`` over the codecs that ``recipe`` selects for keys and values of all layers."""
     parsed = parse_recipe(recipe)
     found = [bits(cast("Angle", parsed.codec(layer, layers, side, dim))) for layer in range(layers) for side in "kv"]
     return sum(found) / len(found)
@@ -61,7 +61,7 @@ def _angle_bits(chosen: Angle) -> float:
 
 
 def _counted(dtype: str) -> Callable[[Angle], float]:
-    """Return bits as the paper counts them, with a token's range of norms in ``dtype``."""
+    """Return a function that counts a codec's bits as the paper does, with the range of a token's norms stored in ``dtype``."""
     return lambda chosen: rate(replace(chosen, range=dtype)).counted
 
 
@@ -126,7 +126,7 @@ _KEYS: dict[str, tuple[int, str]] = {
 
 
 def _uniformity(settings: Settings) -> list[Row]:
-    """Return rows for Sec. 2: angles after the rotation are uniform, and all bins equally used, averaged over rotations."""
+    """Return the rows for Sec. 2. After the rotation, angles are uniform and all bins are used equally, averaged over rotations."""
     rows = []
     for label, (dim, outliers) in _KEYS.items():
         x = torch.randn(1, 1, settings.size(4096, 1024), dim, generator=settings.generator(0))
@@ -141,7 +141,10 @@ def _uniformity(settings: Settings) -> list[Row]:
 
 
 def _bins_in_use(x: torch.Tensor, seed: int) -> float:
-    """Return 2 to the power of the entropy in bits of the bins of ``x``: their number if all are equally frequent, otherwise less."""
+    """Return the effective number of bins that ``x`` uses: 2 to the power of their entropy in bits.
+
+    It equals the number of bins if all are equally frequent, and is smaller otherwise.
+    """
     chosen = codec(f"angle:n={_EQUAL_BINS},norm=fp32,seed={seed}", x.shape[-1])
     bins = chosen.digits(encode(chosen, x, "the benchmark's keys"))[0]
     share = torch.bincount(bins.flatten(), minlength=_EQUAL_BINS).double() / bins.numel()

@@ -1,4 +1,4 @@
-"""The argument names under which models accept and return caches, in any supported version of transformers."""
+"""The argument names under which models accept and return caches, for every supported version of transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT, FOLLOWING = torch.arange(3, 23)[None], torch.tensor([[40, 41, 42]])
 
 PARAMETERS = inspect.signature(small_llama().forward).parameters
 TAKEN = [name for name in ("past_key_values", "cache") if name == "past_key_values" or name in PARAMETERS]
-"""Names that models of this version accept; transformers 5.24 renames the older one with a warning."""
+"""Names that models of the installed version accept. transformers 5.24 renames the older one with a warning."""
 
 
 @pytest.fixture(autouse=True)

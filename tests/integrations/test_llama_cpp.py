@@ -1,7 +1,7 @@
-"""Sequence states of llama.cpp: which are read, written back byte for byte, or refused by name.
+"""Tests of llama.cpp's sequence states: which are read, written back byte for byte, or refused by name.
 
-The files in ``llama_cpp/`` are llama.cpp's own (0c1e57098, by ``llama_cpp_round_trip.py --fixtures``), of tiny models.
-tests/support/engines/llama_cpp_round_trip.py compares with llama.cpp itself.
+The files in ``llama_cpp/`` were written by llama.cpp itself (commit 0c1e57098) for tiny models, with ``llama_cpp_round_trip.py
+--fixtures``. tests/support/engines/llama_cpp_round_trip.py compares with llama.cpp itself.
 """
 
 from __future__ import annotations
@@ -85,7 +85,10 @@ def test_latents_are_stored_as_keys(tmp_path: Path) -> None:
 
 
 def test_layouts_contain_the_same_keys_and_values() -> None:
-    """The files are from the same model and tokens; those without flash attention are transposed. Layer 0 depends on neither."""
+    """The files are from the same model and tokens. Those without flash attention store values transposed.
+
+    Layer 0 depends on neither.
+    """
     rows, streams = (import_slot(FILES / f"{name}.bin", kv_heads=1)[0].unpack(torch.float32) for name in ("rows", "streams"))
     assert all(map(torch.equal, rows, streams))
 
@@ -144,13 +147,13 @@ def test_token_ids_may_be_unknown(tmp_path: Path) -> None:
 
 
 LARGEST = 500.0
-"""A scale with which 8-bit codes give values that fp16 can represent."""
+"""A scale for which 8-bit codes decode to values that fp16 can represent."""
 SIZES = {"q4_0": (2, 18), "q5_0": (6, 22), "q8_0": (8, 34), "q4_1": (3, 20), "q5_1": (7, 24), "iq4_nl": (20, 18)}
-"""ggml's number of each quantized type, and the size in bytes of a block of 32 channels."""
+"""For each quantized type: ggml's number, and the size in bytes of a block of 32 channels."""
 
 
 def blocks(kind: str, seed: int, cells: int = 7, count: int = 4) -> torch.Tensor:
-    """Return random blocks, uint8 ``[cell, byte]``, with binary16 scales of either sign, including zeros and the smallest number."""
+    """Return random blocks, uint8 ``[cell, byte]``. Their binary16 scales have either sign, and include zero and the smallest number."""
     source = np.random.default_rng(seed)
     data = source.integers(0, 256, (cells, count, SIZES[kind][1]), np.uint8)
     scales = source.standard_normal((cells, count)) * 2.0 ** source.integers(-24, 6, (cells, count))
@@ -160,7 +163,7 @@ def blocks(kind: str, seed: int, cells: int = 7, count: int = 4) -> torch.Tensor
 
 
 def dequantized(kind: str, data: torch.Tensor) -> np.ndarray:
-    """Decode blocks value by value as ggml's C code does: float32 ``[cell, channel]``."""
+    """Decode blocks value by value, as ggml's C code does. Returns float32 ``[cell, channel]``."""
     size = SIZES[kind][1]
     found = np.zeros((data.shape[0], data.shape[1] // size * 32), np.float32)
     for cell, row in enumerate(data.numpy()):
@@ -181,7 +184,7 @@ def dequantized(kind: str, data: torch.Tensor) -> np.ndarray:
 
 
 def quantized(keys: str, values: str, order: list[int] | None = None) -> tuple[Caches, dict[tuple[int, int], torch.Tensor]]:
-    """Return a state with two layers of keys and values in two types, and their contents by layer and side."""
+    """Return a state with two layers whose keys and values have two types, and its contents by layer and side."""
     contents, kinds = {}, {}
     for number in range(2):
         for side, kind in enumerate((keys, values)):
@@ -239,7 +242,7 @@ def test_blocks_of_a_prefix_and_of_cells_in_any_order(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*which share its token scale")
 def test_blocks_are_never_reencoded(tmp_path: Path) -> None:
-    """llama.cpp may have rotated quantized values: in another cache type they would be wrong, and nothing would show it."""
+    """llama.cpp may have rotated the quantized values, so they would silently be wrong in another cache type."""
     path = written(tmp_path / "in.bin", state(SEVEN, quantized("q8_0", "fp16")[0]))
     with pytest.raises(InvalidParameter, match=r"are quantized \(q8_0 and fp16\), which kvpack stores unchanged: use the 'raw' recipe"):
         import_slot(path, "octopus-4", kv_heads=2)
@@ -483,7 +486,7 @@ def test_a_large_size_is_refused_before_memory_is_allocated(tmp_path: Path) -> N
 
 
 def test_no_damage_causes_a_crash(tmp_path: Path) -> None:
-    """Truncated and randomly changed files are refused by name, or read as different valid files."""
+    """Truncated and randomly changed files are refused by name, or read as other valid files."""
     source = random.Random(0)
     path = tmp_path / "in.bin"
     for file in sorted(FILES.glob("*.bin")):

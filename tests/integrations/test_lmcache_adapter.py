@@ -1,4 +1,4 @@
-"""The L2 adapter for LMCache over stubs of LMCache 0.5.6; ``make engines`` runs it under LMCache's own storage manager."""
+"""Tests of the L2 adapter for LMCache with stubs of LMCache 0.5.6. ``make engines`` runs it in LMCache's storage manager."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_a_failing_task_is_answered(opened: Callable[..., Any], caplog: pytest.L
 
 
 def test_a_refused_object_does_not_affect_the_others_of_its_task(opened: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
-    """LMCache groups a task's objects by model and rank, so those of a hybrid model have several layouts."""
+    """LMCache groups the objects of a task by model and rank, so the objects of a hybrid model have several layouts."""
     adapter = opened()
     states = types.SimpleNamespace(tensor=torch.zeros(3, 50))
     keys = [ObjectKey(b"a", object_group_id=1), ObjectKey(b"a"), ObjectKey(b"b", object_group_id=1), ObjectKey(b"b")]
@@ -297,7 +297,7 @@ def test_a_refused_object_does_not_affect_the_others_of_its_task(opened: Callabl
 
 
 def test_states_are_stored_byte_for_byte_with_packed_keys_and_values(opened: Callable[..., Any], tmp_path: Path) -> None:
-    """A hybrid model's states may have any bits; values of another dtype with the same size are missing."""
+    """A hybrid model's states may have arbitrary bits. Values of another dtype with the same size count as missing."""
     states = [types.SimpleNamespace(tensor=torch.randn(3, 50)) for _ in range(2)]
     states[0].tensor[0, 0] = float("nan")
     keys = [ObjectKey(b"a", object_group_id=1), ObjectKey(b"a"), ObjectKey(b"b", object_group_id=1), ObjectKey(b"b")]
@@ -328,7 +328,7 @@ def test_states_are_stored_byte_for_byte_with_packed_keys_and_values(opened: Cal
 
 
 def test_lmcache_is_notified_of_stored_and_removed_bytes(opened: Callable[..., Any]) -> None:
-    """LMCache's quotas use these sizes: if they never decreased, it would delete every object."""
+    """LMCache's quotas depend on these sizes. If a sum never decreased, LMCache would delete every object."""
     adapter = opened()
     longer = types.SimpleNamespace(tensor=torch.randn(2, 2, 32, 64).bfloat16())
     done = []
@@ -348,7 +348,7 @@ def test_lmcache_is_notified_of_stored_and_removed_bytes(opened: Callable[..., A
 
 
 def test_looking_up_stored_objects_takes_two_requests(opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request fetches them, and one records their use."""
+    """One request fetches the objects, and another records their use."""
     redis = pytest.importorskip("redis")
 
     def store(adapter: Any) -> None:
@@ -372,7 +372,7 @@ def test_looking_up_stored_objects_takes_two_requests(opened: Callable[..., Any]
 
 
 def test_lmcache_is_notified_of_evictions(opened: Callable[..., Any], tmp_path: Path) -> None:
-    """LMCache counts bytes per salt: without these notices, it would delete objects that still exist."""
+    """LMCache counts the bytes of each salt. Without these notices, it would delete objects that still exist."""
     adapter = opened()
     assert Chunks(adapter).store([0]) == [True]
     (store,) = adapter._stores.values()
@@ -418,7 +418,7 @@ def test_misses_are_reported_for_their_object(
 
 
 class Chunks:
-    """An engine that drives the adapter with LMCache's own calls."""
+    """A simulated engine that drives the adapter with LMCache's own calls."""
 
     def __init__(self, adapter: Any) -> None:
         self._adapter, self._given = adapter, objects(4)
@@ -459,7 +459,10 @@ def test_a_damaged_folder_causes_only_misses(
 
 
 def test_objects_are_misses_after_a_restart_with_other_settings(opened: Callable[..., Any]) -> None:
-    """LMCache's key contains the model's name, the rank, the number of ranks, and the salt; the adapter covers everything else."""
+    """LMCache's key contains the model's name, the rank, the number of ranks, and the salt.
+
+    The adapter must distinguish all other settings itself.
+    """
     adapter = opened()
     assert Chunks(adapter).store([0]) == [True]
     adapter.close()
@@ -519,7 +522,7 @@ def test_recipes_with_layers_are_refused(opened: Callable[..., Any]) -> None:
 def test_a_recipe_uses_the_basis_of_the_complete_model(
     opened: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An object with as many layers and heads as the basis contains the whole model, which LMCache's keys name."""
+    """An object with as many layers and heads as the basis belongs to the complete model, which LMCache's keys name."""
     path = tmp_path / "m.kvbasis"
     path.write_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, model={"name": "folder/m"}))
     with pytest.raises(MissingBasis, match="the recipe 'kv=klt:bits=4' needs a basis: set basis to the path"):
@@ -565,14 +568,14 @@ def test_objects_of_a_task_are_evicted_last_first(opened: Callable[..., Any]) ->
 
 
 def key_bytes(key: ObjectKey) -> bytes:
-    """Return kvpack's name for an object. The module is imported lazily, because it needs LMCache's names."""
+    """Return kvpack's name for an object. The module is imported here, because it needs LMCache's names."""
     found: bytes = sys.modules["kvpack.integrations.lmcache.adapter"].key_bytes(key)
     return found
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_objects_can_be_deleted_after_a_restart(encrypted: bool, opened: Callable[..., Any], tmp_path: Path) -> None:
-    """The new process has not seen any object, and LMCache's keys do not name the layout."""
+    """The new process has not seen any object, and LMCache's keys do not contain the layout."""
     options = {}
     if encrypted:
         pytest.importorskip("cryptography")

@@ -1,4 +1,4 @@
-"""LMCache objects as pages: the shapes of keys and values, and refused options."""
+"""Tests of LMCache objects as pages: the shapes of keys and values, and the options that are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BF16 = torch.bfloat16
 
 @pytest.mark.parametrize("planes", [(1,), ()], ids=["four axes", "three axes"])
 def test_fused_objects_are_pages_of_keys_and_values(planes: tuple[int, ...]) -> None:
-    """A head's key is followed by its value; as pages, they equal those of objects with two planes."""
+    """Each head's key is followed by its value. As pages, such objects equal those with two planes."""
     x = torch.randn(2, 3, 32, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     split, fused = x.flatten(3), torch.stack([x[0], x[1]], 3).reshape(*planes, 3, 32, 256)
     geometry = geometry_of(split.shape, BF16, 64, "", False)

@@ -1,6 +1,6 @@
-"""mlx-lm prompt caches: both forms of its files are read, and the newer one is written.
+"""Tests of mlx-lm prompt caches: both forms of its files are read, and the newer one is written.
 
-tests/support/engines/mlx_lm_round_trip.py does the same with mlx-lm itself.
+tests/support/engines/mlx_lm_round_trip.py makes the same comparisons with mlx-lm itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ V = torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(1)).to(torc
 
 
 def rotated(x: torch.Tensor, window: int, seen: int) -> torch.Tensor:
-    """Return a ring buffer of ``window`` slots after ``seen_tokens`` tokens, added one at a time."""
+    """Return a ring buffer of ``window`` slots to which ``seen`` tokens were added one at a time."""
     ring = x[:, :, :window].clone()
     for token in range(window, seen):
         ring[:, :, token % window] = x[:, :, token]
@@ -34,7 +34,7 @@ def rotated(x: torch.Tensor, window: int, seen: int) -> torch.Tensor:
 
 
 def newer(path: Path, layers: list[tuple[str, list[Any]]], **texts: str) -> Path:
-    """Write a file in the form of mlx-lm 0.32."""
+    """Write a file in the form that mlx-lm 0.32 uses."""
     tensors, scalars = {}, [""]
     for number, (_, parts) in enumerate(layers):
         for part, value in enumerate(parts):
@@ -48,7 +48,7 @@ def newer(path: Path, layers: list[tuple[str, list[Any]]], **texts: str) -> Path
 
 
 def older(path: Path, layers: list[tuple[str, list[torch.Tensor], list[int]]], **texts: str) -> Path:
-    """Write a file in the form of earlier versions of mlx-lm."""
+    """Write a file in the form that earlier versions of mlx-lm used."""
     metadata = {f"1.{name}": text for name, text in texts.items()}
     tensors = {}
     for number, (name, arrays, counts) in enumerate(layers):
@@ -149,7 +149,7 @@ def test_contents_that_kvpack_cannot_store_are_named(layers: Any, message: str, 
 def test_counts_are_compared_before_anything_is_allocated(
     part: int, count: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Any window count results in a cache with at most the file's tokens, or in InvalidParameter."""
+    """Any declared window size results in a cache with at most as many tokens as the file, or in InvalidParameter."""
     counts = [torch.tensor(one) for one in (2**40 - 1, 0, 16, 2**39)]
     counts[part - 2] = torch.tensor(count % 2**63).to(dtype)
     for others in (counts, [torch.tensor(37), torch.tensor(0), torch.tensor(16), torch.tensor(37)]):
@@ -163,7 +163,7 @@ def test_counts_are_compared_before_anything_is_allocated(
 
 
 def test_zeros_that_fill_a_window_are_distinguished_from_tokens(tmp_path: Path) -> None:
-    """A zero slot that mlx-lm would write to next is not a token; elsewhere, zeros may be one."""
+    """A zero slot that mlx-lm would write to next is not a token. Zeros elsewhere may be tokens."""
     k, v = (torch.cat([torch.zeros_like(x[:, :, :1]), x[:, :, :19]], 2) for x in (K, V))
     for counts, skipped in (([30, 0, 20, 20], 11), ([30, 0, 16, 20], 10)):
         layer = import_prompt_cache(newer(tmp_path / "in.safetensors", [("RotatingKVCache", [k, v, *counts])]))[0]

@@ -1,6 +1,6 @@
-"""transformers architectures work losslessly over packed caches, or are refused with one sentence; a page lists which.
+"""transformers architectures run losslessly over packed caches, or are refused with a one-sentence reason.
 
-One architecture in three is run here, and all of them by ``make zoo``, which writes the page.
+One in three architectures is run here. ``make zoo`` runs all of them and writes the page that lists the results.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ NOT_RUN = {
     "vibevoice_asr (sequence to sequence)": "it needs audio",
     "voxtral_realtime (sequence to sequence)": "it needs audio",
 }
-"""Architectures that transformers alone cannot run at tiny sizes, with the reason.
+"""Architectures that transformers itself cannot run at tiny sizes, with the reason.
 
-Any other is new, and needs sizes in ``tiny_configs``.
+An architecture that is neither here nor in ``tiny_configs`` is new.
 """
 
 
@@ -44,7 +44,10 @@ pytestmark = pytest.mark.scenario
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: Any) -> list[Row]:
-    """Return the output of ``python -m support.model_zoo`` for these models. It takes half a minute, so one worker runs it for all."""
+    """Return the output of ``python -m support.model_zoo`` for these models.
+
+    It takes half a minute, so one worker runs it for all tests.
+    """
 
     def examine(folder: Path) -> None:
         rows = examine_all(ZOO[::EVERY], folder, warm_python.python(*warm_python.MODELS), share=4)
@@ -89,7 +92,7 @@ def test_the_page_lists_all_architectures(rows: list[Row]) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "t5"])
 def test_logits_would_reveal_another_cache(name: str, tmp_path: Path) -> None:
-    """The tolerance is far below the effect of changing one prompt token."""
+    """The tolerance is far smaller than the effect of changing one token of the prompt."""
     kind = "AutoModelForSeq2SeqLM" if name == "t5" else "AutoModelForCausalLM"
     with torch.no_grad():
         subject = Subject(Architecture(name, kind), tmp_path)

@@ -1,4 +1,4 @@
-"""HiCache storage over stubs of SGLang 0.5.23: its base class, its configuration, and its host pools in all layouts."""
+"""Tests of HiCache storage with stubs of SGLang 0.5.23: base class, configuration, and host pools in all layouts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Policy(Enum):
 
 
 class StatePool:
-    """SGLang's pool of recurrent states, which consists of pages of bytes, one per index."""
+    """A stub of SGLang's pool of recurrent states, which consists of pages of bytes, one per index."""
 
     page_size, layout = 1, "layer_first"
 
@@ -85,7 +85,7 @@ class StatePool:
 
 
 SERVER: dict[str, Any] = {}
-"""Arguments of SGLang's server."""
+"""The arguments of SGLang's server."""
 
 
 def get_server_args() -> Any:
@@ -115,7 +115,7 @@ def pool(layout: str, seed: int | None = None, **values: Any) -> Any:
 
 
 def plain(made: Any, page: int) -> list[torch.Tensor]:
-    """Return K and V of a page as [layer, token, head, channel]."""
+    """Return the keys and values of a page as ``[layer, token, head, channel]``."""
     found = []
     for x in (made.k_buffer, made.v_buffer):
         match made.layout:
@@ -203,7 +203,7 @@ def test_every_call_keeps_the_hosts_settings(storage: Any, tmp_path: Path, monke
 
 
 def test_sglang_reports_kvpacks_counters(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's collector accepts only its own class, and sets an attribute of it."""
+    """SGLang's collector accepts only its own class, and sets an attribute of the object."""
 
     shown: dict[str, Metric] = {}
 
@@ -251,7 +251,7 @@ def test_sglang_reports_kvpacks_counters(storage: Any, tmp_path: Path, monkeypat
 
 
 def test_the_entry_point_names_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's backend names are fixed, and its hooks run before its factory."""
+    """The names of SGLang's backends are fixed, and its hooks run before its factory."""
     integration.register()
     registered: list[Any] = []
     registry = types.SimpleNamespace(register=lambda *given: registered.append(given))
@@ -366,7 +366,7 @@ def test_models_with_several_pools(storage: Any, tmp_path: Path) -> None:
 
 
 def test_pages_of_another_layout_are_misses(storage: Any, tmp_path: Path) -> None:
-    """Flat pages are in the order of the pool's layout, which their bytes do not show."""
+    """Flat pages have the order of the pool's layout, which their bytes do not show."""
 
     def attached(layout: str) -> tuple[Any, StatePool]:
         backend, states = opened(storage, pool("page_first", 3), tmp_path), StatePool(3)
@@ -384,7 +384,7 @@ def test_pages_of_another_layout_are_misses(storage: Any, tmp_path: Path) -> Non
 
 
 def test_pages_of_a_server_with_other_settings_are_misses(storage: Any, tmp_path: Path) -> None:
-    """SGLang stores 8-bit floats as bytes, and can use another rotary embedding for the same model."""
+    """SGLang stores 8-bit floats as bytes, and can run the same model with another rotary embedding."""
 
     def of_bytes(seed: int | None) -> Any:
         made = pool("page_first", seed)
@@ -427,7 +427,7 @@ def test_pages_of_a_server_with_other_settings_are_misses(storage: Any, tmp_path
     ("name", "setting", "other"), [("mamba", "mamba_ssm_dtype", "float16"), ("draft", "speculative_draft_model_path", "/models/another")]
 )
 def test_pools_depend_on_their_own_settings(storage: Any, tmp_path: Path, name: str, setting: str, other: str) -> None:
-    """SGLang's keys do not distinguish states of the same size in another dtype, or the pages of another draft model."""
+    """SGLang's keys do not distinguish states of the same size but another dtype, or the pages of another draft model."""
     settings = dict.fromkeys((*storage._SETTINGS, *storage._DRAFT_SETTINGS))
     there = {}
     for value in (None, other, None):
@@ -443,7 +443,7 @@ def test_pools_depend_on_their_own_settings(storage: Any, tmp_path: Path, name: 
 
 
 def test_clearing_the_backend_removes_what_this_model_stored(storage: Any, tmp_path: Path) -> None:
-    """SGLang's base class does nothing, and its server then reports that the storage was cleared."""
+    """SGLang's base class does nothing here, but the server would report that the storage was cleared."""
     backend = opened(storage, pool("page_first", 1), tmp_path)
     backend.register_mem_host_pool_v2(pool("page_first", 2), "swa")
     other = opened(storage, pool("page_first", 3), tmp_path, revision="another")
@@ -509,7 +509,7 @@ def test_recipes_with_layers_require_pools_with_all_layers(storage: Any, tmp_pat
 
 
 class Chunks:
-    """An engine that drives the backend like SGLang's cache controller, which loads to the last pages of a pool."""
+    """A simulated engine that drives the backend like SGLang's cache controller, and loads into the last pages of a pool."""
 
     def __init__(self, storage: Any, folder: Path, **options: Any) -> None:
         self._pool = pool("page_first", 1)
@@ -550,7 +550,7 @@ def test_a_damaged_folder_causes_only_misses(
 
 
 def test_pages_are_misses_after_a_restart_with_other_settings(storage: Any, tmp_path: Path) -> None:
-    """SGLang's keys only cover tokens; pages of other tokens have other keys."""
+    """SGLang's keys identify only the tokens."""
 
     def made(**values: Any) -> Any:
         found = pool("page_first", 1)

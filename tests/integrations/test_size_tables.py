@@ -1,4 +1,4 @@
-"""The tables of bytes per token in the engines' pages match the size of rows."""
+"""The tables of bytes per token on the engines' pages match the size of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers models give the same results over packed layers as over unpacked tensors."""
+"""transformers models return the same results over packed layers as over the unpacked tensors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def token_ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
 
 
 def dense_attention(q: torch.Tensor, layer: Layer, *, scale: float, **options: Any) -> torch.Tensor:
-    """Return ordinary attention over the unpacked layer."""
+    """Return the output of ordinary attention over the unpacked layer."""
     assert options == {"causal": True, "softcap": None, "sliding_window": None, "sink_logits": None, "starts": None}
     k, v = layer.unpack(torch.float32)
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])

@@ -1,4 +1,4 @@
-"""Models of unusual shapes generate the same over packed caches as over transformers' own cache, or are refused."""
+"""Models with unusual shapes generate the same tokens over packed caches as over transformers' own, or are refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def both(model: Any) -> EncoderDecoderCache:
 
 
 def prompt_of(model: Any, past: Any) -> kvpack.Cache:
-    """Return the packed cache of the prompt, computed into ``past``."""
+    """Return the packed cache of the prompt, which is computed into ``past``."""
     with torch.no_grad():
         model(PROMPT, past_key_values=past)
     packed: kvpack.Cache = past.packed
@@ -214,7 +214,7 @@ def test_gradient_checkpointing_is_refused_because_it_drops_the_cache(dense: boo
 
 
 def test_a_layer_that_does_not_get_the_cache_keeps_its_window() -> None:
-    """Without the model, the cache does not know that layers are checkpointed."""
+    """Without the model, the cache cannot know that the layers use gradient checkpointing."""
     model = model_of("Mistral", "kvpack")
     packed = prompt_of(model, KvpackCache(model, "raw"))
     model.train()

@@ -1,4 +1,4 @@
-"""transformers models over caches whose codec needs a basis: packed as tokens arrive, saved, and continued."""
+"""transformers models over caches whose codec needs a basis: tokens are packed as they arrive, saved, and continued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches, padding, beams, assisted decoding, sliding windows and encoders: generating into a KvpackCache."""
+"""Tests of generating into a KvpackCache: batches, padding, beams, assisted decoding, sliding windows, and encoders."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def generated(model: Any, ids: torch.Tensor, cache: Any = None, **options: Any) 
 
 
 def padded(where: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows of unequal lengths, and their mask."""
+    """Return rows of different lengths, and their attention mask."""
     ids = ROWS.clone()
     for row, count in ((1, 5), (2, 17)):
         ids[row, slice(None, count) if where == "left" else slice(-count, None)] = 0
@@ -64,7 +64,7 @@ def test_rows_with_different_lengths(name: str, where: str) -> None:
 # Layers of Gemma-4 that share keys and values get the last rows of the mask.
 @pytest.mark.parametrize("name", ["Llama", "Gemma-4", *(name for name in KINDS if name not in DECODED)])
 def test_left_padded_rows_are_attended_packed(name: str) -> None:
-    """No warning is issued, so nothing is decoded, for more tokens than windows and chunks have."""
+    """No warning is given for prompts longer than windows and chunks, so nothing is decoded."""
     model = model_of(name)
     ids, mask = padded("left")
     expected = generated(model, ids, attention_mask=mask, max_new_tokens=20)
@@ -75,7 +75,7 @@ def test_left_padded_rows_are_attended_packed(name: str) -> None:
 @pytest.mark.parametrize("recipe", ["raw", "octopus-4"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma-3"])
 def test_padded_rows_generate_as_if_alone(name: str, recipe: str) -> None:
-    """Results agree up to the first window of packed tokens."""
+    """Results agree until the first window is packed."""
     model = model_of(name)
     ids, mask = padded("left")
     with KvpackCache(model, recipe) as cache:
@@ -88,7 +88,7 @@ def test_padded_rows_generate_as_if_alone(name: str, recipe: str) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma-3"])
 def test_beams_of_padded_rows(name: str) -> None:
-    """Reordered rows keep their own padding, and beams of short rows do not end before others."""
+    """Reordered rows keep their own padding, and beams of short rows do not end before those of others."""
     model = model_of(name)
     ids, mask = padded("left")
     options = {"attention_mask": mask, "num_beams": 3, "max_new_tokens": 12}
@@ -137,7 +137,7 @@ def test_beams_of_rows(name: str, options: dict[str, Any]) -> None:
 
 
 def over(model: Any, recipe: str = "raw") -> Any:
-    """Return an empty cache; a warning about models that read dense states is expected."""
+    """Return an empty cache. A warning about models that read dense states is expected."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", kvpack.KvpackWarning)
         if model.config.is_encoder_decoder:
@@ -149,7 +149,7 @@ def over(model: Any, recipe: str = "raw") -> Any:
 @pytest.mark.parametrize("name", ["Llama", "Gemma-3", "Llama-4", "DeepSeek-V3"])
 @pytest.mark.parametrize("kind", ["prompt lookup", "an assistant"])
 def test_assisted_decoding(name: str, kind: str) -> None:
-    """Prompts are longer than a window, so that sliding layers drop tokens, and candidates are wrong."""
+    """Prompts are longer than a window, so that sliding layers drop tokens, and the candidates are wrong."""
     model = model_of(name)
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 6}
     if kind == "an assistant":
@@ -187,7 +187,7 @@ def test_sliding_layers_store_their_window_and_tokens_encoded_with_it(name: str)
 @pytest.mark.scenario
 @pytest.mark.kernels
 def test_decoding_steps_of_sliding_layers_only_run_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For rows with padding, every layer's tensors stay valid for CUDA graphs. Some layers of Gemma-3 slide, others do not."""
+    """Each layer's tensors stay valid for CUDA graphs, even with padded rows. Some layers of Gemma 3 slide, others do not."""
     from kvpack.coding import dispatch
     from kvpack.live.steps import Steps
     from support.interpreter import DEVICE, INTERPRETED
@@ -218,7 +218,7 @@ def test_decoding_steps_of_sliding_layers_only_run_kernels(monkeypatch: pytest.M
 def test_layers_that_share_keys_attend_a_long_prompt_before_packing(
     name: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The layer with the tokens encodes them, and drops invisible ones, only after the other layers have attended."""
+    """The layer that owns the tokens encodes them, and drops invisible ones, only after the other layers have attended to them."""
     monkeypatch.setattr(live_cache, "MAX_DEFERRED_TOKENS", 8)
     model = model_of(name)
     expected = model(PROMPT).logits
@@ -279,7 +279,7 @@ def test_an_encoder_decoder_model_needs_a_cache_with_two_parts(name: str) -> Non
 
 
 def test_an_encoders_cache_continues_from_files(tmp_path: Path) -> None:
-    """transformers would compute all of the decoder's tokens again."""
+    """Without the encoder's cache, transformers would compute all of the decoder's tokens again."""
     model = model_of("BART")
     cache = over(model)
     begun = torch.tensor(generated(model, ROWS, cache))
@@ -300,7 +300,7 @@ def test_an_encoders_cache_continues_from_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma-3", "DeepSeek-V3"])
 def test_a_chunked_prompt_continues_after_the_cache(name: str) -> None:
-    """generate prepares each chunk separately, and compares none with the cache."""
+    """generate prepares each chunk separately, and compares none of them with the cache."""
     model = model_of(name)
     expected = generated(model, REPEATED)
     options = {"prefill_chunk_size": 5}
@@ -333,7 +333,7 @@ def test_after_assisted_decoding_only_following_ids_are_accepted() -> None:
 
 
 def test_ids_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comparing them in each step would wait for the device."""
+    """A comparison in each step would wait for the device."""
     compared = []
     differing = record.Record.first_mismatch
     monkeypatch.setattr(record.Record, "first_mismatch", lambda self, ids: (compared.append(ids.shape[1]), differing(self, ids))[1])

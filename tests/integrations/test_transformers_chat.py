@@ -1,4 +1,4 @@
-"""A chat continues over one packed cache: callers pass only new messages, and templates may change earlier text."""
+"""Tests of a chat over one packed cache: callers pass only new messages, and chat templates may change earlier text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.chat_tokenizers import ALTERNATING, PLAIN, REASONING, tokenizer
 from support.zoo_models import model_of
 
 NOT_TEXT = [token for token in range(264) if not (letter := tokenizer().decode([token])) or not letter.isascii() or len(letter) > 1]
-"""Tokens that are not letters: text that contains one does not tokenize to the same tokens again."""
+"""Tokens that are not letters. Text that contains one of them does not tokenize to the same tokens again."""
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "suppress_tokens": NOT_TEXT}
 HELLO, MORE = "Good morning. My name is Ada.", "What is my name? ☕ 名前"
 
@@ -30,7 +30,7 @@ def model() -> Any:
 
 
 def said(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """Return the model's reply without kvpack, computed from the first token on."""
+    """Return the model's reply without kvpack, computed from the first token."""
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
@@ -160,7 +160,10 @@ def test_a_changed_template_is_noticed(model: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "window"), [("Qwen3-Next", {}), ("Mistral", {"sliding_window": 16})])
 def test_the_same_tokens_give_no_warning_even_if_the_cache_cannot_go_back(name: str, window: dict[str, int], tmp_path: Path) -> None:
-    """Layers with states or a sliding window may reuse no tokens after an edited message, but the template is the same."""
+    """Layers with states or a sliding window may not be able to go back after an edited message.
+
+    Here, the template gives the same tokens as before.
+    """
     other, words = model_of(name, vocab_size=264, max_position_embeddings=512, **window), tokenizer()
     chat = Chat(other, words, "raw")
     chat.read(HELLO * 14)
@@ -179,7 +182,7 @@ def test_the_same_tokens_give_no_warning_even_if_the_cache_cannot_go_back(name: 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next", "Mistral"])
 def test_a_store_supports_models_with_states_and_windows(name: str, tmp_path: Path) -> None:
-    """States are stored after the last whole chunk of each prompt; a conversation shorter than a chunk is not stored."""
+    """States are stored after the last whole chunk of each prompt, so a conversation shorter than a chunk is not stored."""
     other = model_of(name, vocab_size=264, max_position_embeddings=512)
     words, identity = tokenizer(), kvpack.Identity.of(other, "raw")
     with kvpack.Store(tmp_path / "store", identity, chunk=32) as store:

@@ -1,4 +1,4 @@
-"""torch.compile around a model with a KvpackCache: the same results as eager code, and no graph break in a layer."""
+"""Tests of torch.compile around a model with a KvpackCache: results equal eager code's, and no layer breaks the graph."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"
 
 COUNTS = (20, 1, 1, 30, 1)
 PASSES = ((0, 20), (20, 21), (21, 22), (22, 39), (39, 40))
-"""The first token of each pass, and the token after its last one."""
+"""The first token of each forward pass, and the token after its last one."""
 
 REASONS = "reason" in inspect.signature(torch.compiler.disable).parameters
 
@@ -40,7 +40,7 @@ def _compilers_begin_anew(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def logits(run: Any, cache: KvpackCache, padding: str | None, counts: tuple[int, ...] = COUNTS) -> list[torch.Tensor]:
-    """Return the logits of each pass over two rows, for tokens that the mask does not hide."""
+    """Return the logits of each pass over two rows, for the tokens that the mask does not hide."""
     generator = torch.Generator().manual_seed(0)
     mask, found = torch.ones(2, 0, dtype=torch.long), []
     for count in counts:
@@ -87,9 +87,9 @@ def test_a_compiled_model_gives_the_same_results_as_eager_mode(name: str, layers
     ],
 )
 def test_a_model_over_packed_layers_is_compiled_to_one_graph(name: str, layers: int, recipe: str, padding: str | None) -> None:
-    """Tests with and without padding, and with sliding windows of 12 tokens, which the passes fill and exceed.
+    """The test runs with and without padding, and with sliding windows of 12 tokens, which the passes fill and exceed.
 
-    The model's forward is that of caches whose steps may be replayed.
+    The model's forward pass is that of caches whose steps may be replayed.
     """
     model = model_of(name, num_hidden_layers=layers)
     eager, compiled = (KvpackCache(model, recipe, graphs=True) for _ in "ab")
@@ -104,7 +104,7 @@ def test_a_model_over_packed_layers_is_compiled_to_one_graph(name: str, layers: 
 
 @pytest.mark.filterwarnings("ignore:.*which share")
 def test_padding_in_a_graph_may_change_between_passes() -> None:
-    """The same code handles no padding, and padding on the left, on the right of the first pass, and in its middle."""
+    """The same code handles passes without padding, with padding on the left, and on the right or in the middle of the first pass."""
     model = model_of("Mistral", num_hidden_layers=1)
     run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs), backend="aot_eager", fullgraph=True)
     ids = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -136,7 +136,7 @@ def test_unsupported_features_in_a_graph_are_refused_with_a_reason() -> None:
 
 
 def test_a_copied_mask_with_other_padding_is_refused() -> None:
-    """Attention identifies such a mask by its placeholder tensor."""
+    """Attention recognizes such a mask by its placeholder tensor."""
     cache = KvpackCache(model_of("Llama"), "raw")
     starts = cache.compiled.starts(0, 4, torch.tensor([[True, True, True, False]]))
     with pytest.raises(InvalidParameter, match="pad on the left"):
@@ -144,7 +144,7 @@ def test_a_copied_mask_with_other_padding_is_refused() -> None:
 
 
 def test_a_graph_records_passes_like_eager_code() -> None:
-    """Compiled code records inputs that token ids do not determine, and passes that end in an error."""
+    """Compiled code records inputs that token ids do not determine, and passes that end in an error, as eager code does."""
     model = model_of("Llama", num_hidden_layers=1)
     run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs), backend="aot_eager", fullgraph=True)
     found = []

@@ -1,4 +1,4 @@
-"""A file belongs to exactly the weights that computed it: any edit is noticed whenever the file is used with the model."""
+"""A file belongs to exactly the weights that computed it. Any edit is noticed when the file is used with the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def in_bf16() -> Any:
 
 
 def with_buffer() -> Any:
-    """Return a model with a persistent buffer."""
+    """Return a model that has a persistent buffer."""
     model = small_llama()
     model.model.register_buffer("shift", torch.zeros(300))
     return model
@@ -94,7 +94,7 @@ def swapped_values(model: Any) -> None:
 
 
 def negative_zero(model: Any) -> None:
-    """Replace 0 by -0, which is equal but has another bit pattern."""
+    """Replace a 0 in the weights by -0, which is equal but has other bits."""
     with torch.no_grad():
         k_proj(model)[0, 0] = -0.0 if torch.copysign(torch.ones(()), k_proj(model)[0, 0].cpu()) > 0 else 0.0
 
@@ -164,14 +164,14 @@ def unchanged(model: Any) -> Any:
 
 
 def moved(model: Any) -> Any:
-    """Move every weight to other memory."""
+    """Move every weight to another address and return the model."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model
 
 
 def strided(model: Any) -> Any:
-    """Store the same values with other strides and at an unaligned address."""
+    """Store the same values with other strides at an unaligned address, and return the model."""
     weight = k_proj(model)
     room = torch.zeros(weight.numel() + 1)
     weight.data = room[1:].view(*reversed(weight.shape)).T.copy_(weight.data)
@@ -201,7 +201,7 @@ def test_equal_weights_mean_the_same_model(change: Callable[[Any], Any], tmp_pat
 
 
 def test_the_digest_combines_digests_of_single_weights() -> None:
-    """Threads and tied weights do not affect the digest, and the sample digest of the first stores is unchanged."""
+    """Threads and tied weights do not affect the digest, and the sample digest is still that of the first stores."""
     import hashlib
     import json
 
@@ -270,7 +270,7 @@ def test_a_model_edited_between_loading_and_the_first_pass_is_refused(
 
 @pytest.mark.parametrize("edit", [one_value, negate_embedding, other_data])
 def test_edits_of_weights_without_version_counters_are_refused(edit: Callable[[Any], None], tmp_path: Path) -> None:
-    """Tensors created in inference mode have no versions, so all values are compared again."""
+    """Tensors that are created in inference mode have no version counters, so all values are compared again."""
     path = saved(small_llama(), tmp_path / "file")
     with torch.inference_mode():
         model = small_llama()
@@ -314,7 +314,7 @@ def test_untraceable_changes_of_weights_between_passes_are_recorded() -> None:
 
 
 def test_changes_of_weights_that_no_step_checks_are_recorded() -> None:
-    """Single-token steps check only a few weights; a change of others is noticed when the cache is packed."""
+    """Steps of one token check only a few weights. A change of other weights is noticed when the cache is packed."""
     model = frozen(small_llama())
     with torch.inference_mode(), KvpackCache(model, "raw") as cache:
         model(IDS, past_key_values=cache)
@@ -383,7 +383,10 @@ def test_unreadable_weights_are_reported(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_name_is_not_taken_for_any_other(tmp_path: Path) -> None:
-    """For example, adapters have an effect unknown to kvpack: an error where a model must be named, a note elsewhere."""
+    """A model has no name if, for example, kvpack does not know what its adapters do.
+
+    Where a model must be named, that is an error, and elsewhere a note.
+    """
     peft = pytest.importorskip("peft")
     settings = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
     unknown = peft.get_peft_model(small_llama(), settings).eval()

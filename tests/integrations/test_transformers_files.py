@@ -1,4 +1,4 @@
-"""A model continues from a file as it would have without one, turn after turn."""
+"""A model continues from a file as if the file had never been written, turn after turn."""
 
 from __future__ import annotations
 

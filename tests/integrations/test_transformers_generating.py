@@ -1,4 +1,4 @@
-"""Two lines in transformers: a KvpackCache of a model and a recipe, and generate."""
+"""Two lines in transformers: create a KvpackCache from a model and a recipe, and call generate."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_batch_is_packed_as_it_grows(model: Any) -> None:
 
 
 def test_the_attention_implementation_is_restored(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Meanwhile, other caches work as before."""
+    """While the implementation is replaced, other caches work as before."""
     switch._announced_model.clear()
     prompt = ids(1, 30)
     expected = model.generate(prompt, max_new_tokens=5, **OPTIONS)
@@ -159,7 +159,7 @@ def test_an_attention_implementation_set_meanwhile_is_kept(model: Any) -> None:
 
 
 def test_a_file_without_tokens_cannot_be_continued(model: Any, tmp_path: Path) -> None:
-    """Such a file does not describe the contents of layers."""
+    """A file without tokens does not describe what its layers contain."""
     with KvpackCache(model, "octopus-4") as cache:
         kvpack.save(cache.packed, tmp_path / "empty")
     with pytest.raises(InvalidParameter, match=r"no layer of the cache has keys or values: begin with KvpackCache\(model, recipe\)"):
@@ -226,7 +226,7 @@ def test_a_deleted_model_does_not_affect_the_next_one() -> None:
 
 @pytest.mark.scenario
 def test_another_thread_saves_while_a_model_generates(model: Any, tmp_path: Path) -> None:
-    """Every file contains complete tokens and their ids, and the generated text does not change."""
+    """Every saved file contains complete tokens with their ids, and the generated text does not change."""
     prompt, options = torch.arange(1, 21)[None], {**OPTIONS, "max_new_tokens": 200}
     expected = model.generate(prompt, past_key_values=KvpackCache(model, "k=octahedral:b=4;v=group:b=4,g=32"), **options)
     cache, ended, saved = KvpackCache(model, "k=octahedral:b=4;v=group:b=4,g=32"), threading.Event(), []
@@ -257,7 +257,7 @@ def test_a_thread_that_ended_within_a_pass_does_not_block_others(model: Any) -> 
 
 
 def test_forwards_with_and_without_a_signature_are_distinguished(model: Any) -> None:
-    """generate looks for an attention mask parameter, whose length shows whether it was passed all ids or only new ones."""
+    """generate looks for a parameter named ``attention_mask``. The mask's length shows whether all ids were passed, or only new ones."""
     text = ids(1, 60)
     expected = model.generate(text, max_new_tokens=4, **OPTIONS).tolist()
     forward = model.forward
@@ -282,7 +282,7 @@ def test_forwards_with_and_without_a_signature_are_distinguished(model: Any) -> 
 
 
 def test_embeddings_continue_after_the_cache(model: Any) -> None:
-    """generate drops as many embeddings as the cache has tokens, regardless of their values."""
+    """generate drops as many embeddings as the cache has tokens, whatever their values."""
     text = ids(1, 40)
     embeddings = model.get_input_embeddings()(text)
     expected = model.generate(inputs_embeds=embeddings, max_new_tokens=4, **OPTIONS).tolist()
@@ -302,7 +302,7 @@ def test_embeddings_continue_after_the_cache(model: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_an_adapter_that_is_a_cache_is_refused(model: Any) -> None:
-    """PEFT would replace the given cache with it."""
+    """PEFT would replace the given cache by the adapter's."""
     settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     adapted = peft.get_peft_model(model, settings).eval()
     with pytest.raises(

@@ -1,4 +1,7 @@
-"""Decode steps as CUDA graphs: the same results as without them, whatever happens in between, and no graph for steps that need the host."""
+"""Decode steps run as CUDA graphs, with the same results as without.
+
+Nothing that happens between steps changes the results, and steps that need the host have no graph.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +46,12 @@ WITHOUT_GRAPHS = {
     *("Qwen2-VL", "Qwen3-Next", "GPT-J", "Llama-4", "Falcon", "Falcon (ALiBi)", "Bloom", "MPT", "DeepSeek-V2", "DeepSeek-V3"),
     *("Falcon-H1", "Jamba", "Bamba"),
 }
-"""Models with multi-dimensional positions, states, chunks, steps that wait for the device, or attention that accepts only tensors."""
+"""Models with multi-dimensional positions, states, chunks, steps that wait for the device, or attention that requires tensors."""
 if not hasattr(modeling_gptj, "get_embed_positions"):
     # It was rewritten for transformers 5.24, and waits for nothing.
     WITHOUT_GRAPHS.remove("GPT-J")
 ENCODED = {"T5", "BART"}
-"""Models with inputs other than token ids."""
+"""Models whose inputs are not only token ids."""
 
 
 # Whole models in the interpreter.
@@ -84,7 +87,7 @@ def test_generates_the_same_tokens(device: Device, padded: bool) -> None:
 
 @pytest.mark.kernels
 def test_operations_between_steps_do_not_break_replays(device: Device) -> None:
-    """Tests full windows, longer passes, dropped tokens, other rows, and a copy of the cache."""
+    """The operations are full windows, longer passes, dropped tokens, a change of rows, and a copy of the cache."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     logits: list[list[torch.Tensor]] = []
     caches = [eager_cache(model, "kv=group:b=8,g=8;tail=8"), new_cache(model, device, "kv=group:b=8,g=8;tail=8")]
@@ -137,7 +140,7 @@ def test_caches_of_one_model_take_turns(device: Device) -> None:
 
 @pytest.mark.kernels
 def test_steps_in_other_modes_have_other_graphs(device: Device) -> None:
-    """Inference mode has a graph of its own; under autocast and with gradients, nothing is captured."""
+    """Inference mode has a graph of its own. Under autocast and with gradients, nothing is captured."""
     model, logits = model_of("Llama", **ONE_LAYER).to(DEVICE), []
     modes: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode, torch.no_grad, torch.enable_grad]
     modes.append(lambda: torch.autocast(torch.device(DEVICE).type, torch.bfloat16))
@@ -153,7 +156,7 @@ def test_steps_in_other_modes_have_other_graphs(device: Device) -> None:
 
 @pytest.mark.kernels
 def test_padding_may_grow_between_steps(device: Device) -> None:
-    """If it hides tokens other than the first, no graph is used."""
+    """If padding hides tokens other than the first ones, no graph is used."""
     model, logits = model_of("Llama", **ONE_LAYER).to(DEVICE), []
     mask = torch.ones(2, 6, dtype=torch.long, device=DEVICE)
     mask[1, :2] = 0
@@ -174,7 +177,7 @@ def test_padding_may_grow_between_steps(device: Device) -> None:
 
 @pytest.mark.kernels
 def test_a_step_that_reads_the_length_is_not_captured(device: Device) -> None:
-    """Values read on the host during a capture would be constant in every replay."""
+    """A value that is read on the host during capture would be a constant in every replay."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     base, own = model.model, type(model.model).forward
 
@@ -213,7 +216,7 @@ def test_a_comparison_that_depends_on_the_length_is_refused(compared: Callable[[
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", ["more", "nothing"])
 def test_a_step_that_compares_the_length_is_not_captured(name: str, device: Device) -> None:
-    """The result of one comparison changes at the eighth token; that of another never changes."""
+    """One comparison changes its result at the eighth token, and another never does."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     mlp, caches = model.model.layers[0].mlp, []
     own, compared = mlp.forward, LENGTHS.get(name, lambda seen: seen > 0 and bool(seen) and seen != 0)
@@ -232,7 +235,7 @@ def test_a_step_that_compares_the_length_is_not_captured(name: str, device: Devi
 @pytest.mark.kernels
 @pytest.mark.parametrize("used", [True, False])
 def test_random_numbers_equal_those_without_graphs(used: bool, device: Device) -> None:
-    """A replay would draw different numbers."""
+    """A replay would draw other random numbers."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     mlp = model.model.layers[0].mlp
     own, logits = mlp.forward, []
@@ -368,7 +371,7 @@ def test_every_change_of_a_model_is_noticed(name: str) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", ["a weight elsewhere"] if INTERPRETED else CHANGES)
 def test_a_model_that_changed_between_steps_is_not_replayed(name: str, device: Device) -> None:
-    """Values that change in place keep their addresses."""
+    """Values that change in place keep their addresses, so addresses do not reveal the change."""
     found = []
     for replays in (False, True):
         model = model_of("Llama", **SIZES).to(DEVICE)
@@ -504,7 +507,7 @@ def test_only_decode_steps_are_captured(device: Device) -> None:
 
 @pytest.mark.kernels
 def test_the_model_is_left_unchanged(device: Device) -> None:
-    """The model is restored after release and with the last cache; other caches are unaffected meanwhile."""
+    """The model is restored by ``release`` and when its last cache is deleted. Other caches are unaffected until then."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     before = dict(vars(model))
     cache, plain = new_cache(model, device), eager_cache(model, RECIPE)
@@ -539,7 +542,7 @@ def test_a_graph_keeps_no_weights(device: Device) -> None:
 
 @pytest.mark.cuda
 def test_a_graph_ends_with_its_cache(device: Device) -> None:
-    """It ends immediately, not at garbage collection, which may happen during the capture of another graph."""
+    """The graph is freed at once, not by garbage collection, which may run while another graph is captured."""
     model = model_of("Llama", **SIZES).to(DEVICE)
     cache = new_cache(model, device)
     for step in range(4):
@@ -556,11 +559,11 @@ def test_a_graph_ends_with_its_cache(device: Device) -> None:
 
 
 def test_a_failing_capture_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stubs replace PyTorch's functions, which need a device."""
+    """Stubs replace the functions of PyTorch that need a device."""
     calls: list[Any] = []
 
     class Graph:
-        """A stub whose first capture fails and whose next one succeeds."""
+        """A stub of a graph whose first capture fails, and whose next one succeeds."""
 
         def capture_begin(self, pool: Any = None, **options: Any) -> None:
             calls.append(("begin", pool))

@@ -1,4 +1,4 @@
-"""Mistakes of transformers users: each raises a KvpackError with advice, and the advice works."""
+"""Mistakes of transformers users: each one raises a KvpackError with advice, and following the advice works."""
 
 from __future__ import annotations
 

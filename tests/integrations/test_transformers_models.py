@@ -1,4 +1,4 @@
-"""Models that may continue packed caches, and the errors for the others."""
+"""Which models may continue packed caches, and the errors for all others."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def recorded(model: Any, **images: Any) -> Cache:
 
 
 def logits_of(model: Any, attention: str, cache: type = DynamicCache, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """Return the logits of a prefill and of two passes that continue it over a plain cache."""
+    """Return the logits of a prefill over a plain cache, and of two passes that continue it."""
     model.set_attn_implementation(attention)
     past = DynamicCache(config=model.config) if cache is DynamicCache else StaticCache(config=model.config, max_cache_len=48)
     result, seen = [], 0
@@ -65,7 +65,7 @@ def logits_of(model: Any, attention: str, cache: type = DynamicCache, mask: torc
 
 
 def test_a_prompt_with_an_image_does_not_change_the_models_identity() -> None:
-    """The model stores the position of the text after the image, which is set again for every prompt."""
+    """The model stores the position of the text after the image, and sets it again for every prompt."""
     model, other = (model_of("Qwen2-VL", image_token_id=60) for _ in range(2))
     prompt = PROMPT.clone()
     prompt[:, 8:24] = 60
@@ -82,7 +82,7 @@ def test_a_prompt_with_an_image_does_not_change_the_models_identity() -> None:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_explicitly_noncausal_attention_equals_that_over_dense_tensors(attention: str) -> None:
-    """Eager attention uses the mask. Without a mask, SDPA uses is_causal, for a prompt but not for its continuation."""
+    """Eager attention uses the mask. Without a mask, SDPA uses ``is_causal`` for a prompt, but not for its continuation."""
     model = model_of("Llama", attention=attention)
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
@@ -118,7 +118,7 @@ def test_explicitly_noncausal_compiled_attention_is_refused() -> None:
 
 
 def test_a_mask_is_causal_if_the_model_asks_for_one_and_its_attention_is_silent() -> None:
-    """BigBirdPegasus has only eager attention, and its is_causal is False."""
+    """BigBirdPegasus has only eager attention, and its ``is_causal`` is False."""
     torch.manual_seed(0)
     sizes = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_layers": 2, "encoder_attention_heads": 4}
     config = BigBirdPegasusConfig(d_model=32, vocab_size=64, max_position_embeddings=64, **sizes)
@@ -175,7 +175,7 @@ def test_masks_unsupported_by_packed_attention_work_with_dense_tensors() -> None
 
 
 class Box:
-    """A mask that is not a tensor, as in flex attention."""
+    """A mask that is not a tensor, like those of flex attention."""
 
     def __init__(self, seen: torch.Tensor) -> None:
         self.seen_tokens, self.shape = seen, seen.shape
@@ -207,7 +207,7 @@ def test_non_tensor_masks_are_passed_to_the_attention_that_supports_them() -> No
 @pytest.mark.parametrize("mask", [None, PADDING], ids=["whole", "padded"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_last_logits_are_part_of_all_logits(attention: str, mask: torch.Tensor | None) -> None:
-    """Gemma-4's layers that share keys and values receive only the last queries."""
+    """Layers of Gemma-4 that share keys and values receive only the last queries."""
     model = model_of("Gemma-4", attention)
     ids = torch.cat([PROMPT, FOLLOWING], 1).expand(2, -1)
     expected = model(ids, attention_mask=mask).logits[:, -3:]
@@ -218,7 +218,7 @@ def test_the_last_logits_are_part_of_all_logits(attention: str, mask: torch.Tens
 
 
 def test_a_model_that_selects_keys_by_index_is_refused_under_another_name() -> None:
-    """It makes a mask of them where its attention is called "sdpa" or "eager"."""
+    """Such a model turns the indices into a mask if its attention is called "sdpa" or "eager"."""
     sizes = {
         "num_key_value_heads": 4,
         "q_lora_rank": 16,
@@ -584,7 +584,7 @@ def test_a_cache_that_names_its_model_is_refused_by_another(change: Any, field: 
 
 
 def test_errors_name_the_cause_of_a_difference() -> None:
-    """With another dtype, the weights differ too."""
+    """Weights of another dtype differ too, but the message names the dtype."""
     model = model_of("Llama")
     packed = KvpackCache(model, "raw").packed
     with pytest.raises(InvalidParameter, match=r"dtype is 'float32', but this one's is 'bfloat16': load .*dtype=torch\.float32\)"):
@@ -608,7 +608,7 @@ def test_undetermined_inputs_are_refused_by_a_store_after_a_file(tmp_path: Path)
 
 
 def test_layers_are_decoded_for_attention_without_the_caches_window() -> None:
-    """Moshi passes no window to attention, which sees all tokens that its cache has kept of earlier passes."""
+    """Moshi passes no window to attention, which sees all tokens that the cache has kept from earlier passes."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 96, "sliding_window": 8}
     model = MoshiForCausalLM(MoshiConfig(**sizes)).eval()

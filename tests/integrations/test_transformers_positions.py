@@ -1,4 +1,7 @@
-"""Multi-dimensional rotary positions: a cache continues after its prompt's images, in any process and after any other prompt."""
+"""Multi-dimensional rotary positions: a cache continues after the images of its prompt.
+
+It does so in any process, and after any other prompt.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ HEADS = {
     "cohere_compass": 8,
     "minicpmv4_7": 8,
 }
-"""Model types whose sections are defaults in code, with a matching head dim."""
+"""Model types whose sections are defaults in code, with a head dim that matches them."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,7 +61,7 @@ def tiny(model_type: str, kind: str = "AutoModelForImageTextToText") -> Any:
 
 
 def positions(first: int, last: int) -> torch.Tensor:
-    """Return the positions of a prompt whose tokens 8 to 23 are an image of 4 positions."""
+    """Return the positions ``[first, last)`` of a prompt whose tokens 8 to 23 are an image that spans 4 positions."""
     tokens = torch.arange(first, last)
     placed = torch.where(tokens < 8, tokens, torch.where(tokens < 24, 8 + (tokens - 8) // 4, tokens - 12))
     return placed.expand(3, 1, -1).contiguous()
@@ -114,7 +117,7 @@ def test_other_models_have_one_dimensional_positions(name: str) -> None:
 
 
 def test_caches_of_two_prompts_take_turns() -> None:
-    """The model stores where one prompt continues; each cache stores it for its own prompt."""
+    """The model stores where one prompt continues, while each cache stores it for its own prompt."""
     model = model_of("Qwen2-VL", image_token_id=60)
     image, text = KvpackCache(model, "raw"), KvpackCache(model, "raw")
     model(WITH_IMAGE, past_key_values=image, **images())

@@ -40,7 +40,7 @@ def file_of(model: Any, path: Path, ids: torch.Tensor = IDS, recipe: str = "raw"
 
 
 def changed(token: int, count: int = 70) -> torch.Tensor:
-    """Return a longer prompt that differs from the file's ids at ``token``."""
+    """Return a longer prompt whose ids differ from the file's at ``token``."""
     ids = torch.cat([IDS, IDS], 1)[:, :count].clone()
     ids[0, token] = 61
     return ids
@@ -94,7 +94,7 @@ def test_rows_keep_their_common_prefix(tmp_path: Path) -> None:
 
 
 def of_frequencies(kind: str) -> Any:
-    """Return a model whose RoPE has other frequencies above 25 tokens."""
+    """Return a model whose RoPE uses other frequencies for more than 25 tokens."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4} if kind == "longrope" else {"factor": 2.0}
     settings = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 25, **factors}
     return model_of("Llama", rope_parameters=settings, max_position_embeddings=25)
@@ -103,7 +103,7 @@ def of_frequencies(kind: str) -> Any:
 @pytest.mark.parametrize(("tokens", "prompt", "kept"), [(24, 23, 15), (24, 40, 0), (40, 20, 0)], ids=["both short", "to long", "from long"])
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_keys_with_other_frequencies_are_not_kept(kind: str, tokens: int, prompt: int, kept: int, tmp_path: Path) -> None:
-    """If RoPE's frequencies depend on the sequence's length, the same token ids have other keys in a long sequence."""
+    """If RoPE's frequencies depend on the sequence length, the same token ids have other keys in a long sequence."""
     model = of_frequencies(kind)
     path = file_of(model, tmp_path / "file", changed(30, 45)[:, :tokens])
     ids = changed(15)[:, :prompt]
@@ -120,7 +120,7 @@ def test_keys_with_other_frequencies_are_not_kept(kind: str, tokens: int, prompt
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_keys_of_a_cropped_long_sequence_are_not_kept(kind: str, tmp_path: Path) -> None:
-    """However few are left of them; those that a short pass made before are."""
+    """Keys of the long pass are dropped even if only a few are left. Those that an earlier short pass computed are kept."""
     model = of_frequencies(kind)
     ids, prompt = changed(45), changed(15)[:, :22]
     for first, kept in ((40, 0), (20, 15)):

@@ -1,4 +1,4 @@
-"""Inputs of forward passes are recorded with a cache: token ids, and other inputs by name."""
+"""The inputs of forward passes are recorded with a cache: token ids, and the names of other inputs."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_a_copy_of_a_model_is_not_recorded() -> None:
 
 
 def test_another_model_is_refused() -> None:
-    """A model of the same shapes whose attention accepts packed layers."""
+    """The other model has the same shapes, and its attention accepts packed layers."""
     model, other = model_of(), model_of()
     cache, own = KvpackCache(model, "raw"), KvpackCache(other, "raw")
     model(PROMPT, past_key_values=cache)
@@ -314,7 +314,7 @@ def test_hooks_keep_neither_caches_nor_models_alive() -> None:
 
 
 class Wrapper(torch.nn.Module):
-    """A wrapper like PEFT's: its forward calls the inner model's forward directly."""
+    """A wrapper whose forward calls the forward of the inner model directly, as PEFT's does."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -353,7 +353,7 @@ def test_ids_are_little_endian_words() -> None:
 
 
 def with_adapters() -> Any:
-    """Return a model with the LoRA adapters "default", which is active, and "b"."""
+    """Return a model with two LoRA adapters: "default", which is active, and "b"."""
     torch.manual_seed(0)
     settings = peft.LoraConfig(target_modules=["k_proj", "v_proj"], r=2, init_lora_weights=False)
     with warnings.catch_warnings():
@@ -367,7 +367,7 @@ def with_adapters() -> Any:
     "change", [lambda model: model.set_adapter("b"), lambda model: model.merge_adapter(), lambda model: model.to(torch.bfloat16)]
 )
 def test_a_cache_names_the_model_of_its_first_token(change: Any) -> None:
-    """The weights may have changed since the cache was created."""
+    """The weights may have changed since the cache was created, so it names the model as of its first token."""
     model = with_adapters()
     cache = KvpackCache(model, FP32)
     change(model)
@@ -406,7 +406,7 @@ def test_adapters_that_were_switched_between_passes_are_named(loaded: bool) -> N
 
 
 def scale(model: Any, by: float, name: str = "") -> None:
-    """Multiply the weights whose names contain ``name`` in place, as training changes them."""
+    """Multiply the weights whose names contain ``name`` in place, as an optimizer would."""
     for key, parameter in model.named_parameters():
         if name in key:
             parameter.mul_(by)
@@ -566,7 +566,7 @@ def test_ids_are_dropped_if_values_were_changed_between_passes(change: Any) -> N
 
 
 def test_ids_are_dropped_if_a_hook_drops_values_during_decoding() -> None:
-    """Some presses compress only once in several steps."""
+    """Some presses compress the cache only once in several steps."""
     model = model_of()
 
     def press(module: Any, args: Any, kwargs: Any, output: Any) -> None:

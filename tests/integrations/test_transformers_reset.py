@@ -1,4 +1,4 @@
-"""A cache after reset behaves like a new one, even for another number of sequences."""
+"""After ``reset``, a cache behaves like a new one, even with another number of sequences."""
 
 from __future__ import annotations
 

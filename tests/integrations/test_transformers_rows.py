@@ -1,4 +1,4 @@
-"""Every row of a batch continues from its own prompt, and tokens hidden by padding stay hidden, even in a file."""
+"""Every row of a batch continues from its own prompt, and tokens that padding hides stay hidden, even in a file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def as_bytes(row: torch.Tensor) -> bytes:
 
 
 def padded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows, the second of which is padded on the left, and their mask."""
+    """Return rows of which the second is padded on the left, and their mask."""
     rows = rows.clone()
     rows[1, :PADDING] = PAD
     mask = torch.ones_like(rows)
@@ -53,7 +53,7 @@ def longer(rows: torch.Tensor, mask: torch.Tensor | None = None, more: int = 3) 
 
 
 def saved(model: Any, path: Path, rows: torch.Tensor, mask: torch.Tensor | None = None, recipe: str = "raw") -> Path:
-    """Return the file of a cache of ``rows``, as ``generate`` leaves it."""
+    """Save the cache of ``rows`` after ``generate``, and return the file's path."""
     with KvpackCache(model, recipe) as cache:
         model.generate(rows, attention_mask=torch.ones_like(rows) if mask is None else mask, past_key_values=cache, **OPTIONS)
         cache.crop(rows.shape[1] - cache.get_seq_length())
@@ -122,7 +122,7 @@ def test_a_prompt_keeps_what_all_rows_have_in_common_with_the_file(row: int, tok
 
 
 def of_a_version_before(cache: kvpack.Cache) -> kvpack.Cache:
-    """Return ``cache`` as it was saved before files contained the ids of rows and hidden tokens."""
+    """Return ``cache`` as earlier versions saved it, without the ids of each row and without hidden tokens."""
     assert cache.inputs is not None
     texts = tuple(text.replace(PADDED, MASKED) for text in cache.inputs.undetermined)
     return replace(cache, inputs=replace(cache.inputs, rows=(), hidden=(), undetermined=texts))
@@ -231,7 +231,7 @@ def test_an_unsaved_cache_keeps_padding_hidden_between_turns() -> None:
 
 
 def test_tokens_in_between_are_also_hidden(tmp_path: Path) -> None:
-    """Tests padding on the right of a prompt, and rows that ended before the others."""
+    """The test has padding on the right of a prompt, and rows that ended before others."""
     model, rows = model_of("Llama"), ids(2, TOKENS)
     mask = torch.ones_like(rows)
     mask[0, -9:] = 0

@@ -1,4 +1,4 @@
-"""Caches of encoder-decoder models are continued only with the source that they were computed from."""
+"""Caches of encoder-decoder models are continued only with the source from which they were computed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def empty(model: Any) -> Any:
 
 
 def saved(model: Any, source: torch.Tensor, folder: Path, name: str, **options: Any) -> torch.Tensor:
-    """Generate over ``source``, save both caches, and return all ids."""
+    """Generate from ``source``, save both caches, and return all ids."""
     past = empty(model)
     ids = generated(model, source, past, **options)
     kvpack.save(past.self_attention_cache.packed, folder / f"{name}.self")
@@ -218,7 +218,7 @@ def test_parts_of_other_libraries_are_compared() -> None:
 
 
 def test_an_unknown_source_is_reported_once(tmp_path: Path) -> None:
-    """The source is unknown in files written before sources were recorded."""
+    """The source is unknown in files that were written before sources were recorded."""
     model = model_of("BART")
     ids = saved(model, A, tmp_path, "one")
     parts = []

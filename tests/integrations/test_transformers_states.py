@@ -1,4 +1,4 @@
-"""Models whose layers keep recurrent or convolution states, with or without keys and values."""
+"""Models whose layers hold recurrent or convolution states, with or without keys and values."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_beams(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Falcon-H1", "Jamba", "Lfm2Config", "Llama"])
 def test_generate_does_not_compile_a_model(name: str) -> None:
-    """On a CUDA device, generate compiles models for caches that report a fixed size."""
+    """On a CUDA device, generate compiles the model if a cache reports a fixed size."""
     with KvpackCache(small(name), "raw") as cache:
         assert not cache.is_compileable
 
@@ -116,7 +116,7 @@ FOLLOWING = torch.tensor([[7, 40, 9, 22, 5]])
 
 @pytest.mark.parametrize("name", ["Falcon-H1", "Jamba", "Qwen3-Next", "Lfm2Config"])
 def test_a_cache_goes_back_to_kept_states(name: str) -> None:
-    """The continuation equals that of a cache that ended there, bit for bit, including keys and values."""
+    """The continuation equals that of a cache that ended at the kept states, bit for bit, including keys and values."""
     model = small(name)
 
     def follows(cache: KvpackCache) -> Any:

@@ -1,4 +1,7 @@
-"""Prompts of models with sliding windows or states: computed once, stored, and continued elsewhere, with padding and in batches."""
+"""Prompts of models with sliding windows or states are computed once, stored, and continued elsewhere.
+
+The tests include padding and batches.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def generated(model: Any, ids: torch.Tensor, past: Any = None, **options: Any) -
 
 
 def continued(model: Any, ids: torch.Tensor, past: Any) -> tuple[list[Any], torch.Tensor]:
-    """Return the tokens that ``generate`` adds to ``ids``, and all their logits."""
+    """Return the tokens that ``generate`` appends to ``ids``, and the logits of each."""
     options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KvpackWarning)
@@ -64,7 +67,7 @@ def continued(model: Any, ids: torch.Tensor, past: Any) -> tuple[list[Any], torc
 
 
 def in_passes(model: Any, ids: torch.Tensor, tokens: int) -> Any:
-    """Return transformers' own cache of ``ids``, computed in passes of this many tokens."""
+    """Return transformers' own cache for ``ids``, computed in passes of ``tokens`` tokens."""
     past = DynamicCache(config=model.config.get_text_config(decoder=True))
     for part in ids.split(tokens, 1):
         model(part, past_key_values=past)
@@ -76,7 +79,7 @@ def open_store(folder: Path, model: Any) -> kvpack.Store:
 
 
 def save(folder: Path, model: Any, prompt: torch.Tensor = PROMPT, **options: Any) -> int:
-    """Compute a prompt and store it."""
+    """Compute a prompt, store it, and return the number of stored tokens."""
     with open_store(folder, model) as store, kvpack.prefill(model, prompt, "raw", **options) as cache:
         return store.save(prompt, cache)
 
@@ -120,7 +123,7 @@ def test_another_process_continues_a_stored_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["Mistral", "Gemma-3", "GPT-OSS"])
 @pytest.mark.parametrize("where", ["left", "right", "none"])
 def test_a_batch_continues_a_stored_prompt(name: str, where: str, tmp_path: Path) -> None:
-    """Rows have different questions, one of which is padded between the prompt and its question, or after it."""
+    """The rows have different questions. One row is padded between the prompt and its question, or after the question."""
     model = model_of(name)
     save(tmp_path, model)
     ids = torch.cat([PROMPT[:, :64].expand(2, -1), QUESTIONS], 1)
@@ -136,7 +139,7 @@ def test_a_batch_continues_a_stored_prompt(name: str, where: str, tmp_path: Path
 
 
 def test_a_row_of_a_padded_batch_is_stored(tmp_path: Path) -> None:
-    """Only the row without padding is stored: with padding, token ids do not determine keys and values."""
+    """Only the row without padding is stored, because padding means that token ids do not determine keys and values."""
     model = model_of("Gemma-3")
     ids = torch.cat([PROMPT, torch.nn.functional.pad(PROMPT[:, 9:], (9, 0))])
     with KvpackCache(model, "raw", keep_all=True) as cache:
@@ -157,7 +160,10 @@ def test_a_row_of_a_padded_batch_is_stored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["Mistral", "Gemma-3"])
 def test_turns_extend_the_stored_prompt(name: str, tmp_path: Path) -> None:
-    """Each turn loads the chunks stored by the previous one, the last of which sliding layers still have, and stores the next ones."""
+    """Each turn loads the chunks that the previous turn stored, and stores the next ones.
+
+    Sliding layers still hold the last of the loaded chunks.
+    """
     model = model_of(name)
     ids, stored = PROMPT, 0
     with open_store(tmp_path, model) as store:
@@ -220,7 +226,7 @@ def test_prefill_refuses_a_prompt_that_does_not_continue_the_cache() -> None:
 @pytest.mark.scenario
 @pytest.mark.parametrize(("name", "dtype"), DTYPES)
 def test_a_model_with_states_resumes_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
-    """With the same passes and the same attention, logits equal those over transformers' own cache."""
+    """With the same passes and the same attention function, logits equal those over transformers' own cache."""
     model = Architecture(name).model().to(getattr(torch, dtype))
     ids = torch.cat([PROMPT, QUESTIONS[:1]], 1)
     expected = {tokens: continued(model, ids, in_passes(model, ids[:, :tokens], 32)) for tokens in (32, 64)}
@@ -296,7 +302,7 @@ def test_a_batch_with_states_resumes(where: str, tmp_path: Path) -> None:
 
 
 def test_turns_of_a_model_with_states_extend_the_stored_prompt(tmp_path: Path) -> None:
-    """Each turn resumes after the last whole chunk of the previous prompt."""
+    """Each turn resumes after the last whole chunk of the previous turn's prompt."""
     model = model_of("Qwen3-Next")
     ids, stored = PROMPT, 0
     with open_store(tmp_path, model) as store:
@@ -314,7 +320,7 @@ def test_turns_of_a_model_with_states_extend_the_stored_prompt(tmp_path: Path) -
 
 
 def test_states_kept_by_a_recording_are_stored(tmp_path: Path) -> None:
-    """The recording is made by hand, over transformers' own cache."""
+    """The recording is created manually, over transformers' own cache."""
     model = model_of("Falcon-H1")
     with recording(model) as record:
         past = DynamicCache(config=model.config)

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs by default: only for models whose code is all known."""
+"""Decode steps use CUDA graphs by default only for models whose code is known completely."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def steps(model: Any, cache: Any, count: int = STEPS) -> list[torch.Tensor]:
-    """Return the logits of steps of one token each."""
+    """Return the logits of ``count`` steps of one token each."""
     return [model(random_ids(1, 1, step), past_key_values=cache).logits for step in range(count)]
 
 
@@ -151,12 +151,12 @@ FOREIGN = {
 
 
 REPLAYED = ("a function of a module",) if INTERPRETED else tuple(FOREIGN)
-"""Cases that run the kernels, each of which takes seconds in the interpreter."""
+"""Cases that run the kernels. In the interpreter, each of them takes seconds."""
 
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_third_party_code_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Foreign code is detected in a model that has it, and when it is added to a model."""
+    """Third-party code is detected if a model already has it, and when it is added to a model later."""
     change, reason = FOREIGN[name]
     model = model_of("Llama", **SIZES)
     snapshot = ModelSnapshot(model)
@@ -254,7 +254,7 @@ def test_a_failing_capture_is_not_retried(device: Device, monkeypatch: pytest.Mo
 
 @pytest.mark.kernels
 def test_attributes_of_a_model_do_not_keep_it_alive(device: Device) -> None:
-    """Attributes that refer to the model itself do not keep it alive."""
+    """Attributes that refer to the model itself do not keep the model alive."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     model.generate = types.MethodType(type(model).generate, model)
     cache = new_cache(model, device, graphs=None)

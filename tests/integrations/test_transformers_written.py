@@ -1,4 +1,4 @@
-"""Prompts of transformers models in files of earlier kvpack versions: the model continues them with the recorded tokens, or refuses."""
+"""Prompts in files of earlier kvpack versions: transformers models continue them with the recorded tokens, or refuse them."""
 
 from __future__ import annotations
 

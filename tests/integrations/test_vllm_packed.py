@@ -1,6 +1,6 @@
-"""Rows in vLLM's primary tier, over stubs of the vLLM 0.32 classes that the worker, the spec and the connector use.
+"""Tests of rows in vLLM's primary tier, with stubs of the vLLM 0.32 classes that the worker, spec and connector use.
 
-``make engines`` runs them in vLLM itself.
+``make engines`` runs the same in vLLM itself.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class AsyncLookupManager:
 
 
 class Info(NamedTuple):
-    """The size of the primary tier, which vLLM 0.33 publishes."""
+    """The size of the primary tier, as vLLM 0.33 publishes it."""
 
     chunks: int
     chunk_bytes: int
@@ -72,7 +72,7 @@ class Info(NamedTuple):
 
 
 class TieringOffloadingSpec:
-    """The part of vLLM's constructor on which kvpack's relies."""
+    """A stub of the part of vLLM's constructor that kvpack's class relies on."""
 
     def __init__(self, config: Any) -> None:
         self.config, self.extra_config = config, config.extra_config
@@ -114,7 +114,7 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
 
 
 def device_blocks(group: Group, seed: int) -> list[torch.Tensor]:
-    """Return int8 ``[block, byte]`` for each layer, including vLLM's padding."""
+    """Return an int8 tensor ``[block, byte]`` for each layer, including the padding that vLLM adds."""
     source = torch.Generator().manual_seed(seed)
     values = torch.randn(group.layers, BLOCKS, group.page_bytes // 2 + 32, generator=source).bfloat16()
     return [*values.view(torch.int8)]
@@ -126,7 +126,7 @@ def gpu(blocks: list[list[int]], indices: list[int]) -> Any:
 
 
 def cpu(chunks: list[int], keys: list[bytes] | None = None) -> Any:
-    """Return vLLM's spec of chunks with their keys, by default the ``key`` of each chunk's number."""
+    """Return vLLM's transfer spec of ``chunks``. By default, their keys are those of the chunks' numbers."""
     return types.SimpleNamespace(block_ids=numpy.array(chunks, numpy.int32), keys=keys or [key(chunk) for chunk in chunks])
 
 
@@ -135,7 +135,7 @@ def key(number: int, group: int = 0) -> bytes:
 
 
 class Engine:
-    """A worker over two groups of cache layers, with host memory below it."""
+    """A simulated engine: a worker for two groups of cache layers, and host memory to which it offloads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, recipe: str = "raw") -> None:
         self.groups = (ATTENTION, STATES)
@@ -282,7 +282,7 @@ def test_rows_from_a_tier_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_name_their_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of another chunk is intact and of the same model: only its key differs."""
+    """A row of another chunk is intact and belongs to the same model, so only its key differs."""
     engine = Engine(monkeypatch)
     engine.worker.submit_store(1, gpu([[1, 2, 3, 4], []], [0, 0]), cpu([0, 1]))
     engine.worker.get_finished()
@@ -312,7 +312,7 @@ def test_rows_name_their_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_chunks_may_be_partially_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window has passed the first block of a chunk before vLLM stores it, in memory that contained another chunk."""
+    """A window may have passed the first block of a chunk before vLLM stores it, in memory that held another chunk."""
     engine = Engine(monkeypatch)
     engine.worker.submit_store(1, gpu([[1, 2], []], [0, 0]), cpu([0], [key(7)]))
     engine.worker.submit_store(2, gpu([[3, 4, 5], []], [1, 0]), cpu([0, 1]))
@@ -400,7 +400,7 @@ def test_chunks_have_the_size_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_groups_omitted_by_vllm_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys use the numbers of all groups, but a spec only has the offloaded groups."""
+    """Keys use the numbers of all groups, but a spec contains only the offloaded groups."""
     given = config()
     for group, number in zip(given.groups, (1, 4), strict=True):
         group.group_id = number
@@ -419,7 +419,7 @@ def test_groups_omitted_by_vllm_have_numbers(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def with_basis(tmp_path: Path, **changes: Any) -> Any:
-    """Return the configuration of a model of one group with named layers, a recipe, and the file of its basis."""
+    """Return the configuration of a model with one group of named layers, and a recipe whose basis is in a file."""
     shapes = {(layer, side): (HEADS, DIM) for layer in range(LAYERS) for side in "kv"}
     (tmp_path / "m.kvbasis").write_bytes(random_basis(shapes, LAYERS, seed=changes.pop("seed", ""), model={"name": "folder/m"}))
     names = changes.pop("names", [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)])
@@ -467,7 +467,7 @@ def test_an_invalid_basis_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def vllm_config(of_model: dict[str, Any] | None = None, **changes: Any) -> Any:
-    """Return the fields of VllmConfig that ``relevant_settings`` reads."""
+    """Return an object with the fields of VllmConfig that ``relevant_settings`` reads."""
     parts: dict[str, dict[str, Any]] = {
         "model_config": {
             **dict.fromkeys(identities._MODEL),
@@ -617,7 +617,7 @@ PAGE = 1000
 
 
 def tensor(layers: list[str], *, offset: int = 0, page: int = PAGE, block: int = PAGE) -> Any:
-    """Return vLLM's KVCacheTensor of 10 blocks; by default, each layer has its own memory."""
+    """Return vLLM's KVCacheTensor of 10 blocks. By default, each layer has its own memory."""
     stride = 10 * page if block == page else page
     return types.SimpleNamespace(layers=layers, offset=offset, layer_stride=stride, block_stride=block)
 
@@ -635,7 +635,7 @@ def one_group(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_attention_blocks_are_compared_with_the_named_layout(one_group: Any) -> None:
-    """vLLM's attention may store tokens first, or split the cache's blocks: pages would mix heads."""
+    """vLLM's attention may store tokens before heads, or split the cache's blocks. Pages of such memory would mix heads."""
     memory = torch.zeros(BLOCKS, HEADS * TOKENS * 2 * DIM + 32)
     of_block = memory[:, :-32]
     heads_first = of_block.unflatten(1, (HEADS, TOKENS, 2 * DIM))
@@ -657,7 +657,7 @@ def test_attention_blocks_are_compared_with_the_named_layout(one_group: Any) -> 
 
 
 class OffloadingConnector:
-    """A stub of vLLM's connector, which creates the spec and passes on the layers' tensors."""
+    """A stub of vLLM's connector, which creates the spec and passes on the tensors of the layers."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self.options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
@@ -764,7 +764,7 @@ def test_placements_are_checked(options: dict[str, Any], message: str, connector
 
 
 def test_layers_of_several_groups_share_places(one_group: Any) -> None:
-    """The tier copies each piece of device memory once, in the order in which the groups' layers first refer to it."""
+    """The tier copies each piece of device memory once, in the order in which the layers of the groups first refer to it."""
 
     def places(tensors: list[Any], **groups: list[str]) -> list[list[int]]:
         spec = types.SimpleNamespace(page_size_bytes=PAGE)
@@ -804,7 +804,7 @@ def test_the_layout_of_a_store_is_that_of_the_tensors(connector: Any, one_group:
 
 
 def test_the_connector_refuses_other_versions(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connector refuses them before it uses anything of vLLM that may have been renamed."""
+    """The connector refuses other versions before it uses any part of vLLM that may have been renamed."""
     asked: list[Any] = []
 
     def groups(*arguments: Any) -> list[Group]:

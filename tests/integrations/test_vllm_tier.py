@@ -1,4 +1,4 @@
-"""The tier for vLLM, over stubs of the vLLM 0.32 classes that it uses: their signatures and order of calls.
+"""Tests of the tier for vLLM with stubs of the vLLM 0.32 classes that it uses: signatures and order of calls.
 
 ``make engines`` runs it in vLLM itself.
 """
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("patient_stores")
 
 HEADS, DIM, TOKENS, LAYERS = 2, 32, 32, 3
 BLOCK = 2 * HEADS * DIM * TOKENS * 2
-"""Size in bytes of a block of one layer."""
+"""Size in bytes of one layer's block."""
 
 
 class LookupResult(Enum):
@@ -72,7 +72,7 @@ class SecondaryTierManager:
 
 
 class AsyncLookupManager:
-    """vLLM's lookup manager without its thread: ``flush`` answers the lookups."""
+    """A stub of vLLM's lookup manager without a thread. ``flush`` answers the pending lookups."""
 
     def __init__(self, tier_type: str) -> None:
         self._state: dict[bytes, bool] = {}
@@ -121,14 +121,14 @@ STATES = Group(2, TOKENS, 600)
 
 
 def told(*groups: Group, **changes: Any) -> dict[str, Any]:
-    """Return the settings that the connector passes to the tier about groups that share memory, by layer number."""
+    """Return the settings that the connector passes to the tier about groups with shared memory, by layer number."""
     page = max(group.page_bytes for group in groups)
     places = [[page * layer for layer in range(group.layers)] for group in groups]
     return {SETTINGS: "as it is", GROUPS: list(groups), PLACES: places, **changes}
 
 
 def named(*groups: Group) -> tuple[Any, ...]:
-    """Return the groups of OffloadingConfig. vLLM also counts groups that it does not offload."""
+    """Return the groups of an OffloadingConfig. vLLM also counts groups that it does not offload."""
     return tuple(
         types.SimpleNamespace(layer_names=tuple(f"{number}-{layer}" for layer in range(group.layers)), group_id=2 * number)
         for number, group in enumerate(groups)
@@ -269,7 +269,7 @@ def test_chunks_are_restored_in_another_process(layout: str, workers: int, tier_
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_groups_of_attention_and_states_are_restored(workers: int, tier_class: Callable[..., Any], tmp_path: Path) -> None:
-    """Each chunk is a block of one group: keys and values are encoded, and states are stored byte for byte."""
+    """Each chunk is a block of one group. Keys and values are encoded, and states are stored byte for byte."""
     window = attention(2)
     groups = (attention(), STATES, window)
     config = Config("model", workers=workers, blocks_per_chunk=1, groups=named(*groups), extra_config=told(*groups))
@@ -336,7 +336,7 @@ def test_a_prefix_of_each_group_is_evicted_from_its_end(tier_class: Callable[...
 
 
 def test_a_cache_with_other_vllm_settings_is_separate(tier_class: Callable[..., Any], tmp_path: Path) -> None:
-    """vLLM chooses its layout by backend and environment, and a name may mean another arrangement with either."""
+    """vLLM chooses a layout by backend and environment, and the same name may mean another arrangement with each."""
     memory, key = rows_of(Config("model"), 1), [bytes(36)]
     fill(memory, 0)
     found = []
@@ -350,7 +350,7 @@ def test_a_cache_with_other_vllm_settings_is_separate(tier_class: Callable[..., 
 
 
 def test_a_model_started_with_other_settings_is_separate(tier_class: Callable[..., Any], tmp_path: Path) -> None:
-    """vLLM's keys do not cover configuration overrides, quantization and random weights, nor does it pass them to a tier."""
+    """vLLM's keys do not cover configuration overrides, quantization or random weights, and vLLM does not pass these to a tier."""
     memory, key = rows_of(Config("model"), 1), [bytes(36)]
     fill(memory, 0)
     found = []
@@ -521,7 +521,7 @@ def test_the_entry_point_does_nothing_without_vllm() -> None:
 
 
 def test_a_vllm_without_tiers_is_referred_to_the_connector(tier_class: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connector refuses that vLLM by name. An error here would prevent every vLLM from starting where kvpack is installed."""
+    """The connector refuses such a vLLM by name. An error here would stop every vLLM from starting where kvpack is installed."""
     ConnectorFactory._registry.clear()
     monkeypatch.delitem(sys.modules, "vllm.v1.kv_offload.tiering.factory")
     integration.register()
@@ -552,7 +552,7 @@ REQUEST = types.SimpleNamespace(req_id="r")
 
 
 class Chunks:
-    """An engine that drives the tier like vLLM's manager, which loads to the second half of its rows."""
+    """A simulated engine that drives the tier like vLLM's manager, and loads into the second half of its rows."""
 
     def __init__(self, tier_class: Callable[..., Any], folder: Path, **options: Any) -> None:
         self._memory = rows_of(Config("model"), 8)
@@ -648,7 +648,7 @@ def test_chunks_are_misses_after_a_restart_with_other_settings(
 
 
 def test_a_finished_request_leaves_its_chunks_to_the_next(tier_class: Callable[..., Any], tmp_path: Path) -> None:
-    """One request is aborted or preempted while its chunks are loaded, and another requests them before they have arrived."""
+    """One request is aborted or preempted while its chunks are being loaded, and another needs them before they have arrived."""
     engine = Chunks(tier_class, tmp_path)
     assert engine.store([0, 1]) == [True, True]
     assert engine.found([0, 1]) == [True, True]
@@ -675,7 +675,7 @@ def test_a_finished_request_leaves_its_chunks_to_the_next(tier_class: Callable[.
 
 
 def test_a_job_that_fails_completely_is_counted(tier_class: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM only sees misses, so only the counter shows the operator the reason."""
+    """vLLM sees only misses, so the counter alone shows operators the reason."""
     engine = Chunks(tier_class, tmp_path)
 
     def fails(*_: Any, **__: Any) -> Any:
@@ -689,7 +689,7 @@ def test_a_job_that_fails_completely_is_counted(tier_class: Callable[..., Any], 
 
 
 def test_a_prefix_is_evicted_from_its_end(tier_class: Callable[..., Any], tmp_path: Path) -> None:
-    """vLLM's jobs have keys in any order, and one request may have several jobs."""
+    """The keys of vLLM's jobs are in any order, and one request may have several jobs."""
     keys = [key(chunk) for chunk in range(4)]
     positions = {one: (number + 1) * 2 * TOKENS for number, one in enumerate(keys)}
     request = types.SimpleNamespace(req_id="r", _offload_key_positions=positions)
@@ -705,7 +705,7 @@ def test_a_prefix_is_evicted_from_its_end(tier_class: Callable[..., Any], tmp_pa
 
 
 def _newest_first(store: Any, keys: list[bytes]) -> list[bytes]:
-    """Return the keys in reverse order of eviction."""
+    """Return the keys in the reverse of the order in which they would be evicted."""
     used = {stored.key: stored.used_ns for stored in store._backend.list()}
     names = dict(zip(keys, store._entry_keys(keys), strict=True))
     return sorted(keys, key=lambda one: used[names[one]], reverse=True)

@@ -1,6 +1,6 @@
-"""Attention over packed rows by Triton, compared with fp64 attention over decoded values: in the interpreter anywhere, and on CUDA.
+"""Tests of attention over packed rows by Triton, compared with fp64 attention over the decoded values.
 
-interpreter.py says which process runs which of these tests.
+The tests run in Triton's interpreter anywhere, and compiled on CUDA devices. interpreter.py describes which process runs which of them.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ VALUES = {
 pytestmark = [needs_loaded_bounds, pytest.mark.usefixtures("uninitialized_is_poisoned")]
 
 PAIRS = [(k, v) for number, k in enumerate(KEYS) for v in (list(VALUES) * 2)[number % len(VALUES) :][: 1 if INTERPRETED else len(VALUES)]]
-"""All pairs or, if that takes long, enough of them to include every codec."""
+"""All pairs of codecs for keys and values or, if that takes too long, enough pairs to include every codec."""
 
 
 @pytest.mark.kernels
@@ -134,7 +134,7 @@ def test_head_dims(family: str) -> None:
 @pytest.mark.parametrize("states", [256, 1024])
 @pytest.mark.parametrize(("bits", "dims"), [(1, (16, 48)), (2, (24, 64)), (3, (16, 80)), (4, (12, 40))])
 def test_windows_of_a_trellis_in_rows_of_any_length(bits: int, dims: tuple[int, int], states: int) -> None:
-    """Rows of an odd number of words, in which the first window follows the last one inside a 32-bit word, and of less than a tile."""
+    """Rows have an odd number of words or less than a tile, and their first window begins in the last 32-bit word."""
     k_codec, v_codec = codecs(*[f"trellis:b={bits},states={states}"] * 2, dims)
     check_attention(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
 
@@ -142,7 +142,7 @@ def test_windows_of_a_trellis_in_rows_of_any_length(bits: int, dims: tuple[int, 
 @pytest.mark.kernels
 @pytest.mark.parametrize("words", ["element=e4m3", "element=e5m2,per=token", "element=e2m1,scales=e8m0", "element=e2m1,scales=e4m3"])
 def test_minifloats_with_any_fields_and_blocks(words: str) -> None:
-    """Tests rows with fewer words than a tile has columns, columns of many bytes, partial blocks, and three words of scales."""
+    """Rows have fewer words than a tile has columns, columns of many bytes, partial blocks, and three words of scales."""
     for dim, fields in (
         ((16, 0), (40, 1), (40, 3), (96, 0), (64, 16)) if INTERPRETED else ((16, 0), (40, 1), (40, 3), (96, 0), (192, 0), (64, 16))
     ):
@@ -157,7 +157,7 @@ def test_minifloats_with_any_fields_and_blocks(words: str) -> None:
     ("element", "spread", "fused"), [("e2m1", 23, True), ("e2m1", 24, False), ("e4m3", 14, True), ("e4m3", 15, False), ("e5m2", 9, False)]
 )
 def test_powers_of_two_beyond_tiles_are_left_to_torch(element: str, spread: int, fused: bool) -> None:
-    """The smallest element is in a block that is 2^spread times smaller than another of its token."""
+    """The smallest element belongs to a block that is 2^spread times smaller than another block of its token."""
     from kvpack.kernels.attend import attention
 
     codec, _ = codecs(f"minifloat:element={element},scales=e8m0", "raw:dtype=bf16", (64, 64))
@@ -178,7 +178,10 @@ def test_powers_of_two_beyond_tiles_are_left_to_torch(element: str, spread: int,
     ("words", "values"), [("", "group:b=2,g=32"), ("", "minifloat:element=e2m1,scales=e8m0"), (",qjl=fp16", "raw:dtype=bf16")]
 )
 def test_keys_per_step_of_a_block(words: str, values: str) -> None:
-    """The products of a step use the power of two of its block: small, large, with two tokens per row of values, and with signs."""
+    """The products of a step use the power of two of its block.
+
+    The cases are small and large powers, two tokens per row of values, and negative values.
+    """
     k_codec, v_codec = codecs(f"minifloat:element=e2m1,scales=e8m0{words}", values, (128, 64))
     side = random_side(k_codec, 1, (70,), 0, 1)
     scales = side.runs[0].streams["block_scales"]
@@ -199,7 +202,7 @@ def test_code_widths(bits: int) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize(("k", "v"), [((1, 1), (42, 4)), ((48, 3), (48, 4)), ((682, 4), (96, 8)), ((171, 1), (192, 3))])
 def test_codeword_and_radius_widths(k: tuple[int, int], v: tuple[int, int]) -> None:
-    """Tests dense quaternions whose codewords and radii are one symbol or two, and with more codewords than shared memory can store."""
+    """Codewords and radii of dense quaternions take one symbol or two. There are also more codewords than shared memory can hold."""
     k_codec, v_codec = codecs("quaternion:s={},r={}".format(*k), "quaternion:s={},r={}".format(*v), (64, 60))
     check_attention(Layer(random_side(k_codec, 1, (70,), 0, 1), random_side(v_codec, 1, (70,), 0, 2)), 2)
 
@@ -208,7 +211,7 @@ def test_codeword_and_radius_widths(k: tuple[int, int], v: tuple[int, int]) -> N
 @pytest.mark.kernels
 @pytest.mark.parametrize(("bits", "size", "dim"), [(4, 4, 128), (2, 16, 128), (3, 8, 96), (8, 4, 64), (2, 8, 60), (4, 8, 80), (1, 4, 256)])
 def test_groups_of_few_channels(bits: int, size: int, dim: int) -> None:
-    """A few columns share scales and centers, in fields with or without whole groups."""
+    """A few columns share scales and centers, and fields may contain partial groups."""
     codec, other = codecs(f"group:b={bits},g={size},axis=channel", f"group:b={bits},g={size},axis=channel,token_scale=fp16", (dim, dim))
     check_attention(Layer(random_side(codec, 2, (33, 70), 0, 1), random_side(other, 2, (103,), 0, 2)), 4, q_len=3)
 
@@ -277,7 +280,7 @@ STARTS: dict[str, dict[str, Any]] = {
     ids=lambda given: given if isinstance(given, str) else "two tokens a row" if given else "a token a row",
 )
 def test_left_padded_sequences(mode: str, dual: bool) -> None:
-    """Tests starts between tiles, inside them, in the tail, and after all tokens."""
+    """Sequences start between tiles, inside them, in the tail, and after all tokens."""
     if dual:
         k_codec, v_codec = codecs(NARROW["scalar 3"], NARROW["group 3, groups of channels"], (64, 64))
     else:
@@ -294,7 +297,7 @@ def test_left_padded_sequences(mode: str, dual: bool) -> None:
 def test_programs_with_many_tiles_and_left_padding(
     family: str, tiles: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each program has invisible tiles, masked ones, and whole ones."""
+    """Each program processes tiles that are invisible, masked, and fully visible."""
     from kvpack.kernels.attend import plan
     from kvpack.kernels.tiles import shapes
 
@@ -339,7 +342,7 @@ NARROW = {
     "dense angle": "angle:n=128,norm=linear8",
     "dense angle, logarithms": "angle:n=32,norm=log4,range=fp32",
 }
-"""Rows of 4 or 8 words at head dim 64."""
+"""Codecs whose rows have 4 or 8 words for head dim 64."""
 WIDE = {
     "raw": "raw:dtype=bf16",
     "group 4": "group:b=4,g=32",
@@ -349,7 +352,7 @@ WIDE = {
     "group 4, signs": "group:b=4,g=32,qjl=fp16",
     "scalar 3, signs": "scalar:b=3,qjl=fp32",
 }
-"""Codecs to combine with a narrow one."""
+"""Codecs to combine with one that has narrow rows."""
 
 
 @pytest.mark.scenario
@@ -429,7 +432,7 @@ def test_batches_and_heads() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128])
 def test_positions_of_the_norms_of_four_triplets(dim: int) -> None:
-    """The indices that byte permutations select equal those read one by one."""
+    """The indices that byte permutations select equal those that are read one by one."""
     from kvpack.kernels.bitpack import thread_digits, thread_rows
     from kvpack.kernels.tables import register_table
     from kvpack.kernels.tiles import loaders
@@ -470,7 +473,7 @@ def test_layers_with_only_a_tail_or_one_token() -> None:
 
 @pytest.mark.kernels
 def test_norms_of_any_size() -> None:
-    """Tests factors beyond binary16 in keys and in values: large, tiny and zero ones next to each other."""
+    """Keys and values have factors beyond binary16: large, tiny and zero ones next to each other."""
     k_codec, v_codec = codecs("scalar:b=3,norm=fp32", "scalar:b=3,norm=fp32", (64, 64))
     layer = Layer(random_side(k_codec, 1, (80,), 0, 1), random_side(v_codec, 1, (80,), 0, 2))
     assert layer.k is not None
@@ -489,7 +492,7 @@ def test_norms_of_any_size() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("dim", [20, 64, 128])
 def test_key_scales_of_any_size(dim: int) -> None:
-    """Tests groups of more tokens than a tile, with scales near the ends of binary16 and ordinary scores."""
+    """Groups have more tokens than a tile and scales near the limits of binary16, but scores are ordinary."""
     k_codec, v_codec = codecs("group:b=2,g=64", "group:b=2,g=32", (dim, 64))
     layer = Layer(random_side(k_codec, 1, (150, 70), 0, 1), random_side(v_codec, 1, (150, 70), 0, 2))
     assert layer.k is not None
@@ -522,7 +525,7 @@ def test_streams_with_any_strides() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("family", [name for name, words in KEYS.items() if not words.startswith("minifloat")])
 def test_no_word_reads_beyond_a_table(family: str) -> None:
-    """Invalid digits decode to something finite, because indices are masked to the table's size."""
+    """Invalid digits decode to finite values, because indices are masked to the size of the table."""
     from kvpack.kernels.attend import attention
 
     codec, _ = codecs(KEYS[family], "raw:dtype=bf16", (64, 64))
@@ -607,7 +610,7 @@ def test_without_inline_assembly(k: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.cuda
 @pytest.mark.parametrize("k", KEYS)
 def test_many_programs(k: str) -> None:
-    """There are enough tokens that every program processes several tiles, in flight together."""
+    """There are so many tokens that every program has several tiles in flight at once."""
     k_codec, v_codec = codecs(KEYS[k], VALUES["octahedral 3"], (128, 128))
     check_attention(Layer(random_side(k_codec, 2, (40_000,), 17, 1), random_side(v_codec, 2, (40_000,), 17, 2)), 8)
 
@@ -615,7 +618,7 @@ def test_many_programs(k: str) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("begin", [0, 33], ids=["aligned", "inside a token group"])
 def test_tiles_with_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If tiles are within token groups, scales are loaded once per tile of 64 tokens."""
+    """If tiles do not cross token groups, scales are loaded once per tile of 64 tokens."""
     from kvpack.kernels.attend import plan
     from kvpack.kernels.tiles import shapes
 
@@ -634,7 +637,7 @@ def test_tiles_with_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.kernels
 @pytest.mark.parametrize("lengths", [None, [3, 1], [700, 4]], ids=["all tokens", "short sequences", "a long and a short sequence"])
 def test_rows_loaded_ahead(lengths: list[int] | None) -> None:
-    """If a program has whole tiles, the rows of a tile are in registers while the previous tile is decoded."""
+    """If all tiles of a program are whole, the rows of a tile are loaded to registers while the previous tile is decoded."""
     tokens = 900 if INTERPRETED else 60_000
     k_codec, v_codec = codecs(KEYS["dense quaternion"], KEYS["dense quaternion"], (64, 60))
     layer = Layer(random_side(k_codec, 1, (tokens,), 5, 1, batch=2), random_side(v_codec, 1, (tokens,), 5, 2, batch=2))
@@ -679,7 +682,7 @@ def test_lengths_may_change_between_replays_of_a_cuda_graph() -> None:
 @pytest.mark.parametrize("tail", [0, 32], ids=["pages alone", "a raw tail in a frame of its own"])
 @pytest.mark.parametrize("q_heads", [4, 160], ids=["rotated row by row", "rotated by products"])
 def test_prepared_launches_are_reused(tail: int, q_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second call over a layer skips checks and planning, and is equally correct for another query."""
+    """The second call over a layer skips checks and planning, and its result is correct for another query."""
     layer = kvpack.pack(random_pairs(1, 75, dims=(32, 32)), f"kv=scalar:b=4;tail={tail}")[0]
     queries = [torch.randn(1, q_heads, 1, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     expected = [exact_attention(q, layer) for q in queries]

@@ -1,4 +1,7 @@
-"""Attention over keys in balanced frames, and unpacking, by Triton and C: only queries and decoded keys pass through a frame."""
+"""Tests of attention over keys in balanced frames, and of unpacking them, by Triton and C.
+
+Only queries and decoded keys are transformed to or from a frame.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cache keys of compiled attention kernels."""
+"""Tests of the cache keys of compiled attention kernels."""
 
 from __future__ import annotations
 

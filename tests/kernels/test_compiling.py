@@ -1,4 +1,7 @@
-"""The kernels of all operations compile for CUDA devices, even on a machine without one, which the interpreter does not check."""
+"""Tests that the kernels of all operations compile for CUDA devices, even on a machine without one.
+
+The interpreter does not compile kernels.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +33,17 @@ KERNELS = {
     "kv=trellis:b=3": {"attend_split", "decode_tiles", "_find_paths"},
     "kv=quaternion:s=24,r=3": {"attend_split", "decode_tiles", "_encode"},
 }
-"""Recipes with different loaders, sidecars, tables and launches, and some kernels of each."""
+"""Recipes with different loaders, sidecars, tables and launches, and some of the kernels that each one runs."""
 
 LAUNCHING = tuple(f"kvpack.kernels.{name}" for name in ("attend.many_queries", "attend.growing", "decode.sides", "encode.encode"))
-"""Modules that every process of these tests needs."""
+"""Modules that every process of these tests imports."""
 
 EVERY_CALL = ("nvfp4;raw=0",)
-"""Recipes for which calls with every option are compiled: options change how tiles are processed, not how they are loaded."""
+"""Recipes for which calls with every option are compiled. Options change how tiles are processed, not how they are loaded."""
 
 
 def compiled(folder: Path, *arguments: str) -> Any:
-    """Return the output of a compilation in a process without the interpreter."""
+    """Compile in a process without the interpreter, and return the output."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
     command = [warm_python.python(*LAUNCHING), "-c", PROGRAM, "--json", *arguments]
@@ -62,14 +65,14 @@ def test_kernels_compile_without_the_device(recipe: str, tmp_path: Path) -> None
 @pytest.mark.scenario
 @pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels were not tested with this Triton version")
 def test_the_default_recipe_compiles(tmp_path: Path) -> None:
-    """It compiles with the oldest and the newest Triton (.ci/versions.py), because one may accept what the other rejects."""
+    """The recipe is compiled with the oldest and the newest Triton (.ci/versions.py), because one may reject what the other accepts."""
     assert {"attend_split", "_encode"} <= set(compiled(tmp_path, "--quick", "kvpack-2;raw=0")["kernels"])
 
 
 @pytest.mark.scenario
 @pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels were not tested with this Triton version")
 def test_kernels_fit_on_chips_with_less_shared_memory(tmp_path: Path) -> None:
-    """These chips have the least; ``make gpu-compile`` also compiles for others."""
+    """The chips tested here have the least shared memory. ``make gpu-compile`` also compiles for others."""
     found = compiled(tmp_path, "--quick", "--capability", "89", "k=octahedral:b=3;v=group:b=3")
     assert {"attend_split", "decode_tiles", "_decode", "_encode"} <= set(found["kernels"])
     assert found["used"]["_attend"]["instructions"] > 0

@@ -1,4 +1,4 @@
-"""The C kernels for attention, compared with PyTorch operations over the same packed rows."""
+"""Tests of the C kernels for attention, compared with PyTorch operations over the same packed rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(not dispatch.c_is_built(), reason="the C kernels were not built")
 
 TOLERANCE = 2e-5
-"""Tolerance relative to the largest value: both paths sum in binary32, but in different orders."""
+"""Tolerance relative to the largest value. Both sides of the comparison sum in binary32, but in different orders."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def assert_alike(found: torch.Tensor, expected: torch.Tensor, layer: Layer) -> N
 
 @st.composite
 def calls(draw: DrawFn, family: str, plain: bool = False) -> tuple[torch.Tensor, Layer, dict[str, Any]]:
-    """Return queries, a layer and options of ``kvpack.attend``."""
+    """Draw the queries, the layer, and the options of a call of ``kvpack.attend``."""
     batch, heads, tokens = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 300))
     layer = Layer(draw(sides(batch, heads, tokens, "k", family, plain)), draw(sides(batch, heads, tokens, "v", family, plain)))
     assert layer.k is not None
@@ -159,7 +159,7 @@ def by_c(q: torch.Tensor, layer: Layer, *arguments: Any, **options: Any) -> torc
 
 
 QUERIES = {(128, 128): [(1, 1), (3, 1), (7, 9)], (64, 96): [(2, 1), (4, 1), (7, 9)]}
-"""Head dims, query heads per KV head, and queries."""
+"""For each pair of head dims: the numbers of query heads per KV head, and of queries."""
 
 
 @pytest.mark.scenario
@@ -177,7 +177,7 @@ def test_every_instruction_set_agrees(recipe: str, dims: tuple[int, int]) -> Non
 
 @pytest.mark.parametrize(("dim", "bits", "fields"), [(64, 8, 1), (64, 2, 4), (96, 2, 2), (192, 6, 4)])
 def test_groups_in_columns_of_any_number_of_bytes(dim: int, bits: int, fields: int, level: int) -> None:
-    """In planes of bytes, a word contains two columns, so rows may end inside a vector."""
+    """In planes of bytes, a word contains two columns, so a row may end inside a vector."""
     codecs = (Group(dim, bits, axis, 16, "none", 0, "none", (("codes", fields),)) for axis in ("token", "channel"))
     (pair,) = random_pairs(1, 70, dims=(dim, dim))
     layer = Layer(*(pack_side(x, codec, 0, "x") for x, codec in zip(pair, codecs, strict=True)))
@@ -249,7 +249,7 @@ def test_other_threads_run_meanwhile() -> None:
 
 @pytest.fixture
 def host_settings() -> Iterator[None]:
-    """Check that the host's denormal flushing, threads and random state are unchanged."""
+    """Check that a test leaves the host's denormal flushing, threads, and random state unchanged."""
     threads, state = torch.get_num_threads(), torch.random.get_rng_state()
     yield
     assert torch.get_num_threads() == threads
@@ -275,7 +275,7 @@ def test_the_hosts_denormal_mode_is_kept(flush: bool) -> None:
 @given(data=st.data())
 @settings(max_examples=12)
 def test_no_word_reads_out_of_bounds(family: str, data: st.DataObject) -> None:
-    """Pages in memory are not verified: any bits result in some values, and never in a crash."""
+    """Pages in memory are not verified, so arbitrary bits must result in some values, and never in a crash."""
     q, layer, options = data.draw(calls(family, plain=True))
     assert attention.cpu_attention(q, layer) is not None
     generator = torch.Generator().manual_seed(0)
@@ -293,7 +293,7 @@ def test_no_word_reads_out_of_bounds(family: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("recipe", ["kivi-4", "octopus-3", "raw"])
 def test_scores_that_differ_by_thousands(recipe: str) -> None:
-    """Scores 8.8 to 17 million below the maximum have exponents beyond 32-bit integers; sanitizers run this test."""
+    """Scores that are 8.8 to 17 million below the maximum have exponents that exceed 32-bit integers. Sanitizers run this test."""
     k, v = random_pairs(1, 300)[0]
     k *= 2.0**-10
     k[:, :, 7] = 1.5
@@ -348,7 +348,7 @@ def test_nan_in_raw_values_is_visible() -> None:
 @pytest.mark.parametrize("dim", [128, 40])
 @pytest.mark.parametrize("recipe", ["bf16", "lossless", "kv=lossless:dtype=bf16,chunk=256", "k=group:b=4,g=8;v=raw:dtype=bf16"])
 def test_nan_in_hidden_tokens_stays_hidden(recipe: str, dim: int, q_heads: int, level: int) -> None:
-    """Padding may contain anything, wherever chunks and tiles begin, and with torch operations too."""
+    """Padding may contain anything, wherever chunks and tiles begin. The same holds for torch operations."""
     q = torch.randn(2, q_heads, 1, dim, generator=torch.Generator().manual_seed(1))
     ((k, v),) = random_pairs(1, 600, batch=2, dims=(dim, dim))
     hidden = torch.zeros(2, 1, 600, 1, dtype=torch.bool)

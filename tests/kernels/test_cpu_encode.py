@@ -1,4 +1,7 @@
-"""Encoding by the C kernels: the same bytes as formats/, except where rotations and norms are rounded in another order."""
+"""Tests of encoding by the C kernels.
+
+They produce the bytes of formats/, except where rotations and norms are rounded in another order.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEVELS = pytest.mark.parametrize("level", range(len(library.levels())), ids=library.levels())
 
 ROUNDED_OTHERWISE = 2e-3
-"""Maximum share of words, and of binary16 norms, that may differ because values are next to a rounding bound."""
+"""Largest share of words, and of binary16 norms, that may differ because a value is next to a rounding boundary."""
 
 CLOSE = [
     ("scalar", 128, "b=3"),
@@ -242,13 +245,16 @@ def squared_error(codec: Codec, x: torch.Tensor, streams: dict[str, torch.Tensor
 
 
 def at_45_degrees(x: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """Return a mask ``[batch, kv_head, token]`` of tokens for which rounding decides whether norm_rule=unbiased enlarges their norms."""
+    """Return a mask ``[batch, kv_head, token]`` of the tokens that are at about 45 degrees to their decoded values.
+
+    For these, rounding decides whether norm_rule=unbiased enlarges the norm.
+    """
     product, squares = (x.double() * decoded.double()).sum(-1), x.double().square().sum(-1) * decoded.double().square().sum(-1)
     return (2 * product.square() - squares).abs() <= 1e-3 * squares
 
 
 def test_codecs_that_differ_only_in_their_search_share_no_table() -> None:
-    """The search is not stored in files, so the codecs are equal."""
+    """The kind of search is not stored in files, so the codecs compare equal."""
     x = contents("gaussian", (1, 1, 300, 64), 0)
     for rounding in ("scalar", "local3x3", "full", "local2x2"):
         codec = create("octahedral", 64, b="3", rounding=rounding)
@@ -259,9 +265,9 @@ def test_codecs_that_differ_only_in_their_search_share_no_table() -> None:
 
 @pytest.mark.parametrize("levels", [4, 8])
 def test_a_line_finds_the_levels_around_the_nearest_direction(levels: int) -> None:
-    """At the start of a line's step, the nearest direction has the level shared with the previous step.
+    """At the start of a step on the line, the nearest direction has the level that it shares with the previous step.
 
-    This suffices, because the directions nearest to a codeword are connected, and the codeword is within its own steps.
+    This suffices, because the directions nearest to a codeword form a connected region, and the codeword lies within its own steps.
     """
     table = direction_table(levels)
     slope, offset = cpu_encode.fit_line(torch.frombuffer(bytearray(table), dtype=torch.float32))

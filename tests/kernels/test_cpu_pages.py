@@ -1,4 +1,4 @@
-"""Engines' pages in C: any shape and strides, no writes outside a slot or a row, and checksums of any length."""
+"""Tests of the C functions for engines' pages: any shape and strides, writes within slots and rows, and checksums of any length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rANS in C encodes and decodes like formats/, bit for bit, from any words and states, and reads nothing else."""
+"""rANS in C encodes and decodes exactly like formats/ for any words and states, and never reads out of bounds."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_streams_equal_those_of_formats(half: int, chunk: int, tokens: int, any_
 
 @given(st.integers(1, 40), st.sampled_from((16, 64, 256)), st.integers(1, 90), st.integers(0, 99))
 def test_joined_values_equal_those_of_formats(half: int, chunk: int, tokens: int, seed: int) -> None:
-    """The results agree in every bit, for pages of any strides and lengths, partial chunks and a tail."""
+    """Results agree bit for bit for pages of any strides and lengths, partial chunks, and a tail."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(2**15), 2**15, (2, 3, 3 * tokens, 2 * half), generator=generator).to(torch.int16)
     x = torch.where(torch.rand(bits.shape, generator=generator) < 0.1, bits, torch.full_like(bits, 0x3F80)).view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Unpacking by the C kernels, compared with formats/: bit for bit unless a rotation sums values."""
+"""Tests of unpacking by the C kernels, which equals formats/ bit for bit unless a rotation sums values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ def by_torch(side: Side, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _klt_bound(side: Side) -> torch.Tensor:
-    """Return twice the error that the spec allows (klt-8), once for each decoder: ``[batch, kv_head, token, dim]``."""
+    """Return twice the error that the spec allows (rule klt-8), ``[batch, kv_head, token, dim]``.
+
+    It is twice because both decoders may have that error.
+    """
     bounds = []
     for page in side.runs:
         # Raw tokens beside it are exact.

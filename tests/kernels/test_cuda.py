@@ -1,4 +1,4 @@
-"""The same cache on a CUDA device: encoded, appended, attended and unpacked with the same results as on the CPU."""
+"""On a CUDA device, a cache is encoded, appended to, attended and unpacked with the same results as on the CPU."""
 
 from __future__ import annotations
 

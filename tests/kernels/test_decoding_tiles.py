@@ -1,6 +1,6 @@
-"""Decoding by tile loaders to 16-bit values in the coded frame, compared with the codecs' own decoding.
+"""Tile loaders decode to 16-bit values in the coded frame, which are compared with the codecs' own decoding.
 
-interpreter.py says which process runs which of these tests.
+interpreter.py describes which process runs which of these tests.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ CODECS = [
     "minifloat:element=e4m3",
 ]
 ERRORS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8}
-"""Relative error in the 2-norm: the rounding of tiles and of the output. The interpreter truncates bfloat16."""
+"""Relative error in the 2-norm from the rounding of tiles and of the output. The interpreter truncates bfloat16."""
 
 pytestmark = [needs_loaded_bounds, pytest.mark.usefixtures("uninitialized_is_poisoned")]
 
 
 def decoded(side: Side, frame: DecodedFrame, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return tokens ``[start, stop)`` of ``side``, decoded to ``frame``."""
+    """Return tokens ``[start, stop)`` of ``side``, decoded in the frame ``frame``."""
     from kvpack.kernels.attend import scratch
 
     block = scratch.DecodedBlock(side, frame, start, stop, dtype)

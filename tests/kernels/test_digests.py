@@ -1,6 +1,6 @@
-"""Digests computed on a device equal those of xxhash, and files are refused with the CPU's messages.
+"""Digests computed on a device equal those of xxhash, and damaged files are refused with the same messages as on the CPU.
 
-interpreter.py says which process runs which of these tests.
+interpreter.py describes which process runs which of these tests.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LEAST = digests.MIN_BYTES
 
 @pytest.fixture(autouse=True)
 def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run kernels on CPU tensors in the interpreter, too. With a device, caches are packed on the CPU."""
+    """Run the kernels even on CPU tensors, in the interpreter. With a device, caches are packed on the CPU."""
     if INTERPRETED:
         monkeypatch.setenv(dispatch.VARIABLE, "triton")
 
@@ -69,7 +69,7 @@ EDGES = (
 @pytest.mark.scenario
 @pytest.mark.parametrize("blocks", [1, 60, digests.BLOCKS_AT_ONCE])
 def test_digests_equal_those_of_xxhash_at_every_boundary(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tensors are in one call: tensors of many sizes share its launches, up to the maximum."""
+    """All tensors are in one call. Tensors of different sizes share launches, up to the maximum number per launch."""
     monkeypatch.setattr(digests, "BLOCKS_AT_ONCE", blocks)
     data = random_bytes(max(EDGES) + 64)
     places = [(8 * (number % 8), 8 * (number % 8) + size) for number, size in enumerate(EDGES)]
@@ -91,7 +91,7 @@ def test_digests_of_any_bytes(data: Any) -> None:
 
 
 def test_a_large_tensor() -> None:
-    """Tests at least as many blocks as a program of the second launch processes at a time, and several programs of the first."""
+    """The tensor has several programs in the first launch, and at least one full program in the second."""
     data = random_bytes(200 * BLOCK + 777)
     assert found_of(data, [(0, len(data))]) == [xxhash.xxh3_128_digest(data)]
 
@@ -115,7 +115,7 @@ def on_the_cpu(path: Path) -> tuple[str, str]:
 
 
 def hashed_by_the_host(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that collects the names of tensors whose digests the host checks."""
+    """Return a list to which the names of tensors that the host checks are appended."""
     names: list[str] = []
 
     def counted(check: Any) -> Any:
@@ -143,7 +143,7 @@ def _readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("_readers")
 @pytest.mark.parametrize(("recipe", "piece_bytes"), [("k=octahedral:b=3;v=group:b=3", 1 << 10), ("kivi-2;raw=0", 1 << 21)])
 def test_damage_gives_the_same_error_as_on_the_cpu(recipe: str, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bit is flipped in the first, the last and another byte of every tensor, and in the padding; the host hashes nothing."""
+    """A bit is flipped in the first, the last and another byte of every tensor, and in the padding. The host hashes nothing."""
     reads_of(piece_bytes, monkeypatch)
     path = tmp_path / "a"
     kvpack.save(kvpack.pack(random_pairs(1, 85, batch=1, dims=(64, 96)), recipe), path)
@@ -169,7 +169,7 @@ def test_damage_gives_the_same_error_as_on_the_cpu(recipe: str, piece_bytes: int
 @pytest.mark.scenario
 @pytest.mark.usefixtures("_readers")
 def test_damage_is_found_by_every_check_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some layers are checked by the device and others by the host, in reads smaller than a tensor."""
+    """The device checks some layers and the host checks others, in reads smaller than a tensor."""
     reads_of(1 << 10, monkeypatch)
     path = tmp_path / "a"
     recipe = "kv=group:b=2,g=32;layers=1:kv=group:b=2,g=32,scales=u8;layers=3:k=octahedral:b=3"
@@ -209,7 +209,7 @@ def test_sides_without_stored_bytes_are_loaded(tmp_path: Path) -> None:
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", ["kvpack-2", "octopus-3", "oscar-2", "kivi-2", "turboangle-k8v4", "int-3-med3", "fp16"])
 def test_the_device_checks_what_presets_store(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This includes sidecars, whose streams have few bytes, or none."""
+    """The tensors include those of sidecars, whose streams have few bytes or none."""
     cache = kvpack.pack(random_pairs(2, 70, batch=1), recipe)
     kvpack.save(cache, tmp_path / "a")
     with container.open_file(tmp_path / "a") as file:
@@ -226,7 +226,7 @@ def test_the_device_checks_what_presets_store(recipe: str, tmp_path: Path, monke
 def test_the_host_hashes_tensors_that_a_device_does_not_check(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host must hash zstd frames, and bytes whose rules it checks, before it uses them."""
+    """The host must hash zstd frames, and bytes whose rules it checks, before using them."""
     recipe, path = options.get("recipe", "octopus-3"), tmp_path / "a"
     kvpack.save(kvpack.pack(random_pairs(2, 70, batch=1), recipe), path, compress="compress" in options)
     names = hashed_by_the_host(monkeypatch)
@@ -268,7 +268,7 @@ def stored(cache: kvpack.Cache) -> dict[str, bytes]:
 def test_copies_of_any_size_equal_those_on_the_cpu(
     layers: Any, least: int, copy_bytes: int, read_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Consecutive layers in a file are copied together, except across a layer that is left out or has states."""
+    """Layers that are adjacent in a file are copied together, unless there is a layer between them that is omitted or has states."""
     monkeypatch.setattr(staged_reads, "COPY_BYTES", copy_bytes)
     reads_of(read_bytes, monkeypatch)
     cache = kvpack.pack(random_pairs(5, 85, batch=1, dims=(64, 96)), "k=octahedral:b=3;v=group:b=3")
@@ -296,7 +296,7 @@ def test_copies_of_any_size_equal_those_on_the_cpu(
 @pytest.mark.usefixtures("_readers")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_load_leaves_no_thread(error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread reads into released memory, or from a closed descriptor."""
+    """No thread goes on reading into freed memory or from a closed file descriptor."""
     for name, nbytes in (("COPY_BYTES", 1 << 12), ("PIECE_BYTES", 1 << 10), ("READ_BYTES", 1 << 10)):
         monkeypatch.setattr(staged_reads, name, nbytes)
     kvpack.save(kvpack.pack(random_pairs(4, 85, batch=1, dims=(64, 96)), "octopus-3"), tmp_path / "a")

@@ -1,6 +1,6 @@
-"""Encoding by Triton, compared with formats/: in the interpreter anywhere, and on CUDA.
+"""Tests of encoding by Triton, compared with formats/, in the interpreter anywhere and compiled on CUDA devices.
 
-interpreter.py says which process runs which of these tests.
+interpreter.py describes which process runs which of these tests.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 DISTORTION = 1e-3
-"""Maximum relative difference of the squared error from that of formats/."""
+"""Largest permitted difference of the squared error from that of formats/, relative to the latter."""
 
 ROUNDED_OTHERWISE = 5e-3
-"""Maximum share of words that may differ because rotations and norms are rounded in another order."""
+"""Largest share of words that may differ because rotations and norms are rounded in another order."""
 
 EXACT = [
     ("group", 128, "k", "bfloat16", "b=2"),
@@ -129,7 +129,7 @@ def cases(rows: list[tuple[str, int, str, str, str]]) -> Any:
 
 
 def values(dim: int, dtype: str, batch: int = 1, tokens: int = 33) -> torch.Tensor:
-    """Return ``[batch, 2, tokens, dim]`` with tokens of several sizes, one of zeros."""
+    """Return ``[batch, 2, tokens, dim]``. The tokens have different norms, and one is zero."""
     x = contents("gaussian", (batch, 2, tokens, dim), dim)
     x *= torch.exp2(torch.arange(tokens) % 7 - 3.0)[:, None]
     x[0, 1, 5] = 0
@@ -137,7 +137,7 @@ def values(dim: int, dtype: str, batch: int = 1, tokens: int = 33) -> torch.Tens
 
 
 def encoded(codec: Codec, x: torch.Tensor, errors: torch.Tensor | None = None) -> dict[str, torch.Tensor] | None:
-    """Encode ``x`` with the kernels as a view into a larger buffer of ones, neither contiguous nor aligned."""
+    """Encode ``x`` with the kernels, passed as a view of a larger buffer of ones that is neither contiguous nor aligned."""
     from kvpack.kernels.encode import encode
 
     with torch.device(DEVICE):
@@ -198,7 +198,7 @@ def test_distortion_equals_that_of_formats(codec_id: str, dim: int, side: str, d
 @pytest.mark.usefixtures("uninitialized_is_poisoned")
 @cases([CLOSE[0], CLOSE[1], CLOSE[3], CLOSE[11], CLOSE[22], CLOSE[28], CLOSE[34]])
 def test_one_head_of_one_token(codec_id: str, dim: int, side: str, dtype: str, words: str) -> None:
-    """Sizes of 1 are compile-time constants in Triton, not tensors."""
+    """Triton treats sizes of 1 as compile-time constants."""
     codec, x = codec_of(codec_id, dim, side, words), contents("gaussian", (1, 1, 1, dim), 0).to(getattr(torch, dtype))
     streams = encoded(codec, x)
     assert streams is not None
@@ -401,7 +401,7 @@ def test_kernel_offsets_of_tokens_are_64_bit() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "kv=minifloat:element=e5m2,per=head,scales=fp16"])
 def test_a_run_keeps_the_scales_of_the_previous_run(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales are chosen as in formats/: kept if they fit, larger with room to grow, and smaller if values are far smaller."""
+    """Scales are chosen as in formats/: kept if they fit, enlarged with room to grow, and reduced if values are far smaller."""
     x = torch.randn(2, 2, 9, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(DEVICE)
     found = {}
     for backend in dispatch.BACKENDS:
@@ -418,7 +418,7 @@ def test_a_run_keeps_the_scales_of_the_previous_run(recipe: str, monkeypatch: py
 @pytest.mark.kernels
 @pytest.mark.parametrize("live", [False, True], ids=["pack", "live"])
 def test_a_token_that_fits_its_groups_badly_is_raw_or_named(live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This also applies to windows of tokens that a live cache encodes."""
+    """The same applies to windows of tokens that a live cache encodes."""
     if INTERPRETED:
         monkeypatch.setenv("KVPACK_KERNELS", "triton")
     k, v = (x.to(DEVICE) for x in torch.randn(2, 1, 2, 256, 128, generator=torch.Generator().manual_seed(0)))

@@ -1,4 +1,7 @@
-"""Encoding of klt by Triton, compared with formats/: equal codes except next to rounding bounds, and gains that match the errors."""
+"""Tests of encoding klt by Triton, compared with formats/.
+
+Codes are equal except next to rounding boundaries, and gains match the errors.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ pytestmark = [pytest.mark.kernels, needs_loaded_bounds, pytest.mark.usefixtures(
 HEADS = 2
 
 NEXT_TO_A_BOUND = 2.0**-18
-"""Distance from the midpoint of two entries, relative to the token's length, within which binary32 sums may choose either."""
+"""Distance from the midpoint of two entries, relative to the token's norm, within which binary32 sums may select either entry."""
 
 CASES = [
     pytest.param(128, bytes([6, 3, 2, 1, 1, 0, 0, 0]), "bfloat16", "fp16", id="widths that calibrations find"),
@@ -41,7 +44,7 @@ def klt(dim: int, widths: bytes, gain: str = "fp16", rows: str = "basis") -> Klt
 
 
 def values(dim: int, dtype: str, batch: int, tokens: int) -> torch.Tensor:
-    """Return ``[batch, HEADS, tokens, dim]`` with tokens of several sizes, one of zeros."""
+    """Return ``[batch, HEADS, tokens, dim]``. The tokens have different norms, and one is zero."""
     x = contents("gaussian", (batch, HEADS, tokens, dim), dim) * torch.exp2(torch.arange(tokens) % 7 - 3.0)[:, None]
     x[0, -1, 0] = 0
     return x.to(getattr(torch, dtype))
@@ -56,7 +59,10 @@ def encoded(codec: Klt, x: torch.Tensor) -> dict[str, torch.Tensor] | None:
 
 
 def check(codec: Klt, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> None:
-    """Check that codes equal those of formats/ except next to a bound, and that gains differ only by rounding if all codes are equal."""
+    """Check that codes equal those of formats/ except next to a rounding boundary.
+
+    If all codes are equal, gains may differ only by rounding.
+    """
     expected = codec.encode(x.float())
     assert {name: (stream.shape, stream.dtype) for name, stream in streams.items()} == {
         name: (stream.shape, stream.dtype) for name, stream in expected.items()
@@ -79,7 +85,7 @@ def check(codec: Klt, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> N
 
 
 def zip_codes(codec: Klt, streams: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return the codes of each run with a width, int64 ``[batch, kv_head, token, column]``."""
+    """Return the codes of each run of columns with the same width, int64 ``[batch, kv_head, token, column]``."""
     rest = dict(zip(sorted({*codec.widths} - {0}), codec.digits(streams), strict=True))
     found = {}
     for run, width in enumerate(codec.widths):
@@ -132,7 +138,7 @@ def test_codes_with_widths_per_head_equal_those_of_formats(dim: int, widths: byt
 
 
 def test_one_token() -> None:
-    """Sizes of 1 are compile-time constants in Triton, not tensors."""
+    """Triton treats sizes of 1 as compile-time constants."""
     codec, x = klt(64, bytes([4, 1, 0, 0])), values(64, "bfloat16", 1, 1)
     streams = encoded(codec, x)
     assert streams is not None

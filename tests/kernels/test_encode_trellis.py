@@ -1,6 +1,6 @@
-"""The Triton search of trellis finds the same paths as formats/: in the interpreter anywhere, and on CUDA.
+"""The Triton search for trellis paths finds the same paths as formats/, in the interpreter anywhere and on CUDA devices.
 
-interpreter.py says which process runs which of these tests.
+interpreter.py describes which process runs which of these tests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.kernels
 
 @pytest.mark.parametrize(("bits", "state_bits", "dim"), [(1, 10, 32), (2, 8, 48), (3, 10, 16), (4, 8, 16)])
 def test_the_kernel_finds_the_same_path_as_formats(bits: int, state_bits: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs include zeros, values beyond the table, and equal costs; a program searches several rows with memory for one."""
+    """Inputs include zeros, values beyond the table, and equal costs. A program searches several rows with the memory for one."""
     x = contents("gaussian", (5, dim), bits) * dim**-0.5
     x[1], x[2, ::3] = 0, 3.0
     x = x.to(DEVICE)

@@ -1,6 +1,6 @@
-"""Prepared decoding is cached with a side, so that later calls do little more than launch.
+"""Prepared decoding is cached with a side, so later calls do little more than launch kernels.
 
-interpreter.py says which process runs which of these tests.
+interpreter.py describes which process runs which of these tests.
 """
 
 from __future__ import annotations

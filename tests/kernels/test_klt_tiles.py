@@ -1,4 +1,4 @@
-"""Attention over klt rows by Triton: every width, heads with separate bases, and cases that tiles do not support."""
+"""Tests of attention over klt rows by Triton: every width, heads with their own bases, and cases without tile loaders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.kernels, needs_loaded_bounds, pytest.mark.usefixtures(
 
 
 def klt(dim: int, widths: bytes, side: str = "k", heads: int = 2, gain: str = "fp16", rows: str = "basis", scale: float = 1.0) -> Klt:
-    """Return a codec with a random basis for each head, identified by its digest."""
+    """Return a codec with a random basis for each head, which is identified by its digest."""
     found = random_rows(heads, dim, side).clone()
     found[:, 1 : 1 + dim] *= scale
     digest = hashlib.sha256(f"{dim} {heads} {side} {scale}".encode()).digest()
@@ -66,7 +66,7 @@ OF_HEADS = {
 
 
 def of_heads(name: str) -> tuple[Klt, Klt]:
-    """Return codecs of two heads with separate widths."""
+    """Return codecs for keys and values of two heads with different widths."""
     dim, k, v = OF_HEADS[name]
     sides = klt(dim, bytes(-(-dim // 16) * [1])), klt(dim, bytes(-(-dim // 16) * [1]), "v", gain="none")
     return with_widths_of_heads(sides[0], k), with_widths_of_heads(sides[1], v)
@@ -99,7 +99,7 @@ def test_widths_per_head_with_stored_rows() -> None:
 @pytest.mark.scenario
 @pytest.mark.parametrize("tail", [0, 9])
 def test_raw_tokens(tail: int) -> None:
-    """Columns without codes cannot represent raw tokens, so neighboring tokens are decoded to the original frame, like the tail."""
+    """Columns without codes cannot represent raw tokens, so tokens near these are decoded to the original frame, as the tail is."""
     layer = []
     for number, codec in enumerate(of_heads("wide heads")):
         kept = CodecWithSidecars(codec, (RawPositions(codec.dim, "bf16"),))
@@ -123,7 +123,7 @@ def test_raw_tokens(tail: int) -> None:
 
 @pytest.mark.parametrize("fields", [1, 3, 16, 40])
 def test_other_numbers_of_fields(fields: int) -> None:
-    """Columns may have sizes that writers do not choose; 1-bit codes are then looked up, too."""
+    """Columns may have sizes that no writer chooses. In that case, even 1-bit codes are looked up."""
     k, v = klt(64, bytes([1, 3, 1, 1])), klt(64, bytes([1, 2, 0, 1]), "v")
     k, v = (replace(codec, fields=tuple((name, fields) for name, _ in codec.fields)) for codec in (k, v))
     check_attention(Layer(*sides(k, v)), 2)
@@ -148,7 +148,7 @@ def test_modes_over_pages_and_a_tail(mode: str) -> None:
 
 
 def test_keys_with_another_codec_for_values() -> None:
-    """Tiles of the other side may have two tokens per row; frames of other codecs have one matrix for all heads."""
+    """Tiles of the other side may have two tokens per row, and frames of other codecs have one matrix for all heads."""
     k, v = klt(64, bytes([3, 1, 0, 2])), klt(64, bytes([2, 1, 1, 0]), "v")
     groups, scalars = codecs("group:b=2,g=32", "scalar:b=2", (64, 64))
     check_attention(Layer(sides(k, v)[0], random_side(scalars, 2, (40,), 0, 3)), 4)
@@ -158,7 +158,7 @@ def test_keys_with_another_codec_for_values() -> None:
 @pytest.mark.parametrize("rows", ["fp16", "fp32"])
 @pytest.mark.parametrize("widths", [bytes([2, 3]), bytes([0, 2])])
 def test_stored_rows(widths: bytes, rows: str) -> None:
-    """Each sequence and page has its own rows, all of which name the same basis; columns without codes add nothing."""
+    """Each sequence and page has its own rows, all of which refer to the same basis. Columns without codes add nothing."""
     layer = []
     for name in "kv":
         codec = klt(32, widths, name, rows=rows)
@@ -173,7 +173,7 @@ def test_stored_rows(widths: bytes, rows: str) -> None:
 
 @pytest.mark.parametrize("scale", [2.0**-12, 2.0**12])
 def test_basis_scales(scale: float) -> None:
-    """Values are far from 1: tables include their unit as far as binary16 allows."""
+    """Values are far from 1. Tables include the basis's unit as far as binary16 allows."""
     k, v = klt(32, bytes([4, 1]), scale=2.0**5), klt(32, bytes([1, 3]), "v", scale=scale)
     check_attention(Layer(*sides(k, v)), 4)
 
@@ -197,7 +197,7 @@ def test_many_tokens() -> None:
 
 
 def test_many_queries() -> None:
-    """They attend to decoded tokens, whose frame has no loader that decodes them without queries."""
+    """Many queries attend to decoded tokens, because no loader decodes their frame without queries."""
     from kvpack.kernels.attend import many_queries
 
     k, v = klt(32, bytes([4, 1])), klt(32, bytes([1, 3]), "v")
@@ -256,7 +256,7 @@ def test_each_half_has_its_own_selector(half: int) -> None:
 
 
 def joined(words: list[list[int]], selectors: list[int]) -> list[int]:
-    """Return the bytes of ``words`` after one permutation for each of ``selectors``."""
+    """Return the bytes that byte permutations of ``words`` produce, one permutation for each of ``selectors``."""
     found = words[0]
     for word, selector in zip(words[1:], selectors, strict=True):
         found = [(found + word)[selector >> 4 * at & 7] for at in range(4)]

@@ -1,6 +1,6 @@
-"""Attention of many queries by Triton over decoded blocks, compared with fp64 attention over the decoded values.
+"""Tests of attention of many queries by Triton over decoded blocks, compared with fp64 attention over the decoded values.
 
-interpreter.py says which process runs which of these tests.
+interpreter.py describes which process runs which of these tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from support.kernel_calls import attend_by
 from support.random_sides import codecs, exact_attention, random_side
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2 if INTERPRETED else 8e-3}
-"""Relative tolerance in the 2-norm, by the queries' dtype; the interpreter truncates bfloat16."""
+"""Relative tolerance in the 2-norm for each dtype of queries. The interpreter truncates bfloat16."""
 
 pytestmark = [needs_loaded_bounds, pytest.mark.usefixtures("uninitialized_is_poisoned")]
 
@@ -221,7 +221,7 @@ def test_every_library_returns_its_log_sum_exp(peer: str | None, causal: bool, m
 # Layers of the first two share what is prepared; with the others, that depends on values.
 @pytest.mark.parametrize("recipe", ["k=octahedral:b=3;v=group:b=3", "bf16", "octopus-3", "fp8;raw=0", "oscar-2-u8;raw=0"])
 def test_layers_with_equal_layouts_are_attended_with_their_own_values(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This also holds next to layers with other pages, or another tail."""
+    """The same holds if other layers have other pages or another tail."""
     from kvpack.kernels.attend import many_queries
 
     def layer(seed: int, *runs: int, tail: int = 5) -> Layer:
@@ -246,7 +246,7 @@ def test_layers_with_equal_layouts_are_attended_with_their_own_values(recipe: st
 @pytest.mark.scenario
 @pytest.mark.kernels
 def test_layers_known_together_get_their_tables_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer gets its own tables, one with other pages gets none of theirs, and the cache keeps no layer alive."""
+    """Each layer has its own tables, a layer with other pages has none of them, and the cache keeps no layer alive."""
     from kvpack.kernels.attend import layer_sharing, many_queries
 
     def layer(seed: int, tokens: int) -> Layer:
@@ -307,7 +307,7 @@ def test_pages_of_a_layer_may_have_streams_in_different_orders() -> None:
 @pytest.mark.scenario
 @pytest.mark.kernels
 def test_tables_of_all_layers_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests layers of a loaded cache, one with a different number of heads, also after their pages have changed."""
+    """The layers are those of a loaded cache, before and after their pages change. One has another number of heads."""
     from kvpack.kernels.attend import layer_sharing, many_queries
 
     if INTERPRETED:
@@ -387,7 +387,7 @@ def test_attend_checks_one_of_the_layers_with_equal_layouts(monkeypatch: pytest.
 def test_one_call_attends_all_where_the_result_is_the_same(
     k: str, v: str, batch: int, mode: dict[str, Any], calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tests short prefixes whose values are decoded to their own frame."""
+    """The cases include short prefixes whose values are decoded to their own frame."""
     from kvpack.kernels.attend import many_queries
 
     counted = []
@@ -438,7 +438,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", OTHERS)
 def test_prepared_state_is_not_used_for_a_different_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds for calls before and after the usual one."""
+    """The other call runs before or after the usual one."""
     from kvpack import attention
     from kvpack.kernels.attend import many_queries
 
@@ -450,7 +450,7 @@ def test_prepared_state_is_not_used_for_a_different_call(name: str, monkeypatch:
     }
 
     def call(given: dict[str, Any]) -> torch.Tensor:
-        """Return the result over a new layer."""
+        """Return the result of a call over a new layer."""
         own = {**usual, **given}
         sides, recipe = [], parse_recipe(own["recipe"])
         for side in "kv":

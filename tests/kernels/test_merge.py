@@ -1,4 +1,4 @@
-"""The merge of partial results, compared with float64 sums: with or without a rotation, one or two frames, few or many parts."""
+"""Merged partial results equal float64 sums, with or without a rotation, in one or two frames, for few or many parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""minifloat elements as tiles: every code and scale is exact, in the interpreter's functions and in their inline PTX."""
+"""Tests of minifloat elements as tiles: every code and scale is exact, in the interpreter's functions and in inline PTX."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bits_of(value: float) -> int:
 
 
 def permuted(first: int, second: int, select: int) -> int:
-    """Emulate PTX's prmt in its default mode."""
+    """Emulate PTX's ``prmt`` in its default mode."""
     pool = first.to_bytes(4, "little") + second.to_bytes(4, "little")
     found = bytearray()
     for number in range(4):
@@ -44,7 +44,7 @@ def halves(word: int) -> tuple[float, float]:
 
 
 def executed(ptx: str, **given_registers: int) -> dict[str, int]:
-    """Return the registers after the PTX instructions below, given the inputs; ``r1`` is ``$1``."""
+    """Execute PTX instructions of the kinds below, and return the registers. ``r1`` is the operand ``$1``."""
     registers = {name.replace("r", "$"): word for name, word in given_registers.items()}
 
     def value(name: str) -> int:
@@ -80,7 +80,7 @@ def executed(ptx: str, **given_registers: int) -> dict[str, int]:
 @pytest.mark.parametrize("converts", [False, True], ids=["by integers", "by conversions"])
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_inline_assembly_is_exact(element: str, converts: bool) -> None:
-    """Tests every element at every position of a word, among the bits of other elements."""
+    """Every element is at every position of a word, surrounded by bits of other elements."""
     from kvpack.kernels.bitpack import minifloats
     from kvpack.kernels.triton_internals import python_function
 
@@ -105,7 +105,10 @@ def test_inline_assembly_is_exact(element: str, converts: bool) -> None:
 @pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels were not tested with this Triton version")
 @pytest.mark.parametrize("lowered", [0, 14])
 def test_powers_of_four_scales_are_exact(lowered: int) -> None:
-    """Scales are divided by the largest, at any position: equal ones, just representable ones, too small ones, and extreme ones."""
+    """Scales are divided by the largest one, which may be at any position.
+
+    Others are equal to it, barely representable, too small, and extreme.
+    """
     from kvpack.kernels.bitpack import minifloats
     from kvpack.kernels.triton_internals import python_function
 
@@ -140,7 +143,7 @@ def every_product(dim: int, run_scale: float) -> Side:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(("dtype", "run_scale"), [(torch.float16, 1.0), (torch.bfloat16, -(2.0**115))], ids=str)
 def test_every_product_of_nvfp4_is_exact(dim: int, dtype: torch.dtype, run_scale: float) -> None:
-    """Tests one, two and four blocks per tile, and a scale that cannot be combined with a power of two."""
+    """Tiles have one, two and four blocks, and one scale cannot be combined with a power of two."""
     from kvpack.kernels.attend import scratch
 
     side = every_product(dim, run_scale)
@@ -160,7 +163,7 @@ def test_every_product_of_nvfp4_is_exact(dim: int, dtype: torch.dtype, run_scale
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("words", ["scales=e4m3", "per=token,scales=fp32", "qjl=fp16", "scales=e4m3,qjl=fp16"])
 def test_zeros_with_the_largest_scale_stay_zeros(words: str) -> None:
-    """Powers of two missing in elements are moved to the scale, which must not become infinite."""
+    """Powers of two that elements cannot represent are moved to the scale, which must not become infinite."""
     codec, _ = codecs(f"minifloat:element=e2m1,{words}", "raw:dtype=bf16", (64, 64))
     side = random_side(codec, 1, (20,), 0, 1)
     (page,) = side.runs
@@ -178,7 +181,7 @@ def test_zeros_with_the_largest_scale_stay_zeros(words: str) -> None:
 @needs_loaded_bounds
 @pytest.mark.parametrize("run_scale", [2.0**100, -(2.0**-100), 0.0])
 def test_run_scales_of_any_size(run_scale: float) -> None:
-    """Tests two runs, one with far larger values."""
+    """One of the two runs has far larger values than the other."""
     codec, raw = codecs("minifloat:element=e2m1,scales=e4m3", "raw:dtype=bf16", (64, 64))
     side = random_side(codec, 1, (40, 33), 0, 1)
     last = side.runs[-1]

@@ -1,4 +1,4 @@
-"""The functions that a call of ``attend`` runs are those in the diagram of kernels/README.md."""
+"""A call of ``attend`` runs exactly the functions that the diagram in kernels/README.md shows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 PACKAGE = Path(kvpack.__file__).parent
 KERNELS = Path(next(iter(kvpack.kernels.__path__)))
 MAX_FUNCTIONS = 60
-"""Maximum number of functions in a whole call."""
+"""Maximum number of functions that a whole call may run."""
 
 
 def path_of(file: str) -> str | None:
-    """Return the README's name of a file of the package, or None for other files."""
+    """Return the name that the README uses for a file of the package, or None for other files."""
     path = Path(file)
     if path.is_relative_to(KERNELS):
         return str(path.relative_to(KERNELS))
@@ -33,7 +33,7 @@ def path_of(file: str) -> str | None:
 
 
 def drawn() -> set[str]:
-    """Return the files in the first diagram of the section "One call"."""
+    """Return the files that the first diagram in the section "One call" contains."""
     text = (KERNELS / "README.md").read_text(encoding="utf-8")
     picture = re.search(r"## One call\n.*?```text\n(.*?)```", text, re.DOTALL)
     assert picture is not None

@@ -1,4 +1,4 @@
-"""Inline PTX on two words per register treats each half by its own column, however the compiler pairs columns."""
+"""Inline PTX that processes two words per register treats each half by its own column, however the compiler pairs columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORD = 0xFFFFFFFF
 
 
 def permute(a: int, b: int, selector: int) -> int:
-    """Emulate ``prmt.b32``: bytes of two registers, or the sign of a byte in all bits."""
+    """Emulate ``prmt.b32``, which selects bytes of two registers, or repeats the sign of a byte in all of its bits."""
     both, result = a | b << 32, 0
     for place in range(4):
         nibble = selector >> 4 * place & 15
@@ -27,7 +27,7 @@ def permute(a: int, b: int, selector: int) -> int:
 
 
 def choose(a: int, b: int, c: int, table: int) -> int:
-    """Emulate ``lop3.b32``: any function of three bits."""
+    """Emulate ``lop3.b32``, which computes any function of three bits."""
     return sum((table >> ((a >> bit & 1) << 2 | (b >> bit & 1) << 1 | c >> bit & 1) & 1) << bit for bit in range(32))
 
 
@@ -46,7 +46,7 @@ OPERATIONS: dict[str, Callable[..., int]] = {
 
 
 def run(ptx: str, *inputs: int) -> tuple[int, int]:
-    """Return the halves of ``$0`` after the instructions of ``ptx``, whose inputs are ``$1`` and so on."""
+    """Execute the instructions ``ptx``, whose inputs are ``$1`` and so on, and return both halves of ``$0``."""
     registers = {f"${number}": value for number, value in enumerate(inputs, 1)}
     for line in re.sub(r"[{}]|\.reg [^;]*;", "", ptx).split(";"):
         if not line.strip():

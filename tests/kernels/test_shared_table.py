@@ -1,4 +1,4 @@
-"""Lookups in shared memory by inline assembly, compared with indexing, and the same function without assembly."""
+"""Lookups in shared memory by inline assembly equal indexing, and the same function without assembly."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_any_word_finds_its_entry_or_the_last_one(
 
 
 def test_declared_memory_leaves_matrices_where_matrix_instructions_read_them() -> None:
-    """The compiler's memory begins after the table: at byte 1,536, products of 128 x 16 by 16 x 64 values were wrong on an H200."""
+    """The compiler's memory begins after the table. At byte 1,536, products of 128 x 16 by 16 x 64 values were wrong on an H200."""
     from kvpack.kernels.tables import table_assembly
 
     for size in (16, 1024, 1536, table_assembly.MAX_STATIC_BYTES):

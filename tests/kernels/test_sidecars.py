@@ -1,4 +1,7 @@
-"""Attention over packed rows with the sidecars that the attention kernel itself supports; see test_attention.py."""
+"""Tests of attention over packed rows with the sidecars that the attention kernel itself supports.
+
+test_attention.py contains those without sidecars.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ def test_head_dims(sidecar: str) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("sidecar", SIDECARS)
 def test_pages_batches_and_lengths(sidecar: str) -> None:
-    """Pages of keys and of values end at different tokens."""
+    """The pages of keys end at other tokens than those of values."""
     k_codec, v_codec = codecs(*(f"scalar:b=3,{SIDECARS[sidecar]}" for _ in "kv"), (32, 64))
     layer = Layer(random_side(k_codec, 2, (64, 33), 9, 1, batch=2), random_side(v_codec, 2, (50, 47), 9, 2, batch=2))
     check_attention(layer, 4, q_len=2, sliding_window=70)
@@ -70,7 +73,7 @@ def test_pages_batches_and_lengths(sidecar: str) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("k", ["scalar:b=3,mean=16", "octahedral:b=2,mean=64,mean_bits=4,outliers=3,qjl=fp16"])
 def test_means_of_pages_batches_and_lengths(k: str) -> None:
-    """Pages end within tiles and at their edges, and values may have two tokens per row."""
+    """Pages end inside tiles and at their edges, and values may have two tokens per row."""
     k_codec, v_codec = codecs(k, "scalar:b=2", (32, 64))
     layer = Layer(random_side(k_codec, 2, (64, 33), 9, 1, batch=2), random_side(v_codec, 2, (97,), 9, 2, batch=2))
     check_attention(layer, 4, q_len=2, sliding_window=70)
@@ -83,7 +86,7 @@ def test_means_of_pages_batches_and_lengths(k: str) -> None:
 @pytest.mark.parametrize("mean", [8, 128])
 @pytest.mark.parametrize("v", ["scalar:b=3", "scalar:b=4"])
 def test_means_with_two_tokens_per_row(v: str, mean: int) -> None:
-    """Tiles are in one page of means or in several; the tokens of a row are apart, or neighbors if both sides have such rows."""
+    """Tiles are within one page of means or in several. The two tokens of a row are neighbors only if both sides have such rows."""
     k_codec, v_codec = codecs(f"scalar:b=2,mean={mean},mean_bits=4", v, (64, 64))
     found = loaders.dual_tiles_of(k_codec)
     assert found is not None
@@ -94,7 +97,7 @@ def test_means_with_two_tokens_per_row(v: str, mean: int) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("k", ["scalar:b=3,mean=128", "group:b=4,axis=channel,rotation=hadamard,mean=8,mean_bits=4,channel_scale=fp16"])
 def test_means_with_raw_tokens(k: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raw tokens cut a page at positions other than the start of a page of means."""
+    """Raw tokens split a page at positions where no page of means starts."""
     from kvpack.kernels.attend import attention
 
     pairs = random_pairs(1, 220, dims=(64, 64))
@@ -115,7 +118,7 @@ def test_means_with_raw_tokens(k: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("window", [None, 70])
 def test_means_of_a_growing_layer(window: int | None) -> None:
-    """Launches stay the same while their tables and products have room."""
+    """Launches stay the same as long as their tables and products have room."""
     from kvpack.kernels.attend.growing import GrowingCall
     from kvpack.kernels.attend.prepared import Options
 
@@ -146,7 +149,7 @@ def test_widths_of_sign_columns(fields: int) -> None:
 
 @pytest.mark.kernels
 def test_factors_of_any_size() -> None:
-    """The factors of a codec and of its signs are large, tiny and zero, next to each other."""
+    """The factors of the codec and of its signs are large, tiny and zero, next to each other."""
     k_codec, v_codec = codecs(*("scalar:b=3,norm=fp32,qjl=fp32" for _ in "kv"), (64, 64))
     layer = Layer(random_side(k_codec, 1, (80,), 0, 1), random_side(v_codec, 1, (80,), 0, 2))
     assert layer.v is not None
@@ -249,7 +252,7 @@ def test_raw_tokens_of_either_side_share_a_launch(size: float, monkeypatch: pyte
 @pytest.mark.kernels
 @pytest.mark.parametrize("limit", [1, 2 * 64 * 300])
 def test_blocks_with_raw_tokens_are_decoded_once_for_any_window(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows begin inside blocks, and one block has values beyond binary16."""
+    """Windows begin inside blocks, and one block has values that exceed binary16."""
     from kvpack.kernels.attend import segments
 
     monkeypatch.setattr(segments, "MAX_DECODED_VALUES", limit)
@@ -272,7 +275,7 @@ def test_blocks_with_raw_tokens_are_decoded_once_for_any_window(limit: int, monk
     "recipe", ["kv=scalar:b=3,norm=fp32;raw=4,0.6", "k=octahedral:b=3;v=group:b=3,g=32;raw=4,0.6", "kv=trellis:b=2,states=256;raw=4,0.6"]
 )
 def test_scattered_raw_tokens_do_not_disable_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One in 64 tokens is raw: only the tokens around it are decoded first."""
+    """One token in 64 is raw. Only the tokens around the raw ones are decoded first."""
     from kvpack.kernels.attend import attention, segments
     from kvpack.kernels.attend.prepared import Options
 
@@ -299,7 +302,7 @@ def test_outliers_of_many_tokens() -> None:
 
 @pytest.mark.kernels
 def test_more_outliers_than_fit_in_a_thread() -> None:
-    """Some tokens have mostly outlier chunks and others none, in tiles that begin inside a granule of entries."""
+    """Most chunks of some tokens are outliers, other tokens have none, and tiles begin inside a granule of entries."""
     k_codec, v_codec = codecs("group:b=4,g=64,axis=channel,outliers=3", "quaternion:s=24,r=3,outliers=3", (64, 64))
     sides = []
     for seed, codec in enumerate((k_codec, v_codec)):
@@ -342,7 +345,7 @@ def test_patches_fit_with_tables() -> None:
 
 @pytest.mark.kernels
 def test_pages_with_channel_scales_and_a_raw_tail() -> None:
-    """Queries have different norms in each frame: one page scales its channels by 8, one by 1/4, and the tail not at all."""
+    """Queries have different norms in each frame: one page scales its channels by 8, one by 1/4, and the tail by 1."""
     from kvpack.kernels.attend import attention
     from kvpack.kernels.attend.prepared import Options
 

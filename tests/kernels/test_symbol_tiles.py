@@ -1,4 +1,4 @@
-"""Tiles of symbols in the layout of the matrix units' sums: every symbol is in its place, bit for bit."""
+"""In tiles of symbols in the layout of the matrix units' sums, every symbol is at its place, bit for bit."""
 
 from __future__ import annotations
 

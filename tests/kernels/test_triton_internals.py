@@ -1,4 +1,4 @@
-"""Assumptions about internals of the installed Triton. Code is compiled for a GPU that need not be present."""
+"""Tests of assumptions about internals of the installed Triton. Code is compiled for a GPU that need not exist."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_code_is_named_by_its_source() -> None:
 
 @pytest.mark.cuda
 def test_a_cached_launch_binds_its_arguments_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It binds again if a pointer is not aligned as the compiled code expects."""
+    """Arguments are bound again if a pointer is not aligned as the compiled code expects."""
     import torch
 
     from kvpack.kernels import triton_internals
@@ -91,7 +91,7 @@ def test_a_cached_launch_binds_its_arguments_once(monkeypatch: pytest.MonkeyPatc
 
 
 class Compiled:
-    """A compiled kernel and its function."""
+    """A stand-in for a compiled kernel and its function."""
 
     packed_metadata, function = (1, 1, 0), 7
 
@@ -100,7 +100,7 @@ class Compiled:
 
 
 class Function:
-    """A stand-in for a JIT function that counts what Triton itself binds and launches."""
+    """A stand-in for a JIT function that counts how often Triton binds arguments and launches."""
 
     arg_names = ("out", "planes", "count", "SIZE")
 

@@ -1,6 +1,6 @@
-"""Triton kernels, compared with formats/: in Triton's interpreter anywhere, and compiled if there is a CUDA device.
+"""Tests of the Triton kernels for unpacking, compared with formats/.
 
-interpreter.py says which process runs which of these tests.
+The tests run in Triton's interpreter anywhere, and compiled on CUDA devices. interpreter.py describes which process runs which of them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 def on_device(streams: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the streams as views into larger buffers of ones, neither contiguous nor aligned."""
+    """Return the streams as views of larger buffers of ones that are neither contiguous nor aligned."""
     with torch.device(DEVICE):
         return {name: with_poisoned_padding(stream) for name, stream in streams.items()}
 
 
 def random_streams(codec: Codec, batch: int, heads: int, tokens: int, seed: int) -> dict[str, torch.Tensor]:
-    """Return any words (including invalid ones) and any finite scales: subnormal, negative, largest."""
+    """Return streams of arbitrary words, even invalid ones, and finite scales, including subnormal, negative and the largest ones."""
     generator = torch.Generator().manual_seed(seed)
     streams = {}
     for name, layout in codec.layout(batch, heads, tokens).items():
@@ -139,7 +139,7 @@ def test_group_kernel_refuses_streams_that_are_too_short(stream: str) -> None:
     ],
 )
 def test_minifloat_kernel_equals_formats(words: str) -> None:
-    """Tests any finite elements and scales, and words with any number of fields."""
+    """Elements and scales are arbitrary finite values, and words have any number of fields."""
     from kvpack.kernels.decode import decode
 
     for number, (dim, fields) in enumerate(((128, 0), (40, 1), (63, 3), (70, 16), (1, 0))):

@@ -1,6 +1,6 @@
-"""lossless decoded by Triton, bit for bit: in the interpreter anywhere, and on CUDA.
+"""Tests of decoding lossless by Triton, bit for bit, in the interpreter anywhere and on CUDA devices.
 
-interpreter.py says which process runs which of these tests.
+interpreter.py describes which process runs which of these tests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("uninitialized_is_poi
 
 
 def values(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Return normally distributed values, with infinities, several NaNs, zeros of both signs, and subnormal numbers."""
+    """Return normally distributed values with infinities, several kinds of NaN, zeros of both signs, and subnormal numbers."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
     special = torch.tensor([0x7F80, -0x80, 0x7FC1, 0x7C00, -0x400, 0x7E01, -0x8000, 0, 1, -0x7FFF], dtype=torch.int16)
     x.view(torch.int16).view(-1)[3 : 3 + 10 * 7 : 7] = special
@@ -33,7 +33,7 @@ def values(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.T
 
 
 def unpacked(side: Side, dtype: torch.dtype) -> torch.Tensor:
-    """Unpack the packed tokens of a side, all by kernels, into a tensor with other strides."""
+    """Unpack all packed tokens of a side by kernels into a tensor with unusual strides, and return it."""
     from kvpack.kernels.decode import sides
 
     out = torch.zeros(side.batch, side.packed_tokens, side.heads, side.dim, dtype=dtype, device=DEVICE).transpose(1, 2)

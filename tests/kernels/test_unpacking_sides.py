@@ -1,6 +1,6 @@
-"""Sides unpacked by Triton with one launch for all pages of a codec, compared with torch.
+"""Sides that Triton unpacks with one launch for all pages of a codec equal those unpacked by torch.
 
-interpreter.py says which process runs which of these tests.
+interpreter.py describes which process runs which of these tests.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ CODECS = {
     "quaternion": "quaternion:s=24,r=3",
     "rotated quaternion": "quaternion:s=7,r=2,rotation=hadamard",
 }
-"""Recipes that the kernels decode. Dense quaternions with s = 24 have digits of base 9."""
+"""Recipes that the kernels can decode. Dense quaternions with s = 24 have digits of base 9."""
 
 EXACT = {torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8, torch.float16: 2.0**-11}
-"""Maximum error of rounding to a dtype, relative to the value; the interpreter truncates bfloat16."""
+"""Largest error of rounding to each dtype, relative to the value. The interpreter truncates bfloat16."""
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -51,7 +51,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def fused(side: Side, dtype: torch.dtype) -> torch.Tensor:
-    """Return a side that the kernels unpack completely."""
+    """Unpack a side, all of it by kernels, and return the values."""
     from kvpack.kernels.decode import sides
 
     there = side.to(DEVICE)
@@ -62,7 +62,7 @@ def fused(side: Side, dtype: torch.dtype) -> torch.Tensor:
 
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list that collects the pointers of every launch."""
+    """Return a list to which the pointers of every launch are appended."""
     from kvpack.kernels.triton_internals import CachedLaunch
 
     launched: list[Any] = []

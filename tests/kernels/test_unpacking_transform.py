@@ -1,6 +1,6 @@
-"""transform decoded by Triton: factors bit for bit, values within the page's tolerance; in the interpreter anywhere, and on CUDA.
+"""Tests of decoding transform by Triton: factors are exact, and values are within the spec page's tolerance.
 
-interpreter.py says which process runs which of these tests.
+The tests run in Triton's interpreter anywhere, and compiled on CUDA devices. interpreter.py describes which process runs which of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.kernels, needs_loaded_bounds, pytest.mark.usefixtures(
 
 SHAPES = {(0, "k"): (2, 12), (0, "v"): (2, 9)}
 ROUNDED = {torch.float32: 0.0, torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8, torch.float16: 2.0**-11}
-"""Maximum error of rounding to a dtype, relative to the value; the interpreter truncates bfloat16."""
+"""Largest error of rounding to each dtype, relative to the value. The interpreter truncates bfloat16."""
 
 
 @pytest.fixture(scope="module", params=["head", "layer"])
@@ -54,13 +54,13 @@ def there(streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return True if values equal the oracle's except for the order of sums and the rounding to their dtype."""
+    """Return True if values equal those of the reference, except for the order of sums and rounding to the dtype."""
     allowed = ROUNDED[found.dtype] * 1.01 * expected.abs() + 2.0**-18 * expected.abs().amax() + 2.0**-24
     return bool(((found.float().cpu() - expected).abs() <= allowed).all())
 
 
 def unpacked(side: Side, dtype: torch.dtype) -> torch.Tensor:
-    """Unpack all tokens of a side with the kernels into a tensor with other strides."""
+    """Unpack all tokens of a side by kernels into a tensor with unusual strides, and return it."""
     from kvpack.kernels.decode import sides
 
     out = torch.full((side.batch, side.tokens, side.heads, side.dim), torch.nan, dtype=dtype, device=DEVICE).transpose(1, 2)
@@ -103,7 +103,10 @@ def test_random_levels_in_parts(dim: int, heads: int, chunk: int, tokens: int, s
 
 
 def random_streams(dim: int, heads: int, chunk: int, tokens: int, side: str) -> tuple[Transform, dict[str, torch.Tensor]]:
-    """Return a codec with random frames (of a layer if the head dim is 1 mod 3, else of heads), and streams with many escapes."""
+    """Return a codec with random frames, and streams with many escapes.
+
+    Frames belong to the layer if the head dim is 1 mod 3, and to each head otherwise.
+    """
     codec = replace(with_random_frames(create("transform", dim, side=side, chunk=str(chunk))), step=20)
     source = random.Random(f"{dim} {side}")
     streams = transform_streams(codec, 1, heads, tokens, lambda: source.randrange(1 << 16))
@@ -154,7 +157,7 @@ def test_factors_equal_those_of_formats_bit_for_bit(dim: int, chunk: int, held: 
 
 
 def with_longer_numbers(codec: Transform) -> Transform:
-    """Return ``codec`` with frames and values that binary16 cannot represent."""
+    """Return ``codec`` with frames and values that binary16 cannot represent exactly."""
     source = codec.source
     assert source is not None
     frames = source.check_heads(2, codec.dim)
@@ -172,7 +175,7 @@ def test_frames_with_more_precision_than_binary16(side: str) -> None:
 
 
 def damaged(streams: dict[str, torch.Tensor], kind: int) -> dict[str, torch.Tensor]:
-    """Return ``streams`` with a bit of a word or a state flipped, with a word moved to the next chunk, or unchanged."""
+    """Return ``streams`` with a flipped bit in a word or state, with a word moved to the next chunk, or unchanged."""
     arrays = {name: stream.numpy().copy() for name, stream in streams.items()}
     if kind in (1, 2):
         # All words of the first chunk are those of escapes, whose levels may be any; the second chunk begins with others.

@@ -1,6 +1,6 @@
-"""The rules for words on a device find exactly what ``Codec.check`` refuses, and files are refused with its messages.
+"""The device's rules for words find exactly what ``Codec.check`` refuses, and files are refused with the same messages.
 
-interpreter.py says which process runs which of these tests.
+interpreter.py describes which process runs which of these tests.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def sides_of(recipe: str) -> list[Side]:
 
 @pytest.fixture(autouse=True)
 def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run kernels on CPU tensors in the interpreter, too. With a device, caches are packed on the CPU."""
+    """Run the kernels even on CPU tensors, in the interpreter. With a device, caches are packed on the CPU."""
     if INTERPRETED:
         monkeypatch.setenv(dispatch.VARIABLE, "triton")
 
@@ -69,7 +69,7 @@ def is_refused(codec: Codec, streams: Mapping[str, torch.Tensor]) -> bool:
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rules_find_the_same_errors_as_the_codec(recipe: str) -> None:
-    """Tests one invalid bit pattern at a time, in the first and the last word of each stream and between them."""
+    """One bit pattern at a time is invalid, in the first word of each stream, in the last, and between them."""
     random = numpy.random.default_rng(0)
     for side in sides_of(recipe):
         codec, own = side.codec, {name: stream.clone() for name, stream in side.stored_streams()[0].items()}
@@ -90,7 +90,7 @@ def test_rules_find_the_same_errors_as_the_codec(recipe: str) -> None:
 
 @pytest.mark.scenario
 def test_every_kind_of_rule_is_broken_at_least_once() -> None:
-    """Tests that limits of columns, spare bits and floats of both sizes occur; the test above would not notice if none did."""
+    """Limits of columns, spare bits, and floats of both sizes all occur. Otherwise, other tests would pass without checking them."""
     kinds = set()
     for recipe in RECIPES:
         for side in sides_of(recipe):

@@ -1,4 +1,4 @@
-"""The angle codec: directions compared with exact cosines, uniform angles, accuracy, layout, and unusual inputs."""
+"""Tests of the angle codec: directions compared with exact cosines, uniform angles, accuracy, layout, and edge cases."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_angles_on_the_axes_and_next_to_the_first() -> None:
 
 
 def test_random_signs_spread_angles_evenly() -> None:
-    """TurboAngle Sec. 2: the angles of correlated channels are close to uniform after a signed Hadamard rotation only."""
+    """Only after a signed Hadamard rotation are the angles of correlated channels close to uniform (TurboAngle, Sec. 2)."""
     x = gaussian(1, 1, 500, 128)
     x[..., 1::2] += 2 * x[..., 0::2]
     x[..., 0::2] *= 5**0.5
@@ -265,7 +265,7 @@ def test_worked_example_of_the_specification() -> None:
 
 
 def check_round_trip(codec: Angle, x: torch.Tensor) -> bool:
-    """Check the layout, parameters and error of one round trip. Returns False if the input was refused as too large."""
+    """Check the layout, the parameters, and the error of one round trip. Return False if the input is refused as too large."""
     try:
         streams = codec.encode(x)
     except OutOfRange:
@@ -318,7 +318,7 @@ def test_round_trip(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("norm", ["linear1", "log1"])
 def test_no_factor_makes_a_norm_infinite(norm: str) -> None:
-    """Rule angle-7: with only two codes for all norms, the factor is large."""
+    """If there are only two codes for all norms, the factor is large (rule angle-7)."""
     x = contents("large", (1, 2, 2, 102), 5665759)
     assert check_round_trip(angle(102, n=4, norm=norm, range="fp32", rotation="none"), x)
 

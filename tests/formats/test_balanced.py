@@ -1,4 +1,4 @@
-"""Balanced keys: the source of their frames, the recipes that request them, and refusals."""
+"""Tests of balanced keys: where their frames come from, which recipes request them, and refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_basis(frames: torch.Tensor, dtype: str = "fp32") -> Basis:
     ["scalar:b=8", "octahedral:b=7", "trellis:b=4,states=1024", "group:b=8,g=16", "scalar:b=8,channel_scale=fp16", "scalar:b=8,mean=32"],
 )
 def test_keys_are_encoded_in_the_balanced_frame(codec: str) -> None:
-    """Keys are decoded correctly, and their codes are those of the keys in the frame."""
+    """Keys are decoded correctly, and their codes are those of the keys in the balanced frame."""
     given = pairs(40)
     cache = kvpack.pack(given, kvpack.Recipe(f"k={codec},frame=balanced;v=raw", BASIS))
     for layer, (found, (k, _)) in enumerate(zip(cache, given, strict=True)):
@@ -194,7 +194,7 @@ def test_headers_that_no_writer_produces() -> None:
 
 
 def test_channel_scales_balanced_by_keys_and_queries(tmp_path: Path) -> None:
-    """Factors are proportional to (E[k^2] / E[q^2])^(1/4), and readers need no basis."""
+    """Factors are proportional to (E[k^2] / E[q^2])^(1/4), and readers do not need the basis."""
     squares = torch.logspace(-1, 1, DIM)
     queries = torch.diag(squares).expand(HEADS, -1, -1).contiguous()
     frames = random_balanced(HEADS, DIM, "x")
@@ -241,7 +241,7 @@ def test_channels_without_keys_or_queries_have_neutral_factors() -> None:
 
 
 def test_a_growing_cache_attends_in_one_frame() -> None:
-    """The raw tail and the packed tokens use different queries, before and after the tail is packed."""
+    """The raw tail and the packed tokens need different queries, before and after the tail is packed."""
     live = kvpack.LiveCache(kvpack.Recipe(f"{RECIPE};tail=32", BASIS), layers=2)
     whole = pairs(100)
     for start in range(0, 100, 25):

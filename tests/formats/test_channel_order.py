@@ -1,4 +1,4 @@
-"""channel_order and block_rotation: the order that they choose, the errors that they avoid, and refusals (spec/side-cars.md)."""
+"""Tests of channel_order and block_rotation: the chosen order, the errors that it avoids, and refusals (spec/side-cars.md)."""
 
 from __future__ import annotations
 

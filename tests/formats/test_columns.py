@@ -1,4 +1,4 @@
-"""Bit packing, compared with an integer reference that follows spec/README.md, and with every kind of invalid word."""
+"""Tests of bit packing against an integer reference that follows spec/README.md, and with every kind of invalid word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Declarations that a codec family reads from its fields. Annotations are evaluated in this module, as they may be in users' files."""
+"""Tests of the declarations that a codec family reads from its annotated fields.
+
+Annotations are evaluated in this module, as those in users' files are.
+"""
 
 # Without the future import of annotations, those of Evaluated are types instead of text.
 from dataclasses import dataclass, field

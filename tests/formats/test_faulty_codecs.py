@@ -1,4 +1,4 @@
-"""Mistakes in a third-party codec are refused when it is registered or encodes, before a file loses values."""
+"""Mistakes in a third-party codec are refused at registration or on the first encoding, before a file loses values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generator of seeded objects, compared with published SplitMix64 values and a separate implementation."""
+"""Tests of the generator for seeded objects, against published SplitMix64 values and a separate implementation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEEDS = [0, 1, 1234567, 2**64 - 1]
 
 
 def splitmix64(seed: int, count: int) -> list[int]:
-    """Return words by the public definition with 64-bit words: the n-th output mixes seed + n times the golden ratio."""
+    """Return ``count`` words of SplitMix64 by its public definition: output n mixes ``seed`` + n times the golden ratio."""
     state = numpy.uint64(seed) + numpy.arange(1, count + 1, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15)
     state = (state ^ state >> numpy.uint64(30)) * numpy.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ state >> numpy.uint64(27)) * numpy.uint64(0x94D049BB133111EB)

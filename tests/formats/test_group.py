@@ -1,4 +1,4 @@
-"""group: error bounds, layouts, special values and refusals of the affine codec."""
+"""Tests of the affine codec ``group``: error bounds, layouts, special values, and refusals."""
 
 from __future__ import annotations
 

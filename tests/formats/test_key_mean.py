@@ -1,4 +1,4 @@
-"""key_mean: its streams and refusals, and that slices, live caches, stores and pages keep each page's bytes."""
+"""Tests of key_mean: its streams and refusals. Slices, live caches, stores and pages keep the bytes of each page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RAW = ",raw_first=2,raw_low_norm=0.6"
 
 
 def keys(tokens: int, dim: int = 64, seed: int = 0, size: float = 3.0) -> torch.Tensor:
-    """Return keys ``[2, 2, tokens, dim]`` around a vector per head of ``size`` times their own spread."""
+    """Return keys ``[2, 2, tokens, dim]`` around one vector per head, which is ``size`` times as large as the keys' deviation from it."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(2, 2, tokens, dim, generator=generator) + size * torch.randn(1, 2, 1, dim, generator=generator)
 
@@ -39,7 +39,7 @@ def same_streams(found: kvpack.Side, expected: kvpack.Side) -> bool:
 @pytest.mark.parametrize("bits", ["4", "8"])
 @pytest.mark.parametrize(("codec", "words"), [("octahedral", {"b": "3"}), ("scalar", {"b": "2"}), ("quaternion", {"s": "24", "r": "3"})])
 def test_a_shared_mean_costs_no_precision(codec: str, words: dict[str, str], bits: str) -> None:
-    """With a large common part, the error is proportional to the tokens' own parts; without key_mean, to the whole keys."""
+    """With a large common part, errors are proportional to the tokens' own parts. Without key_mean, they are proportional to the keys."""
     x = keys(128)
     own = x - x.mean(2, keepdim=True)
     plain, mean = create(codec, 64, **words), create(codec, 64, mean="64", mean_bits=bits, **words)
@@ -50,7 +50,7 @@ def test_a_shared_mean_costs_no_precision(codec: str, words: dict[str, str], bit
 
 
 def test_channel_scales_are_computed_after_subtracting_the_mean() -> None:
-    """A channel that is large only in the mean is not scaled, because its own part would lose precision."""
+    """A channel that is large only in the mean is not scaled, because scaling would reduce the precision of its own part."""
     x = torch.randn(1, 1, 256, 64, generator=torch.Generator().manual_seed(3))
     x[..., 5] += 100
     x[..., 7] *= 100
@@ -65,13 +65,13 @@ def test_channel_scales_are_computed_after_subtracting_the_mean() -> None:
 
 
 def scale(x: torch.Tensor) -> torch.Tensor:
-    """Return the factors of keys ``x`` after subtracting page means, float32 ``[batch, kv_head, 1, dim]``."""
+    """Return the factors for keys ``x`` after subtracting page means, as float32 ``[batch, kv_head, 1, dim]``."""
     return create("scalar", x.shape[3], b="2", mean="64", channel_scale="fp32").encode(x)["channel_scale"]
 
 
 @pytest.mark.parametrize("offset", [1.0, 2.0, 50.0])
 def test_channels_with_a_mean_are_encoded_more_finely(offset: float) -> None:
-    """In a RoPE pair, queries are about as large as keys, so factors are the fourth root of the remaining share of the pair's square."""
+    """In each RoPE pair, queries are about as large as keys, so the factor is the fourth root of the share that the mean leaves."""
     x = torch.randn(1, 2, 4096, 32, generator=torch.Generator().manual_seed(4))
     x[..., [3, 19]] += offset
     found = scale(x)
@@ -117,7 +117,7 @@ def test_codes_of_a_mean_reach_its_largest_channel_with_either_sign(bits: int, s
 
 
 def test_a_constant_in_some_channels_costs_little_precision() -> None:
-    """Ten standard deviations in an eighth of the channels, with the means of the presets of papers."""
+    """An eighth of the channels is shifted by ten standard deviations, and the papers' presets subtract key means."""
     codec = create("octahedral", 64, b="3", mean="32", mean_bits="4")
     x = keys(512, size=1.5)
     shifted = x.clone()
@@ -197,7 +197,7 @@ def test_canonical_text() -> None:
     ],
 )
 def test_attention_over_several_runs(k: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests runs that end within a page, a tail, a window that begins within one, and few and many query rows."""
+    """The runs end within a page, or are followed by a tail or by a window that begins within a page, with few and many query rows."""
     monkeypatch.setenv("KVPACK_KERNELS", backend)
     x, v = layer(203)
     cache = kvpack.pack([(x[:, :, :75], v[:, :, :75])], f"k={k};v=raw:dtype=fp32")

@@ -1,4 +1,4 @@
-"""The codec klt: its worked example, its basis, refusals, and attention over it."""
+"""Tests of the codec klt: its worked example, its basis, refusals, and attention over it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def of_heads(dim: int, heads: int, widths: bytes, gain: str = "none", rows: str 
 
 @pytest.mark.parametrize("gain", ["none", "fp16"])
 def test_equal_widths_per_head_decode_like_shared_ones(gain: str) -> None:
-    """Two short runs have the same codes and gains as one run shared by all heads, but in different bytes."""
+    """Two short runs have the same codes and gains as one run in which all heads share widths, but their bytes differ."""
     own = of_heads(40, 3, bytes((5, 5, 0, 0, 2)) * 3, gain)
     shared = Klt.of(40, bytes(32), 0, "k", bytes((5, 0, 2)), gain, "basis", own.source)
     x = torch.randn(2, 3, 50, 40, generator=torch.Generator().manual_seed(5))
@@ -111,7 +111,7 @@ def test_widths_per_head_require_the_same_number_of_heads(basis: Basis, tmp_path
 
 
 def test_heads_get_bits_by_importance() -> None:
-    """Errors in the second of two heads cost a hundredth of those in the first."""
+    """Errors in the second head cost a hundredth of those in the first, so it gets fewer bits."""
     rows = random_rows(1, 32, "x").repeat(2, 1, 1)
     rows[1, 33] /= 16
     basis = Basis.of_bytes(basis_bytes({(0, "k"): rows}, 1, {"name": "x"}))
@@ -176,7 +176,7 @@ def test_caches_keep_their_values_in_files_and_parts(basis: Basis, rows: str, wi
 
 
 def test_a_cache_without_packed_tokens_is_extended_with_the_given_basis(basis: Basis, tmp_path: Path) -> None:
-    """Rows in the file serve only packed tokens."""
+    """The rows in a file only help to decode packed tokens, so a file without packed tokens needs the basis."""
     recipe, path = "kv=klt:bits=4,rows=fp16;tail=32", tmp_path / "x.kvpack"
     cache = kvpack.pack(pairs(20), kvpack.Recipe(recipe, basis))
     kvpack.save(cache, path)
@@ -290,7 +290,7 @@ def test_a_singular_matrix_can_decode_but_not_encode() -> None:
 
 
 def scaled_basis(rows: float = 1.0, tables: float = 1.0, weights: float = 1.0, frames: float = 1.0) -> Basis:
-    """Return a basis of 32 channels with some parts multiplied."""
+    """Return a basis of 32 channels in which some parts are multiplied by the given factors."""
     made = {}
     for side in "kv":
         one = random_rows(2, 32, f"scaled {side}").clone()
@@ -326,7 +326,7 @@ def test_a_basis_that_decodes_to_infinities_cannot_encode(recipe: str, scales: d
 
 
 def test_large_rows_that_decode_to_finite_values_are_kept(tmp_path: Path) -> None:
-    """The suggested remedies work, and weights that overflow only when squared do not change values."""
+    """The remedies that the error message suggests work, and weights whose squares overflow do not change values."""
     generator = torch.Generator().manual_seed(0)
     layer = [(torch.randn(1, 2, 40, 32, generator=generator),) * 2]
     for recipe, scales in (
@@ -435,7 +435,7 @@ def test_commands_accept_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_memory_of_stored_rows_is_counted() -> None:
-    """binary16 rows are converted as a whole when used, so a file of 24 heads takes megabytes more than its size."""
+    """binary16 rows are converted as a whole when they are used, so a file of 24 heads takes megabytes more than its size."""
     codec = with_random_basis(create("klt", 128, rows="fp16"), bytes([1, 0, 0, 0, 0, 0, 0, 0]))
     side = pack_side(torch.zeros(1, 24, 1, 128), codec, 0, "k")
     data = container.to_bytes(*files.file_arguments(Cache((Layer(side, None),), "")))

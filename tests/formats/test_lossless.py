@@ -1,4 +1,4 @@
-"""lossless: every bit is preserved in cuts, joins, selections and files; sizes; and refusals."""
+"""Tests of lossless: every bit is preserved in cuts, joins, selections and files, and sizes and refusals are as specified."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lossless(dim: int = 64, **words: Any) -> Lossless:
 
 
 def patterns(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Return values with any bits: normally distributed ones, and some with any exponent, including NaN and infinities."""
+    """Return values with arbitrary bits. Most are normally distributed, others have any exponent, including NaN and infinities."""
     generator = torch.Generator().manual_seed(seed)
     usual = torch.randn(shape, generator=generator).to(dtype).view(torch.int16)
     any_bits = torch.randint(-(2**15), 2**15, shape, generator=generator).to(torch.int16)
@@ -171,7 +171,7 @@ def test_invalid_parameters_are_refused(words: dict[str, Any], message: str) -> 
 
 
 def broken(name: str, arrays: dict[str, Any]) -> None:
-    """Introduce one fault into the streams of two chunks."""
+    """Introduce a fault into the streams ``arrays`` of two chunks."""
     if name == "sum":
         arrays["frequencies"][1, 0, 0, 3] += 1
     elif name == "state":

@@ -1,4 +1,4 @@
-"""minifloat: rounding, published scales, exact decoding, runs that can be joined, and refusals."""
+"""Tests of minifloat: rounding, published scales, exact decoding, joining of runs, and refusals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_format_with_all_kinds_of_values(kind: str, words: dict[str, str])
 
 @pytest.mark.parametrize("element", DTYPES)
 def test_elements_equal_those_of_torch(element: str) -> None:
-    """Tests every code, and the rounding of random values, of midpoints between elements, and of both neighbors of midpoints."""
+    """The test covers every code, and rounds random values, midpoints between elements, and both neighbors of each midpoint."""
     every = torch.arange(256, dtype=torch.uint8)
     expected = every.view(DTYPES[element]).to(torch.float32)
     held = torch.isfinite(expected)
@@ -71,7 +71,7 @@ def test_elements_equal_those_of_torch(element: str) -> None:
 
 
 def test_four_bit_elements() -> None:
-    """Elements have the values of OCP MX, table 5, and ties go to the even code."""
+    """Elements have the values in OCP MX, table 5, and ties are rounded to the even code."""
     assert element_values("e2m1", "cpu").tolist() == [sign * value for sign in (1.0, -1.0) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
     x = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.5, 100.0, 0.26, -0.25, -0.26, -2.6, 0.0])
     assert encode_elements(x, "e2m1").tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 7, 1, 8, 9, 13, 0]
@@ -80,7 +80,7 @@ def test_four_bit_elements() -> None:
 
 
 def test_published_scales() -> None:
-    """Expected scales are computed by hand from OCP MX Sec. 6.3, doubled for values that it clips, and from NVIDIA's NVFP4."""
+    """Expected scales are computed by hand from OCP MX, Sec. 6.3, doubled for values that it clips, and from NVIDIA's NVFP4."""
     x = torch.zeros(1, 1, 1, 64)
     x[..., 0], x[..., 33], x[..., 40] = 500.0, -0.75, 0.1
     mxfp8 = minifloat(64, scales="e8m0").encode(x)
@@ -110,7 +110,7 @@ def test_block_exponents_cover_every_finite_number() -> None:
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2", "e2m1"])
 def test_no_value_of_a_block_is_clipped_to_the_largest_element(element: str) -> None:
-    """Every value is rounded to the nearest element, so tokens of any magnitude have the same precision."""
+    """Every value is rounded to the nearest element, so tokens of any magnitude have the same relative precision."""
     x = (1 + torch.arange(4096) / 4096)[None, None, :, None].expand(1, 1, 4096, 32) * torch.tensor([1.0, -1.0]).repeat(16)
     codec = minifloat(32, element=element, scales="e8m0")
     streams = codec.encode(x)
@@ -122,7 +122,7 @@ def test_no_value_of_a_block_is_clipped_to_the_largest_element(element: str) -> 
 
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
 def test_decoding_is_exact_for_any_valid_streams(words: dict[str, str]) -> None:
-    """Decodes any finite elements and scales, compared with binary64 products rounded once."""
+    """Any finite elements and scales are decoded, and compared with binary64 products that are rounded once."""
     codec = minifloat(80, **words)
     generator = torch.Generator().manual_seed(3)
     codes = make_finite(codec, torch.randint(0, 1 << codec.format.bits, (2, 3, 45, 80), generator=generator))

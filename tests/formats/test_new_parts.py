@@ -1,4 +1,7 @@
-"""A new codec or sidecar is one file and one table row: everything else finds it in the tables, or leaves it to torch."""
+"""A new codec or sidecar needs only one file and one row in a table.
+
+All other code finds it in the tables, or leaves it to torch.
+"""
 
 from __future__ import annotations
 

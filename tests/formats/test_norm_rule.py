@@ -1,4 +1,4 @@
-"""norm_rule: products of tokens with their decoded values, the papers' rule, degenerate tokens, and where the option is stored."""
+"""Tests of norm_rule: products of tokens with their decoded values, the papers' rule, degenerate tokens, and storage."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RECIPES = {
     "group:b=2,token_scale=fp32,axis=channel,rotation=hadamard": 80,
     "group:b=2,token_scale=fp16,scales=u8": 64,
 }
-"""Codecs with unbiased products, with a head dim."""
+"""Codecs whose products are unbiased, and a head dim for each."""
 
 
 def made(words: str, dim: int, **more: str) -> Codec:
@@ -50,7 +50,7 @@ def keys(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def ratios(codec: Codec, x: torch.Tensor) -> torch.Tensor:
-    """Return <x, decoded x> / |x|^2 of every token; for a group codec, over all heads."""
+    """Return <x, decoded x> / |x|^2 for every token. For a group codec, both sums are over all heads."""
     axes = (1, 3) if codec.id == "group" else (3,)
     decoded = codec.decode(codec.encode(x)).double()
     return (x * decoded).sum(axes) / x.double().square().sum(axes)
@@ -86,7 +86,10 @@ def test_zero_tokens_decode_to_zeros(words: str, dim: int) -> None:
 
 @pytest.mark.parametrize("words", ["scalar:b=1", "scalar:b=3", "octahedral:b=2", "polar:b=2"])
 def test_a_badly_encoded_token_keeps_its_norm(words: str) -> None:
-    """Without a rotation, a token with one nonzero channel is far from all table directions: its factor would be many times its norm."""
+    """Without a rotation, a token with one nonzero channel is far from all directions in the table.
+
+    The unbiased factor would be many times its norm.
+    """
     x = torch.zeros(1, 1, 1, 128)
     x[..., 5] = 2
     codec = made(words, 128, rotation="none")

@@ -1,4 +1,4 @@
-"""The octahedral codec: the map and its search compared with their definitions, accuracy, layout, and unusual inputs."""
+"""Tests of the octahedral codec: its map and its search against their definitions, accuracy, layout, and edge cases."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_scalar_rounding_selects_the_nearest_magnitudes() -> None:
 
 
 def test_scalar_rounding_selects_the_norm_nearest_to_the_length() -> None:
-    """OCTOPUS Sec. 3.5: three independent roundings; with one direction bit they cost most, 0.602 against 0.517 (Table 5)."""
+    """OCTOPUS, Sec. 3.5, rounds the three values independently. With one direction bit, it costs most: 0.602 against 0.517 (Table 5)."""
     codec = octahedral(16, b_dir=1, b_norm=2, rotation="none", norm="fp32", rounding="scalar", norm_rule="norm")
     x = torch.nn.functional.normalize(keys(1, 1, 200, 16), dim=-1)
     lengths = x[..., :15].unflatten(-1, (5, 3)).norm(dim=-1)
@@ -166,7 +166,7 @@ def test_comparison_and_search_count_levels_alike(count: int) -> None:
 
 
 def test_the_stored_pair_is_the_best_direction_and_norm() -> None:
-    """Checks OCTOPUS Eq. 11 by brute force on a small codec."""
+    """OCTOPUS, Eq. 11, is checked by brute force on a small codec."""
     codec = octahedral(16, b_dir=2, b_norm=2, rotation="none", norm="fp32", norm_rule="norm")
     x = torch.nn.functional.normalize(keys(1, 1, 200, 16), dim=-1)
     words = torch.cat([torch.from_numpy(signs)[:, None] * codebook_directions(codec.direction_table).double() for signs in SIGNS], 1)
@@ -209,7 +209,7 @@ SIGNS = [np.array([x, y, 1.0]) for x, y in itertools.product((1.0, -1.0), repeat
     ids=str,
 )
 def test_accuracy_equals_the_papers(words: dict[str, object], error: float, cosine: float) -> None:
-    """OCTOPUS Tables 1, 4 and 5, Gaussian keys, d = 128."""
+    """Expected values are from OCTOPUS, Tables 1, 4 and 5, for Gaussian keys with d = 128."""
     codec, x = octahedral(**words, norm_rule="norm"), keys(1, 2, 2048, 128)
     decoded = codec.decode(codec.encode(x))
     assert (decoded - x).square().mean().item() == pytest.approx(error, rel=0.02)
@@ -246,7 +246,10 @@ def test_known_stored_bits_at_128(b: int, arrangement: str, row_bytes: dict[str,
 
 
 def test_symbols_are_where_the_specification_says() -> None:
-    """Direct, b = 3: triplet i is field i div 16 of word i mod 16; indices in the low 24 bits, then signs."""
+    """For direct rounding with b = 3, triplet i is field i div 16 of word i mod 16.
+
+    A field has indices in its low 24 bits, followed by signs.
+    """
     codec = octahedral(b=3, arrangement="direct", rotation="none")
     x = torch.zeros(1, 1, 1, 128)
     x[..., 3 * 17 : 3 * 17 + 3] = torch.tensor([-0.1, 0.2, -0.7])

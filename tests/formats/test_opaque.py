@@ -1,4 +1,4 @@
-"""opaque: bytes of an engine's slots, which are never encoded again and never appear in files."""
+"""Tests of opaque bytes of an engine's slots, which are never encoded again and never written to files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The polar codec: angles compared with their densities, accuracy, layout, unusual inputs, and the steps of the spec page."""
+"""Tests of the polar codec: angles against their densities, accuracy, layout, edge cases, and the spec page's steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def values_of(table: bytes) -> numpy.ndarray[Any, Any]:
 
 
 def pairs_of(dim: int, level: int) -> list[tuple[int, int]]:
-    """Return the sizes of the two radii of every pair of ``level``, by counting channels."""
+    """Return the sizes of both halves of every pair on ``level``, by counting channels."""
     sizes = [1] * dim
     for _ in range(level - 1):
         sizes = [sum(sizes[i : i + 2]) for i in range(0, len(sizes), 2)]
@@ -60,7 +60,7 @@ def pairs_of(dim: int, level: int) -> list[tuple[int, int]]:
 
 
 def angles_of(channels: list[float], levels: int) -> tuple[list[list[float]], list[float]]:
-    """Return the angles of every level, and the remaining radii."""
+    """Return the angles on every level, and the radii that remain."""
     radii, angles = channels, []
     for _ in range(levels):
         pairs = [radii[i : i + 2] for i in range(0, len(radii), 2)]
@@ -78,7 +78,7 @@ def channels_of(angles: list[list[float]], radii: list[float]) -> list[float]:
 
 
 def page_tables(codec: Polar) -> list[dict[tuple[int, int], list[float]]]:
-    """Read the angles of every kind of pair of each level from ``angle_table``, as the page describes."""
+    """Return the angles for every kind of pair on each level, read from ``angle_table`` as the page describes."""
     rest, tables = codec.angle_table, []
     for level, bits in enumerate(map(int, codec.bits.split(".")), 1):
         kinds = sorted(set(pairs_of(codec.dim, level)), reverse=True) if level > 1 else []
@@ -89,7 +89,7 @@ def page_tables(codec: Polar) -> list[dict[tuple[int, int], list[float]]]:
 
 
 def codes_of(codec: Polar, streams: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the codes of every level, int64 ``[batch, kv_head, token, angles]``, by the page's rule for streams."""
+    """Return the codes on every level, int64 ``[batch, kv_head, token, angles]``, read from the streams by the page's rule."""
     bits = codec.bits.split(".")
     counts = [len(pairs_of(codec.dim, level)) for level in range(1, len(bits) + 1)]
     first = [level for level in range(len(bits)) if level == 0 or bits[level] != bits[level - 1]]
@@ -105,7 +105,7 @@ def codes_of(codec: Polar, streams: dict[str, torch.Tensor]) -> list[torch.Tenso
 
 @pytest.mark.parametrize("level", [2, 3, 5, 7])
 def test_the_density_of_equal_pairs_matches_the_paper(level: int) -> None:
-    """OCTOPUS Sec. 3.2: sin^(2^(level - 1) - 1) of twice the angle."""
+    """The density of equal pairs is sin^(2^(level - 1) - 1) of twice the angle (OCTOPUS, Sec. 3.2)."""
     edges = numpy.linspace(0.0, math.pi / 2, CELLS + 1)
     masses = polar_angle_masses(edges, 2 ** (level - 1), 2 ** (level - 1))
     expected = numpy.sin(edges[1:] + edges[:-1]) ** (2 ** (level - 1) - 1)
@@ -137,7 +137,7 @@ def test_angles_are_the_means_of_their_cells(first: int, second: int, levels: in
 
 
 def test_known_angles_of_the_third_level_with_two_bits() -> None:
-    """Changing these numbers would change what every writer stores by default."""
+    """A change of these numbers would change the bytes that every writer stores by default."""
     numpy.testing.assert_allclose(values_of(polar_angle_table(4, 4, 4)), [0.4262497, 0.6743850, 0.8964113, 1.1445466], atol=2e-7)
 
 
@@ -210,7 +210,7 @@ def test_any_codes_decode_by_the_specification_within_its_tolerance(data: st.Dat
 
 @pytest.mark.parametrize(("b", "error", "cosine"), [(2, 0.2197, 0.8902), (3, 0.0571, 0.9715), (4, 0.0145, 0.9928)], ids=str)
 def test_accuracy_equals_the_papers(b: int, error: float, cosine: float) -> None:
-    """OCTOPUS Table 1, Gaussian keys, d = 128."""
+    """Expected values are from OCTOPUS, Table 1, for Gaussian keys with d = 128."""
     codec, x = polar(b=b, norm_rule="norm"), gaussian(1, 2, 2048, 128)
     decoded = codec.decode(codec.encode(x))
     assert (decoded - x).square().mean().item() == pytest.approx(error, rel=0.02)
@@ -219,7 +219,7 @@ def test_accuracy_equals_the_papers(b: int, error: float, cosine: float) -> None
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_accuracy_is_the_same_at_every_head_dim(dim: int) -> None:
-    """Pairs of unequal radii are as accurate as equal ones, because they have a separate table."""
+    """Pairs of unequal radii are as accurate as equal ones, because they have their own table."""
     codec, x = polar(dim, norm_rule="norm"), gaussian(1, 2, 1500, dim)
     assert (codec.decode(codec.encode(x)) - x).square().mean().item() == pytest.approx(0.0571, rel=0.02)
 
@@ -232,7 +232,7 @@ def test_accuracy_does_not_depend_on_key_norms() -> None:
 
 
 def test_accuracy_of_blocks_of_sixteen() -> None:
-    """The expected value is exact for independent angles in equal blocks: the mean squared error is 2 (1 - product of the mean cosines)."""
+    """For independent angles in equal blocks, the expected MSE is exactly 2 (1 - product of the mean cosines)."""
     codec, x = polar(b="4.2.2.2", norm_rule="norm"), gaussian(1, 2, 2048, 128)
     bins = 2**4
     cosine = math.sin(math.pi / bins) / (math.pi / bins)
@@ -262,7 +262,7 @@ def test_accuracy_of_blocks_of_sixteen() -> None:
     ids=str,
 )
 def test_stored_bits_and_nominal_bits(dim: int, words: dict[str, Any], bits: float, nominal: float) -> None:
-    """PolarQuant counts 62 bits for 16 channels with 4.2.2.2."""
+    """PolarQuant counts 62 bits for 16 channels with the bits 4.2.2.2."""
     codec = polar(dim, **words)
     assert row_bytes(codec) * 8 / dim == bits
     assert codec.nominal_bits == pytest.approx(nominal)

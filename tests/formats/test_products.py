@@ -1,4 +1,4 @@
-"""Decoded values meet the spec's tolerance (rule front-8) regardless of the process's precision for products."""
+"""Decoded values are within the spec's tolerance (rule front-8), whatever the process's precision of matrix products."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECIPES = [
     "oscar-2",
 ]
 TOLERANCE = 2**-16
-"""Error bound of a value after rotation and multiplication by norms; the bound of the rotation is 2^-18."""
+"""Error bound for a value after rotation and multiplication by norms. The bound of the rotation itself is 2^-18."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use the new API settings")
 
@@ -79,7 +79,7 @@ def test_a_product_equals_the_rounded_binary64_product(rows: int) -> None:
 
 
 def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make products of float32 round their factors to 11 bits, as tf32 does."""
+    """Make float32 matrix products round their factors to 11 bits, as TF32 does."""
     multiply = torch.Tensor.__matmul__
 
     def short(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The quaternion codec: codewords, both searches compared with brute force, accuracy, layout, and unusual inputs."""
+"""Tests of the quaternion codec: codewords, both searches against brute force, accuracy, layout, and edge cases."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def units() -> list[tuple[float, ...]]:
 
 
 def product(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[float, float, float, float]:
-    """Return Hamilton's product, computed from the rules of i, j and k."""
+    """Return the Hamilton product, computed from the rules for i, j and k."""
     # Row i, column j: the sign and the place of the product of the i-th and j-th of 1, i, j, k.
     rules = [
         [(1, 0), (1, 1), (1, 2), (1, 3)],
@@ -95,7 +95,10 @@ def test_codewords_are_units_times_secondary_quaternions(secondary: int) -> None
 
 
 def directions(codebook: torch.Tensor) -> torch.Tensor:
-    """Return chunks of every kind: random, codewords, halfway between codewords, on axes, edges and the fold of the map, zero, tiny."""
+    """Return chunks of every kind.
+
+    They are random, codewords, halfway between codewords, on axes, edges, or the fold of the map, zero, and tiny.
+    """
     random = gaussian(6_000, 4, seed=len(codebook))
     middle = codebook[torch.randperm(len(codebook), generator=torch.Generator().manual_seed(1))[:1000]] + codebook[:1000]
     corners = torch.cartesian_prod(*[torch.tensor([-1.0, -0.5, -0.0, 1e-6, 0.25, 1.0])] * 4)
@@ -104,7 +107,7 @@ def directions(codebook: torch.Tensor) -> torch.Tensor:
 
 
 def check_nearest(found: torch.Tensor, chunks: torch.Tensor, codebook: torch.Tensor) -> None:
-    """Check that the result equals brute force over all codewords, unless the two best agree to within rounding."""
+    """Check that ``found`` equals the brute-force result over all codewords, except where the two best differ only by rounding."""
     for part, chosen in zip(torch.split(chunks.double(), 4096), torch.split(found, 4096), strict=True):
         scores = part @ codebook.double().T
         best, wanted = scores.max(1)

@@ -1,4 +1,4 @@
-"""rANS: round trips, sizes, frequencies, invalid chunks, and agreement with the second decoder."""
+"""Tests of rANS: round trips, sizes, frequencies, invalid chunks, and agreement with the second decoder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spec.decoder.rans import decode_chunk
 
 
 def skewed(chunks: int, longest: int, alphabet: int, seed: int) -> numpy.ndarray:
-    """Return symbols, some of which are far more frequent than others."""
+    """Return symbols of which some are far more frequent than others."""
     source = numpy.random.default_rng(seed)
     found: numpy.ndarray = numpy.minimum(source.geometric(source.uniform(0.05, 0.9), (chunks, longest)) - 1, alphabet - 1).astype(
         numpy.uint8
@@ -106,7 +106,7 @@ def test_a_symbol_without_a_frequency_cannot_be_encoded() -> None:
 
 @given(st.data())
 def test_arbitrary_words_and_states_are_decoded_safely(data: st.DataObject) -> None:
-    """Every change of a state or word is detected: with these tables, the symbols have only one encoding."""
+    """Every change to a state or word is detected, because with these tables the symbols have only one encoding."""
     seed = data.draw(st.integers(0, 99))
     symbols = skewed(3, 150, 32, seed)
     tables, lengths, table = tables_of(symbols, 32), numpy.array([150, 40, 149]), numpy.arange(3)

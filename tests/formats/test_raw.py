@@ -1,4 +1,4 @@
-"""raw: values are kept bit for bit, and never silently become infinite."""
+"""Tests of raw: values are preserved bit for bit, and never silently become infinite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens stored raw by position: which tokens are chosen, how they are stored, and that their positions stay correct."""
+"""Tests of tokens stored raw by position: how they are chosen and stored, and that their positions stay correct."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 DIM, HEADS, TOKENS = 16, 2, 300
 LOW = {0: (130, 200), 1: (5, 77)}
-"""Tokens of each sequence whose keys have a low norm."""
+"""For each sequence, the tokens whose keys have a low norm."""
 WORDS = "raw_first=2,raw_low_norm=0.5"
 EXPECTED = [[0, 1, 130, 200], [0, 1, 5, 77]]
 RECIPES = {
@@ -47,7 +47,7 @@ RECIPES = {
 
 
 def pairs(begin: int = 0, end: int = TOKENS) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys and values of two sequences, tokens ``[begin, end)`` of 300."""
+    """Return keys and values of two sequences: the tokens ``[begin, end)`` of 300."""
     k, v = torch.randn(2, 2, HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     for sequence, tokens in LOW.items():
         k[sequence, :, list(tokens)] *= 0.1
@@ -55,7 +55,7 @@ def pairs(begin: int = 0, end: int = TOKENS) -> list[tuple[torch.Tensor, torch.T
 
 
 def raw_of(side: Side) -> list[list[int]]:
-    """Return the raw tokens of each of two sequences."""
+    """Return the positions of the raw tokens in each of two sequences."""
     found: list[list[int]] = [[], []]
     raw, first = side.codec.raw_positions, 0
     assert raw is not None
@@ -67,7 +67,7 @@ def raw_of(side: Side) -> list[list[int]]:
 
 
 def check(cache: kvpack.Cache, expected: list[list[int]], begin: int = 0) -> None:
-    """Check that both sides store the ``expected`` tokens, counted from ``begin``, exactly."""
+    """Check that both sides store the ``expected`` tokens exactly. Positions are counted from ``begin``."""
     layer = cache[0]
     given, decoded = pairs(begin)[0], cache.unpack(torch.bfloat16)[0]
     for side, x, found in zip((layer.k, layer.v), given, decoded, strict=True):
@@ -113,7 +113,7 @@ def test_parts_are_encoded_like_the_complete_cache(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_added_raw_tokens(recipe: str, tmp_path: Path) -> None:
-    """Tokens that are encoded together form a page, in which the low norms are determined."""
+    """Tokens that are encoded together form a page, within which low norms are determined."""
     cache = kvpack.pack(pairs(0, 128), recipe).append(pairs(128)).append([(x[:, :, :0], y[:, :, :0]) for x, y in pairs()])
     assert raw_of(cache[0].v) == raw_of(cache[0].k)  # type: ignore[arg-type]
     assert raw_of(cache[0].v)[0][:4] == EXPECTED[0]  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ def test_a_conversion_selects_raw_tokens_by_decoded_keys() -> None:
 
 
 def hidden(begin: int = 0, end: int = TOKENS) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``pairs`` with a constant in two channels of the keys, so that only the values of the same tokens have a low norm."""
+    """Return ``pairs`` with a constant in two key channels, so that the same tokens have a low norm in the values only."""
     ((k, v),) = pairs()
     k[..., [3, 8]] += 20
     for sequence, tokens in LOW.items():
@@ -232,7 +232,7 @@ def test_norms_are_computed_per_head_and_over_all_heads() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 5, PAGE_TOKENS, PAGE_TOKENS + 1, 3 * PAGE_TOKENS - 1])
 def test_a_large_norm_in_one_head_is_enough(tokens: int) -> None:
-    """The quick test and the medians find the same tokens, for heads with different usual norms, and next to tokens of low norm."""
+    """The quick test and the medians find the same tokens, even if heads differ in their usual norms or low-norm tokens are near."""
     source = torch.Generator().manual_seed(tokens)
     norms = (torch.rand(3, HEADS, tokens, generator=source) + 1) * torch.tensor([1.0, 30.0, 1e-3])[:HEADS, None]
     norms[1, 1, tokens // 2] *= 5
@@ -344,7 +344,7 @@ def test_raw_values_beyond_the_range() -> None:
 
 @pytest.mark.parametrize("codec_id", ["scalar", "group", "klt", "transform"])
 def test_both_ways_to_encode_agree(codec_id: str) -> None:
-    """The block-wise reference and ``kvpack.coding``, in which a kernel receives the whole run, agree."""
+    """The block-wise reference agrees with ``kvpack.coding``, which passes a whole run to a kernel."""
     words = {"klt": {}, "transform": {"chunk": "16"}}.get(codec_id, {"b": "2"})
     codec = create(codec_id, DIM, "k", raw_first="2", raw_low_norm="0.5", **words)
     assert isinstance(codec, CodecWithSidecars)
@@ -437,7 +437,7 @@ def test_pages_keep_tokens_raw_if_a_shared_scale_does_not_fit(group: int) -> Non
 
 
 def test_positions_and_flags_can_be_combined() -> None:
-    """For a token in both sidecars, the positions take precedence, in both ways to encode."""
+    """If a token is in both sidecars, both ways of encoding give precedence to the positions."""
     from kvpack.coding.encoding import encode
 
     codec = create("scalar", DIM, "k", b="2", sinks="2", raw_tokens="fp32", raw_first="3", raw_dtype="fp32")
@@ -448,7 +448,7 @@ def test_positions_and_flags_can_be_combined() -> None:
 
 @pytest.mark.parametrize("words", ["scalar:b=2", "octahedral:b=3", "group:b=2,g=32", "group:b=2,g=32,axis=channel", "polar:b=3"])
 def test_groups_are_encoded_without_their_raw_tokens(words: str) -> None:
-    """The streams equal those of all values without the raw tokens, even in the partial last group."""
+    """The streams equal those of the values without the raw tokens, even in a partial last group."""
     from kvpack.coding.encoding import encode
 
     codec_id, _, options = words.partition(":")

@@ -1,4 +1,4 @@
-"""Hadamard matrices of every supported order, and rotations by them."""
+"""Tests of Hadamard matrices of every supported order, and of rotations by them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAD_DIMS = [64, 80, 96, 112, 128, 192, 256]
 
 
 def paley(order: int) -> numpy.ndarray:
-    """Return Paley's matrix of order 12, 20 or 28, computed with Euler's criterion and block matrices."""
+    """Return the Paley construction of order 12, 20 or 28, computed with Euler's criterion and block matrices."""
     prime = 13 if order == 28 else order - 1
     power = [[pow(i - j, (prime - 1) // 2, prime) for j in range(prime)] for i in range(prime)]
     jacobsthal = numpy.array([[-1 if p == prime - 1 else p for p in row] for row in power])

@@ -1,4 +1,4 @@
-"""The scalar codec: tables compared with their density, accuracy, both alphabets, layout, and unusual inputs."""
+"""Tests of the scalar codec: tables against their density, accuracy, both alphabets, layout, and edge cases."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def scalar(dim: int = 128, **words: object) -> Scalar:
 
 
 def with_high_channels(codec: Scalar, channels: set[int]) -> Scalar:
-    """Return the same codec with equally many but different high channels."""
+    """Return the same codec with equally many, but different, high channels."""
     return replace(codec, high_channels=sum(1 << channel for channel in channels).to_bytes(-(-codec.dim // 8), "little"))
 
 
@@ -57,7 +57,7 @@ def magnitudes(table: bytes) -> np.ndarray:
 @pytest.mark.parametrize("dim", [3, 64, 80, 128, 1024])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_magnitudes_are_the_means_of_their_cells(bits: int, dim: int) -> None:
-    """Checks Lloyd's condition with OCTOPUS Eq. 3 as printed in the paper."""
+    """Lloyd's condition is checked with the density of OCTOPUS, Eq. 3, as printed in the paper."""
     table = magnitudes(coordinate_table(dim, 2 ** (bits - 1)))
     points = (np.arange(1 << 20) + 0.5) / (1 << 20)
     density = (1 - points**2) ** ((dim - 3) / 2)
@@ -69,12 +69,15 @@ def test_magnitudes_are_the_means_of_their_cells(bits: int, dim: int) -> None:
 
 @pytest.mark.parametrize(("dim", "mean"), [(2, 2 / math.pi), (3, 0.5), (4, 4 / (3 * math.pi)), (5, 3 / 8)])
 def test_a_single_magnitude_is_the_overall_mean(dim: int, mean: float) -> None:
-    """This includes dim 2, where the density has a pole."""
+    """The dims include 2, for which the density has a pole."""
     assert magnitudes(coordinate_table(dim, 1)) == pytest.approx([mean], abs=1e-6)
 
 
 def test_known_magnitudes_of_three_bits() -> None:
-    """Changing these numbers would change what every writer stores by default. They are close to Max's for a normal density."""
+    """A change of these numbers would change the bytes that every writer stores by default.
+
+    They are close to Max's levels for a normal density.
+    """
     found = magnitudes(coordinate_table(128, 4))
     np.testing.assert_allclose(found, [0.02160431, 0.06658561, 0.11813977, 0.18839718], atol=2e-7)
     np.testing.assert_allclose(found * math.sqrt(128), [0.2451, 0.7560, 1.344, 2.152], rtol=0.012)
@@ -96,7 +99,7 @@ def test_known_magnitudes_of_three_bits() -> None:
     ids=str,
 )
 def test_accuracy_equals_the_papers(words: dict[str, object], error: float, cosine: float) -> None:
-    """OCTOPUS Table 1, Gaussian keys, d = 128; with two widths, the error is the mean of both."""
+    """Expected values are from OCTOPUS, Table 1, for Gaussian keys with d = 128. For two widths, the error is the mean of both."""
     codec, x = scalar(**words, norm_rule="norm"), keys(1, 2, 2048, 128)
     decoded = codec.decode(codec.encode(x))
     assert (decoded - x).square().mean().item() == pytest.approx(error, rel=0.02)
@@ -136,7 +139,7 @@ def test_scaled_rounding_needs_the_unbiased_factor(words: str) -> None:
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_scaled_rounding_selects_the_nearest_direction(bits: int) -> None:
-    """The codes with the largest cosine among those of each multiple of a token are stored; zeros stay zeros."""
+    """The stored codes have the largest cosine among the codes of all multiples of a token. Zeros stay zeros."""
     codec = scalar(16, b=bits, rotation="none", norm="fp32", rounding="scaled")
     x = keys(1, 1, 500, 16)
     x[0, 0, 7] = 0
@@ -153,7 +156,7 @@ def test_scaled_rounding_selects_the_nearest_direction(bits: int) -> None:
 
 
 def test_scaled_rounding_decides_near_ties_like_exact_arithmetic() -> None:
-    """Rows with permuted channels have different binary32 sums, but the same codes."""
+    """Rows with permuted channels have different binary32 sums, but must have the same codes."""
     codec, x = scalar(64, b=8, rotation="none", norm="fp32", rounding="scaled"), keys(1, 1, 2000, 64)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     same = codec.decode(codec.encode(x))[..., order] / codec.decode(codec.encode(x[..., order]))
@@ -162,7 +165,7 @@ def test_scaled_rounding_decides_near_ties_like_exact_arithmetic() -> None:
 
 @pytest.mark.parametrize("bits", EVERY_BITS)
 def test_every_code_is_the_nearest(bits: int) -> None:
-    """Comparisons and bisection find the same codes; exact midpoints may go either way."""
+    """Comparisons and bisection find the same codes, except that exact midpoints may be rounded either way."""
     codec = scalar(16, b=bits, rotation="none", norm="fp32", norm_rule="norm")
     x = torch.cat([keys(1, 1, 300, 16), keys(1, 1, 300, 16, seed=1) * keys(1, 1, 300, 16, seed=2).pow(3)], 2)
     streams = codec.encode(x)
@@ -352,7 +355,7 @@ def test_the_input_is_not_modified(rotation: str) -> None:
 @settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_round_trip(data: st.DataObject) -> None:
-    """Tests any two widths on any channels."""
+    """The test covers any two widths on any channels."""
     dim, bits = data.draw(st.integers(2, 70)), data.draw(st.integers(1, 7))
     norm, high = data.draw(st.sampled_from(["fp16", "fp32"])), data.draw(st.integers(bits + 1, 8))
     channels = data.draw(st.sets(st.integers(0, dim - 1), min_size=1, max_size=dim - 1))

@@ -1,4 +1,4 @@
-"""8-bit scales: their decoded values, their cost, and that runs appended one by one share a range."""
+"""Tests of 8-bit scales: their decoded values, their cost, and the range that runs share if they are appended one by one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def group(dim: int = 64, **words: Any) -> Group:
 
 
 def error(codec: Group, x: torch.Tensor) -> torch.Tensor:
-    """Return the squared errors of decoded values, ``[batch, kv_head, token, dim]``."""
+    """Return the squared errors of the decoded values, ``[batch, kv_head, token, dim]``."""
     return (codec.decode(codec.encode(x)) - x).square()
 
 

@@ -1,4 +1,4 @@
-"""Sidecars with extreme contents and sizes: refusals name the place, and everything else is kept, saved, cut and joined."""
+"""Sidecars with extreme contents and sizes are refused by position, or kept, saved, cut, and joined."""
 
 from __future__ import annotations
 

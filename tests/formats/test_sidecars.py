@@ -1,4 +1,4 @@
-"""Sidecars: their effect on any codec, in memory, in files and in attention (spec/side-cars.md)."""
+"""Tests of what sidecars do with any codec, in memory, in files, and in attention (spec/side-cars.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The library's cache of tables that headers request."""
+"""Tests of the library's cache for tables that headers request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kept_bytes() -> int:
 
 
 def test_tables_are_cached_within_a_limit_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every seed gives a different matrix, and a header may contain any seed."""
+    """A header may contain any seed, and every seed has its own matrix."""
     monkeypatch.setattr(tables, "MAX_CACHED_BYTES", 2**20)
     x = torch.zeros(1, 1, 1, 128)
     for seed in range(40):

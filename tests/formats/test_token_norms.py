@@ -1,4 +1,4 @@
-"""8-bit norms: the values of the bytes, the rounding of norms, and refusals."""
+"""Tests of 8-bit norms: the values of the bytes, how norms are rounded, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The codec transform: its worked example, its basis, refusals, slices of caches, and attention over it."""
+"""Tests of the codec transform: its worked example, its basis, refusals, slices of caches, and attention over it."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ def test_slices_decode_to_the_same_values(basis: Basis, monkeypatch: pytest.Monk
 
 
 def test_symbols_are_decoded_in_bounded_batches(basis: Basis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound holds for any number of sequences and token groups: a chunk without columns takes almost no bytes."""
+    """The bound holds for any number of sequences and token groups, because a chunk without columns takes almost no bytes."""
     cache = many(basis, 40)
     kvpack.save(cache, tmp_path / "x.kvpack")
     decode, sizes = rans.decode, []

@@ -1,4 +1,4 @@
-"""The trellis codec: its paths compared with all strings, its windows with the spec page, accuracy, and unusual inputs."""
+"""Tests of the trellis codec: paths against all strings, windows against the spec page, accuracy, and edge cases."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def keys(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def example_table() -> bytes:
-    """Return the table of the page's example."""
+    """Return the table of the spec page's example."""
     return struct.pack("<256e", *((37 * w % 256 - 128) / 256 for w in range(256)))
 
 
@@ -69,7 +69,7 @@ def test_the_search_finds_the_best_string_with_a_given_end() -> None:
 
 
 def test_a_path_is_nearly_the_best_string() -> None:
-    """Only the bits shared by windows across the ends are chosen by a heuristic."""
+    """Only the bits that windows share across the ends of the string are chosen by a heuristic."""
     table = torch.frombuffer(bytearray(unit_table(64, 2, 8)), dtype=torch.float16).float()
     x = torch.nn.functional.normalize(keys(16, 64), dim=-1)
     ends = (viterbi(x, table, 2, torch.full((16,), shared)) for shared in range(64))

@@ -1,4 +1,4 @@
-"""Stores of recipes that need a basis: they store it, return it, keep it as long as an entry needs it, and then remove it."""
+"""Stores of recipes that need a basis store it, return it, keep it as long as an entry needs it, and then remove it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 IDS = prompt(3)
 KINDS = ("folder", "encrypted", "tiers", "write-back", "Redis", "S3", "encrypted Redis")
-"""Locations that other processes, and so other stores, can see."""
+"""Locations that other processes, and therefore other stores, can see."""
 
 
 @pytest.fixture(params=KINDS)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Return a location and its options."""
+    """Return a location and the options for it."""
     kind = request.param
     options: dict[str, Any] = {"encryption": KEYS} if "encrypted" in kind else {}
     if "encrypted" in kind:
@@ -207,7 +207,7 @@ def test_a_basis_damaged_in_one_tier_is_read_from_the_next(tmp_path: Path) -> No
 @pytest.mark.scenario
 @pytest.mark.parametrize("kind", ["folder", "memory", "Redis", "S3"])
 def test_entries_are_evicted_before_their_basis(kind: str, tmp_path: Path) -> None:
-    """Others fill the store one entry at a time: the basis stays as long as an entry is left."""
+    """Other prompts fill the store one entry at a time, and the basis stays as long as an entry that needs it remains."""
     if kind == "Redis":
         pytest.importorskip("redis")
         with redis_server.run_server(tmp_path) as server:

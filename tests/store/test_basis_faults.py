@@ -1,4 +1,7 @@
-"""System faults, kills at every step, and races while a store puts, evicts and collects a basis: no entry lacks its basis."""
+"""No entry ever lacks its basis, despite system faults, kills at every step, and races.
+
+The faults occur while a store puts, evicts and collects a basis.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ pytestmark = pytest.mark.scenario
 
 PROMPTS = {seed: prompt(3, first=1, seed=seed) for seed in (1, 2)}
 WHOLE = cache_with_basis(len(PROMPTS[1]))
-"""The prompts share a chunk, so they are saved with the same values."""
+"""The prompts share a chunk, so all of them are saved with the same values."""
 SMALL = {seed: prompt(2, seed=seed) for seed in range(10, 14)}
 BUDGET = len(BASIS.data) + 5 * WHOLE[:, CHUNK : 2 * CHUNK].nbytes
 
@@ -42,14 +45,14 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _silent() -> Iterator[None]:
-    """Disable logging, because a log record would keep an error, and so its file, open."""
+    """Disable logging, because a log record would keep an error alive, and with it an open file."""
     logging.getLogger("kvpack.store").setLevel(logging.CRITICAL)
     yield
     logging.getLogger("kvpack.store").setLevel(logging.NOTSET)
 
 
 def use(folder: Path) -> None:
-    """Put, read, evict and collect a basis."""
+    """Put, read, evict, and collect a basis."""
     with with_basis(folder, max_bytes=BUDGET, durable=True, min_free=1) as store:
         for ids in PROMPTS.values():
             assert store.save(ids, WHOLE) <= 3 * CHUNK
@@ -90,7 +93,10 @@ USES = {"whole": use, "damaged": use_damaged}
 
 
 def check(folder: Path, *, damaged: bool = False) -> int:
-    """Check that no entry lacks its basis (unless it was ``damaged`` outside the store) and the store works. Returns the chunks found."""
+    """Check that the store works and that no entry lacks its basis, unless the basis was ``damaged`` outside the store.
+
+    Returns the number of chunks found.
+    """
     bases, dependents = count_bases(folder)
     assert bases or not dependents or damaged, f"{dependents} entries are left without their basis"
     with without_basis(folder, max_bytes=BUDGET, durable=True, min_free=1) as store:
@@ -187,7 +193,10 @@ def _use_at_random(folder: Path, seed: int) -> None:
 
 
 def test_racing_and_killed_writers_leave_readable_entries(folder: Path) -> None:
-    """There are more prompts than fit, in processes killed at random: all reads are correct, and the store continues to work."""
+    """There are more prompts than fit, in processes that are killed at random.
+
+    All reads are correct, and the store continues to work.
+    """
     choice = random.Random(0)
     children = []
     try:

@@ -1,4 +1,4 @@
-"""The budget of a folder, for entries and unfinished files and across all writers, and the file with the count."""
+"""The budget of a folder covers entries and unfinished files of all writers. A file contains the count."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ HEAD = (2000).to_bytes(8, "little") + b'{"__metadata__":{"format":"kvpack","kvpa
 
 
 def held(folder: Path) -> int:
-    """Return the size in bytes of entries and unfinished files that existed at the same time: those seen in two listings."""
+    """Return the size in bytes of the entries and unfinished files that appear in both of two listings.
+
+    These files certainly existed at the same time.
+    """
     before, after = sizes(folder), sizes(folder)
     return sum(min(size, after[file]) for file, size in before.items() if file in after)
 
@@ -47,7 +50,7 @@ def key_of(writer: int, number: int) -> bytes:
 
 
 def write(folder: str, writer: int, count: int, refused: Any = None) -> None:
-    """Put entries of many pieces, so that writing takes some time."""
+    """Put entries in many pieces, so that writing takes some time."""
     counters = Counters()
     backend = Directory(folder, counters, max_bytes=BUDGET)
     pieces = [memoryview(HEAD), *([memoryview(bytes(250))] * ((ENTRY - len(HEAD)) // 250))]
@@ -60,7 +63,7 @@ def write(folder: str, writer: int, count: int, refused: Any = None) -> None:
 
 
 ATTEMPTS = 30
-"""Number of runs, in at least one of which a violated budget must be noticed."""
+"""Number of runs, at least one of which must show that the budget is exceeded."""
 
 
 def most_held(folder: Path, writers: list[Any]) -> int:
@@ -77,7 +80,7 @@ def most_held(folder: Path, writers: list[Any]) -> int:
 @pytest.mark.scenario
 @pytest.mark.parametrize("kind", ["processes", "threads"])
 def test_the_budget_holds_at_all_times(kind: str, tmp_path: Path) -> None:
-    """There are more writers than entries that fit: none writes before there is room."""
+    """There are more writers than entries that fit, and none of them writes before there is room."""
     results = FORK.Queue()
     made: Any = FORK.Process if kind == "processes" else threading.Thread
     writers = [made(target=write, args=(str(tmp_path), number, 20, results)) for number in range(WRITERS)]
@@ -150,7 +153,7 @@ def test_a_count_by_an_earlier_version_is_recomputed(tmp_path: Path) -> None:
 
 
 def test_a_count_from_before_a_reboot_is_recomputed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a power loss, it may be older than the entries."""
+    """After a power loss, the count may be older than the entries."""
     store = open_store(tmp_path, max_bytes=10**8)
     save(store, prompt(1))
     early = (tmp_path / "usage").read_bytes()
@@ -162,7 +165,7 @@ def test_a_count_from_before_a_reboot_is_recomputed(tmp_path: Path, monkeypatch:
 
 
 def test_released_bytes_are_not_released_twice(tmp_path: Path) -> None:
-    """A count that began after an entry was removed does not include it."""
+    """A count that begins after an entry is removed does not include the entry."""
     counted = disk_usage.DiskUsage(str(tmp_path / "usage"), lambda _: None)
     counted.replace(1000, None)
     before = counted.read()

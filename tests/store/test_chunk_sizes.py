@@ -1,4 +1,4 @@
-"""Two chunk sizes at one location: neither finds the other's entries, and a warning says so."""
+"""Two chunk sizes at one location: neither finds the other's entries, and a warning mentions the other size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Grafana dashboard only uses metrics and labels that stores have."""
+"""The Grafana dashboard uses only metrics and labels that stores have."""
 
 from __future__ import annotations
 

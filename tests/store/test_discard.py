@@ -1,4 +1,4 @@
-"""A store removes entries whose bytes are damaged, and no others that it cannot read."""
+"""A store removes entries whose bytes are damaged, and no other entries that it cannot read."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_entries_are_kept_if_the_reader_lacks_something(
 
 
 def test_an_incomplete_read_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is truncated during a read, as another user may do, was not read completely."""
+    """A file that another user truncates during a read was not read completely, so the store cannot call it damaged."""
     store, ids = open_store(tmp_path), prompt(2)
     whole = save(store, ids)
     monkeypatch.setattr("kvpack.store.trust.Trust.is_private", False)

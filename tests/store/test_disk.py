@@ -93,7 +93,7 @@ def test_a_smaller_budget_evicts_without_the_rule(tmp_path: Path, monkeypatch: p
 
 
 def test_machines_that_use_one_folder_share_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each machine counts the folder once after it boots, and not again because another has put entries."""
+    """Each machine counts the folder once after it boots, and not again when another machine has put entries."""
     rounds: list[bytes] = []
     real = Evictor._try_round
     monkeypatch.setattr(Evictor, "_try_round", lambda self, *given: rounds.append(disk_usage.boot_id()) or real(self, *given))
@@ -122,7 +122,7 @@ def test_the_count_remembers_a_few_machines(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_copy_keeps_the_order_of_ancestors(tmp_path: Path) -> None:
-    """cp -r sets entries' times to when it copied them."""
+    """``cp -r`` sets the times of entries to the time of the copy."""
     store = open_store(tmp_path / "a", max_bytes=10**8)
     branches = [prompt(8, first=3, seed=seed) for seed in range(6)]
     for ids in branches:
@@ -148,7 +148,7 @@ def test_a_copy_without_its_order_is_useless(tmp_path: Path, monkeypatch: pytest
 
 
 def test_entries_on_disk_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads overlap. A missing entry ends the prefix as before, and an unreadable one is counted once."""
+    """Reads overlap. A missing entry ends the prefix, and an unreadable one is counted once."""
     ids = prompt(8)
     map_file, pairs = directory.map_file, threading.Barrier(2)
 

@@ -1,4 +1,4 @@
-"""Encrypted entries: only a store with the key can read them, and none can be changed or moved to another key."""
+"""Only a store with the key can read encrypted entries, and no entry can be changed or moved to another key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A short run of tests/support/store_endurance.py, and its detection of a wrong hit."""
+"""A short run of tests/support/store_endurance.py, which must detect a wrong hit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Eviction: the budget holds, and the least recently used entries go first, leaves before ancestors, with concurrent writers."""
+"""Eviction keeps the budget, and removes the least recently used entries first, leaves before ancestors.
+
+The tests include concurrent writers.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ open_store = partial(store_caches.open_store, identity=UNIFORM_IDENTITY)
 
 @pytest.fixture(autouse=True, params=["listed", "indexed"])
 def _index(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use an index from few entries on, as in a large folder; small folders are otherwise listed."""
+    """Use an index even for few entries, as in a large folder. Small folders are otherwise listed."""
     if request.param == "listed":
         return
     real = directory.Directory.put
@@ -47,7 +50,10 @@ def _index(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture(scope="module")
 def entry_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
-    """Return the size of each entry in bytes: all have the same shape, and positions below 128 take the same number of bytes."""
+    """Return the size in bytes of each entry.
+
+    All entries have the same shape, and positions below 128 take equally many bytes.
+    """
     folder = tmp_path_factory.mktemp("size")
     save(open_store(folder), prompt(3))
     (size,) = {os.stat(path).st_size for path in entries(folder)}
@@ -267,7 +273,7 @@ def test_a_stopped_evictor_blocks_others_only_briefly(tmp_path: Path, entry_byte
 def test_a_writer_waits_the_same_number_of_times_on_a_busy_machine(
     tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy machine, each sleep takes seconds, and so does the work that the writer waits for."""
+    """On a busy machine, each sleep takes seconds, and so does the work for which the writer waits."""
     store, other = (open_store(tmp_path, max_bytes=2 * entry_bytes) for _ in range(2))
     save(store, prompt(2))
     now = [0.0]
@@ -309,7 +315,7 @@ def test_a_store_works_in_a_forked_process(tmp_path: Path, entry_bytes: int) -> 
 
 @pytest.mark.parametrize("mutant", ["truncates", "newest first", "no budget", "believes every clock", "keeps locks over a fork"])
 def test_violations_of_these_rules_are_noticed(mutant: str, tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the most important tests fails on a store that breaks its rule."""
+    """A store that breaks one of the most important rules fails the test of that rule."""
     if mutant == "truncates":
         # In place of unlink: a mapped file that is cut short ends the process that reads it, so only its size is looked at.
         monkeypatch.setattr(directory.os, "unlink", lambda path: os.truncate(path, 0))

@@ -1,4 +1,4 @@
-"""System faults and kills at every step: each costs a miss, and the store is intact afterwards."""
+"""A system fault or a kill at any step costs at most a miss, and the store is intact afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WHOLE = {seed: cache(len(ids), seed=0) for seed, ids in PROMPTS.items()}
 
 
 def use(store: kvpack.Store) -> None:
-    """Perform all operations of a store, with eviction; loaded caches must be correct."""
+    """Perform all operations of a store, with eviction, and check the caches that it loads."""
     for seed, ids in PROMPTS.items():
         assert store.save(ids, WHOLE[seed]) <= 3 * CHUNK
         n, found = store.load(ids)
@@ -47,7 +47,7 @@ def use(store: kvpack.Store) -> None:
 
 
 def check(folder: Path) -> int:
-    """Check that a store is intact: entries are right, nothing is left over, and it works. Return the tokens found."""
+    """Check that a store is intact: entries are right, no other files remain, and it works. Return the number of tokens found."""
     store = open_store(folder, max_bytes=BUDGET, durable=True)
     store.collect()
     assert not os.path.isdir(folder / "unfinished") or os.listdir(folder / "unfinished") == []
@@ -65,13 +65,13 @@ def check(folder: Path) -> int:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Return a store's folder, in memory if possible, because many steps would wait for the disk."""
+    """Yield a store's folder, in memory if possible, because many steps would wait for the disk."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as parent:
         yield Path(parent) / "store"
 
 
 def run_with_fault(folder: Path, fault: FaultyOs, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Use a store with one fault and check it. Returns True if the fault occurred."""
+    """Use a store with one fault and check it. Return True if the fault occurred."""
     shutil.rmtree(folder, ignore_errors=True)
     before = open_files()
     with monkeypatch.context() as patch:
@@ -93,7 +93,7 @@ def run_with_fault(folder: Path, fault: FaultyOs, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.scenario
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_no_fault_raises_an_error_or_does_harm(operation: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The n-th call of every operation fails, once or permanently; later calls are tested at growing intervals."""
+    """The n-th call of every operation fails, once or permanently, for every small n and at growing intervals."""
     reached, number, tried = True, 1, 0
     while reached:
         code = ERRORS[tried % len(ERRORS)]
@@ -107,7 +107,7 @@ def test_no_fault_raises_an_error_or_does_harm(operation: str, folder: Path, mon
 @pytest.mark.scenario
 @pytest.mark.parametrize("operation", ["pwrite", "writev", "pread"])
 def test_short_writes_and_reads_lose_nothing(operation: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the first calls is short, some with all later ones; the rest is then written or read as well."""
+    """One of the first calls processes fewer bytes than requested, in some cases all later ones do too. The rest follows."""
     for number, sticky in [(number, False) for number in (1, 2, 3, 5, 8, 11)] + [(1, True), (4, True)]:
         fault = FaultyOs((operation,), number, sticky=sticky, short=True)
         run_with_fault(folder, fault, monkeypatch)
@@ -249,7 +249,7 @@ print(json.dumps([len(saved), right, left, store.counters()["faults"], again, st
 
 @pytest.fixture(scope="module")
 def full_disks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the output and errors of each variant of the program, each of which had its own disk."""
+    """Run each variant of the program on its own full disk, and return a folder with their output and errors."""
     folder = tmp_path_factory.mktemp("disks")
     command = ["unshare", "--map-root-user", "--mount"] if os.geteuid() else ["unshare", "--mount"]
     (folder / "try").mkdir()

@@ -1,4 +1,7 @@
-"""In a store with encryption keys, invalid entries are replaced, at once or after a load; entries that others may read stay."""
+"""In a store with encryption keys, invalid entries are replaced at once or after a load.
+
+Entries that others may be able to read stay.
+"""
 
 from __future__ import annotations
 

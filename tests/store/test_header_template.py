@@ -1,4 +1,4 @@
-"""Headers that are like a known one are recognized without parsing them, and no other header is."""
+"""Headers that match a known one are recognized without parsing, and no other header is."""
 
 from __future__ import annotations
 

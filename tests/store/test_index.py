@@ -1,4 +1,4 @@
-"""The index of a folder is only a hint: after any change of it or of the folder, its answers match the folder."""
+"""The index of a folder is only a hint: after any change to it or to the folder, its answers match the folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEAD = (2000).to_bytes(8, "little") + b'{"__metadata__":{"format":"kvpack","kvpa
 
 
 def key(number: int) -> bytes:
-    """Return keys in few folders, so that each has several."""
+    """Return a key that belongs to one of few folders, so that each folder has several."""
     return bytes([number % 7, number // 256, number % 256]) + bytes(29)
 
 
@@ -52,7 +52,7 @@ def opened(folder: Path, **options: Any) -> Directory:
 
 
 def indexed(folder: Path, **options: Any) -> Directory:
-    """Return a folder with a complete index."""
+    """Return a directory with a complete index."""
     backend = opened(folder, **options)
     for number in range(20):
         assert put(backend, number)
@@ -63,7 +63,7 @@ def indexed(folder: Path, **options: Any) -> Directory:
 
 
 def unaware(backend: Directory, number: int) -> None:
-    """Put an entry like a kvpack version without an index."""
+    """Put an entry as a version of kvpack without an index does."""
     other = opened(Path(backend._folder.root))
     other._index.add = lambda key, size, used_ns, about, rename: rename()  # type: ignore[method-assign]
     put(other, number)
@@ -213,7 +213,7 @@ def test_bytes_reserved_by_dead_writers_are_reclaimed(tmp_path: Path) -> None:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Two users with an index, one without, and a process that removes files: sizes are correct and the budget holds."""
+    """Two users with an index, one without, and a process that removes files. Sizes are correct, and the budget holds."""
 
     @initialize()
     def begin(self) -> None:
@@ -311,7 +311,7 @@ def test_encrypted_entries_are_not_described(tmp_path: Path) -> None:
 
 
 def test_no_round_removes_too_many_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large eviction runs in several rounds, between which other processes have their turn."""
+    """A large eviction takes several rounds, between which other processes can proceed."""
     size = 100 + len(HEAD)
     indexed(tmp_path)
     monkeypatch.setattr(eviction, "_MAX_PER_ROUND", 3)
@@ -325,7 +325,7 @@ def test_no_round_removes_too_many_entries(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_space_is_freed_before_it_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process waits for a round: the one whose entry leaves little room makes more, and others use the remaining room."""
+    """No process waits for a round. The one whose entry leaves little room makes more, and others use the remaining room."""
     size = 100 + len(HEAD)
     backend = indexed(tmp_path, max_bytes=40 * size)
     monkeypatch.setattr(eviction, "_LOW_FRACTION", 4)
@@ -371,7 +371,7 @@ def test_a_fault_during_early_eviction_does_not_affect_the_entry(tmp_path: Path,
 
 
 def test_a_round_does_not_list_all_entries_while_others_change_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that cannot be recorded as listed stays stale, but known entries can still be evicted."""
+    """If a folder cannot be marked as listed, it stays stale, but known entries can still be evicted."""
     size = 100 + len(HEAD)
     backend = indexed(tmp_path, max_bytes=20 * size)
     other = opened(tmp_path)

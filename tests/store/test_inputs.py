@@ -1,4 +1,4 @@
-"""Inputs other than token ids are part of a chunk's key or refused, and a cache is stored only under its own tokens."""
+"""Inputs other than token ids are part of a chunk's key, or refused. A cache is stored only under its own tokens."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_cache_with_known_ids_is_stored_up_to_the_shorter_of_both(tmp_path: Pa
 
 
 def test_a_window_that_dropped_tokens_is_refused(tmp_path: Path) -> None:
-    """The newest 512 of 1,200 tokens would be stored as the first."""
+    """Otherwise, the newest 512 of 1,200 tokens would be stored as the first ones."""
     ids = list(range(1200))
     with pytest.raises(InvalidParameter, match=r"1200 ids, but the cache has 512 tokens.*sliding window"):
         open_store(tmp_path).save(ids, cache(512))

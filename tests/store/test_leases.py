@@ -1,4 +1,7 @@
-"""Cold prefixes are computed once: the second worker waits for the first, a dead one costs a bounded time, and None never waits."""
+"""Cold prefixes are computed once: a second worker waits for the first, but only for a limited time if the first is dead.
+
+With a lease of None, no worker waits.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ LONGEST = cache(CHUNK * 5 + 5)
 
 @pytest.fixture(params=["folder", "Redis", "object store", "S3", "tiers"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., kvpack.Store]]:
-    """Return a function that opens a store at one location of each kind."""
+    """Return a function that opens a store, for one location of each kind."""
 
     def at(place: Any, **fixed: Any) -> Callable[..., kvpack.Store]:
         return lambda **options: kvpack.Store(place, IDENTITY, **{"chunk": CHUNK, **fixed, **options})
@@ -51,7 +54,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
 
 
 def when_refused(store: kvpack.Store, then: Callable[[], object]) -> None:
-    """Call ``then`` whenever another holds a lease that ``store`` asks for."""
+    """Call ``then`` whenever another holder has the lease that ``store`` requests."""
     take = store._backend.take_lease
 
     def tell(key: bytes, seconds: float) -> Any:
@@ -71,7 +74,7 @@ def worker(
     loaded: Callable[[], object],
     compute: Callable[[], object],
 ) -> kvpack.Cache:
-    """Process a prompt as a server does."""
+    """Process a prompt as a server does and return its cache."""
     n, found = store.load(ids)
     loaded()
     if n < len(ids) // CHUNK * CHUNK:
@@ -84,7 +87,7 @@ def worker(
 
 
 def two_workers(opened: Callable[..., kvpack.Store], lease: float | None, ids: list[int]) -> tuple[list[int], list[kvpack.Store]]:
-    """The first worker computes until the second waits for it or computes too."""
+    """Run two workers of which the first computes until the second waits for it or computes too."""
     # Prompts share their first chunks, and so their values.
     whole, computed = LONGEST[:, : len(ids)], []
     stores = [opened(lease=lease) for _ in range(2)]
@@ -170,7 +173,7 @@ def test_a_dead_process_releases_its_folder_lease_at_once(tmp_path: Path) -> Non
 
 
 def test_leases_of_others_are_left_alone(tmp_path: Path) -> None:
-    """A lease is released after it has expired and another holder has it."""
+    """A worker releases its lease after it has expired and another worker holds it."""
     pytest.importorskip("redis")
     with redis_running(tmp_path) as server:
         stores = [kvpack.Store(server.url, IDENTITY, chunk=CHUNK, timeout=5) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""A short run of tests/support/store_lookups.py, and its detection of a key without one of its fields."""
+"""A short run of tests/support/store_lookups.py, which must detect a key that lacks one of its fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every cell of tests/support/store_matrix at a small size, and proof that it detects broken guarantees."""
+"""Every cell of tests/support/store_matrix at a small size. The matrix must detect broken guarantees."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _write_in_place(path: str, pieces: Any, **options: Any) -> int:
 
 
 def _write_with_one_name(path: str, pieces: Any, *, unfinished: str, **options: Any) -> int:
-    """Make all writers of an entry use the same name for the unfinished file."""
+    """Write with a fault: all writers of an entry use the same name for the unfinished file."""
     return _write_slowly(path, os.path.join(unfinished, os.path.basename(path)), pieces, **options)
 
 

@@ -1,4 +1,4 @@
-"""A store with neighbors: other users, root, other PID namespaces, and objects with an entry's name that are not entries."""
+"""A store with neighbors: other users, root, other PID namespaces, and files that have an entry's name but are no entries."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="acting as another user n
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[Path]:
-    """Return a folder that every user can access, for several users' stores."""
+    """Yield a folder that every user can access, for the stores of several users."""
     with open_to_all(tmp_path):
         yield tmp_path
 
 
 class open_to_all:
-    """Let every user traverse the folders above ``path`` within the context."""
+    """A context in which every user may traverse the folders above ``path``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -61,7 +61,7 @@ class open_to_all:
 
 
 class user:
-    """Run the block as another user."""
+    """A context that runs its block as another user."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -110,7 +110,7 @@ JUNK: dict[str, Callable[[str], Any]] = {
 @pytest.mark.parametrize("what", JUNK)
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_invalid_entries_are_replaced_by_save(what: str, number: int, encrypted: bool, tmp_path: Path) -> None:
-    """This works without a prior load, and anywhere in the chain: ``save`` reports only chunks that a load finds."""
+    """No load is needed first, anywhere in the chain. ``save`` reports only chunks that a load then finds."""
     if encrypted:
         pytest.importorskip("cryptography")
     options = {"encryption": {"k": bytes(32)}} if encrypted else {}
@@ -260,7 +260,10 @@ def test_unreachable_folders_are_refused(below: str, shared: Path) -> None:
 
 @as_root
 def test_another_users_folder_is_read_with_care(shared: Path) -> None:
-    """Entries that another user may change are copied and their values checked; the owner's own are mapped without these checks."""
+    """Entries that another user may change are copied, and their values are checked.
+
+    The user's own entries are mapped without these checks.
+    """
     folder, ids = folder_of(shared, ANOTHER), prompt(3)
     with user(ANOTHER):
         mine = open_store(folder)
@@ -290,7 +293,7 @@ def test_another_users_folder_is_read_with_care(shared: Path) -> None:
 
 @as_root
 def test_a_path_of_maximum_length_works_for_readers(shared: Path) -> None:
-    """An entry's path is the longest below a store: if it fits, all others do."""
+    """An entry has the longest path in a store, so if it fits, all other paths do."""
     longest = 4095 - len("/3/f/") - 64
     path = str(shared)
     while len(path) < longest:
@@ -317,7 +320,7 @@ def test_a_path_of_maximum_length_works_for_readers(shared: Path) -> None:
 
 @as_root
 def test_bad_values_in_another_users_folder_are_refused(shared: Path) -> None:
-    """An owner of the folder may plant NaN scales with correct digests."""
+    """The owner of the folder may plant NaN scales with correct digests."""
     folder, ids = folder_of(shared, ANOTHER), prompt(1)
     with user(ANOTHER):
         save(open_store(folder), ids)
@@ -388,7 +391,7 @@ def test_files_written_by_root_belong_to_the_stores_owner(shared: Path) -> None:
 
 @as_root
 def test_a_store_previously_used_by_root_is_repaired(shared: Path) -> None:
-    """An earlier version, run as root, left a file that the owner may remove."""
+    """An earlier version that ran as root left a file that the owner may remove."""
     folder, ids = folder_of(shared, NOBODY, 0o700), prompt(2)
     with user(NOBODY):
         save(open_store(folder, max_bytes=10**6), ids)
@@ -480,7 +483,7 @@ def test_reading_does_not_remove_unfinished_files(tmp_path: Path) -> None:
 
 @pytest.mark.scenario
 def test_violations_of_these_rules_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store without locks loses entries that it is writing while others open it."""
+    """A store without locks loses entries that it is writing while other stores open it."""
     monkeypatch.setattr("kvpack.store.eviction.sweep", lambda path, old: os.unlink(path) or True)
     with pytest.raises(AssertionError):
         test_writers_in_another_pid_namespace_lose_nothing(tmp_path)
@@ -511,7 +514,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_misspelled_names_are_not_entries(spelling: str, tmp_path: Path) -> None:
-    """They are not counted, listed or evicted, and do not count toward the budget."""
+    """They are not listed or evicted, and do not count toward the budget."""
     store, ids = open_store(tmp_path), prompt(2)
     whole = save(store, ids)
     entry = Path(entry_of(store, ids, 0))

@@ -1,4 +1,4 @@
-"""A third-party backend takes one class and one row in the table of kinds, as CONTRIBUTING.md describes."""
+"""A third-party backend needs one class and one row in the table of kinds, as CONTRIBUTING.md describes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Toy(SingleTierBackend):
-    """Entries in a dict that all stores of one name share; nothing is evicted."""
+    """Entries in a dict that all stores with the same name share. Nothing is evicted."""
 
     is_private = True
     shelves: dict[str, dict[bytes, bytes]] = {}  # noqa: RUF012
@@ -84,7 +84,7 @@ def _open(location: str, counters: Counters, form: EntryFormat, *, skip_sweep: b
 
 @pytest.fixture(autouse=True)
 def kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return the row that a new backend adds."""
+    """Add the row of a new backend to the table of kinds."""
     row = locations.LocationKind("a toy", set(), ("toy://",), lambda location: str(location).startswith("toy://"), _open)
     monkeypatch.setattr(locations, "KINDS", [*locations.KINDS, row])
     monkeypatch.setattr(Toy, "shelves", {})

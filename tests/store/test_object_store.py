@@ -1,4 +1,7 @@
-"""The prefix store in an object store: over the S3 protocol, with a server that is killed, paused and lies, and in obstore's own stores."""
+"""The prefix store in an object store, over the S3 protocol and in obstore's own stores.
+
+The server is killed and paused, and it sends false replies.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def server(shared: Server) -> Server:
 
 @pytest.fixture(params=["s3", "local", "memory"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, dict[str, Any]]:
-    """Return a location and its options."""
+    """Return a location and the options for it."""
     if request.param == "s3":
         server = request.getfixturevalue("server")
         return server.url, {"storage_options": server.options}
@@ -460,7 +463,7 @@ def test_invalid_locations_are_refused(location: str, options: dict[str, Any], m
 
 @pytest.mark.parametrize("mutant", ["overwrites", "trusts sizes", "no breaker", "ancestors first"])
 def test_violations_of_these_rules_are_noticed(mutant: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test fails on a store that breaks its rule."""
+    """A store that breaks one of the rules fails the test of that rule."""
     place = (server.url, {"storage_options": server.options})
     if mutant == "overwrites":
         monkeypatch.setattr(objects.Objects, "put_new", objects.Objects.put)

@@ -1,4 +1,4 @@
-"""The options of a store: declared once, and the same for stores of chunks and of pages."""
+"""The options of a store are declared once, and are the same for stores of chunks and of pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PageStore: an engine's pages by its own keys, in every kind of location, and misses for anything invalid."""
+"""PageStore: an engine's pages under its own keys, in every kind of location. Anything invalid is a miss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SECRET = {"encryption": {"a": b"k" * 32}}
 
 
 def pages(slots: int = 4, seed: int = 0) -> tuple[PageBuffer, torch.Tensor]:
-    """Return pages, and all their values ``[slot, side, layer, head, token, channel]``."""
+    """Return pages, and all of their values ``[slot, side, layer, head, token, channel]``."""
     made = torch.randn(slots, 2, 2, 2, 16, 32, generator=torch.Generator().manual_seed(seed)).bfloat16()
     return PageBuffer(GEOMETRY, made[:, 0], made[:, 1]), made
 

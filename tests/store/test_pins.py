@@ -1,4 +1,7 @@
-"""Pins have an owner and an end in all locations, are listed by stat and undone by unpin; those of earlier versions still hold."""
+"""Pins have an owner and an expiration time in all locations. ``stat`` lists them, and ``unpin`` removes them.
+
+Pins of earlier versions still hold.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def size(tmp_path: Path) -> int:
 
 
 def fill(folder: Path, size: int) -> bool:
-    """Store more than fits in addition to the prompt. Returns True if the prompt is still stored."""
+    """Store more than fits besides the prompt. Return True if the prompt is still stored."""
     store = open_store(folder, max_bytes=4 * size)
     for seed in range(1, 7):
         store.save(prompt(2, seed=seed), cache(2 * CHUNK + 5))
@@ -77,7 +80,7 @@ def test_each_owner_has_a_separate_pin(tmp_path: Path, size: int) -> None:
 
 
 def test_the_end_of_a_chain_is_not_pinned_without_its_beginning(tmp_path: Path) -> None:
-    """It cannot be found, so its pin would only waste space; pins of other chains stay."""
+    """Such an end cannot be found, so its pin would only waste space. Pins of other chains stay."""
     store, ids, other = open_store(tmp_path), prompt(4), prompt(2, seed=3)
     save(store, ids)
     save(store, other)
@@ -151,7 +154,7 @@ def test_an_invalid_pin_is_a_fault_and_keeps_nothing(data: bytes, tmp_path: Path
 
 
 class Remote:
-    """A server: how a test opens it, and stores bytes there like an earlier version or another program."""
+    """A kind of server: how tests open it, and how an earlier version or another program stores bytes there."""
 
     def __init__(self, url: str, put_old: Callable[[bytes, bytes], Any], put: Callable[[bytes, str, bytes], Any]) -> None:
         self.url, self.put_old, self.put = url, put_old, put
@@ -160,13 +163,13 @@ class Remote:
         return kvpack.Store(self.url, IDENTITY, chunk=CHUNK, timeout=5, **options)
 
     def save(self) -> kvpack.Store:
-        """Return a store with the prompt, whose use is recorded."""
+        """Save the prompt, record its use, and return the store."""
         with self.open() as store:
             save(store, IDS)
         return self.open()
 
     def fill(self) -> bool:
-        """Store more than fits in addition to the prompt. Returns True if the prompt is still stored."""
+        """Store more than fits besides the prompt. Return True if the prompt is still stored."""
         with self.open() as store:
             size = max(stored.size for stored in store._backend.list())
         with self.open(max_bytes=4 * size) as store:

@@ -1,4 +1,7 @@
-"""Entries planted by someone who may write to the location: none is served, hides a good one for long, or takes much memory."""
+"""Entries planted by someone who may write to the location are never returned.
+
+None of them hides a good entry for long or takes much memory.
+"""
 
 from __future__ import annotations
 
@@ -245,7 +248,10 @@ def test_invalid_key_maps_are_refused(tmp_path: Path) -> None:
 
 
 def planted_entry(store: kvpack.Store, cache: kvpack.Cache, ids: list[int], *, compress: bool = False) -> bytes:
-    """Return an entry of the store's first chunk of ``ids`` that contains ``cache``, with the right key, model, recipe and digests."""
+    """Return an entry for the first chunk of ``ids`` that contains ``cache``.
+
+    Its key, model, recipe and digests are correct.
+    """
     ((key, parent, part, digest), *_) = chunk_links(store.identity.digest, token_bytes(ids[:CHUNK]), CHUNK, [b""])
     named = replace(cache, model=store.identity.header_model, recipe=store.identity.recipe, inputs=None)
     data = b"".join(to_pieces(named, key, parent, part, digest))
@@ -319,7 +325,7 @@ def test_an_entry_with_another_shape_than_the_models_is_replaced(shape: dict[str
 
 
 def test_max_entry_bytes_limits_the_values_of_a_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An entry with few bytes per value is refused because of its decoded size, also by commands, and is not removed."""
+    """An entry with few bytes per value is refused because of its decoded size, and commands refuse it too. It is not removed."""
     store, ids = open_store(tmp_path / "store"), prompt(1)
     save(store, ids)
     path = Path(entry_of(store, ids, 0))
@@ -338,7 +344,7 @@ def test_max_entry_bytes_limits_the_values_of_a_layer(tmp_path: Path, capsys: py
 
 
 def test_a_header_much_larger_than_its_entry_allows_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is a limit of this reader, not damage, so the entry stays."""
+    """The limit is one of this reader, not a sign of damage, so the entry stays."""
     store, ids = open_store(tmp_path / "store"), prompt(1)
     whole = save(store, ids)
     path = Path(entry_of(store, ids, 0))

@@ -1,4 +1,4 @@
-"""A store after a power loss at any moment: entries forced to disk exist, and no existing entry is wrong."""
+"""A store after a power loss at any moment: entries that were flushed to disk exist, and no existing entry is wrong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WHOLE = cache(len(PROMPTS[0]))
 """The prompts share a chunk, so they are saved with the same values."""
 SIZE = 8320
 EVERY = int(os.environ.get("KVPACK_CRASH_STRIDE", "5"))
-"""Interval between the moments of power loss that are tried; 1 tries all."""
+"""Interval between the moments of power loss that are tried. A value of 1 tries all moments."""
 
 
 @pytest.fixture
@@ -39,7 +39,10 @@ def folder() -> Iterator[Path]:
 
 
 def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, durable: bool) -> tuple[RecordingOs, list[tuple[int, set[bytes]]]]:
-    """Return the steps of a store with eviction, and the keys that were saved after each step and must not be evicted."""
+    """Return the steps of a store with eviction, and the keys that must exist after each step.
+
+    These were saved before the step and must not be evicted.
+    """
     system = RecordingOs(str(folder / "store"))
     promised = [(0, set[bytes]())]
     os.mkdir(folder / "store", 0o700)
@@ -59,7 +62,10 @@ def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, durable: bool) ->
 
 
 def crashes(folder: Path, monkeypatch: pytest.MonkeyPatch, *, durable: bool) -> tuple[int, int]:
-    """Lose power at many moments in several ways, and check the store. Returns the numbers of crashes and of refused entries."""
+    """Simulate a power loss at many moments in several ways, and check the store.
+
+    Returns the numbers of crashes and of refused entries.
+    """
     system, promised = recorded(folder, monkeypatch, durable=durable)
     deletion = next(at for at, step in enumerate(system.steps) if step.operation == "unlink" and "pins" not in step.path)
     count = refused = 0

@@ -1,4 +1,4 @@
-"""Locations in messages, reports and representations show no passwords."""
+"""No message, report or representation of a location shows a password."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix store on a real Redis server that is killed, paused and restarted during use."""
+"""The prefix store on a real Redis server that is killed, paused and restarted while it is used."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def entry_bytes(server: Server) -> int:
 
 
 def test_states_and_windows(server: Server) -> None:
-    """States and windows on a server: states are found with one request, and evicted before the chunks that they follow."""
+    """States are found with one request, and evicted before the chunks that they follow."""
     whole = stateful(8 * CHUNK + 5, chunk_ends(2, 5, 7))
     ids = prompt(8)
     identity = dataclasses.replace(STATEFUL, windows=(None, 40))
@@ -227,7 +227,7 @@ def test_invalid_entries_are_not_fetched(server: Server, monkeypatch: pytest.Mon
 
 
 def test_a_page_load_fetches_at_most_a_row(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds even for a value that begins like a row."""
+    """The limit applies even to a value that begins like a row."""
     geometry = kvpack.pages.PageGeometry(layers=1, heads=1, tokens=16, dim_k=32, dim_v=32)
     values = torch.randn(4, 2, 1, 1, 16, 32).bfloat16()
     pages = kvpack.pages.PageBuffer(geometry, values[:, 0], values[:, 1])

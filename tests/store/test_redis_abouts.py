@@ -1,4 +1,4 @@
-"""Totals by model and recipe on Redis: kept with every put and eviction, and corrected after changes by programs that do not keep them."""
+"""Totals by model and recipe on Redis: every put and eviction updates them, and they are corrected after other changes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def open_store(server: Server, identity: kvpack.Identity = UNIFORM_IDENTITY, **o
 
 
 def entries_by_model(server: Server, read: list[bytes] | None = None) -> dict[str, int]:
-    """Return the number of entries of each model; append to ``read`` the keys of entries whose headers are read."""
+    """Return the number of entries of each model. The keys of entries whose headers are read are appended to ``read``."""
     backend = Redis(server.url, Counters(), timeout=5)
     real = backend.peek_many
 
@@ -92,7 +92,7 @@ HARMS: dict[str, Callable[[Any], object]] = {
 
 
 def _forget(client: Any, key: bytes) -> None:
-    """Remove an entry like an earlier version."""
+    """Remove an entry as an earlier version does."""
     client.incrby(BYTES, -client.strlen(ENTRY + key))
     client.delete(ENTRY + key)
     client.zrem(USED, key)

@@ -43,7 +43,7 @@ def open_store(server: Server, **options: Any) -> kvpack.Store:
 
 
 def stored_bytes(client: Any) -> tuple[int, int]:
-    """Return the number of entries and their bytes, according to the server's keys."""
+    """Return the number of entries and their total bytes, computed from the server's keys."""
     sizes = [client.strlen(name) for name in client.scan_iter(match=ENTRY + b"*") if client.type(name) == b"string"]
     return len(sizes), sum(sizes)
 
@@ -184,7 +184,7 @@ def test_a_refused_put_is_not_counted(shared: Server, client: Any) -> None:
 
 
 def count_slowly(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a count take many puts."""
+    """Make counting so slow that many puts happen meanwhile."""
     monkeypatch.setattr(redis_count, "WAIT_SECONDS", 0.0)
     monkeypatch.setattr(redis_count, "TIME_SHARE", 1)
     monkeypatch.setattr(redis_count, "NAMES_AT_ONCE", 10)
@@ -192,7 +192,7 @@ def count_slowly(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_with_many_keys_is_counted_in_steps(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meanwhile, entries are stored if the server's memory shows that there is room."""
+    """Meanwhile, entries are stored if the server's memory statistics show that there is room."""
     count_slowly(client, monkeypatch)
     store = open_store(shared, max_bytes=10**10)
     for seed in range(50):
@@ -276,7 +276,7 @@ def test_an_entry_larger_than_a_page_of_others_evicts_none(shared: Server, clien
 
 
 def test_two_writers_count_concurrently(shared: Server, client: Any) -> None:
-    """Both count a server again in turns; the final sum is correct."""
+    """Both writers take turns counting a server again, and the final sum is correct."""
     stores = [open_store(shared, max_bytes=10**6) for _ in range(2)]
     for seed in range(6):
         if seed % 2:
@@ -300,7 +300,7 @@ def test_an_uncounted_entry_is_counted_when_it_is_found(shared: Server, client: 
 
 
 def fill(client: Any, count: int) -> None:
-    """Create counted entries of 64 bytes without a put, last used long ago."""
+    """Create ``count`` counted entries of 64 bytes without a put, last used long ago."""
     keys = [number.to_bytes(32, "big") for number in range(count)]
     client.mset({ENTRY + key: b"kvpack" + bytes(58) for key in keys})
     client.zadd(USED, {key: 10**15 + number for number, key in enumerate(keys)})
@@ -409,7 +409,7 @@ def test_a_program_that_ignores_the_count_is_noticed(shared: Server, client: Any
 
 
 def test_eviction_works_page_by_page(shared: Server, client: Any) -> None:
-    """More than a page is evicted for one entry; pinned entries, the oldest, are skipped."""
+    """More than a page is evicted for one entry. The oldest entries are pinned and therefore skipped."""
     fill(client, 2000)
     store, ids = open_store(shared, max_bytes=10**6), prompt(2)
     save(store, ids)
@@ -431,7 +431,7 @@ def test_eviction_works_page_by_page(shared: Server, client: Any) -> None:
 
 @pytest.mark.usefixtures("in_pages")
 def test_a_total_changed_only_by_kvpack_is_not_recomputed(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that starts next to others does not wait for a count, unless there was any other change."""
+    """A process that starts while others run does not wait for a count, unless another program has changed the keys."""
     fill(client, 100)
     most = 10**6
     save(open_store(shared, max_bytes=most), prompt(1))

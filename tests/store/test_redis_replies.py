@@ -1,4 +1,4 @@
-"""Servers that are not Redis: any reply is a counted miss, in bounded time and memory, and other protocols are named."""
+"""Servers that are not Redis: any reply is a counted miss in bounded time and memory, and other protocols are named."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ CALLS: dict[str, Callable[[kvpack.Store, list[int]], Any]] = {
 
 
 class Answering:
-    """A server that replies ``answer`` to each command, and OK while a connection is set up."""
+    """A server that replies ``answer`` to every command, and OK while a connection is set up."""
 
     def __init__(self, answer: Callable[[bytes, socket.socket], None]) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))

@@ -39,7 +39,7 @@ def stores(tmp_path: Path) -> dict[str, kvpack.Store]:
 
 
 def left(stores: dict[str, kvpack.Store]) -> set[str]:
-    """Return the stores whose prefix is complete; the others must have none."""
+    """Return the stores that have their whole prefix. All others must have none of theirs."""
     matched = {name: store.match(prompt(3)) for name, store in stores.items()}
     assert set(matched.values()) <= {0, 3 * CHUNK}
     return {name for name, tokens in matched.items() if tokens}
@@ -129,7 +129,7 @@ def test_a_recipe_named_by_an_older_entry_is_found(tmp_path: Path, capsys: pytes
 
 
 def test_each_pin_is_removed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pins are not undone per pinned entry, which could take one request each."""
+    """Removing the pin of each entry separately could take one request per entry."""
     store = open_store(tmp_path / "store")
     save(store, prompt(9))
     for chunks in (3, 9):

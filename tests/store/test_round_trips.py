@@ -1,4 +1,4 @@
-"""Requests to a server are for many entries at once. These tests count round trips, without timing them."""
+"""A request to a server covers many entries. These tests count round trips, and do not measure time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KEYS = [b"page %d" % number for number in range(PAGES)]
 
 
 class Server:
-    """A server and the number of ``requests`` from clients of this process; a pipeline is one request."""
+    """A server and the number of ``requests`` from clients of this process. A pipeline counts as one request."""
 
     def __init__(self, url: str) -> None:
         self.url, self.requests = url, 0
@@ -161,7 +161,7 @@ def test_uses_of_a_long_chain_are_recorded_from_its_end(server: Server, monkeypa
 
 
 def test_uses_of_a_long_chain_are_recorded_once_and_in_parts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that records the use of a whole chain blocks all other clients, and so does recording it again with every part of a put."""
+    """A script that records the use of a whole chain blocks all other clients. Recording it with every part of a put does, too."""
     monkeypatch.setattr(redis_module, "_KEYS_AT_ONCE", 20)
     monkeypatch.setattr("kvpack.store.page_store.BATCH_ENTRIES", 8)
     given, _ = pages()
@@ -186,7 +186,7 @@ def test_uses_of_a_long_chain_are_recorded_once_and_in_parts(server: Server, mon
 
 @pytest.mark.parametrize("ttl", [None, 8])
 def test_the_use_of_a_chain_is_recorded_again_during_a_long_put(ttl: int | None, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the beginning of a chain that is put for longer than its ``ttl`` expires before its end."""
+    """Otherwise the beginning of a chain whose put takes longer than ``ttl`` would expire before its end."""
     now = [100.0]
     monkeypatch.setattr(redis_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with kvpack.PageStore(server.url, PAGE_IDENTITY, GEOMETRY, ttl=ttl) as engine:
@@ -203,7 +203,7 @@ def test_the_use_of_a_chain_is_recorded_again_during_a_long_put(ttl: int | None,
 
 
 def test_an_entry_is_used_no_later_than_its_ancestors(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The count does not depend on a recent use of the chain by any process, or on missing entries."""
+    """The result does not depend on whether any process has recently used the chain, or on missing entries."""
     given, _ = pages(12)
     with kvpack.PageStore(server.url, PAGE_IDENTITY, GEOMETRY) as engine, kvpack.PageStore(server.url, PAGE_IDENTITY, GEOMETRY) as other:
         engine.put(KEYS[:4], given, range(4))
@@ -221,7 +221,7 @@ def test_an_entry_is_used_no_later_than_its_ancestors(server: Server, monkeypatc
 
 
 def test_many_objects_are_requested_concurrently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The maximum number of requests run concurrently: each waits for the others, up to that number."""
+    """As many requests as permitted run concurrently: each one waits until that number has started."""
     obstore = pytest.importorskip("obstore")
     given, _ = pages(32)
     place = obstore.store.MemoryStore()
@@ -323,7 +323,7 @@ def test_an_empty_put_sends_no_request() -> None:
 
 @pytest.mark.scenario
 def test_listing_and_removing_request_many_entries_at_once(server: Server, tmp_path: Path) -> None:
-    """Commands need the same number of requests for 200 entries as for 100, or one more page of names."""
+    """Commands need as many requests for 200 entries as for 100, or one more page of names."""
     asked: list[dict[str, int]] = []
     for number in (1, 2):
         backend = open_backend(server.url, Counters(), UNENCRYPTED, LocationOptions())
@@ -367,7 +367,7 @@ def test_requests_for_fronts_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_entry_that_changes_during_a_read_is_a_single_miss(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its size was requested before, and the entries after it are still read."""
+    """The entry's size was requested before it changed. The entries after it are still read."""
     ids = prompt(6)
     with kvpack.Store(server.url, IDENTITY, chunk=CHUNK) as store:
         save(store, ids)

@@ -1,4 +1,4 @@
-"""Counting the entries of a directory: unchanged folders are not listed again."""
+"""Counting the entries of a directory: folders that have not changed are not listed again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.store_caches import entries, open_store, prompt, save
 
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that collects the listed folders."""
+    """Return a list to which every listed folder is appended."""
     found: list[str] = []
     original = folder.regular_files
     monkeypatch.setattr(folder, "regular_files", lambda path, counters: found.append(path) or original(path, counters))
@@ -21,7 +21,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def settle(root: Path) -> None:
-    """Set the modification time of every folder to long ago."""
+    """Set the modification times of all folders to long ago."""
     for first, _, _ in os.walk(root):
         os.utime(first, ns=(10**18, 10**18))
 
@@ -44,7 +44,7 @@ def test_only_changed_subfolders_are_listed(tmp_path: Path, listed: list[str]) -
 
 
 def test_a_recently_changed_folder_is_listed_again(tmp_path: Path, listed: list[str]) -> None:
-    """It could change twice within one clock tick."""
+    """The folder might change twice within one clock tick."""
     store = open_store(tmp_path)
     save(store, prompt(1))
     (path,) = map(Path, entries(tmp_path))

@@ -1,4 +1,4 @@
-"""Models with states: a store resumes a prefix at positions with stored states."""
+"""Models with states: a store resumes a prefix at a position whose states are stored."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check(found: kvpack.Cache | None, whole: kvpack.Cache, position: int) -> Non
 
 
 def states_path(store: kvpack.Store, ids: list[int], chunks: int) -> Path:
-    """Return the path of the states after this many chunks."""
+    """Return the path of the states after ``chunks`` chunks."""
     name = states_key(store.keys(ids)[chunks - 1]).hex()
     return Path(next(path for path in entries(store.location) if path.endswith(name)))
 
@@ -131,7 +131,7 @@ def test_a_damaged_chunk_ends_before_the_states_after_it(tmp_path: Path) -> None
 
 
 def moved(change: Callable[[Any], Any]) -> Callable[[bytes], bytes]:
-    """Change the contents of an entry with states, and write it again with correct digests."""
+    """Return a function that changes the contents of an entry with states, and writes it again with correct digests."""
 
     def changed(data: bytes) -> bytes:
         file = container.open_bytes(bytearray(data), where="entry")
@@ -193,9 +193,9 @@ def test_states_with_tokens_or_other_sequences_are_refused(tmp_path: Path) -> No
 
 
 LOADED = [(7, 2, 5, 7), (7, 2, 5), (6, 2, 5), (5, 2, 5), (5, 5), (5,), (4,), (3,), (2,), (1,), (0,)]
-"""Expected eviction order: the unused end, then the states before its middle, then the chunks and states that were loaded."""
+"""Expected order of eviction after loads: the unused end, then the states before its middle, then everything that was loaded."""
 SAVED = [(7, 2, 5, 7), (7, 2, 5), (6, 2, 5), (5, 2, 5), (5, 2), (4, 2), (3, 2), (2, 2), (2,), (1,), (0,)]
-"""Expected eviction order from the end: the remaining part can be resumed as long as any states are left."""
+"""Expected order of eviction from the end. As long as any states remain, the prefix up to them can be resumed."""
 
 
 @pytest.mark.parametrize(("loads", "expected"), [(True, LOADED), (False, SAVED)], ids=["loaded", "saved"])
@@ -224,7 +224,7 @@ def test_states_are_evicted_before_their_prefix(loads: bool, expected: list[tupl
 
 
 def test_a_prefix_that_is_saved_again_counts_as_used(tmp_path: Path) -> None:
-    """All of its entries, including states in its middle, become newer than those of another prefix."""
+    """All entries of the prefix, including states in its middle, become newer than those of another prefix."""
     other = prompt(8, seed=3)
     with open_store(tmp_path, STATEFUL) as store:
         for ids in (IDS, other, IDS):
@@ -330,7 +330,7 @@ def test_states_beyond_the_end_of_a_cache_are_not_used(tmp_path: Path) -> None:
 
 
 def test_states_that_another_process_removed_are_stored_again(tmp_path: Path) -> None:
-    """An entry that a store has read or written may no longer exist."""
+    """An entry that a store has read or written may have been removed since."""
     whole = stateful(TOKENS, chunk_ends(2, 5))
     with open_store(tmp_path, STATEFUL) as store:
         for _ in range(3):

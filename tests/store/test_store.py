@@ -476,7 +476,7 @@ def test_every_metric_has_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["le", "operation", "reason", "tier", "__name__"])
 def test_reserved_labels_are_refused(name: str, tmp_path: Path) -> None:
-    """A repeated label makes all metrics of a process unreadable; some occur only after a fault."""
+    """A repeated label makes all metrics of a process unreadable. Some labels occur only after a fault."""
     with pytest.raises(InvalidParameter, match=f"the name '{name}', which is reserved or already used by kvpack's metrics: choose another"):
         open_store(tmp_path).prometheus({name: "x"})
     with pytest.raises(InvalidParameter, match=f"the name '{name}'"):
@@ -534,7 +534,7 @@ def test_entries_that_match_a_template_are_parsed_only_once(tmp_path: Path, monk
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", ["kivi-2", "octopus-3"])
 def test_every_flipped_bit_of_an_entry_is_noticed(recipe: str, tmp_path: Path) -> None:
-    """Flips bits throughout the front, its padding and the payload, with the parsing reader and the template reader."""
+    """Bits are flipped throughout the front, its padding and the payload, for the parsing reader and the template reader."""
     store = open_store(tmp_path, dataclasses.replace(IDENTITY, recipe=recipe))
     ids = prompt(2)
     save(store, ids)
@@ -558,7 +558,7 @@ def test_every_flipped_bit_of_an_entry_is_noticed(recipe: str, tmp_path: Path) -
 
 
 def test_entries_of_equal_size_may_have_different_payload_offsets(tmp_path: Path) -> None:
-    """An entry is hashed from the offset of the last template of its size, which the preceding entry may have replaced."""
+    """An entry is hashed from the payload offset of the last template of its size, which may be that of the preceding entry."""
     store, ids = open_store(tmp_path), prompt(3)
     whole = save(store, ids)
     assert is_same_prefix(store.load(ids)[1], whole)
@@ -573,7 +573,7 @@ def test_entries_of_equal_size_may_have_different_payload_offsets(tmp_path: Path
 
 
 def test_reads_replace_mappings_if_necessary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process has a limited number of mappings; a store uses only a part of them."""
+    """The number of mappings per process is limited, and a store uses only a part of them."""
     store, ids = open_store(tmp_path), prompt(6)
     whole = save(store, ids)
     before = len(mapping._MAPPED)

@@ -1,4 +1,4 @@
-"""A short run of tests/support/store_stress.py, and any sequence of operations compared with a dict."""
+"""A short run of tests/support/store_stress.py, and arbitrary sequences of operations compared with a dict."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.store_caches import CHUNK, cache, entry_of, is_same_prefix, open_st
 pytestmark = pytest.mark.scenario
 
 CLOCKED: Any = (loading, store_module)
-"""Modules that record when an entry is used."""
+"""Modules that record when an entry was used."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_wrong_bytes_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Compares a store with a dict of chunks, under damage, loss, process restarts and clock jumps."""
+    """Compares a store with a dict of chunks, despite damage, loss, process restarts, and clock jumps."""
 
     prompts = st.sampled_from([(seed, chunks) for seed in range(3) for chunks in range(4)])
 

@@ -1,4 +1,7 @@
-"""A store of several tiers: entries in any tier are found, a tier's faults are misses there, and each tier keeps its budget."""
+"""A store of several tiers: entries in any tier are found, and each tier keeps its budget.
+
+A fault in one tier is a miss in that tier.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def tiered(*locations: Any, identity: kvpack.Identity = IDENTITY, **options: Any
 
 
 def counts(store: kvpack.Store) -> list[int]:
-    """Return the number of entries in every tier."""
+    """Return the number of entries in each tier."""
     return [tier["entries"] for tier in store.stats()["tiers"]]
 
 
@@ -145,7 +148,7 @@ def test_junk_in_a_slow_tier_evicts_nothing_and_is_never_returned(keys: dict[str
 
 
 def test_entries_refused_by_a_tier_are_read_from_the_next_and_repaired(tmp_path: Path) -> None:
-    """Junk in the fastest tier hides neither later entries in that tier nor copies in other tiers."""
+    """Invalid bytes in the fastest tier hide neither later entries in that tier nor copies in other tiers."""
     ids = prompt(5)
     whole = save(tiered(tmp_path / "a", tmp_path / "b", tmp_path / "c"), ids)
     at = {name: open_store(tmp_path / name) for name in "abc"}
@@ -357,7 +360,7 @@ def test_an_entry_damaged_in_two_tiers_is_restored_by_a_save(tmp_path: Path) -> 
 
 
 class Failing:
-    """A backend whose next calls fail as if the system refused: nothing is found or put."""
+    """A backend whose next calls fail as if by a system error: nothing is found or put."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -383,7 +386,7 @@ class Failing:
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Tiers agree with a dict of chunks per tier through faults, damage and loss in any of them."""
+    """Compares tiers with a dict of chunks for each of them, despite faults, damage and loss in any tier."""
 
     prompts = st.sampled_from([(seed, chunks) for seed in range(2) for chunks in range(1, 4)])
     numbers = st.integers(0, 2)
@@ -404,7 +407,7 @@ class TierMachine(RuleBasedStateMachine):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def settle(self) -> None:
-        """Wait for queued entries, so that the model matches every tier."""
+        """Wait until queued entries are stored, so that the model matches every tier."""
         if self.store._backend._write_back is not None:
             self.store._backend._write_back.close()
 
@@ -465,7 +468,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """Restart the process: the memory tier has lost its entries."""
+        """Restart the process, which loses the entries of the memory tier."""
         self.failing[0].delete(sorted(self.there[0]))
         self.there[0].clear()
         self.bad = {(tier, key) for tier, key in self.bad if tier}
@@ -508,7 +511,7 @@ TestTierMachine.settings = settings(max_examples=12, stateful_step_count=20, dea
     "mutant", ["no promotion", "discards everywhere", "asks once", "queue forgets nothing", "notes in parts", "promotes first"]
 )
 def test_violations_of_these_rules_are_noticed(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test fails on tiers that break its rule."""
+    """Tiers that break one of the rules fail the test of that rule."""
     whole = tiers.Tiers
     if mutant == "no promotion":
         monkeypatch.setattr(whole, "_put_in", lambda _, backends, chain, entries, now_ns: [False] * len(entries))

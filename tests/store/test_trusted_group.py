@@ -1,4 +1,4 @@
-"""Folders shared by members of a trusted group: Kubernetes' fsGroup, and several users on one machine."""
+"""Folders shared by a trusted group: with Kubernetes' fsGroup, or by several users on one machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as sev
 
 @contextmanager
 def member(user: int, group: int = GROUP) -> Iterator[None]:
-    """Run the block as another user."""
+    """A context that runs its block as another user."""
     os.setegid(group)
     os.seteuid(user)
     try:
@@ -38,7 +38,10 @@ def member(user: int, group: int = GROUP) -> Iterator[None]:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """Return a folder like a volume mounted by Kubernetes: owned by root and group-writable. pytest's folders are closed to other users."""
+    """Yield a folder like a volume that Kubernetes mounts: owned by root and group-writable.
+
+    pytest's own folders are closed to other users.
+    """
     with tempfile.TemporaryDirectory() as place:
         home = Path(place)
         home.chmod(0o711)
@@ -116,7 +119,7 @@ def test_a_use_of_anothers_entries_is_recorded(shared: Path) -> None:
 
 @as_root
 def test_permissions_set_by_kubernetes_are_accepted(shared: Path) -> None:
-    """When a pod with fsGroup starts, all files get the group and become group-writable."""
+    """When a pod with fsGroup starts, all files are assigned to the group and become group-writable."""
     folder = shared / "store"
     with member(ALICE):
         whole = save(open_store(folder), IDS)
@@ -176,7 +179,7 @@ def test_a_group_folder_is_created_and_read_as_copies(tmp_path: Path) -> None:
 
 
 def str_of(group: int) -> str | int:
-    """Return the name of a group, if it has one."""
+    """Return the name of a group, or its number if it has no name."""
     grp = pytest.importorskip("grp")
     try:
         return str(grp.getgrgid(group).gr_name)

@@ -1,4 +1,4 @@
-"""Entries unused for their ``ttl`` expire in folders, object stores and Redis; entries of stores without one do not."""
+"""Entries that are unused for their ``ttl`` expire in folders, object stores and Redis. Those of stores without one do not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHER = replace(IDENTITY, tenant="another")
 
 
 def pass_by(folder: Path, seconds: int) -> None:
-    """Set the last use of every entry to that many seconds earlier."""
+    """Set the last use of every entry ``seconds`` seconds back."""
     for path in entries(folder):
         status = os.stat(path)
         os.utime(path, ns=(status.st_atime_ns - seconds * 10**9, status.st_mtime_ns - seconds * 10**9))
@@ -132,7 +132,7 @@ def test_a_tier_may_have_its_own_ttl(tmp_path: Path) -> None:
 
 
 class Objects:
-    """An in-memory object store with a settable clock."""
+    """An in-memory object store with a clock that tests set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.location = pytest.importorskip("obstore").store.MemoryStore()

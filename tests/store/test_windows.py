@@ -26,7 +26,7 @@ def sliding(*windows: int | None) -> kvpack.Identity:
 
 
 def check(found: Cache | None, whole: Cache, skipped: list[int]) -> None:
-    """Check that ``found`` is a prefix of ``whole`` whose layers have skipped this many tokens."""
+    """Check that ``found`` is a prefix of ``whole`` whose layers have dropped the number of tokens in ``skipped``."""
     assert found is not None
     assert found.start == 0
     assert [layer.skipped for layer in found] == skipped
@@ -63,7 +63,7 @@ def test_keys_do_not_depend_on_windows(tmp_path: Path) -> None:
 
 
 def test_chunks_outside_every_window_are_not_read(tmp_path: Path) -> None:
-    """They are only looked up: if all layers have windows, the first chunks may be damaged."""
+    """Such chunks are only looked up. If all layers have windows, the first chunks may be damaged."""
     with open_store(tmp_path, sliding(64, 33)) as store:
         whole = save(store, IDS)
         damaged = Path(entry_of(store, IDS, 2))
@@ -80,7 +80,7 @@ def test_chunks_outside_every_window_are_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "tokens", "skipped"), [(7, 7, [5, 6]), (6, 6, [4, 5])])
 def test_a_damaged_chunk_shortens_the_prefix_within_windows(number: int, tokens: int, skipped: list[int], tmp_path: Path) -> None:
-    """The windows then reach back to earlier chunks that were not read before."""
+    """The windows then extend back to earlier chunks, which were not read before."""
     with open_store(tmp_path, sliding(64, 33)) as store:
         whole = save(store, IDS)
         path = Path(entry_of(store, IDS, number))
@@ -93,7 +93,7 @@ def test_a_damaged_chunk_shortens_the_prefix_within_windows(number: int, tokens:
 
 
 def dropped(tokens: int, skipped: int) -> Cache:
-    """Return a cache of ``tokens`` tokens whose second layer has dropped the first ``skipped``."""
+    """Return a cache of ``tokens`` tokens whose second layer has dropped the first ``skipped`` ones."""
     (full,), (k, v) = random_pairs(1, tokens, dims=(32, 32)), random_pairs(1, tokens, dims=(32, 32), seed=1)[0]
     return kvpack.pack([full, (k[:, :, skipped:], v[:, :, skipped:], skipped)], "kivi-2")
 

@@ -41,7 +41,7 @@ TOLERANCE = 2**-18
 
 
 def copied(folder: Path, to: Path) -> Path:
-    """Return a copy that only this user may change, regardless of the checkout's modes."""
+    """Return a copy of a folder that only this user may change, whatever the modes in the checkout."""
     shutil.copytree(folder, to, copy_function=shutil.copyfile)
     for path in [to, *to.rglob("*")]:
         path.chmod(0o700 if path.is_dir() else 0o600)

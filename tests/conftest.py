@@ -1,4 +1,4 @@
-"""Settings of all tests: property tests have no time limit per example, and a process runs only the kernel tests that it can."""
+"""Settings for all tests: property tests have no time limit per example, and each process runs the kernel tests that it can."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ if INTERPRETED and triton_version.is_supported():
 
 @pytest.fixture
 def chat_model(tmp_path: Path) -> Path:
-    """Return a folder in which examples find their hub model by name: the demo's model with a byte tokenizer."""
+    """Return a folder in which examples find the model that they load from the hub.
+
+    It contains the demo's model with a byte tokenizer.
+    """
     from support.chat_tokenizers import tokenizer  # not at the top: it imports transformers
 
     folder = tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
@@ -48,13 +51,13 @@ def chat_model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def patient_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a put wait up to a minute for a folder's count or lock, because on a busy machine other processes may stall for seconds."""
+    """Let a put wait for a folder's file count or lock for up to a minute, because other processes may stall on a busy machine."""
     monkeypatch.setattr(disk_usage, "WAIT_SECONDS", 60.0)
     monkeypatch.setattr(eviction, "WAIT_SECONDS", 60.0)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests that another process runs (see interpreter.py)."""
+    """Deselect tests that another process runs, as interpreter.py describes."""
     import torch  # not at the top: the process that gives tests to workers collects none
 
     device, supported = torch.cuda.is_available(), triton_version.is_supported()
@@ -73,9 +76,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect tests without garbage collection, which would take as long as the rest: modules and test items stay in use.
+    """Collect tests with garbage collection disabled, because it would double the time: modules and test items stay alive anyway.
 
-    Later collections of garbage skip these objects too: each would take 0.3 s, and copy the memory that a fork shares.
+    Later garbage collections skip these objects too. Each would otherwise take 0.3 s, and copy the memory that forked processes share.
     """
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""kvpack bench attend."""
+"""Tests of ``kvpack bench attend``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvpack bench kernels: the options that it refuses without a device, and a small run on CUDA."""
+"""Tests of ``kvpack bench kernels``: the options that it refuses without a device, and a small run on CUDA."""
 
 from __future__ import annotations
 

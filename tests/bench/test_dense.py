@@ -1,4 +1,4 @@
-"""Formats that kvpack bench io compares with kvpack."""
+"""Tests of the formats that ``kvpack bench io`` compares with kvpack."""
 
 from __future__ import annotations
 

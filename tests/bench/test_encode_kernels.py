@@ -1,4 +1,4 @@
-"""The encoding table of kvpack bench kernels: the codecs that it measures, its output, and a small run on CUDA."""
+"""Tests of the encoding table of ``kvpack bench kernels``: its codecs, its output, and a small run on CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvpack.evaluate: the table of bench quality for a model in memory, including its form for notebooks."""
+"""Tests of ``kvpack.evaluate``, which measures a model in memory, and of how its table is shown in notebooks."""
 
 from __future__ import annotations
 

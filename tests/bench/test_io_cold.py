@@ -1,4 +1,4 @@
-"""kvpack bench io --cold: each method of loading, compared with fio's speed."""
+"""Tests of ``kvpack bench io --cold``, which compares each loading method with the speed that fio measures."""
 
 from __future__ import annotations
 

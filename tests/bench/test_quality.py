@@ -1,4 +1,4 @@
-"""The quality measurement: its numbers, compared with ones computed independently, its statistics, its plot and its refusals."""
+"""Tests of the quality measurement: values compared with independent computations, statistics, plot, and refusals."""
 
 from __future__ import annotations
 
@@ -615,7 +615,7 @@ def test_front_of_one_window_uses_its_values() -> None:
 
 
 def cluttered(spread: float) -> Any:
-    """Return a report whose recipes are close together."""
+    """Return a report in which the results of several recipes are close together."""
     values = numpy.random.default_rng(1).normal(size=(12, 2))
     rows = [
         {

@@ -1,4 +1,4 @@
-"""The language model on which quality is measured by default: how it is found, and the message if it is missing."""
+"""Tests of the language model on which quality is measured by default: finding it, and the message if it is missing."""
 
 from __future__ import annotations
 

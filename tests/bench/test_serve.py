@@ -1,4 +1,4 @@
-"""kvpack bench serve: every row, compared with transformers' own caches, and a file that names its model."""
+"""Tests of ``kvpack bench serve``: every row against transformers' own caches, and a file that names its model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_table_has_rows_of_transformers(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_failing_cache_becomes_a_row_without_ending_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As on a device, but without CUDA graphs."""
+    """The run measures steps as on a device, but without CUDA graphs."""
     monkeypatch.setattr(serve, "GENERATED", 2)
     monkeypatch.setattr(serve, "TIMED_STEPS", 1)
     model = serve.random_model("small", 1, "cpu", "fp32")
@@ -87,7 +87,7 @@ def test_a_failing_cache_becomes_a_row_without_ending_the_run(monkeypatch: pytes
 
 
 def test_steps_are_interleaved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As on a device, but without CUDA graphs."""
+    """The run measures steps as on a device, but without CUDA graphs."""
     monkeypatch.setattr(serve_turns, "TURNS", 3)
     model = serve.random_model("small", 1, "cpu", None)
     passes: list[tuple[str, bool]] = []
@@ -150,7 +150,7 @@ def test_a_failing_first_token_becomes_a_row(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_shape_is_read_from_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sliding-window layers contain their window, and every pass has positions after all tokens."""
+    """A sliding-window layer holds no more than its window, and every pass has the positions that follow all tokens."""
     monkeypatch.setattr(serve_cpu, "STEPS", 2)
     _, settings = serve.SHAPES["small"]
     library = transformers_library()
@@ -187,7 +187,7 @@ def test_dtype_is_read_from_the_configuration(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_dynamic_cache_uses_a_model_without_kvpack() -> None:
-    """It shares the weights, but not hooks and attention."""
+    """The dynamic cache's model shares the weights of kvpack's model, but not its hooks or its attention function."""
     model = serve.random_model("small", 1, "cpu", None)
     plain = serve_cpu.with_plain_attention(model)
     with KvpackCache(model, "octopus-3"):

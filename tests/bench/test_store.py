@@ -1,4 +1,4 @@
-"""kvpack bench store: a small run and its report."""
+"""Tests of ``kvpack bench store``: a small run and its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvpack bench store --row round-trips: stores on a server that a relay makes distant."""
+"""Tests of ``kvpack bench store --row round-trips`` with a store behind a relay that adds network delay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of kvpack bench kernels for unpacking and for many queries."""
+"""Tests of the tables that ``kvpack bench kernels`` prints for unpacking and for many queries."""
 
 from __future__ import annotations
 

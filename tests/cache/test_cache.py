@@ -1,4 +1,4 @@
-"""Cache objects: pack, slice, append, concat and convert, compared with dense tensors."""
+"""Tests of cache objects: pack, slice, append, concat, and convert, compared with dense tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_pack_and_unpack(recipe: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("recipe", ["octopus-3", "kvpack-2", "kivi-2", "fp8", "kv=scalar:b=3"])
 def test_layers_packed_together_equal_layers_packed_alone(recipe: str) -> None:
-    """Layers of equal shape are encoded together, each with its own raw tokens. The last one has a different shape."""
+    """Layers of equal shape are encoded together, and each has its own raw tokens. The last layer has a different shape."""
     pairs = [*random_pairs(4, 300, batch=2, dims=(64, 64)), *random_pairs(1, 200, batch=2, dims=(64, 64))]
     for number, (k, v) in enumerate(pairs):
         k[number % 2, :, 40 * number + 7] *= 0.05

@@ -1,4 +1,4 @@
-"""Random sequences of all cache operations, compared with the given tensors and with earlier decoded values."""
+"""Run random sequences of all cache operations, and compare the results with the input and with values decoded earlier."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ RECIPES = {
     kvpack.Recipe("k=klt:bits=7,rows=fp16;v=transform:bits=3,chunk=16", BASIS).text: 0.35,
     kvpack.Recipe("kv=transform:bits=4,chunk=16;tail=16", BASIS).text: 0.3,
 }
-"""Upper bound of each recipe's relative error (2-norm over a side) on Gaussian values, encoded once."""
+"""Largest permitted relative error (2-norm over a side) of each recipe for Gaussian values that are encoded once."""
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """State machine over a cache.
+    """A state machine that applies random operations to a cache.
 
-    ``given`` are its tokens and ``values`` their decoded values. Packed tokens change only in conversions.
+    ``given`` are the tokens that the cache was given, and ``values`` are their decoded values. Packed tokens only change in conversions.
     """
 
     @initialize(recipe=st.sampled_from(sorted(RECIPES)), tokens=st.integers(0, 70), start=st.integers(0, 5))
@@ -141,19 +141,19 @@ class CacheMachine(RuleBasedStateMachine):
 
     @property
     def _packed(self) -> int:
-        """Return the number of tokens that are packed in every side."""
+        """Return the number of tokens that are packed on both sides of every layer."""
         return min(side.packed_tokens for layer in self.cache for side in layer.sides.values())
 
     @property
     def _boundaries(self) -> list[int]:
-        """Return the tokens at which every side may be cut: the beginnings of pages, and the end."""
+        """Return the positions at which every side can be cut: page starts, and the end of the cache."""
         sides = [side for layer in self.cache for side in layer.sides.values()]
         starts = [{sum(page.tokens for page in side.runs[:n]) for n in range(len(side.runs) + 1)} for side in sides]
         packed_ends = {0, *set.intersection(*starts)}
         return sorted(at for at in packed_ends if at <= self._packed)
 
     def _new(self, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return new tokens after adding them to ``given``."""
+        """Create ``tokens`` new tokens, add them to ``given``, and return them."""
         pairs = random_pairs(LAYERS, tokens, dims=DIMS, seed=self.seed)
         self.seed += 1
         new = [x.float() for pair in pairs for x in pair]
@@ -165,7 +165,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.values = [x[:, :, start:stop] for x in self.values]
 
     def _accept(self, cache: Cache, same: int) -> None:
-        """Continue with ``cache``, whose first ``same`` tokens must decode to the same values as before."""
+        """Replace the current cache by ``cache``, whose first ``same`` tokens must decode to the same values as before."""
         values = unpack_all(cache)
         for found, known in zip(values, self.values if same else values, strict=True):
             # How the last elements of an array are rounded may depend on its size.

@@ -1,4 +1,4 @@
-"""Packing of models' own caches: their layers and positions, and refusals that name the layer."""
+"""Tests of packing transformers' own caches: layers, positions, and refusals that name the layer."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def token_ids(tokens: int) -> torch.Tensor:
 
 
 def filled(model: Any, tokens: int, cache: Any = None) -> Any:
-    """Return the model's cache after ``tokens`` tokens, computed in two forward passes."""
+    """Return the model's cache after ``tokens`` tokens, which are computed in two forward passes."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     model(token_ids(tokens)[:, : tokens - 3], past_key_values=cache)
     model(token_ids(tokens)[:, tokens - 3 :], past_key_values=cache)
@@ -165,7 +165,7 @@ X = torch.zeros(1, 1, 8, 16)
 
 
 def with_layer(layer: Any, tokens: int = 8) -> DynamicCache:
-    """Return a cache of a plain layer and ``layer``, both with tokens."""
+    """Return a cache with a plain layer, followed by ``layer``. Both contain tokens."""
     cache = DynamicCache()
     cache.update(X, X, 0)
     layer.update(X[:, :, :tokens], X[:, :, :tokens])
@@ -179,7 +179,7 @@ def indexed(layer: Any) -> Any:
 
 
 class WithMore(DynamicLayer):
-    """A layer with an attribute unknown to this kvpack."""
+    """A layer with an attribute that kvpack does not know."""
 
     def __init__(self, more: Any) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Slotted(DynamicLayer):
 
 
 class Unknown:
-    """An object like a cache layer, but of an unknown class."""
+    """A class that resembles a cache layer, but that kvpack does not know."""
 
     def __init__(self, seen: int, **more: Any) -> None:
         self.keys = self.values = X
@@ -203,7 +203,7 @@ class Unknown:
         self.__dict__ |= more
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keep the contents unchanged."""
+        """Leave the contents unchanged."""
 
     def get_seq_length(self) -> int:
         return self.seen_tokens

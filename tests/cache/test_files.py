@@ -1,4 +1,4 @@
-"""save and load: the same cache in another process, and only clear errors for anything else."""
+"""Tests of save and load: another process reads the same cache, and anything else raises a clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Synthetic outliers, packed in every way: no token has more than twice the usual error without a warning or a count."""
+"""Synthetic outliers in every kind of packing: no token's error exceeds twice the usual one without a warning or a count."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ KINDS = ("value", "head of a token", "token", "head")
 MAGNITUDES = (20.0, 200.0, 1e4)
 LIMIT = 2.0
 ORDINARY = 1.1
-"""Maximum error factor.
+"""Largest permitted error of an ordinary token, as a multiple of the usual error.
 
-Ordinary tokens of codecs with power-of-two scales have up to 2.8 times the usual error; outliers may exceed it slightly.
+With power-of-two scales, ordinary tokens reach up to 2.8 times the usual error. Outliers may exceed that slightly.
 """
 
 
 def ordinary(dim: int, dtype: torch.dtype) -> Pair:
-    """Return keys with large channels and a mean, and values, for two sequences, the second of which begins with padding."""
+    """Return keys with large channels and a mean, and values, of two sequences. The second sequence begins with padding."""
     generator = torch.Generator().manual_seed(dim)
     k, v = torch.randn(2, 2, 2, TOKENS, dim, generator=generator)
     k[..., [3, 3 + dim // 2]] *= 6
@@ -101,7 +101,10 @@ WAYS = {"pack": packed, "live": live, "pages of 16": paged(16), "pages of 64": p
 
 
 def factors(found: torch.Tensor, x: torch.Tensor, usual: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return each token's error as a multiple of the usual one, relative to the token's norm if that factor is smaller."""
+    """Return each token's error as a multiple of the usual error.
+
+    Errors are absolute or relative to the token's norm, whichever gives the smaller multiple.
+    """
     error = (found - x).norm(dim=3)
     return torch.minimum(error / usual[0], error / x.norm(dim=3).clamp_min(1e-9) / usual[1])
 

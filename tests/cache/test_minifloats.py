@@ -1,4 +1,4 @@
-"""Engines' fp8, mxfp8, mxfp4 and nvfp4 caches: imported and exported bit for bit, saved, attended, and refused by name."""
+"""Tests of engines' fp8, mxfp8, mxfp4 and nvfp4 caches, which are imported and exported bit for bit, saved, and attended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def random_values(seed: int, dim: int = DIM) -> torch.Tensor:
 
 
 def packed_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Return e2m1 values packed two per byte, the even channel in the lower bits, found by searching all 16 values (OCP MX, table 5)."""
+    """Return e2m1 values packed two per byte, with even channels in the low bits.
+
+    Each value is found by searching all 16 values of OCP MX, table 5.
+    """
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     codes = (x[..., None] - table).abs().argmin(-1).to(torch.uint8)
     return codes[..., 0::2] | codes[..., 1::2] << 4
@@ -35,7 +38,7 @@ def values_of_e2m1(packed: torch.Tensor) -> torch.Tensor:
 
 
 def engine_side(name: str, seed: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return the arguments of one format, created with torch only, and the values that they represent in binary64."""
+    """Return the import arguments for one format, created with torch only, and the values that they represent as binary64."""
     x = random_values(seed)
     if name.startswith("fp8"):
         dtype = torch.float8_e5m2 if "e5m2" in name else torch.float8_e4m3fn
@@ -143,7 +146,7 @@ def test_bytes_are_accepted_with_the_name_of_their_element() -> None:
 
 
 def test_strided_elements_are_accepted() -> None:
-    """Engines store tokens before heads, and keys next to values."""
+    """Engines store tokens before heads, and keep keys next to values, so their tensors are strided."""
     arguments, expected = engine_side("fp8 token", 1)
     pages = torch.empty(BATCH, TOKENS, HEADS, 2, DIM, dtype=torch.uint8)
     pages[..., 0, :] = arguments["elements"].view(torch.uint8).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""pack's warning about key channels that are too large for a codec with a rotation."""
+"""Tests of the warning that ``pack`` gives about key channels that are too large for a codec with a rotation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ LAYERS, HEADS, DIM = 3, 2, 64
 
 
 def pairs(factor: float, channel: int = 5, tokens: int = 300) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys in which one RoPE pair, that of ``channel`` of head 1 of layer 2, is ``factor`` times as large as the others."""
+    """Return keys with one RoPE pair that is ``factor`` times as large as the others.
+
+    The pair contains ``channel`` of head 1 in layer 2.
+    """
     generator = torch.Generator().manual_seed(0)
     found = [tuple(torch.randn(1, HEADS, tokens, DIM, generator=generator) for _ in "kv") for _ in range(LAYERS)]
     found[2][0][:, 1, :, [channel, channel + DIM // 2]] *= factor
@@ -52,7 +55,7 @@ def test_the_suggested_remedy_works() -> None:
 
 
 def test_ordinary_values_do_not_warn() -> None:
-    """No warning for channels of 20 times the median, single tokens, and heads that are mostly zero."""
+    """Channels of 20 times the median, single tokens, and heads that are mostly zero cause no warning."""
     given = pairs(20.0)
     given[0][0][:, 0, 7, 3] = 1e4
     given[1][0][:, 0, :, 4:] = 0

@@ -1,4 +1,4 @@
-"""Outliers do not reduce the precision of other tokens or heads: they are stored raw, or a warning names them."""
+"""Outliers do not reduce the precision of other tokens or heads. They are stored raw, or a warning names them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,17 @@ def no_warnings() -> Iterator[None]:
 
 
 def pair(value: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys with ``value`` in one channel of one head of token 9 of the second sequence, and values."""
+    """Return keys and values. Token 9 of the second sequence has the key ``value`` in one channel of one head."""
     k, v = torch.randn(2, 2, 2, 300, 64, generator=torch.Generator().manual_seed(0))
     k[1, 1, 9, 3] = value
     return k, v
 
 
 def dominated(ratio: float, tokens: tuple[int, ...] = (9,)) -> torch.Tensor:
-    """Return keys of one sequence; in ``tokens``, head 2 raises the norm over all heads to ``ratio`` times the median."""
+    """Return keys of one sequence with large tokens.
+
+    In ``tokens``, head 2 is so large that the norm over all heads is ``ratio`` times the median.
+    """
     x = torch.randn(1, HEADS, 300, 64, generator=torch.Generator().manual_seed(0))
     norms = x.square().sum((1, 3)).sqrt()[0]
     for token in tokens:
@@ -93,7 +96,10 @@ def test_a_dominant_head_does_not_affect_the_other_heads_of_its_token(recipe: st
 
 
 def in_frame(ratio: float, recipe: str) -> torch.Tensor:
-    """Return ``dominated`` keys in the frame that ``recipe`` encodes: outside it, large channels or a common mean hide the large tokens."""
+    """Return the ``dominated`` keys transformed such that they are large in the frame that ``recipe`` encodes.
+
+    Outside that frame, large channels or a common mean hide the large tokens.
+    """
     k = dominated(ratio)
     if "channel_scale" in recipe:
         k[..., 5] *= 40
@@ -104,7 +110,7 @@ def in_frame(ratio: float, recipe: str) -> torch.Tensor:
 @pytest.mark.parametrize("ratio", [1.7, 2.0, 3.0, 3.9])
 @pytest.mark.parametrize("recipe", [SCALED, MEAN, "oscar-2-u8-scaled"])
 def test_scales_are_measured_where_they_are_chosen(recipe: str, ratio: float) -> None:
-    """Norms are measured after channel scales are applied and means subtracted. Without raw tokens, a warning names the token."""
+    """Norms are measured after channel scales are applied and means are subtracted. Without raw tokens, a warning names the token."""
     k = in_frame(ratio, recipe)
     raw = recipe if recipe in PUBLISHED else f"{recipe};raw=4,0,4"
     with warnings.catch_warnings():
@@ -121,7 +127,7 @@ def test_scales_are_measured_where_they_are_chosen(recipe: str, ratio: float) ->
 def far_from_the_others(factor: float) -> torch.Tensor:
     """Return keys of one sequence with large channels and a mean.
 
-    In token 137, head 1 has another channel of ``factor`` times its maximum.
+    In head 1 of token 137, a channel that is otherwise small is ``factor`` times as large as the head's maximum.
     """
     generator = torch.Generator().manual_seed(3)
     k = torch.randn(1, HEADS, 300, 64, generator=generator)
@@ -171,7 +177,7 @@ def test_a_token_that_fits_neither_maps_nor_means_is_raw_or_named(recipe: str, f
     ],
 )
 def test_a_token_with_a_large_direction_error_is_raw_or_named(recipe: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stored numbers do not show it: a rotation that concentrates a token in one coordinate preserves its norm."""
+    """A rotation that concentrates a token in one coordinate preserves its norm, so the stored norm does not show the error."""
     monkeypatch.setenv(dispatch.VARIABLE, kernels)
     ordinary = torch.randn(1, HEADS, 300, 64, generator=torch.Generator().manual_seed(4))
     given = kvpack.pack([(ordinary, ordinary)], f"k={recipe};v=raw")[0].k
@@ -196,7 +202,7 @@ def test_a_token_with_a_large_direction_error_is_raw_or_named(recipe: str, kerne
 @pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize("recipe", ["octahedral:b=4", "scalar:b=2", "polar:b=4", "scalar:b=3,mean=32"])
 def test_tokens_next_to_decoded_ones_are_ordinary(recipe: str) -> None:
-    """Tokens that the codec has decoded are encoded again without error, as when a cache with a raw tail is converted."""
+    """Tokens that the codec has decoded are encoded again without error, for example when a cache with a raw tail is converted."""
     x = torch.randn(1, HEADS, 60, 64, generator=torch.Generator().manual_seed(0))
     decoded = kvpack.pack([(x, x)], f"k={recipe};v=raw")[0].unpack(torch.float32)[0]
     assert decoded is not None
@@ -210,7 +216,7 @@ def test_tokens_next_to_decoded_ones_are_ordinary(recipe: str) -> None:
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
 @pytest.mark.parametrize("tokens", [128, 300])
 def test_a_token_far_from_the_mean_of_its_page_is_raw(kernels: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norms of the differences from the mean are computed in C or by the formats."""
+    """The norm of each token's difference from the mean is computed in C or by the formats package."""
     monkeypatch.setenv(dispatch.VARIABLE, kernels)
     k = 3 + torch.randn(2, HEADS, tokens, 64, generator=torch.Generator().manual_seed(0))
     k[1, 2, 100, 9] = 30
@@ -220,7 +226,7 @@ def test_a_token_far_from_the_mean_of_its_page_is_raw(kernels: str, tokens: int,
 
 
 def test_many_tokens_far_from_the_mean_are_named_but_not_raw() -> None:
-    """Ordinary pages of real models have some tokens with twice the usual error, which cause no warning."""
+    """Ordinary pages of real models contain tokens with twice the usual error, which cause no warning."""
     k = 3 + torch.randn(1, HEADS, 300, 64, generator=torch.Generator().manual_seed(0))
     k[0, 1, 100:105, 9] = 45
     with warnings.catch_warnings():
@@ -281,7 +287,7 @@ def test_a_group_without_raw_tokens_names_its_large_token() -> None:
 
 @pytest.mark.usefixtures("no_warnings")
 def test_a_dominant_head_hardly_affects_other_tokens_of_its_group() -> None:
-    """KIVI has no token scale, so the head whose norm is large in one token has larger steps for the 31 other tokens."""
+    """KIVI has no scale per token, so a token with one very large head also enlarges the steps of the 31 other tokens."""
     k = dominated(2.5)
     decoded, _ = kvpack.pack([(k, k)], "kivi-2")[0].unpack(torch.float32)
     assert decoded is not None
@@ -367,7 +373,7 @@ def test_ordinary_keys_and_zero_keys_do_not_warn(tokens: int) -> None:
 
 @pytest.mark.usefixtures("no_warnings")
 def test_keys_of_a_real_model_do_not_warn_and_few_are_raw() -> None:
-    """Tests all presets that share scales; the raw tokens of other presets are determined by the same keys."""
+    """The test covers all presets that share scales between tokens. The same keys determine the raw tokens of the other presets."""
     real = [(k, v) for k, v, _ in layers()]
     shared = [name for name, preset in PUBLISHED.items() if "token_scale" in preset.recipe]
     assert len(shared) >= 5
@@ -379,7 +385,10 @@ def test_keys_of_a_real_model_do_not_warn_and_few_are_raw() -> None:
 
 
 def with_value(value: float, tokens: tuple[int, ...] = (137,), dim: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of two sequences of 300 tokens; channel 9 of head 1 is ``value`` in ``tokens`` of the first one."""
+    """Return keys and values of two sequences of 300 tokens.
+
+    Channel 9 of head 1 is ``value`` in ``tokens`` of the first sequence.
+    """
     k, v = torch.randn(2, 2, 2, 300, dim, generator=torch.Generator().manual_seed(5))
     v[0, 1, list(tokens), 9] = value
     return k, v
@@ -448,7 +457,7 @@ def test_a_token_that_widens_the_group_of_a_channel_is_raw_or_named(recipe: str)
 @pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize(("recipe", "value"), [("mxfp8", 1000.0), ("mxfp8", 500.0), ("mxfp4", 500.0), ("mxfp4", 15.9)])
 def test_a_token_with_a_value_above_the_largest_element_keeps_its_precision(recipe: str, value: float) -> None:
-    """OCP MX's own scale would clip the value, which is up to twice 2^8 (or 2^2) scales."""
+    """OCP MX's own scale would clip the value, which is up to twice the largest element (2^8 or 2^2 scales)."""
     given = with_value(value)
     layer = kvpack.pack([given], recipe)[0]
     decoded = layer.unpack(torch.float32)[1]

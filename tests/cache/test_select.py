@@ -1,4 +1,4 @@
-"""Selection of batch rows from packed caches: reordered, repeated, omitted (Cache.select)."""
+"""Tests of ``Cache.select``, which reorders, repeats or omits the sequences of a packed batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RECIPES = {
 
 @cache
 def recipe_of(name: str) -> str | kvpack.Recipe:
-    """Return the recipe, with a basis if it needs one."""
+    """Return the recipe with this name, with a basis if it needs one."""
     if name not in ("klt", "transform"):
         return RECIPES[name]
     shapes = {(0, side): (2, 64) for side in "kv"}
@@ -58,7 +58,7 @@ def shape_of(name: str) -> tuple[int, int]:
 
 
 def pairs(name: str, tokens: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys and values of a batch of 3 whose sequences have different outliers, sinks and tokens of low norm."""
+    """Return keys and values of a batch of 3 sequences with different outliers, sinks, and tokens of low norm."""
     layers, dim = shape_of(name)
     generator = torch.Generator().manual_seed(seed)
     result = []
@@ -145,7 +145,7 @@ def test_recipes_cover_every_codec_and_every_stream_without_a_batch_axis() -> No
 
 @pytest.mark.parametrize("name", ["raw tokens", "outliers", "all"])
 def test_entries_keep_the_order_of_the_format(name: str) -> None:
-    """Selecting sequences one at a time or all at once stores the same bytes, because a file has one order of entries."""
+    """Selecting sequences one at a time or all at once stores the same bytes, because the order of a file's entries is fixed."""
     whole = packed(name)
     counts = [count for page in whole[0].k.runs for count in page.codec.entries(page.streams).values()]
     assert any((count[:, 0] != count[:, 1]).any() for count in counts)
@@ -216,7 +216,7 @@ def test_invalid_lists_of_rows_are_refused(indices: Any, message: str) -> None:
 
 
 def test_an_empty_side_is_decoded_quickly_for_any_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A header may declare any number of sequences and heads if no token has a value."""
+    """A header may declare any number of sequences and heads if no token has values."""
     side = Side(create("raw", 16, dtype="fp16"), PackedRuns(), torch.empty(65536, 65536, 0, 16, dtype=torch.bfloat16), 0)
     monkeypatch.setattr(Side, "select", None)
     assert side.unpack().shape == (65536, 65536, 0, 16)

@@ -1,4 +1,4 @@
-"""Loading to and saving from a device through staging memory: the bytes, checks and errors are those of the CPU path."""
+"""Tests of loading to and saving from a device through staging memory, with the same bytes, checks and errors as on the CPU."""
 
 from __future__ import annotations
 
@@ -407,7 +407,10 @@ def test_an_interrupt_leaves_no_trace(calls: int, tmp_path: Path) -> None:
 
 @pytest.fixture
 def spanned(tmp_path: Path) -> tuple[container.File, list[staged_reads.StagedCopy], bytes]:
-    """Return a file, copies of all its sides in pieces, as for a device that checks digests, and the resulting bytes."""
+    """Return a file, the staged copies of all its sides, and the bytes that result.
+
+    The copies are split into pieces, as on a device that checks digests.
+    """
     kvpack.save(kvpack.pack(random_pairs(6, 300), "kivi-2"), tmp_path / "a")
     file = container.open_file(tmp_path / "a")
     places = [file.side_places(number, side) for number in range(6) for side in "kv"]
@@ -423,7 +426,7 @@ def spanned(tmp_path: Path) -> tuple[container.File, list[staged_reads.StagedCop
 def test_cold_files_bypass_the_page_cache(
     way: str, spanned: tuple[container.File, list[staged_reads.StagedCopy], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If direct reads are refused or fail, the page cache yields the same bytes."""
+    """If direct reads are refused or fail, the same bytes are read through the page cache."""
     file, copies, expected = spanned
     (tmp_path / "empty").write_bytes(b"")
     opened: list[int | None] = []

@@ -1,4 +1,4 @@
-"""Loading to and saving from a CUDA device: the same bytes as on the CPU, and no memory is reused during a copy."""
+"""Tests of loading to and saving from a CUDA device: bytes are the same as on the CPU, and no memory is reused during a copy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_round_trip_through_a_file_is_exact(recipe: str, compress: bool, tmp_p
 
 
 def test_loads_and_saves_in_quick_succession(tmp_path: Path) -> None:
-    """The memory of one load is freed and reused by the next while copies may be running; nothing waits for the device in between."""
+    """Each load may reuse the memory of the previous one while copies are running, because nothing waits for the device in between."""
     caches = {recipe: long_cache(recipe) for recipe in ("octopus-3", "k=group:b=4;v=group:b=4")}
     for number, cache in enumerate(caches.values()):
         kvpack.save(cache, tmp_path / str(number))
@@ -62,7 +62,7 @@ def test_loads_and_saves_in_quick_succession(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["octopus-3", "kivi-2"])
 def test_a_cold_file_bypasses_the_page_cache(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is read into whole blocks of pinned memory, from which the same bytes are copied."""
+    """The file is read into pinned memory in whole blocks, and the same bytes are copied from there."""
     kvpack.save(long_cache(recipe), tmp_path / "a")
     expected = bytes_of(kvpack.load(tmp_path / "a"))
     opened: list[int | None] = []

@@ -1,4 +1,4 @@
-"""safetensors files from elsewhere: files by the official writer are read, and memory is bounded by the file's size."""
+"""Tests of safetensors files from other writers: the official writer's files are read, and memory is bounded by the file size."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_file_truncated_during_reading_is_refused(left: int, tmp_path: Path) -
 
 
 def test_a_file_may_be_truncated_after_reading(tmp_path: Path) -> None:
-    """Access to a mapping would kill the process."""
+    """Without the check, access to the memory mapping would kill the process."""
     path = tmp_path / "in.safetensors"
     save_file({"a": torch.ones(100_000)}, path)
     tensor = read(path)["a"]
@@ -133,7 +133,7 @@ def test_pack_refuses_a_file_truncated_during_packing(
 
 
 def test_pack_refuses_more_layers_than_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each layer that the metadata names would take memory, even without a tensor."""
+    """Each layer that the metadata declares would take memory, even without a tensor."""
     path = tmp_path / "in.safetensors"
     note = json.dumps({"start": {"range": 0, "layers": [0] * 5000}, "model": {}})
     save_file({"0.k": torch.zeros(1, 1, 4, 8), "0.v": torch.zeros(1, 1, 4, 8)}, path, {"kvpack.unpacked": note})

@@ -1,4 +1,4 @@
-"""User mistakes: each raises one class of error, with a message that shows the right call."""
+"""Tests of user mistakes: each raises an error of one class, whose message shows the correct call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ABSENT = "xpu" if not torch.xpu.is_available() else "mps"
 
 
 class KvpackCache:
-    """A placeholder for the transformers integration's class, which the other tests in this file do not need."""
+    """A stand-in for the class of the transformers integration, which other tests in this file do not need."""
 
     packed = CACHE
 

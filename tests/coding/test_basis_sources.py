@@ -1,4 +1,4 @@
-"""Folders of bases: the right basis is found regardless of other files, which take no memory and cause a warning."""
+"""Tests of folders of bases: the right basis is found whatever other files exist, which take no memory and cause a warning."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sparse(path: Path, size: int) -> None:
 
 
 def with_front(path: Path, size: int) -> None:
-    """Return a file that begins like a basis and is longer than its header declares."""
+    """Write a file of ``size`` bytes that begins like a basis, and is longer than its header declares."""
     path.write_bytes(random_basis(SHAPES, 1, seed="front"))
     os.truncate(path, size)
 
@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def good(folder: Path) -> Basis:
-    """Write a basis to the folder that is larger than the small files and sorts after all others."""
+    """Write a basis that is larger than the small files and sorts after all other files, and return it."""
     data = random_basis(SHAPES, 1)
     (folder / "z.kvbasis").write_bytes(data)
     return Basis.of_bytes(data)
@@ -133,7 +133,7 @@ def test_a_bad_file_given_by_name_is_refused_before_it_is_read(
 
 @pytest.mark.scenario
 def test_the_process_grows_by_less_than_64_mib(folder: Path, good: Basis) -> None:
-    """This includes the memory of libraries and mappings."""
+    """The limit includes the memory of libraries and file mappings."""
     for name in ("5 GiB of nothing", "2 GiB of nothing", "2 GiB after a basis"):
         BAD[name](folder / f"{name}.kvbasis")
     script = (

@@ -1,4 +1,4 @@
-"""Block-wise work: every block runs once, errors are raised, and torch's thread settings are unchanged."""
+"""Tests of block-wise work: every block runs once, errors are raised, and torch's thread settings do not change."""
 
 from __future__ import annotations
 

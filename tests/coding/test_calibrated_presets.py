@@ -1,4 +1,4 @@
-"""kvpack's own presets with a basis: keys in its frames, and widths derived from the layers' losses."""
+"""Tests of kvpack's own presets with a basis: keys are encoded in its frames, and widths are derived from the layers' losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOSING = {"losses.k": "0.4,0.001,0.001,0.001", "losses.v": "0.002,0.001,0,0"}
 
 
 def basis(model: dict[str, str]) -> Basis:
-    """Return a basis for four layers of two heads with head dim 64."""
+    """Return a basis for four layers with two heads of head dim 64."""
     return Basis.of_bytes(balanced_basis(dict.fromkeys(range(LAYERS), (2, 64)), LAYERS, model=model))
 
 
@@ -58,7 +58,7 @@ def test_wide_codes_of_the_trellis_presets_are_scalars() -> None:
 
 @pytest.mark.parametrize(("name", "states"), [("kvpack-2-trellis", 256), ("kvpack-3-trellis", 1024), ("kvpack-4-trellis", 1024)])
 def test_tables_of_short_codes_are_small(name: str, states: int) -> None:
-    """The file has a table for each layer's keys, because their frames differ."""
+    """The file has a table for the keys of each layer, because their frames differ."""
     for given in (None, basis({}), basis(LOSING)):
         recipe = kvpack.Recipe(name, given)
         codecs = [recipe.codec(layer, LAYERS, side, 64).family for layer in range(LAYERS) for side in "kv"]

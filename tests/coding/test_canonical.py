@@ -1,4 +1,4 @@
-"""Canonical recipes: the same text for all spellings of a recipe, and different texts for different recipes."""
+"""Tests of canonical recipes: all spellings of a recipe have the same text, and different recipes have different texts."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def recipes() -> st.SearchStrategy[Recipe]:
 
 
 def everything(codec: Any) -> Any:
-    """Return all fields of a codec, including those that are not in headers and do not affect equality."""
+    """Return all fields of a codec, including those that are neither stored in headers nor compared for equality."""
     if not dataclasses.is_dataclass(codec):
         return codec
     found = [everything(getattr(codec, field.name)) for field in dataclasses.fields(codec)]
@@ -203,7 +203,7 @@ def everything(codec: Any) -> Any:
 
 
 def codecs(recipe: Recipe, layers: int, dim: int) -> Any:
-    """Return every codec of a cache; klt and transform have no basis here."""
+    """Return every codec of a cache. ``klt`` and ``transform`` have no basis here."""
     found = []
     for layer in range(layers):
         for side in "kv":
@@ -227,7 +227,7 @@ def test_the_canonical_text_gives_the_same_codecs(recipe: Recipe) -> None:
 
 @given(recipes(), st.randoms(use_true_random=False))
 def test_clauses_in_any_irrelevant_order_have_the_same_text(recipe: Recipe, random: Any) -> None:
-    """Clauses may be written one layer and side at a time, in any order, with options in any order, and after other codecs."""
+    """Clauses may name one layer and side each, in any order, with their options in any order, and may follow other codecs."""
     layers, written = 9, []
     for layer in range(layers):
         for side in "kv":

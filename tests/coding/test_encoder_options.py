@@ -1,4 +1,4 @@
-"""A loaded cache continues with encoder options from its recipe that are not in the header; any recipe text is safe."""
+"""A loaded cache continues with the encoder options of its recipe that are not in the header. No recipe text can do harm."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_conversion_that_keeps_codes_uses_the_new_encoder_options(tmp_path: Pa
 
 
 def choice(codec: Codec) -> tuple[object, ...]:
-    """Return the options with which ``codec`` selects raw tokens, which are not in headers."""
+    """Return the options with which ``codec`` selects raw tokens. Headers do not contain them."""
     raw = codec.raw_positions
     return () if raw is None else (raw.first, raw.low_norm, raw.high_norm)
 

@@ -1,4 +1,4 @@
-"""Recipes without compression: the values that they keep bit for bit, and warnings about values that they round."""
+"""Tests of recipes without compression: which values they preserve bit for bit, and warnings about values that they round."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: 
 
 
 def values(dtype: torch.dtype, tokens: int = 70, seed: int = 0) -> torch.Tensor:
-    """Return values with any bits except NaN, including subnormal numbers and infinities."""
+    """Return values with arbitrary bits except NaN, including subnormal numbers and infinities."""
     bits = torch.randint(-(2**31), 2**31 - 1, (2, 3, tokens, 16), generator=torch.Generator().manual_seed(seed))
     return torch.nan_to_num(bits.to(BITS[dtype]).view(dtype), nan=-0.0, posinf=torch.inf, neginf=-torch.inf)
 

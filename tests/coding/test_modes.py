@@ -1,4 +1,4 @@
-"""kvpack writes and decodes the same in any torch modes of the caller."""
+"""kvpack encodes and decodes the same values whatever torch modes the caller has set."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ MODES = ("bfloat16", "autocast", "default device", "flushed subnormals", "numpy'
 
 @pytest.fixture(scope="module")
 def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """Return the digest of every recipe's file, values and attention, by mode."""
+    """Return digests of every recipe's file, values, and attention output, by torch mode."""
     folder = tmp_path_factory.mktemp("modes")
     path, basis = folder / "a.kvpack", folder / "a.basis"
     basis.write_bytes(random_basis({(0, side): (2, 64) for side in "kv"}, 1))

@@ -1,4 +1,4 @@
-"""The published configurations: the figures in the papers, and the command that lists them."""
+"""Tests of the published configurations: the papers' figures, and the command that lists the presets."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_the_command_computes_rates_of_any_recipe_and_shape(capsys: pytest.Captu
 
 
 def test_the_command_computes_rates_with_a_basis(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Bits per value for the shape of the preset's model, so that recipes can be compared."""
+    """The command prints bits per value for the shape of the preset's model, so that recipes can be compared."""
     shapes = {(layer, side): (2, 32) for layer in range(3) for side in "kv"}
     path, uneven = tmp_path / "x.kvbasis", tmp_path / "uneven.kvbasis"
     path.write_bytes(random_basis(shapes, 3))

@@ -1,7 +1,7 @@
-"""Recipes on two layers of a real language model, whose first token is an attention sink, and with planted sinks.
+"""Tests of recipes on two layers of a real language model, with its own attention sink and with planted ones.
 
-A sink receives at least half of a query's attention, while its key is small and its value close to zero, so the codec's error in the value
-affects every output. The layers are those of tests/support/real_layers.py.
+The first token of the layers is an attention sink: it receives at least half of each query's attention, although its key is small and its
+value is close to zero. An error in its value therefore affects every output. The layers are those of tests/support/real_layers.py.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ BOUNDS = {
 """Maximum relative error of a layer's attention output, by recipe."""
 
 PLANTED = TOKENS // 2
-"""The token that becomes a sink."""
+"""Position of the token that becomes a sink."""
 
 WITHOUT_SINK = 1.5
-"""Maximum error of the attention output, as a multiple of the error if only the sink is exact."""
+"""Largest permitted error of the attention output, as a multiple of the error with an exact sink."""
 
 
 class Sunk(NamedTuple):
-    """A layer, ``[1, head, token, dim]``, and the queries, from token ``first`` on, whose outputs are compared."""
+    """The tensors of a layer, ``[1, head, token, dim]``, and its queries. Outputs are compared from token ``first`` on."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -72,15 +72,15 @@ class Sunk(NamedTuple):
 
 @cache
 def cases() -> dict[str, list[Sunk]]:
-    """Return the layers unchanged, with a sink as first token, and with a planted sink in the middle."""
+    """Return the layers unchanged, with a sink as the first token, and with a planted sink in the middle."""
     real = [Sunk(k, v, q, 0) for k, v, q in layers()]
     return {"real": real, "planted": [planted(*layer[:3], PLANTED) for layer in real]}
 
 
 def planted(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, place: int) -> Sunk:
-    """Make token ``place`` a sink, with half of the attention of each query in the last quarter.
+    """Turn token ``place`` into a sink that receives half of the attention of each query in the last quarter.
 
-    Its key has a quarter of the others' norm and points against their mean; its value is next to nothing.
+    Its key has a quarter of the norm of the other keys and points away from their mean. Its value is close to zero.
     """
     k, v, q = k.clone(), v.clone(), q.clone()
     against = -functional.normalize(k.mean(2), dim=-1)
@@ -101,7 +101,7 @@ def planted(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, place: int) -> Su
 
 
 def sink_of(name: str) -> int:
-    """Return the token that is the sink of a case."""
+    """Return the position of the sink in a case."""
     return PLANTED if name == "planted" else 0
 
 
@@ -119,7 +119,7 @@ def output(case: Sunk, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 @cache
 def decoded(recipe: str, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the decoded values of a case's layers."""
+    """Return the decoded keys and values of a case's layers."""
     pairs = [(case.k.to(torch.bfloat16), case.v.to(torch.bfloat16)) for case in cases()[name]]
     given = kvpack.Recipe(recipe, basis()) if recipe.startswith(("klt", "transform")) else recipe
     found = [layer.unpack(torch.float32) for layer in kvpack.pack(pairs, given)]
@@ -145,7 +145,7 @@ def test_every_measured_recipe_has_a_bound() -> None:
 
 
 def error(case: Sunk, k: torch.Tensor, v: torch.Tensor) -> float:
-    """Return the relative error of the attention output over other keys and values."""
+    """Return the relative error of the attention output if the keys and values are replaced by ``k`` and ``v``."""
     exact = output(case, case.k, case.v)
     return float((output(case, k, v) - exact).norm() / exact.norm())
 
@@ -181,7 +181,7 @@ def test_the_error_of_a_token_is_below_its_energy(recipe: str) -> None:
 
 
 def test_factors_from_means_reduce_the_error_of_scores() -> None:
-    """Without a basis, the factors are derived from keys only."""
+    """Without a basis, the factors are derived from the keys alone."""
     keys = "k=scalar:b=3,norm=log8,mean=128{};v=raw;raw=4,0.6,4"
     for k, v, q in layers():
         errors = []
@@ -195,7 +195,7 @@ def test_factors_from_means_reduce_the_error_of_scores() -> None:
 
 
 def test_means_of_fewer_keys_reduce_the_error_of_scores() -> None:
-    """With means of fewer keys, less of the keys remains, so large channels stand out more and stay unscaled."""
+    """A mean of fewer keys fits those keys better, so large channels stand out more in what remains, and stay unscaled."""
     for k, v, q in layers():
         errors = []
         for tokens in (128, 32):
@@ -208,7 +208,7 @@ def test_means_of_fewer_keys_reduce_the_error_of_scores() -> None:
 
 
 def test_scores_tolerate_large_channels_with_small_queries() -> None:
-    """Any two RoPE pairs, including small ones, are multiplied in the keys and divided in the queries."""
+    """Any two RoPE pairs, even small ones, can be multiplied in the keys and divided in the queries."""
     recipe = "k=scalar:b=3,norm=fp16,mean=128,channel_scale=fp16;v=raw;raw=4,0.6,4"
 
     def error(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Recipe files: how they are named, what they may contain, and messages that name the line."""
+"""Tests of recipe files: their names, their contents, and error messages that name the line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ k=group:b=2   # coarse keys
   v=group:b=4,g=32; layers=0-1,-1:k=raw:dtype=fp32;\r
 """
 CLAUSES = "k=group:b=2;v=group:b=4;layers=0-1,-1:k=raw:dtype=fp32"
-"""Canonical text of the file's recipe."""
+"""The canonical text of the recipe in the file."""
 
 
 @pytest.fixture

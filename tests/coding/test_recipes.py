@@ -1,4 +1,4 @@
-"""Recipes: the grammar, the presets, and messages that point at the invalid word."""
+"""Tests of recipes: the grammar, the presets, and error messages that point at the invalid word."""
 
 from __future__ import annotations
 

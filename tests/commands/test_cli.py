@@ -1,4 +1,4 @@
-"""The command line: outputs, exit codes and messages."""
+"""Tests of the command line: output, exit codes, and messages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
 
 
 def in_process(*words: object, code: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a fresh interpreter; ``code`` runs after it, with the exit code in ``exit_code``."""
+    """Run the command line in a fresh interpreter, followed by ``code``, which can read the exit code from ``exit_code``."""
     script = f"import sys\nfrom kvpack.cli import main\nexit_code = main(sys.argv[1:])\n{code}\nsys.exit(exit_code)"
     return subprocess.run([sys.executable, "-c", script, *map(str, words)], capture_output=True, text=True, check=False, **options)
 
@@ -212,7 +212,7 @@ def test_verify_removes_files_left_by_killed_writers(file: Path, tmp_path: Path,
 
 
 def test_the_worst_exit_code_of_several_files_counts(file: Path, tmp_path: Path) -> None:
-    """As for diff and grep, a file that could not be read has the worst code."""
+    """As with diff and grep, the exit code is that of the file that could not be read."""
     damaged = tmp_path / "damaged"
     damaged.write_bytes(b"nonsense")
     for order in ([damaged, tmp_path, file], [tmp_path, file, damaged]):
@@ -365,7 +365,7 @@ WRITING = {
     "the measurements of tune": ["tune", "--bits", "3", "--out", "OUT", "--measurements", "IN"],
     "calibrate": ["calibrate", "--out", "OUT", "--text", "IN"],
 }
-"""Commands that write OUT. In some tests, the input IN, DENSE or RECIPE is the same file."""
+"""Commands that write OUT. Some tests use the same file as the input IN, DENSE or RECIPE."""
 
 
 @pytest.mark.parametrize("link", ["the same path", "a symbolic link", "a hard link"])
@@ -406,7 +406,7 @@ def test_no_command_overwrites_its_input(
 def test_no_command_overwrites_a_file_in_its_input_folder(
     words: list[str], name: str, linked: bool, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An output must not replace any input: other programs may need the files of a store, a folder of bases or a model."""
+    """An output must not replace an input, because other programs may need the files of a store, a model, or a folder of bases."""
     home = tmp_path / "folder"
     precious = home / name
     precious.parent.mkdir(parents=True)
@@ -442,7 +442,7 @@ def test_a_command_replaces_a_file_only_with_force(
 
 
 def test_every_command_that_writes_a_file_has_force() -> None:
-    """Every parser with an output argument must have the option, so that a new command cannot omit it."""
+    """Every parser with an output argument has the option ``--force``, so a new command cannot lack it by mistake."""
 
     def walk(parser: argparse.ArgumentParser, name: str) -> list[str]:
         found = []
@@ -616,7 +616,7 @@ def test_pack_suggests_convert_for_a_kvpack_file(file: Path, tmp_path: Path, cap
 
 @pytest.mark.parametrize("size", [2**40, 2**63, 2**64 - 1])
 def test_a_dense_file_with_more_tokens_than_values(size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without channels, it takes no bytes, and safetensors opens it."""
+    """A tensor without channels takes no bytes, whatever its number of tokens, and safetensors opens the file."""
     plain = tmp_path / "dense.safetensors"
     header = json.dumps({"0.k": {"dtype": "F32", "shape": [1, 1, size, 0], "data_offsets": [0, 0]}}).encode()
     plain.write_bytes(len(header).to_bytes(8, "little") + header)

@@ -1,4 +1,4 @@
-"""kvpack doctor: which parts are installed and work, and advice for the others."""
+"""Tests of ``kvpack doctor``: which parts are installed and work, and its advice about the others."""
 
 from __future__ import annotations
 

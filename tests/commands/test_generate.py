@@ -1,4 +1,4 @@
-"""kvpack cache and kvpack generate: from a text to a file, and continuing from the file."""
+"""Tests of ``kvpack cache`` and ``kvpack generate``: a text is cached in a file, and generation continues from it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(*words: object) -> int:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a file of the prompt whose model has a hub name."""
+    """Return the file of a cached prompt whose model has a hub name."""
     folder = tmp_path_factory.mktemp("cache")
     (folder / "prompt.txt").write_text(PROMPT)
     with pytest.MonkeyPatch.context() as patch:

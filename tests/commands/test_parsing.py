@@ -1,4 +1,4 @@
-"""Unknown words on the command line, exit codes, and commands that accept several files or recipes."""
+"""Tests of unknown words on the command line, of exit codes, and of commands that accept several files or recipes."""
 
 from __future__ import annotations
 

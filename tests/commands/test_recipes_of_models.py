@@ -1,4 +1,4 @@
-"""kvpack recipes --model: the size of a model's caches, computed from its configuration only."""
+"""Tests of ``kvpack recipes --model``, which computes the size of a model's caches from its configuration alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def packed(shapes: list[LayerShape | None], tokens: int, recipe: str) -> kvpack.
 
 @pytest.fixture
 def gemma(tmp_path: Path) -> Path:
-    """Return the configuration of a model in which every second layer has a sliding window."""
+    """Return the folder of a configuration in which every second layer has a sliding window."""
     types = ["sliding_attention", "full_attention"] * 2
     transformers.Gemma2Config(
         vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,

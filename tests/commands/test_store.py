@@ -1,4 +1,4 @@
-"""kvpack store: the output and the exit code of each action."""
+"""Tests of ``kvpack store``: the output and exit code of each action."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a store with two prefixes that share a chunk, the first of them pinned, and one prefix of another recipe."""
+    """Return a store with three prefixes: two that share a chunk, of which one is pinned, and one of another recipe."""
     store = open_store(tmp_path / "store")
     save(store, prompt(3, first=1, seed=1))
     save(store, prompt(2, first=1, seed=2))
@@ -137,7 +137,7 @@ def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_import_of_a_file_with_its_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``kvpack.save`` stores the ids of a KvpackCache in a different feature than an exported prefix does."""
+    """``kvpack.save`` stores the ids of a KvpackCache under another feature than the export of a prefix does."""
     path, ids = tmp_path / "plain.kvpack", prompt(2)
     inputs = kvpack.Inputs(token_bytes(ids))
     whole = kvpack.pack(cache(len(ids)).unpack(), "kivi-2", model={"name": "model", "weights": "w1", "dtype": "bfloat16"}, inputs=inputs)
@@ -160,7 +160,7 @@ def test_import_of_a_file_with_its_token_ids(tmp_path: Path, capsys: pytest.Capt
 def test_import_continues_chunks_in_the_store(
     named: bytes | None, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file that does not record its chunk size is split into the chunks of the store's existing prefix."""
+    """A file that does not record its chunk size is split into chunks like those of the prefix that the store already has."""
     ids = prompt(3, first=1, seed=1)
     key, file = open_store(folder).keys(ids)[2].hex(), tmp_path / "one.kvpack"
     run("export", folder, key, file)
@@ -234,7 +234,7 @@ def test_reading_a_store_does_not_import_torch(action: str, folder: Path) -> Non
 
 @pytest.fixture
 def key_file(tmp_path: Path) -> Path:
-    """Write a file with two keys, the first of which encrypts."""
+    """Write a file with two keys and return its path. The first key is the one that encrypts."""
     path = tmp_path / "keys"
     path.write_text(f"# the key in use\nnew {bytes(range(16)).hex()}\n\nold {bytes(32).hex()} # until May\n")
     path.chmod(0o600)
@@ -437,7 +437,7 @@ def test_the_commands_work_on_servers(
 
 @pytest.fixture
 def based(tmp_path: Path) -> Path:
-    """Return a store with one prefix of a recipe that needs a basis, and the file of that basis."""
+    """Return a store with one prefix whose recipe needs a basis, and the file with that basis."""
     (tmp_path / "x.kvbasis").write_bytes(basis_caches.BASIS.data)
     with basis_caches.with_basis(tmp_path / "based") as store:
         basis_caches.save(store, prompt(3))

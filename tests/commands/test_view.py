@@ -1,4 +1,4 @@
-"""``kvpack view``: access to its server, and the page in a browser with any kind of file."""
+"""Tests of ``kvpack view``: access to its server, and the page that shows any kind of file in a browser."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def served(path: Path) -> Iterator[Viewer]:
 def ask(
     viewer: Viewer, place: str, method: str = "GET", token: str | None = None, **headers: str
 ) -> tuple[http.client.HTTPResponse, bytes]:
-    """Return the response to a request for a path below the token."""
+    """Send a request for a path below the token and return the response."""
     connection = http.client.HTTPConnection("127.0.0.1", viewer.server_port, timeout=60)
     try:
         path = f"/{viewer.token if token is None else token}/{place}"
@@ -72,7 +72,7 @@ def ask(
 
 
 def raw(viewer: Viewer, request: bytes) -> bytes:
-    """Return everything that the server sends in reply to the bytes of a request."""
+    """Send the bytes of a request and return everything that the server replies."""
     with socket.create_connection(("127.0.0.1", viewer.server_port), timeout=60) as connection:
         connection.sendall(request)
         connection.shutdown(socket.SHUT_WR)
@@ -263,7 +263,7 @@ def text(page: chromium.Page, name: str) -> str:
 
 
 def shown(page: chromium.Page, path: Path) -> None:
-    """Show a file, and wait until the page has its header or its refusal."""
+    """Open a file in the page, and wait until the page shows its header or an error."""
     for server in served(path):
         page.errors.clear()
         page.open("about:blank")
@@ -348,7 +348,7 @@ def test_the_page_stays_usable_with_huge_tables(page: chromium.Page, tmp_path: P
 
 
 def with_ids(path: Path, count: int, **options: Any) -> None:
-    """Write a file with the token ids 0 to ``count`` - 1."""
+    """Write a file whose token ids are 0 to ``count`` - 1."""
     inputs = kvpack.Inputs(struct.pack(f"<{count}I", *range(count)))
     kvpack.save(kvpack.pack(random_pairs(1, count), "raw", inputs=inputs), path, **options)
 

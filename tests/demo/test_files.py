@@ -1,4 +1,4 @@
-"""The demo: a complete run of one recipe, and restrictions on its reader."""
+"""Tests of the demo: a complete run of one recipe, and what its reader process may do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store's demo: other processes find what one has computed, and all produce the same tokens."""
+"""Tests of the store's demo: processes find what another one has computed, and all generate the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Confidence intervals of means and of shares."""
+"""Tests of confidence intervals of means and proportions."""
 
 from __future__ import annotations
 

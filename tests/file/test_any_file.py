@@ -1,4 +1,4 @@
-"""Any valid file after a change, with repaired digests: both readers accept it or both refuse it."""
+"""Change any part of a valid file, repair its digests, and check that both readers accept it or both refuse it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too
 
 @st.composite
 def files(draw: DrawFn) -> bytes:
-    """Return a valid file of up to three layers, with any sides, codecs, sidecars, runs, tails, sequences, heads and positions."""
+    """Return a valid file of up to three layers with arbitrary codecs, sidecars, runs, tails, sequences, heads, and positions."""
     layers = [draw(_layers()) for _ in range(draw(st.integers(0, 3)))]
     return file_of(*layers, skipped=tuple(draw(st.integers(0, 9)) if any(layer) else 0 for layer in layers))
 

@@ -1,4 +1,4 @@
-"""Files on disk: modes, links, read-only files, and files of killed writers."""
+"""Tests of files on disk: modes, links, read-only files, and files left by killed writers."""
 
 from __future__ import annotations
 

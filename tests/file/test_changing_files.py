@@ -1,4 +1,4 @@
-"""Files that are truncated or overwritten in place while open: a refusal by name or the checked bytes, never a signal."""
+"""Files truncated or overwritten while open are refused by name, or yield the checked bytes, but never cause a signal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make readers read every tensor in pieces."""
+    """Make readers read every tensor in small pieces."""
     monkeypatch.setattr(payload, "PIECE_BYTES", 1000)
     monkeypatch.setattr("kvpack.formats.value_blocks.BLOCK_VALUES", 1000)
 
@@ -192,7 +192,7 @@ print(refused)
 
 
 def test_a_process_survives_a_constantly_changing_file(path: Path) -> None:
-    """A plain mapping died of SIGBUS in eight of eight runs."""
+    """With a plain memory mapping, the process died of SIGBUS in eight of eight runs."""
     ended = subprocess.run([warm_python.python(), "-c", CHANGING_SCRIPT, str(path)], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert int(ended.stdout.split()[-1]) > 0, "no read was refused, so the file did not change"
@@ -235,7 +235,7 @@ def test_importing_into_a_store_does_not_map_the_input(tmp_path: Path, monkeypat
 
 
 def test_verify_needs_little_memory(tmp_path: Path) -> None:
-    """A process with only a few MiB of memory verifies a file of 96 MiB in two tensors."""
+    """A process that may use only a few MiB of memory verifies a file of 96 MiB with two tensors."""
     codec = create("raw", 64, dtype="fp32")
     values = numpy.zeros(12 * 2**20, numpy.float32)
     from kvpack.file.header import Contents, LayerEntry, SideEntry
@@ -258,7 +258,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_layers_are_yielded_in_order_as_they_are_loaded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that were not requested are not read."""
+    """Layers that the caller does not request are not read."""
     monkeypatch.setattr(user_files, "PIECE_BYTES", mmap.PAGESIZE)
     asked: list[tuple[int, int]] = []
     ahead = user_files.DiskFile.read_ahead

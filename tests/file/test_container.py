@@ -1,4 +1,4 @@
-"""The container: written files read back the same, any safetensors tool opens them, and failed writes leave no files."""
+"""Tests of the container: files are read back unchanged, any safetensors tool opens them, and failed writes leave no files."""
 
 from __future__ import annotations
 
@@ -54,24 +54,24 @@ TORCH_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "B
 
 
 def json_of(data: bytes) -> tuple[dict[str, Any], int]:
-    """Return the JSON header, parsed with a standard JSON parser, and the start of the data section."""
+    """Return the JSON header, parsed by the standard library, and the offset of the data section."""
     length = int.from_bytes(data[:8], "little")
     return json.loads(data[8 : 8 + length]), 8 + length
 
 
 def raw_contents(values: numpy.ndarray[Any, Any]) -> tuple[Contents, dict[str, Any]]:
-    """Return contents with one fp32 side that has ``values``."""
+    """Return the contents of a file with one fp32 side that holds ``values``."""
     made = Contents(codecs=(create("raw", 16, dtype="fp32"),), layers=(LayerEntry(side(0, values.size // 16), None),))
     return made, {"0.k.values": values.astype(numpy.float32)}
 
 
 def any_values(count: int) -> numpy.ndarray[Any, Any]:
-    """Return values that do not compress."""
+    """Return random values that do not compress."""
     return numpy.random.default_rng(0).integers(0, 2**32, count, numpy.uint32).view(numpy.float32)
 
 
 def few_values(count: int) -> numpy.ndarray[Any, Any]:
-    """Return values that compress about tenfold."""
+    """Return values that compress to about a tenth of their size."""
     return numpy.random.default_rng(0).integers(0, 7, count)
 
 
@@ -423,7 +423,7 @@ def test_a_file_size_limit_keeps_the_old_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of one megabyte."""
+    """Mount a file system of one megabyte and yield its path."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if (
@@ -501,7 +501,7 @@ def test_errors_name_other_formats(kind: str, tmp_path: Path) -> None:
 
 
 def with_json(data: bytes, change: Callable[[bytes], bytes], *, length: int | None = None) -> bytes:
-    """Return ``data`` with another JSON header of any length, and the data section at a multiple of 4096 again."""
+    """Return ``data`` with another JSON header of any length, and the data section moved to a multiple of 4096."""
     end = 8 + int.from_bytes(data[:8], "little")
     text = change(data[8:end].rstrip())
     text += b" " * (-(8 + len(text)) % 4096)
@@ -614,13 +614,13 @@ def test_zstd_is_used_only_where_it_saves_space(values: Any, chosen: str) -> Non
 
 
 def stored_as(frame: bytes, made: Contents, arrays: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> container.File:
-    """Return a file whose tensor is stored as ``frame``, without the feature for frame checksums."""
+    """Return a file whose tensor is stored as the zstd frame ``frame``, and which does not declare frame checksums."""
     monkeypatch.setattr(container, "compress_frame", lambda raw: frame)
     return container.open_bytes(change_file(container.to_bytes(made, arrays, compress=True), edit("ignorable", {})))
 
 
 def frame_header(window: int) -> bytes:
-    """Return the start of a frame with a window of 2^``window`` bytes."""
+    """Return the start of a zstd frame with a window of 2^``window`` bytes."""
     return b"\x28\xb5\x2f\xfd" + bytes([0b10000000, (window - 10) << 3])
 
 
@@ -688,7 +688,7 @@ def test_an_empty_frame_is_read_to_its_end(frame: str, accepted: bool, monkeypat
 
 
 def test_a_frame_that_declares_no_content_cannot_expand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The frame has blocks of four bytes, each of which repeats a byte 131,072 times, and a matching window."""
+    """The frame consists of blocks of four bytes that each repeat one byte 131,072 times, and has a matching window."""
     made = Contents(codecs=(create("raw", 4, dtype="fp16"),), layers=(LayerEntry(side(0, 0), None),))
     bomb = bytes.fromhex("28b52ffd 80 38 00000000") + bytes.fromhex("020010 00") * 2**14 + bytes.fromhex("010000")
     assert zstandard.get_frame_parameters(bomb).content_size == 0
@@ -703,7 +703,7 @@ def test_a_frame_that_declares_no_content_cannot_expand(monkeypatch: pytest.Monk
 
 
 def test_written_frames_and_files_declare_checksums(tmp_path: Path) -> None:
-    """An edited frame without a checksum is refused, but accepted in a file without the feature."""
+    """An edited frame without a checksum is refused, unless the file does not declare frame checksums."""
     made = contents("raw")
     arrays = {name: numpy.zeros_like(array) for name, array in arrays_of(made).items()}
     data = container.to_bytes(made, arrays, compress=True)
@@ -721,7 +721,7 @@ def test_written_frames_and_files_declare_checksums(tmp_path: Path) -> None:
 
 
 def test_a_small_frame_cannot_declare_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frame of 32 KiB can decode to a gigabyte; the maximum ratio in the header bounds the allocation."""
+    """A frame of 32 KiB can decode to a gigabyte, so the largest ratio that the header declares bounds the allocation."""
     made = Contents(codecs=(create("raw", 1024, dtype="fp32"),), layers=(LayerEntry(side(0, 2**18), None),))
     frame = zstandard.ZstdCompressor().compress(bytes(2**20))
     assert len(frame) * MAX_RATIO < 2**20
@@ -762,7 +762,7 @@ def test_the_header_tensor_matches_the_specification() -> None:
 
 
 def test_blocks_are_reserved_only_for_new_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reserved blocks are not flushed before a rename, so after a power loss the old bytes of a replaced file would be gone."""
+    """Reserved blocks are not flushed before a rename, so a replaced file's old bytes would be lost in a power failure."""
     reserved = []
     monkeypatch.setattr(atomic, "_FALLOCATE", lambda descriptor, mode, at, nbytes: reserved.append((mode, at.value, nbytes.value)))
     small, large = (memoryview(bytes(nbytes)) for nbytes in (2**20 - 1, 2**20))

@@ -1,4 +1,4 @@
-"""Damage: every flipped bit, missing byte and foreign block of a file is refused, and the message names the part."""
+"""Tests of damage: a file with any flipped bit, missing byte or foreign block is refused, and the message names the damaged part."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def one_parse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parse equal bytes of kvpack.header only once: its digest protects it, and the tests damage everything around it."""
+    """Cache the parsed kvpack.header by its bytes, because these tests damage everything around it and leave it intact."""
     monkeypatch.setattr(front, "parse_header", cache(front.parse_header))
 
 
 def refusal(data: bytes | bytearray | memoryview) -> str:
-    """Return the message with which a reader refuses ``data``; any exception other than a KvpackError fails the test."""
+    """Return the message with which a reader refuses ``data``. The test fails on any exception other than KvpackError."""
     try:
         container.open_bytes(data).verify()
     except KvpackError as error:
@@ -45,7 +45,7 @@ def refusal(data: bytes | bytearray | memoryview) -> str:
 
 
 def parts(data: bytes) -> list[tuple[int, int, str]]:
-    """Return the begin, the end and the name in messages of every part of a file; padding is named by the tensor after it."""
+    """Return the begin, the end, and the message's name of every part of a file. Padding has the name of the tensor after it."""
     length = int.from_bytes(data[:8], "little")
     entries = json.loads(data[8 : 8 + length])
     del entries["__metadata__"]
@@ -89,7 +89,7 @@ def test_every_flipped_bit_of_a_file() -> None:
     ("kind", "compress"), [("group", False), ("raw", False), ("empty", False), ("raw", True)], ids=["group", "raw", "empty", "zstd"]
 )
 def test_every_flipped_bit_of_other_files(kind: str, compress: bool) -> None:
-    """Every bit, except that only one in four bytes of the JSON header is tested."""
+    """All bits are tested, except that only every fourth byte of the JSON header is, with one bit each."""
     data = small_file(kind, compress=compress)
     generator = random.Random(0)
     flip_each(data, [8 * byte + generator.randrange(8) for byte in range(0, parts(data)[0][1], 4)])
@@ -203,7 +203,7 @@ def test_a_digest_is_checked_only_before_the_first_use() -> None:
 
 
 def broken(codec: Codec, change: Any, name: str) -> bytes:
-    """Return a file with correct digests and wrong values."""
+    """Return a file with invalid values and correct digests."""
     made = Contents(codecs=(codec,), layers=(LayerEntry(side(0, 20), None),))
     arrays = {key: torch.from_numpy(array.copy()) for key, array in arrays_of(made).items()}
     change(arrays[f"0.k.{name}"])
@@ -233,7 +233,7 @@ KEYS = {"b": "3", "g": "16"}
     ids=["spare bit", "scale", "token scale"],
 )
 def test_values_that_no_writer_produces(words: dict[str, str], name: str, change: Any, message: str) -> None:
-    """The digests match, as in a forged file, so the codec's own rules must refuse it."""
+    """The digests match, as in a forged file, so the codec's own rules must refuse the values."""
     data = broken(create("group", 4, "k", **words), change, name)
     file = container.open_bytes(data)
     assert file.tensor(f"0.k.{name}") is not None

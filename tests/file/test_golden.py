@@ -1,4 +1,4 @@
-"""Golden files: written byte for byte, read value for value, and never changed."""
+"""Tests of golden files: kvpack writes the same bytes and reads the same values, and the files never change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpack.file import container
 from support.golden_files import FILES, FOLDER, MANIFEST, expected_path, expected_values, file_path, golden_cache, recipe_codecs
 
 TOLERANCE = 2**-18
-"""Tolerance relative to a file's largest value: well above the decoders' float32 rounding, and far below one code."""
+"""Tolerance relative to a file's largest value: well above the rounding of float32 decoders, and far below one code."""
 
 
 def test_files_were_not_changed_added_or_lost() -> None:

@@ -1,4 +1,4 @@
-"""Damage to the golden files: evenly spaced bits and lengths; ``python -m support.golden_damage`` tests all of them."""
+"""Tests with damaged golden files, at evenly spaced bits and lengths. ``python -m support.golden_damage`` tests all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SHARE = 251
-"""One in this many bits and lengths is tested: a prime, so that all positions within a byte and a word occur."""
+"""One in this many bits and lengths is tested. The number is prime, so that all positions within bytes and words occur."""
 
 
 def test_there_are_forty_files() -> None:

@@ -1,4 +1,4 @@
-"""The header: round trips, and every rule refuses violations by name."""
+"""Tests of the header: round trips, and every rule refuses violations by name."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_side_without_packed_tokens_still_has_its_streams() -> None:
 
 
 def put(*path: Any) -> Callable[[dict[str, Any]], Any]:
-    """Set the last argument as the value at the path given by the others."""
+    """Return a function that sets a value of a header. ``path`` contains the keys that lead to it, followed by the value."""
 
     def change(top: Any) -> None:
         *places, last, value = path
@@ -337,7 +337,7 @@ def test_format_is_reported_before_feature_and_feature_before_codec() -> None:
 
 
 def test_searching_for_news_takes_little_time_and_memory() -> None:
-    """The scan is linear in the bytes; a recursive scan, or one with a step per value, would take seconds or overflow the stack."""
+    """The scan is linear in the number of bytes. A recursive scan would overflow the stack, and a step per value would take seconds."""
     for filling in (b"\x91", b"\x81", b"\x9f", b"\xdf\xff\xff\xff\xff", b"\x92\x01", b"\xa1x"):
         data = b"\x82\xa1x\xdd\xff\xff\xff\xff" + (filling * 2**18)[: 2**18]
         start = time.thread_time()
@@ -426,7 +426,7 @@ def test_a_header_above_its_limit_is_refused_before_reading() -> None:
 
 @pytest.mark.parametrize("container", [b"\x90", b"\x80"], ids=["arrays", "maps"])
 def test_many_empty_containers_need_little_memory(container: bytes) -> None:
-    """One byte of msgpack takes 64 bytes of memory, so half a megabyte of empty containers would take 32 MB."""
+    """An empty container is one byte of msgpack but 64 bytes in memory, so half a megabyte of them would take 32 MB."""
     count = 2**17
     data = b"\x95" + 4 * (b"\xdd" + struct.pack(">I", count) + container * count) + b"\xc0"
     tracemalloc.start()
@@ -496,7 +496,7 @@ def test_invalid_strings_are_not_written(text: str) -> None:
 @settings(max_examples=40)
 @given(st.sampled_from(KINDS), st.data())
 def test_changed_values_are_read_or_refused(kind: str, data: st.DataObject) -> None:
-    """Parsing any header results in a Header or a KvpackError: digests do not protect against forgery."""
+    """Parsing any header results in a Header or raises a KvpackError. Digests do not help here, because a forger can repair them."""
     top = header_map(kind)
     at: Any = top
     while True:

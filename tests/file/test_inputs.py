@@ -1,4 +1,4 @@
-"""The recorded inputs of a cache stay correct in slices and joins."""
+"""The inputs recorded in a cache stay correct in slices and joins."""
 
 from __future__ import annotations
 

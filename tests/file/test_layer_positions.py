@@ -1,4 +1,4 @@
-"""Each layer records its positions, from a model's cache to a file and back."""
+"""The positions that each layer records are preserved from a model's cache to a file and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.caches import random_pairs, unpack_all
 
 
 def sliding(tokens: int = 70, held: int = 22, *, start: int = 5, recipe: str = "kivi-2;raw=0") -> kvpack.Cache:
-    """Return a cache of three layers, the second of which has only the newest ``held`` tokens."""
+    """Return a cache of three layers, the second of which holds only the newest ``held`` tokens."""
     pairs = random_pairs(3, tokens)
     full = kvpack.pack(pairs, recipe, start=start)
     newest = kvpack.pack([tuple(x[:, :, tokens - held :] for x in pairs[1])], recipe)[0]
@@ -236,7 +236,7 @@ def test_inconsistent_layer_positions_are_refused(start: object, message: str, t
 
 
 def test_a_store_entry_with_other_layer_positions_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is from a writer without checks: 32 tokens in each layer, those of the second layer at positions 32 to 63."""
+    """The file is from a writer without checks. Each layer has 32 tokens, but those of the second layer are at positions 32 to 63."""
     store = kvpack.Store(tmp_path, kvpack.Identity("model", "bf16", weights="w"), chunk=32)
     ids, whole = list(range(32)), kvpack.pack(random_pairs(2, 32), "bf16")
     moved = replace(whole, layers=(whole[0], replace(whole[1], skipped=32)))

@@ -1,4 +1,4 @@
-"""States of recurrent and convolution layers: kept bit for bit, tied to one position, and never cut."""
+"""States of recurrent and convolution layers are preserved bit for bit, belong to one position, and are never cut."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOKENS = 32
 
 
 def states(batch: int = 1, seed: int = 0) -> MappingProxyType[str, torch.Tensor]:
-    """Return a convolution state and a recurrent one, with values that arithmetic would change."""
+    """Return a convolution state and a recurrent state whose values would change in any arithmetic."""
     source = torch.Generator().manual_seed(seed)
     recurrent = torch.randn(batch, 2, 3, 5, generator=source)
     recurrent.view(torch.int32)[0, 0, 0, :3] = torch.tensor([0x7FC12345, -0x80000000, 1], dtype=torch.int32)
@@ -38,7 +38,7 @@ def states(batch: int = 1, seed: int = 0) -> MappingProxyType[str, torch.Tensor]
 
 
 def hybrid(batch: int = 1, recipe: str = "kivi-2;raw=0") -> kvpack.Cache:
-    """Return three layers: one with only states, one with only keys and values, and one with both."""
+    """Return a cache of three layers: one with only states, one with only keys and values, and one with both."""
     packed = kvpack.pack(random_pairs(2, TOKENS, batch=batch), recipe)
     layers = (Layer(None, None, states=states(batch)), packed[0], replace(packed[1], states=states(batch, 1)))
     return replace(packed, layers=layers)

@@ -1,4 +1,4 @@
-"""Metadata and long token ids: preserved in files, slices and conversions, refused if too large, and shown by inspect."""
+"""Metadata and long token ids are preserved in files, slices and conversions, refused if too large, and shown by inspect."""
 
 from __future__ import annotations
 

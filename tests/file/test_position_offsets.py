@@ -1,4 +1,4 @@
-"""Position offsets of text after images, in files, in slices up to the cache's end, and in rows."""
+"""Tests of position offsets of text after images: in files, in slices that reach the end of the cache, and in rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``memory_limit`` bounds the memory for reading a file: files that need more are refused, and accepted ones stay below it."""
+"""``memory_limit`` bounds the memory for reading a file: files that need more are refused, and others stay within it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ RUNS = create("group", 1, b="1", g="4")
 
 
 def many_runs(runs: int, layers: int = 1, codec: Codec = RUNS, chosen: str = "zstd") -> bytes:
-    """Return sides with many one-token runs, each stream stored either as a frame just within the maximum ratio, or unfiltered."""
+    """Return sides with many one-token runs.
+
+    Each stream is stored as a frame just within the permitted ratio, or unfiltered.
+    """
     sides = random_side(codec, (1,), 0, heads=1), random_side(codec, (1,), 0, heads=1)
     parts = Parts.of(file_of(*[sides] * layers))
     stored: dict[int, bytes] = {}
@@ -53,7 +56,7 @@ def many_runs(runs: int, layers: int = 1, codec: Codec = RUNS, chosen: str = "zs
 
 
 def frames(size: int) -> bytes:
-    """Return a file of one zstd tensor of ``size`` decoded bytes, compressed about 150 times."""
+    """Return a file with one zstd tensor of ``size`` decoded bytes, which is compressed about 150 times."""
     parts = Parts.of(file_of((random_side(create("raw", 256, dtype="fp32"), (1,), 0, heads=1), None)))
     content, source = bytearray(size), random.Random(1)
     for _ in range(size // 600):
@@ -89,7 +92,7 @@ def test_memory_of_ordinary_files_is_not_counted() -> None:
 
 
 def codebooks(count: int) -> bytes:
-    """Return ``layers`` layers, each with a different quaternion codebook: 98,304 codewords that only a seed describes."""
+    """Return a file of ``count`` layers, each with its own quaternion codebook: 98,304 codewords that are derived from a seed."""
     made = [create("quaternion", 4, s="4096", r="4", seed=str(number)) for number in range(1, count + 1)]
     return file_of(*[(random_side(codec, (2,), 0, heads=1), random_side(codec, (2,), 0, heads=1)) for codec in made])
 

@@ -1,4 +1,4 @@
-"""The ids of each row, and hidden tokens, stay with the tokens to which they belong."""
+"""The ids of each row, and its hidden tokens, stay with the tokens to which they belong."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ids(*values: int) -> bytes:
 
 
 def of_rows(*rows: list[int], hidden: tuple[Any, ...] = ()) -> Inputs:
-    """Return the inputs of a cache, from position 0 on, whose rows have these ids."""
+    """Return the inputs of a cache that begins at position 0, and whose rows have these ids."""
     same = next((n for n, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1), len(rows[0]))
     told = [(PADDING, 0)] if hidden else []
     if same < len(rows[0]):
@@ -96,7 +96,7 @@ def test_ids_with_a_wrong_number_of_rows_are_ignored() -> None:
 
 
 def test_ids_beyond_the_tokens_are_ignored_without_using_memory() -> None:
-    """A header of 4 MB may declare a million ids shared by thousands of sequences."""
+    """A header of 4 MB can declare a million ids that thousands of sequences share."""
     batch = 4096
     own = struct.pack("<IQ", batch, 1) + numpy.arange(batch, dtype="<u4").tobytes()
     features = split("token-ids", bytes(2**22)) | split("row-ids", own)
@@ -212,14 +212,14 @@ def test_hidden_tokens_are_checked_as_specified() -> None:
 
 @dataclass
 class Token:
-    """The known content of a batch cell: its id, and True if it is hidden."""
+    """The expected content of one cell of a batch: its id, and whether it is hidden."""
 
     id: int
     hidden: bool
 
 
 def grid_of(cache: Cache) -> list[list[Token]]:
-    """Return the tokens of each row according to the inputs of ``cache``."""
+    """Return the tokens of each row as the inputs of ``cache`` record them."""
     inputs, batch = cache.inputs, cache[0].k.batch
     assert inputs is not None
     rows = [numpy.frombuffer(row, "<u4").tolist() for row in inputs.known_ids]
@@ -231,7 +231,7 @@ def grid_of(cache: Cache) -> list[list[Token]]:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_ids_follow_the_values_computed_from_them(data: st.DataObject, tmp_path: Path) -> None:
-    """Every value identifies its row and token, so ids can be compared with values after any cuts, joins, selections and saves."""
+    """Every value encodes its row and token, so ids can be compared with values after any cut, join, selection or save."""
     batch, tokens = data.draw(st.integers(1, 3)), 12
     cells = [[data.draw(st.integers(0, 2)) for _ in range(tokens)] for _ in range(batch)]
     pads = [data.draw(st.integers(0, 4)) for _ in range(batch)]
@@ -277,7 +277,7 @@ def test_ids_follow_the_values_computed_from_them(data: st.DataObject, tmp_path:
 
 @pytest.mark.parametrize(("sequences", "rows"), [(2, 3), (3, 2), (1, 2)])
 def test_a_cache_has_ids_for_every_sequence(sequences: int, rows: int) -> None:
-    """Otherwise, a file would lose all of them, because readers ignore ids for another number of rows."""
+    """Otherwise a file would lose all ids, because readers ignore ids for another number of rows."""
     inputs = of_rows(*([first, *range(10, 21)] for first in range(rows)))
     with pytest.raises(InvalidParameter, match=f"^the cache has {sequences} sequences, but its inputs have token ids for {rows}: "):
         replace(cache_of(None, sequences), inputs=inputs)

@@ -1,4 +1,4 @@
-"""Files that a user names: anything but a regular file is refused at once, and overlong files are not read."""
+"""Tests of files that a user names: only regular files are accepted, and files that are too long are not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and rows of earlier kvpack: one per preset; they open, decode to the values recorded then, and continue."""
+"""Tests of files and rows that earlier versions of kvpack wrote, one per preset: they open, decode unchanged, and can be extended."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_file_decodes_to_the_recorded_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cache_from_a_file_can_be_extended(name: str, tmp_path: object) -> None:
-    """Appending tokens does not change the file's tokens, in memory or in the next file."""
+    """Appending tokens changes neither the loaded tokens in memory nor those in the next file."""
     basis = None if name in PUBLISHED else Basis.load(BASIS)
     cache = opened(name)
     layers, heads, tokens, dim = shape(name)
@@ -84,7 +84,7 @@ def test_a_row_opens_with_its_recorded_recipe() -> None:
 
 
 def test_a_file_that_names_a_preset_can_be_extended() -> None:
-    """It uses the preset's recipe when the file was written, even if the preset has changed."""
+    """The extension uses the recipe that the preset named when the file was written, even if the preset has changed."""
     cache = opened("octopus-4")
     assert cache.recipe == "octopus-4"
     live = kvpack.LiveCache.of(cache)
@@ -92,7 +92,10 @@ def test_a_file_that_names_a_preset_can_be_extended() -> None:
 
 
 def test_a_row_opens_with_its_page_codec() -> None:
-    """Or it is refused as another page's row, if this kvpack describes pages differently; its values are right in either case."""
+    """A row opens with its page codec. If this version describes pages differently, the row is refused as another page's.
+
+    Its values are right in either case.
+    """
     recorded = load_file(FOLDER / "page.safetensors")["values"]
     read = decoder.read_row(ROW.read_bytes())
     values = [float(value) for layer in read.page.layers for side in layer.values() for value in side.values]

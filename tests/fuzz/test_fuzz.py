@@ -1,4 +1,4 @@
-"""The fuzz targets: each runs, repairs mutated inputs, and finds and reports a planted fault."""
+"""Tests of the fuzz targets: each one runs, repairs mutated inputs, and reports a fault that is planted in the code."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ REFUSAL = Answer("InvalidHeader", "group-1", None, {})
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
 INPUTS = {"basis": 40, "command": 12, "dense-file": 40, "entry": 20}
-"""Number of inputs for targets whose inputs take long."""
+"""Number of inputs for targets whose inputs take long to process."""
 
 
 def run(target: Target, count: int, folder: Path, seed: int = 0, every: int = 16) -> Report:
-    """Run ``count`` mutations of seeds, in the order of ``seed``, and return the report."""
+    """Run ``count`` mutations of the seed inputs, in an order given by ``seed``, and return the report."""
     source, report = random.Random(seed), Report("target", "random", seed)
     found = Session(report, Target(**{**vars(target), "every": every}), 1e9, None, folder)
     while report.executions < count and not report.crashes:
@@ -153,7 +153,7 @@ def test_mutations_are_repaired_and_repeatable() -> None:
 
 
 def leave_out(module: Any, name: str, value: Any = None) -> Callable[[pytest.MonkeyPatch], None]:
-    """Return a fault that skips the function ``name``."""
+    """Return a function that plants a fault: it replaces the function ``name`` by one that does nothing."""
     return lambda patch: patch.setattr(module, name, lambda *_, **__: value)
 
 
@@ -326,7 +326,7 @@ def test_a_large_power_of_two_explains_an_infinity() -> None:
 
 
 def test_a_payload_may_be_checked_instead_of_its_tensors() -> None:
-    """A template reader accepts an entry in which only the tensors' digests are wrong, but a parsing reader does not."""
+    """If only the tensors' digests of an entry are wrong, a template reader accepts it, but a parsing reader does not."""
     oracle = entry_oracles.EntryOracle()
     first, _ = oracle.chains[entry_oracles.RECIPES[0]]
     parts = split_file(first)

@@ -1,4 +1,4 @@
-"""A short run of the round-trip fuzzer, and its report of a failure."""
+"""Tests of the round-trip fuzzer: a short run, and the report of a failure."""
 
 from __future__ import annotations
 

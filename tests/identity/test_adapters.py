@@ -1,4 +1,4 @@
-"""Adapters in a model's identity: PEFT's, inside the model or around it, by name, weights, scaling and state."""
+"""Tests of adapters in a model's identity: PEFT's, inside or around the model, by name, weights, scaling, and state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lora(**options: Any) -> Any:
 
 
 def with_two_loras() -> Any:
-    """Return a PeftModel with the adapters "first", which is active, and "second"."""
+    """Return a PeftModel with the active adapter "first" and an inactive one, "second"."""
     model = peft.get_peft_model(small_llama(), lora(), adapter_name="first")
     model.add_adapter("second", lora())
     return model.eval()

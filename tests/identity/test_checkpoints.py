@@ -1,4 +1,4 @@
-"""Digests of checkpoints: every byte counts, unchanged files are not read again, and other users cannot influence the digests."""
+"""Digests of checkpoints cover every byte, unchanged files are not read again, and other users cannot influence the digests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that records the files that are read."""
+    """Return a list to which the path of every file that is read is appended."""
     paths, digest = [], checkpoints.digest_file_bytes
 
     def noted(path: str, size: int) -> str:
@@ -40,7 +40,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def folder(path: Path, scale: float = 0.01) -> Path:
-    """Return a checkpoint of 16 layers with the scales of an fp8 cache."""
+    """Write and return a checkpoint of 16 layers with the scales of an fp8 cache."""
     path.mkdir()
     generator = torch.Generator().manual_seed(0)
     weights = {f"layers.{n}.k_proj.weight": torch.randn(DIM, DIM // 4, generator=generator).bfloat16() for n in range(16)}
@@ -105,7 +105,7 @@ def test_a_file_is_reread_if_it_may_have_changed(tmp_path: Path, read: list[str]
 
 
 def test_a_recently_written_file_is_always_reread(tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next change may have the same timestamp."""
+    """A change that follows immediately may leave the same timestamp."""
     monkeypatch.setattr(checkpoints, "SETTLED_SECONDS", 60.0)
     path = folder(tmp_path / "m")
     assert weights(path) == weights(path)

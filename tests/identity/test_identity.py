@@ -1,4 +1,4 @@
-"""The identity of a transformers model contains everything that its keys and values depend on, and nothing else."""
+"""The identity of a transformers model covers everything that its keys and values depend on, and nothing else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def changed_fields(one: kvpack.Identity, other: kvpack.Identity) -> set[str]:
 
 
 class Int8Linear(nn.Module):
-    """A linear layer of 8-bit weights with a scale per row, as quantization libraries create."""
+    """A linear layer with 8-bit weights and one scale per row, like those that quantization libraries create."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Factors:
 
 
 class Scaled(nn.Module):
-    """A custom layer multiplied by a factor that is not registered as a buffer."""
+    """A custom layer that multiplies by a factor which is not registered as a buffer."""
 
     def __init__(self, inner: nn.Module, **attributes: Any) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_unregistered_constants_of_a_module_count(made: Callable[[float], Any], 
 
 
 def test_attributes_that_record_calls_do_not_count() -> None:
-    """Otherwise, a model would refuse files that it wrote before a call."""
+    """If such attributes counted, a model would refuse files that it wrote before a call."""
     first = kvpack.Identity.of(scaled(_calls=0, cos_cached=torch.zeros(3), _last_state=0.5), "raw")
     assert kvpack.Identity.of(scaled(_calls=7, cos_cached=torch.ones(5), _last_state=1.5), "raw") == first
 
@@ -287,7 +287,7 @@ def test_tensors_whose_bytes_cannot_be_read_are_refused() -> None:
 
 def test_extra_tensors_of_a_quantized_layer_count() -> None:
     class Packed(nn.Linear):
-        """A layer that keeps scales in its own map, and adds them to its state dict."""
+        """A layer that keeps its scales in a mapping of its own, and adds them to its state dict."""
 
         def __init__(self, scale: float) -> None:
             super().__init__(32, 50, bias=False)
@@ -308,7 +308,7 @@ def test_extra_tensors_of_a_quantized_layer_count() -> None:
 
 def test_a_tensor_made_of_several_tensors_is_digested_completely() -> None:
     class Scaled(torch.Tensor):
-        """A tensor of codes and a scale, as in torchao."""
+        """A tensor that consists of codes and a scale, as in torchao."""
 
         @staticmethod
         def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, bits: int) -> Any:
@@ -364,7 +364,7 @@ def test_long_rope_settings_are_digested() -> None:
 
 @pytest.mark.parametrize(("kind", "longest"), [("longrope", 64), ("dynamic", 63)])
 def test_sequences_whose_length_changes_the_frequencies_are_not_stored(kind: str, longest: int, tmp_path: Any) -> None:
-    """A prefix of a long prompt has other keys than the same prefix of a short one, although the ids are equal."""
+    """The keys of a long prompt's prefix differ from those of the same prefix in a short prompt, although the ids are equal."""
     model, ids = with_rope(kind), list(range(50)) * 2
     store = kvpack.Store(tmp_path, kvpack.Identity.of(model, "raw", name="m"), chunk=16)
 
@@ -388,7 +388,7 @@ def test_sequences_whose_length_changes_the_frequencies_are_not_stored(kind: str
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_the_beginning_of_a_long_sequence_is_not_a_prefix_of_a_short_one(kind: str, tmp_path: Any) -> None:
-    """Its keys are those of the long sequence, even if only a few are left."""
+    """The remaining keys are those of the long sequence, even if only a few are left."""
     model, ids = with_rope(kind), list(range(50)) * 2
     store = kvpack.Store(tmp_path, kvpack.Identity.of(model, "raw", name="m"), chunk=16)
     with torch.no_grad(), KvpackCache(model, "raw") as past, recording(model) as record:
@@ -414,7 +414,7 @@ def test_the_beginning_of_a_long_sequence_is_not_a_prefix_of_a_short_one(kind: s
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_a_long_sequence_does_not_change_the_identity(kind: str) -> None:
-    """The frequencies left by the longest pass are not part of the identity, but a changed buffer is."""
+    """The frequencies that the longest pass leaves behind are not part of the identity, but a changed buffer is."""
     model = with_rope(kind)
     first = identity(model)
     with torch.no_grad():
@@ -455,7 +455,10 @@ def test_samples_are_read_together_as_if_alone() -> None:
 
 @pytest.mark.parametrize("weights", [None, "a revision"])
 def test_a_cache_computed_with_other_weights_is_not_stored(weights: str | None, tmp_path: Any) -> None:
-    """It is refused even if the caller made the store's identity, and for caches of earlier versions, which name only a sample."""
+    """The cache is refused even if the caller created the store's identity.
+
+    Caches of earlier versions, which name only a sample of the weights, are refused too.
+    """
     model, ids = small_llama(), torch.arange(3, 35)[None]
     with torch.no_grad(), KvpackCache(model, "octopus-3") as cache:
         model(ids, past_key_values=cache)

@@ -1,4 +1,4 @@
-"""``model=`` is a transformers model, an identity, a name or a map of fields, in every function that records it."""
+"""``model=`` is a transformers model, an identity, a name, or a mapping of fields, in every function that records it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAIRS = random_pairs(1, 4, heads=1, dims=(8, 8))
 
 
 def recorded(model: Any) -> list[dict[str, str]]:
-    """Return the fields of ``model`` in a packed cache, and in a frozen one."""
+    """Return the fields that ``model`` leaves in a packed cache and in a frozen one."""
     live = kvpack.LiveCache("raw", layers=1, model=model)
     live.update(0, *PAIRS[0])
     return [dict(kvpack.pack(PAIRS, "raw", model=model).model), dict(live.freeze().model)]

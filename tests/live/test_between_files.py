@@ -1,4 +1,4 @@
-"""A live cache that is saved, loaded, cut and continued in any order keeps the tokens that it was given."""
+"""A live cache keeps the tokens that it was given, whether it is saved, loaded, cut or continued, in any order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tokens(count: int, seed: int, batch: int) -> tuple[torch.Tensor, torch.Tenso
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_tokens_keep_their_positions_whatever_happens_between_files(data: st.DataObject, tmp_path: Path) -> None:
-    """Values are kept exactly, and keys within the error of their codec, which is zero for raw ones."""
+    """Values are kept exactly, and keys within the error of their codec, which is zero for raw keys."""
     window = data.draw(st.sampled_from([None, 40]))
     recipe = "k=group:b=8,g=32,axis=token;v=raw:dtype=fp32" + data.draw(st.sampled_from(["", ";tail=64"]))
     live = LiveCache(recipe, layers=1, sliding_windows=[window])
@@ -79,7 +79,7 @@ def test_tokens_keep_their_positions_whatever_happens_between_files(data: st.Dat
 
 
 def test_a_query_whose_window_was_cropped_is_refused_until_its_tokens_are_back() -> None:
-    """A layer with a window of 40 has the last 72 of 200 tokens; without 33 of these, the last query lacks one."""
+    """A layer with a window of 40 holds the last 72 of 200 tokens. After 33 of these are cropped, the last query lacks one."""
     recipe = "k=group:b=8,g=32,axis=token;v=raw:dtype=fp32;tail=64"
     live = LiveCache(recipe, layers=1, sliding_windows=[40])
     k, v = tokens(200, 0, 1)

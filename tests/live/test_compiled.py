@@ -1,4 +1,7 @@
-"""Live caches in code compiled by torch.compile: no graph breaks, no compilation per cache or step, and the results of eager code."""
+"""Live caches in code compiled by torch.compile give the results of eager code.
+
+There are no graph breaks, and no compilation for each cache or step.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"), pytest.mark.scenario]
 
 LENGTHS = (40, 1, 1, 100, 1, 60, 1)
-"""Tokens of each call: the tail fills up and rolls over, and one update exceeds its room."""
+"""Number of tokens in each call. The tail fills up and rolls over, and one update is larger than its room."""
 
 
 def step(live: kvpack.LiveCache, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Update and attend to two layers, then update one without attending before the next step."""
+    """Update two layers and attend to them, then update one of them without attending before the next step."""
     for layer in range(2):
         live.update(layer, k, v)
         q = q + live.attend(layer, q, softcap=20.0)

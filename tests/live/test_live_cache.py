@@ -1,4 +1,4 @@
-"""The live cache keeps the tokens that it was given, whenever they are packed, and attends like an immutable cache of them."""
+"""A live cache keeps the tokens that it was given, whenever they are packed, and attends like an immutable cache of them."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_a_sliding_layer_stores_little_more_than_its_window(recipe: str) -> None
 
 
 def test_sides_with_different_tails_continue_together() -> None:
-    """A file may have raw keys of a partial group, next to values that are all packed."""
+    """A file may contain raw keys of a partial group next to values that are all packed."""
     cache = kvpack.pack(random_pairs(1, 64, dims=(64, 64)), "k=group:b=4,g=32,axis=token;v=group:b=4,g=32,axis=channel")
     cache = cache.append([tokens(20, 3, dtype=torch.float32)])
     assert cache[0].k is not None
@@ -248,7 +248,7 @@ def test_sides_with_different_tails_continue_together() -> None:
 
 MEANS = "k=octahedral:b=2,mean=8,norm=log8;v=scalar:b=4,norm=log8;tail=8"
 UNEVEN = ["kivi-2", "oscar-2", "k=group:b=4,g=32,axis=token;v=group:b=4,g=32,axis=channel", "k=raw;v=group:b=2,g=64,axis=channel"]
-"""Recipes whose keys and values are encoded in groups of different numbers of tokens."""
+"""Recipes that encode keys and values in groups of different numbers of tokens."""
 
 
 @pytest.mark.parametrize("recipe", [*UNEVEN, "octopus-3", "kivi-2;tail=64"])
@@ -349,7 +349,7 @@ def test_sides_end_at_the_same_token_once_both_complete_their_groups() -> None:
 
 
 def test_sides_that_never_end_at_the_same_token_lose_no_raw_token() -> None:
-    """After a cut inside a group, groups of keys and values of the same size end at different tokens."""
+    """After a cut inside a group, groups of keys and values that have the same size end at different tokens."""
     cache = kvpack.pack(random_pairs(1, 96, dims=(64, 64)), "kv=group:b=4,g=32,axis=token")
     k, v = cache[0].k, cache[0].v
     assert k is not None
@@ -448,7 +448,7 @@ def test_invalid_updates_are_refused_without_losing_anything() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize(("recipe", "batch"), [("kv=group:b=4,g=8;tail=8", 1), ("k=octahedral:b=2;v=scalar:b=4;tail=4", 2), (MEANS, 1)])
 def test_steps_only_run_kernels(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions are on the device, and rolling the window changes work tables but no launch."""
+    """Positions are on the device, and rolling the window changes work tables, but no launch."""
     from kvpack.coding import dispatch
     from support.interpreter import DEVICE, INTERPRETED
 
@@ -480,7 +480,10 @@ def test_steps_only_run_kernels(recipe: str, batch: int, monkeypatch: pytest.Mon
 
 
 def sliding(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> tuple[LiveCache, list[bool], list[bool]]:
-    """Return a live cache with a window of 40 after kernel steps, whether each attending step ran only kernels, and ``roll``'s results."""
+    """Run steps by kernels on a live cache with a window of 40.
+
+    Returns the cache, whether each attending step ran only kernels, and the results of ``roll``.
+    """
     from kvpack.coding import dispatch
     from kvpack.live.steps import Steps
     from support.interpreter import DEVICE, INTERPRETED
@@ -535,7 +538,7 @@ def sliding(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> tuple[L
     [("fp32;tail=16", 1), ("k=octahedral:b=2;v=scalar:b=4;tail=16", 3), ("kv=group:b=4,g=8,axis=token;tail=16", 1)],
 )
 def test_steps_of_a_sliding_layer_only_run_kernels(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages come and go, but launches stay the same: only the work tables are rewritten."""
+    """Pages are added and dropped, but launches stay the same: only the work tables are rewritten."""
     _, by_steps, changed = sliding(recipe, batch, monkeypatch)
     assert by_steps == [True] * 13
     # Only those of the first pages, and of tables with room for more of them, are new.
@@ -544,7 +547,7 @@ def test_steps_of_a_sliding_layer_only_run_kernels(recipe: str, batch: int, monk
 
 @pytest.mark.kernels
 def test_steps_start_at_each_sequences_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests padding in pages, up to the raw tail, and of all tokens, for one query and for several."""
+    """Padding ends in the pages, at the raw tail, or covers all tokens, for one query and for several."""
     from kvpack.coding import dispatch
     from kvpack.live.steps import Steps
     from support.interpreter import DEVICE, INTERPRETED
@@ -575,7 +578,7 @@ def test_steps_start_at_each_sequences_first_token(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("kernels", ["", "torch"], ids=["C kernels, if built", "torch"])
 def test_left_padded_rows_are_attended_alike(kernels: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This includes a sliding layer that has dropped some padding, and reordered rows."""
+    """The caches include a sliding layer that has dropped some padding, and reordered rows."""
     monkeypatch.setenv("KVPACK_KERNELS", kernels)
     live, parts = LiveCache("raw", layers=1, sliding_windows=[window]), []
     starts = torch.tensor([0, 120, 349])
@@ -639,7 +642,7 @@ def test_a_captured_step_is_replayed_across_windows() -> None:
 @pytest.mark.parametrize("starts", [None, [100, 4200]], ids=["without padding", "with padding"])
 @pytest.mark.parametrize("recipe", ["octopus-3", "kivi-2", "oscar-2", "bf16"])
 def test_a_captured_step_of_a_sliding_layer_is_replayed_across_windows(recipe: str, starts: list[int] | None) -> None:
-    """A graph attends to the current tokens: tokens leave the window within a graph, and pages leave the layer between replays."""
+    """Tokens leave the window within a graph, and pages leave the layer between replays, yet a graph attends to the current tokens."""
     window = 1024
     live = LiveCache(recipe, layers=1, sliding_windows=[window])
     given = [[x.to("cuda", torch.bfloat16) for x in random_pairs(1, 4096, dims=(128, 128), batch=2)[0]]]
@@ -706,7 +709,7 @@ def test_tokens_may_enter_and_leave_inference_mode(recipe: str) -> None:
 
 
 def test_steps_on_the_cpu_prepare_a_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer is prepared again only if its pages or the tail's buffers change; results always equal ``kvpack.attend``."""
+    """The layer is prepared again only if its pages or the tail's buffers change. Results always equal those of ``kvpack.attend``."""
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
     made = []
     original = cpu_attend.PreparedAttention.create

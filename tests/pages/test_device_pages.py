@@ -1,6 +1,6 @@
-"""Pages in device memory: encoded, checked and decoded as on the host, in the interpreter anywhere, and on CUDA.
+"""Pages in device memory are encoded, checked and decoded as on the host, in the interpreter anywhere and on CUDA devices.
 
-interpreter.py says which process runs which of these tests.
+interpreter.py describes which process runs which of these tests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.kernels
 SMALL = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=32)
 WIDE = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=32, dtype="fp32")
 EXACT = ["raw", "kivi-4", "kivi-2-u8", "kv=group:b=4,g=32,axis=channel", "fp8", "mxfp4", "nvfp4"]
-"""Recipes whose codes and values the kernels produce bit for bit; narrower dtypes may be rounded differently."""
+"""Recipes whose codes and values the kernels produce bit for bit. Narrower dtypes may be rounded differently."""
 CLOSE = [
     "octopus-3",
     "octopus-4",
@@ -54,9 +54,9 @@ TOGETHER = [
 BY_HOST = ["k=group:b=4,g=32,channel_order=u8,block_rotation=32;v=octahedral:b=3", "kv=angle:n=48,channel_scale=fp16"]
 """Recipes whose pages pass through host memory."""
 ODD = PageGeometry(layers=3, heads=1, tokens=3, dim_k=20, dim_v=20)
-"""Pages whose size is not a multiple of a load's."""
+"""Pages whose size is not a multiple of the size of a load."""
 LATENTS = PageGeometry(layers=2, heads=1, tokens=33, dim_k=512, dim_v=64)
-"""MLA latents with their rotary values."""
+"""MLA latents and their rotary values."""
 OF_LATENTS = [
     "k=group:b=4,g=32;v=raw",
     "k=group:b=2,g=32,scales=u8;v=raw",
@@ -70,7 +70,7 @@ OF_LATENTS = [
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    """Use the interpreter on the CPU if it is enabled; otherwise, the host path."""
+    """Use the interpreter on the CPU if it is enabled, and the host path otherwise."""
     if INTERPRETED:
         monkeypatch.setenv("KVPACK_KERNELS", "triton")
     return lambda: monkeypatch.setenv("KVPACK_KERNELS", "")
@@ -82,7 +82,7 @@ def on_device(geometry: PageGeometry, slots: int, seed: int = 0) -> tuple[PageBu
 
 
 def by_host(codec: PageCodec, pages: list[torch.Tensor], slots: list[int], keys: list[bytes] | None = None) -> torch.Tensor:
-    """Return the rows that the host path encodes from pages."""
+    """Encode pages by the host path and return the rows."""
     rows = torch.zeros(len(slots), codec.nbytes, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("KVPACK_KERNELS", "")
@@ -123,12 +123,12 @@ LOSSES = [
     (64, "int-3", "v", 20.0),
     (64, "kvpack-3", "k", 60.0),
 ]
-"""Tokens per page, recipe, side, and a value that costs its token or the page's other tokens precision."""
+"""Page sizes in tokens, recipes, sides, and values that reduce the precision of their own token or of the page's other tokens."""
 
 
 @pytest.mark.parametrize(("tokens", "recipe", "side", "value"), LOSSES)
 def test_imprecise_tokens_are_raw_or_counted_as_on_the_host(tokens: int, recipe: str, side: str, value: float) -> None:
-    """If the page has room, the token is raw; otherwise it is counted, and a warning is issued."""
+    """If the page has room, the token is raw. Otherwise it is counted, and a warning is given."""
     geometry = PageGeometry(layers=2, heads=2, tokens=tokens, dim_k=128, dim_v=128, dtype="fp32")
     pages, made = on_device(geometry, 3)
     made[0] += 3
@@ -166,7 +166,7 @@ def test_imprecise_tokens_are_raw_or_counted_as_on_the_host(tokens: int, recipe:
 
 @pytest.mark.parametrize("recipe", ["k=octahedral:b=3;v=raw", "k=scalar:b=4,rounding=scaled;v=raw", "k=polar:b=4;v=raw"])
 def test_a_token_with_a_large_direction_error_is_counted(recipe: str) -> None:
-    """The kernels that encode pages measure the errors."""
+    """The kernels that encode pages also measure the errors."""
     geometry = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=64, dtype="fp32")
     pages, (k, _) = on_device(geometry, 3)
     codec = PageCodec(recipe, geometry)
@@ -298,7 +298,7 @@ def test_pages_are_left_to_the_host_if_device_memory_is_exhausted(monkeypatch: p
 
 
 def refuse_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make any page that passes through host memory fail the test."""
+    """Make the test fail if any page passes through host memory."""
 
     def encode(self: DevicePages, pages: Any, slots: Any, rows: Any, digests: Any, numbers: Any) -> list[Any]:
         assert not len(numbers), "encoded by the host"
@@ -369,7 +369,7 @@ def test_any_strides(name: str, recipe: str) -> None:
 
 
 def to_device(sides: Any) -> list[Any]:
-    """Move tensors to the device without changing their strides."""
+    """Copy tensors to the device without changing their strides."""
 
     def moved(x: torch.Tensor) -> torch.Tensor:
         size = max(1, 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)))

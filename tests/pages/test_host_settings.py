@@ -1,4 +1,4 @@
-"""Every call of kvpack's interfaces for engines, even a failing one, leaves the host's settings unchanged, as in a vLLM worker."""
+"""Calls of kvpack's interfaces for engines, even failing ones, leave the host's settings unchanged, as a vLLM worker requires."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def public(kind: type) -> set[str]:
 
 
 def buffer(fill: float) -> PageBuffer:
-    """Return three pages, the last one with a value that no codec accepts."""
+    """Return three pages, the last of which contains a value that no codec accepts."""
     values = torch.full((2, 3, 2, 2, 32, 64), fill, dtype=torch.bfloat16, device="cpu")
     values[:, :2] += torch.arange(64, dtype=torch.bfloat16, device="cpu")
     values[:, 2, 0, 0, 0, 0] = float("nan")
@@ -32,7 +32,7 @@ def buffer(fill: float) -> PageBuffer:
 
 
 def watched(kind: Any, *arguments: Any, **options: Any) -> Watched:
-    """Return a watched instance, whose construction is watched as well."""
+    """Construct an instance of ``kind`` under observation, and return it with all of its calls observed."""
     watch = Watched(None)
     watch.inner = watch.call("made", kind)(*arguments, **options)
     with pytest.raises((KvpackError, TypeError)):

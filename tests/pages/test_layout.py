@@ -1,4 +1,7 @@
-"""PageLayout.detect: the position of each value that an engine's writer stores, and refusal of writers that are not permutations."""
+"""Tests of PageLayout.detect, which finds the position of each value that an engine's writer stores.
+
+Writers that are not permutations are refused.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +146,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     [*((dtype, change) for dtype in ("bf16", "fp16", "fp32") for change in CHANGES), ("fp8_e4m3", "clamped near the usual values")],
 )
 def test_writers_that_change_some_values_are_refused(dtype: str, change: str) -> None:
-    """Some writers change only values of certain sizes, as casts and limits do, which pages of common values would not reveal."""
+    """Some writers change only values of certain sizes, as casts and limits do. Pages of common values would not reveal that."""
     geometry = PageGeometry(2, 2, 16, 16, 16, dtype)
     page = torch.zeros(2, geometry.raw_bytes // 2 // geometry.torch_dtype.itemsize, dtype=geometry.torch_dtype)
 
@@ -166,7 +169,7 @@ def test_channels_in_reverse_order_are_gathered() -> None:
 
 
 def test_unsuitable_slots_and_staging_buffers_are_refused() -> None:
-    """A negative slot would count from the end, and a repeated slot would keep one of two pages."""
+    """A negative slot would count from the end, and a repeated slot would lose one of two pages."""
     page = torch.zeros(2 * 2 * 2 * 8 * 16, dtype=torch.bfloat16)
     layout = PageLayout.detect(GEOMETRY, writer(lambda k, v: torch.stack([k, v], 3), page), page)
     pool, staging = torch.zeros(3, page.numel(), dtype=torch.bfloat16), layout.staging(2)

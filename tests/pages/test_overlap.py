@@ -1,4 +1,4 @@
-"""Strided memory that overlaps: the decision from strides equals that of comparing every pair of values."""
+"""Strided memory that overlaps is detected from its strides, with the same result as comparing every pair of values."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_large_pools_are_decided_quickly() -> None:
 
 
 def test_the_search_is_bounded() -> None:
-    """With many similar strides of many values each, there are more choices than are tried."""
+    """Many similar strides with many values each give more combinations than the search tries."""
     axes = tuple((1000, 100_000 + number) for number in range(40))
     begun = time.process_time()
     assert overlaps_itself(Strided(0, 1, axes))

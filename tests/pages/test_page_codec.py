@@ -1,4 +1,4 @@
-"""PageCodec: rows of a fixed size, many pages at a time, from and to an engine's own memory, with the host's settings unchanged."""
+"""Tests of PageCodec: rows of a fixed size, many pages at a time, and an engine's own memory and settings."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ SLOTTED = {
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", SLOTTED.values(), ids=SLOTTED)
 def test_tokens_with_low_norms_get_slots(recipe: str) -> None:
-    """The keys determine the raw tokens of both sides; the lowest norms get slots, and tokens without a slot are counted."""
+    """The keys determine the raw tokens of both sides. The lowest norms get slots, and tokens without a slot are counted."""
     geometry = PageGeometry(layers=2, heads=2, tokens=130, dim_k=64, dim_v=64)
     with PageCodec(recipe, geometry, threads=2) as codec:
         pages, (k, v) = filled_buffer(geometry, 3)
@@ -204,7 +204,7 @@ def test_a_token_that_fits_neither_scales_nor_means_is_counted_without_a_slot(re
 
 
 def decoded_side(codec: PageCodec, geometry: PageGeometry, rows: torch.Tensor, side: str) -> torch.Tensor:
-    """Return the decoded pages of ``rows``, float32 ``[layer, page, kv_head, token, dim]``."""
+    """Decode the pages of ``rows`` and return one side, float32 ``[layer, page, kv_head, token, dim]``."""
     pages, (k, v) = filled_buffer(geometry, len(rows))
     assert codec.decode_into(rows, pages, range(len(rows))) == [None] * len(rows)
     return (k if side == "k" else v).float()
@@ -248,7 +248,7 @@ PRESETS = ["raw", "kivi-4", "octopus-4", "turboquant-4", "oscar-2-u8", "polarqua
 
 @pytest.mark.parametrize("recipe", PRESETS)
 def test_the_hosts_settings_have_no_effect_and_are_kept(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM creates models with a 16-bit default dtype and on a default device, and allows no call of set_num_threads."""
+    """vLLM creates models with a 16-bit default dtype and on a default device, and does not permit calls of set_num_threads."""
 
     def forbidden(*_: object) -> None:
         raise AssertionError("the host's number of threads was changed")
@@ -431,7 +431,7 @@ def test_byte_slots_are_stored_unchanged() -> None:
 
 
 def test_latents_are_two_sides() -> None:
-    """MLA has 512 latents, which are rotated, and 64 rotary values, which stay unchanged."""
+    """MLA has 512 latents, which the codec rotates, and 64 rotary values, which it leaves unchanged."""
     geometry = PageGeometry(layers=2, heads=1, tokens=32, dim_k=512, dim_v=64)
     cells = torch.randn(3, 2, 32, 576, generator=torch.Generator().manual_seed(0)).bfloat16()[:, :, None]
     out = torch.zeros_like(cells)
@@ -446,7 +446,7 @@ def test_latents_are_two_sides() -> None:
 
 
 def test_the_hosts_settings_are_kept() -> None:
-    """Calls in the middle of a host's forward pass leave its threads, random state, default dtype and modes unchanged."""
+    """Calls during a host's forward pass leave its threads, random state, default dtype and modes unchanged."""
     torch.manual_seed(5)
     before_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -474,7 +474,7 @@ def test_the_hosts_settings_are_kept() -> None:
 
 @pytest.mark.parametrize("recipe", [*PRESETS, "kv=scalar:b=3,channel_scale=fp16", *SLOTTED.values()])
 def test_arbitrary_bytes_with_a_correct_checksum_are_refused_or_decoded(recipe: str) -> None:
-    """An attacker may write such rows: with ``values``, the codecs' rules are checked, and no call accesses other memory."""
+    """An attacker may write such rows. With ``values``, the codecs' rules are checked, and no call accesses other memory."""
     codec = PageCodec(recipe, SMALL)
     pages, _ = filled_buffer(SMALL, 1)
     source, row = random.Random(recipe), bytearray(codec.nbytes)
@@ -494,7 +494,7 @@ def test_arbitrary_bytes_with_a_correct_checksum_are_refused_or_decoded(recipe: 
 
 
 def test_no_call_changes_the_hosts_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page is so large that an encoder would use several threads, but vLLM forbids the call."""
+    """The page is so large that an encoder would use several threads, but vLLM does not permit the call that sets their number."""
 
     def forbidden(*_: object) -> None:
         raise AssertionError("the host's number of threads was changed")
@@ -555,7 +555,7 @@ class Taken(TorchDispatchMode):
 
 @pytest.mark.parametrize("recipe", [*BY_C, *BY_TORCH["encode"]])
 def test_pages_coded_in_c_need_no_memory(recipe: str) -> None:
-    """The engine provides memory for both directions; ``PageCodec`` lists the codecs that use PyTorch operations."""
+    """The engine provides the memory for both directions. ``PageCodec`` lists the codecs that use PyTorch operations."""
     if not dispatch.uses_c(torch.device("cpu")):
         pytest.skip("the C kernels are off, or not installed")
     large = PageGeometry(4, 4, 256, 64, 64)
@@ -670,7 +670,7 @@ def test_unsuitable_arguments_are_refused() -> None:
 
 
 def test_memory_shared_between_pages_is_refused() -> None:
-    """Only one of several pages reported as written would remain, or parts of each."""
+    """Of several pages reported as written, only one would remain, or parts of each."""
     pages, (k, v) = filled_buffer(SMALL, 2)
     codec = PageCodec("kivi-2", SMALL, threads=2)
     room = bytearray(codec.nbytes + 64)
@@ -700,7 +700,7 @@ def test_memory_shared_between_pages_is_refused() -> None:
 
 @pytest.mark.parametrize("recipe", ["kivi-2", "raw"])
 def test_overlapping_slots_are_refused(recipe: str) -> None:
-    """They are refused for any strides, and any layers and sides that share memory; nothing is written."""
+    """They are refused for any strides and for any layers and sides that share memory, before anything is written."""
     geometry = kvpack.pages.PageGeometry(2, 1, 32, 32, 32)
     codec = PageCodec(recipe, geometry)
     size = 2 * 32 * 32
@@ -773,7 +773,7 @@ def test_a_codec_works_in_a_forked_process() -> None:
     "recipe", ["k=octahedral:b=3;v=raw", "k=scalar:b=4,mean=32;v=raw", "k=group:b=4,g=64,axis=channel,rotation=hadamard;v=raw"]
 )
 def test_a_token_with_a_large_direction_error_is_named(recipe: str) -> None:
-    """Pages without room for raw tokens count it; pages of ordinary tokens cause no warning."""
+    """Pages without room for raw tokens count the token. Pages of ordinary tokens cause no warning."""
     geometry = PageGeometry(2, 2, 32, 64, 64, "fp32")
     pages, (k, _) = filled_buffer(geometry, 2)
     codec = PageCodec(recipe, geometry)
@@ -807,7 +807,7 @@ def test_a_token_with_two_problems_is_counted_once(kernels: str, monkeypatch: py
 
 @pytest.mark.parametrize("kernels", ["", "torch"])
 def test_a_token_with_a_low_norm_without_a_slot_is_harmless(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots go to tokens of high norm first: a token of low norm without one only loses its own precision."""
+    """Slots go to tokens of high norm first. A token of low norm without a slot only loses its own precision."""
     monkeypatch.setenv("KVPACK_KERNELS", kernels)
     geometry = PageGeometry(layers=1, heads=2, tokens=64, dim_k=64, dim_v=64)
     pages, (k, _) = filled_buffer(geometry, 1)
@@ -821,7 +821,7 @@ def test_a_token_with_a_low_norm_without_a_slot_is_harmless(kernels: str, monkey
 
 
 def test_a_large_token_far_from_the_mean_of_its_page_keeps_its_precision() -> None:
-    """Without channel scales, half of the mean suffices until the token's norm is four times the usual one."""
+    """Without channel scales, subtracting half of the mean suffices until the token's norm is four times the usual one."""
     geometry = PageGeometry(2, 2, 32, 64, 64)
     pages, (k, _) = filled_buffer(geometry, 2)
     k += 3
@@ -839,7 +839,10 @@ def test_a_large_token_far_from_the_mean_of_its_page_keeps_its_precision() -> No
 @pytest.mark.parametrize("recipe", ["octopus-3", "kvpack-3", "turboquant-3"])
 @pytest.mark.parametrize("tokens", [16, 32, 64])
 def test_an_attention_sink_far_from_the_mean_of_its_page_keeps_its_precision(tokens: int, recipe: str) -> None:
-    """As in SmolLM2, keys share a large mean, and a page's first token, of low norm, is far from it. Half of the mean suits all."""
+    """As in SmolLM2, keys share a large mean, and the first token of a page has a low norm and is far from it.
+
+    Subtracting half of the mean suits all tokens.
+    """
     geometry = PageGeometry(2, 3, tokens, 64, 64, "fp32")
     pages, (k, _) = filled_buffer(geometry, 2)
     common = torch.randn(64, generator=torch.Generator().manual_seed(0))

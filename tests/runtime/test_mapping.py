@@ -1,4 +1,4 @@
-"""Detection of cold files, and mapping of pages before they are used."""
+"""Tests of detecting cold files, and of mapping pages before they are used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGES = 64
 
 
 def cached(descriptor: int, begin: int) -> bool:
-    """Return True if a page is in memory, determined by a nonblocking read."""
+    """Return True if a nonblocking read shows that a page is in memory."""
     try:
         return bool(os.preadv(descriptor, [bytearray(1)], begin, os.RWF_NOWAIT))
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Memory for large results on the CPU."""
+"""Tests of the memory for large results on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Global floating-point modes: flushing subnormal numbers changes no bit, and reduced-precision products no more than sums do."""
+"""Global floating-point modes hardly matter: flushing subnormal numbers changes no bit.
+
+Products with reduced precision change results no more than another order of sums does.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ def values(scale: float) -> Values:
 
 
 def results(recipe: str, given: Values, path: Path) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the file of a cache, its decoded values, its attention output, and its continuation."""
+    """Return a cache's file, its decoded values, its attention output, and its continuation."""
     k, v, q = given
     if recipe == "lossless":
         k, v = k.bfloat16(), v.bfloat16()
@@ -107,7 +110,7 @@ def test_flushing_subnormals_does_not_change_a_bit(recipe: str, scale: str, kern
 @pytest.mark.scenario
 @pytest.mark.parametrize(("recipe", "name"), [(recipe, "medium") for recipe in RECIPES] + [(recipe, "high") for recipe in RECIPES[::4]])
 def test_reduced_precision_does_not_round_factors(recipe: str, name: str, kernels: str, tmp_path: Path) -> None:
-    """8-bit factors would be off by 2^-9; binary32 sums are off by 2^-20."""
+    """8-bit factors would be off by 2^-9, but binary32 sums are only off by 2^-20."""
     k, v, q = values(1.0)
     _, found = results(recipe, (k, v, q), tmp_path / "a")
     with precision(name):
@@ -127,7 +130,7 @@ def test_reduced_precision_does_not_round_factors(recipe: str, name: str, kernel
 
 
 class Products(TorchDispatchMode):
-    """Collects the float32 matrix products whose factors a process may let PyTorch round."""
+    """Collects the float32 matrix products whose factors PyTorch may round, depending on the process's settings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +146,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_float32_product_uses_reduced_precision(recipe: str, kernels: str, tmp_path: Path) -> None:
-    """This machine may not round factors on which others do."""
+    """Some machines do not round factors, so the test looks for the products themselves."""
     given = values(1.0)
     with precision("medium"), Products() as products:
         results(recipe, given, tmp_path / "a")

@@ -1,4 +1,4 @@
-"""Reads by C threads: every byte in its place, failures reported by number, and no thread that outlives the reader."""
+"""Tests of reads by C threads: every byte is at its place, failures are reported by number, and no thread outlives the reader."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def descriptor(data: bytes, tmp_path: Path) -> Iterator[int]:
 
 
 def ended_threads(before: int) -> bool:
-    """Return True if there are at most ``before`` threads now or soon: a joined thread stays listed for a moment."""
+    """Return True if there are at most ``before`` threads now or soon. A joined thread stays listed for a moment."""
     deadline = time.monotonic() + 60
     while threads() > before and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -47,7 +47,7 @@ def ended_threads(before: int) -> bool:
 
 
 def threads() -> int:
-    """Return the threads of this process, including C threads."""
+    """Return the number of threads of this process, including C threads."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else threading.active_count()
 
@@ -115,7 +115,7 @@ def test_works_without_threads(descriptor: int) -> None:
 
 
 def test_a_signal_ends_a_wait(tmp_path: Path) -> None:
-    """The handler runs in the waiting thread, not in a reading one."""
+    """The signal handler runs in the waiting thread, not in a reading one."""
     before, found = threads(), []
 
     def interrupt(*_: object) -> None:
@@ -144,7 +144,7 @@ def opened() -> int:
 
 
 def test_direct_reads_return_bytes_at_any_offset(data: bytes, descriptor: int) -> None:
-    """Reads whole blocks, up to the end of the file, whose last block is partial."""
+    """Whole blocks are read up to the end of the file, where the last block is partial."""
     before, direct = opened(), open_direct(descriptor)
     if direct is None:
         pytest.skip("the file system of the tests does not support direct reads")
@@ -165,7 +165,7 @@ def no_memory(size: int) -> memoryview:
 
 
 def test_a_cold_file_bypasses_the_page_cache(tmp_path: Path, data: bytes, descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is read in pieces, the last of which is not a whole block; the page cache provides what direct reads cannot."""
+    """The file is read in pieces, the last of which is not a whole block. What direct reads cannot read is in the page cache."""
     before, cold = opened(), [True]
     monkeypatch.setattr(reader_module, "_PIECE_BYTES", 2 * BLOCK)
     monkeypatch.setattr(reader_module, "is_cold", lambda *_: cold[0])
@@ -209,7 +209,7 @@ def test_a_cold_file_bypasses_the_page_cache(tmp_path: Path, data: bytes, descri
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only Linux can reopen an open file")
 def test_files_without_direct_reads_are_refused() -> None:
-    """A pipe cannot be read at an offset, and no descriptor of it remains open."""
+    """A pipe cannot be read at an offset, and its file descriptor is closed."""
     reading, writing = os.pipe()
     before = opened()
     os.write(writing, bytes(BLOCK))

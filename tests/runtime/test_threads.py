@@ -1,4 +1,4 @@
-"""Concurrent calls: results in order, no more calls than allowed, and made by the caller if no thread starts."""
+"""Tests of concurrent calls: results are in order, the limit on calls holds, and the caller makes them if no thread starts."""
 
 from __future__ import annotations
 

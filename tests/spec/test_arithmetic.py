@@ -1,4 +1,7 @@
-"""Every arithmetic step of the second decoder is covered by a vector; ``python -m support.arithmetic_changes`` tests all of them."""
+"""A conformance vector covers every arithmetic step of the second decoder.
+
+These tests check a part of the steps, and ``python -m support.arithmetic_changes`` all of them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from support.arithmetic_changes import ARITHMETIC, all_changes, catching_vector,
 from support.second_decoder import FOLDER
 
 SHARE = 24
-"""The tests make one in this many changes."""
+"""One in this many changes is tested."""
 
 
 def test_mutations_are_found_in_every_module_that_computes() -> None:

@@ -1,4 +1,4 @@
-"""The library, compared with spec/decoder, which was written from the text only: both read the same files to the same values."""
+"""The library and spec/decoder, which was written from the text alone, read the same files to the same values."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ if TYPE_CHECKING:
 
 
 def verdict(data: bytes) -> tuple[str | None, str | None]:
-    """Return the rule by which the decoder refuses ``data``, and the class of the library's error, or None for whichever accepts it."""
+    """Return the rule by which the decoder refuses ``data``, and the class of the library's error.
+
+    Each is None if that reader accepts the data.
+    """
     rule = error = None
     try:
         # A decompressor that takes everything: the decoder has to refuse frames by itself.
@@ -67,7 +70,7 @@ def verdict(data: bytes) -> tuple[str | None, str | None]:
 
 
 def refused_alike(data: bytes) -> bool:
-    """Return True if both refuse ``data``; fail if only one does."""
+    """Return True if both readers refuse ``data``, and False if both accept it. If only one refuses it, the test fails."""
     rule, error = verdict(data)
     assert (rule is None) == (error is None), f"the decoder: {rule}; the library: {error}"
     return rule is not None
@@ -86,7 +89,7 @@ def saved(cache: Cache, folder: Path, **options: bool) -> bytes:
 
 
 def assert_decoded_alike(data: bytes, folder: Path) -> Any:
-    """Assert that both decode ``data`` to the same values, within the text's tolerance. Return the decoder's file."""
+    """Assert that both readers decode ``data`` to the same values, within the text's tolerance. Return the decoder's file."""
     file = decoder.read(data, decompress)
     assert_same_cache(file, load(data, folder))
     return file
@@ -111,7 +114,7 @@ def test_the_decoder_supports_every_codec_and_imports_only_the_standard_library(
 
 
 def test_decoder_modules_import_only_modules_later_in_the_list() -> None:
-    """Modules of ``codecs`` count as the folder."""
+    """Modules in the package ``codecs`` count as the package."""
     assert decoder.__doc__ is not None
     lines = [line for line in decoder.__doc__.splitlines() if line.startswith("- ")]
     listed = [name for line in lines for name in re.findall(r"``(\w+)``", line)]
@@ -475,7 +478,7 @@ def test_changes_with_correct_digests_are_treated_alike(name: str) -> None:
 
 
 def other_forms(packed: bytes, start: int) -> Iterator[bytes]:
-    """Return header tensors with the same values in noncanonical encodings; the integer at ``start`` is a fixint."""
+    """Yield header tensors with the same values in noncanonical encodings. The integer at ``start`` is a fixint."""
     yield packed[:start] + b"\xcc" + packed[start:]
     yield packed[:start] + b"\xcd\0" + packed[start:]
     yield packed[:start] + b"\xd0" + packed[start:]

@@ -1,4 +1,4 @@
-"""The text of spec/side-cars.md, compared with the code: its tables, figures, and worked example, which both decoders read."""
+"""The tables, figures and worked example in spec/side-cars.md match the code, and both decoders read the example."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_example_and_size_of_a_mean() -> None:
 
 @pytest.mark.parametrize("dim", [64, 80, 128], ids=str)
 def test_remainder_of_a_residual(dim: int) -> None:
-    """Checks the identity, the bound and the usual share in the advice for writers."""
+    """The test checks the identity, the bound, and the usual share in the advice for writers."""
     worst, usual = map(float, re.findall(r"at most (\d\.\d+) · ‖r‖, and comes to about (\d\.\d+) · ‖r‖", SIDECAR_ADVICE)[0])
     assert worst == math.ceil(100 * QJL_WORST) / 100
     assert usual == round(math.sqrt(math.pi / 2 - 1), 2)
@@ -177,7 +177,7 @@ EXAMPLE = section(PAGE, "Worked example")
 
 
 def example_params() -> dict[str, Any]:
-    """Return the codec's map: integers, strings, and maps written as ``name value`` between commas."""
+    """Return the parameters of the example's codec: integers, strings, and maps, which the page writes as ``name value`` lists."""
 
     def value(text: str) -> Any:
         if " " in text:
@@ -189,7 +189,7 @@ def example_params() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def example() -> bytes:
-    """Return a file with the streams on the page."""
+    """Return a file that contains the streams on the page."""
     runs = re.findall(r"`runs` (\d+), (\d+) and `entries` outliers (\d+), raw_tokens (\d+)", EXAMPLE)[0]
     first, second, outliers, raw_tokens = map(int, runs)
     entry = side(0, runs=(first, second), entries=(("outliers", outliers), ("raw_tokens", raw_tokens)))

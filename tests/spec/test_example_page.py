@@ -1,4 +1,4 @@
-"""spec/example.md, which dissects a file, compared with that file's bytes and values."""
+"""spec/example.md, which explains a file byte by byte, matches that file's bytes and values."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ROWS = re.findall(r"^\| (\d+) \| `([0-9a-f *]+)` \| (.+) \|$", TEXT, re.MULTILIN
 
 
 def row_bytes(text: str) -> bytes:
-    """Return the bytes of a table row: listed one by one, or one byte with a repetition count."""
+    """Return the bytes in a row of the table, which lists all of them, or one byte and a repetition count."""
     byte, _, count = text.partition(" * ")
     return bytes.fromhex(byte) * int(count or 1)
 
 
 def unpacked(data: bytes) -> list[Any]:
-    """Yield the msgpack values in ``data``."""
+    """Return the msgpack values in ``data``."""
     unpacker = msgpack.Unpacker()
     unpacker.feed(data)
     return list(unpacker)

@@ -1,4 +1,4 @@
-"""The conformance vectors contain Zstandard frames with every form of headers, blocks, literals and sequences in RFC 8878."""
+"""The conformance vectors contain Zstandard frames with every form of header, block, literals and sequences in RFC 8878."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Guards of file readers: each matters, and none allocates before it checks; ``python -m support.guard_removal`` tests all."""
+"""Every guard of the file readers matters, and none of them allocates memory before it checks.
+
+These tests remove a part of the guards, and ``python -m support.guard_removal`` all of them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
 BASES = [Basis.load(FOLDER / "valid" / name) for name in ("basis-frames.kvpack", "basis-two-layers.kvpack")]
 SHARE = 8
-"""The tests of every change remove one in this many guards."""
+"""One in this many guards is removed."""
 
 
 @pytest.mark.scenario
@@ -73,7 +76,7 @@ def test_a_memory_limit_holds_for_bytes_in_memory() -> None:
 
 
 def test_loading_makes_the_same_checks_as_verifying() -> None:
-    """Verifying reads a file in pieces, and loading checks it on use: both must make the same checks."""
+    """Verifying reads a file in pieces, and loading checks it on use. Both must make the same checks."""
     for file, line in LINES.items():
         if "error" in line and "either" not in line:
             with pytest.raises(KvpackError) as raised:
@@ -102,7 +105,7 @@ def test_the_second_decoder_needs_a_decompressor() -> None:
 
 @pytest.mark.scenario
 def test_refused_files_use_at_most_four_times_their_size_of_memory() -> None:
-    """Memory beyond 8 MiB is bounded, because declared contents are not allocated before they are checked."""
+    """The limit applies above 8 MiB, because declared contents are checked before memory is allocated for them."""
     lines = {file: line for file, line in LINES.items() if "error" in line and "either" not in line}
     refused = {file: ((FOLDER / file).read_bytes(), load_basis(file)) for file in lines}
     tracemalloc.start()
@@ -185,7 +188,7 @@ def test_parts_of_a_frame_have_their_sizes() -> None:
 
 
 def test_frames_of_keys_have_at_most_1024_channels() -> None:
-    """In a layer without rows, nothing else shows the head dim; a vector would take megabytes."""
+    """In a layer without rows, nothing else bounds the head dim, and a vector of that size would take megabytes."""
     data = change_file(alone(), state("k.balanced", shape=(1, 1, 1025, 1025)), state("k.centered", shape=(1, 1, 1025, 1025)))
     with pytest.raises(InvalidHeader, match="1025"):
         Basis.of_bytes(data)
@@ -208,7 +211,7 @@ def test_no_row_is_longer_than_its_checksum_supports() -> None:
         PageCodec("raw", PageGeometry(64, 64, 4096, 128, 128))
 
     class Long(bytes):
-        """The beginning of a row that declares 2^32 bytes, all of which exist."""
+        """The beginning of a row that claims to have 2^32 bytes."""
 
         def __len__(self) -> int:
             return 2**32
@@ -219,7 +222,7 @@ def test_no_row_is_longer_than_its_checksum_supports() -> None:
 
 @pytest.mark.parametrize("codec", [*CODED, SIDECARS], ids=lambda codec: f"{codec.id}-{len(codec.params())}")
 def test_a_seed_has_at_most_64_bits(codec: Codec) -> None:
-    """No file can contain more, because msgpack has no larger integers; codec constructors refuse them."""
+    """No file can contain a larger seed, because msgpack has no larger integers. Codec constructors refuse it."""
     params = codec.params()
     places = [name for name in ("seed", "rotation_seed") if name in params]
     for change in [*({name: 2**64} for name in places), *([{"qjl": params["qjl"] | {"seed": 2**64}}] if "qjl" in params else [])]:

@@ -1,4 +1,4 @@
-"""spec/identity.md: its statements about every file, and the entry for file(1), checked on real files."""
+"""Statements in spec/identity.md about every file, and the entry for file(1), hold for real files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameter tables in spec/codecs/, compared with the declarations in formats/: names, order, types and values."""
+"""The parameter tables in spec/codecs/ match the declarations in formats/: names, order, types, and values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TYPES = {"int": "integer", "str": "string", "bytes": "bytes", "Fields": "map"}
 
 
 def rows_of(codec_id: str) -> list[tuple[str, str, str]]:
-    """Return the name, the type and the text of the values of every parameter on a codec's page."""
+    """Return the name, the type and the permitted values of every parameter on a codec's page, as text."""
     page = (SPEC / f"{codec_id}.md").read_text(encoding="utf-8")
     table = re.search(r"^\| parameter \| type \| range \|\n\|---\|---\|---\|\n((?:\|.*\n)+)", page, re.MULTILINE)
     assert table is not None
@@ -24,7 +24,7 @@ def rows_of(codec_id: str) -> list[tuple[str, str, str]]:
 
 
 def range_in(text: str) -> tuple[int, int] | None:
-    """Return the smallest and largest integer that a text names, or None if they depend on other parameters."""
+    """Return the smallest and the largest integer that a text names, or None if they depend on other parameters."""
     match = re.match(r"(\d+) to (\d+)( - 1|\^64 - 1)?(?:; (\d+) when)?", text)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""The readers in other languages: each agrees with all vectors, and the comparison detects differences."""
+"""The readers in other languages agree with all vectors, and the comparison detects differences."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def test_another_error_class_for_an_entry_is_a_difference(tmp_path: Path) -> Non
 @pytest.mark.scenario
 @pytest.mark.parametrize("name", READERS)
 def test_a_reader_refuses_values_of_other_types(name: str, tmp_path: Path) -> None:
-    """Every value of the header in turn, as one that many languages take for false: 0, "", an empty array, map or bytes, nil."""
+    """Every value of the header is replaced in turn by 0, "", nil, and an empty array, map or bytes.
+
+    Many languages treat these values as false.
+    """
     if reason := spec_readers.missing_reason(name):
         pytest.skip(reason)
     path = tmp_path / "x.kvpack"

@@ -1,4 +1,4 @@
-"""The JavaScript reader opens a store's entries, encrypted or not, and refuses anything but the requested entry."""
+"""The JavaScript reader opens a store's entries, encrypted or not, and refuses all but the requested entry."""
 
 from __future__ import annotations
 

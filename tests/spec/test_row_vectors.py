@@ -1,4 +1,4 @@
-"""The conformance vectors of rows: unchanged, all listed, and both readers return the expected results."""
+"""The conformance vectors of rows are unchanged and all listed, and both readers return the expected results."""
 
 from __future__ import annotations
 

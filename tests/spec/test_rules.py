@@ -37,7 +37,7 @@ def test_the_table_lists_every_rule() -> None:
 
 
 def listed_page(number: str) -> int:
-    """Return the index of the rule's page in the headings of rules.md."""
+    """Return the position of the rule's page among the headings of rules.md."""
     return RULES.read_text(encoding="utf-8").index(f"\n## {PAGES[number.rpartition('-')[0]]}\n")
 
 

@@ -1,4 +1,4 @@
-"""The text of spec/, compared with the code: every table that both have, and every example."""
+"""Every table that is both in spec/ and in the code agrees, and every example on the pages works."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_codec_has_a_page_and_a_row() -> None:
 
 
 def test_stable_parts_stay_stable() -> None:
-    """A stable part must keep reading existing files, so the word must not be withdrawn."""
+    """A stable part must read existing files forever, so it cannot lose the label "stable"."""
     text = section(SPEC / "changes.md", "Status")
     status = {row["part"]: row["status"] for row in table(text, "part", "what it defines", "status")}
     status |= {row["codec"]: row["status"] for row in table(text, "codec", "a symbol decodes to", "document", "status")}
@@ -110,13 +110,13 @@ def test_packing_limits() -> None:
 
 
 def eval_power(text: str) -> int:
-    """Return an integer written in decimal or as a power, such as 2^53."""
+    """Return the value of an integer that is written in decimal or as a power, such as 2^53."""
     base, _, exponent = text.partition("^")
     return int(base) ** int(exponent or 1)
 
 
 def parsed_packing(text: str) -> Columns:
-    """Return the packing that the text writes as columns(n, A, F) or columns(n, [B, …], F)."""
+    """Parse a packing that is written as columns(n, A, F) or columns(n, [B, …], F)."""
     n, bases, fields = re.fullmatch(r"columns\((\d+), (\d+|\[[\d, ]+\]), (\d+)\)", text).groups()  # type: ignore[union-attr]
     return Columns(int(n), tuple(map(int, re.findall(r"\d+", bases))), int(fields))
 
@@ -236,7 +236,7 @@ def test_size_formulas_of_group(tokens: int, axis: str) -> None:
 
 
 def example_codec(page: Path) -> Codec:
-    """Return the codec of a page's worked example."""
+    """Return the codec of the worked example on a page."""
     types = {field.name: field.type for field in dataclasses.fields(CODECS[page.stem])}  # type: ignore[arg-type]
     params: dict[str, Any] = {}
     for row in table(section(page, "Worked example"), "parameter", "value"):

@@ -1,4 +1,4 @@
-"""The vectors of store entries: unchanged, all listed, and the library's results match the manifest."""
+"""The vectors of store entries are unchanged and all listed, and the library returns the results in the manifest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_vectors_were_not_changed_added_or_lost() -> None:
 
 
 def read(file: str, line: dict[str, Any]) -> bytes:
-    """Return an entry's file. Raises the library's errors."""
+    """Read an entry's file as the manifest's ``line`` describes. Raises the library's errors."""
     key, data = bytes.fromhex(line["key"]), (FOLDER / file).read_bytes()
     keys = {name: bytes.fromhex(secret) for name, secret in line["encryption_keys"].items()}
     clear = bytes(decrypt_entry(key, data, Cipher(keys, line["tenant"]) if keys else None))
@@ -59,7 +59,7 @@ def check_chunk(opened: container.File, named: Any, line: dict[str, Any]) -> Non
 
 
 def root(identity: dict[str, str]) -> bytes:
-    """Return the root of the keys, as in store.md, Keys."""
+    """Return the root of the keys for ``identity``, as defined in store.md, Keys."""
     fields = {"format": "1"} | {
         name: identity.get(name, "") for name in ("model", "recipe", "weights", "adapter", "rope", "dtype", "tenant", "config", "extra")
     }

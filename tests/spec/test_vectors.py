@@ -1,4 +1,7 @@
-"""The conformance vectors: unchanged, all listed, at least one per rule, and both readers return the expected results."""
+"""The conformance vectors are unchanged, all listed, and at least one per rule.
+
+Both readers return the expected results.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,14 @@ REFUSED = [file for file, line in LINES.items() if "error" in line and "either" 
 EITHER = [file for file, line in LINES.items() if "either" in line]
 NEEDS_NO_BASIS = ("transform-8", "transform-9", "transform-10", "rans-2")
 FINISHED = 466
-"""Vectors of finished parts, which no code writes anymore."""
+"""Number of vectors of finished parts of the format, which no code writes anymore."""
 MAX_BYTES = 10 << 20
-"""Maximum size of all vectors: they are part of the source, and a reader in another language runs them all. JSON headers of 4 KiB take half
-of it, and vectors at a limit of the format take up to 200 kB each."""
+"""Maximum size of all vectors together in bytes.
+
+They are part of the source, and a reader in another language runs all of them.
+
+JSON headers of 4 KiB take half of the size, and vectors at a limit of the format take up to 200 kB each.
+"""
 
 
 def test_vectors_were_not_changed_added_or_lost() -> None:
@@ -151,7 +158,7 @@ def test_both_readers_decode_a_vector_to_its_values(file: str) -> None:
 
 
 def test_pytorch_decodes_the_vectors_to_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The C kernels are the default on the CPU; tests/kernels/test_unpacking.py covers the Triton kernels."""
+    """The C kernels are the default on the CPU, and tests/kernels/test_unpacking.py covers the Triton kernels."""
     monkeypatch.setenv("KVPACK_KERNELS", "torch")
     assert len(DECODED) > 100
     for file in DECODED:
@@ -159,7 +166,10 @@ def test_pytorch_decodes_the_vectors_to_their_values(monkeypatch: pytest.MonkeyP
 
 
 def check_ids(file: str, cache: Cache | None) -> None:
-    """Check that both readers return the manifest's ids, and the inputs that ids do not determine; ``cache`` is None for a basis."""
+    """Check that both readers return the manifest's ids, and the inputs that ids do not determine.
+
+    ``cache`` is None for a basis.
+    """
     line, second = LINES[file], read(file)
     assert ("token_ids" in line) == any(name.startswith(ID_FEATURES) for name in second.ignorable)
     assert ("undetermined" in line) == ("inputs" in second.ignorable)
@@ -177,7 +187,7 @@ def check_ids(file: str, cache: Cache | None) -> None:
 
 
 def test_tolerances_are_those_of_the_specification_rounded_down() -> None:
-    """The second decoder evaluates the formulas of the pages in binary64."""
+    """The second decoder evaluates the formulas on the pages in binary64."""
     for file in DECODED:
         bounds = numpy.array([tolerance for side in sides_of(read(file)) for tolerance in side.tolerances])
         given = Expected.of(FOLDER, LINES[file]).tolerances.astype(numpy.float64)
@@ -185,7 +195,7 @@ def test_tolerances_are_those_of_the_specification_rounded_down() -> None:
 
 
 def test_an_error_of_twice_the_tolerance_is_a_difference() -> None:
-    """Tests each value separately, in both directions; an exact value is changed to the next binary32."""
+    """The test changes one value at a time in both directions. An exact value is changed to the next binary32."""
     for file in DECODED:
         expected = Expected.of(FOLDER, LINES[file])
         finite = numpy.isfinite(expected.values)

@@ -1,4 +1,4 @@
-"""The tables of spec/writers.md, for comparison with other solvers, checked against the tables that kvpack writes."""
+"""The tables in spec/writers.md, which let writers check their own solvers, match those that kvpack writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRELLIS = table(TABLES, "bits", FIRST.format(8), "error of 8", FIRST.format(10),
 
 
 def centroids(name: str) -> bytes:
-    """Return the table that a row of the page names, little-endian float32."""
+    """Return the table that a row on the page names, as little-endian float32."""
     numbers = [int(number) for number in re.findall(r"\d+", name)]
     if name.startswith("scalar"):
         dim, bits = numbers

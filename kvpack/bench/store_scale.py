@@ -1,8 +1,7 @@
 """kvpack bench store --location: measure the cost of a store with many entries, which stay at the location.
 
 Entries are chunks of 16 tokens of one layer with one head, in prefixes of 100 chunks. A location with fewer entries than requested is
-filled first. The measurements then store some more, with the location's current size as the budget. On a server, calls are also timed with
-every request delayed (store_delay.py).
+filled first. The measurements then store some more, with the location's current size as the budget.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import torch
 import xxhash
@@ -40,8 +38,6 @@ from kvpack.store.locations import open_backend
 from kvpack.store.options import LocationOptions
 from kvpack.store.redaction import shown_location
 
-from . import store_delay
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -58,8 +54,7 @@ SAVES = 60
 PROCESSES = 8
 FILL_PROCESSES = 2
 """Number of processes that fill a folder."""
-ROUND_TRIPS = "round-trips"
-ROWS = ("match", "load", "stats", "save", "processes", "collect", "stat", "ls", "verify", "gc", ROUND_TRIPS)
+ROWS = ("match", "load", "stats", "save", "processes", "collect", "stat", "ls", "verify", "gc")
 COMMANDS = ("stat", "ls", "verify", "gc")
 TARGETS = {
     "match 100 chunks": (5.0, "ms"),
@@ -76,44 +71,23 @@ def run(
     recipe: str = RECIPE,
     rows: Sequence[str] | None = None,
     progress: Progress | None = None,
-    *,
-    delay_ms: float | None = None,
 ) -> dict[str, Any]:
     """Fill ``location`` up to ``entries``, measure ``rows`` there, and return a report as JSON values. ``progress`` counts new entries.
 
-    By default, all rows that the location supports are measured, except that only round trips are measured for s3://. ``delay_ms`` is the
-    delay of each request in round trips. Raises InvalidParameter for fewer entries than two prefixes have, for rows that are unknown or
-    that the location does not support, for an invalid delay, and for a recipe that does not encode chunks of this size.
+    By default, all rows are measured. Raises InvalidParameter for fewer entries than two prefixes have, for rows that are unknown or that
+    the location does not support, and for a recipe that does not encode chunks of this size.
     """
     if entries < 2 * CHUNKS:
         raise InvalidParameter(f"--entries is {entries}, expected an integer of at least {2 * CHUNKS}")
     if unknown := set(rows or ()) - set(ROWS):
         raise InvalidParameter(f"--row is {sorted(unknown)[0]!r}, expected one of {', '.join(ROWS)}")
-    if rows is None:
-        rows = _default_rows(location, delay_ms)
-    if ROUND_TRIPS in rows:
-        store_delay.check(location, delay_ms)
-    elif delay_ms is not None:
-        raise InvalidParameter(f"--delay is set, but it affects only {ROUND_TRIPS}: add --row {ROUND_TRIPS}, or omit --delay")
     _check_recipe(recipe)
-    report: dict[str, Any] = {"location": shown_location(location), "recipe": recipe, "entries": entries, "put": 0, "rows": {}}
-    if {*rows} != {ROUND_TRIPS}:
-        scale = _Scale(location, recipe)
-        report["put"] = scale.fill(entries, progress)
-        for name in rows:
-            if name != ROUND_TRIPS:
-                report["rows"] |= scale.command(name) if name in COMMANDS else getattr(scale, name)()
-    if ROUND_TRIPS in rows:
-        report["round_trips"] = store_delay.run(location, delay_ms)
+    scale = _Scale(location, recipe)
+    report: dict[str, Any] = {"location": shown_location(location), "recipe": recipe, "entries": entries, "rows": {}}
+    report["put"] = scale.fill(entries, progress)
+    for name in rows or ROWS:
+        report["rows"] |= scale.command(name) if name in COMMANDS else getattr(scale, name)()
     return report
-
-
-def _default_rows(location: str, delay_ms: float | None) -> Sequence[str]:
-    scheme = urlsplit(location).scheme
-    if scheme == "s3":
-        # Filling an object store takes long, so other rows are measured only on request.
-        return [ROUND_TRIPS]
-    return [row for row in ROWS if row != ROUND_TRIPS or scheme == "redis" or delay_ms is not None]
 
 
 def _check_recipe(recipe: str) -> None:
@@ -311,14 +285,11 @@ def _milliseconds(call: Callable[[], object]) -> float:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the rows next to their targets, followed by the table of round trips."""
+    """Print the rows next to their targets."""
     rows = []
     for name, value in report["rows"].items():
         target, unit = TARGETS.get(name, (None, "ms"))
         met = "" if target is None else "met" if value <= target else "missed"
         rows.append([name, f"{value:,.2f} {unit}", "" if target is None else f"at most {target:g} {unit}", met])
     title = f"{report['entries']:,} entries of {CHUNK} tokens, {report['put']:,} of them put now"
-    if rows:
-        print_table(title, ["what", "measured", "target", ""], rows)
-    if "round_trips" in report:
-        store_delay.show(report["round_trips"])
+    print_table(title, ["what", "measured", "target", ""], rows)

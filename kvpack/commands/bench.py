@@ -257,15 +257,7 @@ def _add_store(kinds: Any) -> None:
         "--row",
         action="append",
         metavar="ROW",
-        help="with --location: measure only this, such as match or round-trips; may be repeated (default: all that it supports; for s3:// "
-        "round-trips)",
-    )
-    store.add_argument(
-        "--delay",
-        type=float,
-        metavar="MS",
-        help="with --location redis://, or s3:// with an http:// endpoint: milliseconds to add to each request when round trips are "
-        "measured (default: 5 for redis://, 20 for s3://)",
+        help="with --location: measure only this, such as match; may be repeated (default: everything)",
     )
     add_json(store)
     store.set_defaults(run=run_store)
@@ -282,11 +274,10 @@ def run_store(arguments: argparse.Namespace) -> int:
             raise InvalidParameter("--entries is set more than once: with --location, pass it only once")
         recipe = arguments.recipe or store_scale.RECIPE
         with progress("put entries", arguments) as callback:
-            scale = store_scale.run(arguments.location, entries, recipe, arguments.row, callback, delay_ms=arguments.delay)
+            scale = store_scale.run(arguments.location, entries, recipe, arguments.row, callback)
         return print_report(scale, store_scale.show, arguments)
-    for name in ("row", "delay"):
-        if getattr(arguments, name) is not None:
-            raise InvalidParameter(f"--{name} is set without --location: add --location with the store to measure")
+    if arguments.row is not None:
+        raise InvalidParameter("--row is set without --location: add --location with the store to measure")
     with progress("bench store", arguments) as callback:
         report = store.run(
             arguments.recipe or store.RECIPE,

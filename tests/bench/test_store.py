@@ -88,6 +88,11 @@ def test_unknown_rows_are_refused(tmp_path: Path) -> None:
         store_scale.run(str(tmp_path), 200, "octpus-3")
 
 
+def test_rows_require_a_location(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "store", "--row", "match"]) == 2
+    assert "--row is set without --location" in capsys.readouterr().err
+
+
 def test_a_location_is_measured_at_one_number_of_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "store", "--location", str(tmp_path), "--entries", "300", "--entries", "400"]
     assert cli.main(words) == 2

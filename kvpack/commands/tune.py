@@ -26,14 +26,12 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--bits", type=float, required=True, metavar="N", help="the budget in bits per value, counting every byte of a window's file"
     )
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--fast", action="store_true", help="measure only 3 to 5 recipes, with finer keys or values in the first layers")
-    mode.add_argument(
+    parser.add_argument(
         "--widths",
         action="store_true",
-        help="measure 2 bits in one layer and side at a time, and choose widths from the losses: two recipes per layer",
+        help="measure 2 bits in one layer and side at a time, and choose widths from the losses: two recipes per layer (default: measure "
+        "every codec in every layer and side)",
     )
-    mode.add_argument("--thorough", action="store_true", help="measure every codec in every layer and side, then choose (default)")
     parser.add_argument(
         "--candidate", action="append", metavar="CODEC", help="a candidate codec, such as k=scalar:b=3; may be repeated"
     )
@@ -77,7 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.text,
             arguments.bits,
             tune.Settings(arguments.tokens, arguments.score, arguments.windows, arguments.held_out, arguments.seed),
-            quick=arguments.fast,
             widths=arguments.widths,
             candidates=arguments.candidate,
             out=arguments.out,

@@ -41,15 +41,6 @@ THOROUGH_CANDIDATES = (
 )
 """Candidates of the thorough search, from 1 to 8 bits: the codecs of each family with the best quality for their size."""
 
-FAST_CANDIDATES = (
-    *(f"k=group:b={words},scales=u8" for words in ("2,g=64", "2,g=32", "3,g=64", "4,g=64", "5,g=64", "6,g=64", "8,g=64")),
-    *(f"v=scalar:b={b}" for b in (2, 3, 4, 5, 6, 8)),
-)
-"""Candidates of the fast search: one family each for keys and values in which more bytes always mean smaller errors.
-
-Groups of tokens have one scale per channel, so outlier channels of keys do no harm.
-"""
-
 _RAW_WORDS = ",".join(f"{name}={value}" for name, value in raw_clause.parse_raw_clause(RAW_CLAUSE).items())
 
 BITS = (1, 2, 3, 4, 5, 6, 8)

@@ -27,7 +27,6 @@ from .calibrate import check_basis
 from .candidates import (
     BALANCED,
     CALIBRATED,
-    FAST_CANDIDATES,
     FRAME_CANDIDATES,
     THOROUGH_CANDIDATES,
     WIDTH_CANDIDATES,
@@ -35,7 +34,6 @@ from .candidates import (
     pack_candidates,
     parse_candidates,
 )
-from .early_boost import MAX_MEASUREMENTS, fast_search
 from .journal import open_journal
 from .measurement import Windows, read_once
 from .results import recipe_file, results
@@ -108,7 +106,6 @@ def run(
     bits: float,
     settings: Settings,
     *,
-    quick: bool = False,
     widths: bool = False,
     candidates: Sequence[str] | None = None,
     out: str | None = None,
@@ -124,7 +121,6 @@ def run(
         text: File with the text, or None for the demo's text.
         bits: Budget in bits per value.
         settings: Sizes of the search.
-        quick: Use the fast search with three to five recipes.
         widths: Use the search by widths, which measures one recipe for each layer and side.
         candidates: Codecs such as ``k=scalar:b=3``.
         out: Recipe file to write.
@@ -139,7 +135,7 @@ def run(
     if not 0 < bits <= MAX_BITS:
         raise InvalidParameter(f"--bits is {bits}, expected a number above 0 and at most {MAX_BITS}")
     loaded_basis = None if basis is None else Basis.load(basis)
-    codecs = _codecs(candidates or _candidates(quick, loaded_basis, widths=widths, only_attendable=only_attendable), only_attendable)
+    codecs = _codecs(candidates or _candidates(loaded_basis, widths=widths, only_attendable=only_attendable), only_attendable)
     for path in (out, measurements):
         if path is not None:
             _check_folder(path)
@@ -155,14 +151,14 @@ def run(
         searched = Windows(network, folder_name, counter, basis=loaded_basis)
         search_windows, held_out_windows = _windows(words, sizes, settings.seed)
         layers = network.config.get_text_config().num_hidden_layers
-        runs = MAX_MEASUREMENTS if quick else by_width_steps(layers) if widths else steps(layers, codecs)
+        runs = by_width_steps(layers) if widths else steps(layers, codecs)
         counter.total = sizes.windows * (1 + runs) + 3 * sizes.held_out
         priced = pack_candidates(searched.read(search_windows, sizes.score), codecs, loaded_basis)
         search = Search(priced, searched, math.floor(bits * priced.values() / 8))
         journal = open_journal(measurements, searched.exact)
         searched.losses, searched.on_measured = dict(journal.losses), journal.add
         try:
-            tuned, uniform = (fast_search if quick else by_widths if widths else thorough_search)(search)
+            tuned, uniform = (by_widths if widths else thorough_search)(search)
         finally:
             journal.write()
         held_out_losses = read_once(
@@ -174,7 +170,7 @@ def run(
         report = {
             "model": name,
             "text": words.name,
-            "mode": "fast" if quick else "widths" if widths else "thorough",
+            "mode": "widths" if widths else "thorough",
             "bits": bits,
             "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
             "recipe": recipe_text(tuned.allocation),
@@ -199,18 +195,15 @@ def _codecs(candidates: Sequence[str], only_attendable: bool) -> dict[str, list[
     return codecs
 
 
-def _candidates(quick: bool, basis: Basis | None, *, widths: bool = False, only_attendable: bool) -> Sequence[str]:
-    """Return the default candidates of the search.
-
-    The fast search needs a family of codecs in which more bytes mean smaller errors. The search by widths needs another one.
-    """
+def _candidates(basis: Basis | None, *, widths: bool = False, only_attendable: bool) -> Sequence[str]:
+    """Return the default candidates of the search."""
     if widths:
         values = tuple(codec for codec in WIDTH_CANDIDATES if codec.startswith("v="))
         return (*BALANCED, *values) if basis is not None and basis.has_balanced_frames else WIDTH_CANDIDATES
     if basis is None:
-        return FAST_CANDIDATES if quick else THOROUGH_CANDIDATES
+        return THOROUGH_CANDIDATES
     framed = FRAME_CANDIDATES if basis.sides_with_frames() and not only_attendable else ()
-    return CALIBRATED if quick else (*THOROUGH_CANDIDATES, *CALIBRATED, *framed)
+    return (*THOROUGH_CANDIDATES, *CALIBRATED, *framed)
 
 
 def _check_folder(path: str) -> None:

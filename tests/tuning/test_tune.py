@@ -22,7 +22,7 @@ from kvpack.evaluation import models, twins, windows
 from kvpack.evaluation.sizes import starts, window
 from kvpack.formats.errors import InvalidParameter, MissingBasis, OutOfRange
 from kvpack.models import load_model, model_folder
-from kvpack.tuning import calibrate, candidates, early_boost, greedy, journal, measurement, results, search, tune
+from kvpack.tuning import calibrate, candidates, greedy, journal, measurement, results, search, tune
 from kvpack.tuning.allocation import format_ranges, recipe_clauses, recipe_text, uniform
 from kvpack.tuning.measurement import Loss
 from kvpack.tuning.report import show
@@ -179,11 +179,10 @@ def test_files_of_other_formats_contain_no_measurements(tmp_path: Path, content:
 
 
 @pytest.mark.scenario
-@pytest.mark.parametrize("quick", [True, False], ids=["fast", "thorough"])
-def test_progress_ends_at_its_total(quick: bool) -> None:
+def test_progress_ends_at_its_total() -> None:
     seen: list[tuple[int, int]] = []
     settings = tune.Settings(tokens=64, scored_tokens=16, windows=1, held_out_windows=1)
-    tune.run(None, None, 4.5, settings, quick=quick, candidates=["scalar:b=2", "scalar:b=3"], progress=lambda *step: seen.append(step))
+    tune.run(None, None, 4.5, settings, candidates=["scalar:b=2", "scalar:b=3"], progress=lambda *step: seen.append(step))
     assert len({total for _, total in seen}) == 1
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1][0] == seen[-1][1] >= len(seen) - 1
@@ -229,26 +228,6 @@ def test_the_sensitive_layer_gets_the_bytes(tmp_path: Path, factor: float, sensi
     assert report["tuned"]["held_out"]["kl_divergence"] < 0.8 * report["uniform"]["held_out"]["kl_divergence"]
 
 
-@pytest.mark.scenario
-def test_fast_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "fast.txt"
-    assert cli.main(["tune", "--bits", "4", "--fast", "--tokens", "256", "--json", "--out", str(path)]) == 0
-    report = strict(capsys.readouterr().out)
-    assert report["mode"] == "fast"
-    assert 3 <= len(report["measured"]) <= 5
-    assert [step["what"] for step in report["measured"][:3]] == ["uniform", "first 2 of k", "first 2 of v"]
-    assert all(step["bits_per_value"] <= 4 for step in report["measured"])
-    boosted = Recipe(report["measured"][1]["recipe"])
-    bits = [[boosted.codec(layer, 4, side, 64).params()["bits"] for layer in range(4)] for side in "kv"]
-    assert bits[0][0] == bits[0][1] > bits[0][2] == bits[0][3]
-    assert len(set(bits[1])) == 1
-    assert report["tuned"]["searched"]["kl_divergence"] == min(step["kl_divergence"] for step in report["measured"])
-    assert report["sensitivities"] == []
-    assert parse_recipe(path).text == report["recipe"]
-    x = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0))
-    assert kvpack.pack([(x, x)] * 4, f"@{path}").recipe == report["recipe"]
-
-
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
@@ -259,7 +238,6 @@ def test_fast_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             2,
             r"the smallest file of the candidates takes [\d,]+ bytes per window, 2\.\d+ bits per value, but the budget is [\d,]+ bytes",
         ),
-        (["--bits", "1", "--fast"], 2, r"the smallest uniform recipe of the candidates takes [\d,]+ bytes"),
         (["--bits", "3", "--windows", "19"], 2, r"--windows is 19, expected an integer from 1 to 18 .the number of 128-token windows"),
         (["--bits", "3", "--windows", "9", "--held-out", "11"], 2, r"--held-out is 11, expected an integer from 1 to 10 windows"),
         (["--bits", "3", "--score", "128"], 2, r"--score is 128, expected an integer from 1 to 127"),
@@ -289,11 +267,10 @@ def test_invalid_arguments_are_refused(
 
 
 def test_the_default_candidates_are_codecs() -> None:
-    for texts, most in ((candidates.THOROUGH_CANDIDATES, 24), (candidates.FAST_CANDIDATES, 8)):
-        for side, codecs in candidates.parse_candidates(texts).items():
-            assert len(codecs) == len(set(codecs)) <= most
-            for dim in (64, 80, 128, 256):
-                assert all(Recipe(f"kv={codec}").codec(0, 1, side, dim).dim == dim for codec in codecs)
+    for side, codecs in candidates.parse_candidates(candidates.THOROUGH_CANDIDATES).items():
+        assert len(codecs) == len(set(codecs)) <= 24
+        for dim in (64, 80, 128, 256):
+            assert all(Recipe(f"kv={codec}").codec(0, 1, side, dim).dim == dim for codec in codecs)
 
 
 CODECS = ("raw:dtype=fp16", "group:b=2,g=32", "scalar:b=3", "octahedral:b=3")
@@ -455,28 +432,6 @@ def test_candidates_that_cannot_store_the_values_are_left_out() -> None:
         search.thorough_search(scripted(1, never))
 
 
-@pytest.mark.parametrize(
-    ("sensitive", "runs", "expected"),
-    [
-        (lambda bits: sum(2.0 ** -bits[layer, "k"] for layer in range(4)), 4, ["uniform", "first 4 of k", "first 4 of v", "first 8 of k"]),
-        (lambda bits: sum(2.0 ** -bits[layer, "v"] for layer in range(16)), 5, ["first 4 of v", "first 8 of v", "first 16 of v"]),
-        (lambda bits: sum(2.0 ** -bits[layer, "k"] for layer in range(20, 32)), 4, ["uniform"]),
-    ],
-    ids=["first layers", "many layers", "last layers"],
-)
-def test_early_boost(sensitive: Any, runs: int, expected: list[str]) -> None:
-    # Room for one rung in 16 layers above keys and values of 2 bits.
-    made = scripted(32, sensitive, budget=32 * 4 + 16)
-    tuned, plain = early_boost.fast_search(made)
-    kinds = [it.role for it in made.measurements]
-    assert len(kinds) <= runs <= early_boost.MAX_MEASUREMENTS
-    assert set(expected) <= set(kinds)
-    assert tuned.loss.kl_divergence == min(it.loss.kl_divergence for it in made.measurements)
-    assert plain is not None
-    assert plain.role == "uniform"
-    assert all(sum(average_bits(it)) <= 32 * 4 + 16 for it in made.measurements)
-
-
 def test_a_head_dim_that_a_candidate_does_not_support() -> None:
     x = torch.randn(1, 1, 32, 7, generator=torch.Generator().manual_seed(0))
     small = x[:, :, :, [0, 1, 2, 3, 4, 5, 6, 0]]
@@ -512,8 +467,6 @@ def test_a_basis_adds_candidates_and_is_recorded_with_measurements(tmp_path: Pat
     assert f"basis={digest}" in measurements.read_text()
     with pytest.raises(MissingBasis, match=r"needs a basis: pass --basis FILE"):
         tune.run(None, None, 3.0, settings, candidates=few)
-    quick = tune.run(None, None, 3.0, settings, quick=True, basis=str(basis))
-    assert set(re.findall(r"=([a-z]+)", quick["recipe"])) <= {"heads", "klt", "kv"}
 
 
 @pytest.mark.scenario
@@ -542,8 +495,7 @@ def test_frames_add_decoded_candidates_that_can_be_excluded(tmp_path: Path, caps
     show(packed)
     assert "attended" not in capsys.readouterr().out
     given = Basis.load(basis)
-    assert any("transform" in text for text in tune._candidates(False, given, only_attendable=False))
-    assert not any("transform" in text for text in tune._candidates(False, given, only_attendable=True))
-    assert not any("transform" in text for text in tune._candidates(True, given, only_attendable=False))
+    assert any("transform" in text for text in tune._candidates(given, only_attendable=False))
+    assert not any("transform" in text for text in tune._candidates(given, only_attendable=True))
     calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, scored_tokens=16, windows=2, scope="none"))
-    assert not any("transform" in text for text in tune._candidates(False, Basis.load(basis), only_attendable=False))
+    assert not any("transform" in text for text in tune._candidates(Basis.load(basis), only_attendable=False))

@@ -31,9 +31,13 @@ def check_basis(file: File) -> None:
                 require(
                     side.codec.id == "raw" and dtypes[0] in ("F16", "F32"),
                     rule,
-                    f"{what} has the codec {side.codec.id} and the dtypes {dtypes}, expected raw with F16 or F32",
+                    f"{what} has the codec {side.codec.id} and the dtypes {dtypes}, expected the codec raw with F16 or F32",
                 )
-                require(side.batch == 1 and side.tail == 0, rule, f"{what} has batch {side.batch} and tail {side.tail}, expected 1 and 0")
+                require(
+                    side.batch == 1 and side.tail == 0,
+                    rule,
+                    f"{what} has batch {side.batch} and tail {side.tail}, expected batch 1 and tail 0",
+                )
                 require(
                     side.packed >= basis_rows(side.codec.dim),
                     rule,
@@ -65,11 +69,11 @@ def check_frames(file: File, states: Mapping[str, Tensor]) -> None:
             require((scales.dtype, scales.shape) == ("U8", shapes[frames.shape]), FRAMES, f"{scales.name} is {scales.dtype} {scales.shape}")
         key_dim = check_keys(states, number, layer["k"])
         ropes = [states[f"{number}.state.{name}"] for name in ROPE if f"{number}.state.{name}" in states]
-        require(len(ropes) <= 1, FRAMES, f"layer {number} pairs channels in two ways")
+        require(len(ropes) <= 1, FRAMES, f"layer {number} has RoPE frequencies for two pairings of channels, expected at most one")
         for rope in ropes:
             dim = layer["k"].codec.dim if layer["k"] else key_dim
             is_valid = rope.dtype == "F32" and len(rope.shape) == 2 and 2 * rope.shape[1] <= dim
-            require(is_valid, FRAMES, f"{rope.name} is {rope.dtype} {rope.shape}, for a head dim of {dim}")
+            require(is_valid, FRAMES, f"{rope.name} is {rope.dtype} {rope.shape}, expected F32 [1, pairs] with at most {dim // 2} pairs")
     frequencies, values = (states.get(f"0.state.{name}") for name in TABLES)
     if not framed and frequencies is None and values is None:
         return
@@ -94,7 +98,7 @@ def check_keys(states: Mapping[str, Tensor], number: int, side: Side | None) -> 
     if first is None:
         refuse(rule, f"layer {number} has neither k.balanced nor k.centered")
     heads, n = (side.heads, side.codec.dim) if side else (first.shape[1], first.shape[3]) if len(first.shape) == 4 else (0, 0)
-    require(n <= 1024, rule, f"{first.name} has the shape {first.shape}")
+    require(n <= 1024, rule, f"{first.name} has the shape {first.shape}, expected [1, heads, dim, dim]")
     for name, state in key_states.items():
         dtypes, shape = (("F16", "F32") if name in KEYS[:2] else ("F32",)), ((1, heads, n) if name == "k.mean" else (1, heads, n, n))
         require(state.dtype in dtypes and state.shape == shape, rule, f"{state.name} is {state.dtype} {state.shape}")
@@ -115,5 +119,7 @@ def check_frame_values(file: File) -> None:
                 check_frequencies(f"{name}, table {first // alphabet}", values[first : first + alphabet])
         else:
             rule = "basis.md, Balanced matrices" if kind in KEYS else FRAMES
-            require(all(map(math.isfinite, values)), rule, f"{name} has a value that is not finite")
-            require(kind not in ROPE or all(0 <= one <= 2 for one in values), FRAMES, f"{name} has a frequency outside of 0 to 2")
+            require(all(map(math.isfinite, values)), rule, f"{name} contains a value that is not finite")
+            require(
+                kind not in ROPE or all(0 <= one <= 2 for one in values), FRAMES, f"{name} contains a frequency that is not between 0 and 2"
+            )

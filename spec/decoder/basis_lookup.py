@@ -17,9 +17,9 @@ Bases = Mapping[bytes, Callable[[], File]]
 
 def find_basis(digest: bytes, bases: Bases, rule: str, prefix: str) -> File:
     """Return the basis with ``digest``. Raises ``Refused``, naming ``rule``, if the caller does not have it."""
-    require(digest in bases, rule, f"{prefix}*: MissingBasis: the basis {digest.hex()} was not given")
+    require(digest in bases, rule, f"{prefix}*: MissingBasis: the basis {digest.hex()} is needed, but was not passed")
     found = bases[digest]()
-    require(BASIS in found.required, "basis.md, File", f"{prefix}*: {digest.hex()} is a cache and no basis")
+    require(BASIS in found.required, "basis.md, File", f"{prefix}*: the file with SHA-256 {digest.hex()} is a cache, but a basis is needed")
     return found
 
 
@@ -71,11 +71,11 @@ def frame_values(side: Side, prefix: str, basis: File) -> list[dict[str, list[fl
     def state(number: int, kind: str) -> list[float]:
         return numbers(basis.states[f"{number}.state.{kind}"], tensors[f"{number}.state.{kind}"].dtype)
 
-    require(f"{layer}.state.{name}.frames" in tensors, rule, f"{prefix}*: the basis has no frames of {layer}.{name}")
+    require(f"{layer}.state.{name}.frames" in tensors, rule, f"{prefix}*: the basis has no frames for {layer}.{name}")
     _, count, _, n = tensors[f"{layer}.state.{name}.frames"].shape
     heads, dim = side.heads, side.codec.dim
     fits = (count, n) == ((heads, dim) if side.codec.scope == "head" else (1, heads * dim))
-    require(fits, rule, f"{prefix}*: the basis has {count} frames of {n} columns, and the scope is {side.codec.scope}")
+    require(fits, rule, f"{prefix}*: the basis has {count} frames of {n} columns, which do not match the scope {side.codec.scope}")
     _, _, alphabet = tensors[f"0.state.{TABLES[0]}"].shape
     shared = {TABLES[0]: state(0, TABLES[0]), TABLES[1]: state(0, TABLES[1]), "alphabet": [float(alphabet)]}
     if name == "k":

@@ -104,7 +104,7 @@ def take_parameters(entry: Mapping[str, Any], ranges: Mapping[str, Any], optiona
     rule = f"codecs/{entry['id']}.md, Parameters and ranges"
     optional = {} if optional is None else optional
     expected = ["id", *ranges, *(name for name in optional if name in entry)]
-    require(list(entry) == expected, rule, f"the keys are {list(entry)}, expected {expected}")
+    require(list(entry) == expected, rule, f"the map of the codec has the keys {list(entry)}, expected {expected}")
     for name, allowed in [*ranges.items(), *((name, optional[name]) for name in optional if name in entry)]:
         value = entry[name]
         if isinstance(allowed, type):
@@ -128,7 +128,7 @@ def make_packings(
         require(
             within_limits(bases, count),
             "packing.md, Bit packing",
-            f"{name} has {count} fields per column, which the limits do not allow for the bases {bases}",
+            f"{name} has {count} fields per column, which exceeds the limits for the bases {bases}",
         )
         result[name] = Columns(symbols, bases, count, alphabets)
     return result
@@ -143,8 +143,8 @@ def read_ascending_table(rule: str, name: str, data: bytes, length: int, highest
     """Return the binary32 numbers of a table, after checking that they ascend strictly from at least 0 to at most ``highest``."""
     require(len(data) == 4 * length, rule, f"{name} has {len(data)} bytes, expected {4 * length}")
     values: list[float] = numbers(data, "F32")
-    require(all(0 <= value <= highest for value in values), rule, f"a value of {name} is not in [0, {highest}]")
-    require(all(a < b for a, b in pairwise(values)), rule, f"{name} does not ascend strictly")
+    require(all(0 <= value <= highest for value in values), rule, f"{name} contains a value that is not between 0 and {highest}")
+    require(all(a < b for a, b in pairwise(values)), rule, f"the values of {name} do not ascend strictly")
     return values
 
 

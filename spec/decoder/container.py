@@ -31,17 +31,17 @@ def read(data: bytes, decompress: Decompress | None = None, bases: Sequence[byte
     """
     number = 8 + len(JSON_START)
     ends = data[8:number] == JSON_START and re.fullmatch(rb"([1-9][0-9]{0,8})?", data[number:]) is not None
-    require(not ends, "container.md, File", "the file ends within the major number")
+    require(not ends, "container.md, File", "the file ends before its major version number")
     rule = "container.md, JSON header"
     major = re.match(re.escape(JSON_START) + rb'([1-9][0-9]{0,8})[ "]', data[8 : 8 + len(JSON_START) + 10])
     if major is None:
-        refuse(rule, "the file does not begin with the metadata of kvpack and a major number")
+        refuse(rule, "the file does not begin with kvpack's metadata and a major version number")
     require(int(major[1]) <= FORMAT, rule, f"a newer version wrote this file: its format is {int(major[1])}, expected at most {FORMAT}")
 
     rule = "container.md, File"
     length = int.from_bytes(data[:8], "little")
     require(length <= MAX_JSON_BYTES, LIMITS, f"the JSON header has {length} bytes, expected at most {MAX_JSON_BYTES}")
-    require((8 + length) % BLOCK == 0, rule, f"8 + {length} is not a multiple of {BLOCK}")
+    require((8 + length) % BLOCK == 0, rule, f"the JSON header ends at byte 8 + {length}, which is not a multiple of {BLOCK}")
     require(8 + length <= len(data), rule, f"the JSON header has {length} bytes, but the file has only {len(data)}")
 
     json, section = data[8 : 8 + length], memoryview(data)[8 + length :]
@@ -70,7 +70,9 @@ def read(data: bytes, decompress: Decompress | None = None, bases: Sequence[byte
     for place in spans:
         stored = bytes(section[place.begin : place.end])
         if place.tensor is None:
-            require(not any(stored), "container.md, Tensors and alignment", f"the pad at {place.begin} is not zero")
+            require(
+                not any(stored), "container.md, Tensors and alignment", f"the padding at byte {place.begin} of the data section is not zero"
+            )
         else:
             contents[place.tensor.name] = take_content(place.tensor, stored, decompress, CHECKSUMS in file.ignorable)
     basis_files = index_by_digest(bases)
@@ -80,7 +82,7 @@ def read(data: bytes, decompress: Decompress | None = None, bases: Sequence[byte
                 decode_side(side, f"{number_}.{name}.", contents, basis_files)
                 if BASIS in file.required:
                     finite = all(map(math.isfinite, side.values))
-                    require(finite, "basis.md, File", f"{number_}.{name}: a value is not finite")
+                    require(finite, "basis.md, File", f"{number_}.{name}: it contains a value that is not finite")
     file.states = {name: content for name, content in contents.items() if name.split(".")[1] == "state"}
     if BASIS in file.required:
         check_frame_values(file)
@@ -99,7 +101,10 @@ def take_content(tensor: Tensor, stored: bytes, decompress: Decompress | None, c
         return stored
     check_frame(tensor.name, stored, tensor.bytes, checksums)
     if decompress is None:
-        refuse("container.md, zstd", f"{tensor.name}: no decompressor was given, and the standard library of Python 3.11 has none")
+        refuse(
+            "container.md, zstd",
+            f"{tensor.name}: a decompressor is needed, but none was passed, and the standard library of Python 3.11 has none",
+        )
     content = decompress(stored, tensor.bytes)
     require(
         len(content) == tensor.bytes, "container.md, zstd", f"{tensor.name}: the content has {len(content)} bytes, expected {tensor.bytes}"

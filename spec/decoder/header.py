@@ -43,7 +43,7 @@ def take_names(value: Any, value_type: type, name: str) -> dict[str, Any]:
         FIELDS,
         f"{name} must be a map from strings to values of type {value_type.__name__}",
     )
-    require(list(value) == sorted(value), Msgpack.RULE, f"the keys of {name} do not ascend")
+    require(list(value) == sorted(value), Msgpack.RULE, f"the keys of {name} are not in ascending order")
     return dict(value)
 
 
@@ -87,11 +87,15 @@ def take_header(
         sides = take_keys(layer, ["k", "v"], f"layer {number}")
         k, v = (None if side is None else take_side(side, decoded_codecs, f"layer {number}") for side in sides)
         if k and v:
-            require((k.batch, k.shape[2]) == (v.batch, v.shape[2]), FIELDS, f"layer {number}: k and v differ in batch or tokens")
+            require(
+                (k.batch, k.shape[2]) == (v.batch, v.shape[2]),
+                FIELDS,
+                f"layer {number}: k and v have different numbers of sequences or tokens",
+            )
         require(
             v is None or "key_mean" not in v.codec.sidecars,
             SIDECARS,
-            f"layer {number}: v has the sidecar key_mean, which is for keys only",
+            f"layer {number}: v has the sidecar key_mean, which only keys may have",
         )
         file.layers.append({"k": k, "v": v})
     require(
@@ -137,8 +141,8 @@ def take_codec(entry: Any, what: str, known: Mapping[str, Callable[[Mapping[str,
 def take_side(value: Any, codecs: list[Codec], what: str) -> Side:
     entries = value.get("entries") if isinstance(value, dict) else None
     fields = {key: value[key] for key in value if key != "entries"} if isinstance(value, dict) else value
-    number, batch, heads, runs, tail, tail_dtype, window = take_keys(fields, SIDE_KEYS, f"a side of {what}")
-    require(isinstance(number, int) and number < len(codecs), FIELDS, f"{what}: there is no codec {number!r}")
+    number, batch, heads, runs, tail, tail_dtype, window = take_keys(fields, SIDE_KEYS, f"the keys or values of {what}")
+    require(isinstance(number, int) and number < len(codecs), FIELDS, f"{what}: codec is {number!r}, but the file has {len(codecs)} codecs")
     codec = codecs[number]
     require_integer(batch, 1, MAX_BATCH, f"{what}: batch")
     require_integer(heads, 1, MAX_HEADS, f"{what}: heads")
@@ -147,7 +151,7 @@ def take_side(value: Any, codecs: list[Codec], what: str) -> Side:
     for run in runs:
         require(isinstance(run, int) and run >= 1, FIELDS, f"{what}: a run is {run!r}, expected a positive integer")
     require(isinstance(tail, int), FIELDS, f"{what}: tail is {tail!r}, expected an integer")
-    require(sum(runs) + tail <= MAX_TOKENS, LIMITS, f"{what}: there are {sum(runs) + tail} tokens, expected at most {MAX_TOKENS}")
+    require(sum(runs) + tail <= MAX_TOKENS, LIMITS, f"{what} has {sum(runs) + tail} tokens, expected at most {MAX_TOKENS}")
     require(
         isinstance(tail_dtype, str) and tail_dtype in RAW_DTYPES,
         FIELDS,
@@ -159,11 +163,13 @@ def take_side(value: Any, codecs: list[Codec], what: str) -> Side:
     )
     rows_of_runs = any(isinstance(stream, NumberStream) and stream.per == "run" for stream in codec.streams.values())
     whole = codec.token_group > 1 or rows_of_runs or len(runs) <= 1
-    require(whole, "container.md, Runs and tail", f"{what}: there are {len(runs)} runs, but this codec allows only one")
+    require(whole, "container.md, Runs and tail", f"{what} has {len(runs)} runs, but its codec allows only one")
     entry_streams = [name for name, stream in codec.streams.items() if isinstance(stream, NumberStream) and stream.per == "entry"]
     if entry_streams:
         require(
-            list(value) == [*SIDE_KEYS, "entries"], FIELDS, f"a side of {what} has the keys {list(value)}, expected entries as the last"
+            list(value) == [*SIDE_KEYS, "entries"],
+            FIELDS,
+            f"the map of the keys or values of {what} has the keys {list(value)}, expected entries last",
         )
     else:
         require("entries" not in value, FIELDS, f"{what}: entries is {entries!r}, but no stream has a row per entry")
@@ -188,7 +194,7 @@ def take_tensor(entry: Any, expected: Tensor) -> Tensor:
     require(
         same,
         FIELDS,
-        f"the entry of tensor {expected.name} has {name!r}, {dtype!r} and {shape!r}, expected {expected.dtype} {list(expected.shape)}",
+        f"tensor {expected.name} has the entry {name!r}, {dtype!r}, {shape!r}, expected {expected.dtype} {list(expected.shape)}",
     )
     require(filter_ in ("none", "zstd"), FIELDS, f"the filter of {name} is {filter_!r}, expected none or zstd")
     require(isinstance(stored_bytes, int), FIELDS, f"stored_bytes of {name} is {stored_bytes!r}, expected an integer")
@@ -199,6 +205,6 @@ def take_tensor(entry: Any, expected: Tensor) -> Tensor:
         require(
             expected.bytes <= MAX_RATIO * stored_bytes,
             LIMITS,
-            f"{name} decodes to {expected.bytes} bytes from {stored_bytes}, more than {MAX_RATIO} times as many",
+            f"{name} decodes {stored_bytes} stored bytes to {expected.bytes}, more than {MAX_RATIO} times as many",
         )
     return Tensor(name, dtype, expected.shape, filter_, stored_bytes, digest)

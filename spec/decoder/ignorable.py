@@ -33,13 +33,17 @@ def take_starts(file: File, is_required: bool) -> list[int]:
     )
     starts = [word64(data, at) for at in range(0, len(data), 8)]
     for number, (start, layer) in enumerate(zip(starts, file.layers, strict=True)):
-        require(start >= file.start, POSITIONS, f"layer {number} starts at {start}, before the file's start, {file.start}")
+        require(start >= file.start, POSITIONS, f"layer {number} starts at {start}, but must not start before the file, at {file.start}")
         require(start <= MAX_TOKENS, LIMITS, f"layer {number} starts at {start}, expected at most {MAX_TOKENS}")
-        require(start == file.start or any(layer.values()), POSITIONS, f"layer {number} has neither keys nor values, but starts at {start}")
+        require(
+            start == file.start or any(layer.values()),
+            POSITIONS,
+            f"layer {number} has neither keys nor values, so it must start with the file, but starts at {start}",
+        )
     require(
         starts != [file.start] * len(starts),
         POSITIONS,
-        f"every layer starts at {file.start}, the file's start, so the feature must be left out",
+        f"every layer starts at {file.start}, the file's start, so the feature must be omitted",
     )
     return starts
 
@@ -58,7 +62,7 @@ def take_offsets(file: File, states: list[tuple[int, Tensor]], is_required: bool
     offsets = [int.from_bytes(data[at : at + 8], "little", signed=True) for at in range(0, len(data), 8)]
     sides = [(start, side) for start, layer in zip(file.starts, file.layers, strict=True) for side in layer.values() if side]
     batches = {side.batch for _, side in sides} | {tensor.shape[0] for _, tensor in states}
-    require(batches <= {len(offsets)}, OFFSETS, f"there are offsets for {len(offsets)} sequences, but layers with {sorted(batches)}")
+    require(batches <= {len(offsets)}, OFFSETS, f"the data has offsets for {len(offsets)} sequences, but the layers have {sorted(batches)}")
     stop = max((start + side.shape[2] for start, side in sides), default=file.start)
     for offset in offsets:
         require(stop + offset >= 0, OFFSETS, f"the position after token {stop} is {stop + offset}")
@@ -89,7 +93,7 @@ def take_states(file: File, is_required: bool) -> list[tuple[int, Tensor]]:
             STATES,
             f"a state has the sizes {sizes}, expected {count} positive sizes followed by zeros",
         )
-        require(re.fullmatch(rb"[a-z][a-z0-9_.]*", name) is not None, STATES, f"a state is named {name!r}")
+        require(re.fullmatch(rb"[a-z][a-z0-9_.]*", name) is not None, STATES, f"a state has the invalid name {name!r}")
         require(sizes[0] <= MAX_BATCH and max(sizes) <= MAX_TOKENS, LIMITS, f"a state has the sizes {sizes}, which exceed a limit")
         require(layer < len(file.layers), STATES, f"a state belongs to layer {layer}, but the file has {len(file.layers)} layers")
         require(
@@ -97,7 +101,7 @@ def take_states(file: File, is_required: bool) -> list[tuple[int, Tensor]]:
         )
         before = [tensor.shape[0] for number, tensor in states if number == layer]
         batches = {sizes[0], *before, *(side.batch for side in file.layers[layer].values() if side)}
-        require(len(batches) == 1, STATES, f"layer {layer} has different numbers of sequences")
+        require(len(batches) == 1, STATES, f"the states, keys and values of layer {layer} have different numbers of sequences")
         last = layer, name
         states.append((layer, Tensor(f"{layer}.state.{name.decode()}", list(DTYPE_BYTES)[dtype], tuple(sizes[:count]))))
     return states
@@ -132,7 +136,7 @@ def take_hidden(file: File, is_required: bool, sequences: list[int]) -> list[tup
         require(
             row > last[0] or (row == last[0] and first > last[2]),
             HIDDEN,
-            f"the range {(row, first, stop)} follows {last}, but ranges must ascend and not touch",
+            f"the range {(row, first, stop)} follows {last}, but ranges must ascend and have tokens between them",
         )
         stretches.append((row, first, stop))
     return stretches

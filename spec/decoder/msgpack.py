@@ -98,7 +98,7 @@ class Msgpack:
         entries: dict[str, Any] = {}
         for _ in range(length):
             key = self.read_value(depth)
-            self.expect(isinstance(key, str), f"a key of a map is {key!r}, not a string")
+            self.expect(isinstance(key, str), f"a key of a map is {key!r}, expected a string")
             self.expect(not isinstance(key, str) or key not in entries, f"the key {key!r} occurs twice in a map")
             entries[key if isinstance(key, str) else repr(key)] = self.read_value(depth)
         return entries

@@ -75,11 +75,15 @@ class Columns:
                     remaining, value = divmod(remaining, base)
                     symbol = k * self.width + c
                     if symbol < self.symbols:
-                        require(value < alphabet, rule, f"{where}: digit {value} of symbol {symbol} is not below {alphabet}")
+                        require(value < alphabet, rule, f"{where}: the digit of symbol {symbol} is {value}, expected less than {alphabet}")
                         digit[symbol] = value
                     else:
-                        require(value == 0, rule, f"{where}: field {k} of column {c} has no symbol and is {value}")
-            require(remaining == 0, rule, f"{where}: column {c} has bits above its largest value")
+                        require(
+                            value == 0,
+                            rule,
+                            f"{where}: field {k} of column {c} is {value}, but must be zero, because it contains no symbol",
+                        )
+            require(remaining == 0, rule, f"{where}: the spare bits of column {c} are not zero")
         return digits
 
 

@@ -20,7 +20,7 @@ def check_frequencies(where: str, table: Sequence[int]) -> None:
 def decode_chunk(where: str, table: Sequence[int], first_states: Sequence[int], chunk_words: Sequence[int], n: int) -> list[int]:
     """Return the ``n`` symbols of a chunk in which all symbols have the same table (section Decode)."""
     symbols, words_read = decode_symbols(where, [table] * n, first_states, chunk_words)
-    require(words_read == len(chunk_words), "rans.md, Decode", f"{where} takes {words_read} of its {len(chunk_words)} words")
+    require(words_read == len(chunk_words), "rans.md, Decode", f"{where} uses only {words_read} of its {len(chunk_words)} words")
     return symbols
 
 
@@ -34,7 +34,7 @@ def read_first_states(where: str, halves: Sequence[int]) -> list[int]:
     """Return the first states of the lanes, given their low and high halves (section Segments)."""
     states = [low + 65536 * high for low, high in zip(halves[::2], halves[1::2], strict=True)]
     least = min(states, default=MIN_STATE)
-    require(least >= MIN_STATE, "rans.md, Segments", f"{where}: a first state is {least}")
+    require(least >= MIN_STATE, "rans.md, Segments", f"{where}: a first state is {least}, expected at least 2^16")
     return states
 
 
@@ -56,5 +56,5 @@ def decode_symbols(
             words_read += 1
         states[i % RANS_LANES] = x
         symbols.append(s)
-    require(max(states) == MIN_STATE, "rans.md, Decode", f"{where} ends in the state {max(states)}")
+    require(max(states) == MIN_STATE, "rans.md, Decode", f"{where} ends in the state {max(states)}, expected 2^16")
     return symbols, words_read

@@ -34,7 +34,11 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: B
     places = {name: entry_indices(flags) for name, flags in entry_flags(side).items()}
     for name, indices in places.items():
         rule = f"{SIDECARS}, Layout"
-        require(len(indices) == side.entries[name], rule, f"{prefix}{name} has {side.entries[name]} entries for {len(indices)} flags")
+        require(
+            len(indices) == side.entries[name],
+            rule,
+            f"{prefix}{name} has {side.entries[name]} entries, expected one for each of {len(indices)} set flags",
+        )
     if "balanced" in codec.sidecars:
         side.basis_parts = balanced_matrices(side, prefix, bases)
     if "raw_positions" in codec.sidecars:
@@ -100,7 +104,7 @@ def position_indices(side: Side, prefix: str) -> dict[tuple[int, ...], int]:
     """Return the entry number of each raw token, by token and sequence (side-cars.md, Layout)."""
     count, rule = side.entries["raw_positions"], f"{SIDECARS}, Layout"
     has = side.entries["raw_values"]
-    require(has == count, rule, f"{prefix}raw_values has {has} entries for {count} positions")
+    require(has == count, rule, f"{prefix}raw_values has {has} entries, expected one for each of {count} positions")
     result: dict[tuple[int, ...], int] = {}
     words = [[int(word) for word in side.numbers["raw_positions"][4 * entry : 4 * entry + 4]] for entry in range(count)]
     last: tuple[int, ...] = (-1, 0)

@@ -99,7 +99,7 @@ def test_no_writer_can_name_a_required_feature() -> None:
 
 def test_the_second_decoder_needs_a_decompressor() -> None:
     (file, *_) = (file for file, line in LINES.items() if "error" not in line and "zstd" in file)
-    with pytest.raises(decoder.Refused, match="no decompressor was given"):
+    with pytest.raises(decoder.Refused, match="a decompressor is needed"):
         decoder.read((FOLDER / file).read_bytes())
 
 
@@ -216,7 +216,7 @@ def test_no_row_is_longer_than_its_checksum_supports() -> None:
         def __len__(self) -> int:
             return 2**32
 
-    with pytest.raises(decoder.Refused, match="the length is 4294967296, of at most 4294967232 bytes"):
+    with pytest.raises(decoder.Refused, match="the row's length is 4294967296, expected 128 to 4294967232 bytes"):
         decoder.read_row(Long(ROW_MAGIC + (2**32).to_bytes(8, "little") + bytes(104)))
 
 

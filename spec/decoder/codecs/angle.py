@@ -31,11 +31,11 @@ def angle(entry: Mapping[str, Any]) -> Codec:
         },
     )
     coded = norm != "fp32"
-    require((norm_bits > 0) == coded, rule, f"norm_bits is {norm_bits}, which does not fit norm {norm}")
+    require((norm_bits > 0) == coded, rule, f"norm_bits is {norm_bits}, which the norm format {norm} does not allow")
     require(
         coded or (arrangement, range_dtype) == ("dense", "fp16"),
         rule,
-        f"arrangement is {arrangement} and range is {range_dtype}, but fp32 norms need dense and fp16",
+        f"arrangement is {arrangement} and range is {range_dtype}, but fp32 norms require arrangement dense and range fp16",
     )
     check_rotation(rotation_kind, dim)
     pairs = dim // 2

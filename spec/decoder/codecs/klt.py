@@ -34,7 +34,7 @@ def klt(entry: Mapping[str, Any]) -> Codec:
     require(len(digest) == 32, rule, f"basis has {len(digest)} bytes, expected 32")
     per_head, short = list(fields) == ["codes"], ceil_div(dim, SHORT_COLUMNS)
     is_valid = len(widths) > 0 and len(widths) % short == 0 if per_head else len(widths) == ceil_div(dim, RUN_COLUMNS)
-    require(is_valid, rule, f"widths has {len(widths)} bytes, which does not fit {dim} channels")
+    require(is_valid, rule, f"widths has {len(widths)} bytes, which does not match {dim} channels")
     require(
         max(widths) <= 8 and any(widths), rule, f"widths is {widths.hex()}, expected widths of at most 8 bits, and at least one above 0"
     )

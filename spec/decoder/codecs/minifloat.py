@@ -77,9 +77,13 @@ def minifloat(entry: Mapping[str, Any]) -> Codec:
         special = f"{page}, Special values"
         for j, c in enumerate(digits["codes"][0]):
             finite = c % 2 ** (bits - 1) not in NONFINITE_CODES[name]
-            require(finite, special, f"{where}: the element {c:#04x} of channel {j} is not finite")
+            require(finite, special, f"{where}: the element of channel {j} has the code {c:#04x}, which is NaN or infinite")
         for number in row["block_scales"] if per_block else ():
             limit = 0xFE if scale_dtype == "e8m0" else 0x7E
-            require(number <= limit, special, f"{where}: a {scale_dtype} of block_scales is {int(number):#04x}")
+            require(
+                number <= limit,
+                special,
+                f"{where}: block_scales contains the {scale_dtype} code {int(number):#04x}, which is negative or not finite",
+            )
 
     return Codec("minifloat", dim, 1, codes, streams, decode, tolerance, check)

@@ -61,7 +61,7 @@ def octahedral(entry: Mapping[str, Any]) -> Codec:
 
     def check(where: str, digits: Digits, row: Numbers) -> None:
         for digit in digits.get("symbol", []):
-            require(not any(digit[triplets:]), "codecs/octahedral.md, Layout", f"{where}: a triplet beyond the last is not zero")
+            require(not any(digit[triplets:]), "codecs/octahedral.md, Layout", f"{where}: the bits of a padding triplet are not zero")
 
     def decode(digits: Digits, row: Numbers) -> list[float]:
         u: list[float] = []

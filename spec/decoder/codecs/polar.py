@@ -30,7 +30,7 @@ def polar(entry: Mapping[str, Any]) -> Codec:
         },
     )
     require(
-        re.fullmatch(r"[1-8](\.[1-8])*", dotted) is not None, rule, f"bits is {dotted!r}, expected digits from 1 to 8, separated by dots"
+        re.fullmatch(r"[1-8](\.[1-8])*", dotted) is not None, rule, f"bits is {dotted!r}, expected integers from 1 to 8, separated by dots"
     )
     bits = [0, *map(int, dotted.split("."))]
     levels = len(bits) - 1

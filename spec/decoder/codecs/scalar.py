@@ -38,7 +38,7 @@ def scalar(entry: Mapping[str, Any]) -> Codec:
     require(
         len(high_channels) == (ceil_div(dim, 8) if bits_high else 0),
         rule,
-        f"high_channels has {len(high_channels)} bytes, which does not fit {dim} channels",
+        f"high_channels has {len(high_channels)} bytes, which does not match {dim} channels",
     )
     require(flags >> dim == 0, rule, "high_channels has a bit set after the last channel")
     high = [bool(flags >> c & 1) for c in range(dim)]

@@ -29,10 +29,10 @@ def trellis(entry: Mapping[str, Any]) -> Codec:
     )
     check_rotation(rotation_kind, dim)
     length = dim * bits
-    require(length % 16 == 0, rule, f"{dim} channels of {bits} bits have {length} bits, expected a multiple of 16")
+    require(length % 16 == 0, rule, f"{dim} channels of {bits} bits take {length} bits per token, expected a multiple of 16")
     require(len(table_bytes) == 2 << state_bits, rule, f"table has {len(table_bytes)} bytes, expected {2 << state_bits}")
     table = numbers(table_bytes, "F16")
-    require(all(-1 <= value <= 1 for value in table), rule, "a value of table is not in [-1, 1]")
+    require(all(-1 <= value <= 1 for value in table), rule, "table contains a value that is not between -1 and 1")
     codes = {"codes": Columns(length // 16, (65536,), 1, (65536,))}
 
     def decode(digits: Digits, row: Numbers) -> list[float]:

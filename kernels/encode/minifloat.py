@@ -17,7 +17,7 @@ from kvpack.kernels.bitpack.minifloats import e4m3_as_f16
 
 from .columns import MIN_AXIS, Term
 from .kernel import Quantizer, encode_rows
-from .largest import largest_magnitudes
+from .page_values import largest_magnitudes
 from .rows import MAX_PRODUCTS, flag_unless, nearest_integer
 
 if TYPE_CHECKING:

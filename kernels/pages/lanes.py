@@ -19,11 +19,9 @@ from kvpack.kernels import codecs
 from kvpack.kernels.decode import decode as decoding
 from kvpack.kernels.decode.rows import EnginePages, PackedPart, common_alignment, copy_to_device
 from kvpack.kernels.encode.kernel import create_output
+from kvpack.kernels.encode.page_values import copy, token_norms
 from kvpack.kernels.encode.rows import MAX_ROW_BYTES, STREAM_ALIGNMENT, BatchOffsets
 from kvpack.kernels.gpu import gpu
-
-from .copy import copy
-from .norms import token_norms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from kvpack.coding.encoding import Progress
     from kvpack.evaluation.models import Text
-    from kvpack.evaluation.windows import NoContextResult, RecipeResult
+    from kvpack.evaluation.windows import Comparison, RecipeResult
 
 TOKENS, SCORE, WINDOWS = 1024, 256, 4
 MAX_SEED = 2**63
@@ -204,9 +204,9 @@ def _name(recipe: str | os.PathLike[str] | Recipe) -> str:
 
 def _measure(
     model: Any, places: Sequence[tuple[Text, int]], sizes: Mapping[str, int], recipes: Mapping[str, Recipe], progress: Progress | None
-) -> tuple[list[float], list[NoContextResult], list[list[RecipeResult]]]:
+) -> tuple[list[float], list[Comparison], list[list[RecipeResult]]]:
     exact_losses: list[float] = []
-    forgotten: list[NoContextResult] = []
+    forgotten: list[Comparison] = []
     measured: list[list[RecipeResult]] = [[] for _ in recipes]
     device, steps = execution_device(model), len(places) * (1 + len(recipes))
     with tempfile.TemporaryDirectory(prefix="kvpack-evaluate-") as folder:

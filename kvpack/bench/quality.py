@@ -30,7 +30,7 @@ from kvpack.evaluation.twins import OUTLIER_PAIRS, make_twin, offset_keys
 from kvpack.evaluation.windows import (
     PASS_TOKENS,
     Bf16Cache,
-    NoContextResult,
+    Comparison,
     RecipeResult,
     measure,
     packed_file,
@@ -315,9 +315,9 @@ class _Measurement:
         result["generated"] = None if written is None else generation_summary(self.names, written)
         return result
 
-    def _windows(self, part: _TextWindows, path: str) -> tuple[list[int], list[float], list[NoContextResult], list[list[RecipeResult]]]:
+    def _windows(self, part: _TextWindows, path: str) -> tuple[list[int], list[float], list[Comparison], list[list[RecipeResult]]]:
         exact_losses: list[float] = []
-        forgotten: list[NoContextResult] = []
+        forgotten: list[Comparison] = []
         measured: list[list[RecipeResult]] = [[] for _ in self.recipes]
         size = window_ids(part.sizes.tokens, part.text)
         begun = starts(len(part.text.ids), size, part.sizes.windows, self.seed)

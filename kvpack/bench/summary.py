@@ -15,7 +15,7 @@ from kvpack.output import format_count, print_table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.evaluation.windows import NoContextResult, RecipeResult
+    from kvpack.evaluation.windows import Comparison, RecipeResult
 
     from .generated import GenerationEffect
 
@@ -45,7 +45,7 @@ class NeedleAnswer:
 def summary(
     starts: Sequence[int],
     exact_losses: Sequence[float],
-    forgotten: Sequence[NoContextResult],
+    forgotten: Sequence[Comparison],
     exact_recall: dict[str, Any] | None,
     recipes: Sequence[tuple[str, Sequence[RecipeResult], dict[str, Any] | None]],
     reference: str | None = None,
@@ -78,7 +78,7 @@ def summary(
 def text_summary(
     starts: Sequence[int],
     exact_losses: Sequence[float],
-    forgotten: Sequence[NoContextResult],
+    forgotten: Sequence[Comparison],
     measured: Sequence[Sequence[RecipeResult]],
     names: Sequence[str],
     reference: str | None,
@@ -141,7 +141,7 @@ def _logarithms(row: dict[str, Any]) -> list[float]:
     return [math.log(max(window["kl_divergence"], _SMALLEST)) for window in row["windows"]]
 
 
-def _prediction_results(windows: Sequence[NoContextResult | RecipeResult], exact_losses: Sequence[float]) -> dict[str, Any]:
+def _prediction_results(windows: Sequence[Comparison | RecipeResult], exact_losses: Sequence[float]) -> dict[str, Any]:
     """Return the results of the predictions in ``windows``."""
     differences = [window.log_perplexity - exact for window, exact in zip(windows, exact_losses, strict=True)]
     divergences = [window.kl_divergence for window in windows]

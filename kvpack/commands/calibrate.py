@@ -38,16 +38,16 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--balanced-only",
         action="store_true",
-        help="make only means and balanced frames of keys, for recipes with frame=balanced; reads two windows of 2048 tokens by default, "
-        "and takes a tenth of the time",
+        help="make only what kvpack-2 to kvpack-4 use: widths, and means and balanced frames of keys; reads two windows of 2048 tokens by "
+        "default, and takes a fraction of the time",
     )
     parser.add_argument(
         "--widths",
         type=int,
-        default=0,
+        default=1,
         metavar="N",
-        help="also measure in N windows what each layer and side loses at 2 bits, from which kvpack-2, kvpack-3 and kvpack-4 choose "
-        "widths; each window is read once for every layer and side (default: 0)",
+        help="measure in N windows of 1024 tokens what each layer and side loses at 2 bits, from which kvpack-2 to kvpack-4 choose widths; "
+        "the last 128 are read once for every layer and side (default: 1; 0 omits widths)",
     )
     parser.add_argument(
         "--positions",

@@ -132,8 +132,8 @@ class Predictions:
 
 
 @dataclass(frozen=True)
-class NoContextResult:
-    """The model's predictions without the past of a window."""
+class Comparison:
+    """The predictions of a window's scored tokens over another prefix, compared with those over the uncompressed one."""
 
     log_perplexity: float
     kl_divergence: float
@@ -242,20 +242,25 @@ def _weights(seen: RecordedAttention, keys: torch.Tensor) -> torch.Tensor:
     return torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
 
 
-def read_forgotten(model: Any, exact: UncompressedResult, visible_tokens: int = SINK_TOKENS) -> NoContextResult:
+def read_forgotten(model: Any, exact: UncompressedResult, visible_tokens: int = SINK_TOKENS) -> Comparison:
     """Evaluate a window's scored tokens, at their original positions, over only its first ``visible_tokens`` tokens."""
-    cache = uncompressed_cache(model, [(k[:, :, :visible_tokens].clone(), v[:, :, :visible_tokens].clone()) for k, v in exact.first])
+    return read_over(model, exact, [(k[:, :, :visible_tokens], v[:, :, :visible_tokens]) for k, v in exact.first])
+
+
+def read_over(model: Any, exact: UncompressedResult, pairs: Pairs) -> Comparison:
+    """Evaluate a window's scored tokens, at their original positions, in one pass over ``pairs`` instead of its prefix."""
+    cache = uncompressed_cache(model, pairs)
     tokens = exact.tokens[:, exact.prefix : -1]
     positions = torch.arange(exact.prefix, exact.prefix + tokens.shape[1], device=tokens.device)[None]
     model.set_attn_implementation("kvpack")
     with torch.inference_mode():
         logits = model(tokens, **cache_names.cache_argument(model, cache), position_ids=positions).logits[0]
-    return NoContextResult(*compare_predictions(exact, functional.log_softmax(logits.float(), -1)))
+    return Comparison(*compare_predictions(exact, functional.log_softmax(logits.float(), -1)))
 
 
 def packed_file(pairs: Pairs, recipe: str | Recipe, path: str) -> Cache:
     """Convert ``pairs`` to bf16, pack them, save them to ``path``, and return the loaded cache."""
-    kvpack.save(_pack(pairs, recipe), path)
+    kvpack.save(pack_as_bf16(pairs, recipe), path)
     return _load(path, recipe, pairs[0][0].device)
 
 
@@ -263,7 +268,8 @@ def _load(path: str, recipe: str | Recipe, device: torch.device) -> Cache:
     return kvpack.load(path, device=device, basis=recipe.basis if isinstance(recipe, Recipe) else None)
 
 
-def _pack(pairs: Pairs, recipe: str | Recipe) -> Cache:
+def pack_as_bf16(pairs: Pairs, recipe: str | Recipe) -> Cache:
+    """Convert ``pairs`` to bf16, and return them packed."""
     return kvpack.pack([(k.to(torch.bfloat16), v.to(torch.bfloat16)) for k, v in pairs], recipe)
 
 
@@ -340,7 +346,7 @@ def measure(
     ``bytes`` is the size of a file of the whole window, including the appended tokens. Without ``errors``, errors per layer are omitted.
     """
     started = time.perf_counter()
-    packed = _pack(exact.first, recipe)
+    packed = pack_as_bf16(exact.first, recipe)
     encoded = time.perf_counter()
     kvpack.save(packed, path)
     saved = time.perf_counter()

@@ -53,7 +53,7 @@ POSITIONS = 1 << 15
 ROWS_POSITIONS = 4096
 """Default maximum number of positions for which klt's rows are made. More would harm short contexts."""
 WIDTHS_TOKENS = 1024
-"""Number of tokens in windows that are read with the keys or values of one layer packed. The last quarter is scored."""
+"""Number of tokens in windows that are read with the keys or values of one layer packed. The last eighth is scored."""
 SAMPLES = 8192
 """Number of tokens, over all windows, whose keys and values are kept to train tables."""
 PROGRESS_SUFFIX = ".progress"
@@ -77,7 +77,8 @@ class Settings:
         seed: Seed of the windows.
         scope: Scope of frames: "head", "layer" or, for a basis without frames, "none".
         balanced_only: Omit everything that only klt and transform need. Windows are then read once, and nothing is predicted.
-        widths: Number of windows that are read again for each layer's keys and values, for the widths of kvpack's own presets.
+        widths: Number of windows that are read again for each layer's keys and values, for the widths of kvpack's own presets; 0 to omit
+            them.
         positions: Number of positions of a context for which keys are described (``spread``), or None for ``POSITIONS`` and
             ``ROWS_POSITIONS``.
     """
@@ -89,7 +90,7 @@ class Settings:
     seed: int = 0
     scope: str | None = None
     balanced_only: bool = False
-    widths: int = 0
+    widths: int = 1
     positions: int | None = None
 
 
@@ -135,7 +136,10 @@ def run(
         raise InvalidParameter(f"{words.name}: the model implements attention itself, so its queries are unknown: omit --balanced-only")
     # Layers that share the keys and values of others are empty in a cache.
     layers = len(Model(network).layers_with_tokens())
-    total = windows + len(report.sums) + len(halves or ()) + settings.widths * (1 + 2 * layers)
+    if halves is None:
+        # Without frames, kvpack's own presets use no widths.
+        read_again = []
+    total = windows + len(report.sums) + len(halves or ()) + len(read_again) * (1 + 2 * layers)
     step = step_counter(progress, total, windows)
 
     frames = None if framing is None else fit_frames(report, framing, step)
@@ -163,7 +167,7 @@ def run(
         "transform": [] if frames is None else [rate(basis, bits) for bits in SHOWN_BITS if bits >= basis.min_transform_bits(raw=True)],
         "without_frames": reason,
         "balanced": halves is not None,
-        "widths": settings.widths,
+        "widths": len(read_again),
         "balanced_cost": None if halves is None else compare_halves(halves),
     }
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from typing import TYPE_CHECKING
 
 from kvpack.coding.bases import LOSSES
 from kvpack.coding.presets import RAW_CLAUSE, calibrated_codec
-
-from .measurement import Windows
+from kvpack.coding.recipes import Recipe
+from kvpack.evaluation.windows import pack_as_bf16, read_over, read_uncompressed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 MEASURED_BITS = 2
 """Width, in bits, at which tensors are measured. It is small enough for losses above the noise, and large enough that losses add up."""
 
-SCORED_PART = 4
+SCORED_PART = 8
 """Divisor of a window's tokens: one in this many is scored."""
 
 
@@ -33,20 +32,25 @@ def single_place_recipe(layer: int, side: str, codec: str) -> str:
 def measure_place_losses(
     model: Any, basis: Basis, layers: int, windows: Sequence[torch.Tensor], step: Callable[[], None]
 ) -> dict[str, str]:
-    """Return the losses of ``layers`` layers as metadata for a basis, minus the smallest loss, which is noise.
+    """Return the losses of ``layers`` layers as metadata for a basis with frames for keys, minus the smallest loss, which is noise.
 
-    ``windows`` are token ids ``[1, token + 1]``. ``step`` is called after each window that is read.
+    ``windows`` are token ids ``[1, token + 1]``. A window's scored tokens are read in one pass for each layer and side, over a cache in
+    which only that tensor was packed and decoded. ``step`` is called after each pass.
     """
-    with tempfile.TemporaryDirectory(prefix="kvpack-widths-") as folder:
-        reader = Windows(model, folder, step, basis=basis)
-        reader.read(windows, (windows[0].shape[1] - 1) // SCORED_PART)
-        result = {side: [reader.loss(_recipe(layer, side, basis)).kl_divergence for layer in range(layers)] for side in "kv"}
-    floor = min(map(min, result.values()))
-    return {LOSSES.format(side=side): ",".join(f"{loss - floor:.3g}" for loss in losses) for side, losses in result.items()}
-
-
-def _recipe(layer: int, side: str, basis: Basis) -> str:
-    codec = calibrated_codec(side, MEASURED_BITS, trellis=False)
-    if side == "k" and not basis.has_balanced_frames:
-        codec = codec.replace(",frame=centered", "")
-    return f"{single_place_recipe(layer, side, codec)};{RAW_CLAUSE}"
+    keys, values = (calibrated_codec(side, MEASURED_BITS, trellis=False) for side in "kv")
+    recipe = Recipe(f"k={keys};v={values};{RAW_CLAUSE}", basis)
+    losses = {side: [0.0] * layers for side in "kv"}
+    for tokens in windows:
+        exact = read_uncompressed(model, tokens, max(1, (tokens.shape[1] - 1) // SCORED_PART))
+        step()
+        packed = pack_as_bf16(exact.first, recipe)
+        for layer, (k, v) in enumerate(exact.first[:layers]):
+            decoded_k, decoded_v = packed[layer].unpack(k.dtype)
+            assert decoded_k is not None
+            assert decoded_v is not None
+            for side, pair in (("k", (decoded_k, v)), ("v", (k, decoded_v))):
+                pairs = [*exact.first[:layer], pair, *exact.first[layer + 1 :]]
+                losses[side][layer] += read_over(model, exact, pairs).kl_divergence / len(windows)
+                step()
+    floor = min(map(min, losses.values()))
+    return {LOSSES.format(side=side): ",".join(f"{loss - floor:.3g}" for loss in found) for side, found in losses.items()}

@@ -128,7 +128,7 @@ class Angle(CodecFamily):
         if self.norm == "fp32":
             if projected is not None:
                 norms = norms * _unbiased_factor(norms, projected, norms)
-            return self.pack_digits(bins) | {"norm": stored_norm(norms, "F32", f"norm of a pair, tokens from {start},")}
+            return self.pack_digits(bins) | {"norm": stored_norm(norms, "F32", f"the norm of a pair of channels (token {start} or later)")}
         measured = norms
         if self.norm == "log":
             norms = norms.log2()
@@ -136,7 +136,7 @@ class Angle(CodecFamily):
             norms = torch.maximum(norms, norms.amax(-1, keepdim=True) - _MAX_OCTAVES).clamp_min_(_ZERO_TOKEN_MINIMUM)
         low, high = norms.aminmax(dim=-1)
         span = torch.stack([(high - low) / (2**self.norm_bits - 1), low], -1)
-        stored = stored_norm(span, self._range_dtype, f"(step, minimum) of the norms, tokens from {start},")
+        stored = stored_norm(span, self._range_dtype, f"the step or minimum of a token's norms (token {start} or later)")
         step, minimum = stored.to(torch.float32)[..., None].unbind(-2)
         # Codes are rounded against the stored range; a zero step gives zero codes.
         codes = (norms - minimum).div_(torch.where(step > 0, step, torch.inf)).round_().clamp_(0, 2**self.norm_bits - 1)

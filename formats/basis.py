@@ -39,7 +39,7 @@ MAX_LAYER = 4095
 
 def missing_basis_error(place: str) -> MissingBasis:
     """Create the error for a codec that has no basis. ``place`` is the part of the basis that it needs."""
-    return MissingBasis(f"the {place} are needed, but were not passed: pass basis= when loading or converting the cache")
+    return MissingBasis(f"the {place} are needed, but no basis was passed: pass basis= when loading or converting the cache")
 
 
 MAX_GAIN = 65504.0

@@ -155,7 +155,7 @@ class Polar(CodecFamily):
         if products is not None:
             ones = torch.ones_like(radii)
             radii = unbiased_factor(radii, products / torch.where(radii > 0, radii, ones), ones, NORMS[self.norm])
-        stored = stored_norm(radii, NORMS[self.norm], f"radius, tokens from {start},")
+        stored = stored_norm(radii, NORMS[self.norm], f"a radius (token {start} or later)")
         remaining_codes = iter(codes)
         digits = [torch.cat(list(islice(remaining_codes, len(run))), -1) for run in _streams(self.levels).values()]
         return self.pack_digits(*digits) | {"radius": stored}

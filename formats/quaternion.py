@@ -129,11 +129,11 @@ class Quaternion(CodecFamily):
             planes = [plane.div_(power) for plane in planes]
             length = _length(planes)
             radius = length * power
-        scale = stored_norm(radius.amax(-1), self._norm_dtype, f"scale, tokens from {start},")
+        scale = stored_norm(radius.amax(-1), self._norm_dtype, f"a token's scale (token {start} or later)")
         stored = scale.to(torch.float32)[..., None]
         highest = 2**self.radius_bits - 1
         # Computed as in a decoder: rounding the quotient may overflow binary32 even if the scale does not.
-        stored_norm(stored / highest * highest, "F32", f"largest radius as decoded, tokens from {start},")
+        stored_norm(stored / highest * highest, "F32", f"the decoded largest radius of a token (token {start} or later)")
         # Codes are rounded against the stored scale; a zero scale gives zero codes.
         codes = (radius / torch.where(stored > 0, stored, torch.inf)).mul_(highest).round_().clamp_max_(highest)
         codeword = _search(self.seed, self.secondary).nearest([plane.flatten() for plane in planes]).view_as(codes)

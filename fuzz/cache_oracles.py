@@ -67,7 +67,9 @@ def compare_attend(data: bytes) -> None:
         largest = v.abs().amax() if v.numel() else 1.0
         # Large keys concentrate the softmax on its largest score, so that rounding one score changes the whole result.
         if k.abs().amax() < 2.0**6:
-            assert ((out - expected).abs() <= _TOLERANCE * largest).all(), "attention differs from attention over the decoded values"
+            assert ((out - expected).abs() <= _TOLERANCE * largest).all(), (
+                "attention over the packed layer differs from attention over its decoded values"
+            )
 
 
 def check_append(data: bytes) -> bool:

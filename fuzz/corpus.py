@@ -45,14 +45,14 @@ def _build_archive(name: str, inputs: list[bytes]) -> int:
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--found", type=Path, required=True, help="folder of a run's --found")
+    parser.add_argument("--found", type=Path, required=True, help="folder that a fuzzing run wrote with --found")
     parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="write only this target; may be repeated")
     arguments = parser.parse_args()
     for name in arguments.target or TARGETS:
         folder = arguments.found / name
         loaded_inputs = [path.read_bytes() for path in sorted(folder.glob("*")) if path.is_file()] if folder.is_dir() else []
         written = write(name, [*committed_inputs(name), *loaded_inputs])
-        print(f"{name}: {written} inputs of {len(loaded_inputs)} found, {corpus_path(name).stat().st_size:,} bytes")
+        print(f"{name}: {written} of the {len(loaded_inputs)} inputs found were kept, {corpus_path(name).stat().st_size:,} bytes")
     return 0
 
 

@@ -39,5 +39,5 @@ def check_growth(action: Callable[[], bool], memory_limit: int) -> bool:
         result = action()
 
     taken, allowed = measure_growth(noted), (memory_limit + CONSTANT_BYTES) / 2**20
-    assert taken is None or taken <= allowed, f"took {taken:.0f} MiB, the limit is {allowed:.0f} (memory_limit plus a constant)"
+    assert taken is None or taken <= allowed, f"took {taken:.0f} MiB, but the limit is {allowed:.0f} MiB (memory_limit plus a constant)"
     return result

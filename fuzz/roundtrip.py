@@ -90,7 +90,7 @@ def _batch(number: int, codec_id: str | None, report: Report) -> None:
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="seconds after which no new batch starts (default 60)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="start no new batch after this many seconds (default 60)")
     parser.add_argument("--codec", choices=sorted(CODECS), help="run only this codec (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first batch; a failure prints the seed that repeats it")
     arguments = parser.parse_args()

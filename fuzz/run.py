@@ -31,16 +31,18 @@ _STATUS = re.compile(r"^#\d+\s.*\bcov: (\d+) ft: (\d+)", re.MULTILINE)
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="seconds for the whole run, shared by the targets (default 60)")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="duration of the whole run in seconds, shared by all targets (default 60)"
+    )
     parser.add_argument("--executions", type=int, help="end each target after this many inputs")
     parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="run only this target; may be repeated")
-    parser.add_argument("--share", type=int, default=1, metavar="N", help="run every Nth target, which ones by the seed (default 1: all)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the random choices (default 1)")
-    parser.add_argument("--driver", choices=("atheris", "random"), help="default: atheris if it is installed")
+    parser.add_argument("--share", type=int, default=1, metavar="N", help="run every Nth target; the seed selects which (default 1: all)")
+    parser.add_argument("--seed", type=int, default=1, help="random seed (default 1)")
+    parser.add_argument("--driver", choices=("atheris", "random"), help="fuzzing engine (default: atheris if it is installed)")
     parser.add_argument("--processes", type=int, default=1, help="number of concurrent targets (default 1)")
     parser.add_argument("--lines", type=float, default=5.0, help="seconds per target for measuring covered lines (default 5)")
     parser.add_argument("--found", type=Path, help="folder for inputs that reach new code; the run continues from its inputs")
-    parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"), help="folder of failing inputs (default fuzz-failures)")
+    parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"), help="folder for failing inputs (default fuzz-failures)")
     parser.add_argument("--json", action="store_true", help="print the reports as one JSON value instead of a table")
     return parser.parse_args(words)
 

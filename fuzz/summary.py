@@ -31,9 +31,9 @@ def problems(reports: list[dict[str, Any]]) -> list[str]:
         growth = report.get("memory_peak", 0.0) - report.get("memory_of_libraries", 0.0)
         more = ENCODER_MIB.get(name, 0.0)
         if growth > MAX_GROWTH_MIB + more:
-            failures.append(f"{name}: inputs took {growth:.0f} MiB more than the libraries, the limit is {MAX_GROWTH_MIB + more:.0f}")
+            failures.append(f"{name}: inputs took {growth:.0f} MiB more than the libraries, but the limit is {MAX_GROWTH_MIB + more:.0f}")
         if (memory := _memory(report)) > MAX_MEMORY_MIB + more:
-            failures.append(f"{name}: took {memory:.0f} MiB, the limit is {MAX_MEMORY_MIB + more:.0f}")
+            failures.append(f"{name}: took {memory:.0f} MiB, but the limit is {MAX_MEMORY_MIB + more:.0f}")
         if not report.get("executions"):
             failures.append(f"{name}: no input was run")
     return failures

@@ -238,7 +238,7 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
     if not q.dtype.is_floating_point or q.dtype.itemsize == 1:
         raise InvalidType(f"q has dtype {q.dtype}, expected a floating-point dtype of at least 16 bits")
     if q.layout != torch.strided:
-        raise InvalidType(f"q: layout {q.layout}, expected a dense tensor: pass q.to_dense()")
+        raise InvalidType(f"q has layout {q.layout}, expected a dense tensor: pass q.to_dense()")
     if not q.shape[2]:
         raise InvalidParameter(f"q has shape {list(q.shape)}, expected at least one query")
     check_flag(causal, "causal")
@@ -273,7 +273,11 @@ def _check_window(queries: int, layer: Layer, sliding_window: int | None, length
         raise InvalidParameter(f"{contents}, but lengths= counts from the cache's first token: omit lengths=")
     first = layer.seen_tokens - queries
     if sliding_window is None or first - sliding_window + 1 < layer.skipped:
-        seen = "all tokens before it: pass sliding_window=" if sliding_window is None else f"{sliding_window} tokens: pass a smaller window"
+        seen = (
+            "all tokens before it: pass sliding_window= with the window of the layer with the window of the layer"
+            if sliding_window is None
+            else f"{sliding_window} tokens: pass a smaller window"
+        )
         raise InvalidParameter(f"{contents}, but the query of token {first} sees {seen}")
 
 
@@ -281,7 +285,7 @@ def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> Non
     if sink_logits is None:
         return
     if not isinstance(sink_logits, torch.Tensor) or not sink_logits.dtype.is_floating_point:
-        raise InvalidType(f"sink_logits: {getattr(sink_logits, 'dtype', type(sink_logits).__name__)}, expected floating-point logits")
+        raise InvalidType(f"sink_logits is {getattr(sink_logits, 'dtype', type(sink_logits).__name__)}, expected a floating-point tensor")
     if list(sink_logits.shape) != [q.shape[1]]:
         raise InvalidParameter(f"sink_logits has shape {list(sink_logits.shape)}, expected one logit per query head, [{q.shape[1]}]")
 
@@ -305,7 +309,7 @@ def checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, batc
     if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool or values.is_quantized:
         raise InvalidType(f"{name} has dtype {values.dtype}, expected integers")
     if values.layout != torch.strided or values.is_meta:
-        raise InvalidType(f"{name}: layout {values.layout} on {values.device}, expected a dense tensor or a list")
+        raise InvalidType(f"{name} has layout {values.layout} on {values.device}, expected a dense tensor or a list")
     if list(values.shape) != [batch]:
         raise InvalidParameter(f"{name} has shape {list(values.shape)}, expected one number for each sequence, [{batch}]")
     if values.device.type == "cpu":

@@ -77,7 +77,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     result.add_argument("--version", action=_Version, help="show the version and the kernels of each device, and exit")
-    result.add_argument("--import", action=_Import, metavar="MODULE", help="import a Python module first, for codecs of your own")
+    result.add_argument(
+        "--import", action=_Import, metavar="MODULE", help="import this Python module first, which registers codecs of your own"
+    )
     commands = result.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add(commands)

@@ -96,7 +96,9 @@ def drop_from_page_cache(path: str) -> None:
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         if not is_cold(descriptor, 0, os.path.getsize(path)):
-            raise InvalidParameter(f"{os.path.dirname(path)}: its files stay in memory: pass --folder with a folder on a disk")
+            raise InvalidParameter(
+                f"files in {os.path.dirname(path)} stay in memory, so cold reads cannot be timed: pass --folder with a folder on a disk"
+            )
     finally:
         os.close(descriptor)
 

@@ -31,9 +31,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
         rows = [table["rows"][number] for table in sweep]
         (lines[row["recipe"]],) = times.plot(tokens, [1e6 * row["whole_seconds"] for row in rows], **style)
         ratios.plot(tokens, [row["of_bf16"] for row in rows], **style)
-    for axes, label in ((times, "microseconds of a decode step (log scale)"), (ratios, "time over that of the best bf16 attention")):
+    for axes, label in ((times, "microseconds per decode step (log scale)"), (ratios, "time relative to the best bf16 attention")):
         axes.set_xscale("log", base=2)
-        axes.set_xlabel("tokens of the context (log scale)")
+        axes.set_xlabel("context length in tokens (log scale)")
         axes.set_ylabel(label)
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)

@@ -366,7 +366,7 @@ class _Measurement:
                 right += make_asked(needles.check_answers(self.model, prompt, partial(Bf16Cache.from_cache, self.model, packed)))
                 self._step()
             rights = [sum(answer.right for answer in answers) for answers in (exact_answers, *result)]
-            self._show(f"needles, {rights[0]} of {len(exact_answers)} found without packing, packed", map(str, rights[1:]))
+            self._show(f"needles ({rights[0]} of {len(exact_answers)} found without packing) found with packing", map(str, rights[1:]))
         return exact_answers, result
 
     def _generated_divergences(self, path: str) -> list[generated.GenerationEffect] | None:
@@ -379,7 +379,7 @@ class _Measurement:
         for recipe in self.recipes:
             written.append(generated.measure_generation(self.model, exact, recipe, path, self.sizes.step, self.seed))
             self._step()
-        self._show("generated text, tokens changed", (f"{100 * effect.changed:.1f} %" for effect in written))
+        self._show("share of generated tokens that changed", (f"{100 * effect.changed:.1f} %" for effect in written))
         return written
 
     def _show(self, label: str, results: Iterable[str]) -> None:

@@ -144,8 +144,8 @@ def random_model(shape: str, layers: int | None, device: str, dtype: str | None,
     config = _config(shape, layers)
     if random_weights and (others := {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}):
         raise InvalidParameter(
-            f"{shape}: layers of {', '.join(sorted(others))}; keys and values are drawn for full and sliding attention only: use "
-            "make bench-resume in a clone of kvpack, which computes them"
+            f"{shape} has layers of {', '.join(sorted(others))}, but this benchmark draws random keys and values only for full and sliding "
+            "attention: run make bench-resume in a clone of kvpack, which computes them"
         )
     config._attn_implementation = "sdpa"
     weights_dtype = DTYPES[dtype] if dtype is not None else config.dtype or torch.bfloat16

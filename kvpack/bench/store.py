@@ -43,10 +43,16 @@ def show(report: dict[str, Any]) -> None:
         f"{report['recipe']}, {shape}",
         ["what", "measured", "target", ""],
         [
-            _row(f"match of {match['tokens']:,} tokens, {match['chunks']} chunks", match["ms"], match["target_ms"], " ms", False),
-            _row(f"load of {load['tokens']:,} tokens, relative to a read", load["of_read_and_digest"], load["target"], " x", True),
+            _row(f"match {match['tokens']:,} tokens in {match['chunks']} chunks", match["ms"], match["target_ms"], " ms", False),
+            _row(f"load {load['tokens']:,} tokens, relative to a read", load["of_read_and_digest"], load["target"], " x", True),
             *(
-                _row(f"{name} with {most['entries']:,} entries, of {fewest['entries']:,}", most[us] / fewest[us], FLAT_TARGET, " x", False)
+                _row(
+                    f"{name} among {most['entries']:,} entries, relative to {fewest['entries']:,}",
+                    most[us] / fewest[us],
+                    FLAT_TARGET,
+                    " x",
+                    False,
+                )
                 for name, us in (("put", "put_us"), ("match", "match_us"), ("get", "get_us"))
             ),
             ["bytes stored per token", bytes_text(round(load["bytes_per_token"])), "", ""],
@@ -68,12 +74,12 @@ def show(report: dict[str, Any]) -> None:
         ],
     )
     print_table(
-        "microseconds per chunk, by the entries of the folder",
+        "microseconds per chunk, by number of entries in the folder",
         ["entries", "put", "match", "get"],
         [[f"{row['entries']:,}", *(f"{row[f'{name}_us']:.0f}" for name in ("put", "match", "get"))] for row in report["entries"]],
     )
     print("load maps the files, checks every digest and creates the pages.")
-    print("A read copies each file to the same memory, and computes its digest.")
+    print("A read copies each file to the same memory and computes its digest.")
 
 
 def _row(what: str, measured: float, target: float, unit: str, more: bool) -> list[str]:

@@ -49,12 +49,14 @@ def add(commands: Any) -> None:
         "--device",
         default="cpu",
         metavar="DEVICE",
-        help="cuda: load to this device and save from it, next to a pinned copy and a write of the same bytes (default: cpu)",
+        help="with cuda, also time loads to this device and saves from it, compared with a pinned copy and a write of the same bytes "
+        "(default: cpu)",
     )
     io.add_argument(
         "--cold",
         action="store_true",
-        help="load files that are not in the page cache, compared with fio's direct reads of the same disk, if fio is installed",
+        help="also time loads of files that are not in the page cache, compared with fio's direct reads from the same disk if fio is "
+        "installed",
     )
     add_json(io)
     io.set_defaults(run=run_io)
@@ -92,7 +94,7 @@ def _add_quality(kinds: Any) -> None:
     quality.add_argument(
         "--step", type=int, default=32, metavar="N", help="pass the model at most N of the scored tokens at once (default: 32)"
     )
-    quality.add_argument("--windows", type=int, metavar="N", help="windows of the text (default: 8, or as many as fit)")
+    quality.add_argument("--windows", type=int, metavar="N", help="number of windows of the text (default: 8, or as many as fit)")
     quality.add_argument(
         "--reference", default="fp8", metavar="RECIPE", help="also show every divergence as a multiple of this recipe's (default: fp8)"
     )
@@ -100,16 +102,18 @@ def _add_quality(kinds: Any) -> None:
         "--needles",
         type=int,
         metavar="N",
-        help="prompts of 1,024 and of 2,048 tokens with a pass key each, or for a byte-level model, with 5 key lines (default: 8 of "
-        "each, or as many as fit)",
+        help="number of prompts of 1,024 and of 2,048 tokens, each with a pass key, or with 5 key lines for a byte-level model (default: "
+        "8, or as many as fit)",
     )
     quality.add_argument(
         "--generate", type=int, default=768, metavar="N", help="measure the divergence along N generated tokens; 0 for none (default: 768)"
     )
     _add_model_options(quality)
-    quality.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu, in float32, or cuda, in bfloat16 (default: cpu)")
     quality.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the windows, needles, twins and generated text (default: 0)"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the model: cpu (float32) or cuda (bfloat16) (default: cpu)"
+    )
+    quality.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="random seed for windows, needles, twins and generated text (default: 0)"
     )
     quality.add_argument("--out", metavar="DIR", help="write quality.json, quality.png and quality.svg here")
     add_json(quality)
@@ -122,7 +126,7 @@ def _add_model_options(quality: Any) -> None:
         "--twin",
         type=float,
         metavar="C",
-        help="measure a twin of the model: the keys of two channel pairs per head are C times as large, the queries 1/C times",
+        help="measure a twin of the model, in which the keys of two channel pairs per head are C times as large and the queries 1/C times",
     )
     quality.add_argument(
         "--offset",
@@ -139,15 +143,15 @@ def _add_model_options(quality: Any) -> None:
         "--calibrated-on",
         choices=("prose", "code"),
         default="prose",
-        help="for the default model, the basis that `python -m kvpack.bench.real_model --calibrate-on TEXT` made; with code, code is not "
-        "scored (default: prose)",
+        help="use the default model's basis calibrated on TEXT, which `python -m kvpack.bench.real_model --calibrate-on TEXT` makes; with "
+        "code, code is not scored (default: prose)",
     )
 
 
 def _add_attend(kinds: Any) -> None:
     attend = kinds.add_parser(
         "attend",
-        help="attention over packed rows on the CPU, compared with bf16 and float32",
+        help="time attention over packed rows on the CPU, compared with bf16 and float32",
         description="Time one query over packed rows on the CPU in one thread, compared with matrix products and SDPA over dense rows.",
     )
     attend.add_argument(
@@ -155,7 +159,7 @@ def _add_attend(kinds: Any) -> None:
         type=int,
         action="append",
         metavar="N",
-        help="a number of tokens to measure at; may be repeated (default: 1024, 16384 and 65536)",
+        help="a context length to measure, in tokens; may be repeated (default: 1024, 16384 and 65536)",
     )
     attend.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: nine presets)")
     attend.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
@@ -166,7 +170,7 @@ def _add_attend(kinds: Any) -> None:
 def _add_kernels(kinds: Any) -> None:
     kernels = kinds.add_parser(
         "kernels",
-        help="attention over packed rows on a CUDA device, compared with the best bf16 attention; encoding and unpacking",
+        help="time attention over packed rows on a CUDA device, compared with the best bf16 attention, and encoding and unpacking",
         description="Time a decode step over packed rows on a CUDA device, compared with SDPA and kvpack's own attention over bf16, "
         "and encoding and unpacking, compared with a copy.",
     )
@@ -179,7 +183,7 @@ def _add_kernels(kinds: Any) -> None:
         "value, and the scope of frames) use a basis of random numbers; may be repeated (default: one per codec)",
     )
     kernels.add_argument("--only", choices=("attention", "encode", "unpack", "queries"), help="measure only this part")
-    kernels.add_argument("--sweep", action="store_true", help="measure contexts of 1,024 to 262,144 tokens as well")
+    kernels.add_argument("--sweep", action="store_true", help="also measure contexts of 1,024 to 262,144 tokens")
     kernels.add_argument("--out", metavar="DIR", help="write kernels.json here and, with --sweep, kernels.png and kernels.svg")
     add_json(kernels)
     kernels.set_defaults(run=run_kernels)
@@ -188,7 +192,8 @@ def _add_kernels(kinds: Any) -> None:
 def _add_serve(kinds: Any) -> None:
     serve = kinds.add_parser(
         "serve",
-        help="a model's decode step, its first token after a stored prefix, and its memory, compared with transformers' caches",
+        help="time a model's decode steps and its first token after a stored prefix, and measure its memory, compared with transformers' "
+        "caches",
         description="Time a model of a known shape, or of a configuration, with random weights: decode steps, eager and in a CUDA graph, "
         "and the first token after a prefix, recomputed or from files; on a CPU, a small model in one thread, by its process time.",
     )
@@ -198,15 +203,20 @@ def _add_serve(kinds: Any) -> None:
         help="llama-3-8b, qwen3-4b, gemma-3-12b, small, small-sliding, a name on the hub, or the path of a config.json or its folder "
         "(default: llama-3-8b, on a CPU small)",
     )
-    serve.add_argument("--layers", type=int, metavar="N", help="use N of the layers of the shape")
+    serve.add_argument("--layers", type=int, metavar="N", help="use only N layers of the shape")
     serve.add_argument(
         "--dtype", choices=list(DTYPES), help="dtype of weights, keys and values (default: the configuration's, otherwise bf16)"
     )
     serve.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: three)")
     serve.add_argument(
-        "--decode", action="append", metavar="BxT", help="decode a batch of B after T tokens; may be repeated (default: several)"
+        "--decode",
+        action="append",
+        metavar="BxT",
+        help="time decode steps of a batch of B sequences after T tokens; may be repeated (default: several)",
     )
-    serve.add_argument("--prefix", action="append", type=int, metavar="T", help="a stored prefix of T tokens; may be repeated")
+    serve.add_argument(
+        "--prefix", action="append", type=int, metavar="T", help="time the first token after a stored prefix of T tokens; may be repeated"
+    )
     serve.add_argument("--folder", metavar="DIR", help="write the files here (default: a temporary folder)")
     serve.add_argument("--out", metavar="DIR", help="write serve.json here")
     add_json(serve)
@@ -237,18 +247,18 @@ def run_serve(arguments: argparse.Namespace) -> int:
 def _add_store(kinds: Any) -> None:
     store = kinds.add_parser(
         "store",
-        help="match, load, put and get on a prefix store",
+        help="time match, load, put and get on a prefix store",
         description="Time match, load, put and get on a prefix store, compared with reads and a store of bf16 safetensors files.",
     )
     store.add_argument("--recipe", metavar="RECIPE", help="the recipe of the stored caches (default: octopus-3; with --location, bf16)")
-    store.add_argument("--layers", type=int, default=32, metavar="N", help="layers, each of 8 heads of dim 128 (default: 32)")
-    store.add_argument("--chunks", type=int, default=16, metavar="N", help="chunks of 256 tokens to load (default: 16)")
+    store.add_argument("--layers", type=int, default=32, metavar="N", help="number of layers, each with 8 heads of dim 128 (default: 32)")
+    store.add_argument("--chunks", type=int, default=16, metavar="N", help="number of chunks of 256 tokens to load (default: 16)")
     store.add_argument(
         "--entries",
         type=int,
         action="append",
         metavar="N",
-        help="a number of entries to measure at; may be repeated (default: 1000, 10000 and 100000)",
+        help="measure with this many entries; may be repeated (default: 1000, 10000 and 100000)",
     )
     store.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
     store.add_argument("--folder", metavar="DIR", help="create the stores here (default: a temporary folder)")

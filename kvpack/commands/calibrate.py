@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--out", default="model.kvbasis", metavar="FILE", help="the basis file to write (default: model.kvbasis)")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens per window (default: 4096, or fewer if they do not fit)")
     parser.add_argument("--score", type=int, metavar="N", help="predict N tokens of each window, at several positions in it (default: 256)")
-    parser.add_argument("--windows", type=int, metavar="N", help="windows of the text (default: 16, or as many as fit)")
+    parser.add_argument("--windows", type=int, metavar="N", help="number of windows of the text (default: 16, or as many as fit)")
     parser.add_argument("--twin", type=float, metavar="C", help="calibrate the twin of the model that bench quality --twin C measures")
     parser.add_argument("--rows", default="fp16", choices=("fp16", "fp32"), help="the dtype of the rows (default: fp16)")
     parser.add_argument(
@@ -46,8 +46,8 @@ def add(commands: Any) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="measure in N windows of 1024 tokens what each layer and side loses at 2 bits, from which kvpack-2 to kvpack-4 choose widths; "
-        "the last 128 are read once for every layer and side (default: 1; 0 omits widths)",
+        help="measure in N windows of 1024 tokens the loss of each layer's keys and values at 2 bits, from which kvpack-2 to kvpack-4 "
+        "choose widths; the last 128 tokens are read twice per layer (default: 1; 0 omits widths)",
     )
     parser.add_argument(
         "--positions",
@@ -55,7 +55,7 @@ def add(commands: Any) -> None:
         metavar="N",
         help="describe keys for the first N positions of a context (default: those of the model, at most 32768, and for klt 4096)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the windows (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed for choosing windows (default: 0)")
     add_force(parser)
     add_json(parser)
     parser.set_defaults(run=run)

@@ -19,7 +19,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def add_compact(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--compact``, which has the same meaning as in ``Chat.save``."""
-    parser.add_argument("--compact", action="store_true", help="pack also the newest keys, which otherwise stay raw, and compress tensors")
+    parser.add_argument("--compact", action="store_true", help="also pack the newest keys, which otherwise stay raw, and compress tensors")
 
 
 def load_chat_model(model: str | None, arguments: argparse.Namespace) -> tuple[Any, Any]:

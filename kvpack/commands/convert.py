@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
     parser.add_argument("output", metavar="OUT")
     recipe = parser.add_mutually_exclusive_group(required=True)
     recipe.add_argument("recipe", metavar="RECIPE", nargs="?", help=RECIPE_HELP)
-    recipe.add_argument("--recipe", dest="named", metavar="RECIPE", help="the same as RECIPE, spelled as in other commands")
+    recipe.add_argument("--recipe", dest="named", metavar="RECIPE", help="another way to pass RECIPE, as in other commands")
     add_basis(parser)
     add_writing(parser)
     add_json(parser)
@@ -38,9 +38,9 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compress",
         action=argparse.BooleanOptionalAction,
-        help="compress tensors with zstd if that saves 3 %% or more (default: as in the file that is read, and for --compact)",
+        help="compress tensors with zstd if that saves 3 %% or more (default: if the input file is compressed, or with --compact)",
     )
-    parser.add_argument("--durable", action="store_true", help="return only when the file is on the disk")
+    parser.add_argument("--durable", action="store_true", help="return only after the file has been flushed to the disk")
     add_force(parser)
 
 

@@ -32,7 +32,7 @@ class Package(NamedTuple):
 
 PACKAGES = (
     Package("torch", "2.6", "everything but inspect and verify"),
-    Package("triton", "3.6", "kernels on CUDA devices; PyTorch for CUDA brings it"),
+    Package("triton", "3.6", "kernels on CUDA devices; PyTorch for CUDA includes it"),
     Package("transformers", "5.23", "models: KvpackCache, cache, generate, tune, bench quality", "transformers"),
     Package("redis", "5", "stores on Redis and Valkey", "redis"),
     Package("obstore", "0.12", "stores on S3, Google Cloud Storage and Azure", "object-store"),

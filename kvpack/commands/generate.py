@@ -20,13 +20,15 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="continue a saved cache with a prompt",
-        description="Continue a file of kvpack cache or Chat.save with a prompt: the model computes only what the file does not hold, and "
-        "its answer is printed as it is generated.",
+        description="Continue a file of kvpack cache or Chat.save with a prompt: the model computes only the tokens that the file lacks, "
+        "and its answer is printed as it is generated.",
     )
     parser.add_argument("file", metavar="FILE")
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="the new message; - reads it from standard input")
     parser.add_argument(
-        "--model", metavar="MODEL", help="the model that made the file, a folder or a name on the hub (default: the hub's name in FILE)"
+        "--model",
+        metavar="MODEL",
+        help="the model that made the file, by its folder or its name on the hub (default: the hub name in FILE)",
     )
     parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="write at most N tokens (default: 512)")
     parser.add_argument(
@@ -35,7 +37,7 @@ def add(commands: Any) -> None:
         metavar="T",
         help="sample at this temperature; 0 picks the most likely token (default: the model's own)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed for sampling (default: 0)")
     parser.add_argument(
         "--basis", metavar="FILE", help="the basis of a file that uses the klt or transform codec, or a folder that contains it"
     )

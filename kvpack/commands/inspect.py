@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 def add(commands: Any) -> None:
     """Add ``inspect`` to the command line."""
-    description = (
-        "Show the layers, codecs, bits per value, bytes by stream, model and token range of a kvpack file; of several, one row each."
-    )
-    parser = commands.add_parser("inspect", help="show what files hold", description=description)
+    description = "Show the layers, codecs, bits per value, streams, model and token range of a file, or one row for each of several files."
+    parser = commands.add_parser("inspect", help="show the contents of files", description=description)
     parser.add_argument("files", metavar="FILE", nargs="+")
     add_json(parser)
     parser.set_defaults(run=run)

@@ -55,7 +55,8 @@ _LIMITS = {"layers": MAX_LAYERS, "heads": MAX_HEADS, "tokens": MAX_TOKENS, "dim"
 def add(commands: Any) -> None:
     """Add ``recipes`` to the command line."""
     description = (
-        "List the recommended recipes, or price the given ones. Bits in the file count all bytes of a cache of the given shape, and "
+        "List the recommended recipes, or compute the size of the given ones. Bits in the file count all bytes of a cache of the given "
+        "shape, and "
         "nominal bits are counted as in the papers. KL is the loss that was measured on a real model of head dim 64, for presets of "
         "kvpack's published measurement. 'Breaks on' lists the kinds of keys that a recipe does not suit."
     )

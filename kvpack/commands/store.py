@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
     _action(kinds, "ls", run_ls, "list the stored prefixes, most recently used first")
     _action(kinds, "stat", run_stat, "count entries, bytes and tokens by model and recipe")
     verify = _action(kinds, "verify", run_verify, "check every byte of every entry, and its key")
-    verify.add_argument("--delete", action="store_true", help="delete damaged entries; with keys, unencrypted entries too")
+    verify.add_argument("--delete", action="store_true", help="also delete damaged entries and, with keys, unencrypted entries")
     collect = _action(
         kinds, "gc", run_gc, "remove files of dead writers and older versions, and unused bases, then evict down to the limits"
     )
@@ -52,16 +52,16 @@ def add(commands: Any) -> None:
     remove.add_argument("--model", metavar="NAME", help="only entries of this model, as stat prints it")
     remove.add_argument("--recipe", metavar="RECIPE", help="only entries of this recipe")
     remove.add_argument("--older-than", type=seconds, metavar="TIME", help="only entries not used for this long, such as 7d or 12h")
-    remove.add_argument("--dry-run", action="store_true", help="only count what would be removed")
+    remove.add_argument("--dry-run", action="store_true", help="only count the entries that would be removed")
     export = _action(kinds, "export", run_export, "write one prefix as a single kvpack file")
     export.add_argument("key", metavar="KEY", help="a key, or its first digits; ls lists them")
     export.add_argument("output", metavar="OUT")
-    export.add_argument("--durable", action="store_true", help="return only when the file is on the disk")
+    export.add_argument("--durable", action="store_true", help="return only after the file has been flushed to the disk")
     add_force(export)
     add = _action(kinds, "import", run_import, "store a kvpack file's prefix")
     add.add_argument("input", metavar="FILE", help="an exported prefix, or any kvpack file; one without token ids needs --tokens")
     add.add_argument("--tokens", metavar="JSON", help="a file with the token ids as a JSON array (default: those in FILE)")
-    add.add_argument("--basis", metavar="PATH", help="the basis that FILE needs, or a folder that holds it")
+    add.add_argument("--basis", metavar="PATH", help="the basis that FILE needs, or a folder that contains it")
     add.add_argument(
         "--chunk", type=int, metavar="N", help="tokens per chunk (default: as in FILE, else as in its stored beginning, else 256)"
     )

@@ -47,14 +47,16 @@ def add(commands: Any) -> None:
         help="omit codecs that attention must decode tile by tile (transform, which is meant for stored files)",
     )
     parser.add_argument("--out", default="recipe.txt", metavar="FILE", help="the recipe file to write (default: recipe.txt)")
-    parser.add_argument("--measurements", metavar="FILE", help="keep the measurements in this file, and reuse those already in it")
+    parser.add_argument("--measurements", metavar="FILE", help="store the measurements in this file, and reuse those already in it")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens per window (default: 1024, or fewer if they do not fit)")
     parser.add_argument("--score", type=int, metavar="N", help="score the last N tokens of each window (default: 256)")
-    parser.add_argument("--windows", type=int, metavar="N", help="windows of the text for the search (default: 4, or as many as fit)")
     parser.add_argument(
-        "--held-out", type=int, metavar="N", help="windows kept for the final comparison only (default: 16, or as many as fit)"
+        "--windows", type=int, metavar="N", help="number of windows of the text for the search (default: 4, or as many as fit)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the windows (default: 0)")
+    parser.add_argument(
+        "--held-out", type=int, metavar="N", help="number of windows that only the final comparison uses (default: 16, or as many as fit)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed for choosing windows (default: 0)")
     add_force(parser)
     add_json(parser)
     parser.set_defaults(run=run)

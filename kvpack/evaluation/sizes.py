@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .models import Text
 
 
-LONGER_TEXT = "give a longer text or a smaller --tokens"
+LONGER_TEXT = "pass a longer text or a smaller --tokens"
 """Advice at the end of messages about a text that is too short."""
 
 

@@ -72,7 +72,9 @@ def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = Fa
     names, array_names = set(contents.layouts), set(arrays)
     if names != array_names:
         missing, unknown = (sorted(map(str, a - b))[:8] for a, b in ((names, array_names), (array_names, names)))
-        raise InvalidParameter(f"arrays: missing {', '.join(missing) or 'none'}, not in the layout {', '.join(unknown) or 'none'}")
+        raise InvalidParameter(
+            f"arrays must match the layout: missing {', '.join(missing) or 'none'}, unknown {', '.join(unknown) or 'none'}"
+        )
     stored, tensors = {}, []
     for name, layout in contents.layouts.items():
         raw = _flat_bytes(name, arrays[name])

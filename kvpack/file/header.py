@@ -118,9 +118,9 @@ class LayerEntry:
         if self.k is None or self.v is None:
             return
         if self.k.batch != self.v.batch:
-            raise InvalidHeader(f"k.batch is {self.k.batch}, but v.batch is {self.v.batch}")
+            raise InvalidHeader(f"k.batch is {self.k.batch}, but v.batch is {self.v.batch}; both must be equal")
         if self.k.tokens != self.v.tokens:
-            raise InvalidHeader(f"k.tokens is {self.k.tokens}, but v.tokens is {self.v.tokens}")
+            raise InvalidHeader(f"k.tokens is {self.k.tokens}, but v.tokens is {self.v.tokens}; both must be equal")
 
     def sides(self) -> Iterator[tuple[str, SideEntry]]:
         """Yield ("k", keys) and ("v", values), omitting absent sides."""

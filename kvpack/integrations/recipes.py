@@ -58,4 +58,4 @@ def check_layer_names(recipe: str, names: Sequence[str]) -> None:
     """
     numbers = [[int(part) for part in name.split(".") if part.isdecimal()] for name in names]
     if numbers != [[number] for number in range(len(names))]:
-        check_layers(recipe, f"the layers {', '.join(names)} are not those of a model, from the first on and in order")
+        check_layers(recipe, f"the layers {', '.join(names)} are not all layers of a model in order, beginning with the first")

@@ -194,7 +194,7 @@ class PageCodec:
                 f"rows does not contain only contiguous buffers ({error}): pass bytearrays or one uint8 tensor"
             ) from None
         if len(views) != count:
-            raise InvalidParameter(f"{len(views)} rows were given for {count} slots")
+            raise InvalidParameter(f"{len(views)} rows were passed for {count} slots: pass one row per slot")
         for number, view in enumerate(views):
             if writable and view.readonly:
                 raise InvalidParameter(f"row {number} is a read-only buffer, but a page must be written to it: pass a writable one")
@@ -216,7 +216,7 @@ def _digests(keys: Sequence[bytes] | None, count: int, description: str) -> list
         return [None] * count
     keys = as_list(keys, "keys", "the engine's keys, which are bytes")
     if len(keys) != count:
-        raise InvalidParameter(f"{len(keys)} keys were given for {count} {description}")
+        raise InvalidParameter(f"{len(keys)} keys were passed for {count} {description}: pass one key for each")
     return [key_digest(key) for key in keys]
 
 

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvpack.store")
 
 NAMES = {
-    "loads": "Calls of load.",
+    "loads": "Calls to load.",
     "load_tokens": "Tokens requested from load.",
     "hit_tokens": "Tokens that load returned.",
     "hit_chunks": "Chunks that load returned; for one of several tiers, the chunks found in it.",
     "other_chunks": "Lookups that missed tokens stored in chunks of a different size: use one chunk size for all stores here.",
     "promoted_chunks": "Chunks copied from a slower tier to a faster one.",
     "dropped_writes": "Entries that never reached a slower tier: the queue was full, or not empty in time when the store was closed.",
-    "lease_waits": "Calls of load that waited for another worker to save what was missing.",
-    "lease_timeouts": "Calls of load that waited without success: the other worker took longer than the lease, died or did not save.",
-    "saves": "Calls of save with at least one whole chunk.",
+    "lease_waits": "Calls to load that waited for another worker to save the missing chunks.",
+    "lease_timeouts": "Calls to load that waited without success: the other worker took longer than its lease, died or did not save.",
+    "saves": "Calls to save with at least one whole chunk.",
     "saved_chunks": "Chunks that save has written.",
     "saved_bytes": "Bytes of the chunks that save has written.",
     "present_chunks": "Chunks that save found in the store.",
@@ -39,7 +39,7 @@ NAMES = {
     "damaged_entries": "Entries whose bytes are damaged; each was a miss and was removed.",
     "unreadable_entries": "Entries not read because of too little memory, an unknown codec or a newer version; each was a miss and was "
     "kept.",
-    "undecryptable_entries": "Entries that none of the given keys decrypts; each was a miss.",
+    "undecryptable_entries": "Entries that no given key decrypts; each was a miss.",
     "evicted_entries": "Entries removed to make room.",
     "evicted_bytes": "Bytes of entries removed to make room.",
     "expired_entries": "Entries of a folder or an object store removed because they were unused for the ttl of their last user.",
@@ -146,7 +146,11 @@ class Counters:
             operation, _, reason = label.partition(" ")
             lines.append(f'kvpack_store_faults_total{{operation="{operation}",reason="{reason}"}} {count}')
         latencies = self.histogram("kvpack_store_seconds", {})
-        lines += ["# HELP kvpack_store_seconds Seconds of a call, by operation.", "# TYPE kvpack_store_seconds histogram", *latencies]
+        lines += [
+            "# HELP kvpack_store_seconds Duration of calls in seconds, by operation.",
+            "# TYPE kvpack_store_seconds histogram",
+            *latencies,
+        ]
         for name, (meaning, value) in gauges.items():
             lines += [f"# HELP kvpack_store_{name} {meaning}", f"# TYPE kvpack_store_{name} gauge", f"kvpack_store_{name} {value}"]
         lines += _tier_lines(tiers)

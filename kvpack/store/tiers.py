@@ -195,7 +195,7 @@ class Tiers:
     def histograms(self) -> str:
         """Return histograms of the durations of loads and saves of every tier, in Prometheus' text format."""
         name = "kvpack_store_tier_seconds"
-        lines = [f"# HELP {name} Seconds of a call of a tier, by operation.", f"# TYPE {name} histogram"]
+        lines = [f"# HELP {name} Duration of calls to a tier in seconds, by operation.", f"# TYPE {name} histogram"]
         for tier, counts in enumerate(self._tier_counters):
             lines += counts.histogram(name, {"tier": str(tier)})
         return "\n".join(lines) + "\n"

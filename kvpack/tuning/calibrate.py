@@ -364,7 +364,8 @@ def show(report: dict[str, Any]) -> None:
     cost = report["balanced_cost"]
     if cost is not None:
         print(
-            f"frame=balanced: key errors cost scores {cost['other']:.2f} times as much as without it, on text outside the calibration; "
+            f"frame=balanced: key errors change attention scores {cost['other']:.2f} times as much as without it, on text outside the "
+            "calibration; "
             f"more calibration text lowers that to {cost['own']:.2f} at best"
         )
     elif not report["balanced"]:

@@ -67,5 +67,5 @@ def test_a_missing_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_file_that_stays_in_the_page_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(bytes(10_000))
     monkeypatch.setattr(io_cold, "is_cold", lambda *_: False)
-    with pytest.raises(InvalidParameter, match="its files stay in memory: pass --folder with a folder on a disk"):
+    with pytest.raises(InvalidParameter, match="stay in memory, so cold reads cannot be timed"):
         io_cold.drop_from_page_cache(str(tmp_path / "a"))

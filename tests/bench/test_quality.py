@@ -297,8 +297,8 @@ def test_preliminary_results_are_printed_immediately(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in lines] == [
         "the demo's text, window 1 of 2, mean KL",
         "the demo's text, window 2 of 2, mean KL",
-        "needles, 5 of 5 found without packing, packed",
-        "generated text, tokens changed",
+        "needles (5 of 5 found without packing) found with packing",
+        "share of generated tokens that changed",
     ]
     assert all(re.search(r": kivi-2 [\d.]+.*, fp8 [\d.]+", line) for line in lines)
 
@@ -533,7 +533,7 @@ def test_model_that_cannot_read_bytes(tmp_path: Path, capsys: pytest.CaptureFixt
         (
             ["--tokens", "512", "--windows", "5"],
             2,
-            "--windows is 5, expected an integer from 1 to 4 (the number of 512-token windows in the demo's text): give a longer text",
+            "--windows is 5, expected an integer from 1 to 4 (the number of 512-token windows in the demo's text): pass a longer text",
         ),
         (["--tokens", "512", "--needles", "5"], 2, "--needles is 5, expected an integer from 0 to 4"),
         (["--tokens", "100", "--needles", "1"], 2, "--needles is 1, expected 0 prompts"),

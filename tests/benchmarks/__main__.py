@@ -148,7 +148,7 @@ def _add_presets(kinds: Any) -> None:
     presets.add_argument("--windows", type=int, default=8, metavar="N", help="windows, spread evenly over the text (default: 8)")
     presets.add_argument("--tokens", type=int, default=3840, metavar="N", help="tokens packed in each window (default: 3840)")
     presets.add_argument("--processes", type=int, default=1, metavar="N", help="windows measured at once (default: 1)")
-    presets.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu, in float32, or cuda, in bfloat16 (default: cpu)")
+    presets.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu (float32) or cuda (bfloat16) (default: cpu)")
     presets.add_argument("--twin", type=float, metavar="C", help="measure the twin of bench quality --twin C")
     presets.add_argument("--offset", type=float, metavar="C", help="move keys as bench quality --offset C does")
     add_json(presets)
@@ -191,7 +191,7 @@ def _add_resume(kinds: Any) -> None:
         help="a shape of bench serve, qwen3.5-9b, small-hybrid, a name on the hub, or the path of a config.json or its "
         "folder; may be repeated (default: qwen3.5-9b and gemma-3-12b, on a CPU the small ones)",
     )
-    resume.add_argument("--layers", type=int, metavar="N", help="use N of the layers of the shape")
+    resume.add_argument("--layers", type=int, metavar="N", help="use only N layers of the shape")
     resume.add_argument("--dtype", choices=list(DTYPES), help="dtype of weights, keys and values (default: as for bench serve)")
     resume.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe of the store; may be repeated (default: two)")
     resume.add_argument(

@@ -234,8 +234,8 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda arrays: arrays.pop("0.k.tail"), InvalidParameter, "arrays: missing 0.k.tail, not in the layout none"),
-        (lambda arrays: arrays.update({"0.k.tial": b""}), InvalidParameter, "arrays: missing none, not in the layout 0.k.tial"),
+        (lambda arrays: arrays.pop("0.k.tail"), InvalidParameter, "missing 0.k.tail, unknown none"),
+        (lambda arrays: arrays.update({"0.k.tial": b""}), InvalidParameter, "missing none, unknown 0.k.tial"),
         (lambda arrays: arrays.update({"0.k.tail": bytes(15)}), InvalidParameter, r"0\.k\.tail has 15 bytes, expected 16"),
         (lambda arrays: arrays.update({"0.k.tail": numpy.zeros((8, 2), "u2").T[:1]}), InvalidParameter, r"0\.k\.tail is not C-contiguous"),
     ],

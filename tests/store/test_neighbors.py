@@ -443,7 +443,7 @@ def in_a_namespace() -> list[str]:
     if os.geteuid():
         command.insert(1, "--map-root-user")
     if subprocess.run([*command, "true"], capture_output=True).returncode:
-        pytest.skip("PID namespaces are not allowed here")
+        pytest.skip("this machine does not allow PID namespaces")
     return command
 
 

@@ -221,7 +221,7 @@ def documented_changes() -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", help="change only these modules, such as codecs/klt.py")
+    parser.add_argument("modules", nargs="*", help="change only these modules of the decoder, such as codecs/klt.py")
     modules = parser.parse_args().modules
     changes = [change for change in all_changes() if not modules or change.path.relative_to(DECODER).as_posix() in modules]
     survivors = 0

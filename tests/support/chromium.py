@@ -90,7 +90,9 @@ class Page:
             if found := self.evaluate(condition):
                 return found
             time.sleep(0.02)
-        raise RuntimeError(f"never true: {condition}; the page shows: {self.evaluate('document.body.innerText')[:500]}")
+        raise RuntimeError(
+            f"the condition never became true: {condition}; the page shows: {self.evaluate('document.body.innerText')[:500]}"
+        )
 
     def choose(self, selector: str, *paths: Path) -> None:
         """Choose the files ``paths`` in the file input that ``selector`` matches."""

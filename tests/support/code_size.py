@@ -154,8 +154,8 @@ def trace_operations(root: Path) -> dict[str, Calls]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to measure (default: this one)")
-    parser.add_argument("--check", action="store_true", help="fail if a figure is above its limit")
+    parser.add_argument("--root", type=Path, default=ROOT, help="checkout to measure (default: this one)")
+    parser.add_argument("--check", action="store_true", help="fail if any figure exceeds its limit")
     arguments = parser.parse_args()
     root = arguments.root.resolve()
     sys.path.insert(0, str(root))

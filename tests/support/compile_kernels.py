@@ -265,9 +265,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="+", metavar="RECIPE")
     parser.add_argument("--json", action="store_true", help="print a JSON object on the last line")
-    parser.add_argument("--every", action="store_true", help="compile all calls whose code differs")
+    parser.add_argument("--every", action="store_true", help="compile every call that results in different code")
     parser.add_argument("--quick", action="store_true", help="generate machine code only for the first launch of each kernel")
-    parser.add_argument("--capability", type=int, default=90, choices=CHIPS, help="compute capability times ten (default 90)")
+    parser.add_argument(
+        "--capability", type=int, default=90, choices=CHIPS, help="compute capability times ten, such as 90 for 9.0 (default 90)"
+    )
     options = parser.parse_args(arguments)
     layers = {recipe: random_layer(recipe) for recipe in options.recipes}
     compiled = CompiledKernels(options.quick)
@@ -281,7 +283,7 @@ def main(arguments: list[str]) -> int:
     limits = Usage(MAX_REGISTERS, room, MAX_INSTRUCTIONS, sys.maxsize)
     for name, usage in compiled.used.items():
         if any(value > limit for value, limit in zip(usage, limits, strict=True)):
-            compiled.failed[name] = f"{usage} exceeds the limits of {chip}, {limits}"
+            compiled.failed[name] = f"{usage} exceeds {limits}, the limits of {chip}"
     found = {
         "triton": triton.__version__,
         "chip": chip,

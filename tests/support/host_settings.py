@@ -35,7 +35,7 @@ def vllm_like_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
 
     def forbidden(*_: object) -> None:
-        raise AssertionError("the adapter must not change the host's number of threads")
+        raise AssertionError("the adapter changed the host's number of threads")
 
     dtype = torch.get_default_dtype()
     with monkeypatch.context() as patched:

@@ -210,7 +210,7 @@ def check_same_bits(packed: kvpack.Cache, dense: Any) -> None:
             states = {f"conv.{i}": state for i, state in getattr(theirs, "conv_states", {}).items() if state is not None}
             states |= {f"recurrent.{i}": state for i, state in getattr(theirs, "recurrent_states", {}).items() if state is not None}
             assert mine.states.keys() == states.keys(), f"layers[{number}] has the states {list(mine.states)}"
-            assert all(torch.equal(mine.states[name], state) for name, state in states.items()), f"layers[{number}]: states differ"
+            assert all(torch.equal(mine.states[name], state) for name, state in states.items()), f"layers[{number}] has different states"
         k, v = mine.unpack(torch.float32)
         if getattr(theirs, "keys", None) is None:
             assert k is None
@@ -264,7 +264,9 @@ def search_beams(subject: Subject) -> None:
     options = {"num_beams": 3, "do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, "use_cache": True}
     found = subject.model.generate(ids, past_key_values=over, **options)
     subject.model.set_attn_implementation(subject.attention)
-    assert found.tolist() == subject.model.generate(ids, past_key_values=dense, **options).tolist(), "beam search generates other tokens"
+    assert found.tolist() == subject.model.generate(ids, past_key_values=dense, **options).tolist(), (
+        "beam search generated different tokens"
+    )
 
 
 def crop(subject: Subject) -> None:
@@ -291,13 +293,17 @@ def store(subject: Subject) -> None:
     # The encoder's input also determines the decoder's keys and values, so every key includes it.
     inputs = [b"the zoo's input", *[b""] * (PROMPT.shape[1] // CHUNK - 1)] if subject.encoder else None
     with kvpack.Store(subject.file.with_suffix(".store"), identity, chunk=CHUNK) as prefixes:
-        assert prefixes.save(PROMPT, cache, inputs=inputs) == PROMPT.shape[1], f"some tokens were not stored: {prefixes.stats()}"
+        assert prefixes.save(PROMPT, cache, inputs=inputs) == PROMPT.shape[1], (
+            f"some tokens were not stored; the store's statistics are {prefixes.stats()}"
+        )
         tokens, loaded = prefixes.load(PROMPT, inputs=inputs)
         assert tokens == PROMPT.shape[1], f"{tokens} tokens were found"
-        assert inputs is None or prefixes.match(PROMPT) == 0, "found without the encoder's input"
+        assert inputs is None or prefixes.match(PROMPT) == 0, "a prefix was found without the encoder's input"
         for number, (mine, whole) in enumerate(zip(loaded, cache, strict=True)):
             assert mine.states.keys() == whole.states.keys()
-            assert all(torch.equal(state, whole.states[name]) for name, state in mine.states.items()), f"layers[{number}]: states differ"
+            assert all(torch.equal(state, whole.states[name]) for name, state in mine.states.items()), (
+                f"layers[{number}] has different states"
+            )
             for name, side in mine.sides.items():
                 held = whole.sides[name].unpack(torch.float32)[:, :, mine.skipped :]
                 assert torch.equal(side.unpack(torch.float32), held), f"layers[{number}].{name} differs"
@@ -472,7 +478,7 @@ BEGIN, END = "<!-- make zoo -->\n", "<!-- end -->"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="architectures, such as bart or 'bart (sequence to sequence)' (default: all)")
+    parser.add_argument("names", nargs="*", help="architectures to examine, such as bart or 'bart (sequence to sequence)' (default: all)")
     parser.add_argument("--write", action="store_true", help=f"write the integration's {PAGE.name}, with all architectures")
     parser.add_argument("--elsewhere", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

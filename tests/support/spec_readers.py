@@ -190,7 +190,7 @@ def fresh_files(count: int, number: int, visit: Callable[[bytes], None]) -> None
         visit(data)
 
     run()
-    print(f"{count - left} files that the library has just written")
+    print(f"{count - left} files newly written by the library")
 
 
 def mutations(seconds: float, number: int, found: Sequence[bytes]) -> Iterator[tuple[bytes, bool]]:
@@ -208,9 +208,9 @@ def mutations(seconds: float, number: int, found: Sequence[bytes]) -> Iterator[t
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of mutations (default 60)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds to spend on mutations (default 60)")
     parser.add_argument("--files", type=int, default=500, help="number of new files written by the library (default 500)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the random choices (default 1)")
+    parser.add_argument("--seed", type=int, default=1, help="random seed (default 1)")
     parser.add_argument("--failures", type=Path, default=Path("reader-failures"), help="folder for files that cause a difference")
     parser.add_argument("--reader", action="append", choices=sorted(READERS), help="run only this reader; may be repeated")
     arguments = parser.parse_args(words)

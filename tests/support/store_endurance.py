@@ -84,7 +84,7 @@ def run_endurance(
         ended += worker.exitcode is not None
         _kill(worker)
     sums = [sum(counts[kind::3]) for kind in range(3)]
-    found = {"operations": sums[_DONE], "kills": kills, "wrong": sums[_WRONG], "damaged": sums[_DAMAGED], "ended by themselves": ended}
+    found = {"operations": sums[_DONE], "kills": kills, "wrong": sums[_WRONG], "damaged": sums[_DAMAGED], "exited on their own": ended}
     return found | (_disk(location) if os.path.isdir(location) else {})
 
 
@@ -99,19 +99,19 @@ def _disk(folder: str) -> dict[str, Any]:
     with store_stress.open_store(folder, 0) as store:
         store.collect()
     taken = int(subprocess.run(["du", "-s", "-B1", folder], check=True, capture_output=True, text=True).stdout.split()[0])
-    return {"budget": store_stress.BUDGET, "on disk": taken, "left over": len(list(Path(folder).glob("unfinished/.kvpack-*")))}
+    return {"budget": store_stress.BUDGET, "bytes on disk": taken, "unfinished files": len(list(Path(folder).glob("unfinished/.kvpack-*")))}
 
 
 def has_failed(report: dict[str, Any]) -> bool:
     """Return True if a hit was wrong, an entry was damaged, a process died without being killed, or the budget was exceeded."""
-    broken = report["wrong"] or report["damaged"] or report["ended by themselves"] or report.get("left over")
-    return bool(broken) or report.get("on disk", 0) > 1.05 * report.get("budget", 0) or not report["operations"]
+    broken = report["wrong"] or report["damaged"] or report["exited on their own"] or report.get("unfinished files")
+    return bool(broken) or report.get("bytes on disk", 0) > 1.05 * report.get("budget", 0) or not report["operations"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--location", help="location of the store (default: a temporary folder)")
+    parser.add_argument("--location", help="location of the store to use (default: a temporary folder)")
     parser.add_argument("--processes", type=int, default=PROCESSES)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -97,7 +97,7 @@ def check_states(cache: kvpack.Cache, number: int, model: int, tokens: int) -> N
     found = [dict(layer.states) for layer in cache]
     assert [list(own) for own in found] == [["recurrent.0"] if model == STATEFUL and not at else [] for at in range(len(cache))]
     if model == STATEFUL:
-        assert torch.equal(found[0]["recurrent.0"], state(number, tokens)), f"prompt {number}: wrong states"
+        assert torch.equal(found[0]["recurrent.0"], state(number, tokens)), f"prompt {number} was loaded with wrong states"
 
 
 def check(store: kvpack.Store, number: int, model: int) -> int:
@@ -112,8 +112,8 @@ def check(store: kvpack.Store, number: int, model: int) -> int:
         k, v = layer.unpack(torch.bfloat16)
         assert k is not None
         assert v is not None
-        assert torch.equal(k[0, 0], x), f"prompt {number} of model {model}: wrong keys"
-        assert torch.equal(v[0, 0], -x), f"prompt {number} of model {model}: wrong values"
+        assert torch.equal(k[0, 0], x), f"prompt {number} of model {model} was loaded with wrong keys"
+        assert torch.equal(v[0, 0], -x), f"prompt {number} of model {model} was loaded with wrong values"
     return n
 
 
@@ -140,7 +140,7 @@ def perform_random_operation(stores: list[kvpack.Store], choice: random.Random, 
             if cache is not None:
                 check_states(cache, number, model, n)
             for layer, x in zip(cache or (), expected_keys(number, model)[:, :n], strict=False):
-                assert torch.equal(layer.unpack(torch.bfloat16)[0][0, 0], x), "a loaded cache changed after eviction"
+                assert torch.equal(layer.unpack(torch.bfloat16)[0][0, 0], x), "a loaded cache changed after its entries were evicted"
     elif choice.random() < 0.3:
         store.pin(prompt(number)[:CHUNK])
         store.unpin(prompt(number)[:CHUNK])

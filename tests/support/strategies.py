@@ -312,7 +312,7 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
     except OutOfRange:
         # The largest 8-bit norm is 469.5.
         smallest = 0.4 * MAX_LOG8 / codec.dim**0.5 if getattr(codec.family, "norm", "") == LOG8 else SMALLEST_REFUSED
-        assert x.abs().max() > smallest, "a value of ordinary size was refused"
+        assert x.abs().max() > smallest, "the encoder refused a value of ordinary size as too large"
         return False
     layout = codec.layout(batch, heads, tokens)
     counts = {name: int(count.sum()) for name, count in codec.entries(streams).items()}

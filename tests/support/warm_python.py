@@ -180,7 +180,7 @@ def run_request(request: dict[str, Any]) -> None:
         sys.modules.pop(words[1], None)
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        assert not words[0].startswith("-"), f"{words[0]} is not an option that is known here"
+        assert not words[0].startswith("-"), f"{words[0]} is not an option that this program supports"
         sys.argv = words
         runpy.run_path(words[0], run_name="__main__")
 

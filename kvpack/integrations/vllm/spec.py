@@ -94,7 +94,9 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
             self.cpu_info = info.from_config(config, self.num_chunks, self.kv_bytes_per_chunk)
         self.ratio = page_bytes * self.blocks_per_chunk * copies / self.kv_bytes_per_chunk
         if not self.num_chunks:
-            raise InvalidParameter(f"cpu_bytes_to_use is {options['cpu_bytes_to_use']}, but one chunk takes {self.kv_bytes_per_chunk}")
+            raise InvalidParameter(
+                f"cpu_bytes_to_use is {options['cpu_bytes_to_use']}, but one chunk takes {self.kv_bytes_per_chunk}: set it to at least that"
+            )
 
     @classmethod
     def build_metric_definitions(cls, extra_config: Any) -> dict[str, Any]:

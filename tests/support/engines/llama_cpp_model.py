@@ -122,7 +122,7 @@ class Context:
         options.flash_attn_type = int(flash)
         options.kv_unified = options.swa_full = False
         self.pointer = library.llama_init_from_model(self.model, options)
-        assert self.pointer, f"no context of {path}"
+        assert self.pointer, f"llama.cpp could not create a context for {path}"
         self.vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self.model))
 
     def __enter__(self) -> Self:

@@ -16,13 +16,13 @@ from support.store_matrix.matrix import FAULTS, KINDS, run_cell, table
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="store_matrix", description="Every kind of store under every fault.")
+    parser = argparse.ArgumentParser(prog="store_matrix", description="Test every kind of store under every fault.")
     parser.add_argument("--kind", action="append", choices=KINDS, help="run only this one; may be repeated")
     parser.add_argument("--fault", action="append", choices=FAULTS, help="run only this one; may be repeated")
-    parser.add_argument("--kills", type=int, help="number of kills over all kinds (default 7,000)")
-    parser.add_argument("--lookups", type=int, help="number of lookups over all kinds (default 1,001,000)")
-    parser.add_argument("--cases", type=int, help="number of cases of every other cell (default: that of the fault)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default 0)")
+    parser.add_argument("--kills", type=int, help="total number of kills over all kinds of stores (default 7,000)")
+    parser.add_argument("--lookups", type=int, help="total number of lookups over all kinds of stores (default 1,001,000)")
+    parser.add_argument("--cases", type=int, help="number of cases in every other cell (default: as defined for the fault)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON value instead of a table")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -95,7 +95,7 @@ def _run(place: Place, cell: Cell, fault: FaultyOs, budget: int | None) -> int:
         for store in lasting:
             store.close()
     if after := open_files() - before:
-        raise BrokenGuarantee(f"left open: {after}")
+        raise BrokenGuarantee(f"the store left file descriptors open: {after}")
     check_intact(place, kept, read=(0, 1, 4, 7))
     return fault.calls
 

@@ -44,7 +44,7 @@ def check_kills(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
         while left:
             now = min(left, KILLS_PER_CHECK)
             _kill_once(place, cell, now, choice)
-            with cell.recording_problems("after the kills"):
+            with cell.recording_problems("checking the store after all kills"):
                 cell.counts["chunks_left"] += check_intact(place)
             left -= now
             cell.report_done(now, of=count)
@@ -67,22 +67,22 @@ def _kill_once(place: Place, cell: Cell, count: int, choice: random.Random) -> N
             os.kill(running[victim], signal.SIGKILL)
             _, status = os.waitpid(running[victim], 0)
             if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
-                cell.problem(f"a writer ended by itself, with {os.waitstatus_to_exitcode(status)}")
+                cell.problem(f"a writer exited before it was killed, with code {os.waitstatus_to_exitcode(status)}")
             running[victim] = start()
             if place.has_server and number % KILLS_PER_SERVER_KILL == KILLS_PER_SERVER_KILL - 1:
                 _kill_server(place, cell)
             for _ in range(READS_PER_KILL):
                 who, read = choice.randrange(len(stores)), choice.randrange(PROMPTS)
-                with cell.recording_problems("a read"):
+                with cell.recording_problems("reading after a kill"):
                     cell.counts["reads"] += 1
                     cell.counts["hits"] += check(stores[who], who, read) > 0
-            with cell.recording_problems("the prompts that are kept"):
+            with cell.recording_problems("reading the pinned prompts"):
                 who, _ = choice.choice(PINNED_PROMPTS)
                 require(stores[who], PINNED_PROMPTS, who, "while writers are killed")
             size = place.max_stored_bytes()
             cell.counts["most_bytes"] = max(cell.counts["most_bytes"], size)
             if place.budget is not None and size > place.budget:
-                cell.problem(f"{size} bytes at one moment, the budget is {place.budget}")
+                cell.problem(f"the store contained {size} bytes at one moment, but the budget is {place.budget}")
         for who, store in enumerate(stores):
             _check_counters(store.counters(), who, place, cell.problem)
     finally:
@@ -102,7 +102,7 @@ def _kill_server(place: Place, cell: Cell) -> None:
     cell.counts["server_kills"] += 1
     time.sleep(0.03)
     if not place.survives_server:
-        with cell.recording_problems("after a restart of the server"):
+        with cell.recording_problems("reading after a restart of the server"):
             save_and_pin(place)
 
 
@@ -127,9 +127,9 @@ def _use_until_killed(place: Place, choice: random.Random, note: Note) -> None:
 def _check_counters(counts: dict[str, object], who: int, place: Place, problem: Callable[[str], None]) -> None:
     """Check that killed processes neither damage entries on a sound disk nor cause refusals. A killed server only stops responding."""
     if counts["damaged_entries"]:
-        problem(f"identity {who} met {counts['damaged_entries']} damaged entries: {counts['faults']}")
+        problem(f"the store of identity {who} found {counts['damaged_entries']} damaged entries; its faults are {counts['faults']}")
     faults = counts["faults"]
     assert isinstance(faults, dict)
     for fault in faults:
         if not (place.has_server and any(known in fault for known in _SERVER_FAULTS)):
-            problem(f"identity {who} met the fault {fault!r}")
+            problem(f"the store of identity {who} counted the unexpected fault {fault!r}")

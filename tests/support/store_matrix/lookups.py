@@ -33,7 +33,7 @@ def check_lookups(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
     cell.counts["own_hits"] = report["prompts"] - report["owners_that_found_something_else"]
     for what in ("hits", "refused", "owners_that_found_something_else"):
         if report[what]:
-            cell.problem(f"{what.replace('_', ' ')}: {report[what]} of {report['lookups']} lookups")
+            cell.problem(f"{report[what]} of {report['lookups']} lookups had {what.replace('_', ' ')}")
 
 
 def near_identities() -> list[kvpack.Identity]:

@@ -82,7 +82,7 @@ def run_cell(kind: str, fault: str, count: int, seed: int = 0, progress: Callabl
         cell.skipped = "neither redis-server nor valkey-server is installed"
         return cell
     started, used = time.monotonic(), sum(os.times()[:4])
-    with places(KINDS[kind]) as place, cell.recording_problems("the run"):
+    with places(KINDS[kind]) as place, cell.recording_problems("running the fault"):
         FAULTS[fault].run(place, cell, count, seed)
     cell.seconds, cell.processor_seconds = time.monotonic() - started, sum(os.times()[:4]) - used
     return cell

@@ -56,7 +56,7 @@ def check_memory_limits(place: Place, cell: Cell, count: int, seed: int = 0) -> 
     _, status = os.waitpid(process, 0)
     read_notes(notes, cell)
     if code := os.waitstatus_to_exitcode(status):
-        cell.problem(f"the process with limits exited with {code}")
+        cell.problem(f"the process under memory limits exited with code {code}")
     cell.report_done(count)
     if place.has_server:
         _use_full_server(place, cell, count)
@@ -81,7 +81,7 @@ def _use_under_limits(place: Place, count: int, note: Note) -> None:
         note("saved", saved)
         for who, kept_number in PINNED_PROMPTS:
             with place.open(who) as store:
-                require(store, ((who, kept_number),), who, f"under limit {number}")
+                require(store, ((who, kept_number),), who, f"loading under memory limit {number}")
 
 
 def _use(place: Place, number: int, room: int | None) -> tuple[list[bool], int]:
@@ -102,7 +102,9 @@ def _use(place: Place, number: int, room: int | None) -> tuple[list[bool], int]:
         hits = [compare(*answer) > 0 for answer in loaded]
         found = check(stores[0], 0, other)
         if found < saved // CHUNK:
-            raise BrokenGuarantee(f"save reported {saved // CHUNK} chunks without memory, but {found} of {chunks(other)} are found")
+            raise BrokenGuarantee(
+                f"save reported {saved // CHUNK} chunks when memory was short, but only {found} of {chunks(other)} are found"
+            )
         stores[0].delete(prompt(other), start=CHUNK * 2)
     finally:
         for store in stores:
@@ -146,11 +148,11 @@ def _use_full_server(place: Place, cell: Cell, count: int) -> None:
                 used = client.info("memory")["used_memory"]
                 client.config_set("maxmemory-policy", policy)
                 client.config_set("maxmemory", used + _SERVER_STEP_BYTES * (number % 4) - 20_000)
-                with cell.recording_problems(f"a full server, {policy}, step {number}"), _expect_eviction_warning(policy):
+                with cell.recording_problems(f"using a full server with policy {policy}, step {number}"), _expect_eviction_warning(policy):
                     _fill(full)
                 client.config_set("maxmemory", 0)
                 client.config_set("maxmemory-policy", "noeviction")
-                with cell.recording_problems(f"after a full server, {policy}, step {number}"):
+                with cell.recording_problems(f"checking a full server with policy {policy} after step {number}"):
                     kept = PINNED_PROMPTS if policy == "noeviction" or full.survives_server else ()
                     cell.counts["chunks_left"] += check_intact(full, kept, read=(0, 1, 4))
                 cell.report_done()
@@ -169,7 +171,7 @@ def _fill(place: Place) -> None:
             for number in range(8):
                 saved = store.save(prompt(number), packed_prompt(who, number))
                 if not 0 <= saved <= chunks(number) * CHUNK:
-                    raise BrokenGuarantee(f"save reports {saved} tokens")
+                    raise BrokenGuarantee(f"save reports {saved} tokens, although the server rejected them")
                 check(store, who, number)
             store.collect()
             store.stats()

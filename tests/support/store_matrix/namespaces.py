@@ -53,7 +53,7 @@ def check_namespaces(place: Place, cell: Cell, count: int, seed: int = 0) -> Non
         _wait(looker, cell)
         stop.unlink()
         read_notes(notes, cell)
-    with cell.recording_problems("afterwards"):
+    with cell.recording_problems("checking the store afterward"):
         saved = [(who, number) for who in (0, 1) for number in range(min(count, PROMPTS))]
         cell.counts["chunks_left"] += check_intact(place, saved, read=ALL_PROMPTS)
     cell.report_done(2 * count)
@@ -62,7 +62,7 @@ def check_namespaces(place: Place, cell: Cell, count: int, seed: int = 0) -> Non
 def _wait(process: int, cell: Cell) -> None:
     _, status = os.waitpid(process, 0)
     if code := os.waitstatus_to_exitcode(status):
-        cell.problem(f"a process in another namespace exited with {code}")
+        cell.problem(f"a process in another PID namespace exited with code {code}")
 
 
 def _act_as_other_container(place: Place, stop: Path, choice: random.Random, note: Note) -> None:
@@ -89,7 +89,7 @@ def _save(place: Place, who: int, count: int, note: Note) -> None:
         tokens = stores[who].save(prompt(saved), packed_prompt(who, saved))
         found = check(stores[who], who, saved)
         if tokens != whole * CHUNK or found != whole or stores[who].counters()["faults"]:
-            of = f"{tokens} of {whole * CHUNK} tokens are saved and {found} chunks found"
+            of = f"{tokens} of {whole * CHUNK} tokens were saved, and {found} chunks were found"
             note(f"problem: save {number}: {of}: {nonzero_counters(stores[who])}", 1)
         else:
             note("saves", 1)
@@ -130,7 +130,7 @@ def _run_in_child(work: Callable[[], None], note: Note) -> None:
     if process:
         _, status = os.waitpid(process, 0)
         if code := os.waitstatus_to_exitcode(status):
-            raise BrokenGuarantee(f"the child exited with {code}")
+            raise BrokenGuarantee(f"the child process exited with code {code}")
         return
     code = 1
     try:
@@ -161,4 +161,4 @@ def _obstacle() -> str:
         os._exit(0)
     _, status = os.waitpid(process, 0)
     code = os.waitstatus_to_exitcode(status)
-    return f"PID namespaces are not allowed here: {os.strerror(code)}" if code else ""
+    return f"this machine does not allow PID namespaces: {os.strerror(code)}" if code else ""

@@ -110,7 +110,7 @@ def compare(who: int, number: int, tokens: int, found: kvpack.Cache | None) -> i
         return 0
     right = expected_chunks(who, number)
     if not 0 < tokens == found.tokens <= len(right) * CHUNK or tokens % CHUNK:
-        raise BrokenGuarantee(f"load reports {tokens} tokens, its cache has {found.tokens}, the prompt has {len(right)} chunks")
+        raise BrokenGuarantee(f"load reports {tokens} tokens, but its cache has {found.tokens}, and the prompt has {len(right)} chunks")
     for chunk in range(tokens // CHUNK):
         got = chunk_bytes(found, chunk)
         if got != right[chunk]:
@@ -142,4 +142,4 @@ def _describe_owner(got: bytes) -> str:
         for number in range(PROMPTS):
             if got in expected_chunks(who, number):
                 return f"chunk {expected_chunks(who, number).index(got)} of prompt {number} of identity {who}"
-    return "what nobody saved"
+    return "values that no process saved"

@@ -50,7 +50,7 @@ def check_users(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
     if place.server is not None:
         for number in range(count):
             on_server = planted.ON_SERVERS[(seed * count + number) % len(planted.ON_SERVERS)]
-            with cell.recording_problems(f"a stranger's client, {on_server.__name__}"):
+            with cell.recording_problems(f"planting with another client: {on_server.__name__}"):
                 _check_planted_by_client(place, cell, on_server)
             cell.report_done()
     if not place.folders:
@@ -94,7 +94,7 @@ def _run_as(uid: int, place: Place, cell: Cell, what: str, work: Callable[[Note]
     read_notes(notes, cell)
     code = os.waitstatus_to_exitcode(status)
     if code not in (0, 1):
-        cell.problem(f"{what}: ended with {code}")
+        cell.problem(f"{what}: the process exited with code {code}")
 
 
 def _empty_place(place: Place, uid: int, mode: int = 0o700) -> Place:
@@ -110,7 +110,7 @@ def _empty_place(place: Place, uid: int, mode: int = 0o700) -> Place:
 def _check_own_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> None:
     """Check an object that root or a fault has put in the user's own folder under the name of an entry."""
     own = _empty_place(place, ALICE)
-    what = f"{plant.__name__} in one's own folder"
+    what = f"{plant.__name__} in the user's own folder"
     _run_as(ALICE, own, cell, what, lambda note: save_and_pin(own))
 
     def meet(note: Note) -> None:
@@ -124,7 +124,7 @@ def _check_own_folder(place: Place, cell: Cell, plant: planted.Plant, folder: in
         for who, number in PINNED_PROMPTS:
             with own.open(who) as store:
                 if check(store, who, number) != chunks(number):
-                    raise BrokenGuarantee(f"a good entry is gone: {nonzero_counters(store)}")
+                    raise BrokenGuarantee(f"an intact entry was removed; the store's counters are {nonzero_counters(store)}")
 
     _run_as(ALICE, own, cell, what, lambda note: plant(_victim_path(own, folder), own.folders[folder]))
     _run_as(ALICE, own, cell, what, meet)
@@ -211,7 +211,7 @@ def _check_root_collects(place: Place, cell: Cell, seed: int) -> None:
                 command_line(["store", words[0], folder, *words[1:], "--json"])
     foreign = own.foreign_paths(ALICE)
     if foreign:
-        cell.problem(f"root has left files of its own in a user's folder: {foreign}")
+        cell.problem(f"root left files that it owns in a user's folder: {foreign}")
     _run_as(ALICE, own, cell, "after root", use)
 
 
@@ -266,7 +266,7 @@ def _check_other_folder(place: Place, cell: Cell) -> None:
                 pass
 
     process = fork(neighbor, notes)
-    _run_as(ALICE, his, cell, "reading a neighbor's folder that is cut", hold)
+    _run_as(ALICE, his, cell, "reading another user's folder while its files are truncated", hold)
     os.waitpid(process, 0)
     read_notes(notes, cell)
 
@@ -313,7 +313,7 @@ def _limit_growth() -> Iterator[None]:
     yield
     grown = _largest_bytes() - _file_bytes() - before
     if grown > MAX_GROWTH:
-        raise BrokenGuarantee(f"{grown:,} bytes of memory were taken, the limit is {MAX_GROWTH:,}")
+        raise BrokenGuarantee(f"{grown:,} bytes of memory were allocated, but the limit is {MAX_GROWTH:,}")
 
 
 def _largest_bytes() -> int:

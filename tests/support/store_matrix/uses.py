@@ -55,7 +55,7 @@ def perform_random_operation(place: Place, stores: list[kvpack.Store], choice: r
     if what < 0.85:
         saved = store.save(ids, packed_prompt(who, number))
         if not 0 <= saved <= len(ids) or saved % CHUNK:
-            raise BrokenGuarantee(f"save reports {saved} tokens of {len(ids)}")
+            raise BrokenGuarantee(f"save reports {saved} of {len(ids)} tokens")
     elif what < 0.88:
         store.match(ids)
     elif what < 0.91:
@@ -90,10 +90,10 @@ def perform_each_operation(place: Place) -> int:
             for number in (1, 4):
                 ids = prompt(number)
                 if not 0 <= store.save(ids, packed_prompt(who, number)) <= len(ids):
-                    raise BrokenGuarantee("save reports more tokens than there are")
+                    raise BrokenGuarantee("save reports more tokens than the prompt has")
                 found += check(store, who, number)
             if store.pin(prompt(1)) > len(prompt(1)):
-                raise BrokenGuarantee("pin reports more tokens than there are")
+                raise BrokenGuarantee("pin reports more tokens than the prompt has")
             store.match(prompt(1))
             store.unpin(prompt(1))
             store.delete(prompt(4), start=CHUNK)
@@ -116,14 +116,14 @@ def check_intact(
     try:
         stores[0].collect()
         if left := place.unfinished_files():
-            raise BrokenGuarantee(f"unfinished files are left: {left}")
+            raise BrokenGuarantee(f"unfinished files remain after the fault: {left}")
         if place.budget is not None and (size := place.max_stored_bytes()) > place.budget:
-            raise BrokenGuarantee(f"{size} bytes are stored, the budget is {place.budget}")
+            raise BrokenGuarantee(f"{size} bytes are stored, but the budget is {place.budget}")
         if foreign := place.foreign_paths():
-            raise BrokenGuarantee(f"files of other users, or open to them: {foreign}")
+            raise BrokenGuarantee(f"these files belong to other users or are accessible to them: {foreign}")
         found = 0
         for who, store in enumerate(stores):
-            require(store, kept, who, "entries saved and pinned before the fault are gone")
+            require(store, kept, who, "entries that were saved and pinned before the fault are missing")
             found += sum(check(store, who, number) for number in read)
         for store in stores:
             counts = store.counters()
@@ -146,5 +146,5 @@ def check_usable(store: kvpack.Store, who: int, number: int) -> None:
         raise BrokenGuarantee(f"save no longer works: {saved} tokens of {whole} chunks: {nonzero_counters(store)}")
     if (found := check(store, who, number)) != whole:
         raise BrokenGuarantee(
-            f"only {found} of {whole} chunks are found after a save that reported all as stored: {nonzero_counters(store)}"
+            f"save reported that all chunks are stored, but only {found} of {whole} are found: {nonzero_counters(store)}"
         )

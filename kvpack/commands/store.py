@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
     verify = _action(kinds, "verify", run_verify, "check every byte of every entry, and its key")
     verify.add_argument("--delete", action="store_true", help="also delete damaged entries and, with keys, unencrypted entries")
     collect = _action(
-        kinds, "gc", run_gc, "remove files of dead writers and older versions, and unused bases, then evict down to the limits"
+        kinds, "gc", run_gc, "remove files of dead writers and unused bases, then evict down to the limits"
     )
     collect.add_argument(
         "--max-bytes", type=byte_count, metavar="N", help="evict until the entries take at most N bytes, such as 10GB (default: no limit)"
@@ -391,8 +391,8 @@ def run_gc(arguments: argparse.Namespace) -> int:
             f"{_entries(counts['evicted_entries'])} ({counts['evicted_bytes']:,} bytes) and "
             f"{format_count(counts['swept_files'], 'unfinished file')}"
         )
-        old = f" and {counts['reclaimed_entries']:,} bases or entries of older layouts" if counts["reclaimed_entries"] else ""
-        print(f"{store.name}: removed {evicted}{old}; {_entries(entries)} ({size:,} bytes) left")
+        bases = f" and {counts['reclaimed_entries']:,} unused bases" if counts["reclaimed_entries"] else ""
+        print(f"{store.name}: removed {evicted}{bases}; {_entries(entries)} ({size:,} bytes) left")
         if pinned := len(store.backend.pinned_keys()):
             print(f"{_are(pinned)} pinned: kvpack store stat lists the owners, and kvpack store unpin removes a pin")
     return store.exit_code()

@@ -45,8 +45,8 @@ NAMES = {
     "expired_entries": "Entries of a folder or an object store removed because they were unused for the ttl of their last user.",
     "vanished_entries": "Entries that a Redis server removed itself, because they expired or by its own eviction policy.",
     "deleted_entries": "Entries removed by delete.",
-    "reclaimed_entries": "Removed entries of older layouts, which stores can no longer find.",
-    "reclaimed_bytes": "Bytes of removed entries of older layouts.",
+    "reclaimed_entries": "Removed bases that no entry needs.",
+    "reclaimed_bytes": "Bytes of removed bases.",
     "swept_files": "Removed unfinished files of dead writers.",
     "faults": "Operations that the system or the server rejected, by operation and reason.",
 }

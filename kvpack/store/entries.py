@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 FEATURE = "prefix-store-2"
 """Ignorable feature of a chunk's entry: its key, its parent's key, the digests of its payload and other inputs, and its token ids."""
-OLD_FEATURES = ("prefix-store",)
-"""Features of older entries. Stores no longer look for these, because their keys cover less of the identity."""
 _DIGEST_END = 2 * KEY_BYTES + DIGEST_BYTES
 
 SideShapes = tuple[tuple[tuple[str, int, int], ...], ...]
@@ -229,8 +227,6 @@ def check_entry(
 ) -> ChunkFields:
     """Check the header of a chunk's entry, and return its fields, without reading any tensor. Raises InvalidHeader or LimitExceeded."""
     header = file.header
-    if FEATURE not in header.ignorable and is_old(file):
-        raise InvalidHeader(f"{file.where} is from an older version of kvpack, and stores no longer read it: run kvpack store gc")
     if FEATURE not in header.ignorable:
         raise InvalidHeader(f"{file.where} is not an entry of a store: its header has no feature {FEATURE!r}")
     check_header(file, start, model, recipe)
@@ -272,12 +268,6 @@ def check_header(file: container.File, start: int | None, model: Mapping[str, st
     ):
         if expected is not None and actual != expected:
             raise InvalidHeader(f"{file.where}: the entry's {name} is {actual!r}, expected {expected!r}")
-
-
-def is_old(file: container.File) -> bool:
-    """Return True if a file is an entry of an older layout, whose key covers less of the identity."""
-    ignorable = file.header.ignorable
-    return FEATURE not in ignorable and any(name in ignorable for name in OLD_FEATURES)
 
 
 def check_decoded_size(cache: Cache, key: bytes, max_bytes: int) -> None:

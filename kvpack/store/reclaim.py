@@ -1,4 +1,4 @@
-"""Removal of entries in older layouts, which stores no longer look for, and of bases that no entry needs."""
+"""Removal of bases that no entry needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpack.formats.errors import KvpackError, Undecryptable
 from .backend import MAX_ENTRY_BYTES
 from .catalog import read_fronts
 from .encryption import decrypt_entry
-from .entries import FEATURE, is_old, open_entry
+from .entries import FEATURE, open_entry
 from .entry_kind import check_size
 from .faults import is_damage
 from .keys import check_basis
@@ -31,43 +31,33 @@ GRACE_NS = 3600 * 10**9
 
 
 def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
-    """Remove intact entries in older layouts with their pins, and bases that no entry has needed for an hour.
+    """Remove bases that no entry has needed for an hour.
 
-    Entries are kept if they are unreadable, in a newer layout, larger than ``max_entry_bytes``, or encrypted with a key that ``cipher``
-    lacks.
+    None is removed if an entry is unreadable, larger than ``max_entry_bytes``, or encrypted and unreadable with ``cipher``.
     """
-    to_remove, bases = [], []
-    for stored, front in read_fronts(backend, _candidates(backend, cipher), max_entry_bytes):
-        if front is not None:
-            kind = _kind_of(stored, front, cipher)
-            to_remove += [stored] if kind == "old" else []
-            bases += [stored] if kind == "basis" else []
-    to_remove += _unused_bases(backend, bases, cipher, max_entry_bytes)
-    pinned = backend.pinned_keys() if to_remove else set()
-    for stored in to_remove:
-        if stored.key in pinned:
-            backend.unpin([stored.key])
+    fronts = read_fronts(backend, _candidates(backend, cipher), max_entry_bytes)
+    bases = [stored for stored, front in fronts if front is not None and _is_basis(stored, front, cipher)]
+    to_remove = _unused_bases(backend, bases, cipher, max_entry_bytes)
     removed = backend.delete([stored.key for stored in to_remove]) if to_remove else set()
     counters.add("reclaimed_entries", len(removed))
     counters.add("reclaimed_bytes", sum(stored.size for stored in to_remove if stored.key in removed))
 
 
 def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[StoredEntry]:
-    """Return the entries that may have to be removed: all except those described as chunks, states or pages."""
+    """Return the entries that may be bases: all except those described as chunks, states or pages."""
     described = describe_new(backend) if cipher is None else None
     return backend.list() if described is None else described
 
 
-def _kind_of(stored: StoredEntry, front: Data, cipher: Cipher | None) -> str:
-    """Return "old" for an entry in an older layout, "basis" for a basis, and "" for any other entry."""
+def _is_basis(stored: StoredEntry, front: Data, cipher: Cipher | None) -> bool:
     try:
         data = decrypt_entry(stored.key, front, cipher)
         if FEATURE.encode() in bytes(memoryview(data)[:_FRONT_BYTES]):
-            return ""
+            return False
         with open_entry(data, stored.key) as file:
-            return "basis" if file.header.is_basis else "old" if is_old(file) else ""
+            return file.header.is_basis
     except (KvpackError, OSError, MemoryError):
-        return ""
+        return False
 
 
 def _unused_bases(backend: Backend, bases: Sequence[StoredEntry], cipher: Cipher | None, max_entry_bytes: int) -> list[StoredEntry]:

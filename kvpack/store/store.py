@@ -399,7 +399,7 @@ class Store:
         return None if self._stored_basis is None else self._stored_basis.get()
 
     def collect(self) -> None:
-        """Remove files of dead writers, entries in older layouts, and bases that no entry has needed for an hour.
+        """Remove files of dead writers, and bases that no entry has needed for an hour.
 
         Afterwards, recount the remaining entries, and evict entries until they fit the budget.
         """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from kvpack.file import container
 from kvpack.file.inputs import Inputs
 from kvpack.formats.errors import InvalidHeader, InvalidParameter
 from kvpack.store import catalog
-from kvpack.store.backend import Hold
 from kvpack.store.entries import FEATURE, ChunkFields
 from kvpack.store.keys import token_bytes
-from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, is_same_prefix, open_store, prompt, rewrite, save
+from support.store_caches import CHUNK, IDENTITY, cache, entries, is_same_prefix, open_store, prompt, rewrite, save
 
 IMAGE = hashlib.sha256(b"an image").digest()
 
@@ -206,33 +204,3 @@ def test_inputs_are_exported_and_imported(tmp_path: Path, capsys: pytest.Capture
 def entry_of_key(store: kvpack.Store, key: bytes) -> str:
     (path,) = (path for path in entries(store.location) if path.endswith(key.hex()))
     return path
-
-
-def test_only_entries_of_older_layouts_are_reclaimed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store, ids, kept = open_store(tmp_path), prompt(2), prompt(2, seed=1)
-    save(store, ids)
-    save(store, kept, seed=1)
-    store.pin(kept)
-    for number, chunk in enumerate(store.keys(ids)):
-        path = entry_of_key(store, chunk)
-        feature = chunk + bytes(32) + bytes(16) + token_bytes(ids[number * CHUNK : (number + 1) * CHUNK])
-        rewrite(path, {"prefix-store": feature})
-    good = Path(entry_of(store, kept, 1))
-    both, later, damaged = (good.with_name(good.name[:2] + digits * 31) for digits in ("ab", "cd", "ef"))
-    for path, features in ((both, {"prefix-store": b"", FEATURE: b""}), (later, {"prefix-store-3": b"of a later kvpack"})):
-        shutil.copy(good, path)
-        rewrite(str(path), features)
-    damaged.write_bytes(b"prefix-store, and nothing else")
-    store._backend.pin(store.keys(ids), Hold("test", 2**40))
-    reasons = {str(why) for stored, why in catalog.verify(store._backend) if stored.key in store.keys(ids)}
-    assert reasons
-    assert all("older version of kvpack" in reason for reason in reasons)
-    assert cli.main(["store", "gc", str(tmp_path), "--json"]) == 0
-    counts = json.loads(capsys.readouterr().out)
-    assert (counts["reclaimed_entries"], counts["entries"]) == (2, 5)
-    assert counts["reclaimed_bytes"] > 0
-    assert store._backend.pinned_keys() == set(store.keys(kept))
-    assert store.load(kept)[0] == 2 * CHUNK
-    store.collect()
-    assert store.counters()["reclaimed_entries"] == 0
-    assert len(entries(tmp_path)) == 5

@@ -41,7 +41,7 @@ TESTS = (
 COMPILED = "tests/kernels/test_compiling.py"
 DEFAULT_COMPILED = f"{COMPILED}::test_the_default_recipe_compiles"
 """The compilation test that the fast part runs. With ``--whole``, all tests in ``COMPILED`` run with every Triton version."""
-KERNELS = "decode_the_pages_of_a_cache or batches_and_heads or many_short_pages or pack_and_append"
+KERNELS = "decode_the_pages_of_a_cache or sequences_and_heads or many_short_pages or pack_and_append"
 """pytest's ``-k`` expression for the kernel tests of the fast part: attention, decoding and encoding in Triton's interpreter."""
 
 

@@ -61,7 +61,7 @@ def test_attend_equals_softmax_over_unpacked(recipe: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("q_len", [1, 2, 63, 150])
-def test_causal_chunks_agree_with_one_query_at_a_time(q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_causal_chunks_agree_with_single_queries(q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPACK_KERNELS", "torch")
     cache = kvpack.pack(random_pairs(1, 150), "kivi-4")
     q = torch.randn(1, 4, q_len, 64)
@@ -70,7 +70,7 @@ def test_causal_chunks_agree_with_one_query_at_a_time(q_len: int, monkeypatch: p
     torch.testing.assert_close(kvpack.attend(q, cache[0]), whole, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_tiles_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tile_size_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPACK_KERNELS", "torch")
     cache = kvpack.pack(random_pairs(1, 1000), "k=group:b=3,g=32;v=group:b=3,g=32")
     q = torch.randn(1, 2, 3, 64)
@@ -132,7 +132,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_queries_are_refused(name: str) -> None:
+def test_invalid_queries_are_refused(name: str) -> None:
     q, options, error, message = BAD[name]
     cache = kvpack.pack(random_pairs(1, 40), "kivi-2")
     with pytest.raises(error, match=message):
@@ -178,7 +178,7 @@ def plain_each(
 
 @pytest.mark.parametrize("given", [list, torch.tensor], ids=["integers", "a tensor"])
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 20), (False, None)])
-def test_sink_logits_and_sequences_of_unequal_lengths(causal: bool, window: int | None, given: Callable[[list[int]], Any]) -> None:
+def test_sink_logits_and_unequal_lengths_are_supported(causal: bool, window: int | None, given: Callable[[list[int]], Any]) -> None:
     cache = kvpack.pack(random_pairs(1, 150, batch=4), "kivi-4;tail=32")
     q = torch.randn(4, 4, 3, 64, generator=torch.Generator().manual_seed(2))
     lengths, sink_logits = [150, 2, 0, 77], torch.tensor([0.5, -torch.inf, 3.0, 0.0])
@@ -217,7 +217,7 @@ def test_padding_before_sequences_is_not_attended(
     torch.testing.assert_close(alone.to(torch.float64), plain, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_starts_include_tokens_that_a_layer_skipped() -> None:
+def test_starts_count_tokens_that_a_layer_skipped() -> None:
     cache = kvpack.pack(random_pairs(1, 150, batch=2), "raw")
     layer = Layer(*(side.slice(40, 150) for side in cache[0].sides.values()), skipped=40)
     q = torch.randn(2, 4, 3, 64)
@@ -261,7 +261,7 @@ def test_lengths_that_include_all_tokens_change_nothing() -> None:
         pytest.param({"lengths": torch.ones(2)}, InvalidType, "lengths has dtype torch.float32", id="lengths of no integers"),
     ],
 )
-def test_bad_sink_logits_and_lengths_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_sink_logits_and_lengths_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     cache = kvpack.pack(random_pairs(1, 50, batch=2), "kivi-4")
     with pytest.raises(error, match=message):
         kvpack.attend(torch.randn(2, 4, 1, 64), cache[0], **options)

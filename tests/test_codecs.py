@@ -62,7 +62,7 @@ def test_invalid_arguments_are_refused(make: Any, message: str) -> None:
     assert message in str(refused.value)
 
 
-def test_layers_are_given_as_a_map() -> None:
+def test_a_map_gives_codecs_to_layers() -> None:
     with pytest.raises(InvalidParameter, match=r"layers is 'k=raw', expected a map such as"):
         Recipe(kv=Raw(), layers="k=raw")  # type: ignore[arg-type]
 

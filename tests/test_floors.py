@@ -138,11 +138,11 @@ def circles(modules: Graph) -> list[list[str]]:
     return sorted(sorted(group) for group in groups)
 
 
-def test_every_part_has_a_floor() -> None:
+def test_every_module_has_a_level() -> None:
     assert {part(module) for module in sources()} - {"kvpack"} == {name for names in FLOORS for name in names}
 
 
-def test_no_part_imports_from_a_higher_floor() -> None:
+def test_no_module_imports_from_a_higher_level() -> None:
     """The only exception is the package itself, whose table of public names refers to all modules."""
     imports = [(module, target) for module, targets in graph().items() if module != "kvpack" for target in targets]
     assert sorted(f"{module} imports {target}" for module, target in imports if trespasses(module, target)) == []

@@ -332,7 +332,9 @@ def test_every_public_function_is_tested() -> None:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize(("call", "given"), CALLS.values(), ids=CALLS)
-def test_foreign_arguments(call: Callable[..., Any], given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_arguments_are_accepted_or_refused_by_a_kvpack_error(
+    call: Callable[..., Any], given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     replaced = {
         f"{argument}={what}": {argument: value}

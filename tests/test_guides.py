@@ -129,7 +129,7 @@ def test_examples_use_no_argument_that_warns(path: Path) -> None:
 @pytest.mark.scenario
 @pytest.mark.skipif(not (real_model.model_folder() / "config.json").is_file(), reason=f"needs the real model: {real_model.COMMAND}")
 @pytest.mark.parametrize("path", [FOLDER / "resume-a-chat.md", ROOT / "README.md"], ids=lambda path: path.stem)
-def test_chats_run_with_the_model_that_they_name(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_examples_run_with_the_model_that_they_name(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "HuggingFaceTB").mkdir()
     (tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct").symlink_to(real_model.model_folder())
     monkeypatch.chdir(tmp_path)

@@ -57,7 +57,7 @@ def test_every_test_runs_for_some_source() -> None:
         ("README.md", {"tests/test_readme.py"}),
     ],
 )
-def test_paths(file: str, expected: set[str]) -> None:
+def test_the_tests_of_a_path_are_those_expected(file: str, expected: set[str]) -> None:
     assert covering_tests(file) == expected
 
 

@@ -49,7 +49,7 @@ def test_an_exception_is_shown() -> None:
     assert done.stderr.endswith('File "<string>", line 2, in <module>\nZeroDivisionError: division by zero\n')
 
 
-def test_modules_are_preloaded_and_no_state_is_shared() -> None:
+def test_programs_start_with_imported_modules_and_share_no_state() -> None:
     code = "import random, sys; print('torch' in sys.modules, 'json.tool' in sys.modules, random.random()); sys.modules.clear()"
     outputs = [subprocess.run([warm_python.python("json.tool"), "-c", code], capture_output=True, text=True).stdout for _ in range(2)]
     assert [output.split()[:2] for output in outputs] == [["True", "True"]] * 2

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_shapes_by_letter_and_by_number() -> None:
+def test_shapes_are_given_by_letter_or_by_numbers() -> None:
     assert kernels.parse_shape("B") == kernels.QueryShape(1, 32, 8, 128, 131072)
     assert kernels.parse_shape("2x8x4x64x1000") == kernels.QueryShape(2, 8, 4, 64, 1000)
 
@@ -81,7 +81,7 @@ def test_a_missing_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.scenario
-def test_plot_of_a_sweep(tmp_path: Path) -> None:
+def test_a_sweep_is_plotted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [
         {"recipe": "SDPA flash", "whole_seconds": 1e-5, "of_bf16": 1.0, "error": None},
@@ -110,7 +110,7 @@ def test_recipes_without_a_kernel_are_marked_as_decoded_first(capsys: pytest.Cap
 
 
 @pytest.mark.cuda
-def test_small_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_small_shape_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     command = ["bench", "kernels", "--shape", "1x4x2x64x2048", "--recipe", "kivi-4", "--only", "attention", "--json"]
     assert main([*command, "--out", str(tmp_path)]) == 0
     report = json.loads(capsys.readouterr().out)

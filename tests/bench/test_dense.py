@@ -24,7 +24,7 @@ def test_a_format_returns_the_values_that_it_was_given(way: dense.DenseFormat, t
     assert dense.stored_bytes(str(tmp_path / "file")) > 0
 
 
-def test_matrix_products_attend() -> None:
+def test_matrix_products_compute_attention() -> None:
     q, k, v = torch.randn(2, 8, 1, 16), *(torch.randn(2, 2, 33, 16) for _ in range(2))
     expected = scaled_dot_product_attention(q, k, v, enable_gqa=True)
     torch.testing.assert_close(dense.matmul_attention(q, k, v), expected.view(2, 2, 4, 16))

@@ -18,7 +18,7 @@ def test_equal_sides_and_raw_sides_are_omitted() -> None:
     assert [side for side, _ in encode_kernels.codecs_of("kv=scalar:b=3", 2, 64)] == ["k"]
 
 
-def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_every_codec(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"bytes": 1000, "pack_seconds": 2e-3, "unpack_seconds": 4e-3, "unpack_gb_per_s": 33.25}
     by_kernel = {"recipe": "kv=scalar:b=4", "side": "k", "seconds": 1e-4, "gb_per_s": 671.1, "of_floor": 2.5, "paper_seconds": 1.5e-3}
     by_torch = {"recipe": "oscar-2-u8", "side": "v", "seconds": None, "gb_per_s": None, "of_floor": None, "paper_seconds": None}
@@ -33,7 +33,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.cuda
-def test_small_shape() -> None:
+def test_a_small_shape_is_measured() -> None:
     recipes = ["kivi-4;raw=0", "kv=group:b=2,scales=u8", "klt=6310:5310"]
     report = encode_kernels.run(recipes, encode_kernels.StateShape(1, 2, 2048, 64))
     assert [(row["recipe"], row["side"]) for row in report["rows"]] == [(recipe, side) for recipe in recipes for side in "kv"]

@@ -29,7 +29,7 @@ def measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str,
     return rows
 
 
-def test_table_has_rows_of_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_rows_for_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     dropped: list[str] = []
     monkeypatch.setattr(io_cold, "drop_from_page_cache", dropped.append)
     fio = tmp_path / "fio"
@@ -49,7 +49,7 @@ def test_table_has_rows_of_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert "no engine" in capsys.readouterr().err
 
 
-def test_works_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_measurement_works_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(io_cold, "drop_from_page_cache", lambda _: None)
     monkeypatch.setattr(io_cold.shutil, "which", lambda _: None)
     rows = measured(tmp_path, capsys)

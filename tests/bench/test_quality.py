@@ -219,7 +219,7 @@ def test_the_model_reads_the_values_stored_in_the_file(
     assert min(coarse.attention_error) > 2 * max(plain.attention_error)
 
 
-def test_errors_against_dense_attention(exact: windows.UncompressedResult, model: Any, tmp_path: Path) -> None:
+def test_errors_are_relative_to_dense_attention(exact: windows.UncompressedResult, model: Any, tmp_path: Path) -> None:
     measured = windows.measure(model, exact, "kivi-2", str(tmp_path / "window"))
     packed = [kvpack.pack((k[:, :, :320], v[:, :, :320]), "kivi-2")[0].append(k[:, :, 320:], v[:, :, 320:]) for k, v in exact.pairs]
     mask = torch.ones(96, 416, dtype=torch.bool).tril(320)
@@ -237,7 +237,7 @@ def test_errors_against_dense_attention(exact: windows.UncompressedResult, model
         assert measured.k_cosine[number] == pytest.approx(cosine, abs=1e-3)
 
 
-def test_divergence() -> None:
+def test_the_divergence_equals_its_definition() -> None:
     logits = torch.randn(2, 150, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     p, q = logits.softmax(-1)
     expected = (p * (p / q).log()).sum(-1).mean().item()
@@ -307,7 +307,7 @@ def bytes_text(data: bytes = b"") -> Text:
     return Text("bytes", (256,), data, is_byte_level=True, encode=lambda text: [*text.encode()])
 
 
-def test_planting_key_lines() -> None:
+def test_key_lines_are_planted_in_the_text() -> None:
     text = demo_text()[2000:].replace(b"[", b"(")
     prompt = needles.key_lines(bytes_text(), text, torch.Generator().manual_seed(3))
     assert len(prompt.ids) == len(text)
@@ -325,7 +325,7 @@ def test_planting_key_lines() -> None:
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
-def test_planting_a_pass_key(depth: float) -> None:
+def test_a_pass_key_is_planted_in_the_text(depth: float) -> None:
     text = demo_text()[2000:]
     prompt = needles.pass_key(bytes_text(), text, depth, torch.Generator().manual_seed(3))
     assert len(prompt.ids) == len(text)
@@ -498,7 +498,7 @@ def test_the_twin_of_a_model_that_normalizes_keys_is_refused() -> None:
         make_twin(torch.nn.Linear(2, 2), 30.0, torch.arange(40)[None], 0)
 
 
-def test_model_with_a_tokenizer(tmp_path: Path) -> None:
+def test_a_model_with_a_tokenizer_is_measured(tmp_path: Path) -> None:
     words = {"<s>": 0, "<unk>": 1, **{f"w{number}": number + 2 for number in range(48)}}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
@@ -517,7 +517,7 @@ def test_model_with_a_tokenizer(tmp_path: Path) -> None:
         quality.run(str(tmp_path), str(text), ["kivi-4"], quality.Settings(tokens=64, needles=1))
 
 
-def test_model_that_cannot_read_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_cannot_read_bytes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_model().save_pretrained(tmp_path)
     assert cli.main(["bench", "quality", "--model", str(tmp_path)]) == 2
     assert "has no tokenizer" in capsys.readouterr().err
@@ -551,13 +551,13 @@ def test_invalid_arguments_are_refused(words: list[str], code: int, message: str
     assert capsys.readouterr().err.startswith(f"kvpack: {message}")
 
 
-def test_default_recipes() -> None:
+def test_the_default_recipes_are_at_most_18_presets() -> None:
     assert set(quality.RECIPES) <= set(PRESETS)
     assert len(quality.RECIPES) <= 18
 
 
 @pytest.mark.scenario
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_saves_its_report_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--tokens", "400", "--score", "32", "--windows", "2", "--needles", "1", "--generate", "40"]
     words = ["bench", "quality", "--model", "demo", *sizes, "--recipe", "kivi-2", "--twin", "8"]
     assert cli.main([*words, "--json", "--out", str(tmp_path)]) == 0
@@ -608,7 +608,7 @@ def test_the_front_uses_only_significant_differences() -> None:
     assert [row["bits_per_value"] for row in rows if row["on_front"]] == [2.0, 3.0, 16.0]
 
 
-def test_front_of_one_window_uses_its_values() -> None:
+def test_the_front_of_one_window_uses_its_values() -> None:
     rows = rows_of({2.0: [1.0], 3.0: [1.1], 4.0: [0.9], 16.0: [0.0]})
     summary.mark_pareto_front(rows)
     assert [row["on_front"] for row in rows] == [True, False, True, True]

@@ -20,7 +20,7 @@ from kvpack.models import transformers_library
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="shapes for GPUs are too large for the CPU")
 
 
-def test_table_has_rows_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_rows_for_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     saved = []
     save = kvpack.save
     monkeypatch.setattr(kvpack, "save", lambda cache, path: (saved.append(cache.model), save(cache, path)))

@@ -24,7 +24,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_small")
-def test_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_run_reports_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--layers", "2", "--chunks", "2", "--entries", "5", "--entries", "20", "--repeats", "2", "--folder", str(tmp_path)]
     assert cli.main(["bench", "store", "--recipe", "kivi-4", "--json", *words]) == 0
     report: dict[str, Any] = json.loads(capsys.readouterr().out)

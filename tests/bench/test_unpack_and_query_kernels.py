@@ -8,7 +8,7 @@ from kvpack.bench import query_kernels, unpack_kernels
 from kvpack.bench.query_kernels import QueryShape
 
 
-def test_unpack_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_for_unpacking_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"recipe": "octopus-3", "bytes": 1 << 20, "k_seconds": 1e-4, "v_seconds": 2e-4, "seconds": 3e-4, "of_copy_speed": 0.5}
     rows = [row | {"device_seconds": 2e-4, "device_of_copy_speed": 0.75}, row | {"device_seconds": None, "device_of_copy_speed": None}]
     unpack_kernels.show({**unpack_kernels.SHAPE._asdict(), "bytes": 3 << 27, "copy_seconds": 1.5e-4, "rows": rows}, "a device")
@@ -21,7 +21,7 @@ def test_unpack_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "takes 150 us" in shown
 
 
-def test_query_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_for_many_queries_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"recipe": "octopus-3", "seconds": 1e-3, "decoded_seconds": 2e-3, "of_sdpa": 1.25, "error": 1e-3}
     report = {
         **QueryShape(1, 32, 8, 128, 65536)._asdict(),

@@ -52,7 +52,7 @@ def test_names_are_unique(report: Any) -> None:
 
 
 @pytest.mark.scenario
-def test_table_1_has_every_system(report: Any) -> None:
+def test_every_system_of_table_1_is_measured(report: Any) -> None:
     names = figures(report, "OCTOPUS", "Table 1")
     for b in (2, 3, 4):
         for system in ("TurboQuant-MSE", "TurboQuant-QJL", "PolarQuant", "OCTOPUS", "OCTOPUS-QJL"):
@@ -87,12 +87,12 @@ def test_table_1_has_every_system(report: Any) -> None:
         ("OScaR", "HQMQ Table 3", 6),
     ],
 )
-def test_tables_have_their_numbers(report: Any, paper: str, table: str, count: int) -> None:
+def test_every_table_has_enough_figures(report: Any, paper: str, table: str, count: int) -> None:
     assert len(figures(report, paper, table)) >= count
 
 
 @pytest.mark.scenario
-def test_known_numbers(report: Any) -> None:
+def test_published_figures_are_copied_correctly(report: Any) -> None:
     """A few published figures are repeated here, so that a table that was copied incorrectly is noticed."""
     assert figures(report, "OCTOPUS", "Table 1")["b = 3, OCTOPUS: MSE"]["published"] == 0.0260
     assert figures(report, "OCTOPUS", "Needle")["b = 2, fp32: mass"]["published"] == 0.960
@@ -117,7 +117,7 @@ def test_known_numbers(report: Any) -> None:
         (math.nan, "<", None, "differs"),
     ],
 )
-def test_verdicts(measured: float, relation: str, expected: tuple[float, float] | None, verdict: str) -> None:
+def test_verdicts_follow_from_the_deviation(measured: float, relation: str, expected: tuple[float, float] | None, verdict: str) -> None:
     row = Row("Table", "figure", measured, 1.0, relation, expected)
     assert row.verdict == verdict
     assert row.as_json()["measured"] == (None if math.isnan(measured) else measured)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="shapes for GP
 
 
 @pytest.mark.scenario
-def test_rows_of_a_hybrid_and_of_a_sliding_window_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hybrid_and_sliding_window_models_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["resume", "--prefix", "768", "--every", "256", "--recipe", "bf16", "--recipe", "octopus-3"]
     assert main([*given, "--folder", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -42,7 +42,7 @@ def test_rows_of_a_hybrid_and_of_a_sliding_window_model(tmp_path: Path, capsys: 
     assert not list(tmp_path.iterdir())
 
 
-def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_speeds_and_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The table shows each speed relative to computing the prompt, and one line per error."""
     row = {"shape": "large", "layers": 2, "dtype": "bfloat16", "tokens": 1024, "suffix": 32, "error": None}
     hit = {"load_seconds": 0.25, "bytes_per_token": 1000.0, "state_bytes_per_token": 10.0, "loaded_bytes": 5000}

@@ -12,7 +12,7 @@ from support import spec_readers
 
 
 @pytest.mark.scenario
-def test_report_and_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     if reason := spec_readers.missing("javascript"):
         pytest.skip(reason)
     assert main(["viewer", "--tokens", "64", "--recipe", "fp8", "--recipe", "klt-4", "--json"]) == 0

@@ -12,7 +12,7 @@ from benchmarks.__main__ import main
 from kvpack.formats.errors import InvalidParameter
 
 
-def test_report_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_its_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["weights", "--repeats", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["model"] == "tinylm"

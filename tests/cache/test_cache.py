@@ -78,7 +78,7 @@ def test_a_slice_decodes_to_its_values(recipe: str, tmp_path: Path) -> None:
     assert part.untyped_storage().data_ptr() == stream.untyped_storage().data_ptr(), "the slice did not share the bytes"
 
 
-def test_slices_start_at_token_groups() -> None:
+def test_slices_must_start_at_token_groups() -> None:
     cache = kvpack.pack(random_pairs(2, 100), "kivi-2").append(random_pairs(2, 64))
     assert [page.tokens for page in cache[0].k.runs] == [100, 64]
     assert cache[:, 100:164].tokens == 64
@@ -291,7 +291,7 @@ class _TransformersCache:
     layers: list[_TransformersLayer]
 
 
-def test_input_forms_agree() -> None:
+def test_all_forms_of_input_give_the_same_cache() -> None:
     pairs = random_pairs(1, 40)
     forms = [pairs, tuple(pairs), pairs[0], [list(pairs[0])], _TransformersCache([_TransformersLayer(*pair) for pair in pairs])]
     for form in forms:
@@ -324,7 +324,7 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("name", BAD_INPUT)
-def test_errors_name_the_bad_input(name: str) -> None:
+def test_errors_name_the_invalid_input(name: str) -> None:
     past, error, message = BAD_INPUT[name]
     with pytest.raises(error, match=message):
         kvpack.pack(past, "octopus-3")
@@ -434,7 +434,7 @@ def test_append_refuses_mismatched_values_and_keeps_the_cache() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(tokens=st.integers(0, 300), cut=st.integers(0, 300))
-def test_prefix_then_append_continues(tokens: int, cut: int) -> None:
+def test_a_prefix_can_be_appended_to(tokens: int, cut: int) -> None:
     cut = min(cut, tokens)
     pairs = random_pairs(1, tokens, dims=(16, 16))
     cache = kvpack.pack(pairs, "kivi-4")[:, :cut].append([(k[:, :, cut:], v[:, :, cut:]) for k, v in pairs])

@@ -247,7 +247,7 @@ def test_many_tokens_far_from_the_mean_are_named_but_not_raw() -> None:
 @pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize("recipe", ["kvpack-3", "k=scalar:b=3,mean=32;v=scalar:b=3"])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 9, 40])
-def test_few_tokens_and_zeros_fit_maps_and_means(recipe: str, tokens: int) -> None:
+def test_few_tokens_and_zeros_are_not_outliers_of_maps_and_means(recipe: str, tokens: int) -> None:
     x = torch.randn(2, 3, tokens, 64, generator=torch.Generator().manual_seed(0))
     for k in (x, x * 0, torch.cat([x * 0, x], 2), x[:, :, :1].expand(-1, -1, tokens, -1).contiguous()):
         side = kvpack.pack([(k, k)], recipe)[0].k

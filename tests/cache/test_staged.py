@@ -95,7 +95,7 @@ def test_device_saves_equal_cpu_saves(recipe: str, piece_bytes: int, tmp_path: P
     assert bus.closed
 
 
-def test_caches_without_layers_tokens_or_sides(tmp_path: Path) -> None:
+def test_caches_without_layers_tokens_or_sides_are_loaded(tmp_path: Path) -> None:
     x = torch.randn(1, 2, 5, 64)
     for number, pairs in enumerate(([], [(x[:, :, :0], x[:, :, :0])], [(x, None), (None, x)])):
         cache = kvpack.pack(pairs, "octopus-3")
@@ -255,7 +255,7 @@ PART_RECIPES = ["kivi-2", "octopus-3", "bf16", "k=group:b=2,g=32,raw_tokens=fp16
 @pytest.mark.scenario
 @pytest.mark.parametrize("part", PARTS, ids=str)
 @pytest.mark.parametrize("recipe", PART_RECIPES)
-def test_loading_part_of_a_file_gives_that_part_of_the_cache(recipe: str, part: dict[str, Any], tmp_path: Path) -> None:
+def test_loading_a_part_of_a_file_returns_that_part_of_the_cache(recipe: str, part: dict[str, Any], tmp_path: Path) -> None:
     cache = kvpack.pack(random_pairs(5, 141, batch=2, dims=(64, 96)), recipe, start=7, inputs=kvpack.Inputs(bytes(4 * 141)))
     kvpack.save(cache, tmp_path / "a")
     layers, tokens = part.get("layers"), part.get("tokens", 141)
@@ -320,7 +320,7 @@ def test_a_part_outside_the_file_is_refused(part: dict[str, Any], error: type[Ex
     assert bus.begun == 0 or bus.closed
 
 
-def test_layers_that_have_dropped_tokens(tmp_path: Path) -> None:
+def test_layers_that_have_dropped_tokens_are_loaded(tmp_path: Path) -> None:
     pairs = random_pairs(2, 40)
     cache = kvpack.pack([pairs[0], (*(x[:, :, 24:] for x in pairs[1]), 24)], "k=octahedral:b=3;v=group:b=3,g=32")
     kvpack.save(cache, tmp_path / "a")

@@ -45,7 +45,7 @@ def test_a_round_trip_through_a_file_is_exact(recipe: str, compress: bool, tmp_p
     assert (tmp_path / "b").read_bytes() == (tmp_path / "c").read_bytes()
 
 
-def test_loads_and_saves_in_quick_succession(tmp_path: Path) -> None:
+def test_loads_and_saves_in_quick_succession_do_not_mix_bytes(tmp_path: Path) -> None:
     """Each load may reuse the memory of the previous one while copies are running, because nothing waits for the device in between."""
     caches = {recipe: long_cache(recipe) for recipe in ("octopus-3", "k=group:b=4;v=group:b=4")}
     for number, cache in enumerate(caches.values()):
@@ -75,7 +75,7 @@ def test_a_cold_file_bypasses_the_page_cache(recipe: str, tmp_path: Path, monkey
     assert len(opened) == 3
 
 
-def test_load_on_another_stream(tmp_path: Path) -> None:
+def test_a_load_on_another_stream_is_correct(tmp_path: Path) -> None:
     kvpack.save(long_cache("octopus-3"), tmp_path / "a")
     expected = bytes_of(kvpack.load(tmp_path / "a"))
     stream = torch.cuda.Stream()

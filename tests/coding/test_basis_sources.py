@@ -70,7 +70,7 @@ def good(folder: Path) -> Basis:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_file_in_the_folder_is_harmless(name: str, folder: Path, good: Basis) -> None:
+def test_an_invalid_file_in_the_folder_is_harmless(name: str, folder: Path, good: Basis) -> None:
     BAD[name](folder / "a.kvbasis")
     missing = bytes(32)
     tracemalloc.start()
@@ -116,7 +116,7 @@ def test_a_folder_that_cannot_be_opened_is_reported(folder: Path, good: Basis, m
 
 
 @pytest.mark.parametrize(("name", "error"), [("5 GiB of nothing", LimitExceeded), ("2 GiB of nothing", NotKvpack), ("a FIFO", MissingFile)])
-def test_a_bad_file_given_by_name_is_refused_before_it_is_read(
+def test_an_invalid_file_given_by_name_is_refused_before_it_is_read(
     name: str, error: type[KvpackError], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.kvbasis"

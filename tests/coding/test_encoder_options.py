@@ -35,7 +35,7 @@ def pairs(tokens: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [tuple(torch.randn(1, 2, tokens, 64, generator=generator) for _ in "kv") for _ in range(3)]  # type: ignore[misc]
 
 
-def test_encoder_options() -> None:
+def test_recipes_set_encoder_options() -> None:
     assert ENCODER_OPTIONS["octahedral"] == {"rounding", "norm_rule"}
     assert ENCODER_OPTIONS["scalar"] == {"rounding", "norm_rule"}
     assert ENCODER_OPTIONS["group"] == {"centre", "norm_rule"}

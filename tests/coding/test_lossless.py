@@ -67,7 +67,7 @@ def test_raw_stores_the_dtype_of_each_side() -> None:
         ("octopus-3;boundary-1", ()),
     ],
 )
-def test_what_recipes_preserve(recipe: str, lossless: tuple[str, ...]) -> None:
+def test_recipes_report_which_dtypes_they_preserve(recipe: str, lossless: tuple[str, ...]) -> None:
     assert Recipe(recipe).lossless(3) == lossless
 
 

@@ -74,7 +74,7 @@ def test_every_model_of_the_paper_has_a_preset() -> None:
         ("oscar-2-g128", {"bits": 2, "size": 128, "axis": "token", "rotation_kind": "hadamard", "token_scale": "fp16"}, 128),
     ],
 )
-def test_keys_of_group_presets(name: str, params: dict[str, Any], window: int) -> None:
+def test_group_presets_have_the_published_key_options(name: str, params: dict[str, Any], window: int) -> None:
     recipe = Recipe(name)
     assert recipe.codec(0, 1, "k", 128).params().items() >= params.items()
     assert recipe.window == window

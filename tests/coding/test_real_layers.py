@@ -152,7 +152,7 @@ def error(case: Sunk, k: torch.Tensor, v: torch.Tensor) -> float:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", BOUNDS)
-def test_attention_output(recipe: str) -> None:
+def test_the_attention_output_is_within_its_bound(recipe: str) -> None:
     errors = [error(case, k, v) for case, (k, v) in zip(cases()["real"], decoded(recipe, "real"), strict=True)]
     assert max(errors) < BOUNDS[recipe], errors
 

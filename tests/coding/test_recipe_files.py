@@ -36,7 +36,7 @@ def values(layers: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(1, 1, 40, 64, generator=generator), torch.randn(1, 1, 40, 64, generator=generator)) for _ in range(layers)]
 
 
-def test_all_notations_for_a_file(folder: Path) -> None:
+def test_a_recipe_file_may_be_named_in_any_notation(folder: Path) -> None:
     (folder / "tuned").write_text(TEXT)
     (folder / "a=b").write_text(TEXT)
     for recipe in ("@tuned.txt", "tuned.txt", " tuned.txt ", "./tuned", "tuned", str(folder / "tuned.txt"), "@a=b", Path("a=b")):
@@ -44,7 +44,7 @@ def test_all_notations_for_a_file(folder: Path) -> None:
     assert parse_recipe("@tuned.txt;tail=32").text == f"{CLAUSES};tail=32"
 
 
-def test_a_preset_is_never_a_file(folder: Path) -> None:
+def test_a_preset_name_is_never_read_as_a_file(folder: Path) -> None:
     for name in ("octopus-3", "kv=raw", "bf16;tail=32"):
         (folder / name).write_text("kv=group:b=1")
         assert parse_recipe(name).text == Recipe(name).text != "kv=group:b=1"
@@ -101,7 +101,7 @@ def test_an_error_names_the_line(folder: Path, text: str | bytes, message: str) 
         parse_recipe("bad.txt")
 
 
-def test_an_error_in_an_added_clause(folder: Path) -> None:
+def test_an_error_in_an_added_clause_is_named(folder: Path) -> None:
     with pytest.raises(InvalidParameter, match=r"^tuned\.txt: unknown word 'q'"):
         parse_recipe("@tuned.txt;q=raw")
 

@@ -52,7 +52,7 @@ def in_process(*words: object, code: str = "", **options: Any) -> subprocess.Com
     return subprocess.run([sys.executable, "-c", script, *map(str, words)], capture_output=True, text=True, check=False, **options)
 
 
-def test_inspect(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_the_contents_of_a_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = run_json(capsys, "inspect", file)
     cache = kvpack.load(file)
     assert summary["bytes"] == file.stat().st_size == cache.nbytes
@@ -70,7 +70,7 @@ def test_inspect(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(tensor["xxh3_128"]) == 32 for tensor in summary["tensors"])
 
 
-def test_inspect_as_text(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_text(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("inspect", file) == 0
     text = capsys.readouterr().out
     assert f"{file.stat().st_size:,} bytes" in text
@@ -153,7 +153,7 @@ def test_commands_import_a_module_with_codecs(tmp_path: Path) -> None:
     assert (missing.returncode, missing.stderr) == (2, "kvpack: --import is 'acne', which is neither in the current folder nor installed\n")
 
 
-def test_an_empty_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_accept_an_empty_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "empty.kvpack"
     kvpack.save(kvpack.pack(random_pairs(1, 0), "kivi-2"), path)
     summary = run_json(capsys, "inspect", path)
@@ -171,7 +171,7 @@ def test_headers_are_read_without_torch(command: str, file: Path) -> None:
     assert (without.returncode, without.stderr) == (0, "")
 
 
-def test_verify(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_checks_a_file(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged, missing = tmp_path / "damaged.kvpack", tmp_path / "missing.kvpack"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -269,7 +269,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
-def test_bad_files(kind: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_files_are_refused_by_every_command(kind: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = tmp_path / "bad.kvpack"
     bad.write_bytes(_bad_files(file)[kind])
     with pytest.raises(EXPECTED[kind]) as raised:
@@ -284,7 +284,7 @@ def test_bad_files(kind: str, file: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "convert", "unpack", "pack"])
-def test_a_missing_file(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_reported(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "missing"
     more = {"convert": ["out", "kivi-2"], "unpack": ["out"], "pack": ["out", "--recipe", "kivi-2"]}.get(command, [])
     assert run(command, missing, *more) == 3
@@ -292,7 +292,7 @@ def test_a_missing_file(command: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("recipe", ["kivi-5", "kv=grup:b=2", "kv=group:b=99", "kv=group:b=2,w=1"])
-def test_unknown_words_in_a_recipe(recipe: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_words_in_a_recipe_are_reported(recipe: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(errors.InvalidParameter) as raised:
         kvpack.load(file).convert(recipe)
     assert run("convert", file, tmp_path / "out", recipe) == 2
@@ -300,13 +300,13 @@ def test_unknown_words_in_a_recipe(recipe: str, file: Path, tmp_path: Path, caps
     assert run("demo", "--recipe", recipe) == run("bench", "io", "--recipe", recipe) == 2
 
 
-def test_an_unwritable_folder(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_folder_is_reported(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["convert", file, tmp_path / "no" / "out", "kivi-4"], ["unpack", file, tmp_path / "no" / "out"]):
         assert run(*words) == 3
         assert capsys.readouterr().err == f"kvpack: {tmp_path}/no/out: could not be written: No such file or directory\n"
 
 
-def test_convert(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_writes_another_recipe(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.kvpack"
     report = run_json(capsys, "convert", file, out, "kivi-4", "--durable")
     assert report["bytes"] == out.stat().st_size
@@ -502,7 +502,7 @@ def test_unpack_and_pack_keep_ids_and_metadata(inputs: Any, metadata: dict[str, 
         (torch.tensor([-1]), "token_ids ranges from -1 to -1"),
     ],
 )
-def test_invalid_token_ids_in_a_dense_file(
+def test_invalid_token_ids_in_a_dense_file_are_refused(
     ids: torch.Tensor, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_file({"0.k": torch.randn(1, 2, 5, 64), "token_ids": ids}, tmp_path / "dense")
@@ -536,7 +536,7 @@ def test_hidden_tokens_of_another_form_are_refused(hidden: Any, tmp_path: Path, 
     assert "kvpack.unpacked: hidden contains" in capsys.readouterr().err
 
 
-def test_token_ids_in_a_handwritten_dense_file(tmp_path: Path) -> None:
+def test_token_ids_in_a_handwritten_dense_file_are_read(tmp_path: Path) -> None:
     save_file({"0.k": torch.randn(1, 2, 5, 64), "token_ids": torch.arange(3, dtype=torch.int32)}, tmp_path / "dense")
     assert run("pack", tmp_path / "dense", tmp_path / "out", "--recipe", "raw") == 0
     inputs = kvpack.load(tmp_path / "out").inputs
@@ -545,7 +545,7 @@ def test_token_ids_in_a_handwritten_dense_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_unpack_and_pack(dtype: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unpack_and_pack_restore_the_cache(dtype: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain, packed = tmp_path / "dense.safetensors", tmp_path / "packed.kvpack"
     report = run_json(capsys, "unpack", file, plain, "--dtype", dtype)
     assert report["bytes"] == plain.stat().st_size
@@ -562,7 +562,7 @@ def test_unpack_and_pack(dtype: str, file: Path, tmp_path: Path, capsys: pytest.
     assert all(torch.equal(a, b) for a, b in zip(unpack_all(again), [x.float() for x in tensors.values()], strict=True))
 
 
-def test_pack_of_one_sided_layers(tmp_path: Path) -> None:
+def test_one_sided_layers_are_packed(tmp_path: Path) -> None:
     plain, packed = tmp_path / "dense.safetensors", tmp_path / "packed.kvpack"
     save_file({"0.k": torch.randn(1, 2, 5, 64), "1.v": torch.randn(1, 2, 5, 32)}, plain)
     assert run("pack", plain, packed, "--recipe", "kivi-2") == 0
@@ -600,7 +600,7 @@ def test_pack_of_one_sided_layers(tmp_path: Path) -> None:
         "long number",
     ],
 )
-def test_invalid_dense_files(
+def test_invalid_dense_files_are_refused(
     tensors: dict[str, tuple[int, ...]], metadata: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = tmp_path / "dense.safetensors"
@@ -615,7 +615,7 @@ def test_pack_suggests_convert_for_a_kvpack_file(file: Path, tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("size", [2**40, 2**63, 2**64 - 1])
-def test_a_dense_file_with_more_tokens_than_values(size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dense_file_with_more_tokens_than_values_is_refused(size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tensor without channels takes no bytes, whatever its number of tokens, and safetensors opens the file."""
     plain = tmp_path / "dense.safetensors"
     header = json.dumps({"0.k": {"dtype": "F32", "shape": [1, 1, size, 0], "data_offsets": [0, 0]}}).encode()
@@ -624,7 +624,7 @@ def test_a_dense_file_with_more_tokens_than_values(size: int, tmp_path: Path, ca
     assert f"the tensor '0.k' has shape [1, 1, {size}, 0], but each dimension may be at most 1099511627775" in capsys.readouterr().err
 
 
-def test_a_dense_file_with_non_numeric_strides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dense_file_with_non_numeric_strides_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = tmp_path / "dense.safetensors"
     header = json.dumps({"0.k": {"dtype": "F32", "shape": [1, 2**31, 0, 2**39], "data_offsets": [0, 0]}}).encode()
     plain.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -632,7 +632,7 @@ def test_a_dense_file_with_non_numeric_strides(tmp_path: Path, capsys: pytest.Ca
     assert f"the product of its nonzero dimensions may be at most {2**63 - 1}, not {2**70}" in capsys.readouterr().err
 
 
-def test_a_dense_file_of_another_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dense_file_of_another_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = tmp_path / "dense.safetensors"
     header = b'{"0.k":{"dtype":"\\u001b[31m","shape":[1,1,1,4],"data_offsets":[0,16]}}'
     for data in (b"nonsense" * 8, len(header).to_bytes(8, "little") + header + bytes(16)):
@@ -660,7 +660,7 @@ def test_a_header_length_that_looks_like_a_pickle_is_read(tmp_path: Path) -> Non
     assert run("pack", tmp_path / "dense", tmp_path / "out", "--recipe", "raw") == 0
 
 
-def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_usage_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"\b0\b"):
         run("--version")
     shown = capsys.readouterr().out.splitlines()
@@ -671,7 +671,7 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
         assert "usage: kvpack" in capsys.readouterr().err
 
 
-def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_a_command(monkeypatch: pytest.MonkeyPatch, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -689,7 +689,7 @@ PIPED = {
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("words", PIPED.values(), ids=PIPED)
-def test_output_to_a_closed_pipe(words: list[str], file: Path, tmp_path: Path) -> None:
+def test_output_to_a_closed_pipe_ends_quietly(words: list[str], file: Path, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     names = {"FILE": str(file), "STORE": str(tmp_path / "store")}
     read, write = os.pipe()
@@ -706,7 +706,7 @@ def test_output_to_a_closed_pipe(words: list[str], file: Path, tmp_path: Path) -
     assert (process.returncode, err) == (141, b"")
 
 
-def test_errors_to_a_closed_pipe(tmp_path: Path) -> None:
+def test_errors_to_a_closed_pipe_end_quietly(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     process = subprocess.Popen([sys.executable, "-m", "kvpack", "verify", str(tmp_path / "none")], stdout=subprocess.PIPE, stderr=write)
@@ -731,7 +731,7 @@ def _closed_streams() -> None:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize(("command", "more"), [("verify", []), ("inspect", []), ("convert", ["out", "kivi-4"])])
-def test_closed_streams(command: str, more: list[str], file: Path, tmp_path: Path) -> None:
+def test_commands_run_with_closed_streams(command: str, more: list[str], file: Path, tmp_path: Path) -> None:
     # Closed in the shell's way, before the interpreter starts.
     words = [sys.executable, "-m", "kvpack", command, str(file), *more]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -740,13 +740,13 @@ def test_closed_streams(command: str, more: list[str], file: Path, tmp_path: Pat
     assert (tmp_path / "out").exists() == bool(more)
 
 
-def test_output_to_a_full_device(file: Path) -> None:
+def test_output_to_a_full_device_is_reported(file: Path) -> None:
     with open("/dev/full", "w") as full:
         run = subprocess.run([sys.executable, "-m", "kvpack", "inspect", file], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (run.returncode, run.stderr) == (3, "kvpack: [Errno 28] No space left on device\n")
 
 
-def test_a_demo_folder_that_is_a_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_demo_folder_that_is_a_file_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("demo", "--out", file, "--recipe", "bf16") == 3
     assert capsys.readouterr().err == f"kvpack: {file}: could not be created: File exists\n"
 
@@ -759,7 +759,7 @@ def test_a_progress_label_is_not_interpreted_as_markup(monkeypatch: pytest.Monke
     assert "[/b] [red]\\x1b" in capsys.readouterr().err
 
 
-def test_a_terminal_without_unicode(file: Path) -> None:
+def test_a_terminal_without_unicode_is_supported(file: Path) -> None:
     result = in_process("inspect", file, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert (result.returncode, result.stderr) == (0, "")
     assert "header and padding" in result.stdout
@@ -778,7 +778,7 @@ def test_control_characters_are_escaped() -> None:
     assert printable("a\x1b[2J\n\u202eb") == "a\\x1b[2J\\n\\u202eb"
 
 
-def test_bench_io(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bench_io_prints_its_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["bench", "io", "--synthetic", "2x1x2x96x64", "--repeats", "1", "--recipe", "kivi-2", "--recipe", "bf16", "--folder", tmp_path]
     threads = torch.get_num_threads()
     report = run_json(capsys, *words)

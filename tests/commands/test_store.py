@@ -49,7 +49,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -
     return json.loads(capsys.readouterr().out)
 
 
-def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_lists_the_prefixes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = printed(capsys, "ls", folder)["prefixes"]
     assert [(row["model"]["name"], row["recipe"], row["tokens"], row["pinned"]) for row in rows] == [
         ("other", "kv=raw:dtype=bf16", CHUNK, False),
@@ -77,7 +77,7 @@ def test_a_prefix_without_its_beginning_is_marked(folder: Path, capsys: pytest.C
     assert "entries before it no longer exist" in capsys.readouterr().err
 
 
-def test_stat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stat_prints_the_totals(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "stat", folder)
     assert (found["entries"], found["pinned"], found["unreadable"]) == (5, 3, 0)
     assert found["bytes"] == sum(os.stat(path).st_size for path in entries(folder))
@@ -89,7 +89,7 @@ def test_stat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "5 entries" in capsys.readouterr().out
 
 
-def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_damaged_entries(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "verify", folder) == {"entries": 5, "refused": [], "undecryptable": []}
     store = open_store(folder)
     flipped, renamed = (entry_of(store, prompt(3, first=1, seed=1), number) for number in (1, 2))
@@ -106,7 +106,7 @@ def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "verify", folder) == {"entries": 3, "refused": [], "undecryptable": []}
 
 
-def test_gc(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_evicts_to_the_budget(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "unfinished" / ".kvpack-1-0-locked.tmp").write_bytes(b"part")
     found = printed(capsys, "gc", folder)
     assert (found["swept_files"], found["evicted_entries"], found["entries"]) == (1, 0, 5)
@@ -117,7 +117,7 @@ def test_gc(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "removed 0 entries" in capsys.readouterr().out
 
 
-def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_prefix_can_be_imported(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ids = prompt(3, first=1, seed=1)
     store = open_store(folder)
     _, whole = store.load(ids)
@@ -136,7 +136,7 @@ def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert open_store(tmp_path / "new", kvpack.Identity("model", kvpack.Recipe("kivi-2").text)).match(ids) == 0
 
 
-def test_import_of_a_file_with_its_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_with_its_token_ids_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``kvpack.save`` stores the ids of a KvpackCache under another feature than the export of a prefix does."""
     path, ids = tmp_path / "plain.kvpack", prompt(2)
     inputs = kvpack.Inputs(token_bytes(ids))
@@ -191,14 +191,14 @@ def test_token_ids_stored_in_several_features_are_read(tmp_path: Path) -> None:
     assert read_exported(path, None, "").ids == ids
 
 
-def test_import_of_a_file_with_some_of_its_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_with_some_of_its_token_ids_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, ids = tmp_path / "plain.kvpack", prompt(2)
     kvpack.save(kvpack.pack(cache(len(ids)).unpack(), "kivi-2", inputs=kvpack.Inputs(token_bytes(ids[:40]))), path)
     run("import", tmp_path / "store", path, "--trust-names", code=2)
     assert f"has the ids of 40 of its {len(ids)} tokens: pass all of them as a JSON array with --tokens" in capsys.readouterr().err
 
 
-def test_import_of_a_file_without_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_token_ids_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, ids = tmp_path / "plain.kvpack", prompt(2)
     whole = kvpack.pack(cache(len(ids)).unpack(), "kivi-2", model={"name": "model", "weights": "w1", "dtype": "bfloat16"})
     kvpack.save(whole, path)
@@ -241,7 +241,7 @@ def key_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_encrypted_entries_with_and_without_their_key(
+def test_encrypted_entries_are_shown_with_and_without_their_key(
     key_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("cryptography")

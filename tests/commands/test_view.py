@@ -186,7 +186,7 @@ def test_malformed_requests_get_strict_headers_and_are_not_echoed(viewer: Viewer
     ("asked", "first", "end"),
     [("bytes=0-0", 0, 1), ("bytes=5-9", 5, 10), ("bytes=7-", 7, None), ("bytes=0-999999999999999999", 0, None)],
 )
-def test_ranges_of_the_file(viewer: Viewer, file: Path, asked: str, first: int, end: int | None) -> None:
+def test_ranges_of_the_file_are_served(viewer: Viewer, file: Path, asked: str, first: int, end: int | None) -> None:
     data = file.read_bytes()
     response, content = ask(viewer, "file", Range=asked)
     assert (response.status, content) == (206, data[first:end])
@@ -195,7 +195,7 @@ def test_ranges_of_the_file(viewer: Viewer, file: Path, asked: str, first: int, 
     assert (head.status, head.headers["Content-Length"], nothing) == (206, str(len(content)), b"")
 
 
-def test_unsatisfiable_and_malformed_ranges(viewer: Viewer, file: Path) -> None:
+def test_unsatisfiable_and_malformed_ranges_are_refused(viewer: Viewer, file: Path) -> None:
     size = file.stat().st_size
     for asked in (f"bytes={size}-", "bytes=5-4", f"bytes={10**18}-"):
         response, _ = ask(viewer, "file", Range=asked)
@@ -205,7 +205,7 @@ def test_unsatisfiable_and_malformed_ranges(viewer: Viewer, file: Path) -> None:
         assert (response.status, len(content)) == (200, size)
 
 
-def test_a_file_that_is_replaced_or_truncated_while_served(viewer: Viewer, file: Path) -> None:
+def test_a_file_that_is_replaced_or_truncated_while_served_is_noticed(viewer: Viewer, file: Path) -> None:
     data = file.read_bytes()
     file.rename(file.with_name("old"))
     file.write_bytes(b"another")
@@ -407,7 +407,7 @@ def test_long_token_texts_are_truncated_and_markup_is_escaped(page: chromium.Pag
 
 @pytest.mark.scenario
 @browser_tests
-def test_a_file_that_changes_while_it_is_open(page: chromium.Page, tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_open_is_noticed(page: chromium.Page, tmp_path: Path) -> None:
     path = tmp_path / "x.kvpack"
     with_ids(path, 40)
     for server in served(path):
@@ -447,7 +447,7 @@ def test_another_file_replaces_one_that_is_being_processed(page: chromium.Page, 
 
 @pytest.mark.scenario
 @browser_tests
-def test_positions_outside_the_side(page: chromium.Page, viewer: Viewer) -> None:
+def test_positions_outside_the_side_are_refused(page: chromium.Page, viewer: Viewer) -> None:
     page.open(viewer.url)
     page.wait("document.getElementById('contents')?.hidden === false")
     # The browser already refuses most of these before it submits the form.

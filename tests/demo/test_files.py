@@ -35,7 +35,7 @@ def report(folder: Path) -> Any:
     return result
 
 
-def test_text_format() -> None:
+def test_the_demos_text_has_five_keys() -> None:
     text = demo_text()
     assert len(text) == 2500
     assert text[:2000].count(b"\n[[key ") == 5
@@ -75,7 +75,7 @@ def test_nothing_is_unpacked(report: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert read["byte_perplexity"] == pytest.approx(report["files"][0]["byte_perplexity"], rel=1e-4)
 
 
-def test_table(report: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_lists_every_row(report: Any, capsys: pytest.CaptureFixture[str]) -> None:
     demo.show(report)
     text = capsys.readouterr().out
     row = next(line for line in text.splitlines() if line.strip().startswith(RECIPE))
@@ -86,7 +86,7 @@ def test_table(report: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"by {kvpack.backends()['cpu']}\n" in text
 
 
-def test_command(report: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_and_saves_the_report(report: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked = []
 
     def run(recipes: list[str], out: str | None, **_: object) -> Any:
@@ -100,7 +100,7 @@ def test_command(report: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert asked == [(list(demo.RECIPES), "x"), (["kivi-2"], None)]
 
 
-def test_failing_reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failing_reader_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def write(pairs: object, recipe: str, path: Path) -> dict[str, Any]:
         path.write_bytes(b"nonsense")
         return {"file": str(path)}

@@ -11,7 +11,7 @@ from kvpack.evaluation.intervals import student_t, t_quantile, wilson
 @pytest.mark.parametrize(
     ("degrees_of_freedom", "expected"), [(1, 12.7062), (2, 4.30265), (5, 2.57058), (11, 2.20099), (30, 2.04227), (1000, 1.96234)]
 )
-def test_t_quantile(degrees_of_freedom: int, expected: float) -> None:
+def test_quantiles_of_student_t_match_known_values(degrees_of_freedom: int, expected: float) -> None:
     assert t_quantile(degrees_of_freedom) == pytest.approx(expected, rel=1e-4)
 
 
@@ -25,5 +25,5 @@ def test_student_t_covers_the_mean_19_times_in_20() -> None:
 @pytest.mark.parametrize(
     ("right", "asked", "low", "high"), [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (40, 40, 0.9124, 1.0)]
 )
-def test_wilson(right: int, asked: int, low: float, high: float) -> None:
+def test_wilson_intervals_match_known_values(right: int, asked: int, low: float, high: float) -> None:
     assert wilson(right, asked) == pytest.approx((low, high), abs=1e-4)

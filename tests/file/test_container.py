@@ -398,7 +398,7 @@ def test_a_folder_that_cannot_be_synced_is_reported(tmp_path: Path, monkeypatch:
     ["missing/a", "file/a", "folder", "a\0b", "a" * 300],
     ids=["no folder", "no folder but a file", "a folder", "zero byte", "long name"],
 )
-def test_unwritable_locations(target: str, tmp_path: Path) -> None:
+def test_unwritable_locations_are_refused(target: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     made = contents("raw")
@@ -445,7 +445,7 @@ def test_a_full_disk_keeps_the_old_file(small_disk: Path) -> None:
     container.open_file(small_disk / "a").verify()
 
 
-def test_a_read_only_file_system(small_disk: Path) -> None:
+def test_a_read_only_file_system_is_refused(small_disk: Path) -> None:
     (small_disk / "a").write_bytes(small_file())
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     made = contents("raw")
@@ -457,7 +457,7 @@ def test_a_read_only_file_system(small_disk: Path) -> None:
 # What is no file of ours.
 
 
-def test_paths_without_a_regular_file(tmp_path: Path) -> None:
+def test_paths_without_a_regular_file_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "socket"))
@@ -653,7 +653,7 @@ BAD_FRAMES = {
 
 
 @pytest.mark.parametrize("kind", BAD_FRAMES)
-def test_other_frames_are_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_of_another_form_are_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     frame, message = BAD_FRAMES[kind]
     made, arrays = raw_contents(numpy.frombuffer(RAW, numpy.float32))
     file = stored_as(frame, made, arrays, monkeypatch)

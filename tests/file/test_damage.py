@@ -77,7 +77,7 @@ def flip_each(data: bytes, bits: Iterable[int]) -> None:
 
 
 @pytest.mark.usefixtures("one_parse")
-def test_every_flipped_bit_of_a_file() -> None:
+def test_every_flipped_bit_of_a_file_is_refused() -> None:
     made = Contents(codecs=(create("raw", 4, dtype="fp16"),), layers=(LayerEntry(side(0), None),))
     data = container.to_bytes(made, arrays_of(made))
     flip_each(data, range(8 * parts(data)[0][1]))
@@ -88,7 +88,7 @@ def test_every_flipped_bit_of_a_file() -> None:
 @pytest.mark.parametrize(
     ("kind", "compress"), [("group", False), ("raw", False), ("empty", False), ("raw", True)], ids=["group", "raw", "empty", "zstd"]
 )
-def test_every_flipped_bit_of_other_files(kind: str, compress: bool) -> None:
+def test_every_flipped_bit_of_other_files_is_refused(kind: str, compress: bool) -> None:
     """All bits are tested, except that only every fourth byte of the JSON header is, with one bit each."""
     data = small_file(kind, compress=compress)
     generator = random.Random(0)
@@ -97,7 +97,7 @@ def test_every_flipped_bit_of_other_files(kind: str, compress: bool) -> None:
 
 @pytest.mark.usefixtures("one_parse")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_some_flipped_bits_of_every_codec(recipe: str, tmp_path: Path) -> None:
+def test_flipped_bits_of_every_codec_are_refused(recipe: str, tmp_path: Path) -> None:
     kvpack.save(kvpack.pack(random_pairs(2, 70), recipe), tmp_path / "a")
     data = (tmp_path / "a").read_bytes()
     container.open_bytes(data).verify()
@@ -114,7 +114,7 @@ def test_some_flipped_bits_of_every_codec(recipe: str, tmp_path: Path) -> None:
 @pytest.mark.scenario
 @pytest.mark.usefixtures("one_parse")
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_truncation(kind: str) -> None:
+def test_every_truncated_file_is_refused(kind: str) -> None:
     data = small_file(kind)
     view = memoryview(data)
     for size in range(len(data)):
@@ -126,13 +126,13 @@ def test_every_truncation(kind: str) -> None:
 @pytest.mark.parametrize(
     "more", [b"\0", b" ", bytes(64), bytes(4096), b"a", small_file("raw")], ids=["zero", "space", "pad", "page", "a", "file"]
 )
-def test_appended_bytes(more: bytes) -> None:
+def test_appended_bytes_are_refused(more: bytes) -> None:
     data = small_file()
     with pytest.raises(Truncated, match=f"has {len(data + more)} bytes, but its header says {len(data)}"):
         container.open_bytes(data + more)
 
 
-def test_every_zeroed_page_and_block() -> None:
+def test_every_zeroed_page_and_block_is_refused() -> None:
     made = Contents(codecs=(create("raw", 64, dtype="bf16"),), layers=(LayerEntry(side(0, 100), side(0, 100)),))
     data = container.to_bytes(made, arrays_of(made))
     assert len(data) > 7 * 4096
@@ -143,7 +143,7 @@ def test_every_zeroed_page_and_block() -> None:
                 refusal(data[:at] + bytes(end - at) + data[end:])
 
 
-def test_swapped_tensors() -> None:
+def test_swapped_tensors_are_refused() -> None:
     made = Contents(codecs=(create("raw", 16, dtype="bf16"),), layers=(LayerEntry(side(0), side(0)),) * 2)
     data = container.to_bytes(made, arrays_of(made))
     ends = {name: end for _, end, name in parts(data)[2:]}
@@ -164,7 +164,7 @@ def test_parts_of_two_files_cannot_be_mixed() -> None:
 
 
 @given(st.data())
-def test_arbitrary_bytes_at_arbitrary_positions(data: st.DataObject) -> None:
+def test_arbitrary_changes_are_refused(data: st.DataObject) -> None:
     whole = small_file(data.draw(st.sampled_from(KINDS)), compress=data.draw(st.booleans()))
     damaged = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -175,7 +175,7 @@ def test_arbitrary_bytes_at_arbitrary_positions(data: st.DataObject) -> None:
 
 
 @given(st.binary(max_size=300), st.booleans())
-def test_arbitrary_files(data: bytes, plausible: bool) -> None:
+def test_arbitrary_files_are_refused(data: bytes, plausible: bool) -> None:
     refusal((4088).to_bytes(8, "little") + small_file()[8:80] + data if plausible else data)
 
 
@@ -232,7 +232,7 @@ KEYS = {"b": "3", "g": "16"}
     ],
     ids=["spare bit", "scale", "token scale"],
 )
-def test_values_that_no_writer_produces(words: dict[str, str], name: str, change: Any, message: str) -> None:
+def test_values_that_no_writer_produces_are_refused(words: dict[str, str], name: str, change: Any, message: str) -> None:
     """The digests match, as in a forged file, so the codec's own rules must refuse the values."""
     data = broken(create("group", 4, "k", **words), change, name)
     file = container.open_bytes(data)

@@ -79,7 +79,7 @@ def any_contents(draw: DrawFn) -> Contents:
 
 
 @given(any_contents())
-def test_headers_are_parsed_as_packed(made: Contents) -> None:
+def test_parsed_headers_equal_packed_headers(made: Contents) -> None:
     header = with_tensors(made)
     assert parse_header(pack_header(header)) == header
 
@@ -104,7 +104,7 @@ def test_limits_match_the_specification() -> None:
     }
 
 
-def test_token_groups_start_a_row_at_each_run() -> None:
+def test_every_run_starts_a_new_row_of_token_groups() -> None:
     codec = create("group", 4, "k", b="2", g="16", token_scale="fp16")
     found = side_tensors(codec, side(0, runs=(1, 16, 17), heads=2, tail=5), "9.k.")
     assert found == {
@@ -310,7 +310,7 @@ OTHER_BYTES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("bytes_of", OTHER_BYTES)
 @pytest.mark.parametrize("new", NEWS)
-def test_news_are_reported_before_errors(new: str, bytes_of: str) -> None:
+def test_newer_features_are_reported_before_errors(new: str, bytes_of: str) -> None:
     top = header_map()
     change, message, error = NEWS[new]
     change(top)
@@ -336,7 +336,7 @@ def test_format_is_reported_before_feature_and_feature_before_codec() -> None:
         parse_header(msgpack.packb(dict(reversed(top.items()))))
 
 
-def test_searching_for_news_takes_little_time_and_memory() -> None:
+def test_searching_for_newer_features_takes_little_time_and_memory() -> None:
     """The scan is linear in the number of bytes. A recursive scan would overflow the stack, and a step per value would take seconds."""
     for filling in (b"\x91", b"\x81", b"\x9f", b"\xdf\xff\xff\xff\xff", b"\x92\x01", b"\xa1x"):
         data = b"\x82\xa1x\xdd\xff\xff\xff\xff" + (filling * 2**18)[: 2**18]
@@ -359,7 +359,7 @@ def packed_values() -> st.SearchStrategy[object]:
 
 @given(packed_values(), packed_values(), st.integers(0, 2**64 - 1))
 @settings(max_examples=40)
-def test_searching_for_news_skips_values_of_any_type(first: object, second: object, version: int) -> None:
+def test_searching_for_newer_features_skips_values_of_any_type(first: object, second: object, version: int) -> None:
     data = b"\x85" + b"".join(map(msgpack.packb, (first, second, "format", version, second, first, "required", ["", "new"])))
     data += msgpack.packb("codecs") + b"\x93" + b"".join(map(msgpack.packb, (second, {"dim": first, "id": "raw"}, {"id": "fractal"})))
     assume(first not in ("format", "required", "codecs") and second not in ("format", "required", "codecs"))
@@ -367,7 +367,7 @@ def test_searching_for_news_skips_values_of_any_type(first: object, second: obje
 
 
 @pytest.mark.parametrize(("first", "second", "unknown"), [("fractal", "raw", "fractal"), ("raw", "fractal", None), (1, "fractal", None)])
-def test_the_first_of_several_codec_ids_counts(first: object, second: object, unknown: str | None) -> None:
+def test_the_first_of_several_codec_ids_is_used(first: object, second: object, unknown: str | None) -> None:
     data = b"\x81\xa6codecs\x91\x82" + b"".join(map(msgpack.packb, ("id", first, "id", second)))
     assert unknown_features(data, (), ["raw"]).codec == unknown
 

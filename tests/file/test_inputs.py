@@ -40,7 +40,7 @@ def test_later_tokens_depend_on_earlier_undetermined_inputs() -> None:
     assert cache[:, 12:].inputs == Inputs(ids(12, 13, 14, 15), (EMBEDDINGS,), (8,))
 
 
-def test_positions_of_a_cache_that_does_not_start_at_0() -> None:
+def test_slices_of_a_cache_that_starts_later_keep_their_inputs() -> None:
     cache = cache_of(8, 4, Inputs(ids(1, 2, 3, 4), (EMBEDDINGS,), (8,)))
     assert cache[:, :4].inputs == Inputs(ids(1, 2, 3, 4))
     assert cache[:, 2:5].inputs == Inputs(ids(3, 4), (EMBEDDINGS,), (8,))
@@ -211,7 +211,7 @@ def test_undetermined_inputs_after_an_unknown_token_are_kept_in_every_part() -> 
         ({"undetermined": ("a", "b"), "starts": (1,)}, "starts has 1 positions, but undetermined has 2 texts"),
     ],
 )
-def test_bad_inputs_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_inputs_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         Inputs(**arguments)
 

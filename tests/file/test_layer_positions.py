@@ -38,7 +38,7 @@ def test_a_cache_spans_the_tokens_that_its_layers_saw() -> None:
 
 
 @pytest.mark.parametrize(("sides", "skipped"), [(1, -1), (0, 1)], ids=["negative", "without sides"])
-def test_a_count_that_matches_no_layer_is_refused(sides: int, skipped: int) -> None:
+def test_a_token_count_that_matches_no_layer_is_refused(sides: int, skipped: int) -> None:
     side = sliding()[0].k
     with pytest.raises(InvalidParameter, match=f"skipped is {skipped}"):
         kvpack.Cache((Layer(side if sides else None, None, skipped=skipped),), "")
@@ -101,7 +101,7 @@ def test_every_operation_keeps_the_layer_positions() -> None:
             cache[1][part]  # type: ignore[index]
 
 
-def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
+def test_a_layer_that_ends_before_the_cache_cannot_be_continued() -> None:
     cache = sliding()
     short = replace(cache, layers=(cache[0], replace(cache[1], skipped=40), cache[2]))
     message = r"layers\[1\] ends before position 67.* the cache ends before 75"
@@ -115,7 +115,7 @@ def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
         kvpack.concat([kvpack.pack(random_pairs(3, 5), "kivi-2;raw=0"), short])
 
 
-def test_layers_must_get_the_same_tokens() -> None:
+def test_all_layers_must_be_given_the_same_tokens() -> None:
     pairs = random_pairs(3, 4)
     with pytest.raises(InvalidParameter, match=r"different numbers of tokens per layer \(layers\[0\] 4 and layers\[2\] 3\)"):
         sliding().append([pairs[0], pairs[1], tuple(x[:, :, :3] for x in pairs[2])])

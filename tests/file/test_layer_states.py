@@ -172,7 +172,7 @@ def test_commands_show_and_convert_states(tmp_path: Path, capsys: pytest.Capture
     assert again.read_bytes() == path.read_bytes()
 
 
-def test_writer_limits() -> None:
+def test_writers_enforce_the_limits_of_states() -> None:
     for entry in (StateEntry(0, "n" * 29, "U8", (1,)), StateEntry(0, "n", "U8", (1,) * 9)):
         with pytest.raises(LimitExceeded, match="the limits are 28 bytes and 8 dimensions"):
             features_of([entry])

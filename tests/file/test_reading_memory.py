@@ -86,7 +86,7 @@ def test_an_operation_above_the_memory_limit_is_refused_and_named(make: object, 
         container.open_bytes(data, memory_limit=memory_limit)
 
 
-def test_memory_of_ordinary_files_is_not_counted() -> None:
+def test_memory_for_ordinary_files_is_not_counted() -> None:
     data = many_runs(FREE_BYTES // RUN_BYTES // 4, chosen="none")
     container.open_bytes(data, memory_limit=len(data))
 
@@ -147,7 +147,7 @@ def test_accepted_files_use_at_most_the_memory_limit_and_a_constant(make: object
         assert int(taken) <= memory_limit + CONSTANT_BYTES, f"{action} took {int(taken) / 2**20:.0f} MiB"
 
 
-def test_runs_use_bytes_instead_of_objects() -> None:
+def test_stored_runs_take_bytes_instead_of_objects() -> None:
     data = many_runs(2**15)
     tracemalloc.start()
     try:
@@ -163,7 +163,7 @@ def test_runs_use_bytes_instead_of_objects() -> None:
 @pytest.mark.parametrize(
     "codec", [RUNS, create("group", 4, "v", b="2", g="4", scales="u8"), create("group", 4, b="2", g="4", raw_tokens="fp16", sinks="2")]
 )
-def test_pages_of_a_stretch_are_the_stored_runs(codec: Codec) -> None:
+def test_pages_of_consecutive_runs_equal_the_stored_runs(codec: Codec) -> None:
     # No run is whole groups, so that none is joined to the next when it is saved.
     side = random_side(codec, (3, 5, 1, 6, 7), 2)
     cache = files.read(container.open_bytes(bytearray(file_of((side, None)))))

@@ -185,7 +185,7 @@ def test_inputs_recorded_for_another_number_of_tokens_are_refused() -> None:
         ({"token_ids": b"1234", "rows": (b"12345678", b"56781234")}, "but one row begins with different ids"),
     ],
 )
-def test_rows_of_another_form_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_malformed_rows_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         Inputs(**arguments)
 

@@ -22,7 +22,7 @@ from kvpack.store.transfer import read_exported
 from kvpack.tuning.journal import open_journal
 
 
-def test_bytes_text_and_json(tmp_path: Path) -> None:
+def test_regular_files_are_read_as_bytes_text_or_json(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"\xef\xbb\xbf[1, 2]")
     assert read_bytes(path, 9, "a file") == b"\xef\xbb\xbf[1, 2]"
@@ -64,7 +64,7 @@ def test_a_sparse_file_is_read_only_up_to_the_limit(tmp_path: Path) -> None:
     ],
     ids=["not UTF-8", "deep", "cut", "deep map", "empty", "long number"],
 )
-def test_invalid_json(content: bytes, error: type[KvpackError], message: str, tmp_path: Path) -> None:
+def test_invalid_json_is_refused(content: bytes, error: type[KvpackError], message: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(error, match=f"^{path}{message}"):
@@ -137,7 +137,7 @@ def test_a_socket_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [None, 3, 1.5, ["x"], {}], ids=repr)
-def test_values_that_are_not_paths(path: Any) -> None:
+def test_values_that_are_not_paths_are_refused(path: Any) -> None:
     found = "None" if path is None else f"a {type(path).__name__}"
     with pytest.raises(InvalidParameter, match=f"^a path must be text or os.PathLike, such as 'prompt.kvpack', but got {found}$"):
         kvpack.load(path)

@@ -88,7 +88,7 @@ def test_directions_are_correctly_rounded(bins: int) -> None:
 
 
 @pytest.mark.parametrize("bins", [1000, 16384, 65536])
-def test_large_direction_tables(bins: int) -> None:
+def test_large_direction_tables_are_correct(bins: int) -> None:
     theta = (torch.arange(bins, dtype=torch.float64) + 0.5) * (2 * math.pi / bins)
     expected = torch.stack([theta.cos(), theta.sin()], 1)
     torch.testing.assert_close(angle(n=bins).directions.double(), expected, rtol=2.0**-24, atol=1e-14)
@@ -105,7 +105,7 @@ def test_bins_contain_their_angles(bins: int, seed: int) -> None:
     assert (away.abs() <= 0.5 + bins * 2.0**-21).all()
 
 
-def test_angles_on_the_axes_and_next_to_the_first() -> None:
+def test_angles_on_the_axes_have_the_right_bins() -> None:
     codec = angle(2, n=8, norm="fp32", rotation="none")
     x = torch.tensor([[1, 0], [1, 1e-30], [0, 1], [-1, 0.0], [0, -1], [1, -1e-30], [1, -1], [0, 0]])[None, None]
     found, _ = digits(codec, codec.encode(x))
@@ -130,7 +130,7 @@ def test_random_signs_spread_angles_evenly() -> None:
 # Accuracy and rate
 
 
-def test_error_of_64_bins_with_raw_norms() -> None:
+def test_the_error_of_64_bins_matches_the_theory() -> None:
     x = gaussian(1, 1, 4000, 128)
     codec = angle(norm="fp32")
     error = (codec.decode(codec.encode(x)) - x).square().mean().item()
@@ -151,7 +151,7 @@ def test_error_of_64_bins_with_raw_norms() -> None:
     ],
     ids=str,
 )
-def test_stored_bits_and_nominal_bits(words: dict[str, Any], bits: float, nominal: float) -> None:
+def test_stored_bits_and_nominal_bits_match_the_paper(words: dict[str, Any], bits: float, nominal: float) -> None:
     codec = angle(**words)
     assert row_bytes(codec) * 8 / 128 == bits
     assert codec.nominal_bits == pytest.approx(nominal)
@@ -246,7 +246,7 @@ def test_arbitrary_codes_decode_by_the_formula(data: st.DataObject) -> None:
     assert ((decoded[0].double() - expected).abs() <= allowed.repeat_interleave(2, -1) + 1e-14).all()
 
 
-def test_worked_example_of_the_specification() -> None:
+def test_the_worked_example_of_the_specification_is_reproduced() -> None:
     codec = example_codec(PAGE, Angle)
     assert isinstance(codec, Angle)
     streams = example_streams(PAGE, codec)
@@ -290,14 +290,14 @@ def check_round_trip(codec: Angle, x: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("words", [{"norm": "fp32"}, {}, {"norm": "log4", "n": 48}, {"norm": "linear3", "arrangement": "direct"}], ids=str)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_every_head_dim(dim: int, words: dict[str, Any]) -> None:
+def test_every_head_dim_is_supported(dim: int, words: dict[str, Any]) -> None:
     for kind, tokens in (("outliers", 37), ("gaussian", 1), ("gaussian", 0)):
         assert check_round_trip(angle(dim, seed=3, **words), contents(kind, (1, 2, tokens, dim), seed=dim))
 
 
 @pytest.mark.parametrize("norm", ["fp32", "linear8", "log4"])
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_all_kinds_of_values(kind: str, norm: str) -> None:
+def test_all_kinds_of_values_are_decoded_within_the_bound(kind: str, norm: str) -> None:
     for range_dtype in ("fp16", "fp32") if norm != "fp32" else ("fp16",):
         for rotation in ("none", "signed-hadamard"):
             accepted = check_round_trip(angle(40, norm=norm, rotation=rotation, range=range_dtype), contents(kind, (2, 3, 7, 40), seed=1))
@@ -306,7 +306,7 @@ def test_all_kinds_of_values(kind: str, norm: str) -> None:
 
 @settings(max_examples=25)
 @given(st.data())
-def test_round_trip(data: st.DataObject) -> None:
+def test_values_survive_a_round_trip_within_the_bound(data: st.DataObject) -> None:
     norm = data.draw(st.sampled_from(NORM_WORDS))
     words: dict[str, Any] = {"n": data.draw(st.integers(4, 1000)), "norm": norm}
     if norm != "fp32":

@@ -103,7 +103,7 @@ def test_a_file_names_its_basis(tmp_path: Path) -> None:
     assert kvpack.load(path, basis=BASIS, recipe="kv=scalar:b=2").tokens == 47
 
 
-def test_recipes() -> None:
+def test_recipes_name_the_basis_of_balanced_keys() -> None:
     digest = BASIS.digest.hex()
     named = kvpack.Recipe(RECIPE, BASIS)
     assert named.needs_basis
@@ -182,7 +182,7 @@ def test_frames_stay_on_their_device() -> None:
     assert elsewhere.matrices.device.type == "meta"
 
 
-def test_headers_that_no_writer_produces() -> None:
+def test_headers_that_no_writer_produces_are_refused() -> None:
     for digest, layer, frame in (
         (bytes(31), 0, "balanced"),
         (bytes(32), -1, "balanced"),
@@ -193,7 +193,7 @@ def test_headers_that_no_writer_produces() -> None:
             FrameMap(DIM, digest, layer, frame)
 
 
-def test_channel_scales_balanced_by_keys_and_queries(tmp_path: Path) -> None:
+def test_channel_scales_balance_keys_and_queries(tmp_path: Path) -> None:
     """Factors are proportional to (E[k^2] / E[q^2])^(1/4), and readers do not need the basis."""
     squares = torch.logspace(-1, 1, DIM)
     queries = torch.diag(squares).expand(HEADS, -1, -1).contiguous()

@@ -91,7 +91,7 @@ def test_the_order_protects_channel_groups_from_outlier_channels() -> None:
     assert errors["order"] < errors["rotation"] / 1.5
 
 
-def test_layout() -> None:
+def test_the_layout_matches_the_specification() -> None:
     assert codec(**WORDS).layout(2, 3, 9)["channel_order"] == Layout("U8", (2, 3, 1, 128), per="run")
     wide = codec(512, **(WORDS | {"channel_order": "u16"}))
     assert wide.layout(1, 2, 0)["channel_order"] == Layout("U16", (1, 2, 1, 512), per="run")
@@ -102,7 +102,7 @@ def test_layout() -> None:
         assert codec_from_params(codec(**words).params()) == codec(**words)
 
 
-def test_no_tokens() -> None:
+def test_zero_tokens_can_be_encoded() -> None:
     one = codec(**WORDS, sinks="4", raw_tokens="fp32")
     streams = one.encode(keys(0))
     assert one.decode(streams).shape == one.decode_frame(streams).shape == (2, 3, 0, 128)

@@ -99,7 +99,7 @@ def test_check_accepts_exactly_the_packed_words(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(("packing", "words", "message"), BAD_WORDS)
-def test_a_bad_word_is_named(packing: Columns, words: list[int], message: str) -> None:
+def test_an_invalid_word_is_named(packing: Columns, words: list[int], message: str) -> None:
     assert sum(packing.planes) == len(words)
     packing.check([numpy.zeros((1, size), numpy.uint16) for size in packing.planes], "layers[3].k.codes")
     plane = numpy.array([words], numpy.uint16)
@@ -161,7 +161,7 @@ def test_default_fields_minimize_the_number_of_bytes(symbols: int, bases: list[i
         pytest.param(43, (256,), 2, 44, id="octets"),
     ],
 )
-def test_default_fields_of_common_streams(symbols: int, bases: tuple[int, ...], fields: int, size: int) -> None:
+def test_default_fields_of_common_streams_are_unchanged(symbols: int, bases: tuple[int, ...], fields: int, size: int) -> None:
     assert default_fields(symbols, bases) == fields
     assert row_bytes(symbols, bases, fields) == size
 

@@ -31,7 +31,7 @@ def stored_bytes(layout: dict[str, Layout]) -> int:
 
 @settings(max_examples=40)
 @given(st.data())
-def test_round_trip(data: st.DataObject) -> None:
+def test_values_survive_a_round_trip_within_the_bound(data: st.DataObject) -> None:
     codec = data.draw(codecs("group"))
     check_round_trip(codec, data.draw(tensors(codec.dim)))
 
@@ -40,7 +40,7 @@ def test_round_trip(data: st.DataObject) -> None:
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("dim", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("bits", range(1, 9), ids=lambda bits: f"{bits} bits")
-def test_every_width_with_every_head_dim(dim: int, bits: int, axis: str) -> None:
+def test_every_width_supports_every_head_dim(dim: int, bits: int, axis: str) -> None:
     for kind, tokens in (("outliers", 37), ("gaussian", 1), ("gaussian", 0)):
         x = contents(kind, (1, 2, tokens, dim), seed=bits)
         assert check_round_trip(group(dim, b=bits, axis=axis, rotation="signed-hadamard", seed=bits), x)
@@ -80,7 +80,7 @@ def test_decoding_is_exact_for_any_valid_streams(bits: int, axis: str, token_sca
         pytest.param({"b": 4, "side": "v", "g": 128}, 4.25, id="4 bits in groups of 128"),
     ],
 )
-def test_stored_bits(words: dict[str, Any], bits: float) -> None:
+def test_stored_bits_match_the_formula(words: dict[str, Any], bits: float) -> None:
     layout = group(128, **words).layout(1, 8, 4096)
     assert 8 * stored_bytes(layout) / (8 * 4096 * 128) == bits
 
@@ -110,7 +110,7 @@ def test_stored_bits(words: dict[str, Any], bits: float) -> None:
         ),
     ],
 )
-def test_layout(words: dict[str, Any], expected: dict[str, Layout]) -> None:
+def test_the_layout_matches_the_specification(words: dict[str, Any], expected: dict[str, Layout]) -> None:
     codec = group(80, **words)
     assert codec.layout(2, 3, 33) == expected
     assert list(codec.layout(2, 3, 33)) == list(expected)
@@ -216,7 +216,7 @@ def test_with_scales_per_head_a_large_head_does_not_affect_the_others() -> None:
     assert errors["fp16"] > 2 * usual
 
 
-def test_token_scales_protect_tokens_from_large_ones() -> None:
+def test_token_scales_protect_tokens_from_large_tokens() -> None:
     x = contents("gaussian", (1, 2, 64, 64), seed=6)
     x[:, :, 3] *= 300
     errors = {}
@@ -280,7 +280,7 @@ VALID = group(64).params()
         pytest.param({"extra": 1}, "unknown parameters extra", id="unknown name"),
     ],
 )
-def test_bad_parameters_are_refused(change: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_are_refused(change: dict[str, Any], message: str) -> None:
     params = {name: value for name, value in (VALID | change).items() if name != "id"}
     with pytest.raises(InvalidParameter, match=message):
         Group.from_params(params)
@@ -302,6 +302,6 @@ def test_a_missing_parameter_is_refused() -> None:
         pytest.param({"b": "2", "bits": "2"}, "codec group has no option 'bits'; its options are b, g, axis", id="unknown option"),
     ],
 )
-def test_bad_options_are_refused(words: dict[str, str], message: str) -> None:
+def test_invalid_options_are_refused(words: dict[str, str], message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         create("group", 64, **words)

@@ -180,7 +180,7 @@ def test_four_bits_need_an_even_head_dim() -> None:
         create("group", 5, b="2", axis="channel", mean="8", mean_bits="4")
 
 
-def test_canonical_text() -> None:
+def test_recipes_have_a_canonical_text() -> None:
     assert kvpack.Recipe("k=scalar:mean_bits=8,mean=128,b=2;v=scalar:b=2").canonical == "k=scalar:b=2,mean=128;v=scalar:b=2"
     assert "mean_bits=4" in kvpack.Recipe("k=scalar:mean_bits=4,mean=128,b=2;v=scalar:b=2").canonical
 
@@ -196,7 +196,7 @@ def test_canonical_text() -> None:
         "group:b=4,axis=channel,rotation=hadamard,mean=8",
     ],
 )
-def test_attention_over_several_runs(k: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_over_several_runs_is_exact(k: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs end within a page, or are followed by a tail or by a window that begins within a page, with few and many query rows."""
     monkeypatch.setenv("KVPACK_KERNELS", backend)
     x, v = layer(203)

@@ -52,14 +52,14 @@ def pairs(tokens: int, batch: int = 1, seed: int = 0) -> list[tuple[torch.Tensor
 
 @settings(max_examples=12)
 @given(st.data())
-def test_round_trips(data: st.DataObject) -> None:
+def test_values_survive_a_round_trip_within_the_bound(data: st.DataObject) -> None:
     codec = data.draw(codecs("klt"))
     check_round_trip(codec, data.draw(tensors(codec.dim)))
 
 
 @settings(max_examples=12)
 @given(st.data())
-def test_round_trips_with_widths_per_head(data: st.DataObject) -> None:
+def test_values_survive_a_round_trip_with_widths_per_head(data: st.DataObject) -> None:
     dim, heads = data.draw(st.sampled_from((1, 5, 8, 13, 24, 64))), data.draw(st.integers(1, 3))
     widths = data.draw(st.lists(st.integers(0, 8), min_size=heads * -(-dim // 8), max_size=heads * -(-dim // 8)).filter(any))
     codec = of_heads(dim, heads, bytes(widths), data.draw(st.sampled_from(("none", "fp16"))), data.draw(st.sampled_from(("fp16", "fp32"))))
@@ -123,7 +123,7 @@ def test_heads_get_bits_by_importance() -> None:
     assert kvpack.Recipe("kv=klt", basis).codec(0, 1, "k", 32).family.fixed_heads is None
 
 
-def test_worked_example() -> None:
+def test_the_worked_example_is_reproduced() -> None:
     lines = re.search(r"```example\n(.*?)```", section(SPEC / "codecs" / "klt.md", "Worked example"), re.DOTALL)
     assert lines is not None
     found = dict(line.split(": ", 1) for line in lines[1].strip().split("\n"))
@@ -145,7 +145,7 @@ def test_worked_example() -> None:
     assert codec.decode(streams).flatten().tolist() == ast.literal_eval(found["decoded"])
 
 
-def test_sizes_in_the_specification() -> None:
+def test_sizes_match_the_specification() -> None:
     table = section(SPEC / "codecs" / "klt.md", "Layout")
     for widths, size, bits in re.findall(r"^\| ((?:\d ){7}\d) \| (\d+) \| ([\d.]+) \|$", table, re.MULTILINE):
         codec = Klt.of(128, bytes(32), 0, "k", bytes(map(int, widths.split())))
@@ -406,7 +406,7 @@ def test_widths_per_head_have_a_gain_by_default_above_dim_64() -> None:
             assert codec.nominal_bits <= 2
 
 
-def test_column_widths() -> None:
+def test_columns_are_grouped_by_their_widths() -> None:
     assert columns_by_width(bytes((2, 0, 1, 2)), 50) == {1: list(range(32, 48)), 2: [*range(16), 48, 49]}
 
 

@@ -88,7 +88,7 @@ def test_a_single_level_is_the_mean_where_the_density_has_a_pole() -> None:
     assert level == pytest.approx(8 / (3 * math.pi), abs=1e-6)
 
 
-def test_known_magnitudes_of_eight_levels() -> None:
+def test_magnitudes_of_eight_levels_are_unchanged() -> None:
     """A change of these numbers would change the bytes that every writer stores by default."""
     found = np.frombuffer(direction_table(8), "<f4")
     np.testing.assert_allclose(found[[0, 1, 2, 3, 7]], [0.07215665, 0.20219182, 0.32377313, 0.44156353, 0.9278433], atol=2e-7)

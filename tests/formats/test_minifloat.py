@@ -37,14 +37,14 @@ def minifloat(dim: int = 64, **words: Any) -> Minifloat:
 
 @settings(max_examples=40)
 @given(st.data())
-def test_round_trip(data: st.DataObject) -> None:
+def test_values_survive_a_round_trip_within_the_bound(data: st.DataObject) -> None:
     codec = data.draw(codecs("minifloat"))
     check_round_trip(codec, data.draw(tensors(codec.dim)))
 
 
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
 @pytest.mark.parametrize("kind", ["gaussian", "outliers", "mixed", "constant", "zero", "denormal", "large"])
-def test_every_format_with_all_kinds_of_values(kind: str, words: dict[str, str]) -> None:
+def test_every_format_supports_all_kinds_of_values(kind: str, words: dict[str, str]) -> None:
     for dim, tokens in ((1, 3), (40, 37), (128, 1), (128, 0)):
         codec = minifloat(dim, **words)
         assert check_round_trip(codec, contents(kind, (2, 2, tokens, dim), seed=dim)) or codec.scale_dtype == "fp16"
@@ -70,7 +70,7 @@ def test_elements_equal_those_of_torch(element: str) -> None:
     assert torch.equal(encode_portably(x, element).to(torch.uint8), nearest)
 
 
-def test_four_bit_elements() -> None:
+def test_four_bit_elements_match_the_published_values() -> None:
     """Elements have the values in OCP MX, table 5, and ties are rounded to the even code."""
     assert element_values("e2m1", "cpu").tolist() == [sign * value for sign in (1.0, -1.0) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
     x = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.5, 100.0, 0.26, -0.25, -0.26, -2.6, 0.0])
@@ -79,7 +79,7 @@ def test_four_bit_elements() -> None:
     assert torch.equal(encode_elements(every, "e2m1").to(torch.int32), encode_portably(every, "e2m1"))
 
 
-def test_published_scales() -> None:
+def test_scales_match_the_published_ones() -> None:
     """Expected scales are computed by hand from OCP MX, Sec. 6.3, doubled for values that it clips, and from NVIDIA's NVFP4."""
     x = torch.zeros(1, 1, 1, 64)
     x[..., 0], x[..., 33], x[..., 40] = 500.0, -0.75, 0.1
@@ -145,7 +145,7 @@ def test_decoding_is_exact_for_any_valid_streams(words: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("name", "bits"), [("fp8", 8.0), ("fp8 per token", 8.125), ("mxfp8", 8.25), ("mxfp4", 4.25), ("nvfp4", 4.5)], ids=lambda case: str(case)
 )
-def test_bits_per_value(name: str, bits: float) -> None:
+def test_formats_have_the_expected_bits_per_value(name: str, bits: float) -> None:
     codec = minifloat(128, **WORDS[name])
     sizes = {"U8": 8, "U16": 16, "F16": 16, "F32": 32}
     rows = [entry for entry in codec.layout(1, 1, 10).values() if entry.per == "token"]

@@ -238,7 +238,7 @@ def test_accuracy_does_not_depend_on_key_norms() -> None:
     ],
     ids=lambda value: str(value) if isinstance(value, (int, str)) else "",
 )
-def test_known_stored_bits_at_128(b: int, arrangement: str, row_bytes: dict[str, int], bits: float) -> None:
+def test_stored_bits_for_head_dim_128_are_unchanged(b: int, arrangement: str, row_bytes: dict[str, int], bits: float) -> None:
     codec = octahedral(b=b, arrangement=arrangement)
     streams = codec.encode(keys(1, 1, 4, 128))
     assert {name: packing.row_bytes for name, packing in codec.packings().items()} == row_bytes
@@ -542,7 +542,7 @@ def test_decoding_follows_the_specification_within_its_tolerance(dim: int, b_dir
     assert (np.abs(codec.decode(streams).numpy() - frame @ rotation) <= 2.0**-20 * token_norms).all()
 
 
-def test_the_worked_example_of_the_specification() -> None:
+def test_the_worked_example_of_the_specification_is_reproduced() -> None:
     (block,) = re.findall(r"```example\n(.*?)```", SPEC.read_text(encoding="utf-8"), re.DOTALL)
     lines = dict(line.split(": ", 1) for line in block.strip().splitlines())
     params = json.loads(lines["parameters"])

@@ -136,7 +136,7 @@ def test_angles_are_the_means_of_their_cells(first: int, second: int, levels: in
     numpy.testing.assert_allclose(means, table, atol=2e-6)
 
 
-def test_known_angles_of_the_third_level_with_two_bits() -> None:
+def test_angles_of_the_third_level_with_two_bits_are_unchanged() -> None:
     """A change of these numbers would change the bytes that every writer stores by default."""
     numpy.testing.assert_allclose(values_of(polar_angle_table(4, 4, 4)), [0.4262497, 0.6743850, 0.8964113, 1.1445466], atol=2e-7)
 
@@ -172,7 +172,7 @@ def test_codes_are_the_nearest_angles(dim: int, b: str) -> None:
                 assert distance[code] <= distance.min() + 1e-6
 
 
-def test_angles_on_the_axes_and_next_to_the_first() -> None:
+def test_angles_on_the_axes_have_the_right_codes() -> None:
     codec = polar(2, b=3, norm="fp32", rotation="none")
     x = torch.tensor([[1, 0], [1, 1e-30], [0, 1], [-1, 0.0], [0, -1], [1, -1e-30], [1, -1], [0, 0]])[None, None]
     (bins,) = codes_of(codec, codec.encode(x))
@@ -231,7 +231,7 @@ def test_accuracy_does_not_depend_on_key_norms() -> None:
         assert (decoded - x).square().mean().item() == pytest.approx(0.0571, rel=0.03)
 
 
-def test_accuracy_of_blocks_of_sixteen() -> None:
+def test_blocks_of_sixteen_have_the_expected_accuracy() -> None:
     """For independent angles in equal blocks, the expected MSE is exactly 2 (1 - product of the mean cosines)."""
     codec, x = polar(b="4.2.2.2", norm_rule="norm"), gaussian(1, 2, 2048, 128)
     bins = 2**4
@@ -261,7 +261,7 @@ def test_accuracy_of_blocks_of_sixteen() -> None:
     ],
     ids=str,
 )
-def test_stored_bits_and_nominal_bits(dim: int, words: dict[str, Any], bits: float, nominal: float) -> None:
+def test_stored_bits_and_nominal_bits_match_the_papers(dim: int, words: dict[str, Any], bits: float, nominal: float) -> None:
     """PolarQuant counts 62 bits for 16 channels with the bits 4.2.2.2."""
     codec = polar(dim, **words)
     assert row_bytes(codec) * 8 / dim == bits
@@ -288,7 +288,7 @@ def test_levels_with_equal_bits_share_a_stream(dim: int, b: str, streams: dict[s
     assert codec.layout(2, 3, 5)["radius"].shape == (2, 3, 5, radii)
 
 
-def test_worked_example_of_the_specification() -> None:
+def test_the_worked_example_of_the_specification_is_reproduced() -> None:
     params = example_params(PAGE)
     params |= {name: int(params[name]) for name in ("dim", "seed")}
     tables = example(PAGE, "angle_table", "bytes", "angles")
@@ -314,7 +314,7 @@ def test_worked_example_of_the_specification() -> None:
         numpy.testing.assert_allclose(radii, below, rtol=0, atol=2e-6)
 
 
-def test_known_sizes_in_the_specification() -> None:
+def test_sizes_match_the_specification() -> None:
     text = PAGE.read_text(encoding="utf-8").split("## Decode")[0]
     rows = re.findall(r"^\| (\d+) \| (\d)(?: at all 7 levels|((?:\.\d)+)) \| (\d+) \| ([\d.]+) \|$", text, re.MULTILINE)
     assert len(rows) == 3
@@ -329,7 +329,7 @@ def test_known_sizes_in_the_specification() -> None:
 
 @pytest.mark.parametrize("words", [{"b": 2}, {"b": 8, "norm": "fp32"}, {"b": "4.2.2.2"}, {"b": "1.3.3.2.1"}], ids=str)
 @pytest.mark.parametrize("dim", [*HEAD_DIMS, 20, 40])
-def test_every_head_dim(dim: int, words: dict[str, Any]) -> None:
+def test_every_head_dim_is_supported(dim: int, words: dict[str, Any]) -> None:
     for kind, tokens in (("outliers", 37), ("gaussian", 1), ("gaussian", 0)):
         assert check_round_trip(polar(dim, seed=3, **words), contents(kind, (1, 2, tokens, dim), seed=dim))
 
@@ -343,14 +343,14 @@ def test_head_dims_without_a_rotation_are_encoded_without_one(dim: int) -> None:
 
 @pytest.mark.parametrize("norm", ["fp16", "fp32"])
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_all_kinds_of_values(kind: str, norm: str) -> None:
+def test_all_kinds_of_values_are_decoded_within_the_bound(kind: str, norm: str) -> None:
     for words in ({"b": 3}, {"b": "4.2.2.2", "rotation": "none"}, {"b": 1, "rotation": "none"}):
         assert check_round_trip(polar(40, norm=norm, **words), contents(kind, (2, 3, 7, 40), seed=1)) or kind == "large"
 
 
 @settings(max_examples=15)
 @given(st.data())
-def test_round_trip(data: st.DataObject) -> None:
+def test_values_survive_a_round_trip_within_the_bound(data: st.DataObject) -> None:
     dim = 2 * data.draw(st.integers(1, 70))
     bits = data.draw(st.lists(st.integers(1, 8), min_size=1, max_size=(dim - 1).bit_length()))
     codec = polar(dim, b=".".join(map(str, bits)), norm=data.draw(st.sampled_from(["fp16", "fp32"])), rotation="none")

@@ -175,7 +175,7 @@ def test_the_grid_is_used_once_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> 
     ],
     ids=lambda value: str(value),
 )
-def test_error_and_stored_bits(secondary: int, radius_bits: int, error: float, bits: float) -> None:
+def test_errors_and_stored_bits_match_the_paper(secondary: int, radius_bits: int, error: float, bits: float) -> None:
     codec = quaternion(s=secondary, r=radius_bits, norm_rule="norm")
     x = gaussian(1, 1, 4096, 128, seed=3)
     found = (codec.decode(codec.encode(x)) - x).square().mean().item()
@@ -260,7 +260,7 @@ def test_any_codes_decode_by_the_formula(data: st.DataObject) -> None:
     assert ((decoded[0].double() - exact).abs() <= exact.abs() * 2.0**-22).all()
 
 
-def test_worked_example_of_the_specification() -> None:
+def test_the_worked_example_of_the_specification_is_reproduced() -> None:
     codec = example_codec(PAGE, Quaternion)
     assert isinstance(codec, Quaternion)
     streams = example_streams(PAGE, codec)
@@ -278,7 +278,7 @@ def test_worked_example_of_the_specification() -> None:
 
 @pytest.mark.parametrize("arrangement", ["dense", "direct"])
 @pytest.mark.parametrize("dim", [*HEAD_DIMS, 1, 2, 5, 63])
-def test_every_head_dim(dim: int, arrangement: str) -> None:
+def test_every_head_dim_is_supported(dim: int, arrangement: str) -> None:
     for kind, tokens in (("outliers", 37), ("gaussian", 1), ("gaussian", 0)):
         rotation = "signed-hadamard" if dim in HEAD_DIMS else "none"
         codec = quaternion(dim, arrangement=arrangement, rotation=rotation, rotation_seed=3)
@@ -287,7 +287,7 @@ def test_every_head_dim(dim: int, arrangement: str) -> None:
 
 @pytest.mark.parametrize("norm", ["fp16", "fp32"])
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_all_kinds_of_values(kind: str, norm: str) -> None:
+def test_all_kinds_of_values_are_decoded_within_the_bound(kind: str, norm: str) -> None:
     accepted = check_round_trip(quaternion(62, norm=norm), contents(kind, (2, 3, 7, 62), seed=1))
     assert accepted or (kind == "large" and norm == "fp16")
 

@@ -22,7 +22,7 @@ SPECIAL_BITS = {
 
 
 @given(st.data())
-def test_round_trip(data: st.DataObject) -> None:
+def test_values_survive_a_round_trip_within_the_bound(data: st.DataObject) -> None:
     codec = data.draw(codecs("raw"))
     check_round_trip(codec, data.draw(tensors(codec.dim)))
 
@@ -64,7 +64,7 @@ def test_values_whose_sum_overflows_are_stored() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "stored", "bits"), [("bf16", "BF16", 16.0), ("fp16", "F16", 16.0), ("fp32", "F32", 32.0)])
-def test_layout(dtype: str, stored: str, bits: float) -> None:
+def test_the_layout_matches_the_specification(dtype: str, stored: str, bits: float) -> None:
     codec = create("raw", 80, dtype=dtype)
     assert codec.layout(2, 3, 5) == {"values": Layout(stored, (2, 3, 5, 80))}
     assert codec.nominal_bits == bits

@@ -112,7 +112,7 @@ def test_parts_are_encoded_like_the_complete_cache(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_added_raw_tokens(recipe: str, tmp_path: Path) -> None:
+def test_raw_tokens_can_be_appended(recipe: str, tmp_path: Path) -> None:
     """Tokens that are encoded together form a page, within which low norms are determined."""
     cache = kvpack.pack(pairs(0, 128), recipe).append(pairs(128)).append([(x[:, :, :0], y[:, :, :0]) for x, y in pairs()])
     assert raw_of(cache[0].v) == raw_of(cache[0].k)  # type: ignore[arg-type]
@@ -332,7 +332,7 @@ def test_lossless_codecs_have_no_raw_tokens(codec: str) -> None:
         kvpack.Recipe(f"kv={codec}:raw_first=1")
 
 
-def test_raw_values_beyond_the_range() -> None:
+def test_raw_values_beyond_the_range_are_refused() -> None:
     x = torch.ones(1, 1, 40, DIM)
     x[0, 0, 1, 3] = 7e4
     with pytest.raises(OutOfRange, match=r"layers\[0\]\.k: raw token 1 \(sequence 0, head 0\) has the value 70000 in channel 3"):

@@ -73,7 +73,7 @@ def test_a_single_magnitude_is_the_overall_mean(dim: int, mean: float) -> None:
     assert magnitudes(coordinate_table(dim, 1)) == pytest.approx([mean], abs=1e-6)
 
 
-def test_known_magnitudes_of_three_bits() -> None:
+def test_magnitudes_of_three_bits_are_unchanged() -> None:
     """A change of these numbers would change the bytes that every writer stores by default.
 
     They are close to Max's levels for a normal density.
@@ -223,7 +223,7 @@ def test_half_of_the_channels_are_high_by_default() -> None:
     ],
     ids=str,
 )
-def test_known_stored_bits_at_128(words: dict[str, object], row_bytes: dict[str, int], bits: float) -> None:
+def test_stored_bits_for_head_dim_128_are_unchanged(words: dict[str, object], row_bytes: dict[str, int], bits: float) -> None:
     codec = scalar(**words)
     streams = codec.encode(keys(1, 1, 4, 128))
     assert {name: packing.row_bytes for name, packing in codec.packings().items()} == row_bytes
@@ -273,7 +273,7 @@ def test_codes_are_repacked_losslessly() -> None:
 
 @pytest.mark.parametrize("words", WIDTHS, ids=str)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_every_head_dim(dim: int, words: dict[str, object]) -> None:
+def test_every_head_dim_is_supported(dim: int, words: dict[str, object]) -> None:
     for kind, tokens in (("outliers", 37), ("gaussian", 1), ("gaussian", 0)):
         text = {name: str(value) for name, value in words.items()}
         assert check_round_trip(create("scalar", dim, seed="3", **text), contents(kind, (1, 2, tokens, dim), seed=dim))
@@ -287,7 +287,7 @@ def test_head_dims_without_a_rotation_are_encoded_without_one(dim: int) -> None:
 
 @pytest.mark.parametrize("norm", ["fp16", "fp32"])
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_all_kinds_of_values(kind: str, norm: str) -> None:
+def test_all_kinds_of_values_are_decoded_within_the_bound(kind: str, norm: str) -> None:
     for rotation, words in itertools.product(("none", "signed-hadamard"), ({"b": "2"}, {"b": "6"}, {"b": "1", "high": "2"})):
         accepted = check_round_trip(create("scalar", 40, norm=norm, rotation=rotation, **words), contents(kind, (2, 3, 7, 40), seed=1))
         assert accepted or kind == "large"
@@ -354,7 +354,7 @@ def test_the_input_is_not_modified(rotation: str) -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(st.data())
-def test_round_trip(data: st.DataObject) -> None:
+def test_values_survive_a_round_trip_within_the_bound(data: st.DataObject) -> None:
     """The test covers any two widths on any channels."""
     dim, bits = data.draw(st.integers(2, 70)), data.draw(st.integers(1, 7))
     norm, high = data.draw(st.sampled_from(["fp16", "fp32"])), data.draw(st.integers(bits + 1, 8))
@@ -505,7 +505,7 @@ def test_decoding_follows_the_specification_within_its_tolerance(dim: int, words
     assert (np.abs(found - frame) <= 2.0**-20 * np.array(norms)[:, None]).all()
 
 
-def test_the_worked_example_of_the_specification() -> None:
+def test_the_worked_example_of_the_specification_is_reproduced() -> None:
     (block,) = re.findall(r"```example\n(.*?)```", SPEC.read_text(encoding="utf-8"), re.DOTALL)
     lines = dict(line.split(": ", 1) for line in block.strip().splitlines())
     binary = {name: bytes.fromhex(lines[name]) for name in ("high_channels", "magnitude_table", "high_magnitude_table")}

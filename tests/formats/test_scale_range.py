@@ -30,7 +30,7 @@ def error(codec: Group, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_layout_and_bits(axis: str) -> None:
+def test_the_layout_and_the_bits_match_the_specification(axis: str) -> None:
     layout = group(80, axis=axis, token_scale="fp16").layout(2, 3, 33)
     rows = (2, 80) if axis == "token" else (33, 3)
     assert list(layout) == ["codes.0", "scales", "scale_range", "token_scale"]
@@ -233,7 +233,7 @@ def test_values_below_the_smallest_binary16_number_are_rounded_to_it() -> None:
     check_round_trip(group(20, b=1, g=4, axis="token"), x)
 
 
-def test_signs_of_small_tokens_in_a_group_with_a_large_one() -> None:
+def test_small_tokens_keep_their_signs_in_a_group_with_a_large_token() -> None:
     exponents = torch.full((128, 1), -20.0)
     exponents[::4] = 9
     x = contents("gaussian", (1, 2, 128, 112), 1) * torch.exp2(exponents)

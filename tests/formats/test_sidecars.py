@@ -108,7 +108,7 @@ def test_channel_scale_protects_rotated_keys_with_outlier_channels(codec_id: str
     assert errors[1] < 2 * ordinary
 
 
-def test_rule_of_channel_scale() -> None:
+def test_channel_scales_follow_their_rule() -> None:
     x = keys(512) * torch.linspace(0.5, 1.5, 64)
     x[..., 7] *= 50
     scale = codec("octahedral", b="3", channel_scale="fp32").encode(x)["channel_scale"]
@@ -171,7 +171,7 @@ def test_qjl_makes_inner_products_unbiased() -> None:
         assert slopes[found] == pytest.approx(1, abs=0.03), found
 
 
-def test_estimator_of_qjl() -> None:
+def test_qjl_decodes_by_its_estimator() -> None:
     one, base = codec("scalar", b="2", qjl="fp32"), codec("scalar", b="2", norm_rule="norm")
     x = keys(7)
     streams = one.encode(x)

@@ -49,7 +49,7 @@ def pairs(tokens: int, batch: int = 1, seed: int = 0) -> list[tuple[torch.Tensor
 
 @settings(max_examples=12, deadline=None)
 @given(st.data())
-def test_round_trips(data: st.DataObject) -> None:
+def test_values_survive_a_round_trip(data: st.DataObject) -> None:
     codec = data.draw(codecs("transform"))
     check_round_trip(codec, data.draw(tensors(codec.dim)))
 
@@ -64,7 +64,7 @@ def parse_raw_clause(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint16)
 
 
-def test_worked_example() -> None:
+def test_the_worked_example_is_reproduced() -> None:
     found = example()
     stated: dict[str, Any] = ast.literal_eval(found["parameters"]) | {"basis": bytes.fromhex(found["basis"])}
     names = ("dim", "basis", "layer", "side", "scope", "step", "chunk")
@@ -289,7 +289,7 @@ def test_commands_accept_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.Ca
     assert cli.main(["unpack", str(tmp_path / "y.kvpack"), dense, "--basis", str(tmp_path)]) == 0
 
 
-def test_sizes_in_the_specification() -> None:
+def test_sizes_match_the_specification() -> None:
     codec = Transform(128, bytes(32), 0, "v", "head", 0, 256)
     layout = codec.layout(1, 1, 256)
     assert sum(2 * numpy.prod(entry.shape) for name, entry in layout.items() if name != "words") == 134 + 2

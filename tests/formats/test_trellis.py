@@ -104,12 +104,12 @@ def test_products_are_unbiased() -> None:
 
 @given(codec=codecs("trellis"), data=st.data())
 @settings(deadline=None, max_examples=15)
-def test_round_trip(codec: Trellis, data: st.DataObject) -> None:
+def test_values_survive_a_round_trip_within_the_bound(codec: Trellis, data: st.DataObject) -> None:
     check_round_trip(codec, data.draw(tensors(codec.dim, max_tokens=20)))
 
 
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_unusual_values(kind: str) -> None:
+def test_unusual_values_are_decoded_within_the_bound(kind: str) -> None:
     check_round_trip(trellis(32, b=2, states=256, norm="fp32"), contents(kind, (1, 2, 5, 32), 1))
 
 
@@ -139,7 +139,7 @@ def test_invalid_tables_are_refused(table: bytes) -> None:
         replace(trellis(64, b=2, states=256), table=table)
 
 
-def test_the_worked_example_of_the_specification() -> None:
+def test_the_worked_example_of_the_specification_is_reproduced() -> None:
     (block,) = re.findall(r"```example\n(.*?)```", SPEC.read_text(encoding="utf-8"), re.DOTALL)
     lines = dict(line.split(": ", 1) for line in block.strip().splitlines())
     codec = Trellis.from_params(json.loads(lines["parameters"]) | {"table": example_table()})

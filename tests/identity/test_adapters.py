@@ -111,7 +111,7 @@ def test_models_with_different_adapters_have_different_identities(named: str | N
         assert named is None or found[name].adapter.startswith("customer sha256:")
 
 
-def test_names_are_those_of_active_adapters() -> None:
+def test_identities_name_the_active_adapters() -> None:
     model = with_two_loras()
     assert identity(model).adapter.startswith("first sha256:")
     assert identity(active(model, "second")).adapter.startswith("second sha256:")
@@ -122,7 +122,7 @@ def test_names_are_those_of_active_adapters() -> None:
     assert identity(model).adapter.startswith("first,second sha256:"), "a merged adapter was not named"
 
 
-def test_disabling_and_enabling_adapters() -> None:
+def test_disabling_adapters_changes_the_identity_until_they_are_enabled() -> None:
     model = with_two_loras()
     first = identity(model)
     with model.disable_adapter():
@@ -169,7 +169,7 @@ def test_inactive_adapters_change_nothing() -> None:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("kind", [name for name in STATES if name not in ("none", "transformers' own, disabled")])
-def test_every_weight_of_an_adapter_counts(kind: str) -> None:
+def test_every_weight_of_an_adapter_changes_the_identity(kind: str) -> None:
     model = STATES[kind]()
     mine = identity(model)
     with torch.no_grad():

@@ -54,14 +54,14 @@ def weights(path: Path, **options: Any) -> str:
     return Identity.of_engine(path, "raw", kv_dtype="fp8_e4m3", layout="d", **options).weights
 
 
-def test_recalibrated_scales_give_another_checkpoint(tmp_path: Path) -> None:
+def test_recalibrated_scales_change_the_digest(tmp_path: Path) -> None:
     first, second = (weights(folder(tmp_path / name, scale)) for name, scale in (("a", 0.01), ("b", 0.05)))
     assert first != second
     assert first.startswith("files-xxh3:")
 
 
 @pytest.mark.parametrize("piece", [1 << 12, 1 << 26])
-def test_every_byte_counts(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_changed_byte_changes_the_digest(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "PIECE_BYTES", piece)
     path = folder(tmp_path / "m")
     file = path / "model.safetensors"

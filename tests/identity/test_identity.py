@@ -125,13 +125,13 @@ def scaled(**attributes: Any) -> Any:
     ],
     ids=["float", "tensor", "vector", "numpy scalar", "array", "map", "list", "namespace", "dataclass"],
 )
-def test_unregistered_constants_of_a_module_count(made: Callable[[float], Any], name: str) -> None:
+def test_unregistered_constants_of_a_module_change_the_identity(made: Callable[[float], Any], name: str) -> None:
     one, same, other = (kvpack.Identity.of(scaled(**{name: made(value)}), "raw") for value in (1.5, 1.5, 2.5))
     assert one == same
     assert changed_fields(one, other) == {"config"}
 
 
-def test_attributes_that_record_calls_do_not_count() -> None:
+def test_attributes_that_record_calls_do_not_change_the_identity() -> None:
     """If such attributes counted, a model would refuse files that it wrote before a call."""
     first = kvpack.Identity.of(scaled(_calls=0, cos_cached=torch.zeros(3), _last_state=0.5), "raw")
     assert kvpack.Identity.of(scaled(_calls=7, cos_cached=torch.ones(5), _last_state=1.5), "raw") == first
@@ -173,7 +173,7 @@ def with_a_compiled_layer(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("wrapped", [compiled, nn.DataParallel, lambda model: nn.DataParallel(compiled(model)), with_a_compiled_layer])
-def test_wrappers_of_torch_change_nothing(wrapped: Any) -> None:
+def test_wrappers_of_torch_do_not_change_the_identity(wrapped: Any) -> None:
     assert identity(wrapped(small_llama())) == identity(small_llama())
 
 
@@ -285,7 +285,7 @@ def test_tensors_whose_bytes_cannot_be_read_are_refused() -> None:
         identity(model)
 
 
-def test_extra_tensors_of_a_quantized_layer_count() -> None:
+def test_extra_tensors_of_a_quantized_layer_change_the_identity() -> None:
     class Packed(nn.Linear):
         """A layer that keeps its scales in a mapping of its own, and adds them to its state dict."""
 
@@ -441,7 +441,7 @@ def test_the_callers_description_is_part_of_the_key(tmp_path: Any) -> None:
     assert not set(plain.keys(range(64))) & set(hooked.keys(range(64)))
 
 
-def test_samples_are_read_together_as_if_alone() -> None:
+def test_samples_read_together_equal_samples_read_separately() -> None:
     values = torch.randn(7, 300, generator=torch.Generator().manual_seed(0))
     named: list[tuple[str, Any]] = [
         ("long", values), ("not contiguous", values.T), ("half", values.to(torch.bfloat16)), ("byte", values.to(torch.float8_e4m3fn)),

@@ -65,7 +65,7 @@ def test_passes_are_recorded_under_every_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_generate_takes_a_cache_under_every_name(name: str) -> None:
+def test_generate_accepts_a_cache_under_every_name(name: str) -> None:
     model, options = small_llama(), {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(PROMPT, **options)
     with KvpackCache(model, "raw") as past:

@@ -107,7 +107,7 @@ def test_contents_that_kvpack_cannot_store_are_named(name: str, message: str) ->
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_heads_and_channels(transposed: bool, tmp_path: Path) -> None:
+def test_cells_are_split_into_heads(transposed: bool, tmp_path: Path) -> None:
     path = written(tmp_path / "in.bin", state(SEVEN, whole(transposed=transposed)))
     for heads in (4, [4, 2]):
         cache = import_slot(path, kv_heads=heads)
@@ -127,7 +127,7 @@ def test_cells_in_any_order_are_sorted(tmp_path: Path) -> None:
     assert (tmp_path / "out.bin").read_bytes() == state(SEVEN, whole(transposed=True))
 
 
-def test_streams_and_sequences(tmp_path: Path) -> None:
+def test_a_stream_and_a_sequence_are_kept_or_merged(tmp_path: Path) -> None:
     path = written(tmp_path / "in.bin", state(SEVEN, whole(streams=4, sequence=2, stream=2)))
     cache = import_slot(path, kv_heads=2)
     export_slot(cache, tmp_path / "out.bin")
@@ -229,7 +229,7 @@ def test_llama_cpps_own_blocks_are_converted_both_ways(tmp_path: Path) -> None:
     assert (tmp_path / "out.bin").read_bytes() == own.read_bytes()
 
 
-def test_blocks_of_a_prefix_and_of_cells_in_any_order(tmp_path: Path) -> None:
+def test_blocks_of_a_prefix_and_of_unordered_cells_are_converted(tmp_path: Path) -> None:
     order = [3, 0, 6, 5, 1, 2, 4]
     caches, contents = quantized("q8_0", "q4_0", order)
     cache = import_slot(written(tmp_path / "in.bin", state(SEVEN, caches)), kv_heads=2)
@@ -272,7 +272,7 @@ def test_blocks_are_never_reencoded(tmp_path: Path) -> None:
         ({"kind": 2}, InvalidParameter, "layers have different cache types, expected those of layer 0 in all: q8_0 and q8_0"),
     ],
 )
-def test_blocks_that_kvpack_cannot_store(change: dict[str, int], error: Any, message: str, tmp_path: Path) -> None:
+def test_blocks_that_kvpack_cannot_store_are_refused(change: dict[str, int], error: Any, message: str, tmp_path: Path) -> None:
     caches, _ = quantized("q8_0", "q8_0")
     caches.transposed = bool(change.get("transposed"))
     if "scale" in change:
@@ -316,7 +316,7 @@ def test_blocks_without_a_codec_become_states_byte_for_byte(keys: str, values: s
         assert (tmp_path / "out.bin").read_bytes() == state(SEVEN, caches)
 
 
-def test_llama_cpps_own_blocks_without_a_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_llama_cpps_own_blocks_without_a_codec_are_kept_byte_for_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own, packed, out = str(FILES / "opaque.bin"), str(tmp_path / "x.kvpack"), str(tmp_path / "out.bin")
     assert main(["import", own, packed, "--kv-heads", "1"]) == 0
     assert main(["export", packed, out, "--to", "llama.cpp"]) == 0
@@ -325,7 +325,7 @@ def test_llama_cpps_own_blocks_without_a_codec(tmp_path: Path, capsys: pytest.Ca
     assert "7 states of 3 layers" in capsys.readouterr().out
 
 
-def test_blocks_without_a_codec_in_any_order_with_windows_and_latents(tmp_path: Path) -> None:
+def test_blocks_without_a_codec_may_be_unordered_windowed_or_latents(tmp_path: Path) -> None:
     order = [3, 0, 6, 5, 1, 2, 4]
     caches, contents = quantized("q4_1", "q5_1", order)
     export_slot(import_slot(written(tmp_path / "in.bin", state([], caches)), kv_heads=2), tmp_path / "out.bin")
@@ -455,7 +455,7 @@ def test_files_of_other_formats_are_refused(data: bytes, options: dict[str, Any]
         import_slot(written(tmp_path / "in.bin", data), **{"kv_heads": 2, **options})
 
 
-def test_two_sequences_are_refused_and_so_are_keys_alone(tmp_path: Path) -> None:
+def test_two_sequences_and_keys_without_values_are_refused(tmp_path: Path) -> None:
     data = whole(streams=2).pieces()
     twice = state(SEVEN) + data[:-4] + data[4:-4]
     with pytest.raises(InvalidParameter, match="two of its streams hold cells, but kvpack reads one sequence"):
@@ -589,7 +589,7 @@ def test_a_llama_cpp_cache_is_refused_by_other_libraries(tmp_path: Path) -> None
             KvpackCache.of(cut, model)
 
 
-def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_import_and_export_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own, packed, out = str(FILES / "windows.bin"), str(tmp_path / "x.kvpack"), str(tmp_path / "out.bin")
     assert is_state_file(own)
     assert main(["import", own, packed, "--window", "0,2=4"]) == 2

@@ -107,7 +107,7 @@ def test_written_files_are_read_back(held: int, tmp_path: Path) -> None:
         assert all(map(torch.equal, values(layer), values(other)))
 
 
-def test_a_window_that_is_not_full(tmp_path: Path) -> None:
+def test_a_window_that_is_not_full_is_exported(tmp_path: Path) -> None:
     path = tmp_path / "out.safetensors"
     export_prompt_cache(kvpack.pack([(K[:, :, :7], V[:, :, :7])], "raw"), path, windows={0: 16})
     with safe_open(path, "pt") as file:
@@ -226,7 +226,7 @@ def test_contents_that_mlx_lm_cannot_store_are_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_import_and_export_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = newer(tmp_path / "in.safetensors", [("KVCache", [K, V, 40])], model="m")
     assert main(["import", str(source), str(tmp_path / "x.kvpack"), "--recipe", "octopus-4"]) == 0
     assert kvpack.load(tmp_path / "x.kvpack").metadata == {"model": "m"}

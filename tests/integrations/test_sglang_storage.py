@@ -325,7 +325,7 @@ def test_unsupported_settings_are_refused(storage: Any, tmp_path: Path) -> None:
     backend.close()
 
 
-def test_models_with_several_pools(storage: Any, tmp_path: Path) -> None:
+def test_models_with_several_pools_are_supported(storage: Any, tmp_path: Path) -> None:
     def attached(seed: int | None) -> tuple[Any, Any, Any, StatePool]:
         made, windows, states = pool("page_first", seed), pool("layer_first", seed and seed + 1), StatePool(seed)
         backend = opened(storage, made, tmp_path, recipe="octopus-4")
@@ -459,7 +459,7 @@ def test_clearing_the_backend_removes_what_this_model_stored(storage: Any, tmp_p
         one.close()
 
 
-def test_settings_of_sglang_are_left_to_it(storage: Any, tmp_path: Path) -> None:
+def test_settings_for_sglang_are_ignored(storage: Any, tmp_path: Path) -> None:
     opened(storage, pool("page_first"), tmp_path, allocator="shm", file_storage_path="/tmp/hicache").close()
     # A pool with a page format of its own has its tag behind the model's folder.
     (tmp_path / "model").mkdir()

@@ -121,7 +121,7 @@ def test_decoding_token_by_token_equals_one_chunk() -> None:
     ids=["greedy", "beams", "beams returned"],
 )
 @pytest.mark.parametrize("recipe", ["kv=raw:dtype=fp32", "kv=group:b=4,g=16,outliers=3,sinks=4,channel_scale=fp16;tail=48"])
-def test_generate(recipe: str, options: dict[str, Any]) -> None:
+def test_generate_returns_the_same_tokens_as_over_unpacked_tensors(recipe: str, options: dict[str, Any]) -> None:
     model = small_model()
     prompt = token_ids(1, 60)
     packed = pack(prefill(model, prompt[:, :50]), recipe)
@@ -147,7 +147,7 @@ def test_the_packed_cache_never_changes() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-def test_crop_and_rows() -> None:
+def test_tokens_can_be_cropped_and_rows_selected() -> None:
     model = small_model()
     packed = pack(prefill(model, token_ids(3, 70)), "kivi-2")
     cache = KvpackCache.of(packed)
@@ -169,7 +169,7 @@ def test_crop_and_rows() -> None:
 
 
 @pytest.mark.parametrize("tokens", [12, 40], ids=["inside the window", "beyond the window"])
-def test_sliding_window_and_softcap(tokens: int) -> None:
+def test_sliding_windows_and_softcap_give_the_same_results(tokens: int) -> None:
     torch.manual_seed(0)
     options = {"num_hidden_layers": 2, "sliding_window": 16, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 24}
     model = Gemma2ForCausalLM(Gemma2Config(**SIZES, **options, attn_implementation="eager")).eval()
@@ -262,7 +262,7 @@ def test_the_filled_part_of_a_static_cache_is_packed() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_a_cache_with_tokens_in_other_places_is_refused() -> None:
+def test_a_cache_with_tokens_at_other_positions_is_refused() -> None:
     cache = prefill(small_model(), token_ids(1, 25))
     layer = cache.layers[1]
     layer.get_seq_length = lambda: 30

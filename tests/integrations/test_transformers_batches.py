@@ -52,7 +52,7 @@ DECODED = ["Llama-4", "DeepSeek-V3", "Bloom"]
 
 
 @pytest.mark.parametrize(("name", "where"), [*((name, "right") for name in KINDS), *((name, "left") for name in DECODED)])
-def test_rows_with_different_lengths(name: str, where: str) -> None:
+def test_rows_with_different_lengths_generate_the_same_tokens(name: str, where: str) -> None:
     model = model_of(name)
     ids, mask = padded(where)
     expected = generated(model, ids, attention_mask=mask)
@@ -87,7 +87,7 @@ def test_padded_rows_generate_as_if_alone(name: str, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma-3"])
-def test_beams_of_padded_rows(name: str) -> None:
+def test_beams_of_padded_rows_equal_those_of_the_model(name: str) -> None:
     """Reordered rows keep their own padding, and beams of short rows do not end before those of others."""
     model = model_of(name)
     ids, mask = padded("left")
@@ -130,7 +130,7 @@ def test_a_lossy_recipe_gives_the_models_own_tokens_until_a_window_is_full() -> 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}], ids=["beams", "beams returned"])
 @pytest.mark.parametrize("name", ["Gemma-3", "Llama-4", "BART"])
-def test_beams_of_rows(name: str, options: dict[str, Any]) -> None:
+def test_beams_of_rows_equal_those_of_the_model(name: str, options: dict[str, Any]) -> None:
     model = model_of(name)
     expected = generated(model, ROWS, max_new_tokens=8, **options)
     assert generated(model, ROWS, over(model), max_new_tokens=8, **options) == expected
@@ -148,7 +148,7 @@ def over(model: Any, recipe: str = "raw") -> Any:
 @pytest.mark.scenario
 @pytest.mark.parametrize("name", ["Llama", "Gemma-3", "Llama-4", "DeepSeek-V3"])
 @pytest.mark.parametrize("kind", ["prompt lookup", "an assistant"])
-def test_assisted_decoding(name: str, kind: str) -> None:
+def test_assisted_decoding_generates_the_same_tokens(name: str, kind: str) -> None:
     """Prompts are longer than a window, so that sliding layers drop tokens, and the candidates are wrong."""
     model = model_of(name)
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 6}
@@ -246,7 +246,7 @@ def test_a_loaded_layer_also_slides(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(found, 1), expected[:, 40:], rtol=1e-4, atol=1e-5)
 
 
-def test_an_image_is_part_of_the_prompt() -> None:
+def test_a_prompt_may_contain_an_image() -> None:
     model = model_of("Qwen2-VL", image_token_id=60)
     ids = PROMPT.clone()
     ids[:, 8:24] = 60
@@ -346,7 +346,7 @@ def test_ids_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma-3"])
 @pytest.mark.parametrize("recipe", ["raw", "bf16"])
-def test_works_in_bfloat16(name: str, recipe: str) -> None:
+def test_generation_works_in_bfloat16(name: str, recipe: str) -> None:
     model = model_of(name).to(torch.bfloat16)
     with KvpackCache(model, recipe) as cache:
         assert generated(model, ROWS, cache, max_new_tokens=16) == generated(model, ROWS, max_new_tokens=16)

@@ -190,7 +190,7 @@ def frozen(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("change", [unchanged, copy.deepcopy, moved, strided, there_and_back, frozen], ids=lambda change: change.__name__)
-def test_equal_weights_mean_the_same_model(change: Callable[[Any], Any], tmp_path: Path) -> None:
+def test_equal_weights_identify_the_same_model(change: Callable[[Any], Any], tmp_path: Path) -> None:
     path = saved(small_llama(), tmp_path / "file")
     model = change(small_llama())
     with torch.inference_mode(), KvpackCache.load(path, model) as cache:
@@ -423,7 +423,7 @@ def test_adapters_are_compared_by_all_their_weights(tmp_path: Path) -> None:
     KvpackCache.load(path, model).release()
 
 
-def test_another_dtype_makes_another_model(tmp_path: Path) -> None:
+def test_another_dtype_identifies_another_model(tmp_path: Path) -> None:
     path = saved(small_llama(), tmp_path / "file")
     with pytest.raises(InvalidParameter, match="a model whose dtype is 'float32', but this one's is 'bfloat16'"):
         KvpackCache.load(path, in_bf16())

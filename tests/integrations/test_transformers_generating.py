@@ -71,7 +71,7 @@ def test_lossless_caches_generate_the_same_tokens_as_the_model(make: Any, option
 
 
 @pytest.mark.parametrize("shape", [lambda ids: ids, lambda ids: ids[0], lambda ids: ids.tolist(), lambda ids: ids[0].tolist()])
-def test_the_caches_generate_equals_the_models(model: Any, shape: Any) -> None:
+def test_generate_of_a_cache_equals_that_of_the_model(model: Any, shape: Any) -> None:
     prompt = ids(1, 60)
     expected = model.generate(prompt, max_new_tokens=9, **OPTIONS)
     # Padding and the end of a text are one token, of which transformers would warn.
@@ -166,7 +166,7 @@ def test_a_file_without_tokens_cannot_be_continued(model: Any, tmp_path: Path) -
         KvpackCache.load(tmp_path / "empty", model)
 
 
-def test_cache_from_a_configuration(model: Any) -> None:
+def test_a_cache_can_be_created_from_a_configuration(model: Any) -> None:
     ids = torch.arange(1, 21)[None]
     with KvpackCache(model, "octopus-4") as cache:
         expected = [model(part, past_key_values=cache).logits for part in (ids, ids[:, :1])]
@@ -185,7 +185,7 @@ def test_cache_from_a_configuration(model: Any) -> None:
         KvpackCache(recipe="raw")
 
 
-def test_supported_constructor_arguments(model: Any) -> None:
+def test_supported_constructor_arguments_are_accepted(model: Any) -> None:
     packed = kvpack.pack([(torch.zeros(1, 2, 4, 32),) * 2] * 3, "raw")
     assert KvpackCache.of(packed, model).get_seq_length() == 4
     for kind, text, call in [

@@ -71,7 +71,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded on the left"])
-def test_generates_the_same_tokens(device: Device, padded: bool) -> None:
+def test_graphs_generate_the_same_tokens(device: Device, padded: bool) -> None:
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     prompt, mask = random_ids(2, 6), torch.ones(2, 6, dtype=torch.long, device=DEVICE)
     mask[1, : 3 if padded else 0] = 0
@@ -253,7 +253,7 @@ def test_random_numbers_equal_those_without_graphs(used: bool, device: Device) -
 
 
 @pytest.mark.kernels
-def test_a_graph_serves_no_fewer_than_its_minimum_tokens(device: Device) -> None:
+def test_a_graph_is_not_used_below_its_minimum_number_of_tokens(device: Device) -> None:
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     mlp, caches = model.model.layers[0].mlp, []
     own = mlp.forward
@@ -432,7 +432,7 @@ def test_hooks_on_all_modules_are_called(device: Device) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_failing_replay_leaves_the_step_to_the_model(error: type[BaseException], device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_runs_the_step_if_a_replay_fails(error: type[BaseException], device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     expected = eager_cache(model, RECIPE)
     logits = [model(random_ids(1, 1, step), past_key_values=expected).logits for step in range(5)]

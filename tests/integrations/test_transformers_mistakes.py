@@ -53,7 +53,7 @@ def file(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_model_that_is_not_loaded(model: Any, file: Path) -> None:
+def test_a_model_that_is_not_loaded_is_refused_with_advice(model: Any, file: Path) -> None:
     for call in (
         lambda: KvpackCache.load(file, "folder"),  # type: ignore[arg-type]
         lambda: KvpackCache.load(file, None),  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def test_a_model_that_is_not_loaded(model: Any, file: Path) -> None:
     KvpackCache.load(file, model).release()
 
 
-def test_a_packed_cache_instead_of_a_models_own(model: Any, file: Path) -> None:
+def test_a_packed_cache_instead_of_a_models_own_is_refused_with_advice(model: Any, file: Path) -> None:
     packed = kvpack.load(file)
     ids = torch.cat([IDS, NEW], 1)
     for call in (lambda: model.generate(ids, past_key_values=packed, **OPTIONS), lambda: model(ids, past_key_values=packed)):
@@ -87,14 +87,14 @@ def test_a_packed_cache_instead_of_a_models_own(model: Any, file: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"copy": True}, {"memory_limit": 10**6}, {"copy": True, "memory_limit": 10**6, "device": "cpu"}])
-def test_files_are_loaded_like_kvpack_load_does(options: dict[str, Any], model: Any, file: Path) -> None:
+def test_files_are_loaded_as_by_kvpack_load(options: dict[str, Any], model: Any, file: Path) -> None:
     with KvpackCache.load(file, model, **options) as cache:
         assert cache.get_seq_length() == 40
     with pytest.raises(kvpack.LimitExceeded):
         KvpackCache.load(file, model, memory_limit=10)
 
 
-def test_a_file_system_without_mappings(model: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_mappings_is_reported_with_advice(model: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any, **__: Any) -> None:
         raise OSError(19, "No such device")
 
@@ -117,7 +117,7 @@ def test_a_file_system_without_mappings(model: Any, file: Path, monkeypatch: pyt
     ],
     ids=["the same", "its beginning", "only the new message", "other ids", "longer other ids"],
 )
-def test_token_ids_that_do_not_continue_the_cache(ids: torch.Tensor, message: str, model: Any, file: Path) -> None:
+def test_token_ids_that_do_not_continue_the_cache_are_refused_with_advice(ids: torch.Tensor, message: str, model: Any, file: Path) -> None:
     with KvpackCache.load(file, model) as cache, pytest.raises(InvalidParameter, match=message):
         model.generate(ids, past_key_values=cache, **OPTIONS)
     with KvpackCache.load(file, model, prompt=ids) as cache:
@@ -128,7 +128,7 @@ def test_token_ids_that_do_not_continue_the_cache(ids: torch.Tensor, message: st
             assert model.generate(ids, past_key_values=cache, **OPTIONS).tolist() == model.generate(ids, **OPTIONS).tolist()
 
 
-def test_beams_over_one_sequence(model: Any, file: Path) -> None:
+def test_beams_over_one_sequence_are_refused_with_advice(model: Any, file: Path) -> None:
     ids = torch.cat([IDS, NEW], 1)
     expected = model.generate(ids, num_beams=3, **OPTIONS)
     with KvpackCache.load(file, model) as cache:
@@ -161,7 +161,7 @@ def test_reading_keys_gives_a_warning(model: Any, file: Path) -> None:
         assert cache.layers[0].keys.shape[2] == 40
 
 
-def test_a_cache_of_an_older_transformers() -> None:
+def test_a_cache_of_an_older_transformers_is_refused_with_advice() -> None:
     past = DynamicCache.__new__(DynamicCache)
     k = torch.randn(1, 1, 5, 64)
     past.__dict__.update(key_cache=[k], value_cache=[k], _seen_tokens=5)
@@ -171,20 +171,20 @@ def test_a_cache_of_an_older_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", ["model", "recipe", "config", "dense", "graphs", "keep_all"])
-def test_foreign_arguments_of_the_constructor(name: str, model: Any) -> None:
+def test_foreign_arguments_of_the_constructor_are_refused(name: str, model: Any) -> None:
     given: dict[str, Any] = {"recipe": "raw"} if name == "config" else {"model": model, "recipe": "raw"}
     check(lambda value: KvpackCache(**{**given, name: value}).release(), skipped="a module")
 
 
 @pytest.mark.parametrize("name", ["cache", "model", "dense", "rope_deltas", "prompt", "graphs"])
-def test_foreign_arguments_of_of(name: str, model: Any, file: Path) -> None:
+def test_foreign_arguments_of_the_method_of_are_refused(name: str, model: Any, file: Path) -> None:
     given: dict[str, Any] = {"cache": kvpack.load(file), "model": model}
     check(lambda value: KvpackCache.of(**{**given, name: value}).release(), skipped="a module")
 
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("name", ["path", "model", "device", "basis", "copy", "memory_limit", "layers", "tokens", "recipe", "prompt"])
-def test_foreign_arguments_of_load(name: str, model: Any, file: Path) -> None:
+def test_foreign_arguments_of_load_are_refused(name: str, model: Any, file: Path) -> None:
     check(lambda value: KvpackCache.load(**{"path": file, "model": model, name: value}).release(), skipped="a module")
 
 
@@ -201,7 +201,7 @@ CALLS: dict[str, Callable[[KvpackCache, Any], Any]] = {
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_foreign_arguments_of_a_cache(call: Callable[[KvpackCache, Any], Any], model: Any, file: Path) -> None:
+def test_foreign_arguments_of_cache_methods_are_refused(call: Callable[[KvpackCache, Any], Any], model: Any, file: Path) -> None:
     packed = kvpack.load(file)
 
     def one(value: Any) -> None:
@@ -239,7 +239,7 @@ except ImportError as error:
         ("matplotlib", "from kvpack.bench import quality_plot; quality_plot.library()", "bench"),
     ],
 )
-def test_a_package_that_is_not_installed(package: str, code: str, extra: str, tmp_path: Path) -> None:
+def test_a_missing_package_is_reported_with_advice(package: str, code: str, extra: str, tmp_path: Path) -> None:
     # The process that forks has imported KvpackCache.
     words = [sys.executable if "KvpackCache" in code else warm_python.python(), "-c", _WITHOUT, package, code]
     found = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -248,7 +248,7 @@ def test_a_package_that_is_not_installed(package: str, code: str, extra: str, tm
     assert not list(tmp_path.iterdir())
 
 
-def test_a_version_of_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_version_of_transformers_is_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     for version in ("4.50.3", "5.22.0.dev0", "5.9"):

@@ -138,7 +138,7 @@ def test_caches_of_two_prompts_take_turns() -> None:
     assert model.generate(ids, past_key_values=KvpackCache.of(stored, model), **GREEDY).tolist() == expected.tolist()
 
 
-def test_beams_over_a_stored_image() -> None:
+def test_beams_continue_after_a_stored_image() -> None:
     model, new = (model_of("Qwen2-VL", image_token_id=60) for _ in range(2))
     with KvpackCache(model, "raw") as past:
         model(WITH_IMAGE, past_key_values=past, **images())
@@ -175,7 +175,7 @@ def test_rows_of_a_padded_batch_have_their_own_positions() -> None:
     assert swapped.position_offsets == (-9, 0)
 
 
-def test_recorded_positions_count() -> None:
+def test_recorded_positions_must_match() -> None:
     model = model_of("Qwen2-VL", image_token_id=60)
     with KvpackCache(model, "raw") as past:
         model(WITH_IMAGE, past_key_values=past, **images())

@@ -87,7 +87,7 @@ def test_passes_outside_the_model_are_reported() -> None:
     assert cache.packed[:, :20].inputs == Inputs(ids_of(PROMPT))
 
 
-def test_the_caller_may_vouch_for_first_tokens_without_recorded_ids() -> None:
+def test_a_cache_without_ids_can_be_continued_if_the_caller_wraps_it() -> None:
     model = model_of()
     packed = pack(model(PROMPT).past_key_values, FP32)
     cache = KvpackCache.of(packed, model)
@@ -212,7 +212,7 @@ def test_rows_with_different_ids_are_reported_and_selecting_one_makes_them_known
     assert cache.packed.inputs == Inputs(ids_of(torch.cat([PROMPT, torch.tensor([[40, 41, 50, 51]])], 1)))
 
 
-def test_many_passes_are_recorded() -> None:
+def test_passes_of_any_number_are_recorded() -> None:
     model = model_of()
     cache = KvpackCache.of(recorded(model), model)
     ids = torch.arange(90)[None] % 60

@@ -156,7 +156,7 @@ def test_each_row_of_a_batch_has_its_source(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["T5", "BART", "Whisper"])
-def test_beams_of_a_source(name: str, tmp_path: Path) -> None:
+def test_beams_share_the_source_of_their_row(name: str, tmp_path: Path) -> None:
     model = whisper() if name == "Whisper" else model_of(name)
     one, other = (features(0), features(1)) if name == "Whisper" else (A, B)
     ids = saved(model, one, tmp_path, "one")
@@ -175,7 +175,7 @@ def test_beams_of_a_source(name: str, tmp_path: Path) -> None:
         assert len(set(names[0][0].split(": ")[1].split(" "))) == 2
 
 
-def test_an_ordinary_cache_is_recorded_with_its_source() -> None:
+def test_an_unpacked_cache_is_recorded_with_its_source() -> None:
     model = model_of("T5")
     with recording(model) as record:
         past = model(input_ids=A, decoder_input_ids=BEGUN[:, :3], past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
@@ -188,7 +188,7 @@ def test_an_ordinary_cache_is_recorded_with_its_source() -> None:
     torch.testing.assert_close(model(input_ids=A, decoder_input_ids=BEGUN[:, 3:], past_key_values=past).logits, expected)
 
 
-def test_no_single_source_continues_tokens_of_several() -> None:
+def test_tokens_of_several_sources_cannot_be_continued_with_one() -> None:
     model = model_of("T5")
     past = EncoderDecoderCache(DynamicCache(), DynamicCache())
     with recording(model) as record:

@@ -74,7 +74,7 @@ def test_a_model_generates_into_a_file_and_continues(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["Falcon-H1", "Jamba"])
-def test_beams(name: str) -> None:
+def test_beams_reorder_states(name: str) -> None:
     model = small(name)
     with KvpackCache(model, "raw") as cache:
         assert generated(model, ROWS, cache, num_beams=3) == generated(model, ROWS, num_beams=3)

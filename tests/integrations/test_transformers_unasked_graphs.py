@@ -200,7 +200,7 @@ def test_code_that_changes_between_steps_runs(name: str, device: Device, monkeyp
 
 
 @pytest.mark.parametrize("name", [architecture.name for architecture in ZOO])
-def test_code_of_the_zoo_is_known(name: str) -> None:
+def test_the_code_of_all_tested_models_is_known(name: str) -> None:
     snapshot = ModelSnapshot(model_of(name))
     assert snapshot.foreign_part is None
     assert snapshot.unchanged()

@@ -763,7 +763,7 @@ def test_placements_are_checked(options: dict[str, Any], message: str, connector
         connector.KvpackConnector.build_prom_metrics(configured(**options), 1, 2)
 
 
-def test_layers_of_several_groups_share_places(one_group: Any) -> None:
+def test_layers_of_several_groups_share_memory(one_group: Any) -> None:
     """The tier copies each piece of device memory once, in the order in which the layers of the groups first refer to it."""
 
     def places(tensors: list[Any], **groups: list[str]) -> list[list[int]]:

@@ -107,7 +107,7 @@ PAIRS = [(k, v) for number, k in enumerate(KEYS) for v in (list(VALUES) * 2)[num
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("k", "v"), PAIRS)
-def test_every_key_codec_with_every_value_codec(k: str, v: str) -> None:
+def test_every_key_codec_works_with_every_value_codec(k: str, v: str) -> None:
     k_codec, v_codec = codecs(KEYS[k], VALUES[v], (32, 64))
     check_attention(Layer(random_side(k_codec, 1, (40,), 0, 1), random_side(v_codec, 1, (40,), 0, 2)), 2)
 
@@ -122,7 +122,7 @@ def test_every_key_codec_with_every_value_codec(k: str, v: str) -> None:
         or name.startswith("dense")
     ],
 )
-def test_head_dims(family: str) -> None:
+def test_every_head_dim_agrees_with_exact_attention(family: str) -> None:
     tokens = 33
     for dims in ((80, 96), (128, 256)) if INTERPRETED else ((80, 80), (96, 96), (128, 128), (256, 256)):
         # Values have no means.
@@ -133,7 +133,7 @@ def test_head_dims(family: str) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("states", [256, 1024])
 @pytest.mark.parametrize(("bits", "dims"), [(1, (16, 48)), (2, (24, 64)), (3, (16, 80)), (4, (12, 40))])
-def test_windows_of_a_trellis_in_rows_of_any_length(bits: int, dims: tuple[int, int], states: int) -> None:
+def test_trellis_windows_are_decoded_in_rows_of_any_length(bits: int, dims: tuple[int, int], states: int) -> None:
     """Rows have an odd number of words or less than a tile, and their first window begins in the last 32-bit word."""
     k_codec, v_codec = codecs(*[f"trellis:b={bits},states={states}"] * 2, dims)
     check_attention(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
@@ -141,7 +141,7 @@ def test_windows_of_a_trellis_in_rows_of_any_length(bits: int, dims: tuple[int, 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("words", ["element=e4m3", "element=e5m2,per=token", "element=e2m1,scales=e8m0", "element=e2m1,scales=e4m3"])
-def test_minifloats_with_any_fields_and_blocks(words: str) -> None:
+def test_minifloats_are_decoded_with_any_fields_and_blocks(words: str) -> None:
     """Rows have fewer words than a tile has columns, columns of many bytes, partial blocks, and three words of scales."""
     for dim, fields in (
         ((16, 0), (40, 1), (40, 3), (96, 0), (64, 16)) if INTERPRETED else ((16, 0), (40, 1), (40, 3), (96, 0), (192, 0), (64, 16))
@@ -177,7 +177,7 @@ def test_powers_of_two_beyond_tiles_are_left_to_torch(element: str, spread: int,
 @pytest.mark.parametrize(
     ("words", "values"), [("", "group:b=2,g=32"), ("", "minifloat:element=e2m1,scales=e8m0"), (",qjl=fp16", "raw:dtype=bf16")]
 )
-def test_keys_per_step_of_a_block(words: str, values: str) -> None:
+def test_block_steps_of_any_size_are_exact(words: str, values: str) -> None:
     """The products of a step use the power of two of its block.
 
     The cases are small and large powers, two tokens per row of values, and negative values.
@@ -192,7 +192,7 @@ def test_keys_per_step_of_a_block(words: str, values: str) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("bits", range(1, 9), ids=lambda bits: f"{bits} bits")
-def test_code_widths(bits: int) -> None:
+def test_every_code_width_agrees_with_exact_attention(bits: int) -> None:
     for fields in (128 // bits, 3):
         group = Group(40, bits, "token", 32, "none", 0, "none", (("codes", fields),))
         scalar, _ = codecs(f"scalar:b={bits}", "raw:dtype=bf16", (40, 40))
@@ -201,7 +201,7 @@ def test_code_widths(bits: int) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("k", "v"), [((1, 1), (42, 4)), ((48, 3), (48, 4)), ((682, 4), (96, 8)), ((171, 1), (192, 3))])
-def test_codeword_and_radius_widths(k: tuple[int, int], v: tuple[int, int]) -> None:
+def test_codewords_and_radii_of_any_width_are_decoded(k: tuple[int, int], v: tuple[int, int]) -> None:
     """Codewords and radii of dense quaternions take one symbol or two. There are also more codewords than shared memory can hold."""
     k_codec, v_codec = codecs("quaternion:s={},r={}".format(*k), "quaternion:s={},r={}".format(*v), (64, 60))
     check_attention(Layer(random_side(k_codec, 1, (70,), 0, 1), random_side(v_codec, 1, (70,), 0, 2)), 2)
@@ -210,7 +210,7 @@ def test_codeword_and_radius_widths(k: tuple[int, int], v: tuple[int, int]) -> N
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(("bits", "size", "dim"), [(4, 4, 128), (2, 16, 128), (3, 8, 96), (8, 4, 64), (2, 8, 60), (4, 8, 80), (1, 4, 256)])
-def test_groups_of_few_channels(bits: int, size: int, dim: int) -> None:
+def test_groups_of_few_channels_agree_with_exact_attention(bits: int, size: int, dim: int) -> None:
     """A few columns share scales and centers, and fields may contain partial groups."""
     codec, other = codecs(f"group:b={bits},g={size},axis=channel", f"group:b={bits},g={size},axis=channel,token_scale=fp16", (dim, dim))
     check_attention(Layer(random_side(codec, 2, (33, 70), 0, 1), random_side(other, 2, (103,), 0, 2)), 4, q_len=3)
@@ -234,7 +234,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_over_pages_and_a_tail(mode: str) -> None:
+def test_all_modes_agree_over_pages_and_a_tail(mode: str) -> None:
     k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))
     # Pages of keys and of values end at different tokens, so a run of keys begins inside a token group.
     layer = Layer(random_side(k_codec, 1, (96, 1), 9, 1), random_side(v_codec, 1, (50, 47), 9, 2))
@@ -253,7 +253,7 @@ LENGTHS: dict[str, dict[str, Any]] = {
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("mode", LENGTHS)
-def test_sequences_with_different_lengths(mode: str) -> None:
+def test_sequences_with_different_lengths_agree_with_exact_attention(mode: str) -> None:
     k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))
     layer = Layer(random_side(k_codec, 1, (96, 1), 9, 1, batch=5), random_side(v_codec, 1, (50, 47), 9, 2, batch=5))
     check_attention(layer, 2, lengths=[106, 0, 1, 97, 64], **LENGTHS[mode])
@@ -279,7 +279,7 @@ STARTS: dict[str, dict[str, Any]] = {
     [(mode, False) for mode in STARTS] + [(mode, True) for mode in list(STARTS)[:: 2 if INTERPRETED else 1]],
     ids=lambda given: given if isinstance(given, str) else "two tokens a row" if given else "a token a row",
 )
-def test_left_padded_sequences(mode: str, dual: bool) -> None:
+def test_left_padded_sequences_agree_with_exact_attention(mode: str, dual: bool) -> None:
     """Sequences start between tiles, inside them, in the tail, and after all tokens."""
     if dual:
         k_codec, v_codec = codecs(NARROW["scalar 3"], NARROW["group 3, groups of channels"], (64, 64))
@@ -294,7 +294,7 @@ def test_left_padded_sequences(mode: str, dual: bool) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize(("tiles", "window"), [(1, None), (2, 200)] if INTERPRETED else [(1, None), (1, 200), (2, None), (2, 200)])
 @pytest.mark.parametrize("family", ["group 4", "dense quaternion", "scalar 3, outliers"])
-def test_programs_with_many_tiles_and_left_padding(
+def test_programs_with_many_tiles_skip_left_padding(
     family: str, tiles: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each program processes tiles that are invisible, masked, and fully visible."""
@@ -365,7 +365,7 @@ WIDE = {
         *((k, v) for number, v in enumerate(NARROW) for k in (list(WIDE) * 2)[number:][: 1 if INTERPRETED else len(WIDE)]),
     ],
 )
-def test_two_tokens_per_row(k: str, v: str) -> None:
+def test_rows_with_two_tokens_agree_with_exact_attention(k: str, v: str) -> None:
     from kvpack.kernels.tiles import loaders
 
     both = NARROW | WIDE
@@ -389,7 +389,7 @@ def test_two_tokens_per_row(k: str, v: str) -> None:
         pytest.param("polar:b=5.5", (128, 32), id="two levels"),
     ],
 )
-def test_radius_trees(recipe: str, dims: tuple[int, int]) -> None:
+def test_radius_trees_of_any_size_agree_with_exact_attention(recipe: str, dims: tuple[int, int]) -> None:
     tokens = 31 if INTERPRETED else 70
     k_codec, v_codec = codecs(recipe, recipe, dims)
     check_attention(Layer(random_side(k_codec, 1, (tokens,), 0, 1), random_side(v_codec, 1, (tokens,), 0, 2)), 1)
@@ -399,7 +399,7 @@ def test_radius_trees(recipe: str, dims: tuple[int, int]) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize("recipe", ["angle:n=128", "angle:n=64,norm=log4", "angle:n=4096,norm=log4", "angle:n=16,norm=linear2,range=fp32"])
-def test_widths_of_dense_angle(recipe: str, dim: int) -> None:
+def test_every_width_of_dense_angle_agrees_with_exact_attention(recipe: str, dim: int) -> None:
     tokens = 31 if INTERPRETED else 65
     codec, _ = codecs(recipe, recipe, (dim, dim))
     check_attention(Layer(random_side(codec, 1, (tokens,), 0, 1), random_side(codec, 1, (tokens,), 0, 2)), 3, q_len=3)
@@ -408,7 +408,7 @@ def test_widths_of_dense_angle(recipe: str, dim: int) -> None:
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_over_two_tokens_per_row(mode: str) -> None:
+def test_all_modes_agree_with_two_tokens_per_row(mode: str) -> None:
     k_codec, v_codec = codecs(NARROW["octahedral 3"], NARROW["group 2, groups of tokens"], (64, 64))
     layer = Layer(random_side(k_codec, 1, (300, 1), 9, 1), random_side(v_codec, 1, (50, 251), 9, 2))
     check_attention(layer, 2, **MODES[mode])
@@ -417,21 +417,21 @@ def test_modes_over_two_tokens_per_row(mode: str) -> None:
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("mode", LENGTHS)
-def test_different_lengths_over_two_tokens_per_row(mode: str) -> None:
+def test_different_lengths_agree_with_two_tokens_per_row(mode: str) -> None:
     k_codec, v_codec = codecs(NARROW["scalar 3"], NARROW["group 3, groups of channels"], (64, 64))
     layer = Layer(random_side(k_codec, 1, (300, 1), 9, 1, batch=5), random_side(v_codec, 1, (50, 251), 9, 2, batch=5))
     check_attention(layer, 2, lengths=[310, 0, 1, 250, 130], **LENGTHS[mode])
 
 
 @pytest.mark.kernels
-def test_batches_and_heads() -> None:
+def test_any_number_of_sequences_and_heads_agrees_with_exact_attention() -> None:
     k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))
     check_attention(Layer(random_side(k_codec, 2, (40,), 2, 1, batch=2), random_side(v_codec, 2, (40,), 2, 2, batch=2)), 4)
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128])
-def test_positions_of_the_norms_of_four_triplets(dim: int) -> None:
+def test_the_norms_of_four_triplets_are_at_their_positions(dim: int) -> None:
     """The indices that byte permutations select equal those that are read one by one."""
     from kvpack.kernels.bitpack import thread_digits, thread_rows
     from kvpack.kernels.tables import register_table
@@ -459,20 +459,20 @@ def test_positions_of_the_norms_of_four_triplets(dim: int) -> None:
 
 
 @pytest.mark.kernels
-def test_many_short_pages() -> None:
+def test_many_short_pages_agree_with_exact_attention() -> None:
     k_codec, v_codec = codecs(KEYS["group 4"], VALUES["group 4"], (32, 32))
     check_attention(Layer(random_side(k_codec, 1, (32,) * 5, 0, 1), random_side(v_codec, 1, (32,) * 5, 0, 2)), 3)
 
 
 @pytest.mark.kernels
-def test_layers_with_only_a_tail_or_one_token() -> None:
+def test_layers_with_only_a_tail_or_one_token_agree_with_exact_attention() -> None:
     k_codec, v_codec = codecs(KEYS["group 4"], VALUES["group 4"], (32, 64))
     check_attention(Layer(random_side(k_codec, 2, (), 20, 1), random_side(v_codec, 2, (), 20, 2)), 2)
     check_attention(Layer(random_side(k_codec, 2, (1,), 0, 1), random_side(v_codec, 2, (1,), 0, 2)), 2)
 
 
 @pytest.mark.kernels
-def test_norms_of_any_size() -> None:
+def test_norms_of_any_size_agree_with_exact_attention() -> None:
     """Keys and values have factors beyond binary16: large, tiny and zero ones next to each other."""
     k_codec, v_codec = codecs("scalar:b=3,norm=fp32", "scalar:b=3,norm=fp32", (64, 64))
     layer = Layer(random_side(k_codec, 1, (80,), 0, 1), random_side(v_codec, 1, (80,), 0, 2))
@@ -491,7 +491,7 @@ def test_norms_of_any_size() -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dim", [20, 64, 128])
-def test_key_scales_of_any_size(dim: int) -> None:
+def test_key_scales_of_any_size_agree_with_exact_attention(dim: int) -> None:
     """Groups have more tokens than a tile and scales near the limits of binary16, but scores are ordinary."""
     k_codec, v_codec = codecs("group:b=2,g=64", "group:b=2,g=32", (dim, 64))
     layer = Layer(random_side(k_codec, 1, (150, 70), 0, 1), random_side(v_codec, 1, (150, 70), 0, 2))
@@ -505,7 +505,7 @@ def test_key_scales_of_any_size(dim: int) -> None:
 
 
 @pytest.mark.kernels
-def test_streams_with_any_strides() -> None:
+def test_streams_with_any_strides_agree_with_exact_attention() -> None:
     k_codec, v_codec = codecs(KEYS["scalar 3"], VALUES["group 4"], (64, 64))
     layer = Layer(random_side(k_codec, 2, (65,), 0, 1), random_side(v_codec, 2, (65,), 0, 2))
     expected = exact_attention(q := torch.randn(1, 2, 1, 64), layer)
@@ -599,7 +599,7 @@ def test_a_prefill_chunk_is_attended_over_decoded_rows(monkeypatch: pytest.Monke
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("k", KEYS)
-def test_without_inline_assembly(k: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_work_without_inline_assembly(k: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.tiles import addresses
 
     monkeypatch.setenv(addresses.VARIABLE, "0")
@@ -609,7 +609,7 @@ def test_without_inline_assembly(k: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("k", KEYS)
-def test_many_programs(k: str) -> None:
+def test_many_programs_agree_with_exact_attention(k: str) -> None:
     """There are so many tokens that every program has several tiles in flight at once."""
     k_codec, v_codec = codecs(KEYS[k], VALUES["octahedral 3"], (128, 128))
     check_attention(Layer(random_side(k_codec, 2, (40_000,), 17, 1), random_side(v_codec, 2, (40_000,), 17, 2)), 8)
@@ -617,7 +617,7 @@ def test_many_programs(k: str) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("begin", [0, 33], ids=["aligned", "inside a token group"])
-def test_tiles_with_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_with_many_tokens_agree_with_exact_attention(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """If tiles do not cross token groups, scales are loaded once per tile of 64 tokens."""
     from kvpack.kernels.attend import plan
     from kvpack.kernels.tiles import shapes
@@ -636,7 +636,7 @@ def test_tiles_with_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("lengths", [None, [3, 1], [700, 4]], ids=["all tokens", "short sequences", "a long and a short sequence"])
-def test_rows_loaded_ahead(lengths: list[int] | None) -> None:
+def test_rows_loaded_ahead_agree_with_exact_attention(lengths: list[int] | None) -> None:
     """If all tiles of a program are whole, the rows of a tile are loaded to registers while the previous tile is decoded."""
     tokens = 900 if INTERPRETED else 60_000
     k_codec, v_codec = codecs(KEYS["dense quaternion"], KEYS["dense quaternion"], (64, 60))
@@ -645,7 +645,7 @@ def test_rows_loaded_ahead(lengths: list[int] | None) -> None:
 
 
 @pytest.mark.cuda
-def test_attention_in_a_cuda_graph() -> None:
+def test_attention_can_be_captured_in_a_cuda_graph() -> None:
     layer = kvpack.pack(random_pairs(1, 5000, dims=(64, 64)), "k=scalar:b=4;v=group:b=4;tail=128").to(DEVICE)[0]
     q = torch.randn(1, 4, 1, 64, device=DEVICE)
     stream = torch.cuda.Stream()

@@ -42,7 +42,7 @@ def keys_and_values(words: str, dims: tuple[int, int] = (64, 32)) -> tuple[Codec
 @pytest.mark.kernels
 @needs_loaded_bounds
 @pytest.mark.parametrize("words", KEYS.values(), ids=KEYS)
-def test_attention(words: str) -> None:
+def test_attention_over_balanced_keys_is_exact(words: str) -> None:
     k, v = keys_and_values(words)
     check_attention(Layer(random_side(k, 2, (64, 32), 9, 1), random_side(v, 2, (64, 32), 9, 2)), 4, q_len=3)
 
@@ -60,7 +60,7 @@ def test_one_cached_matrix_maps_queries_to_the_frame(words: str) -> None:
 
 @pytest.mark.kernels
 @needs_loaded_bounds
-def test_many_queries() -> None:
+def test_many_queries_over_balanced_keys_are_exact() -> None:
     k, v = keys_and_values("scalar:b=3")
     check_attention(Layer(random_side(k, 1, (96,), 9, 1), random_side(v, 1, (96,), 9, 2)), 2, q_len=70)
 

@@ -10,7 +10,7 @@ from kvpack.coding.recipes import parse_recipe
 pytestmark = pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels need a newer Triton")
 
 
-def test_a_bound_loader_is_named_by_the_source_of_its_functions() -> None:
+def test_a_bound_loader_is_identified_by_the_source_of_its_functions() -> None:
     # Triton hashes a function among a kernel's arguments, and of any other argument its cache_key, or else its text: without one, a
     # kernel compiled before an update would be taken from the disk after it.
     from kvpack.kernels.tables.shared_tables import SharedTable
@@ -29,7 +29,7 @@ def test_a_bound_loader_is_named_by_the_source_of_its_functions() -> None:
     assert len(set(names)) == 3
 
 
-def test_a_quantizer_is_named_by_the_source_of_its_functions() -> None:
+def test_a_quantizer_is_identified_by_the_source_of_its_functions() -> None:
     from kvpack.kernels.encode import group, scalar
     from kvpack.kernels.encode.kernel import Quantizer
 
@@ -42,7 +42,7 @@ def test_a_quantizer_is_named_by_the_source_of_its_functions() -> None:
     assert len(names) == 12
 
 
-def test_a_decoder_is_named_by_the_source_of_its_function() -> None:
+def test_a_decoder_is_identified_by_the_source_of_its_function() -> None:
     from kvpack.kernels.decode import group, table
     from kvpack.kernels.decode.kernel import TileDecoder
 

@@ -91,7 +91,7 @@ FAMILIES = sorted(codec.id for codec in cpu_codecs.FAMILIES)
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
 @settings(max_examples=15)
-def test_any_call_agrees_with_torch(family: str, data: st.DataObject) -> None:
+def test_every_supported_call_agrees_with_torch(family: str, data: st.DataObject) -> None:
     q, layer, options = data.draw(calls(family))
     odd = [
         side.codec
@@ -176,7 +176,7 @@ def test_every_instruction_set_agrees(recipe: str, dims: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize(("dim", "bits", "fields"), [(64, 8, 1), (64, 2, 4), (96, 2, 2), (192, 6, 4)])
-def test_groups_in_columns_of_any_number_of_bytes(dim: int, bits: int, fields: int, level: int) -> None:
+def test_groups_in_columns_of_any_number_of_bytes_agree_with_torch(dim: int, bits: int, fields: int, level: int) -> None:
     """In planes of bytes, a word contains two columns, so a row may end inside a vector."""
     codecs = (Group(dim, bits, axis, 16, "none", 0, "none", (("codes", fields),)) for axis in ("token", "channel"))
     (pair,) = random_pairs(1, 70, dims=(dim, dim))
@@ -227,7 +227,7 @@ def test_a_forked_child_can_attend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done[1] == 0
 
 
-def test_other_threads_run_meanwhile() -> None:
+def test_other_threads_run_during_a_call() -> None:
     q, layer = _layer(200_000)
     running, counted = True, 0
 
@@ -292,7 +292,7 @@ def test_no_word_reads_out_of_bounds(family: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["kivi-4", "octopus-3", "raw"])
-def test_scores_that_differ_by_thousands(recipe: str) -> None:
+def test_scores_that_differ_by_thousands_agree_with_torch(recipe: str) -> None:
     """Scores that are 8.8 to 17 million below the maximum have exponents that exceed 32-bit integers. Sanitizers run this test."""
     k, v = random_pairs(1, 300)[0]
     k *= 2.0**-10

@@ -28,7 +28,7 @@ TABLES = "of chunks", "of all chunks", "of symbols"
     st.integers(0, 9999),
 )  # fmt: skip
 @settings(max_examples=40)
-def test_chunks_are_coded_and_decoded_alike(chunks: int, longest: int, alphabet: int, valid: bool, kind: str, seed: int) -> None:
+def test_c_encodes_and_decodes_chunks_like_formats(chunks: int, longest: int, alphabet: int, valid: bool, kind: str, seed: int) -> None:
     from kvpack.kernels.cpu import rans as compiled
 
     source = numpy.random.default_rng(seed)

@@ -49,7 +49,7 @@ def decoded(side: Side, frame: DecodedFrame, start: int, stop: int, dtype: torch
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 @pytest.mark.parametrize("codec", CODECS)
-def test_every_loader_decodes(codec: str, dtype: torch.dtype) -> None:
+def test_every_loader_decodes_like_its_codec(codec: str, dtype: torch.dtype) -> None:
     from kvpack.kernels.attend import scratch
 
     made, _ = codecs(codec, codec, (64, 64))
@@ -68,7 +68,7 @@ def test_every_loader_decodes(codec: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.kernels
-def test_parts_of_a_side() -> None:
+def test_parts_of_a_side_are_decoded() -> None:
     from kvpack.kernels.attend import scratch
 
     made, _ = codecs("group:b=4,g=32", "raw", (64, 64))

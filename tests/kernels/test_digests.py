@@ -78,7 +78,7 @@ def test_digests_equal_those_of_xxhash_at_every_boundary(blocks: int, monkeypatc
 
 @given(st.data())
 @example(None)
-def test_digests_of_any_bytes(data: Any) -> None:
+def test_digests_of_any_bytes_equal_those_of_xxhash(data: Any) -> None:
     if data is None:
         content, seed = b"\xff" * (2 * BLOCK + 100), 0
     else:
@@ -90,7 +90,7 @@ def test_digests_of_any_bytes(data: Any) -> None:
     assert found_of(content + bytes(begin - len(content)) + other, places) == [xxhash.xxh3_128_digest(part) for part in (content, other)]
 
 
-def test_a_large_tensor() -> None:
+def test_the_digest_of_a_large_tensor_equals_that_of_xxhash() -> None:
     """The tensor has several programs in the first launch, and at least one full program in the second."""
     data = random_bytes(200 * BLOCK + 777)
     assert found_of(data, [(0, len(data))]) == [xxhash.xxh3_128_digest(data)]

@@ -197,7 +197,7 @@ def test_distortion_equals_that_of_formats(codec_id: str, dim: int, side: str, d
 @pytest.mark.kernels
 @pytest.mark.usefixtures("uninitialized_is_poisoned")
 @cases([CLOSE[0], CLOSE[1], CLOSE[3], CLOSE[11], CLOSE[22], CLOSE[28], CLOSE[34]])
-def test_one_head_of_one_token(codec_id: str, dim: int, side: str, dtype: str, words: str) -> None:
+def test_one_head_of_one_token_is_encoded_like_in_formats(codec_id: str, dim: int, side: str, dtype: str, words: str) -> None:
     """Triton treats sizes of 1 as compile-time constants."""
     codec, x = codec_of(codec_id, dim, side, words), contents("gaussian", (1, 1, 1, dim), 0).to(getattr(torch, dtype))
     streams = encoded(codec, x)
@@ -212,7 +212,7 @@ def test_one_head_of_one_token(codec_id: str, dim: int, side: str, dtype: str, w
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @settings(max_examples=10 if INTERPRETED else 5)
 @given(st.data())
-def test_any_options_and_values(data: st.DataObject) -> None:
+def test_any_options_and_values_are_encoded_like_in_formats(data: st.DataObject) -> None:
     codec_id = data.draw(st.sampled_from(("group", "minifloat", "scalar", "octahedral", "angle", "quaternion", "polar")))
     words, dim, side = data.draw(CASES[codec_id].options), data.draw(st.sampled_from(DIMS)), data.draw(st.sampled_from("kv"))
     try:

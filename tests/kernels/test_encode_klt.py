@@ -137,7 +137,7 @@ def test_codes_with_widths_per_head_equal_those_of_formats(dim: int, widths: byt
     assert codecs.codec_kernels(codec).has_rules(codec) == (dim % 8 == 0)
 
 
-def test_one_token() -> None:
+def test_codes_of_one_token_equal_those_of_formats() -> None:
     """Triton treats sizes of 1 as compile-time constants."""
     codec, x = klt(64, bytes([4, 1, 0, 0])), values(64, "bfloat16", 1, 1)
     streams = encoded(codec, x)

@@ -118,7 +118,7 @@ def test_a_live_cache_unpacks_its_current_values(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("codec", CODECS)
-def test_streams_threads_and_graphs(codec: str) -> None:
+def test_cached_launches_work_with_streams_threads_and_graphs(codec: str) -> None:
     side = a_side(codec, (4096, 70))
     expected = unpacked_side(a_side(codec, (4096, 70)))
     # The first call on another stream than the later ones, with the device busy on both.

@@ -51,7 +51,7 @@ WIDTHS = {
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("name", WIDTHS)
-def test_widths(name: str) -> None:
+def test_every_width_agrees_with_exact_attention(name: str) -> None:
     dim, k, v = WIDTHS[name]
     check_attention(Layer(*sides(klt(dim, k), klt(dim, v, "v", gain="none"))), 4)
 
@@ -73,19 +73,19 @@ def of_heads(name: str) -> tuple[Klt, Klt]:
 
 
 @pytest.mark.parametrize("name", OF_HEADS)
-def test_widths_per_head(name: str) -> None:
+def test_widths_per_head_agree_with_exact_attention(name: str) -> None:
     k, v = of_heads(name)
     check_attention(Layer(*sides(k, v)), 4)
 
 
-def test_widths_per_head_over_pages_and_a_tail() -> None:
+def test_widths_per_head_agree_over_pages_and_a_tail() -> None:
     k, v = of_heads("every width")
     check_attention(Layer(*sides(k, v, (50, 33), 9, 2)), 4, q_len=3)
     check_attention(Layer(*sides(replace(v, gain="fp16"), k, (21, 64))), 2)
     check_attention(Layer(sides(k, v)[0], random_side(codecs("group:b=2,g=32", "scalar:b=2", (64, 64))[0], 2, (40,), 0, 3)), 4)
 
 
-def test_widths_per_head_with_stored_rows() -> None:
+def test_widths_per_head_agree_with_stored_rows() -> None:
     layer = []
     for name, codec in zip("kv", of_heads("a head without codes"), strict=True):
         side = random_side(replace(codec, source=None, rows="fp16"), 2, (40, 35), 5, 4, 2)
@@ -98,7 +98,7 @@ def test_widths_per_head_with_stored_rows() -> None:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("tail", [0, 9])
-def test_raw_tokens(tail: int) -> None:
+def test_raw_tokens_agree_with_exact_attention(tail: int) -> None:
     """Columns without codes cannot represent raw tokens, so tokens near these are decoded to the original frame, as the tail is."""
     layer = []
     for number, codec in enumerate(of_heads("wide heads")):
@@ -122,7 +122,7 @@ def test_raw_tokens(tail: int) -> None:
 
 
 @pytest.mark.parametrize("fields", [1, 3, 16, 40])
-def test_other_numbers_of_fields(fields: int) -> None:
+def test_columns_with_other_numbers_of_fields_are_decoded(fields: int) -> None:
     """Columns may have sizes that no writer chooses. In that case, even 1-bit codes are looked up."""
     k, v = klt(64, bytes([1, 3, 1, 1])), klt(64, bytes([1, 2, 0, 1]), "v")
     k, v = (replace(codec, fields=tuple((name, fields) for name, _ in codec.fields)) for codec in (k, v))
@@ -142,12 +142,12 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_over_pages_and_a_tail(mode: str) -> None:
+def test_all_modes_agree_over_pages_and_a_tail(mode: str) -> None:
     k, v = klt(32, bytes([4, 1])), klt(32, bytes([1, 3]), "v")
     check_attention(Layer(*sides(k, v, (50, 33), 9, 2)), 4, **MODES[mode])
 
 
-def test_keys_with_another_codec_for_values() -> None:
+def test_keys_can_be_combined_with_another_codec_for_values() -> None:
     """Tiles of the other side may have two tokens per row, and frames of other codecs have one matrix for all heads."""
     k, v = klt(64, bytes([3, 1, 0, 2])), klt(64, bytes([2, 1, 1, 0]), "v")
     groups, scalars = codecs("group:b=2,g=32", "scalar:b=2", (64, 64))
@@ -157,7 +157,7 @@ def test_keys_with_another_codec_for_values() -> None:
 
 @pytest.mark.parametrize("rows", ["fp16", "fp32"])
 @pytest.mark.parametrize("widths", [bytes([2, 3]), bytes([0, 2])])
-def test_stored_rows(widths: bytes, rows: str) -> None:
+def test_stored_rows_agree_with_exact_attention(widths: bytes, rows: str) -> None:
     """Each sequence and page has its own rows, all of which refer to the same basis. Columns without codes add nothing."""
     layer = []
     for name in "kv":
@@ -172,7 +172,7 @@ def test_stored_rows(widths: bytes, rows: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [2.0**-12, 2.0**12])
-def test_basis_scales(scale: float) -> None:
+def test_bases_of_any_scale_agree_with_exact_attention(scale: float) -> None:
     """Values are far from 1. Tables include the basis's unit as far as binary16 allows."""
     k, v = klt(32, bytes([4, 1]), scale=2.0**5), klt(32, bytes([1, 3]), "v", scale=scale)
     check_attention(Layer(*sides(k, v)), 4)
@@ -190,13 +190,13 @@ def test_values_beyond_tiles_are_left_to_torch() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this test checks compiled kernels")
-def test_many_tokens() -> None:
+def test_many_tokens_agree_with_exact_attention() -> None:
     k, v = klt(128, bytes([6, 3, 2, 1, 1, 0, 0, 0])), klt(128, bytes([5, 3, 2, 2, 1, 0, 0, 0]), "v")
     for tokens in (4096, 10007):
         check_attention(Layer(*sides(k, v, (tokens,), 3)), 8)
 
 
-def test_many_queries() -> None:
+def test_many_queries_agree_with_exact_attention() -> None:
     """Many queries attend to decoded tokens, because no loader decodes their frame without queries."""
     from kvpack.kernels.attend import many_queries
 
@@ -211,7 +211,7 @@ def test_many_queries() -> None:
 @pytest.mark.scenario
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["every width", "partial runs", "few channels", "of heads"])
-def test_unpacking(name: str, dtype: torch.dtype) -> None:
+def test_unpacked_values_equal_those_of_formats(name: str, dtype: torch.dtype) -> None:
     from kvpack.kernels.decode import klt as decode_klt
     from kvpack.kernels.decode import sides as decode_sides
 

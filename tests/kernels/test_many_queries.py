@@ -79,7 +79,7 @@ MODES: list[dict[str, Any]] = [
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_modes(mode: dict[str, Any]) -> None:
+def test_all_modes_agree_with_exact_attention(mode: dict[str, Any]) -> None:
     check(layer_of("group:b=4,g=32,rotation=hadamard", "octahedral:b=3", (64, 64), 22, batch=2), 4, 40, **mode)
 
 
@@ -89,7 +89,7 @@ BLOCKS: list[dict[str, Any]] = [{}, {"causal": False}, {"softcap": 5.0}, {"slidi
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(("mode", "queries"), [(mode, 50) for mode in BLOCKS] + [(mode, 1 << 13) for mode in BLOCKS[::2]], ids=str)
-def test_blocks_of_tokens_and_of_queries(mode: dict[str, Any], queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_blocks_agree_with_exact_attention(mode: dict[str, Any], queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.attend import many_queries
 
     monkeypatch.setattr(many_queries, "SCRATCH_BYTES", 0)
@@ -112,18 +112,18 @@ def test_blocks_of_tokens_and_of_queries(mode: dict[str, Any], queries: int, mon
         ("angle:n=48,norm=log4", "angle:n=128"),
     ],
 )
-def test_codecs_and_sidecars(k: str, v: str) -> None:
+def test_all_codecs_and_sidecars_agree_with_exact_attention(k: str, v: str) -> None:
     check(layer_of(k, v, (40, 40), 9), 2, 33)
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("dims", "q_len"), [((80, 96), 17), ((128, 128), 70), ((256, 64), 2), ((16, 16), 1)])
-def test_dims_and_numbers_of_queries(dims: tuple[int, int], q_len: int) -> None:
+def test_all_dims_and_numbers_of_queries_agree_with_exact_attention(dims: tuple[int, int], q_len: int) -> None:
     check(layer_of("group:b=4,g=32", "group:b=4,g=32", (96,), 5, dims=dims), 4, q_len)
 
 
 @pytest.mark.kernels
-def test_as_many_queries_as_tokens() -> None:
+def test_as_many_queries_as_tokens_agree_with_exact_attention() -> None:
     check(layer_of("group:b=4,g=32", "group:b=2,g=32", (128,), 0), 2, 128)
     check(layer_of("group:b=4,g=32", "group:b=2,g=32", (), 30), 2, 30, torch.bfloat16)
 
@@ -158,7 +158,7 @@ def test_attend_uses_the_kernel_for_many_queries(recipe: str, monkeypatch: pytes
 
 
 @pytest.mark.kernels
-def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enough_splits_are_launched_to_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels import gpu
     from kvpack.kernels.attend import many_queries
 
@@ -169,7 +169,7 @@ def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.kernels
-def test_tokens_per_block_and_splits() -> None:
+def test_tokens_per_block_and_splits_follow_the_device() -> None:
     from kvpack.kernels.attend import scratch
 
     side = layer_of("group:b=4,g=32", "group:b=4,g=32", (32,), 13, batch=2, heads=3).k
@@ -245,7 +245,7 @@ def test_layers_with_equal_layouts_are_attended_with_their_own_values(recipe: st
 
 @pytest.mark.scenario
 @pytest.mark.kernels
-def test_layers_known_together_get_their_tables_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_of_layers_known_together_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer has its own tables, a layer with other pages has none of them, and the cache keeps no layer alive."""
     from kvpack.kernels.attend import layer_sharing, many_queries
 
@@ -384,7 +384,7 @@ def test_attend_checks_one_of_the_layers_with_equal_layouts(monkeypatch: pytest.
         ("octahedral:b=3", "group:b=3,g=32", 1, {"sink_logits": [0.5, 1.0, -1.0, 2.0]}, 0),
     ],
 )
-def test_one_call_attends_all_where_the_result_is_the_same(
+def test_one_call_attends_to_all_tokens_if_the_result_is_the_same(
     k: str, v: str, batch: int, mode: dict[str, Any], calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cases include short prefixes whose values are decoded to their own frame."""

@@ -43,7 +43,7 @@ pytestmark = needs_loaded_bounds
 @pytest.mark.kernels
 @pytest.mark.parametrize("family", CODECS)
 @pytest.mark.parametrize("sidecar", SIDECARS)
-def test_sidecars_of_keys_and_of_values(sidecar: str, family: str) -> None:
+def test_sidecars_of_keys_and_values_agree_with_exact_attention(sidecar: str, family: str) -> None:
     recipe = f"{CODECS[family]},{SIDECARS[sidecar]}"
     k_codec, v_codec = codecs(recipe, recipe, (64, 128))
     check_attention(Layer(random_side(k_codec, 1, (40,), 3, 1), random_side(v_codec, 1, (40,), 3, 2)), 2)
@@ -51,7 +51,7 @@ def test_sidecars_of_keys_and_of_values(sidecar: str, family: str) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("sidecar", SIDECARS)
-def test_head_dims(sidecar: str) -> None:
+def test_every_head_dim_agrees_with_exact_attention(sidecar: str) -> None:
     for dims in ((80, 96), (256, 16)):
         k_codec, v_codec = codecs(*(f"scalar:b=2,{SIDECARS[sidecar]}" for _ in dims), dims)
         check_attention(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
@@ -60,7 +60,7 @@ def test_head_dims(sidecar: str) -> None:
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("sidecar", SIDECARS)
-def test_pages_batches_and_lengths(sidecar: str) -> None:
+def test_pages_batches_and_lengths_agree_with_exact_attention(sidecar: str) -> None:
     """The pages of keys end at other tokens than those of values."""
     k_codec, v_codec = codecs(*(f"scalar:b=3,{SIDECARS[sidecar]}" for _ in "kv"), (32, 64))
     layer = Layer(random_side(k_codec, 2, (64, 33), 9, 1, batch=2), random_side(v_codec, 2, (50, 47), 9, 2, batch=2))
@@ -72,7 +72,7 @@ def test_pages_batches_and_lengths(sidecar: str) -> None:
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("k", ["scalar:b=3,mean=16", "octahedral:b=2,mean=64,mean_bits=4,outliers=3,qjl=fp16"])
-def test_means_of_pages_batches_and_lengths(k: str) -> None:
+def test_means_agree_for_any_pages_batches_and_lengths(k: str) -> None:
     """Pages end inside tiles and at their edges, and values may have two tokens per row."""
     k_codec, v_codec = codecs(k, "scalar:b=2", (32, 64))
     layer = Layer(random_side(k_codec, 2, (64, 33), 9, 1, batch=2), random_side(v_codec, 2, (97,), 9, 2, batch=2))
@@ -85,7 +85,7 @@ def test_means_of_pages_batches_and_lengths(k: str) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("mean", [8, 128])
 @pytest.mark.parametrize("v", ["scalar:b=3", "scalar:b=4"])
-def test_means_with_two_tokens_per_row(v: str, mean: int) -> None:
+def test_means_agree_with_two_tokens_per_row(v: str, mean: int) -> None:
     """Tiles are within one page of means or in several. The two tokens of a row are neighbors only if both sides have such rows."""
     k_codec, v_codec = codecs(f"scalar:b=2,mean={mean},mean_bits=4", v, (64, 64))
     found = loaders.dual_tiles_of(k_codec)
@@ -96,7 +96,7 @@ def test_means_with_two_tokens_per_row(v: str, mean: int) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("k", ["scalar:b=3,mean=128", "group:b=4,axis=channel,rotation=hadamard,mean=8,mean_bits=4,channel_scale=fp16"])
-def test_means_with_raw_tokens(k: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_means_agree_with_raw_tokens(k: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Raw tokens split a page at positions where no page of means starts."""
     from kvpack.kernels.attend import attention
 
@@ -117,7 +117,7 @@ def test_means_with_raw_tokens(k: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("window", [None, 70])
-def test_means_of_a_growing_layer(window: int | None) -> None:
+def test_means_agree_in_a_growing_layer(window: int | None) -> None:
     """Launches stay the same as long as their tables and products have room."""
     from kvpack.kernels.attend.growing import GrowingCall
     from kvpack.kernels.attend.prepared import Options
@@ -141,14 +141,14 @@ def test_means_of_a_growing_layer(window: int | None) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("fields", [3, 8, 16, 24, 64, 128])
-def test_widths_of_sign_columns(fields: int) -> None:
+def test_sign_columns_of_any_width_agree_with_exact_attention(fields: int) -> None:
     found = codecs("scalar:b=2", "group:b=2,g=32", (64, 128))
     k_codec, v_codec = (CodecWithSidecars(codec, (Qjl(codec.dim, 1, "fp16", fields),)) for codec in found)
     check_attention(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
 
 
 @pytest.mark.kernels
-def test_factors_of_any_size() -> None:
+def test_factors_of_any_size_agree_with_exact_attention() -> None:
     """The factors of the codec and of its signs are large, tiny and zero, next to each other."""
     k_codec, v_codec = codecs(*("scalar:b=3,norm=fp32,qjl=fp32" for _ in "kv"), (64, 64))
     layer = Layer(random_side(k_codec, 1, (80,), 0, 1), random_side(v_codec, 1, (80,), 0, 2))
@@ -179,7 +179,7 @@ def test_factors_of_any_size() -> None:
         "kv=group:b=4,g=32,scales=u8,outliers=2,channel_scale=fp16",
     ],
 )
-def test_channel_scales_with_other_sidecars(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channel_scales_agree_with_other_sidecars(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.attend import attention
 
     generator = torch.Generator().manual_seed(3)
@@ -198,7 +198,7 @@ def test_channel_scales_with_other_sidecars(recipe: str, monkeypatch: pytest.Mon
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("norm", [0.0, 1e-3, 1e3])
-def test_outliers_of_any_size_relative_to_their_token(norm: float) -> None:
+def test_outliers_of_any_relative_size_agree_with_exact_attention(norm: float) -> None:
     k_codec, v_codec = codecs(*("scalar:b=3,norm=fp32,outliers=3" for _ in "kv"), (64, 64))
     layer = Layer(random_side(k_codec, 1, (80,), 0, 1), random_side(v_codec, 1, (80,), 0, 2))
     for side in layer.sides.values():
@@ -295,13 +295,13 @@ def test_scattered_raw_tokens_do_not_disable_the_kernels(recipe: str, monkeypatc
 
 
 @pytest.mark.kernels
-def test_outliers_of_many_tokens() -> None:
+def test_outliers_of_many_tokens_agree_with_exact_attention() -> None:
     k_codec, v_codec = codecs("scalar:b=2,outliers=3", "group:b=2,g=16,outliers=3", (16, 16))
     check_attention(Layer(random_side(k_codec, 1, (2500,), 0, 1), random_side(v_codec, 1, (1301, 1199), 0, 2)), 1)
 
 
 @pytest.mark.kernels
-def test_more_outliers_than_fit_in_a_thread() -> None:
+def test_more_outliers_than_fit_in_a_thread_agree_with_exact_attention() -> None:
     """Most chunks of some tokens are outliers, other tokens have none, and tiles begin inside a granule of entries."""
     k_codec, v_codec = codecs("group:b=4,g=64,axis=channel,outliers=3", "quaternion:s=24,r=3,outliers=3", (64, 64))
     sides = []
@@ -320,7 +320,7 @@ def test_more_outliers_than_fit_in_a_thread() -> None:
 
 
 @pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels need a newer Triton")
-def test_patches_fit_with_tables() -> None:
+def test_patches_and_tables_fit_in_shared_memory() -> None:
     from kvpack.kernels.tiles import loaders
     from kvpack.kernels.tiles.shapes import MULTIPROCESSOR_BYTES, STATIC_SHARED_BYTES, LaunchShape, plan_patches
 
@@ -344,7 +344,7 @@ def test_patches_fit_with_tables() -> None:
 
 
 @pytest.mark.kernels
-def test_pages_with_channel_scales_and_a_raw_tail() -> None:
+def test_pages_with_channel_scales_agree_with_a_raw_tail() -> None:
     """Queries have different norms in each frame: one page scales its channels by 8, one by 1/4, and the tail by 1."""
     from kvpack.kernels.attend import attention
     from kvpack.kernels.attend.prepared import Options

@@ -60,7 +60,7 @@ def test_tables_do_not_overlap_the_compilers_shared_memory() -> None:
         triton_internals.enlarge_shared_memory(kernel, 96 << 10)
 
 
-def test_code_is_named_by_its_source() -> None:
+def test_compiled_code_is_identified_by_its_source() -> None:
     from kvpack.kernels import triton_internals
     from support.summing_kernel import double, sum_kernel
 

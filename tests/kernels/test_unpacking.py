@@ -84,7 +84,7 @@ def test_group_kernel_equals_formats(bits: int, axis: str) -> None:
 @pytest.mark.usefixtures("uninitialized_is_poisoned")
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8], ids=lambda bits: f"{bits} bits")
-def test_group_kernel_on_the_default_layout(bits: int, side: str) -> None:
+def test_group_kernel_equals_formats_for_the_default_layout(bits: int, side: str) -> None:
     for dim, batch, heads, tokens, scales in ((128, 2, 1, 33, "fp16"), (1, 1, 2, 66, "u8"), (300, 1, 1, 3, "fp16"), (80, 2, 2, 45, "u8")):
         codec = create("group", dim, side, b=str(bits), token_scale="fp16", scales=scales)
         assert isinstance(codec, Group)
@@ -92,7 +92,7 @@ def test_group_kernel_on_the_default_layout(bits: int, side: str) -> None:
 
 
 @pytest.mark.kernels
-def test_group_kernel_with_zero_tokens() -> None:
+def test_group_kernel_accepts_zero_tokens() -> None:
     codec = create("group", 64, "k", b="2")
     assert isinstance(codec, Group)
     check_group(codec, 2, 1, 0)
@@ -265,7 +265,7 @@ def test_unpack_kernel_equals_formats(symbols: int, bases: tuple[int, ...], fiel
 @pytest.mark.kernels
 @settings(max_examples=15)
 @given(packings(), st.integers(0, 2**32 - 1))
-def test_unpack_kernel_with_any_packing(packing: Columns, seed: int) -> None:
+def test_unpack_kernel_equals_formats_for_any_packing(packing: Columns, seed: int) -> None:
     check_unpack(packing, seed)
 
 
@@ -394,7 +394,9 @@ def require_memory(gibibytes: int) -> None:
         pytest.param("triton", "cuda", "4.0.0rc1", True, id="triton on cuda"),
     ],
 )
-def test_backend_choice(variable: str | None, device: str, version: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_is_chosen_by_device_and_environment(
+    variable: str | None, device: str, version: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_environment(monkeypatch, variable, version)
     assert dispatch.uses_triton(torch.device(device)) == expected
 

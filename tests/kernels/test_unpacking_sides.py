@@ -90,7 +90,7 @@ def test_pages_of_a_codec_are_decoded_together(codec: str, dim: int, dtype: torc
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("codec", CODECS)
-def test_coded_frame(codec: str) -> None:
+def test_values_in_the_coded_frame_equal_those_of_torch(codec: str) -> None:
     from kvpack.kernels.decode import decode
 
     made, _ = codecs(CODECS[codec], CODECS[codec], (64, 64))
@@ -100,7 +100,7 @@ def test_coded_frame(codec: str) -> None:
 
 
 @pytest.mark.kernels
-def test_polar_with_equal_pairs() -> None:
+def test_polar_with_equal_pairs_equals_torch() -> None:
     made, _ = codecs("polar:b=3", "polar:b=3", (64, 64))
     side = random_side(made, 2, (128, 70), 0, 1, batch=2)
     assert relative_error(fused(side, torch.bfloat16), side.unpack(torch.float32)) < EXACT[torch.bfloat16] / 2 + 2.0**-10
@@ -109,7 +109,7 @@ def test_polar_with_equal_pairs() -> None:
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(("codec", "dim"), [("octahedral:b=3", 96), ("quaternion:s=24,r=3", 64), ("angle:n=128", 80), ("scalar:b=3", 256)])
-def test_programs_with_several_tiles(codec: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_with_several_tiles_equal_torch(codec: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.decode import tiles
 
     made, _ = codecs(codec, codec, (dim, dim))
@@ -124,7 +124,7 @@ def test_programs_with_several_tiles(codec: str, dim: int, monkeypatch: pytest.M
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(("codec", "dim"), [("octahedral:b=3,channel_scale=fp16", 64), ("scalar:b=3,channel_scale=fp32", 80)])
-def test_channel_scales_of_each_page(codec: str, dim: int) -> None:
+def test_every_page_has_its_own_channel_scales(codec: str, dim: int) -> None:
     made, _ = codecs(codec, "raw", (dim, dim))
     assert isinstance(made, CodecWithSidecars)
     pages = []
@@ -140,7 +140,7 @@ def test_channel_scales_of_each_page(codec: str, dim: int) -> None:
 
 
 @pytest.mark.kernels
-def test_a_device_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sides_are_unpacked_on_a_device_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.decode import unpack
 
     made, _ = codecs("octahedral:b=3", "raw", (128, 128))
@@ -169,7 +169,7 @@ def test_values_beyond_binary16_are_rotated(size: float) -> None:
 
 
 @pytest.mark.kernels
-def test_token_ranges_and_unsupported_values() -> None:
+def test_token_ranges_are_unpacked_and_unsupported_values_are_left_out() -> None:
     from kvpack.kernels.decode import sides
 
     group, wide = codecs("group:b=4,g=32", "scalar:b=3,qjl=fp16", (64, 64))
@@ -203,7 +203,7 @@ def test_a_layer_unpacks_alike_with_and_without_kernels(recipe: str, monkeypatch
 
 
 @pytest.mark.kernels
-def test_unpacking_zero_tokens() -> None:
+def test_zero_tokens_can_be_unpacked() -> None:
     made, _ = codecs("group:b=4,g=32", "raw", (64, 64))
     side = Side(made, PackedRuns(), torch.zeros(1, 2, 0, 64))
     assert fused(side, torch.bfloat16).shape == (1, 2, 0, 64)

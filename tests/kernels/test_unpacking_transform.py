@@ -85,7 +85,7 @@ def test_pages_of_any_length_are_decoded_together(basis: Basis, dtype: torch.dty
     ("dim", "heads", "chunk", "tokens"), [(20, 2, 32, 33), (7, 3, 64, 66), (130, 1, 16, 3), (1, 2, 16, 17), (2, 1, 16, 5)]
 )
 @pytest.mark.parametrize("side", ["k", "v"])
-def test_random_levels_in_parts(dim: int, heads: int, chunk: int, tokens: int, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_levels_are_decoded(dim: int, heads: int, chunk: int, tokens: int, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.decode import decode, transform
 
     codec, streams = random_streams(dim, heads, chunk, tokens, side)
@@ -166,7 +166,7 @@ def with_longer_numbers(codec: Transform) -> Transform:
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
-def test_frames_with_more_precision_than_binary16(side: str) -> None:
+def test_frames_beyond_binary16_are_decoded(side: str) -> None:
     from kvpack.kernels.decode import decode
 
     codec, streams = random_streams(6, 2, 16, 20, side)

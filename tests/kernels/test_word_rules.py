@@ -89,7 +89,7 @@ def test_rules_find_the_same_errors_as_the_codec(recipe: str) -> None:
 
 
 @pytest.mark.scenario
-def test_every_kind_of_rule_is_broken_at_least_once() -> None:
+def test_every_kind_of_rule_is_violated_at_least_once() -> None:
     """Limits of columns, spare bits, and floats of both sizes all occur. Otherwise, other tests would pass without checking them."""
     kinds = set()
     for recipe in RECIPES:

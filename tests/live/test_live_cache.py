@@ -262,7 +262,7 @@ def test_an_unchanged_cache_freezes_to_the_original(recipe: str) -> None:
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", [*UNEVEN, "octopus-3", "kivi-2;tail=64"])
 @pytest.mark.parametrize("step", [1, 7, 33])
-def test_turns_end_with_complete_groups(recipe: str, step: int, tmp_path: Path) -> None:
+def test_every_turn_ends_with_complete_groups(recipe: str, step: int, tmp_path: Path) -> None:
     parts = [tokens(step, seed) for seed in range(-(-150 // step))]
     path = tmp_path / "turn.kvpack"
     first = LiveCache(recipe, layers=1)

@@ -348,7 +348,7 @@ def test_scales_of_any_values_equal_those_of_the_host(recipe: str) -> None:
 @pytest.mark.scenario
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("recipe", ["kivi-4", "raw"])
-def test_any_strides(name: str, recipe: str) -> None:
+def test_pages_with_any_strides_are_encoded_alike(name: str, recipe: str) -> None:
     geometry = PageGeometry(2, 2, 32, 64, 64, "fp32")
     _, given = on_device(geometry, 3)
     sizes = (3, geometry.layers, geometry.heads, geometry.tokens, geometry.dim_k)
@@ -378,7 +378,7 @@ def to_device(sides: Any) -> list[Any]:
     return [[moved(layer) for layer in side] if isinstance(side, list) else moved(side) for side in sides]
 
 
-def test_a_job_fails_page_by_page_and_writes_nothing_of_a_bad_page() -> None:
+def test_a_job_fails_page_by_page_and_writes_nothing_of_an_invalid_page() -> None:
     codec = PageCodec("kivi-4", SMALL, namespace=bytes(range(32)))
     pages, given = on_device(SMALL, 6)
     keys = [b"%d" % number for number in range(6)]
@@ -450,7 +450,7 @@ def test_padding_is_zero_and_checked() -> None:
 
 
 @pytest.mark.parametrize("size", [128, 4096, 1 << 16, (1 << 16) + 64, 3 * (1 << 16) - 64])
-def test_checksums_of_rows_of_any_size(size: int) -> None:
+def test_checksums_are_correct_for_rows_of_any_size(size: int) -> None:
     from kvpack.kernels.pages import checksum
 
     source = random.Random(size)
@@ -466,7 +466,7 @@ def test_checksums_of_rows_of_any_size(size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32", "fp8_e4m3", "u8"])
-def test_other_dtypes(dtype: str) -> None:
+def test_pages_of_every_dtype_are_coded(dtype: str) -> None:
     geometry = PageGeometry(2, 1, 32, 64, None, dtype)
     for recipe in ["raw"] if dtype == "u8" else ["raw", "kv=group:b=4,g=32", "octopus-4"]:
         codec = PageCodec(recipe, geometry)
@@ -482,7 +482,7 @@ def test_other_dtypes(dtype: str) -> None:
             torch.testing.assert_close(x.cpu().float().flip(0), y.float(), rtol=2**-2, atol=2**-6)
 
 
-def test_rows_in_host_memory() -> None:
+def test_rows_in_host_memory_equal_those_of_the_host() -> None:
     codec = PageCodec("kivi-4", WIDE)
     pages, given = on_device(WIDE, 2)
     buffers = [bytearray(b"\xaa" * (codec.nbytes + 9)) for _ in range(2)]
@@ -503,7 +503,7 @@ def test_rows_in_host_memory() -> None:
             assert torch.equal(x[1], old[1])
 
 
-def test_tensors_created_in_inference_mode() -> None:
+def test_tensors_created_in_inference_mode_are_accepted() -> None:
     with torch.inference_mode():
         pages, _ = on_device(SMALL, 2)
         target, found = on_device(SMALL, 2, seed=5)
@@ -517,7 +517,7 @@ def test_tensors_created_in_inference_mode() -> None:
 
 
 @pytest.mark.parametrize("spare", [9, 48])
-def test_rows_of_any_width(spare: int) -> None:
+def test_rows_of_any_width_are_coded(spare: int) -> None:
     codec = PageCodec("kivi-4", WIDE)
     pages, given = on_device(WIDE, 2)
     wide = torch.full((3, codec.nbytes + spare), 7, dtype=torch.uint8, device=DEVICE)
@@ -531,7 +531,7 @@ def test_rows_of_any_width(spare: int) -> None:
     assert (wide[:, codec.nbytes :] == 7).all()
 
 
-def test_arguments_are_checked() -> None:
+def test_invalid_arguments_are_refused() -> None:
     codec = PageCodec("raw", SMALL)
     pages, _ = on_device(SMALL, 2)
     assert codec.encode_into(pages, [], torch.zeros(0, codec.nbytes, dtype=torch.uint8, device=DEVICE)) == []

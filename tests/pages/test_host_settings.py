@@ -43,7 +43,7 @@ def watched(kind: Any, *arguments: Any, **options: Any) -> Watched:
 @pytest.mark.parametrize(
     "recipe", ["octopus-4", "oscar-2", "kv=scalar:b=3,channel_scale=fp16", "kivi-2;k=scalar:b=3,raw_low_norm=0.9", "bf16"]
 )
-def test_every_call_of_a_codec(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_of_a_codec_keeps_the_hosts_settings(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with vllm_like_host(monkeypatch):
         pages, target = buffer(1), buffer(0)
         codec = watched(PageCodec, recipe, GEOMETRY, threads=2)
@@ -64,7 +64,7 @@ def test_every_call_of_a_codec(recipe: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert codec.called >= public(PageCodec)
 
 
-def test_every_call_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_of_a_layout_keeps_the_hosts_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     with vllm_like_host(monkeypatch):
         page = torch.zeros(2 * 2 * 2 * 32 * 64, dtype=torch.bfloat16, device="cpu")
 
@@ -98,7 +98,7 @@ def test_every_call_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["octopus-4", "bf16"])
-def test_every_call_of_a_store(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_of_a_store_keeps_the_hosts_settings(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = Identity("m", recipe, weights="w")
     with vllm_like_host(monkeypatch):
         pages, target = buffer(1), buffer(0)

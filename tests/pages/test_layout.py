@@ -79,7 +79,7 @@ def test_layouts_with_equal_shapes_have_different_digests() -> None:
     assert len(digests) == len(PLAIN) + len(BLOCKED)
 
 
-def test_one_sided_byte_pages() -> None:
+def test_layouts_of_one_sided_byte_pages_are_detected() -> None:
     geometry = PageGeometry(layers=1, heads=1, tokens=4, dim_k=6, dim_v=None, dtype="u8")
     page = torch.zeros(4, 8, dtype=torch.uint8)
 

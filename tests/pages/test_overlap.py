@@ -30,7 +30,7 @@ def overlap(x: Strided, y: Strided) -> bool:
 
 @given(TENSORS, TENSORS)
 @settings(max_examples=40)
-def test_two_tensors(x: Strided, y: Strided) -> None:
+def test_overlap_of_two_tensors_is_decided_correctly(x: Strided, y: Strided) -> None:
     y = y._replace(item=x.item)
     assert overlaps_itself(x) == overlap_alone(x)
     assert overlaps(x, y) == overlaps(y, x) == overlap(x, y)
@@ -38,7 +38,7 @@ def test_two_tensors(x: Strided, y: Strided) -> None:
 
 @given(TENSORS, st.lists(st.integers(0, 90), max_size=4), st.booleans())
 @settings(max_examples=40)
-def test_many_tensors(x: Strided, begins: list[int], alike: bool) -> None:
+def test_overlap_of_many_tensors_is_decided_correctly(x: Strided, begins: list[int], alike: bool) -> None:
     tensors = [x, *(x._replace(begin=begin, axes=x.axes if alike else x.axes[:1]) for begin in begins)]
     expected = any(map(overlap_alone, tensors)) or any(overlap(*pair) for pair in combinations(tensors, 2))
     assert (find_overlap(tensors) is not None) == expected
@@ -46,7 +46,7 @@ def test_many_tensors(x: Strided, begins: list[int], alike: bool) -> None:
 
 @given(TENSORS, st.integers(1, 3), st.integers(0, 60), st.integers(1, 60))
 @settings(max_examples=40)
-def test_layers_and_sides_in_one_pool(x: Strided, layers: int, step: int, side: int) -> None:
+def test_layers_and_sides_in_one_pool_do_not_overlap(x: Strided, layers: int, step: int, side: int) -> None:
     tensors = [x._replace(begin=x.begin + layer * step + first) for first in (0, side) for layer in range(layers)]
     expected = any(map(overlap_alone, tensors)) or any(overlap(*pair) for pair in combinations(tensors, 2))
     assert (find_overlap(tensors) is not None) == expected

@@ -286,7 +286,7 @@ def test_the_hosts_settings_have_no_effect_and_are_kept(recipe: str, monkeypatch
 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("recipe", ["octopus-3", "raw", "oscar-2"])
-def test_any_strides(name: str, recipe: str) -> None:
+def test_pages_with_any_strides_are_encoded_alike(name: str, recipe: str) -> None:
     sizes = (3, SMALL.layers, SMALL.heads, SMALL.tokens, SMALL.dim_k)
     plain, given = filled_buffer(SMALL, 3)
     made, other = (PageBuffer(SMALL, *ENGINES[name](*sizes)) for _ in range(2))
@@ -317,7 +317,7 @@ def test_any_number_of_threads_gives_the_same_rows() -> None:
         assert torch.equal(rows[0], rows[2])
 
 
-def test_a_bad_page_does_not_affect_others() -> None:
+def test_an_invalid_page_does_not_affect_others() -> None:
     pages, given = filled_buffer(SMALL, 4)
     given[1][2, 1, 1, 3, 7] = float("nan")
     codec = PageCodec("octopus-3", SMALL)
@@ -388,7 +388,7 @@ def test_rows_are_read_alike_without_c(recipe: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_fp8_in_and_out(dtype: str) -> None:
+def test_fp8_pages_are_encoded_and_decoded(dtype: str) -> None:
     geometry = PageGeometry(2, 2, 32, 64, 64, dtype)
     pages, given = filled_buffer(geometry, 2)
     exact = PageCodec("raw", geometry)
@@ -741,7 +741,7 @@ def test_overlapping_slots_are_refused(recipe: str) -> None:
 
 @pytest.mark.parametrize("slots", [numpy.array([1, 0], numpy.int32), numpy.array([1, 0], numpy.uint8), torch.tensor([1, 0]).int()])
 @pytest.mark.parametrize("recipe", ["kivi-2", "raw"])
-def test_integer_slots_of_an_engine(recipe: str, slots: Any) -> None:
+def test_slots_may_have_any_integer_type_of_an_engine(recipe: str, slots: Any) -> None:
     pages, given = filled_buffer(SMALL, 2)
     codec = PageCodec(recipe, SMALL)
     rows, expected = ([bytearray(codec.nbytes) for _ in range(2)] for _ in range(2))

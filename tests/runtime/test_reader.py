@@ -54,7 +54,7 @@ def threads() -> int:
 
 @pytest.mark.parametrize("piece", [1, 4096, 1 << 20])
 @pytest.mark.parametrize(("nbytes", "count"), [(0, 2), (1, 100), (4096, 3), (70_001, 1), (70_001, 30)])
-def test_reads_of_any_number_of_bytes(nbytes: int, count: int, piece: int, data: bytes, descriptor: int) -> None:
+def test_reads_of_any_size_return_the_right_bytes(nbytes: int, count: int, piece: int, data: bytes, descriptor: int) -> None:
     before = threads()
     # A piece of one byte takes a call: few are enough.
     nbytes = min(nbytes, 1000 * piece)
@@ -70,7 +70,7 @@ def test_reads_of_any_number_of_bytes(nbytes: int, count: int, piece: int, data:
     assert ended_threads(before)
 
 
-def test_nothing_is_read_before_it_is_allowed(data: bytes, descriptor: int) -> None:
+def test_no_memory_is_written_before_the_read_is_allowed(data: bytes, descriptor: int) -> None:
     memory = numpy.full((40, 1000), 7, numpy.uint8)
     with Reader(library(), descriptor, [(0, 1000, row.ctypes.data) for row in memory], memory, 300, 8) as running:
         running.allow(10)
@@ -109,7 +109,7 @@ def test_an_abandoned_reader_ends(descriptor: int) -> None:
     assert ended_threads(before)
 
 
-def test_works_without_threads(descriptor: int) -> None:
+def test_reads_work_without_threads(descriptor: int) -> None:
     with pytest.raises(MemoryError, match="no thread"):
         Reader(library(), descriptor, [], None, 4096, 0)
 

@@ -128,13 +128,13 @@ def test_decoder_modules_import_only_modules_later_in_the_list() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_file_of_a_recipe(recipe: str, tmp_path: Path) -> None:
+def test_both_readers_agree_on_files_of_every_recipe(recipe: str, tmp_path: Path) -> None:
     pairs = random_pairs(2, 33, batch=2, heads=1, dims=(64, 80), seed=1)
     cache = kvpack.pack(pairs, recipe, model={"name": "test"}, start=11)
     assert_decoded_alike(saved(cache, tmp_path), tmp_path)
 
 
-def test_compressed_file(tmp_path: Path) -> None:
+def test_both_readers_agree_on_a_compressed_file(tmp_path: Path) -> None:
     pairs = [(k.round(), v.round()) for k, v in random_pairs(1, 40)]
     data = saved(kvpack.pack(pairs, "k=raw:dtype=fp32;v=group:b=2,g=32"), tmp_path, compress=True)
     assert "zstd" in {tensor.filter for tensor in assert_decoded_alike(data, tmp_path).tensors}
@@ -159,7 +159,7 @@ def test_logarithmic_norms_whose_terms_cancel_stay_within_the_tolerance() -> Non
 
 @given(data=st.data(), seed=st.integers(0, 2**32))
 @settings(max_examples=25)
-def test_arbitrary_valid_digits_of_any_codec(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int) -> None:
+def test_both_readers_agree_on_arbitrary_digits(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int) -> None:
     # What a codec needs of a basis is not in its files.
     codec = data.draw(codecs(bounded=False).filter(lambda codec: not codec.bases_needed))
     source = random.Random(seed)
@@ -189,7 +189,7 @@ def test_arbitrary_valid_digits_of_any_codec(tmp_path_factory: pytest.TempPathFa
     st.integers(0, 999),
 )
 @settings(max_examples=15)
-def test_arbitrary_levels_of_transform(
+def test_both_readers_agree_on_arbitrary_levels_of_transform(
     tmp_path_factory: pytest.TempPathFactory, heads: int, dim: int, scope: str, side: str, step: int, seed: int
 ) -> None:
     source = random.Random(seed)
@@ -206,7 +206,7 @@ def test_arbitrary_levels_of_transform(
 
 
 @given(packing=packings(), seed=st.integers(0, 2**32))
-def test_arbitrary_packings(packing: Columns, seed: int) -> None:
+def test_both_readers_agree_on_arbitrary_packings(packing: Columns, seed: int) -> None:
     digits = random_digits(packing, packing.symbols, (2,), random.Random(seed))
     planes = [plane.to(torch.int32).tolist() for plane in packing.pack([digit.to(torch.int32) for digit in digits])]
     columns = SecondColumns(packing.symbols, packing.bases, packing.fields, packing.alphabets)
@@ -215,14 +215,14 @@ def test_arbitrary_packings(packing: Columns, seed: int) -> None:
         assert columns.unpack([plane[row] for plane in planes], "") == [digit[row].tolist() for digit in digits]
 
 
-def test_digests_around_every_branch_of_xxh3() -> None:
+def test_digests_are_correct_around_every_branch_of_xxh3() -> None:
     data = random.Random(0).randbytes(3000)
     edges = [*range(0, 3000, 64), *range(1024, 3000, 1024)]
     for length in {*range(260), *(edge + step for edge in edges for step in (-1, 0, 1) if edge + step >= 0), 3000}:
         assert xxh3_128(data[:length]) == xxhash.xxh3_128_digest(data[:length]), length
 
 
-def test_command_line(tmp_path: Path) -> None:
+def test_the_command_line_lists_sides_and_reports_damage(tmp_path: Path) -> None:
     data = bytearray((FOLDER / "group-2-bits.kvpack").read_bytes())
     path = tmp_path / "file.kvpack"
     path.write_bytes(data)
@@ -503,7 +503,7 @@ def test_a_noncanonical_header_is_refused() -> None:
         assert refused_alike(parts.joined(packed.replace(b"\xa4test", text))), text
 
 
-def test_changed_header_bytes_with_correct_digests() -> None:
+def test_both_readers_treat_changed_header_bytes_alike() -> None:
     source = random.Random(5)
     accepted = 0
     for codec in (GROUP, QUATERNION, OCTAHEDRAL, ANGLE, RAW, SIDECARS, BLOCKS):
@@ -516,7 +516,7 @@ def test_changed_header_bytes_with_correct_digests() -> None:
     assert accepted > 5
 
 
-def test_changed_payload_bits_with_correct_digests() -> None:
+def test_both_readers_treat_changed_payload_bits_alike() -> None:
     source = random.Random(6)
     refused = accepted = 0
     for codec in (GROUP, QUATERNION, OCTAHEDRAL, ANGLE, RAW, SIDECARS, BLOCKS):
@@ -554,7 +554,7 @@ def test_another_version_is_refused_whatever_else_the_file_contains(old: str, ne
     assert found == error
 
 
-def test_a_nonzero_pad_is_refused() -> None:
+def test_nonzero_padding_is_refused() -> None:
     parts = Parts.of(one_side(GROUP))
     parts.header["recipe"] = "a recipe of another length"
     data = bytearray(parts.joined())

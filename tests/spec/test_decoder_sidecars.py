@@ -61,7 +61,7 @@ def with_all() -> CodecWithSidecars:
     return codec
 
 
-def test_keys_and_their_values() -> None:
+def test_the_table_of_keys_matches_the_code() -> None:
     rows = table(PAGE.read_text(encoding="utf-8").split("\n## ")[0], "key", "value", "sidecar")
     assert {row["key"]: row["value"] for row in rows} == {
         "balanced": f"map: basis (bytes: the {DIGEST_BYTES} of the digest of a basis), "
@@ -86,7 +86,7 @@ def test_keys_and_their_values() -> None:
     ]
 
 
-def test_layout() -> None:
+def test_the_layout_matches_the_code() -> None:
     rows = table(section(PAGE, "Layout"), "sidecar", "stream", "dtype", "shape")
     codec = with_all()
     inner = codec.codec.layout(BATCH, HEADS, TOKENS)
@@ -108,7 +108,7 @@ def test_layout() -> None:
         assert sorted(re.findall(r"[BF]+\d+", dtypes[name])) == sorted(RAW_DTYPES.values())
 
 
-def test_size_of_a_position() -> None:
+def test_the_size_of_a_position_matches_the_code() -> None:
     figures = re.search(
         r"With dim (\d+) and three heads, a raw token of `bf16` takes (\d+) bytes: of ([\d,]+) tokens of which four are raw, ([\d.]+) bits",
         SIDECAR_ADVICE,
@@ -121,7 +121,7 @@ def test_size_of_a_position() -> None:
     assert float(figures[4]) == round(4 * 8 * nbytes / (tokens * 3 * dim), 3)
 
 
-def test_sizes_at_head_dim_128() -> None:
+def test_sizes_for_head_dim_128_match_the_code() -> None:
     figures = re.search(
         r"With dim 128 and F = (\d+), `outliers` takes (\d+) bytes .* and (\d+) bytes per item; `qjl` takes (\d+) bytes", SIDECAR_ADVICE
     )
@@ -136,7 +136,7 @@ def test_sizes_at_head_dim_128() -> None:
     assert qjl.fields == outliers.fields
 
 
-def test_example_and_size_of_a_mean() -> None:
+def test_the_example_and_the_size_of_a_mean_match_the_code() -> None:
     text = section(PAGE, "Layout")
     example = r"the bytes `([\w ]+)` with dim 8, 4 bits and the scale ([\d.]+) are the vector ([-\d. ]+)\.\n"
     stored, scale, vector = re.findall(example, text)[0]
@@ -154,7 +154,7 @@ def test_example_and_size_of_a_mean() -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128], ids=str)
-def test_remainder_of_a_residual(dim: int) -> None:
+def test_the_remainder_of_a_residual_matches_the_text(dim: int) -> None:
     """The test checks the identity, the bound, and the usual share in the advice for writers."""
     worst, usual = map(float, re.findall(r"at most (\d\.\d+) · ‖r‖, and comes to about (\d\.\d+) · ‖r‖", SIDECAR_ADVICE)[0])
     assert worst == math.ceil(100 * QJL_WORST) / 100
@@ -213,7 +213,7 @@ def first_page(data: bytes, path: Any) -> PackedRun:
     return cache[0].k.runs[0]
 
 
-def test_worked_example(example: bytes, tmp_path: Any) -> None:
+def test_both_decoders_read_the_worked_example(example: bytes, tmp_path: Any) -> None:
     (tmp_path / "example").write_bytes(example)
     expected = [x for row in table(EXAMPLE, "token", "values") for x in numbers_of(row["values"])]
     decoded = decoder.read(example).layers[0]["k"]
@@ -223,7 +223,7 @@ def test_worked_example(example: bytes, tmp_path: Any) -> None:
     assert_within(values.flatten().tolist(), expected, decoded.tolerances)
 
 
-def test_steps_of_the_worked_example(example: bytes, tmp_path: Any) -> None:
+def test_steps_of_the_worked_example_match_the_code(example: bytes, tmp_path: Any) -> None:
     page = first_page(example, tmp_path / "example")
     codec, streams = page.codec, page.rows(0, 1)
     assert isinstance(codec, CodecWithSidecars)
@@ -238,7 +238,7 @@ def test_steps_of_the_worked_example(example: bytes, tmp_path: Any) -> None:
         torch.testing.assert_close(values.flatten(), torch.tensor(numbers_of(rows[number])), rtol=1e-6, atol=1e-6)
 
 
-def test_sentences_of_the_worked_example(example: bytes, tmp_path: Any) -> None:
+def test_sentences_of_the_worked_example_match_the_code(example: bytes, tmp_path: Any) -> None:
     page = first_page(example, tmp_path / "example")
     codec, bytes_of = page.codec, {row["stream"]: row["bytes"] for row in table(EXAMPLE, "stream", "dtype", "shape", "bytes")}
     assert isinstance(codec, CodecWithSidecars)

@@ -21,18 +21,18 @@ def blocks() -> list[Block]:
     return [block for frame in frames() for block in frame.blocks]
 
 
-def test_headers_of_every_form() -> None:
+def test_vectors_have_frame_headers_of_every_form() -> None:
     assert {frame.single_segment for frame in frames()} == {True, False}
     assert {frame.checksum for frame in frames() if any(block.kind == "compressed" for block in frame.blocks)} == {True, False}
     assert {frame.size_bytes for frame in frames()} == {1, 2, 4, 8}
 
 
-def test_blocks_of_every_type_next_to_each_other() -> None:
+def test_vectors_have_blocks_of_every_type_next_to_each_other() -> None:
     pairs = {(a.kind, b.kind) for frame in frames() for a, b in zip(frame.blocks, frame.blocks[1:], strict=False)}
     assert {("raw", "compressed"), ("compressed", "raw"), ("compressed", "compressed"), ("compressed", "repeated")} <= pairs
 
 
-def test_literals_of_every_form() -> None:
+def test_vectors_have_literals_of_every_form() -> None:
     assert {block.literals for block in blocks() if block.kind == "compressed"} == set(LITERALS)
     assert {block.size_format for block in blocks() if block.literals == "huffman"} == {0, 1, 2, 3}
     assert {block.size_format & 1 and block.size_format for block in blocks() if block.literals == "raw"} == {0, 1, 3}
@@ -40,7 +40,7 @@ def test_literals_of_every_form() -> None:
     assert {block.tree for block in blocks() if block.literals == "huffman"} == {"direct", "fse"}
 
 
-def test_sequences_of_every_mode() -> None:
+def test_vectors_have_sequences_of_every_mode() -> None:
     for table in range(3):
         assert {block.modes[table] for block in blocks() if block.modes} == set(MODES)
     repeats = [(a, b) for frame in frames() for a, b in zip(frame.blocks, frame.blocks[1:], strict=False) if a.modes and b.modes]

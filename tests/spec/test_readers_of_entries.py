@@ -51,7 +51,7 @@ console.log(JSON.stringify(answers));
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_store_entries(tmp_path: Path, encrypted: bool) -> None:
+def test_the_reader_returns_the_contents_of_store_entries(tmp_path: Path, encrypted: bool) -> None:
     if reason := spec_readers.missing_reason("javascript"):
         pytest.skip(reason)
     ids = prompt(2)

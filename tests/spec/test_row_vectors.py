@@ -107,7 +107,7 @@ def test_both_readers_decode_a_row_to_its_values(file: str) -> None:
     assert sealed(again) == again
 
 
-def test_example_of_an_entry() -> None:
+def test_the_example_of_an_entry_matches_the_code() -> None:
     row = (FOLDER / "raw.row").read_bytes()
     read = decoder.read_row(row)
     (size,) = struct.unpack_from("<I", row, 96)
@@ -117,7 +117,7 @@ def test_example_of_an_entry() -> None:
     assert f"[raw.row](row-vectors/raw.row) is the entry `{name.hex()}`" in (FOLDER.parent / "row.md").read_text(encoding="utf-8")
 
 
-def test_example_of_the_checksum() -> None:
+def test_the_example_of_the_checksum_matches_the_code() -> None:
     text = (FOLDER.parent / "row.md").read_text(encoding="utf-8")
     sum_ = 0
     for word in (1, 2, 3):

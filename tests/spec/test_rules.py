@@ -42,7 +42,7 @@ def listed_page(number: str) -> int:
 
 
 @pytest.mark.parametrize("number", rules())
-def test_row_of_the_table(number: str) -> None:
+def test_rows_of_the_table_match_the_text(number: str) -> None:
     rule = rules()[number]
     assert rule.enforced_by in ENFORCED_BY
     assert bool(rule.errors) == (rule.enforced_by == "refusal")

@@ -52,7 +52,7 @@ def test_every_codec_has_a_page_and_a_row() -> None:
         assert f"Codec id `{row['codec']}`, status {row['status']}." in PAGES[row["codec"]].read_text(encoding="utf-8")
 
 
-def test_stable_parts_stay_stable() -> None:
+def test_parts_marked_as_stable_stay_stable() -> None:
     """A stable part must read existing files forever, so it cannot lose the label "stable"."""
     text = section(SPEC / "changes.md", "Status")
     status = {row["part"]: row["status"] for row in table(text, "part", "what it defines", "status")}
@@ -92,12 +92,12 @@ def test_links_lead_to_files(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_dtypes() -> None:
+def test_the_table_of_dtypes_matches_the_code() -> None:
     rows = table(section(SPEC / "README.md", "Conventions"), "dtype", "bytes", "meaning")
     assert {row["dtype"]: int(row["bytes"]) for row in rows} == DTYPE_BYTES
 
 
-def test_packing_limits() -> None:
+def test_packing_limits_match_the_code() -> None:
     rows = table(section(SPEC / "packing.md", "Bit packing"), "limit of packing", "value")
     found = {row["limit of packing"]: eval_power(row["value"]) for row in rows}
     assert found == {
@@ -122,7 +122,7 @@ def parsed_packing(text: str) -> Columns:
 
 
 @pytest.mark.parametrize("row", tables(section(SPEC / "test-values.md", "Examples in hexadecimal"))[0], ids=lambda row: row["packing"])
-def test_packing_examples(row: dict[str, str]) -> None:
+def test_packing_examples_match_the_code(row: dict[str, str]) -> None:
     packing = parsed_packing(row["packing"])
     digits = [list(map(int, digit.split())) for digit in row["digits of the symbols"].split(";")]
     planes = packing.pack([torch.tensor([digit]) for digit in digits])
@@ -131,7 +131,7 @@ def test_packing_examples(row: dict[str, str]) -> None:
     assert [digit[0].tolist() for digit in packing.unpack([torch.tensor([words], dtype=torch.uint16) for words in stored])] == digits
 
 
-def test_lettered_example() -> None:
+def test_the_lettered_example_matches_the_code() -> None:
     text = section(SPEC / "test-values.md", "Example: 3-bit symbols")
     packing = parsed_packing(re.findall(r"columns\([^)]*\)", text)[0])
     letters = re.findall(r"`((?:[A-Za-z]{3} ?)+)`", text)
@@ -153,7 +153,7 @@ def test_lettered_example() -> None:
 
 
 @given(packings())
-def test_size_formula(packing: Columns) -> None:
+def test_the_size_formula_matches_the_code(packing: Columns) -> None:
     assert "2·(W·(Q div 2) + ⌈W / 2⌉·(Q mod 2))" in section(SPEC / "packing.md", "Bit packing")
     w, q = math.ceil(packing.symbols / packing.fields), packing.column_bytes
     assert packing.row_bytes == 2 * (w * (q // 2) + math.ceil(w / 2) * (q % 2))
@@ -161,7 +161,7 @@ def test_size_formula(packing: Columns) -> None:
 
 @pytest.mark.parametrize("base", [2, 3, 4, 8, 9, 16, 32, 48, 64, 100, 128, 256, 1024, 65536], ids=str)
 @pytest.mark.parametrize("symbols", [1, 5, 21, 43, 64, 128], ids=str)
-def test_rule_for_default_fields(symbols: int, base: int) -> None:
+def test_the_rule_for_default_fields_matches_the_code(symbols: int, base: int) -> None:
     def rank(fields: int) -> tuple[int, bool, int, int]:
         packing = Columns(symbols, (base,), fields)
         return packing.row_bytes, packing.column_bytes < 2, packing.column_bytes, fields
@@ -170,12 +170,12 @@ def test_rule_for_default_fields(symbols: int, base: int) -> None:
     assert default_fields(symbols, (base,)) == min((f for f in range(1, symbols + 1) if base**f <= limit), key=rank)
 
 
-def test_digests() -> None:
+def test_example_digests_match_the_code() -> None:
     for row in table(section(SPEC / "test-values.md", "Digests"), "n", "digest"):
         assert xxhash.xxh3_128_hexdigest(bytes(number % 256 for number in range(int(row["n"])))) == row["digest"]
 
 
-def test_generator_words_signs_and_quaternions() -> None:
+def test_generator_examples_match_the_code() -> None:
     text = section(SPEC / "test-values.md", "Generator")
     for row in table(text, "seed", *(f"word {i}" for i in range(5))):
         generator = Generator(int(row["seed"]))
@@ -188,7 +188,7 @@ def test_generator_words_signs_and_quaternions() -> None:
         assert tuple(int(row[name], 16) for name in "wxyz") == struct.unpack(">4Q", struct.pack(">4d", *drawn_quaternion))
 
 
-def test_rotation_kinds_matrices_and_tolerance() -> None:
+def test_rotations_match_the_code() -> None:
     text = section(SPEC / "packing.md", "Rotation")
     assert tuple(column(table(text, "rotation_kind", "H", "s"), "rotation_kind")) == KINDS
     blocks = re.findall(r"^(?:\*\*)?Order (\d+).*:\n\n((?:    [+-]+\n)+)", text, re.MULTILINE)
@@ -199,7 +199,7 @@ def test_rotation_kinds_matrices_and_tolerance() -> None:
     assert f"within 2^{round(math.log2(ROTATION_TOLERANCE))} · ‖u‖" in text
 
 
-def test_factors_of_head_dims() -> None:
+def test_factors_of_head_dims_match_the_code() -> None:
     pairs = re.findall(r"\| (\d+) \| (\d+) · (\d+) ", section(SPEC / "packing.md", "Rotation"))
     assert len(pairs) == 8
     for dim, sylvester, paley in (map(int, pair) for pair in pairs):
@@ -207,7 +207,7 @@ def test_factors_of_head_dims() -> None:
         assert [row[:paley] for row in hadamard(dim)[:paley]] == list(hadamard(paley))
 
 
-def test_ranges_of_raw_and_group() -> None:
+def test_ranges_of_raw_and_group_match_the_code() -> None:
     texts = {codec: section(PAGES[codec], "Parameters and ranges") for codec in ("raw", "group")}
     raw, group = ({row["parameter"]: row["range"] for row in table(text, "parameter", "type", "range")} for text in texts.values())
     assert raw == {"dim": f"1 to {MAX_DIM}", "dtype": ", ".join(DTYPES)}
@@ -227,7 +227,7 @@ def test_ranges_of_raw_and_group() -> None:
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("tokens", [1, 32, 45], ids=str)
-def test_size_formulas_of_group(tokens: int, axis: str) -> None:
+def test_size_formulas_of_group_match_the_code(tokens: int, axis: str) -> None:
     codec = create("group", 80, b="3", g="32", axis=axis, token_scale="fp32")
     layout = codec.layout(1, 1, tokens)
     row, size = codec.packings()["codes"].row_bytes, 32
@@ -249,7 +249,7 @@ def example_codec(page: Path) -> Codec:
 
 
 @pytest.mark.parametrize("page", [PAGES["raw"], PAGES["lossless"], PAGES["group"], PAGES["minifloat"]], ids=lambda page: page.stem)
-def test_worked_examples(page: Path) -> None:
+def test_worked_examples_match_the_code(page: Path) -> None:
     codec, text = example_codec(page), section(page, "Worked example")
     rows = table(text, "stream", "dtype", "shape", "bytes")
     layout = codec.layout(1, 1, 2)
@@ -277,7 +277,7 @@ def test_worked_examples(page: Path) -> None:
         assert codec.unpack(stream, streams)[0][0, 0].tolist() == codes
 
 
-def test_worked_example_of_the_entropy_coder() -> None:
+def test_the_worked_example_of_the_entropy_coder_matches_the_code() -> None:
     text = section(SPEC / "rans.md", "Worked example")
     frequencies = numpy.array([[int(row["f(s)"]) for row in table(text, "symbol s", "f(s)", "b(s)")]])
     starts = [int(row["b(s)"]) for row in table(text, "symbol s", "f(s)", "b(s)")]

@@ -209,7 +209,7 @@ def test_an_error_of_twice_the_tolerance_is_a_difference() -> None:
             assert differing[finite].all(), file
 
 
-def test_rounding_down() -> None:
+def test_tolerances_are_rounded_down() -> None:
     assert [rounded_down(x) for x in (0.0, 1.0, 1 + 2**-24, 1 + 2**-23, 2**-126 * (1 + 2**-30))] == [0.0, 1.0, 1.0, 1 + 2**-23, 2**-126]
     assert rounded_down(0.1) < 0.1 < rounded_down(0.1) * (1 + 2**-23)
 

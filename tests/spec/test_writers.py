@@ -33,20 +33,20 @@ def centroids(name: str) -> bytes:
 
 
 @pytest.mark.parametrize("row", CENTROIDS, ids=lambda row: row["table"])
-def test_centroids(row: dict[str, str]) -> None:
+def test_the_centroids_match_the_code(row: dict[str, str]) -> None:
     (stored,) = struct.iter_unpack(f"<{len(row['values'].split())}f", centroids(row["table"]))
     assert [f"{value:.6f}" for value in stored] == row["values"].split()
 
 
 @pytest.mark.parametrize("state_bits", [8, 10])
 @pytest.mark.parametrize("row", TRELLIS, ids=lambda row: row["bits"])
-def test_trellis_table_values(row: dict[str, str], state_bits: int) -> None:
+def test_values_of_trellis_tables_match_the_code(row: dict[str, str], state_bits: int) -> None:
     # With a power of four as head dim, the factor of unit vectors is exact.
     values = struct.unpack("<4e", unit_table(64, int(row["bits"]), state_bits)[:8])
     assert [f"{8 * value:.4f}" for value in values] == row[FIRST.format(state_bits)].split()
 
 
-def test_bounds_and_kinds_of_tables() -> None:
+def test_bounds_and_kinds_of_tables_match_the_code() -> None:
     assert {row["table"].split(",")[0] for row in CENTROIDS} == {"scalar", "octahedral directions", "octahedral norms", "polar"}
     for row in TRELLIS:
         bound, *errors = (float(row[name]) for name in ("bound", "error of 10", "error of 8", "Lloyd-Max"))

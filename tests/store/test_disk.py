@@ -49,7 +49,7 @@ def test_the_count_equals_the_disk_usage(tmp_path: Path) -> None:
     assert on_disk(tmp_path / "store") <= store._backend._usage.read().total
 
 
-def test_a_smaller_budget_evicts_nothing_of_a_larger_one(tmp_path: Path) -> None:
+def test_a_smaller_budget_does_not_evict_entries_of_a_larger_budget(tmp_path: Path) -> None:
     large, small = (open_store(tmp_path, max_bytes=size) for size in (1_000_000, 200_000))
     ids = prompt(40)
     save(large, ids)
@@ -86,10 +86,10 @@ def test_gc_evicts_to_its_own_budget(tmp_path: Path) -> None:
     assert on_disk(tmp_path) <= 1.05 * 300_000
 
 
-def test_a_smaller_budget_evicts_without_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_rule_a_smaller_budget_evicts_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_usage.UsageCount, "effective_budget", lambda self, budget: budget)
     with pytest.raises(AssertionError):
-        test_a_smaller_budget_evicts_nothing_of_a_larger_one(tmp_path)
+        test_a_smaller_budget_does_not_evict_entries_of_a_larger_budget(tmp_path)
 
 
 def test_machines_that_use_one_folder_share_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_a_copy_keeps_the_order_of_ancestors(tmp_path: Path) -> None:
     assert len(found) == left, "a remaining entry was not found"
 
 
-def test_a_copy_without_its_order_is_useless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_is_not_noticed_loses_the_order_of_ancestors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_usage.DiskUsage, "is_copy", lambda self: False)
     with pytest.raises(AssertionError, match="a remaining entry was not found"):
         test_a_copy_keeps_the_order_of_ancestors(tmp_path)

@@ -50,7 +50,7 @@ def test_nothing_in_an_entry_is_readable_without_the_key(tmp_path: Path) -> None
         assert file.read()[-64:] != before[-64:], "a nonce was reused"
 
 
-def test_keys_rotate(tmp_path: Path) -> None:
+def test_encryption_keys_can_be_rotated(tmp_path: Path) -> None:
     ids, more = prompt(2, seed=1), prompt(2, seed=2)
     save(open_store(tmp_path, encryption={"old": OLD}), ids)
     both = open_store(tmp_path, encryption={"new": NEW, "old": OLD})

@@ -256,7 +256,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.scenario
-def test_any_sequence_of_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_and_budgets_hold_after_any_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     monkeypatch.setenv("KVPACK_TEST_FOLDER", str(tmp_path))

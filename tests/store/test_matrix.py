@@ -39,7 +39,7 @@ CELLS = [(kind, fault) for row, kind in enumerate(KINDS) for column, fault in en
 
 
 @pytest.mark.parametrize(("kind", "fault"), CELLS)
-def test_promises_hold(kind: str, fault: str) -> None:
+def test_guarantees_hold(kind: str, fault: str) -> None:
     count = FAULTS[fault].cases_of_test(kind)
     # Each kind another choice of cases: together they have most.
     cell = run_cell(kind, fault, count, seed=list(KINDS).index(kind))
@@ -96,7 +96,7 @@ MUTANTS: dict[str, tuple[str, str, Any]] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_broken_promises_are_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violated_guarantees_are_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault, name, put = MUTANTS[mutant]
     monkeypatch.setattr(name, put)
     # A run of few cases may miss what depends on the moment.

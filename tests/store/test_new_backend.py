@@ -114,7 +114,7 @@ def test_damage_is_a_miss() -> None:
         assert first not in shelf
 
 
-def test_it_can_be_a_tier_and_has_no_options_of_other_backends(tmp_path: Path) -> None:
+def test_a_new_backend_can_be_a_tier_without_options_of_other_backends(tmp_path: Path) -> None:
     ids = prompt(3)
     with kvpack.Store(["toy://shelf", tmp_path], IDENTITY, chunk=CHUNK) as store:
         save(store, ids)

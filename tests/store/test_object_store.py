@@ -76,7 +76,7 @@ def names(store: kvpack.Store) -> list[str]:
     return [meta["path"] for batch in obstore.list(raw) for meta in batch]
 
 
-def test_states_and_windows(place: tuple[Any, dict[str, Any]]) -> None:
+def test_states_and_windows_are_stored(place: tuple[Any, dict[str, Any]]) -> None:
     whole = stateful(8 * CHUNK + 5, chunk_ends(2, 5, 7))
     ids = prompt(8)
     identity = dataclasses.replace(STATEFUL, windows=(None, 40))
@@ -150,7 +150,7 @@ def test_an_entry_is_stored_only_once_by_all_writers(place: Any) -> None:
     assert is_same_prefix(opened(place).load(ids)[1], whole)
 
 
-def test_pins_deletion_and_sizes(place: Any) -> None:
+def test_pins_deletion_and_sizes_work_as_in_a_folder(place: Any) -> None:
     store = opened(place)
     ids = prompt(4)
     save(store, ids)
@@ -298,7 +298,7 @@ def test_nothing_larger_than_an_entry_is_fetched(place: Any) -> None:
     assert is_same_prefix(store.load(ids)[1], whole)
 
 
-def test_records_of_others_use_no_memory(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_other_programs_take_no_memory(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "MAX_RECORDS_BYTES", 10_000)
     store = opened(place)
     ids = prompt(2)

@@ -326,7 +326,7 @@ def test_jobs_work_in_a_forked_process(tmp_path: Path) -> None:
         assert job.results == [True] * 4
 
 
-def test_the_hosts_settings_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hosts_settings_are_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> None:
         raise AssertionError("the host's number of threads was changed")
 
@@ -352,7 +352,7 @@ def test_the_hosts_settings_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert torch.is_inference_mode_enabled()
 
 
-def test_pages_with_a_basis(tmp_path: Path) -> None:
+def test_pages_can_need_a_basis(tmp_path: Path) -> None:
     basis = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, model={"name": "model"}))
     recipe = Recipe("kv=klt:bits=4", basis)
     (tmp_path / "x.basis").write_bytes(basis.data)

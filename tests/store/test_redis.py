@@ -65,7 +65,7 @@ def entry_bytes(server: Server) -> int:
     return size
 
 
-def test_states_and_windows(server: Server) -> None:
+def test_states_and_windows_are_stored(server: Server) -> None:
     """States are found with one request, and evicted before the chunks that they follow."""
     whole = stateful(8 * CHUNK + 5, chunk_ends(2, 5, 7))
     ids = prompt(8)
@@ -259,7 +259,7 @@ def test_a_large_entry_is_fetched_in_parts(server: Server, monkeypatch: pytest.M
     assert is_same_prefix(open_store(server).load(ids)[1], whole)
 
 
-def test_delete(server: Server) -> None:
+def test_delete_removes_the_tokens_after_a_position(server: Server) -> None:
     store = open_store(server)
     ids = prompt(4)
     save(store, ids)

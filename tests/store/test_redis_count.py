@@ -325,7 +325,7 @@ def in_pages(client: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.scenario
 @pytest.mark.usefixtures("in_pages")
 @pytest.mark.parametrize("begin", ["first put", "collection"])
-def test_others_change_counted_keys_between_two_pages(begin: str, shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_stay_correct_if_others_change_keys(begin: str, shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum is correct at the end of every page, counts nothing twice, and the bytes never exceed the budget."""
     other, kept = open_store(shared), prompt(3)
     save(other, kept)

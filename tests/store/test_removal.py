@@ -62,7 +62,7 @@ def rm(stores: dict[str, kvpack.Store], *words: str) -> int:
         (["--model", "other", "--dry-run"], set()),
     ],
 )
-def test_rm(words: list[str], gone: set[str], stores: dict[str, kvpack.Store], capsys: pytest.CaptureFixture[str]) -> None:
+def test_rm_removes_entries(words: list[str], gone: set[str], stores: dict[str, kvpack.Store], capsys: pytest.CaptureFixture[str]) -> None:
     assert rm(stores, *words, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert left(stores) == set(OTHERS) - gone
@@ -70,7 +70,7 @@ def test_rm(words: list[str], gone: set[str], stores: dict[str, kvpack.Store], c
     assert report["entries"] == len(entries(stores["ours"].location)) == 15 - 3 * len(gone)
 
 
-def test_rm_by_age(stores: dict[str, kvpack.Store], capsys: pytest.CaptureFixture[str]) -> None:
+def test_rm_removes_entries_by_age(stores: dict[str, kvpack.Store], capsys: pytest.CaptureFixture[str]) -> None:
     used = time.time() - 3 * 86_400
     for key in stores["other"].keys(prompt(3)):
         (path,) = (path for path in entries(stores["other"].location) if path.endswith(key.hex()))

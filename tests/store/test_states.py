@@ -257,7 +257,7 @@ def test_delete_removes_states(tmp_path: Path) -> None:
         assert store.load(IDS)[0] == 2 * CHUNK
 
 
-def test_tiers(tmp_path: Path) -> None:
+def test_states_are_stored_in_every_tier(tmp_path: Path) -> None:
     whole = stateful(TOKENS, chunk_ends(2, 5))
     with open_store(tmp_path / "slow", STATEFUL) as store:
         store.save(IDS, whole)

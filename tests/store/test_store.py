@@ -377,7 +377,7 @@ def test_delete_removes_a_prefix_after_a_given_token(tmp_path: Path) -> None:
     assert store.counters()["deleted_entries"] == 4
 
 
-def test_counters_as_prometheus_text(tmp_path: Path) -> None:
+def test_counters_are_exported_as_prometheus_text(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     ids = prompt(3)
     save(store, ids)
@@ -491,7 +491,7 @@ def test_opening_a_store_imports_no_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_identity_of_a_model() -> None:
+def test_a_store_accepts_the_identity_of_a_model() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     torch.manual_seed(0)

@@ -33,7 +33,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_stress, "BUDGET", 1_000_000)
 
 
-def test_many_processes_and_threads(tmp_path: Path) -> None:
+def test_every_read_is_correct_with_many_processes_and_threads(tmp_path: Path) -> None:
     report = store_stress.run_operations(str(tmp_path / "store"), 3, 2, 300)
     assert report["operations"] == 300
     assert report["processes_that_failed"] == report["threads_that_failed"] == report["refused"] == 0

@@ -123,7 +123,7 @@ def test_a_damaged_copy_is_removed_and_a_valid_one_is_kept(bad: str, tmp_path: P
 
 
 @pytest.mark.parametrize("keys", [None, {"k": bytes(32)}])
-def test_junk_in_a_slow_tier_evicts_nothing_and_is_never_returned(keys: dict[str, bytes] | None, tmp_path: Path) -> None:
+def test_invalid_bytes_in_a_slow_tier_evict_nothing_and_are_never_returned(keys: dict[str, bytes] | None, tmp_path: Path) -> None:
     if keys:
         pytest.importorskip("cryptography")
     good, bad = prompt(4, seed=1), prompt(1, seed=2)
@@ -302,7 +302,7 @@ def test_a_store_works_in_a_forked_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.scenario
-def test_tiers_with_servers_that_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiers_survive_servers_that_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("redis")
     pytest.importorskip("obstore")
     monkeypatch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.01))
@@ -531,7 +531,7 @@ def test_violations_of_these_rules_are_noticed(mutant: str, tmp_path: Path, monk
             return found
 
         monkeypatch.setattr(whole, "find", promoting)
-        failing = lambda path: test_junk_in_a_slow_tier_evicts_nothing_and_is_never_returned(None, path)  # noqa: E731
+        failing = lambda path: test_invalid_bytes_in_a_slow_tier_evict_nothing_and_are_never_returned(None, path)  # noqa: E731
     elif mutant == "queue forgets nothing":
         monkeypatch.setattr(write_back.WriteBack, "cancel", lambda self, keys: None)
         failing = lambda path: test_deletion_includes_queued_entries(path, monkeypatch)  # noqa: E731

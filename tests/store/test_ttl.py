@@ -207,7 +207,7 @@ def test_merged_records_keep_times_and_ends() -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "1-ttl5", f"{1:020d}-{'0' * 16}-ttl99999999999", f"{1:020d}-{'0' * 16}-merged-ttl5"])
-def test_record_names_without_ends(name: str) -> None:
+def test_records_without_an_end_are_recognized_by_name(name: str) -> None:
     assert last_used.last_uses_in([(5, f"uses/{name}", bytes(32))]) == {bytes(32): last_used.LastUse(5, None)}
 
 

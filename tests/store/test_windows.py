@@ -49,7 +49,7 @@ def check(found: Cache | None, whole: Cache, skipped: list[int]) -> None:
         ((64,), [6 * CHUNK, 0]),
     ],
 )
-def test_a_layer_gets_the_chunks_within_its_window(windows: tuple[int | None, ...], skipped: list[int], tmp_path: Path) -> None:
+def test_a_layer_loads_the_chunks_within_its_window(windows: tuple[int | None, ...], skipped: list[int], tmp_path: Path) -> None:
     whole = save(open_store(tmp_path), IDS)
     with open_store(tmp_path, sliding(*windows)) as store:
         tokens, found = store.load(IDS)
@@ -126,7 +126,7 @@ def test_dropped_tokens_that_are_not_stored_are_refused(tmp_path: Path) -> None:
         assert store.match(IDS) == 2 * CHUNK
 
 
-def test_tiers_and_encryption(tmp_path: Path) -> None:
+def test_windows_work_with_tiers_and_encryption(tmp_path: Path) -> None:
     tiers = [kvpack.Tier("memory://", max_bytes=10**8), tmp_path / "slow"]
     keys = {"k": bytes(32)}
     whole = cache(len(IDS))

@@ -52,7 +52,7 @@ TESTS = {
         "formats/test_columns.py::test_default_fields_refuse_a_symbol_that_fits_in_no_column",
     ],
     "container": [
-        "file/test_container.py::test_paths_without_a_regular_file",
+        "file/test_container.py::test_paths_without_a_regular_file_are_refused",
         "file/test_container.py::test_a_memory_limit_covers_the_file_and_its_decoded_size",
         "spec/test_guards.py::test_a_memory_limit_holds_for_bytes_in_memory",
     ],
@@ -63,7 +63,7 @@ TESTS = {
         "file/test_container.py::test_wrong_json_lengths_are_refused",
     ],
     "zstd": [
-        "file/test_container.py::test_other_frames_are_refused",
+        "file/test_container.py::test_frames_of_another_form_are_refused",
         "file/test_container.py::test_an_empty_frame_is_read_to_its_end",
     ],
     "checks": HEADER_TESTS,

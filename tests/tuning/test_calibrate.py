@@ -89,7 +89,7 @@ def test_frames_take_the_predicted_bits(basis: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", calibrate.SHOWN_BITS[1:])
-def test_products_are_predicted(basis: Path, bits: float) -> None:
+def test_the_number_of_products_is_predicted(basis: Path, bits: float) -> None:
     foreseen = calibrate.rate(Basis.load(basis), bits)["products"]
     (row,) = decode.run(str(basis), [bits], 1024, repeats=1)["rows"]
     assert foreseen == pytest.approx(row["products_per_value"], rel=0.25)
@@ -342,7 +342,7 @@ def test_larger_keys_with_smaller_queries_change_nothing() -> None:
             assert same / same[0] == pytest.approx(deviations / deviations[0], rel=0.05)
 
 
-def test_a_side_without_cost_is_encoded() -> None:
+def test_a_side_whose_errors_cost_nothing_is_encoded() -> None:
     found = Statistics("x", 1)
     for name in ("0.v", "1.v"):
         found.counts[name] = HUNDRED
@@ -442,7 +442,7 @@ def test_levels_have_slightly_more_energy_than_the_columns() -> None:
 
 
 @pytest.mark.scenario
-def test_command_arguments(basis: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_passes_on_its_arguments(basis: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "twin.kvbasis"
     arguments = ["calibrate", "--out", str(out), "--tokens", "32", "--score", "8", "--windows", "1", "--twin", "8", "--rows", "fp32"]
     assert cli.main([*arguments, "--json"]) == 0

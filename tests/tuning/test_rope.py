@@ -47,14 +47,14 @@ def small(name: str, **settings: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_neighboring_pairs_and_parts_of_heads() -> None:
+def test_interleaved_and_partial_rotations_are_recognized() -> None:
     found = rope.find_ropes(small("CohereConfig", num_key_value_heads=1), TOKENS)
     assert [(one.pairing, len(one.frequencies)) for one in found if one] == [("neighbours", 8)] * 2
     found = rope.find_ropes(small("PhiConfig", num_key_value_heads=2), TOKENS)
     assert [(one.pairing, len(one.frequencies)) for one in found if one] == [("halves", 4)] * 2
 
 
-def test_keys_without_positions_and_with_other_positions() -> None:
+def test_keys_without_rope_have_no_frequencies_or_are_refused() -> None:
     alibi = small("FalconConfig", alibi=True, new_decoder_architecture=False)
     assert rope.find_ropes(alibi, TOKENS) == [None, None]
     learned = small("GPT2Config", n_embd=32, n_layer=2, n_head=2, n_positions=64)

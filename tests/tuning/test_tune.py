@@ -59,7 +59,7 @@ def strict(text: str) -> Any:
 
 
 @pytest.mark.scenario
-def test_the_budget_is_kept(found: Any) -> None:
+def test_the_tuned_recipe_stays_within_the_budget(found: Any) -> None:
     assert 3.3 < found["tuned"]["bits_per_value"] <= 3.5
     assert found["uniform"]["bits_per_value"] <= 3.5
     assert all(step["bits_per_value"] <= 3.5 for step in found["measured"])
@@ -189,7 +189,7 @@ def test_progress_ends_at_its_total() -> None:
 
 
 @pytest.mark.scenario
-def test_report(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_states_the_result(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
     show(found)
     shown = capsys.readouterr().out
     assert f"{found['tuned']['held_out']['kl_divergence']:.5f}" in shown
@@ -288,7 +288,7 @@ def test_a_recipe_states_its_allocation(layers: list[tuple[str, str]]) -> None:
 
 
 @pytest.mark.scenario
-def test_short_recipes() -> None:
+def test_recipes_are_written_as_short_texts() -> None:
     assert format_ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
     places = [(layer, side) for layer in range(80) for side in "kv"]
     plain = uniform(places, "scalar:b=3", "scalar:b=3")
@@ -306,7 +306,7 @@ POINTS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 1000)), min_size=
 
 
 @given(POINTS)
-def test_convex_hull(points: list[tuple[int, int]]) -> None:
+def test_the_convex_hull_is_below_every_point(points: list[tuple[int, int]]) -> None:
     named = [(size, float(loss), str(number)) for number, (size, loss) in enumerate(points)]
     found = greedy.hull(named)
     assert found[0] == min(named)
@@ -432,7 +432,7 @@ def test_candidates_that_cannot_store_the_values_are_left_out() -> None:
         search.thorough_search(scripted(1, never))
 
 
-def test_a_head_dim_that_a_candidate_does_not_support() -> None:
+def test_candidates_that_do_not_support_the_head_dim_are_left_out() -> None:
     x = torch.randn(1, 1, 32, 7, generator=torch.Generator().manual_seed(0))
     small = x[:, :, :, [0, 1, 2, 3, 4, 5, 6, 0]]
     exact: Any = SimpleNamespace(pairs=[(small, small), (x, small)], prefix=16)

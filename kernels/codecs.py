@@ -104,7 +104,7 @@ def codec_kernels(codec: Codec) -> CodecKernels:
 
 
 def _has_dual_rows(codec: Codec) -> bool:
-    """Return True if rows of ``packing`` have the number of words that dual tiles need."""
+    """Return True if rows of ``codec`` have the number of words that dual tiles need."""
     return all(packing.width == DUAL_ROW_WORDS for packing in codec.packings().values())
 
 

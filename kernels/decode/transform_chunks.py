@@ -255,7 +255,7 @@ def _decode(
     ALPHABET: tl.constexpr,
     CHUNK_LANES: tl.constexpr,
 ) -> None:
-    """Decode chunk ``first`` plus the program's index, one symbol per lane at a time, to the fields of ``Factors``.
+    """Decode one chunk to the fields of ``Factors``, one symbol per lane at a time. Its number is ``first`` plus the program's index.
 
     If ``factors`` is None, only ``read``, the number of words read, and ``last``, the final states, are stored.
     """

@@ -238,7 +238,7 @@ _LIMITS = ((0.005, "few tokens change"), (0.05, "some tokens change, so test you
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
-    """Return sentences that rate recipes by the upper end of their KL on the worst text and by needles, and that recommend one."""
+    """Return sentences that rate recipes by their KL divergence (upper end of its interval, worst text) and by needles."""
     worst: dict[str, float] = {}
     mean: dict[str, float] = {}
     for row in (row for part in (report, *report["others"]) for row in part["recipes"]):

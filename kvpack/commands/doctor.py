@@ -40,7 +40,7 @@ PACKAGES = (
     Package("matplotlib", "3.8", "plots", "bench"),
 )
 ENGINES = ("vllm", "sglang", "lmcache", "mlx-lm")
-"""Packages with which kvpack works, listed if they are installed."""
+"""Packages for which kvpack has integrations. They are listed if they are installed."""
 
 RECIPES = ("lossless", "fp8", "octopus-4", "oscar-2", "turboquant-3", "turboangle-k8v4", "hqmq-s96-r4")
 """One preset for each kind of codec."""

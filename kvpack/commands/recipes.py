@@ -145,7 +145,7 @@ def _show(
     shape: dict[str, int],
     model: _ModelShape | None,
 ) -> None:
-    """Print the table of ``rows``, files of ``shape`` or of ``model``, and explain its columns."""
+    """Print the table of ``rows`` and explain its columns. The rows are for caches of ``shape`` or of ``model``."""
     same_shape = len({(row["layers"], row["dim"]) for row in rows}) == 1
     if model is not None:
         suffix = f" of {arguments.model}: {model.words}"

@@ -63,7 +63,7 @@ def fit_rows(statistics: Statistics, step: Callable[[], None]) -> dict[tuple[int
 
 
 def costs_of(statistics: Statistics, names: Sequence[str], minimum: float) -> dict[str, torch.Tensor]:
-    """Return the cost of errors in heads or frames, float64 ``[part, dim, dim]``, by the ``names`` of statistics.
+    """Return the cost of errors in each head or frame, float64 ``[part, dim, dim]``, for each of the statistics ``names``.
 
     ``minimum`` is the minimum cost, as in ``MIN_COST``.
     """

@@ -38,7 +38,7 @@ HEADS = {
     "cohere_compass": 8,
     "minicpmv4_7": 8,
 }
-"""Model types whose sections are defaults in code, with a head dim that matches them."""
+"""Model types whose sections of rotary dimensions are not in the configuration, with a head dim that fits the default sections."""
 
 
 @pytest.fixture(scope="module", autouse=True)

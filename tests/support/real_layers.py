@@ -36,7 +36,7 @@ def basis() -> Basis:
 
 
 def write_files(model: str, whole: str) -> None:
-    """Create both files."""
+    """Write the layers and the basis to their files."""
     from transformers import AttentionInterface
 
     from kvpack.evaluation.models import bundled_text, vocabulary

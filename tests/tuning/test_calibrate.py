@@ -319,7 +319,7 @@ def test_no_layer_gets_almost_no_bits(suffix: str, least: float) -> None:
 
 
 def test_larger_keys_with_smaller_queries_change_nothing() -> None:
-    """Scores are unchanged, so errors in the coded frame are, too: the term added to costs is proportional for every channel."""
+    """Scores do not change, and neither do errors in the coded frame, because the costs of all channels scale by the same factor."""
     generator = torch.Generator().manual_seed(0)
     found, scaled = Statistics("x", 1), Statistics("x", 1)
     sizes = torch.tensor([1.0, 30.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)

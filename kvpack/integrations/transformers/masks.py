@@ -1,4 +1,4 @@
-"""Mask function of attention "kvpack" for transformers. It returns no mask if packed attention needs none, else the model's own."""
+"""Mask function of transformers' attention "kvpack". It returns no mask if packed attention needs none, else the model's own."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def pack(
 
     >>> cache = kvpack.pack(past, "octopus-3", model="llama")
     >>> cache
-    Cache('k=octahedral:b=3,mean=32,mean_bits=4,norm=log8;v=group:b=3;raw=4,0.6,4', 2 layers, tokens [0:64], model {'name': 'llama'})
+    Cache('k=octahedral:b=3,mean=32,mean_bits=4,norm=log8;v=group:b=3;raw=4,0.5,4', 2 layers, tokens [0:64], model {'name': 'llama'})
     """
     check_callback(progress)
     recipe = parse_recipe(recipe)

@@ -46,4 +46,4 @@ def raw_clause_value(words: Mapping[str, str]) -> str:
     return ",".join(values)
 
 
-_SYNTAX = "raw=<first tokens>,<share for low norms>,<ratio for high norms>,<dtype>, such as raw=4,0.6,4"
+_SYNTAX = "raw=<first tokens>,<share for low norms>,<ratio for high norms>,<dtype>, such as raw=4,0.5,4"

@@ -7,7 +7,7 @@
     list    = item { "," item }                item = layer or first-last; -1 is the last layer
 
 Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1" stands for "layers=0,-1:k=raw".
-"raw=4,0.6,4" sets the options raw_first=4, raw_low_norm=0.6 and raw_high_norm=4 of every lossy codec in the recipe that sets none of them
+"raw=4,0.5,4" sets the options raw_first=4, raw_low_norm=0.6 and raw_high_norm=4 of every lossy codec in the recipe that sets none of them
 itself. Every lossy preset includes it, and "raw=0" after a preset turns it off.
 The codecs raw and lossless store their input's dtype, or round to the option dtype: "k=raw:dtype=bf16".
 The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" stands for "kv=klt:bits=1.75,widths=heads" and

@@ -34,9 +34,9 @@ TEMPERATURES = (1.0, 3.0, 10.0)
 """Temperatures at which next tokens are sampled. Each contributes the same share of the cost."""
 
 RAW_TOKENS = RawPositions(1, "bf16", 4, 0.6, 4.0)
-"""Raw tokens of lossy presets (``presets.RAW_CLAUSE``): attention sinks, whose values need not be representative.
+"""Attention sinks, which are not counted, because their values need not be representative.
 
-They are not counted. Recipes such as klt-1.75 keep only the first of the first four tokens raw.
+They are the raw tokens of recipes such as klt-1.75 (``presets.CALIBRATED_RAW_CLAUSE``), and the first four.
 """
 
 PREFIXES = 4

@@ -373,7 +373,7 @@ def test_non_finite_values_never_reach_a_raw_tail() -> None:
 
 def test_reprs_fit_on_one_line() -> None:
     cache = kvpack.pack(random_pairs(2, 70), "octopus-3;tail=64", model={"name": "m"}, start=3)
-    recipe = "k=octahedral:b=3,mean=32,mean_bits=4,norm=log8;v=group:b=3;raw=4,0.6,4;tail=64"
+    recipe = "k=octahedral:b=3,mean=32,mean_bits=4,norm=log8;v=group:b=3;raw=4,0.5,4;tail=64"
     assert repr(cache) == f"Cache('{recipe}', 2 layers, tokens [3:73], model {{'name': 'm'}})"
     side = "Side(octahedral, 1 x 2 x 70 x 64, 1 runs and a raw tail of 6 tokens)"
     assert repr(cache[0].k) == side

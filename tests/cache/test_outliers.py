@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SHARED = "k=group:b=2,g=32,rotation=hadamard,token_scale=fp16;v=group:b=2,g=32"
 PER_HEAD = SHARED.replace("fp16", "fp16-per-head")
-RAW = f"{SHARED};raw=4,0.6,4"
+RAW = f"{SHARED};raw=4,0.5,4"
 HEADS = 4
 MEAN = "k=group:b=2,g=32,axis=channel,rotation=hadamard,token_scale=fp16,mean=32;v=group:b=2,g=32"
 SCALED = SHARED.replace("token_scale=fp16;", "token_scale=fp16,channel_scale=fp16;")
@@ -63,7 +63,7 @@ def relative(found: torch.Tensor, given: torch.Tensor) -> float:
 def test_warning_about_a_shared_token_scale_names_the_token_and_a_remedy(value: float) -> None:
     text = (
         r"layers\[0\].k: in 1 of 600 tokens, one head .* token 9 of sequence 1, head 1 makes the scale .* times too large for another. "
-        r"To avoid this, write token_scale=fp16-per-head in the recipe, .*, or add raw=4,0.6,4,"
+        r"To avoid this, write token_scale=fp16-per-head in the recipe, .*, or add raw=4,0.5,4,"
     )
     with pytest.warns(KvpackWarning, match=text) as caught:
         kvpack.pack([pair(value)], SHARED)
@@ -141,10 +141,10 @@ def far_from_the_others(factor: float) -> torch.Tensor:
 @pytest.mark.parametrize(
     "recipe",
     [
-        "k=scalar:b=2,mean=128,channel_scale=fp16;v=scalar:b=2;raw=4,0.6,4",
+        "k=scalar:b=2,mean=128,channel_scale=fp16;v=scalar:b=2;raw=4,0.5,4",
         "kvpack-3",
         "kvpack-3-trellis",
-        "k=group:b=3,axis=channel,mean=32,channel_scale=fp16;v=raw;raw=4,0.6,4",
+        "k=group:b=3,axis=channel,mean=32,channel_scale=fp16;v=raw;raw=4,0.5,4",
     ],
 )
 def test_a_token_that_fits_neither_maps_nor_means_is_raw_or_named(recipe: str, factor: float) -> None:
@@ -160,7 +160,7 @@ def test_a_token_that_fits_neither_maps_nor_means_is_raw_or_named(recipe: str, f
     others = [token for token in range(300) if token != 137]
     given = far_from_the_others(1.0)
     assert relative(decoded[:, :, others], k[:, :, others]) < 1.05 * relative(usual[:, :, others], given[:, :, others])
-    with pytest.warns(KvpackWarning, match=r"token 137 of sequence 0, head 1 has .* times the typical error.* add raw=4,0.6,4"):
+    with pytest.warns(KvpackWarning, match=r"token 137 of sequence 0, head 1 has .* times the typical error.* add raw=4,0.5,4"):
         kvpack.pack([(far_from_the_others(14.0),) * 2], f"{recipe};raw=4,0.6")
 
 
@@ -220,7 +220,7 @@ def test_a_token_far_from_the_mean_of_its_page_is_raw(kernels: str, tokens: int,
     monkeypatch.setenv(dispatch.VARIABLE, kernels)
     k = 3 + torch.randn(2, HEADS, tokens, 64, generator=torch.Generator().manual_seed(0))
     k[1, 2, 100, 9] = 30
-    side = kvpack.pack([(k, k)], "k=octahedral:b=3,mean=128;v=raw;raw=4,0.6,4")[0].k
+    side = kvpack.pack([(k, k)], "k=octahedral:b=3,mean=128;v=raw;raw=4,0.5,4")[0].k
     assert side is not None
     assert side.runs[0].streams["raw_positions"].to(torch.int64)[0, 0, :, [0, 3]].tolist()[8:] == [[101, 1]]
 
@@ -231,15 +231,15 @@ def test_many_tokens_far_from_the_mean_are_named_but_not_raw() -> None:
     k[0, 1, 100:105, 9] = 45
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cache = kvpack.pack([(k, k)], "k=scalar:b=3,mean=128;v=raw;raw=4,0.6,4")
+        cache = kvpack.pack([(k, k)], "k=scalar:b=3,mean=128;v=raw;raw=4,0.5,4")
     assert cache[0].k is not None
     assert cache[0].k.runs[0].streams["raw_positions"].shape[2] == 4
     k[0, 1, 100:105, 9] = 100
     with pytest.warns(KvpackWarning, match=r"in 5 of 300 tokens.* times the typical error. To .* omit mean=.* from the recipe$"):
-        cache = kvpack.pack([(k, k)], "k=scalar:b=3,mean=128;v=raw;raw=4,0.6,4")
+        cache = kvpack.pack([(k, k)], "k=scalar:b=3,mean=128;v=raw;raw=4,0.5,4")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kvpack.pack([(k, k)], "k=scalar:b=3;v=raw;raw=4,0.6,4")
+        kvpack.pack([(k, k)], "k=scalar:b=3;v=raw;raw=4,0.5,4")
     assert cache[0].k is not None
     assert cache[0].k.runs[0].streams["raw_positions"].shape[2] == 4
 
@@ -377,7 +377,7 @@ def test_keys_of_a_real_model_do_not_warn_and_few_are_raw() -> None:
     real = [(k, v) for k, v, _ in layers()]
     shared = [name for name, preset in PUBLISHED.items() if "token_scale" in preset.recipe]
     assert len(shared) >= 5
-    for name in (*shared, "kivi-2", SHARED, SCALED, MEAN, f"{MEAN};raw=4,0.6,4", "kivi-2;raw=0"):
+    for name in (*shared, "kivi-2", SHARED, SCALED, MEAN, f"{MEAN};raw=4,0.5,4", "kivi-2;raw=0"):
         for layer in kvpack.pack(real, name):
             for side in layer.sides.values():
                 raw = side.runs[0].streams.get("raw_positions")
@@ -394,7 +394,7 @@ def with_value(value: float, tokens: tuple[int, ...] = (137,), dim: int = 64) ->
     return k, v
 
 
-RUNS = ["fp8", "nvfp4", "kivi-2-u8", "kv=minifloat:element=e4m3,per=head;raw=4,0.6,4", "kv=minifloat:element=e2m1,per=head;raw=4,0.6,4"]
+RUNS = ["fp8", "nvfp4", "kivi-2-u8", "kv=minifloat:element=e4m3,per=head;raw=4,0.5,4", "kv=minifloat:element=e2m1,per=head;raw=4,0.5,4"]
 
 
 @pytest.mark.parametrize("swapped", [False, True], ids=["values", "keys"])
@@ -412,9 +412,9 @@ def test_a_value_that_does_not_fit_the_run_scale_is_raw_or_named(recipe: str, sw
     others = [token for token in range(4, 300) if token != 137]
     assert relative(decoded[:, :, others], x[:, :, others]) < 1.1 * relative(expected[:, :, others], y[:, :, others])
     if recipe != "kivi-2-u8":
-        text = r"in 1 of 600 tokens, .* 137 of sequence 0, head 1 makes the scale .*per=token for minifloat.*or add raw=4,0.6,4"
+        text = r"in 1 of 600 tokens, .* 137 of sequence 0, head 1 makes the scale .*per=token for minifloat.*or add raw=4,0.5,4"
         with pytest.warns(KvpackWarning, match=text):
-            kvpack.pack([given], f"{recipe.removesuffix(';raw=4,0.6,4')};raw=0")
+            kvpack.pack([given], f"{recipe.removesuffix(';raw=4,0.5,4')};raw=0")
 
 
 def test_many_values_that_do_not_fit_the_run_scale_are_named_but_not_raw() -> None:
@@ -439,7 +439,7 @@ def test_appended_values_that_do_not_fit_the_run_scale_are_raw() -> None:
     assert relative(decoded[:, :, 438:], v[:, :, 138:]) < 1.1 * relative(decoded[:, :, 138:300], with_value(1.0)[1][:, :, 138:])
 
 
-@pytest.mark.parametrize("recipe", ["int-2", "int-3", "int-4", "kv=group:b=4,g=128,axis=channel,mean=32;raw=4,0.6,4"])
+@pytest.mark.parametrize("recipe", ["int-2", "int-3", "int-4", "kv=group:b=4,g=128,axis=channel,mean=32;raw=4,0.5,4"])
 def test_a_token_that_widens_the_group_of_a_channel_is_raw_or_named(recipe: str) -> None:
     recipe = recipe.replace("kv=group", "v=group:b=4,g=128,axis=channel;k=group") if "mean" in recipe else recipe
     given = with_value(20.0, dim=128)

@@ -34,7 +34,7 @@ def test_keys_are_in_the_frames_of_the_basis() -> None:
     recipe = kvpack.Recipe("kvpack-3", given)
     assert recipe.text == (
         f"k=scalar:b=3,basis={given.digest.hex()},frame=centered,mean=128,norm=log8,rounding=scaled;"
-        "v=scalar:b=3,norm=log8,rounding=scaled;raw=4,0.6,4"
+        "v=scalar:b=3,norm=log8,rounding=scaled;raw=4,0.5,4"
     )
     trellis = kvpack.Recipe("kvpack-2-trellis", given)
     assert [rule.codec_id for rule in trellis.rules] == ["trellis", "trellis"]

@@ -56,8 +56,8 @@ DIGEST = "ab" * 32
             ],
         ),
         (
-            "k=octahedral:b=3,mean=32,mean_bits=4,norm=log8;v=group:b=3;raw=4,0.6,4",
-            ["octopus-3", "octopus-3;raw=9;raw=4,0.6,4,bf16", "octopus-3;kivi-2;octopus-3"],
+            "k=octahedral:b=3,mean=32,mean_bits=4,norm=log8;v=group:b=3;raw=4,0.5,4",
+            ["octopus-3", "octopus-3;raw=9;raw=4,0.5,4,bf16", "octopus-3;kivi-2;octopus-3"],
         ),
         (
             "k=octahedral:b=3,mean=32,mean_bits=4,norm=log8;v=group:b=3",
@@ -93,11 +93,11 @@ DIGEST = "ab" * 32
             ],
         ),
         (
-            "kv=group:b=2;layers=0,-1:kv=raw;raw=4,0.6,4",
+            "kv=group:b=2;layers=0,-1:kv=raw;raw=4,0.5,4",
             ["kivi-2;layers=0,-1:k=raw;layers=-1:v=raw;layers=0:v=raw", "kivi-2;layers=0:kv=raw;layers=-1:kv=raw"],
         ),
         (
-            "kv=group:b=2;layers=0:k=raw;layers=1:kv=scalar:b=2;raw=4,0.6,4",
+            "kv=group:b=2;layers=0:k=raw;layers=1:kv=scalar:b=2;raw=4,0.5,4",
             ["kivi-2;layers=1:v=scalar:b=2;layers=0-1:k=raw;layers=1:k=scalar:b=2", "kivi-2;layers=1:kv=scalar:b=2;layers=0:k=raw"],
         ),
     ],

@@ -130,7 +130,7 @@ def test_the_command_lists_presets_and_additions(capsys: pytest.CaptureFixture[s
     assert rows["kivi-2"] == {
         "name": "kivi-2",
         "source": "KIVI",
-        "recipe": "kv=group:b=2,g=32;raw=4,0.6,4",
+        "recipe": "kv=group:b=2,g=32;raw=4,0.5,4",
         **{"layers": 32, "heads": 8, "tokens": 4096, "dim": 128},
         "nominal_bits": pytest.approx(2.0),
         "bits_per_value": pytest.approx(3.017, abs=0.001),

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from kvpack.coding.recipes import PRESETS, Recipe, parse_recipe, preset_name
 from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfBounds
-from kvpack.tuning.statistics import RAW_TOKENS
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -48,9 +47,7 @@ def test_every_lossy_preset_keeps_tokens_raw() -> None:
             codec = Recipe(name).codec(0, 4, side, 64)
             raw = codec.raw_positions
             assert (raw is None) == (codec.exact_dtype is not None), name
-            assert raw is None or raw.dtype == RAW_TOKENS.dtype
-            low_norm = 0.5 if name.startswith("hqmq-") else RAW_TOKENS.low_norm
-            assert raw is None or (raw.first, raw.low_norm, raw.high_norm) == (RAW_TOKENS.first, low_norm, RAW_TOKENS.high_norm)
+            assert raw is None or (raw.dtype, raw.first, raw.low_norm, raw.high_norm) == ("bf16", 4, 0.5, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -61,13 +58,13 @@ def test_every_lossy_preset_keeps_tokens_raw() -> None:
         ("octopus-3;raw=4,0.6,1", "raw_high_norm is '1', expected a number above 1"),
         ("octopus-3;raw=4,0,0,fp8", "raw_dtype is 'fp8', expected one of"),
         ("octopus-3;raw=0,0,0,fp16", "raw_dtype is fp16, which needs raw_first"),
-        ("octopus-3;raw=4,0.6,4,bf16,0", "has 5 values, expected up to 4"),
+        ("octopus-3;raw=4,0.5,4,bf16,0", "has 5 values, expected up to 4"),
     ],
 )
 def test_a_clause_about_raw_tokens_is_checked(text: str, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message) as caught:
         Recipe(text)
-    assert "such as raw=4,0.6,4" in str(caught.value) or "raw_dtype is fp16" in message
+    assert "such as raw=4,0.5,4" in str(caught.value) or "raw_dtype is fp16" in message
 
 
 @pytest.mark.parametrize(
@@ -125,7 +122,7 @@ REFUSED = [
     ("k=octahedral:b=3,v=group:b=3,g=32", "v=group:b=3", "semicolons separate clauses: write 'k=octahedral:b=3;v=group:b=3,g=32'"),
     ("k=octahedral:b=3;v=group:b=3,raw=4", "raw=4", "raw= begins a clause, and semicolons separate clauses"),
     ("kv=kvpack-4", "kvpack-4", "selects the codecs of keys and values: write 'kvpack-4' as a clause"),
-    ("kivi-2;layers=0:v=octopus-3", "octopus-3", "write layers=0:v=group:b=3,g=32, and add the clause 'raw=4,0.6,4'"),
+    ("kivi-2;layers=0:v=octopus-3", "octopus-3", "write layers=0:v=group:b=3,g=32, and add the clause 'raw=4,0.5,4'"),
     ("kivi-2;q=group:b=2", "q", "unknown word 'q'"),
     ("kivi-2;k=group:b=9", "b=9", "from 1 to 8"),
     ("kivi-2;k=group", "group", "needs b="),

@@ -6,17 +6,19 @@ Triton documents its language and launches, but not the handles of compiled kern
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import _async_compile, driver
 
 from kvpack.formats.errors import KvpackError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 COMPILER_BYTES = 16 << 10
 """Maximum shared memory that the compiler uses at the start of a launch's shared memory, to move values between lanes."""
@@ -94,6 +96,66 @@ def python_function(function: Any) -> Callable[..., Any]:
     return result
 
 
+class Compilation(NamedTuple):
+    """A launch's kernel that is not compiled yet: its name, Triton's key for it in its cache, and a function that compiles it."""
+
+    kernel: str
+    key: str
+    compile: Callable[[], Any]
+
+
+class _TargetDriver:
+    """What Triton asks the driver of a device before it launches, for a device of one compute ``capability`` that need not exist."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        # Triton finds the kernels of a device by its number, which no real one shares.
+        return -self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class _Collector:
+    """Takes the place of Triton's parallel compilation: collects kernels instead of compiling them."""
+
+    def __init__(self) -> None:
+        self.kernel = ""
+        self.compilations: dict[str, Compilation] = {}
+
+    def submit(self, key: str, compile_kernel: Callable[[], Any], *_: Any) -> None:
+        self.compilations.setdefault(key, Compilation(self.kernel, key, compile_kernel))
+
+
+@contextmanager
+def collect_compilations(capability: int) -> Iterator[dict[str, Compilation]]:
+    """Collect the kernels of all launches on CPU tensors, by key, for devices of a ``capability`` such as 90, instead of launching them.
+
+    Keys are those of the same launches on such a device if tensors have the same dtypes, alignments and strides.
+    """
+    jit, collector = triton.runtime.JITFunction, _Collector()
+    run, active = jit.run, driver._active
+
+    def collect(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        collector.kernel = self.__name__
+        run(self, *args, grid=grid, warmup=True, **options)
+
+    mode = _async_compile.active_mode.set(collector)
+    jit.run = collect
+    driver.set_active(_TargetDriver(capability))
+    try:
+        yield collector.compilations
+    finally:
+        driver._active = active
+        jit.run = run
+        _async_compile.active_mode.reset(mode)
+
+
 def _has_launch_hooks() -> bool:
     """Return True if hooks, such as a profiler's, are installed that Triton calls around launches."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
@@ -160,11 +222,13 @@ class CachedLaunch:
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> None:
         """Launch through Triton, and cache the compiled kernel."""
-        if self.allow is not None:
+        is_cuda = tensors[0].is_cuda
+        if self.allow is not None and is_cuda:
             self.allow(self.function.warmup(*tensors, *self.arguments, grid=self.grid, **self.constants, **self.options))
             self.allow = None
         kernel = self.function[self.grid](*tensors, *self.arguments, **self.constants, **self.options)
-        if isinstance(self.function, triton.runtime.JITFunction) and all(tensor.data_ptr() % POINTER_ALIGNMENT == 0 for tensor in tensors):
+        is_compiled = is_cuda and isinstance(self.function, triton.runtime.JITFunction)
+        if is_compiled and all(tensor.data_ptr() % POINTER_ALIGNMENT == 0 for tensor in tensors):
             names = self.function.arg_names[len(tensors) + len(self.arguments) :]
             check_assumption(set(names) == set(self.constants), f"the constants to be {sorted(self.constants)}", names)
             check_assumption(callable(getattr(kernel, "run", None)), "a launch to return the compiled kernel", kernel)

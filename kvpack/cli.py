@@ -15,14 +15,31 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from kvpack import KvpackError, __version__, backends
 from kvpack.errors import InvalidParameter, RoundedWarning
 
-from .commands import bench, cache, calibrate, convert, demo, dense, doctor, exchange, generate, inspect, recipes, store, tune, verify, view
+from .commands import (
+    bench,
+    cache,
+    calibrate,
+    convert,
+    demo,
+    dense,
+    doctor,
+    exchange,
+    generate,
+    inspect,
+    recipes,
+    store,
+    tune,
+    verify,
+    view,
+    warm,
+)
 from .commands.parsing import Parser
 from .output import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-COMMANDS = (cache, generate, inspect, view, verify, convert, dense, exchange, recipes, doctor, demo, bench, calibrate, tune, store)
+COMMANDS = (cache, generate, inspect, view, verify, convert, dense, exchange, recipes, doctor, warm, demo, bench, calibrate, tune, store)
 """Command modules in the order of the help text. Each has a function ``add``."""
 EXIT_CODES = {
     0: "done",

@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         from kvpack.coding.basis_sources import load_basis
 
         basis = load_basis(arguments.basis)
-        requested = _shape_of(basis, requested)
+        requested = shape_of(basis, requested)
     model = None if arguments.model is None else _model_shape(arguments.model, requested, basis)
     rows: list[dict[str, Any]] = []
     missing: list[MissingBasis] = []
@@ -279,7 +279,7 @@ def _divergence(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _shape_of(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
+def shape_of(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
     """Return ``requested`` with the layers, heads and head dim of the model of ``basis``.
 
     Raises InvalidParameter if ``requested`` contradicts them, or if the layers differ in shape.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,26 @@ def test_compiled_code_is_identified_by_its_source() -> None:
     assert sum_kernel.cache_key in triton_internals.code_key((sum_kernel, 3))
     assert triton_internals.code_key((sum_kernel, 3)) != triton_internals.code_key((sum_kernel, 4))
     assert triton_internals.python_function(double)(4) == 8
+
+
+def test_collected_kernels_have_the_keys_of_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from triton.runtime import driver
+
+    from kvpack.kernels import triton_internals
+    from support.summing_kernel import sum_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x, out = torch.zeros(64), torch.zeros(1)
+    with triton_internals.collect_compilations(90) as found:
+        for skipped in (0, 16, 1):
+            triton_internals.CachedLaunch(sum_kernel, (1, 1, 1), (), {"COUNT": 16}, {})((out, 0), (x, skipped))
+    # Kernels for aligned and for other pointers differ.
+    assert len(found) == 2
+    monkeypatch.setattr(driver, "_active", triton_internals._TargetDriver(90))
+    launched = [sum_kernel.warmup(out, x[skipped:], grid=(1,), COUNT=16) for skipped in (0, 16, 1)]
+    assert {kernel.hash for kernel in launched} == {hashlib.sha256(key.encode()).hexdigest() for key in found}
+    assert {job.compile().hash for job in found.values()} == {kernel.hash for kernel in launched}
 
 
 @pytest.mark.cuda

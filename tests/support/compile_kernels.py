@@ -13,51 +13,25 @@ registers), next to the device's limits. It also prints all failures.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import struct
 import sys
+import tempfile
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
-from kvpack.bench import synthetic_basis
-from kvpack.coding import dispatch
-from kvpack.formats.errors import InvalidPayload
-from kvpack.kernels import gpu, triton_internals
-from kvpack.kernels.attend import attention, growing, many_queries
-from kvpack.kernels.attend.prepared import Options
-from kvpack.kernels.decode import decode, sides
-from kvpack.kernels.encode import encode
+import kvpack
+from kvpack.bench import compile_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvpack.cache.layer import Layer
-    from kvpack.cache.side import Side
-    from kvpack.formats.base import Codec
-
-HEADS, TOKENS, DIM = 2, 640, 128
-
-CHIPS = {
-    80: ("A100", 163 << 10),
-    86: ("A10, RTX 30", 99 << 10),
-    89: ("L40S, RTX 40", 99 << 10),
-    90: ("H100, H200", 227 << 10),
-    100: ("B200", 227 << 10),
-    120: ("RTX 50", 99 << 10),
-}
-"""Name of a GPU for each compute capability, and the maximum shared memory per program in bytes.
-
-The source is the CUDA C++ Programming Guide, 16.2.
-"""
+    from kvpack.kernels.gpu import Gpu
 
 MAX_REGISTERS = 255
 """Maximum number of registers per thread."""
@@ -87,42 +61,23 @@ class Usage(NamedTuple):
     stack: int
 
 
-class NoDevice:
-    """A stub of the driver that Triton's compiler queries."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
 class CompiledKernels:
-    """The kernels that were launched, by name, and the operations that failed.
+    """The kernels that were compiled for ``gpu``, by name, and the calls that failed; ``whole`` is True while machine code is generated.
 
-    ``whole`` is True while machine code is generated. ``assembled`` are the kernels that have been compiled to machine code for the current
-    recipe.
+    ``assembled`` are the kernels that have been compiled to machine code for this recipe.
     """
 
-    def __init__(self, quick: bool) -> None:
-        self.quick, self.whole = quick, not quick
+    def __init__(self, quick: bool, gpu: Gpu) -> None:
+        self.quick, self.gpu, self.whole = quick, gpu, not quick
         self.assembled: set[str] = set()
         self.kernels: set[str] = set()
+        self.keys: set[str] = set()
         self.failed: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
         self.used: dict[str, Usage] = {}
 
     def note(self, name: str, kernel: Any) -> None:
-        """Raise the recorded maximum usage of the kernels called ``name`` to that of ``kernel``."""
+        """Update the maximum usage of the kernels called ``name``."""
         cubin = kernel.asm["cubin"]
         if not cubin:
             return
@@ -131,10 +86,20 @@ class CompiledKernels:
         usage = Usage(_attribute(cubin, _REGISTERS), kernel.metadata.shared + declared, instructions, _attribute(cubin, _STACK))
         self.used[name] = Usage(*map(max, usage, self.used.get(name, usage)))
 
-    def attempt(self, what: str, operation: Callable[[], object]) -> None:
+    def attempt(self, what: str, call: Callable[[], object]) -> None:
+        """Compile the kernels that ``call`` launches and that no earlier call launched."""
         begin = time.process_time()
         try:
-            operation()
+            with compile_ahead.collect_kernels(self.gpu) as found:
+                call()
+            for key, (name, _, compile_kernel) in found.items():
+                if key in self.keys:
+                    continue
+                self.keys.add(key)
+                self.kernels.add(name)
+                self.whole = not self.quick or name not in self.assembled
+                self.assembled.add(name)
+                self.note(name, compile_kernel())
         except Exception as error:
             self.failed[what] = f"{type(error).__name__}: {str(error)[-300:]}"
         self.seconds[what] = round(time.process_time() - begin, 1)
@@ -154,7 +119,7 @@ def _sections(cubin: bytes) -> list[tuple[str, int]]:
 
 
 def _attribute(cubin: bytes, wanted: int) -> int:
-    """Return the largest value that a function in ``cubin`` has for the attribute ``wanted`` of .nv.info."""
+    """Return the largest value of an attribute of .nv.info that a function in ``cubin`` has."""
     most = 0
     for name, _, at, size in _section_table(cubin):
         if name != ".nv.info":
@@ -170,9 +135,9 @@ def _attribute(cubin: bytes, wanted: int) -> int:
     return most
 
 
-def compile_alone(compiled: CompiledKernels, capability: int) -> None:
-    """Make launches only compile their kernel, and let CPU tensors reach the kernels."""
-    run, add_stages = JITFunction.run, CUDABackend.add_stages
+def truncate_compilation(compiled: CompiledKernels) -> None:
+    """Skip the generation of machine code while ``compiled.whole`` is False."""
+    add_stages = CUDABackend.add_stages
 
     def stages_now(self: Any, stages: dict[str, Any], *given: Any) -> None:
         add_stages(self, stages, *given)
@@ -181,109 +146,53 @@ def compile_alone(compiled: CompiledKernels, capability: int) -> None:
             # Only the metadata that Triton reads from a kernel without machine code.
             stages["cubin"] = lambda module, metadata: metadata.update(name="", shared=0) or b""
 
-    def warm(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> Any:
-        compiled.kernels.add(self.__name__)
-        compiled.whole = not compiled.quick or self.__name__ not in compiled.assembled
-        compiled.assembled.add(self.__name__)
-        kernel = run(self, *args, grid=grid, warmup=True, **given)
-        compiled.note(self.__name__, kernel)
-        return kernel
-
-    def launch(self: Any, *pointers: tuple[torch.Tensor, int]) -> None:
-        tensors = [tensor.view(-1)[skipped:] if skipped else tensor for tensor, skipped in pointers]
-        self.function.run(*tensors, *self.arguments, grid=self.grid, warmup=True, **self.constants, **self.options)
-
-    JITFunction.run = warm
     CUDABackend.add_stages = stages_now
-    triton_internals.CachedLaunch.__call__ = launch  # type: ignore[method-assign]
-    driver.set_active(NoDevice(capability))
-    gpu.assume(gpu.Gpu(divmod(capability, 10), 132, CHIPS[capability][1]))
-    # Outlier entries depend on decoded values, which no kernel computes here.
-    decode.decode_frame = lambda codec, streams: codec.decode_frame(streams)
 
 
-def random_layer(recipe: str) -> Layer:
-    generator = torch.Generator().manual_seed(0)
-    pair = [torch.randn(2, HEADS, TOKENS, DIM, generator=generator).to(torch.bfloat16) for _ in "kv"]
-    return synthetic_basis.pack(pair[0], pair[1], recipe)
-
-
-def attend(layer: Layer, recipe: str, compiled: CompiledKernels, every: bool) -> None:
-    lengths, starts = torch.full((2,), TOKENS, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    scale = DIM**-0.5
-    calls = {"a query": (1, Options(scale))}
-    if every or not compiled.quick:
-        capped = Options(scale, softcap=5.0, sliding_window=70, lengths=True, starts=True)
-        calls["capped queries in a window, lengths and starts"] = (9, capped)
+def option_calls(layer: kvpack.Layer, every: bool, quick: bool) -> dict[str, Callable[[], object]]:
+    """Return calls of attention with options, by name: ``every`` one, those of many queries (``quick``), or some."""
+    shape = compile_ahead.Shape()
+    q, many = (torch.zeros(1, shape.q_heads, queries, shape.dim, dtype=torch.bfloat16) for queries in (9, 300))
+    starts, lengths = torch.zeros(1, dtype=torch.int32), torch.full((1,), layer.tokens, dtype=torch.int32)
+    capped: dict[str, Any] = {"softcap": 5.0, "sliding_window": 70}
+    result: dict[str, Callable[[], object]] = {"many queries, capped": partial(kvpack.attend, many, layer, softcap=5.0, starts=starts)}
+    if every or not quick:
+        both = partial(kvpack.attend, q, layer, **capped, lengths=lengths, starts=starts)
+        result["capped queries in a window, lengths and starts"] = both
     if every:
-        calls |= {"a query, lengths": (1, Options(scale, lengths=True)), "a query, starts": (1, Options(scale, starts=True))}
-    for what, (q_len, options) in calls.items():
-        q = torch.randn(2, 4 * HEADS, q_len, DIM).to(torch.bfloat16)
-        given = lengths if options.lengths else None, starts if options.starts else None
-        if attention.supports(q, layer):
-            call = partial(lambda q, options, given: attention.prepare(q, layer, options)(q, None, *given), q, options, given)
-            compiled.attempt(f"{recipe}: {what}", call)
-    q = torch.randn(2, 4 * HEADS, 1, DIM).to(torch.bfloat16)
-    if growing.GrowingCall.supports(q, layer):
-        for options in (Options(scale, sliding_window=70, starts=True), *([Options(scale)] if every else ())):
-            given = starts if options.starts else None
-            step = partial(lambda options, given: growing.GrowingCall(q, layer, options)(q, lengths, None, given), options, given)
-            compiled.attempt(f"{recipe}: a step, {options}", step)
-    many = torch.randn(2, 4 * HEADS, 300, DIM).to(torch.bfloat16)
-    compiled.attempt(f"{recipe}: many queries", lambda: many_queries.prepare(many, layer, Options(scale))(many))
-    capped = Options(scale, softcap=5.0, starts=True)
-    compiled.attempt(f"{recipe}: many queries, capped", lambda: many_queries.prepare(many, layer, capped)(many, None, None, starts))
-
-
-def encode_and_decode(layer: Layer, recipe: str, compiled: CompiledKernels) -> None:
-    for name, side in layer.sides.items():
-        for dtype in (torch.bfloat16, torch.float32):
-            out = torch.empty(2, HEADS, TOKENS, DIM, dtype=dtype)
-            compiled.attempt(f"{recipe}: {name} to {dtype}", lambda side=side, out=out: sides.unpack_into(side, 0, TOKENS, out))
-        x = torch.randn(2, HEADS, TOKENS, DIM).to(torch.bfloat16)
-        compiled.attempt(f"{recipe}: {name} encoded", lambda side=side, x=x: encode_on_device(side.codec, x))
-        if dispatch.supports_value_checks(side.codec, out.device):
-            checked = side.codec, side.runs[0].streams, [TOKENS], "x"
-            compiled.attempt(f"{recipe}: {name}'s rules", lambda checked=checked: dispatch.check_values([checked])())
-        if dispatch.supports_chunk_checks(side.codec, out.device):
-            compiled.attempt(f"{recipe}: {name} checked", lambda side=side: check(side))
-
-
-def encode_on_device(codec: Codec, x: torch.Tensor) -> None:
-    # Trellis windows in uninitialized memory are not valid table indices.
-    with contextlib.suppress(IndexError):
-        encode.encode(codec, x, errors=torch.empty(x.shape[:3]) if codec.summary.direction_spread else None)
-
-
-def check(side: Side) -> None:
-    # Chunks that were not really decoded fail this check.
-    with contextlib.suppress(InvalidPayload):
-        dispatch.check_chunks(side.codec, side.runs[0].streams, "x")
+        result["a query, lengths"] = partial(kvpack.attend, q[:, :, :1], layer, lengths=lengths)
+        result["a query, starts"] = partial(kvpack.attend, q[:, :, :1], layer, starts=starts)
+    return result
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="+", metavar="RECIPE")
     parser.add_argument("--json", action="store_true", help="print a JSON object on the last line")
-    parser.add_argument("--every", action="store_true", help="compile every call that results in different code")
+    parser.add_argument("--every", action="store_true", help="compile all calls whose code differs")
     parser.add_argument("--quick", action="store_true", help="generate machine code only for the first launch of each kernel")
-    parser.add_argument(
-        "--capability", type=int, default=90, choices=CHIPS, help="compute capability times ten, such as 90 for 9.0 (default 90)"
-    )
+    parser.add_argument("--capability", type=int, default=90, choices=compile_ahead.CHIPS, help="compute capability times ten (default 90)")
     options = parser.parse_args(arguments)
-    layers = {recipe: random_layer(recipe) for recipe in options.recipes}
-    compiled = CompiledKernels(options.quick)
-    compile_alone(compiled, options.capability)
-    dispatch.uses_triton = lambda device: True  # type: ignore[assignment]
-    for recipe, layer in layers.items():
-        compiled.assembled.clear()
-        attend(layer, recipe, compiled, options.every)
-        encode_and_decode(layer, recipe, compiled)
-    chip, room = CHIPS[options.capability]
+    compiled = CompiledKernels(options.quick, compile_ahead.chip(options.capability))
+    truncate_compilation(compiled)
+    shape = compile_ahead.Shape()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.quick:
+            # Kernels without machine code must not be found by other processes.
+            triton.knobs.cache.dir = folder
+        for name in options.recipes:
+            recipe = compile_ahead.parse(name, shape)
+            calls = compile_ahead.calls(recipe, shape)
+            layer = kvpack.pack(compile_ahead.random_pairs(shape, compile_ahead.TOKENS[0]), recipe)[0]
+            calls |= option_calls(layer, options.every, options.quick)
+            compiled.assembled.clear()
+            for what, call in calls.items():
+                compiled.attempt(f"{name}: {what}", call)
+    chip, _, room = compile_ahead.CHIPS[options.capability]
     limits = Usage(MAX_REGISTERS, room, MAX_INSTRUCTIONS, sys.maxsize)
     for name, usage in compiled.used.items():
         if any(value > limit for value, limit in zip(usage, limits, strict=True)):
-            compiled.failed[name] = f"{usage} exceeds {limits}, the limits of {chip}"
+            compiled.failed[name] = f"{usage} exceeds the limits of {chip}, {limits}"
     found = {
         "triton": triton.__version__,
         "chip": chip,

@@ -1,0 +1,252 @@
+"""Compile the kernels that a recipe's calls launch before the first call, even on a machine without a GPU.
+
+The calls run on CPU tensors, but each launch only adds its kernel to a list, with Triton's key for it. Processes then compile the kernels
+to Triton's cache, where launches with the same keys find them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import time
+import warnings
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
+
+import torch
+
+import kvpack
+from kvpack.cache.packed_runs import PackedRuns
+from kvpack.coding import dispatch, triton_version
+from kvpack.formats.errors import InvalidParameter, InvalidPayload
+
+from . import synthetic_basis
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvpack.cache.side import Side
+    from kvpack.coding.bases import Basis
+    from kvpack.coding.encoding import Progress
+    from kvpack.kernels.gpu import Gpu
+    from kvpack.kernels.triton_internals import Compilation
+
+CHIPS = {
+    80: ("A100", 108, 163 << 10),
+    86: ("A10, RTX 30", 84, 99 << 10),
+    89: ("L40S, RTX 40", 142, 99 << 10),
+    90: ("H100, H200", 132, 227 << 10),
+    100: ("B200", 148, 227 << 10),
+    120: ("RTX 50", 170, 99 << 10),
+}
+"""GPUs of each compute capability, their multiprocessors, and the maximum shared memory of a program in bytes (CUDA C++ Programming Guide,
+16.2)."""
+
+TOKENS = (2048, 1000, 100)
+"""Lengths of caches: Triton compiles other kernels for numbers that are not multiples of 16."""
+
+REPEATS = (1, 2, 4, 8, 32)
+"""Numbers of runs with which attention is compiled: shapes of launches and merges depend on the length."""
+
+QUERIES, STEP_TOKENS = 512, 128
+"""Number of queries of a prompt, and of tokens that a live cache packs."""
+
+
+class Shape(NamedTuple):
+    """Layers, query heads, KV heads and head dim of a model."""
+
+    layers: int = 1
+    q_heads: int = 32
+    heads: int = 8
+    dim: int = 128
+
+
+_jobs: Sequence[Compilation] = ()
+"""What forked processes compile."""
+
+
+def chip(capability: int) -> Gpu:
+    """Return the GPU that stands for those of compute ``capability``, such as 90."""
+    from kvpack.kernels.gpu import Gpu
+
+    _, multiprocessors, shared_bytes = CHIPS[capability]
+    return Gpu(divmod(capability, 10), multiprocessors, shared_bytes)
+
+
+@contextmanager
+def collect_kernels(gpu: Gpu) -> Iterator[dict[str, Compilation]]:
+    """Collect the kernels that calls over CPU tensors would launch on ``gpu``, by key. The calls return uninitialized memory."""
+    from kvpack.kernels import gpu as gpus
+    from kvpack.kernels import triton_internals
+    from kvpack.kernels.attend import many_queries
+    from kvpack.kernels.decode import decode
+
+    capability = 10 * gpu.capability[0] + gpu.capability[1]
+    with ExitStack() as stack:
+        result = stack.enter_context(triton_internals.collect_compilations(capability))
+        for module, name, value in (
+            (gpus, "_without_device", gpu),
+            (dispatch, "uses_triton", lambda device: True),
+            (dispatch, "uses_c", lambda device: False),
+            # Outlier entries depend on decoded values, which no kernel computes here.
+            (decode, "decode_frame", lambda codec, streams: codec.decode_frame(streams)),
+            (many_queries, "attend_dense", _library_outputs),
+        ):
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield result
+
+
+def _library_outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tensors like those of cuDNN's or FlashAttention's, which need no compilation."""
+    return q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+
+def calls(recipe: kvpack.Recipe, shape: Shape = Shape()) -> dict[str, Callable[[], object]]:  # noqa: B008
+    """Return calls over caches of ``shape`` packed with ``recipe``, by name, whose kernels ``collect_kernels`` collects."""
+    pairs = {tokens: random_pairs(shape, tokens) for tokens in TOKENS}
+    caches = {tokens: kvpack.pack(layers, recipe) for tokens, layers in pairs.items()}
+    result: dict[str, Callable[[], object]] = {}
+    for tokens, cache in caches.items():
+        result[f"pack {tokens:,} tokens"] = partial(_pack, pairs[tokens], recipe)
+        for number, layer in enumerate(cache):
+            where = f"{tokens:,} tokens of layer {number}"
+            result[f"unpack {where}"] = partial(layer.unpack, torch.bfloat16)
+            for queries in (1, QUERIES) if tokens >= QUERIES else (1,):
+                q = _queries(shape, queries)
+                for repeats in REPEATS if tokens == TOKENS[0] else REPEATS[:1]:
+                    result[f"{queries} queries over {repeats} x {where}"] = partial(kvpack.attend, q, _repeat(layer, repeats))
+    cache = caches[TOKENS[0]]
+    result["steps"] = partial(_step, cache, shape)
+    result["checks"] = partial(_check, [side for layer in cache for side in layer.sides.values()])
+    return result
+
+
+def random_pairs(shape: Shape, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return normal keys and values for each layer."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    size = 2, 1, shape.heads, tokens, shape.dim
+    x = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(torch.bfloat16)
+    return [(x[0], x[1])] * shape.layers
+
+
+def _queries(shape: Shape, count: int) -> torch.Tensor:
+    return torch.zeros(1, shape.q_heads, count, shape.dim, dtype=torch.bfloat16, device="cpu")
+
+
+def _repeat(layer: kvpack.Layer, count: int) -> kvpack.Layer:
+    return kvpack.Layer(*(replace(side, runs=PackedRuns.of([*side.runs] * count)) for side in layer.sides.values()))
+
+
+def _pack(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], recipe: kvpack.Recipe) -> None:
+    # Streams are uninitialized: scales may be beyond what a codec stores, and windows beyond their table.
+    with warnings.catch_warnings(), contextlib.suppress(kvpack.KvpackError, IndexError):
+        warnings.simplefilter("ignore")
+        kvpack.pack(pairs, recipe)
+
+
+def _step(cache: kvpack.Cache, shape: Shape) -> None:
+    """Append tokens to a live cache one by one, and attend with each, then pack many."""
+    live = kvpack.LiveCache.of(cache)
+    for tokens in (1, 1, 1, STEP_TOKENS):
+        for layer, (k, v) in enumerate(random_pairs(shape, tokens)):
+            live.update(layer, k, v)
+            live.attend(layer, _queries(shape, tokens))
+        live.roll()
+
+
+def _check(sides: Sequence[Side]) -> None:
+    """Check streams, as ``load`` does on a device."""
+    dispatch.digests([(torch.zeros(1 << 16, dtype=torch.uint8), 0, 1 << 16)])
+    for side in sides:
+        streams = side.runs[0].streams
+        if dispatch.supports_value_checks(side.codec, torch.device("cpu")):
+            dispatch.check_values([(side.codec, streams, [side.runs[0].tokens], "")])
+        if dispatch.supports_chunk_checks(side.codec, torch.device("cpu")):
+            # Chunks that no kernel decoded fail the check.
+            with contextlib.suppress(InvalidPayload):
+                dispatch.check_chunks(side.codec, streams, "")
+
+
+def parse(recipe: str, shape: Shape, basis: Basis | None = None) -> kvpack.Recipe:
+    """Return the recipe with its basis: a synthetic one if ``recipe`` names one, otherwise ``basis`` if the recipe uses it."""
+    text, synthetic = synthetic_basis.resolve_recipe(recipe, shape.heads, (shape.dim, shape.dim))
+    parsed = kvpack.Recipe(text)
+    return kvpack.Recipe(parsed, synthetic or basis) if parsed.uses_basis and (synthetic or basis) else parsed
+
+
+def run(
+    recipes: Sequence[str],
+    shape: Shape,
+    basis: Basis | None = None,
+    capability: int | None = None,
+    processes: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Compile the kernels of ``recipes`` for the CUDA device, or for GPUs of ``capability``, and return a report as JSON values.
+
+    Raises InvalidParameter if there is no device and no ``capability``, if Triton is missing or interprets, and for recipes that cannot be
+    packed.
+    """
+    begin = time.perf_counter()
+    if not triton_version.is_supported() or os.environ.get("TRITON_INTERPRET") == "1":
+        needed = "TRITON_INTERPRET is 1: unset it" if triton_version.is_supported() else f"it needs {triton_version.requirement()}"
+        raise InvalidParameter(f"kernels cannot be compiled: {needed}")
+    import triton
+
+    from kvpack.kernels.gpu import gpu
+
+    if capability is None and not torch.cuda.is_available():
+        raise InvalidParameter(f"PyTorch finds no CUDA device: name the compute capability, --capability {' or '.join(map(str, CHIPS))}")
+    target = gpu("cuda") if capability is None else chip(capability)
+    name = torch.cuda.get_device_name() if capability is None else f"compute capability {capability / 10} ({CHIPS[capability][0]})"
+    jobs: dict[str, Compilation] = {}
+    keys: dict[str, list[str]] = {}
+    for recipe in recipes:
+        named_calls = calls(parse(recipe, shape, basis), shape)
+        with collect_kernels(target) as found:
+            for call in named_calls.values():
+                call()
+        keys[recipe] = list(found)
+        jobs |= found
+    processes = max(1, min(processes or len(os.sched_getaffinity(0)), len(jobs)))
+    results = dict(zip(jobs, _compile([*jobs.values()], processes, progress), strict=True))
+    return {
+        "gpu": name, "triton": triton.__version__, "folder": triton.knobs.cache.dir, "seconds": time.perf_counter() - begin,
+        "processes": processes,
+        "recipes": [{"recipe": recipe, "kernels": [results[key] for key in recipe_keys]} for recipe, recipe_keys in keys.items()],
+    }  # fmt: skip
+
+
+def _compile(jobs: Sequence[Compilation], processes: int, progress: Progress | None) -> list[dict[str, Any]]:
+    """Compile ``jobs`` in parallel, and return each result in their order."""
+    global _jobs
+    _jobs = jobs
+    results: dict[int, dict[str, Any]] = {}
+    with warnings.catch_warnings():
+        # The forked processes only compile: they use none of the threads that Python warns about.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pool = multiprocessing.get_context("fork").Pool(processes)
+    with pool:
+        for index, result in pool.imap_unordered(_compile_job, range(len(jobs))):
+            results[index] = result
+            if progress:
+                progress(len(results), len(jobs))
+    return [results[index] for index in range(len(jobs))]
+
+
+def _compile_job(index: int) -> tuple[int, dict[str, Any]]:
+    from triton import knobs
+
+    begin, cached, error = time.perf_counter(), [], None
+    knobs.compilation.listener = lambda **fields: cached.append(fields["cache_hit"])
+    try:
+        _jobs[index].compile()
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {str(failure)[-300:]}"
+    return index, {
+        "kernel": _jobs[index].kernel, "seconds": time.perf_counter() - begin, "cached": any(cached), "error": error,
+    }  # fmt: skip

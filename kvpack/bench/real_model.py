@@ -7,16 +7,15 @@ creates the model's basis in the same place, from a text that is never scored.
 
 from __future__ import annotations
 
-import bz2
 import hashlib
 import os
 import subprocess
 import sys
 import tempfile
-from importlib.resources import files
 from pathlib import Path
 
 from kvpack.errors import InvalidParameter, KvpackError, MissingFile
+from kvpack.evaluation.models import bundled_bytes
 
 VARIABLE = "KVPACK_REAL_MODEL"
 """Environment variable with the model's folder."""
@@ -25,8 +24,8 @@ NAME = "smollm2-135m-instruct"
 COMMAND = "python -m kvpack.bench.real_model"
 
 CALIBRATIONS = {
-    "prose": ("calibration.txt.bz2", "calibrated.kvbasis", ("--tokens", "2048", "--windows", "12")),
-    "code": ("code.txt", "calibrated-on-code.kvbasis", ("--tokens", "2048")),
+    "prose": ("calibration", "calibrated.kvbasis", ("--tokens", "2048", "--windows", "12")),
+    "code": ("code", "calibrated-on-code.kvbasis", ("--tokens", "2048")),
 }
 """The calibration of each basis: its text, the basis file next to the model, and options of kvpack calibrate."""
 
@@ -73,21 +72,14 @@ def basis(on: str = "prose") -> str | None:
     return str(path) if path.is_file() else None
 
 
-def calibration_text(on: str = "prose") -> bytes:
-    """Return the text that ``calibrate(on)`` reads. The long one is compressed, because the size of the wheel is limited."""
-    name = CALIBRATIONS[on][0]
-    content = (files("kvpack.bench") / "texts" / name).read_bytes()
-    return bz2.decompress(content) if name.endswith(".bz2") else content
-
-
 def calibrate(on: str = "prose") -> None:
     """Create the basis next to the model, unless it exists. Raises KvpackError if ``kvpack calibrate`` fails."""
     name, made, sizes = CALIBRATIONS[on]
     target = model_folder() / made
     if not target.is_file():
         with tempfile.TemporaryDirectory(prefix=f"{NAME}-") as temporary:
-            text = Path(temporary, name.removesuffix(".bz2"))
-            text.write_bytes(calibration_text(on))
+            text = Path(temporary, f"{name}.txt")
+            text.write_bytes(bundled_bytes(name))
             words = ["calibrate", "--model", str(model_folder()), "--text", str(text), "--out", str(target), *sizes]
             _run([sys.executable, "-m", "kvpack", *words], dict(os.environ))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -49,9 +50,14 @@ def read_text(path: str | None, folder: Path, ids_below: int) -> Text:
     return _text(path, read_bytes(path, MAX_TEXT_BYTES, "a text"), folder, ids_below)
 
 
+def bundled_bytes(name: str) -> bytes:
+    """Return the text ``name`` of kvpack/bench/texts, which are compressed, because the size of the wheel is limited."""
+    return bz2.decompress((files("kvpack.bench") / "texts" / f"{name}.txt.bz2").read_bytes())
+
+
 def bundled_text(name: str, folder: Path, ids_below: int) -> Text:
     """Read the text ``name`` from kvpack/bench/texts, as ``read_text`` does."""
-    return _text(f"kvpack's {name}", (files("kvpack.bench") / "texts" / f"{name}.txt").read_bytes(), folder, ids_below)
+    return _text(f"kvpack's {name}", bundled_bytes(name), folder, ids_below)
 
 
 def _text(name: str, data: bytes, folder: Path, ids_below: int) -> Text:

@@ -7,7 +7,6 @@ import math
 import re
 import sys
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,10 @@ from transformers import (
 
 import kvpack
 from kvpack import cli
-from kvpack.bench import generated, needles, quality, quality_plot, real_model, summary
+from kvpack.bench import generated, needles, quality, quality_plot, summary
 from kvpack.coding.recipes import PRESETS
 from kvpack.evaluation import windows
-from kvpack.evaluation.models import Text, read_text
+from kvpack.evaluation.models import Text, bundled_bytes, read_text
 from kvpack.evaluation.sizes import starts
 from kvpack.evaluation.twins import make_twin, offset_keys
 from kvpack.formats import CODECS
@@ -426,9 +425,7 @@ def test_moved_keys_reach_every_cache_of_the_model(model: Any) -> None:
 
 
 def test_scored_texts_share_no_passage_with_calibration_texts() -> None:
-    folder = resources.files("kvpack.bench") / "texts"
-    words = {name: (folder / f"{name}.txt").read_text(encoding="utf-8").split() for name in (quality.TEXT, *quality.OTHER_TEXTS)}
-    words["calibration"] = real_model.calibration_text().decode().split()
+    words = {name: bundled_bytes(name).decode().split() for name in ("calibration", quality.TEXT, *quality.OTHER_TEXTS)}
     passages = {name: {tuple(found[first : first + 12]) for first in range(len(found) - 11)} for name, found in words.items()}
     calibrates = passages.pop("calibration")
     assert len(calibrates) > 20_000

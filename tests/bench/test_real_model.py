@@ -11,6 +11,7 @@ import pytest
 from kvpack import cli
 from kvpack.bench import quality, real_model
 from kvpack.errors import InvalidParameter, KvpackError, MissingFile
+from kvpack.evaluation.models import bundled_bytes
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_basis_is_created_once_next_to_the_model(cache: Path, monkeypatch: pytes
     real_model.calibrate()
     ((*words,),) = calls
     assert words[words.index("--out") + 1] == str(cache / "calibrated.kvbasis")
-    assert texts == [real_model.calibration_text()]
+    assert texts == [bundled_bytes("calibration")]
     assert b"Beagle" in texts[0]
     assert "--model" in words
     cache.mkdir(parents=True)

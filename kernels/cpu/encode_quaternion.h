@@ -8,7 +8,7 @@
                  in[2] * (a) - in[3] * (b) - in[0] * (c) + in[1] * (d),   \
                  in[3] * (a) + in[2] * (b) - in[1] * (c) - in[0] * (d)}
 
-/* Chunk `i`: the number of the secondary quaternion of the nearest codeword, the first of equals, and the product with it. */
+/* Chunk `i`: the place of the secondary quaternion of the nearest codeword, the first of equals, and the product with it. */
 static void search_secondary(const Encode *call, const Encoded *out, int64_t i, int32_t *winner, float *best) {
     const float *row = out->tile + 4 * i * HALF_TILE, *secondary = call->bounds[0].data;
     int64_t count = call->bounds[0].entries / 4;
@@ -23,12 +23,12 @@ static void search_secondary(const Encode *call, const Encoded *out, int64_t i, 
             found = choose_int(score > most, splat_int((int32_t)s), found);
             most = larger(score, most);
         }
-        store_int(winner + t, found);
+        store_int(winner + t, found << 2);
         store(best + t, most);
     }
 }
 
-/* The codewords of a chunk, which replace the numbers of its secondary quaternions: 2 axis + sign, or 8 and the signs of a half unit. */
+/* The codewords of a chunk, which replace the places of its secondary quaternions: 2 axis + sign, or 8 and the signs of a half unit. */
 static void nearest_units(const Encoded *out, int64_t i, const float *secondary, int32_t *codeword) {
     const float *row = out->tile + 4 * i * HALF_TILE;
     for (int64_t t = 0; t < out->tokens; t += LANES) {
@@ -46,7 +46,7 @@ static void nearest_units(const Encoded *out, int64_t i, const float *secondary,
             half += negative << axis;
         }
         unit = choose_int(sum * .5f > most, half, unit);
-        store_int(codeword + t, load_int(codeword + t) * 24 + unit);
+        store_int(codeword + t, load_int(codeword + t) * (24 / 4) + unit);
     }
 }
 

@@ -57,7 +57,7 @@ INLINE vi load_bytes(const Packing *packing, const char *plane, int64_t column) 
     if (packing->width == LANES) {
         vb both;
         memcpy(&both, bytes, sizeof both);
-        return __builtin_convertvector(SHUFFLE(vb, vb_mask, both, both, APART), vi);
+        return from_octets(SHUFFLE(vb, vb_mask, both, both, APART));
     }
     int32_t found[LANES];
     for (int64_t i = 0; i < LANES; i++) found[i] = column + i < words ? bytes[column + i] & 255 : bytes[column + i - words] >> 8;

@@ -31,7 +31,7 @@ static void octahedral_decode(const Codec *codec, const Loaded *in, float *tile)
     for (int64_t i = 0; 3 * i < codec->dim; i++) {
         triplet_digits(codec, in, i, index, sign);
         if (!few)
-            for (int t = 0; t < TILE; t += LANES) store_int(direction + t, load_int(index + t) & mask);
+            for (int t = 0; t < TILE; t += LANES) store_int(direction + t, (load_int(index + t) & mask) << 2);
         float *row = tile + 3 * i * TILE;
         for (int t = 0; t < TILE; t += LANES) {
             vi own = load_int(index + t), signs = load_int(sign + t), at = own & mask;

@@ -6,10 +6,10 @@ static void quaternion_decode(const Codec *codec, const Loaded *in, float *spare
     for (int t = 0; t < TILE; t += LANES) store(spare + t, load(in->numbers + t) / codec->highest);
     for (int64_t i = 0; 4 * i < codec->dim; i++) {
         digits_of(packing, in->words, 0, i, codeword);
-        if (codec->factored) {
-            digits_of(&packing[1], packing_words(codec, in, 1), 0, i, radius);
-            for (int t = 0; t < TILE; t += LANES)
-                store_int(codeword + t, load_int(codeword + t) + load_int(radius + t) * (int32_t)packing[0].digit[0].base);
+        if (codec->factored) digits_of(&packing[1], packing_words(codec, in, 1), 0, i, radius);
+        for (int t = 0; t < TILE; t += LANES) {
+            vi high = codec->factored ? load_int(radius + t) * (int32_t)packing[0].digit[0].base : splat_int(0);
+            store_int(codeword + t, (load_int(codeword + t) + high) << 2);
         }
         if (codec->direct)
             digits_of(packing, in->words, 1, i, radius);

@@ -16,6 +16,13 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* A function whose vectors are written as such: GCC's own vectors of the loops for what remains would only make it larger. */
+#ifdef __clang__
+#define AS_WRITTEN
+#else
+#define AS_WRITTEN __attribute__((optimize("no-tree-loop-vectorize")))
+#endif
+
 /* Placed before a short loop with a constant number of rounds, so that its vectors stay in registers. */
 #ifdef __clang__
 #define UNROLLED _Pragma("unroll")
@@ -49,17 +56,21 @@ INLINE vi load_words(const uint16_t *p) {
 #endif
 }
 
-/* The same for bytes. */
-INLINE vi load_octets(const uint8_t *p) {
+/* Bytes in the low bits of each lane. */
+INLINE vi from_octets(vb bytes) {
 #if LEVEL == 4
-    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+    return (vi)_mm512_cvtepu8_epi32((__m128i)bytes);
 #elif LEVEL == 3
-    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+    return (vi)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
 #else
-    vb bytes;
-    memcpy(&bytes, p, LANES);
     return __builtin_convertvector(bytes, vi);
 #endif
+}
+
+INLINE vi load_octets(const uint8_t *p) {
+    vb bytes;
+    memcpy(&bytes, p, LANES);
+    return from_octets(bytes);
 }
 
 INLINE void store_words(uint16_t *p, vi x) {
@@ -382,7 +393,7 @@ INLINE vf power_of_two(vf x) {
     vf rounded = (vf)_mm512_roundscale_ps((__m512)x, 0), rest = (vf)_mm512_reduce_ps((__m512)x, 0);
 #else
     const vf magic = splat(12582912.f);
-    vf bounded = choose(x < -126.f, splat(-126.f), choose(x > 127.f, x - 1.f, x));
+    vf bounded = choose(x < -126.f, splat(-126.f), choose(x > 127.f, smaller(x - 1.f, splat(127)), x));
     vf rounded = bounded + magic, rest = bounded - (rounded - magic);
 #endif
     vf p = splat(1.535336188319500e-4f);
@@ -439,19 +450,19 @@ INLINE vf lookup(const float *data, int64_t entries, vi index) {
 #endif
 }
 
-/* data[index[0]], data[index[4]] and so on, four floats of each. */
+/* Four floats from data[index[0]] on, four from data[index[4]] on, and so on. */
 INLINE vf load_fours(const float *data, const int32_t *index) {
 #if LEVEL >= 3
-    __m256 found = _mm256_castps128_ps256(_mm_loadu_ps(data + 4 * (int64_t)index[0]));
-    found = _mm256_insertf128_ps(found, _mm_loadu_ps(data + 4 * (int64_t)index[4]), 1);
+    __m256 found = _mm256_castps128_ps256(_mm_loadu_ps(data + (int64_t)index[0]));
+    found = _mm256_insertf128_ps(found, _mm_loadu_ps(data + (int64_t)index[4]), 1);
 #if LEVEL == 4
-    __m256 next = _mm256_castps128_ps256(_mm_loadu_ps(data + 4 * (int64_t)index[8]));
-    next = _mm256_insertf128_ps(next, _mm_loadu_ps(data + 4 * (int64_t)index[12]), 1);
+    __m256 next = _mm256_castps128_ps256(_mm_loadu_ps(data + (int64_t)index[8]));
+    next = _mm256_insertf128_ps(next, _mm_loadu_ps(data + (int64_t)index[12]), 1);
     return (vf)_mm512_insertf32x8(_mm512_castps256_ps512(found), next, 1);
 #else
     return (vf)found;
 #endif
 #else
-    return load(data + 4 * (int64_t)index[0]);
+    return load(data + (int64_t)index[0]);
 #endif
 }

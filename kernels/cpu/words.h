@@ -285,7 +285,7 @@ static void digits_of(const Packing *packing, const uint16_t *words, int64_t dig
     }
 }
 
-/* found[j] = data[index[t]][j] of LANES tokens: four floats are loaded for each, and turned. */
+/* found[j] = data[index[t] + j] of LANES tokens: four floats are loaded for each, and turned. */
 INLINE void lookup_four(const float *data, const int32_t *index, vf *found) {
     vf a[4], b[4];
     for (int i = 0; i < 4; i++) a[i] = load_fours(data, index + i);

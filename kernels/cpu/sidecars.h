@@ -29,7 +29,7 @@ static void add_sketch(const Codec *codec, const Loaded *in, float *spare, float
 }
 
 /* key_mean: converts the vector of the page of a piece's token to floats [dim]; returns how many tokens of the page remain. */
-static int64_t page_vector(const Codec *codec, const Loaded *in, const Piece *piece, int64_t token, float *vector) {
+AS_WRITTEN static int64_t page_vector(const Codec *codec, const Loaded *in, const Piece *piece, int64_t token, float *vector) {
     const Stream *codes = piece->segment->streams + codec->mean_stream;
     int64_t page = token / codec->mean_tokens, half_dim = codec->dim / 2;
     const uint8_t *row = (const uint8_t *)row_of(codes, in->batch, in->head, page);
@@ -87,7 +87,7 @@ static void add_products(const Codec *codec, const int32_t *raw, const float *q,
 }
 
 /* key_mean: adds the products of queries with each token's vector to scores, except those of raw tokens. */
-static void add_mean_scores(const Codec *codec, const Loaded *in, const float *q, int64_t rows, float *spare, float *scores) {
+AS_WRITTEN static void add_mean_scores(const Codec *codec, const Loaded *in, const float *q, int64_t rows, float *spare, float *scores) {
     int32_t raw[TILE] = {0};
     for (int64_t i = 0; i < in->patches; i++) raw[in->patch[i].at] = 1;
     FOR_PAGES(codec, in, spare, add_products(codec, raw, q, rows, spare, at, count, scores))

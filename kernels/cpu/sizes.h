@@ -81,7 +81,7 @@ INLINE int64_t sizes_have_large(const Sizes *call, int64_t kind) {
     return 0;
 }
 
-static int64_t have_large(const Sizes *call) {
+AS_WRITTEN static int64_t have_large(const Sizes *call) {
     switch (call->kind) {
         case SIZE_FLOATS: return sizes_have_large(call, SIZE_FLOATS);
         case SIZE_PAIRS: return sizes_have_large(call, SIZE_PAIRS);

@@ -57,7 +57,7 @@ INLINE void turn_words(v8 *a) {
 INLINE int64_t block_at(int64_t w, int64_t words) { return w + 8 <= words ? w : words < 8 ? 0 : words - 8; }
 
 /* Transposes rows of `words` words to out[word * TILE + row]. */
-static void transpose(const char *rows, int64_t stride, int64_t count, int64_t words, uint16_t *out) {
+AS_WRITTEN static void transpose(const char *rows, int64_t stride, int64_t count, int64_t words, uint16_t *out) {
     int64_t whole = words < 2 ? 0 : count / 8 * 8, here = words < 8 ? words : 8;
     for (int64_t t = 0; t < whole; t += 8)
         for (int64_t w = 0; w < words; w += 8) {

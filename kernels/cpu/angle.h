@@ -18,12 +18,21 @@ static void pair_digits(const Codec *codec, const Loaded *in, int64_t i, int32_t
     if (codec->norm_kind != NORM_STORED) digits_of(&packing[last], packing_words(codec, in, last), 0, i, code);
 }
 
-/* Cosine and sine of bins, from tables of `entries`. With `quarter_bits`, tables cover a quarter turn of 2^quarter_bits bins; the bits above
-   choose the quarter. */
-INLINE void directions_of(const Codec *codec, int64_t entries, vi bin, vf *cosine, vf *sine) {
-    int32_t bits = (int32_t)codec->quarter_bits;
+/* Tables of cosines and sines. With `bits`, they cover a quarter turn of 2^bits bins; the bits of a bin above choose the quarter. */
+typedef struct {
+    const float *cosines, *sines;
+    int64_t entries;
+    int32_t bits;
+} Directions;
+
+INLINE Directions directions_in(const Codec *codec) {
+    return (Directions){codec->table[0].data, codec->table[1].data, codec->table[0].entries, (int32_t)codec->quarter_bits};
+}
+
+INLINE void directions_of(const Directions *from, vi bin, vf *cosine, vf *sine) {
+    int32_t bits = from->bits;
     vi at = bits ? bin & ((1 << bits) - 1) : bin;
-    vf first = lookup(codec->table[0].data, entries, at), second = lookup(codec->table[1].data, entries, at);
+    vf first = lookup(from->cosines, from->entries, at), second = lookup(from->sines, from->entries, at);
     if (bits) {
         vi swapped = bin << (31 - bits) >> 31;
         vf changed = (vf)(((vi)first ^ (vi)second) & swapped);
@@ -34,12 +43,12 @@ INLINE void directions_of(const Codec *codec, int64_t entries, vi bin, vf *cosin
     *sine = second;
 }
 
-INLINE void angle_pairs(const Codec *codec, int64_t entries, const int32_t *bin, const int32_t *code, const float *numbers, float *pairs) {
+INLINE void angle_pairs(Directions from, int64_t kind, const int32_t *bin, const int32_t *code, const float *numbers, float *pairs) {
     for (int t = 0; t < TILE; t += LANES) {
         vf cosine, sine, norm = load(numbers + t);
-        directions_of(codec, entries, load_int(bin + t), &cosine, &sine);
-        if (codec->norm_kind != NORM_STORED) norm = load(numbers + TILE + t) + norm * to_float(load_int(code + t));
-        if (codec->norm_kind == NORM_LOG) norm = power_of_two(norm);
+        directions_of(&from, load_int(bin + t), &cosine, &sine);
+        if (kind != NORM_STORED) norm = load(numbers + TILE + t) + norm * to_float(load_int(code + t));
+        if (kind == NORM_LOG) norm = power_of_two(norm);
         store(pairs + t, cosine * norm);
         store(pairs + TILE + t, sine * norm);
     }
@@ -48,14 +57,16 @@ INLINE void angle_pairs(const Codec *codec, int64_t entries, const int32_t *bin,
 static void angle_decode(const Codec *codec, const Loaded *in, float *tile) {
     int32_t bin[TILE], code[TILE];
     const float *numbers = in->numbers;
-    int64_t entries = codec->table[0].entries;
-    for (int64_t i = 0; 2 * i < codec->dim; i++, tile += 2 * TILE, numbers += codec->norm_kind == NORM_STORED ? TILE : 0) {
+    int64_t kind = codec->norm_kind;
+    Directions from = directions_in(codec);
+    for (int64_t i = 0; 2 * i < codec->dim; i++, tile += 2 * TILE, numbers += kind == NORM_STORED ? TILE : 0) {
         pair_digits(codec, in, i, bin, code);
-        if (entries == 16)
-            angle_pairs(codec, 16, bin, code, numbers, tile);
-        else if (LEVEL == 4 && entries == 32)
-            angle_pairs(codec, 32, bin, code, numbers, tile);
+        /* Calls with tables that registers hold, of a quarter turn, as constants. */
+        if (from.bits == 4)
+            angle_pairs((Directions){from.cosines, from.sines, 16, 4}, kind, bin, code, numbers, tile);
+        else if (LEVEL == 4 && from.bits == 5)
+            angle_pairs((Directions){from.cosines, from.sines, 32, 5}, kind, bin, code, numbers, tile);
         else
-            angle_pairs(codec, entries, bin, code, numbers, tile);
+            angle_pairs(from, kind, bin, code, numbers, tile);
     }
 }

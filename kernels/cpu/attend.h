@@ -32,7 +32,7 @@ typedef struct {
         }                                        \
     }
 
-static __attribute__((noinline)) void all_group_scores(const Codec *codec, const Loaded *in, const float *q, int64_t rows, float *spare, float *scores) {
+AS_WRITTEN static __attribute__((noinline)) void all_group_scores(const Codec *codec, const Loaded *in, const float *q, int64_t rows, float *spare, float *scores) {
     IN_BLOCKS(rows, group_scores(codec, in, q + row * codec->dim, QUERIES, spare, scores + row * TILE))
 }
 
@@ -94,10 +94,14 @@ static void add_values(const Item *item, Scratch *scratch, int64_t hidden, float
         all_row_values(codec, in, hidden, scratch->scores, item->rows, sums);
         return;
     }
-    if (item->rows <= MAX_FUSED_ROWS && has_fused_values(codec)) {
+    int pairs = has_fused_pairs(codec);
+    if (item->rows <= MAX_FUSED_ROWS && (pairs || has_fused_values(codec))) {
         load_tile(codec, 0, in);
         if (!in->patches) {
-            all_group_values(codec, in, item, scratch->scores, scratch->spare, sums);
+            if (pairs)
+                angle_values(codec, in, scratch->scores, scratch->spare, sums);
+            else
+                all_group_values(codec, in, item, scratch->scores, scratch->spare, sums);
             return;
         }
     }

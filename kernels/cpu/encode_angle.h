@@ -89,6 +89,7 @@ static void keep_products(const Codec *codec, const Encoded *out, const float *f
 static int angle_encode(const Encode *call, const Encoded *out) {
     const Codec *codec = call->codec;
     int32_t bin[HALF_TILE], code[HALF_TILE];
+    Directions from = directions_in(codec);
     float product[HALF_TILE] = {0}, squares[HALF_TILE] = {0}, sum[HALF_TILE] = {0}, most[HALF_TILE] = {0}, factors[HALF_TILE];
     float *norms = codec->norm_kind == NORM_STORED ? out->numbers : out->spare, *turns = out->spare + codec->dim * HALF_TILE;
     for (int64_t i = 0; 2 * i < codec->dim; i++)
@@ -114,7 +115,7 @@ static int angle_encode(const Encode *call, const Encoded *out) {
             store_int(bin + t, found);
             /* Relative to the largest, no square overflows. */
             vf scale = 1.f / larger(load(most + t), splat(0x1p-126f));
-            directions_of(codec, codec->table[0].entries, found, &cosine, &sine);
+            directions_of(&from, found, &cosine, &sine);
             x *= scale, y *= scale, norm *= scale;
             store(product + t, load(product + t) + (x * cosine + y * sine) * norm);
             store(sum + t, load(sum + t) + x * x + y * y);

@@ -45,6 +45,7 @@
 #pragma GCC optimize("fp-contract=fast")
 #endif
 #include "group_fused.h"
+#include "angle_fused.h"
 #include "klt_rows.h"
 #include "loops.h"
 #include "row_fused.h"

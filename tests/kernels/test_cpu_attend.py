@@ -127,6 +127,7 @@ RECIPES = (
     "kv=trellis:b=1,states=256,channel_scale=fp16,norm=fp32",
     "turboangle-k8v4",
     "kv=angle:n=48,norm=log4",
+    "k=raw;v=angle:n=64,norm=linear4",
     "hqmq-s24-r3",
     "kv=quaternion:s=7,r=5,arrangement=direct",
     "fp8",

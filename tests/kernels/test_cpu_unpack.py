@@ -106,6 +106,18 @@ def test_any_side_agrees_with_formats(family: str, data: st.DataObject) -> None:
         assert_alike(by_c(side, dtype, threads=data.draw(st.integers(1, 3)), level=level), side, dtype)
 
 
+@pytest.mark.parametrize("level", range(len(library.levels())), ids=library.levels())
+def test_powers_of_two_of_any_size(level: int) -> None:
+    side = kvpack.pack(random_pairs(1, 64), "kv=angle:n=64,norm=log4,range=fp32,rotation=none")[0].k
+    assert side is not None
+    exponents = [-999.0, -126.5, -126.0, -125.5, -0.5, 0.0, 20.25, 126.5, 127.5, 128.0, 500.0, torch.inf, 0.5, 127.0, -torch.inf, torch.nan]
+    numbers, minima = side.runs[0].streams["range"], torch.tensor(4 * exponents)
+    numbers[..., 0], numbers[..., 1] = 0, minima
+    expected = minima.double().exp2().masked_fill(minima < -126, 0).float()
+    found = by_c(side, torch.float32, level=level).unflatten(-1, (-1, 2)).double().norm(dim=-1).float()
+    torch.testing.assert_close(found, expected[:, None].expand_as(found), rtol=2e-6, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("level", range(len(library.levels())), ids=library.levels())
 def test_floats_are_rounded_as_in_torch(level: int, dtype: torch.dtype) -> None:

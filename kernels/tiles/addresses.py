@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +46,14 @@ def stream_addresses(streams: Mapping[str, torch.Tensor], streams_wanted: Sequen
 
 
 def describe_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], streams: Sequence[Stream], first: int) -> tuple[RowStream, ...]:
-    """Return the ``RowStream`` of each stream. Its addresses and strides are in ``rows``, beginning with column ``first``."""
+    """Return the ``RowStream`` of each stream. Its addresses and strides are in ``rows``, beginning with column ``first``.
+
+    A stream counts as aligned to at most its rows, because no load crosses them. Otherwise, equal code would be compiled for each alignment
+    that the length of a cache results in.
+    """
     result = []
     for number, stream in enumerate(streams):
-        at = first + STREAM_INTEGERS.value * number
-        aligned = int(numpy.gcd.reduce(rows[:, at : at + STREAM_INTEGERS.value], axis=None, initial=16))
-        result.append(RowStream(stream.bits, aligned, stream.row * stream.bits // 8, stream.tokens))
+        at, row_bytes = first + STREAM_INTEGERS.value * number, stream.row * stream.bits // 8
+        aligned = int(numpy.gcd.reduce(rows[:, at : at + STREAM_INTEGERS.value], axis=None, initial=math.gcd(16, row_bytes)))
+        result.append(RowStream(stream.bits, aligned, row_bytes, stream.tokens))
     return tuple(result)

@@ -81,6 +81,34 @@ def test_calls_find_the_compiled_kernels(recipe: str, tmp_path: Path) -> None:
     assert all(kernel["cached"] for kernel in again["recipes"][0]["kernels"])
 
 
+LENGTHS = """
+import json
+import torch
+import kvpack
+from kvpack.bench import compile_ahead
+
+shape = compile_ahead.Shape()
+q = torch.zeros(1, shape.q_heads, 1, shape.dim, dtype=torch.bfloat16)
+found = []
+for tokens in (1000, 1001, 1002, 1004):
+    layer = kvpack.pack(compile_ahead.random_pairs(shape, tokens), RECIPE)[0]
+    with compile_ahead.collect_kernels(compile_ahead.chip(90)) as kernels:
+        kvpack.attend(q, layer)
+    found.append(sorted(key for key, kernel in kernels.items() if kernel.kernel == "attend_split"))
+print(json.dumps(found))
+"""
+
+
+@needs_triton
+@pytest.mark.scenario
+@pytest.mark.parametrize("recipe", ["octopus-3", "kvpack-3"])
+def test_all_lengths_share_kernels(recipe: str, tmp_path: Path) -> None:
+    """Streams with short rows begin at other alignments, which change no load."""
+    first, *others = output(f"RECIPE = {recipe!r}{LENGTHS}", tmp_path)
+    assert first
+    assert all(other == first for other in others)
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("arguments", "interpret", "message"),

@@ -23,7 +23,7 @@ def test_the_report_compares_jobs_with_the_kernels(capsys: pytest.CaptureFixture
     assert all(row[name] > 0 for row in report["rows"] for name in ("encode", "decode", "encode_of_kernels", "decode_of_kernels"))
     pages.show(report)
     assert "2 pages of 4 layers x 1 heads x 128 tokens x 128, one thread" in capsys.readouterr().out
-    with pytest.raises(InvalidParameter, match="--pages is 0"):
+    with pytest.raises(InvalidParameter, match="pages is 0"):
         pages.run(0)
 
 

@@ -30,8 +30,7 @@ from .balanced_fit import compare_halves, fit_balanced_keys
 from .basis_fit import fit_rows
 from .frames_fit import fit_frames
 from .place_losses import measure_place_losses
-from .rope import find_ropes
-from .spread import spread_keys, spread_moments, window_positions
+from .rope import find_ropes, spread_keys, spread_moments, window_positions
 from .statistics import RAW_TOKENS, Framing, QueryMoments, Statistics
 
 if TYPE_CHECKING:

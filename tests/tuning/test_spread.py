@@ -6,7 +6,7 @@ import torch
 
 from kvpack.formats.frames import Rope
 from kvpack.tuning.balanced_fit import balancing_frames, frame_cost
-from kvpack.tuning.spread import spread_keys, spread_moments, window_positions
+from kvpack.tuning.rope import spread_keys, spread_moments, window_positions
 from kvpack.tuning.statistics import KeyMoments, Statistics
 
 ROPE = Rope((1.0, 0.1, 0.003, 0.0004), "halves")

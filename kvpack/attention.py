@@ -274,7 +274,7 @@ def _check_window(queries: int, layer: Layer, sliding_window: int | None, length
     first = layer.seen_tokens - queries
     if sliding_window is None or first - sliding_window + 1 < layer.skipped:
         seen = (
-            "all tokens before it: pass sliding_window= with the window of the layer with the window of the layer"
+            "all tokens before it: pass sliding_window= with the window of the layer"
             if sliding_window is None
             else f"{sliding_window} tokens: pass a smaller window"
         )

@@ -102,7 +102,7 @@ def test_an_input_on_which_readers_differ_fails(monkeypatch: pytest.MonkeyPatch)
     row = (ROOT / "spec" / "row-vectors" / "raw.row").read_bytes()
     for answer, checked in ((Answer("ok", "", values, {}), True), (Answer("ok", "", values + 1, {}), False), (REFUSAL, False)):
         reader = SimpleNamespace(name="x", read=lambda path, bases, answer=answer: answer)
-        monkeypatch.setattr(reader_oracles, "all_started", lambda reader=reader: (reader,))
+        monkeypatch.setattr(reader_oracles, "start_all_readers", lambda reader=reader: (reader,))
         for compare in (oracles.compare_container, value_oracles.compare_values):
             with nullcontext() if checked else pytest.raises(AssertionError, match=r"\bx\b"):
                 compare(data)

@@ -60,7 +60,7 @@ def test_tokens_keep_their_positions_whatever_happens_between_files(data: st.Dat
             if window is not None and live.stored_tokens(0) < min(live.tokens, window):
                 # A crop leaves fewer tokens than the last query sees.
                 assert not whole
-                with pytest.raises(kvpack.InvalidParameter, match=f"the query of token {live.tokens - 1} sees a window of {window} tokens"):
+                with pytest.raises(kvpack.InvalidParameter, match=f"the query of token {live.tokens - 1} sees {window} tokens"):
                     live.attend(0, q, sliding_window=window)
             else:
                 live.attend(0, q, sliding_window=window)

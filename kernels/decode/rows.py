@@ -163,9 +163,9 @@ def build_work(
     for index, (stream, tokens) in enumerate(zip(packed[0][0], tokens_per_row, strict=True)):
         column = _HEAD_INTEGERS.value + _STREAM_INTEGERS.value * index
         alignment = common_alignment(rows[:, column : column + _STREAM_INTEGERS.value])
-        row = math.prod(stream.shape[3:])
+        elements = math.prod(stream.shape[3:])
         # No load crosses rows, so that equal code is compiled for all lengths, as in ``addresses.describe_streams``.
-        layouts.append(RowLayout(8 * stream.element_size(), row, tokens, math.gcd(alignment, row * stream.element_size())))
+        layouts.append(RowLayout(8 * stream.element_size(), elements, tokens, math.gcd(alignment, elements * stream.element_size())))
     table = copy_to_device(rows, device)
     sources = [stream for streams, _, _ in packed for stream in streams]
     copied = any(tensor is not source for tensor, source in zip(keep_alive, sources, strict=True))

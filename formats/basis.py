@@ -37,9 +37,9 @@ MAX_LAYER = 4095
 """Largest layer of a basis that a codec or sidecar may name."""
 
 
-def missing_basis_error(place: str) -> MissingBasis:
-    """Create the error for a codec that has no basis. ``place`` is the part of the basis that it needs."""
-    return MissingBasis(f"the {place} are needed, but no basis was passed: pass basis= when loading or converting the cache")
+def missing_basis_error(location: str) -> MissingBasis:
+    """Create the error for a codec that has no basis. ``location`` is the part of the basis that it needs."""
+    return MissingBasis(f"the {location} are needed, but no basis was passed: pass basis= when loading or converting the cache")
 
 
 MAX_GAIN = 65504.0

@@ -430,9 +430,11 @@ class _RowPosition(NamedTuple):
     axes: tuple[int, ...]
 
 
-def _check_limit(place: _RowPosition, name: str, values: numpy.ndarray[Any, Any], limit: int, first: int = 0) -> None:
+def _check_limit(position: _RowPosition, name: str, values: numpy.ndarray[Any, Any], limit: int, first: int = 0) -> None:
     """Raise InvalidPayload if a value is above ``limit``. The first column of ``values`` is column ``first`` of the stream."""
     if values.size and int(values.max()) > limit:
         row, column = divmod(int(values.argmax()), values.shape[1])
-        rows = [int(i) for i in numpy.unravel_index(place.first + row, place.axes)]
-        raise InvalidPayload(f"{place.where}: {name} at {[*rows, first + column]} is {int(values[row, column])}, expected at most {limit}")
+        rows = [int(i) for i in numpy.unravel_index(position.first + row, position.axes)]
+        raise InvalidPayload(
+            f"{position.where}: {name} at {[*rows, first + column]} is {int(values[row, column])}, expected at most {limit}"
+        )

@@ -268,9 +268,9 @@ class Slots:
     wanted: torch.Tensor
 
 
-def slot_count(tokens: int, least: int = 0) -> int:
-    """Return the number of raw tokens that fit in the row of a page of ``tokens`` tokens, but at least ``least``."""
-    return max(least, tokens // TOKENS_PER_SLOT)
+def slot_count(tokens: int, minimum: int = 0) -> int:
+    """Return the number of raw tokens that fit in the row of a page of ``tokens`` tokens, but at least ``minimum``."""
+    return max(minimum, tokens // TOKENS_PER_SLOT)
 
 
 def store_in_slots(
@@ -331,13 +331,13 @@ def slot_mask(token: torch.Tensor, tokens: int) -> torch.Tensor:
     return torch.zeros(len(token), tokens + 1, dtype=torch.bool, device=token.device).scatter_(1, token, True)[:, :tokens]
 
 
-def count_left_out(wanted: torch.Tensor, chosen: torch.Tensor, fit_errors: torch.Tensor | None = None) -> torch.Tensor:
+def count_left_out(needs_raw: torch.Tensor, chosen: torch.Tensor, fit_errors: torch.Tensor | None = None) -> torch.Tensor:
     """Count the tokens that should be raw but are not ``chosen``, and those that lose precision. Returns int64 ``[2]``.
 
-    ``chosen`` is bool ``[page, token]``, ``wanted`` is the second result of ``choose_slot_tokens``, and ``fit_errors``, ``[2, page,
+    ``chosen`` is bool ``[page, token]``, ``needs_raw`` is the second result of ``choose_slot_tokens``, and ``fit_errors``, ``[2, page,
     token]``, is the result of ``token_errors.excess_losses``. A token in both is counted only once.
     """
-    left = wanted if fit_errors is None else wanted | (fit_errors > 1)
+    left = needs_raw if fit_errors is None else needs_raw | (fit_errors > 1)
     return (left & ~chosen).sum((1, 2))
 
 

@@ -115,11 +115,11 @@ def min_sizes(scale_range: torch.Tensor, steps: int) -> torch.Tensor:
     return (step * steps).square() * _MIN_SIZE_FACTOR
 
 
-def _check_size(values: torch.Tensor, what: str) -> None:
+def _check_size(values: torch.Tensor, name: str) -> None:
     if not values.abs().amax().item() <= MAX_ENCODED:
         at = [int(i) for i in torch.nonzero(~(values.abs() <= MAX_ENCODED))[0]]
         raise OutOfRange(
-            f"{what} of a group at {at} is {values[tuple(at)].item():.6g}, but the largest that fits in 8 bits is {MAX_ENCODED:.0f}: "
+            f"{name} of a group at {at} is {values[tuple(at)].item():.6g}, but the largest that fits in 8 bits is {MAX_ENCODED:.0f}: "
             "scale the input, or choose fp16 scales or a raw codec"
         )
 

@@ -423,13 +423,13 @@ def _apply_steps(steps: tuple[Encode, ...], block: torch.Tensor, start: int) -> 
     return block, streams
 
 
-def _require_finite(x: torch.Tensor, what: str) -> torch.Tensor:
-    """Return ``x`` ``[batch, kv_head, token, dim]``. Raises OutOfRange, naming the operation ``what``, if a value is not finite."""
+def _require_finite(x: torch.Tensor, operation: str) -> torch.Tensor:
+    """Return ``x`` ``[batch, kv_head, token, dim]``. Raises OutOfRange, naming the operation ``operation``, if a value is not finite."""
     # The sum is one cheap pass; every value is checked only if it is not finite.
     if not torch.isfinite(x.sum()) and not torch.isfinite(x).all():
         batch, head, token, channel = torch.nonzero(~torch.isfinite(x))[0].tolist()
         raise OutOfRange(
-            f"the value at batch {batch}, head {head}, token {token}, channel {channel} overflows binary32 when {what}: "
+            f"the value at batch {batch}, head {head}, token {token}, channel {channel} overflows binary32 when {operation}: "
             "scale the input, or choose a raw codec"
         )
     return x

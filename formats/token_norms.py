@@ -57,8 +57,8 @@ def norm_features(norm: str) -> frozenset[str]:
     return frozenset({LOG_NORMS_FEATURE} if norm == LOG8 else ())
 
 
-def _code_norm(place: float) -> float:
-    return float(2.0 ** (MIN_LOG2 + place / STEPS_PER_OCTAVE))
+def _code_norm(code: float) -> float:
+    return float(2.0 ** (MIN_LOG2 + code / STEPS_PER_OCTAVE))
 
 
 MAX_LOG8 = _code_norm(_CODES - 2)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from fuzz.byte_mutator import mutate_bytes
 from kvpack.formats.errors import InvalidHeader
-from kvpack.store.backend import Hold
-from kvpack.store.holds import encode_pin, is_active, parse_old_pin, parse_pin
+from kvpack.store.backend import PinTerms
 from kvpack.store.keys import KEY_BYTES
 from kvpack.store.last_used import eviction_order, last_uses_in, merge_records
+from kvpack.store.pin_terms import encode_pin, is_active, parse_old_pin, parse_pin
 
 if TYPE_CHECKING:
     import random
@@ -25,8 +25,8 @@ _PUT_NS, _NOW_NS = 10**18, 2 * 10**18
 _KEYS = [bytes([number]) * KEY_BYTES for number in range(1, 5)]
 _NAME = f"{10**17:020d}-{'0f' * 8}"
 SEEDS = (
-    _PIN + encode_pin(_KEYS, Hold("host:1", 2**40)),
-    _PIN + encode_pin(_KEYS[:1], Hold("", 0)),
+    _PIN + encode_pin(_KEYS, PinTerms("host:1", 2**40)),
+    _PIN + encode_pin(_KEYS[:1], PinTerms("", 0)),
     _OLD_PIN + b"".join(_KEYS),
     *(_USES + name.encode() + b"\n" + b"".join(_KEYS) for name in (_NAME, f"{_NAME}-ttl60", f"{_NAME}-ttl60-merged", "other")),
 )
@@ -60,7 +60,7 @@ def _check_pin(pin: Pin) -> None:
     assert type(is_active(pin)) is bool
     # An owner that is not valid text is escaped, which may make it too long.
     if pin.until is not None and len(pin.owner.encode()) < 2**16:
-        assert parse_pin("fuzz", encode_pin(pin.chain, Hold(pin.owner, pin.until))) == pin
+        assert parse_pin("fuzz", encode_pin(pin.chain, PinTerms(pin.owner, pin.until))) == pin
 
 
 def _check_uses(data: bytes) -> bool:

@@ -62,11 +62,11 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         return list(pool.map(lambda name: _run_worker(name, seconds, found / name, Path(folder) / f"{name}.json", arguments), names))
 
 
-def _run_worker(name: str, seconds: float, found: Path, path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def _run_worker(name: str, seconds: float, corpus_folder: Path, path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run one target and return its report. A process that ends without a report counts as a crash."""
-    found.parent.mkdir(parents=True, exist_ok=True)
+    corpus_folder.parent.mkdir(parents=True, exist_ok=True)
     words = [name, "--seconds", str(seconds), "--seed", str(arguments.seed), "--lines", str(arguments.lines), "--report", str(path)]
-    words += ["--found", str(found), "--failures", str(arguments.failures)]
+    words += ["--found", str(corpus_folder), "--failures", str(arguments.failures)]
     words += ["--driver", arguments.driver] if arguments.driver else []
     words += ["--executions", str(arguments.executions)] if arguments.executions else []
     if sys.stderr.isatty():

@@ -16,7 +16,7 @@ from kvpack.file import container
 from kvpack.file.header import layout_bytes
 from kvpack.formats.errors import KvpackError
 from kvpack.formats.minifloat import E8M0_BIAS
-from support.decoded_alike import assert_same_cache
+from support.decoded_values import assert_same_cache
 from support.second_decoder import decoder, decompress
 
 if TYPE_CHECKING:

@@ -49,14 +49,14 @@ class CodecChoice:
         return hash(str(self))
 
 
-def _text(what: str, value: object) -> str:
+def _text(name: str, value: object) -> str:
     if isinstance(value, tuple | list) and all(type(item) is int for item in value):
         return ".".join(map(str, value))
     if isinstance(value, float):
         return f"{value:.6f}".rstrip("0").rstrip(".")
     if type(value) is int or (isinstance(value, str) and _VALUE.fullmatch(value)):
         return str(value)
-    raise InvalidType(f"{what} is {describe(value)}, expected a number, a tuple of integers, or text without spaces or any of : ; , =")
+    raise InvalidType(f"{name} is {describe(value)}, expected a number, a tuple of integers, or text without spaces or any of : ; , =")
 
 
 class Raw(CodecChoice):

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 import kvpack
 from kvpack.coding import triton_version
-from support import once
+from support import shared_folders
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -67,7 +67,7 @@ def _built(tmp_path_factory: pytest.TempPathFactory, out: Path, **variables: str
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     # -O3 would take half a minute more.
     compiler = {"CC": str(ROOT / ".ci" / "gcc-o1")} if shutil.which("gcc") else {}
-    out = once.shared_folder(tmp_path_factory, "wheel", lambda folder: _built(tmp_path_factory, folder, **compiler))
+    out = shared_folders.shared_folder(tmp_path_factory, "wheel", lambda folder: _built(tmp_path_factory, folder, **compiler))
     return zipfile.ZipFile(next(out.glob("*.whl")))
 
 

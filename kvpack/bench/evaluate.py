@@ -17,8 +17,8 @@ from kvpack.evaluation.windows import PASS_TOKENS, measure, read_forgotten, read
 from kvpack.formats.arguments import as_integer, check_callback, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.identity.fingerprint import dtype_text, model_name
+from kvpack.integrations.transformers.attention_switch import Switch
 from kvpack.integrations.transformers.models import execution_device
-from kvpack.integrations.transformers.switch import Switch
 from kvpack.models import ByteTokenizer
 
 from .quality import REFERENCE

@@ -123,7 +123,7 @@ def _load_to(path: str, device: torch.device) -> kvpack.Cache:
 def _read_staged(path: str) -> None:
     """Read a file through the staging memory of a load to a device, but without a device."""
     with open_file(path) as file:
-        places = [file.side_places(number, name) for number, layer in enumerate(file.header.layers) for name, _ in layer.sides()]
+        places = [file.side_offsets(number, name) for number, layer in enumerate(file.header.layers) for name, _ in layer.sides()]
         span = file.span(places)
         assert span is not None
         ends = range(0, sum(place.nbytes for place in places), COPY_BYTES)

@@ -67,10 +67,10 @@ def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Gene
 
 
 def _insert_lines(
-    ids: Sequence[int], lines: Sequence[Sequence[int]], places: Sequence[int], questions: Sequence[tuple[list[int], list[int]]]
+    ids: Sequence[int], lines: Sequence[Sequence[int]], positions: Sequence[int], questions: Sequence[tuple[list[int], list[int]]]
 ) -> Prompt:
     remaining_ids = ids[: len(ids) - sum(map(len, lines))]
-    edges = [0, *places, len(remaining_ids)]
+    edges = [0, *positions, len(remaining_ids)]
     parts = [remaining_ids[first:last] for first, last in pairwise(edges)]
     planted, depths = [*parts[0]], []
     for line, part in zip(lines, parts[1:], strict=True):

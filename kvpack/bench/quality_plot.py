@@ -104,10 +104,10 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
         style = {"color": color, "marker": marker, "linestyle": "none", "markersize": 7, "markeredgecolor": "white"}
         axes.plot(x, y, **style, label=row["recipe"], zorder=4)
         if narrow:
-            _label_point(axes, row["recipe"], x, y, left=_is_label_left(row, rows))
+            _label_point(axes, row["recipe"], x, y, on_left=_is_label_left(row, rows))
     if narrow:
         axes.set_title(model_label(report), fontsize=10, loc="left")
-        _label_point(axes, "past forgotten", axes.get_xlim()[0], forgotten, left=False)
+        _label_point(axes, "past forgotten", axes.get_xlim()[0], forgotten, on_left=False)
     else:
         settings = report["settings"]
         axes.set_title(
@@ -135,9 +135,9 @@ def _is_label_left(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
     )
 
 
-def _label_point(axes: Any, name: str, x: float, y: float, *, left: bool) -> None:
+def _label_point(axes: Any, name: str, x: float, y: float, *, on_left: bool) -> None:
     """Write ``name`` next to the point."""
-    place = {"xytext": (-6 if left else 6, 5), "textcoords": "offset points", "ha": "right" if left else "left", "fontsize": 8}
+    place = {"xytext": (-6 if on_left else 6, 5), "textcoords": "offset points", "ha": "right" if on_left else "left", "fontsize": 8}
     axes.annotate(name, (x, y), **place, zorder=5)
 
 

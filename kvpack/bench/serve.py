@@ -29,7 +29,7 @@ from .device_times import call_seconds, free, wait
 from .serve_cpu import spare_tokens, step_rows, with_plain_attention
 from .serve_graphs import ROOM, StaticStates, flash_attention, graph_step
 from .serve_peers import DYNAMIC, FLASH, OUT_OF_MEMORY_ERROR, STATIC, TIMES, cache_bytes, peers, row_of, try_measure
-from .serve_turns import Steps, seconds_of, steps_without_cache, without_graphs
+from .step_timing import Steps, seconds_of, steps_without_cache, without_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,7 +9,7 @@ from kvpack.output import bytes_text, print_table
 from .serve import DENSE_FILE
 from .serve_cpu import ROUNDS, STEPS
 from .serve_peers import DYNAMIC, FLASH, OUT_OF_MEMORY_ERROR
-from .serve_turns import MODEL_ONLY
+from .step_timing import MODEL_ONLY
 
 
 def show(report: dict[str, Any]) -> None:

@@ -82,9 +82,9 @@ def show(report: dict[str, Any]) -> None:
     print("A read copies each file to the same memory and computes its digest.")
 
 
-def _row(what: str, measured: float, target: float, unit: str, more: bool) -> list[str]:
-    met = measured >= target if more else measured <= target
-    return [what, f"{measured:.2f}{unit}", f"{'at least' if more else 'at most'} {target:g}{unit}", "met" if met else "missed"]
+def _row(name: str, measured: float, target: float, unit: str, is_minimum: bool) -> list[str]:
+    met = measured >= target if is_minimum else measured <= target
+    return [name, f"{measured:.2f}{unit}", f"{'at least' if is_minimum else 'at most'} {target:g}{unit}", "met" if met else "missed"]
 
 
 RECIPE = "octopus-3"

@@ -27,11 +27,11 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.identity import Identity
 from kvpack.output import print_table
 from kvpack.store import Store
+from kvpack.store.cache_checks import check_groups
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
 from kvpack.store.entries import to_pieces
 from kvpack.store.entry_kind import UNENCRYPTED
-from kvpack.store.fitting import check_groups
 from kvpack.store.folder import Folder
 from kvpack.store.keys import ID_BYTES, KEY_BYTES, chunk_links, token_bytes
 from kvpack.store.locations import open_backend
@@ -145,13 +145,13 @@ class _Scale:
         backend.close()
         return put
 
-    def _entries(self, like: Sequence[_EntryTemplate], number: int) -> Iterator[tuple[bytes, list[memoryview]]]:
+    def _entries(self, template: Sequence[_EntryTemplate], number: int) -> Iterator[tuple[bytes, list[memoryview]]]:
         """Yield the keys and the pieces of the entries of one prefix."""
         links = chunk_links(self._identity.digest, token_bytes(_ids(number)), CHUNK, [b""] * CHUNKS)
         for at, (key, parent, ids, _) in enumerate(links):
-            yield key, like[at].pieces(key, parent, ids)
+            yield key, template[at].pieces(key, parent, ids)
 
-    def _write_files(self, like: Sequence[_EntryTemplate], numbers: range, progress: Progress | None) -> int:
+    def _write_files(self, template: Sequence[_EntryTemplate], numbers: range, progress: Progress | None) -> int:
         """Write the entries of prefixes to a folder that no other process uses, without counting them, and return their number."""
         folder = Folder(self._location, Counters(), durable=False)
         folder.make_folders(*folder.entry_folders)
@@ -161,7 +161,7 @@ class _Scale:
         def write(first: int) -> None:
             for number in numbers[first::FILL_PROCESSES]:
                 used = time.time_ns()
-                for at, (key, pieces) in enumerate(self._entries(like, number)):
+                for at, (key, pieces) in enumerate(self._entries(template, number)):
                     descriptor = os.open(folder.path(key), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
                     os.writev(descriptor, pieces)
                     os.utime(descriptor, ns=(used - at, used - at))

@@ -25,7 +25,7 @@ from .packed_argument import check_packed
 from .parts import CachePart
 from .staged_load import load_layers
 from .staged_save import save_from
-from .stored import build_cache, build_layer, build_side, stored_streams
+from .stored_layers import build_cache, build_layer, build_side, stored_streams
 
 if TYPE_CHECKING:
     import os

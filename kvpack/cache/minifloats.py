@@ -263,9 +263,9 @@ class Minifloats:
             return cls(elements, scales, streams.get("global_scale"), codec.element, codec.granularity)
 
 
-def _raise_if_any(wrong: torch.Tensor, what: str, values: torch.Tensor, fault: str = "NaN or infinite") -> None:
+def _raise_if_any(wrong: torch.Tensor, description: str, values: torch.Tensor, fault: str = "NaN or infinite") -> None:
     if wrong.any():
         index = [int(i) for i in torch.nonzero(wrong)[0]]
         value = values[tuple(index)].item()
         shown = f"{value:#04x}" if isinstance(value, int) else str(value)
-        raise InvalidParameter(f"{what} at {index} is {shown}, which is {fault}: kvpack stores only finite values")
+        raise InvalidParameter(f"{description} at {index} is {shown}, which is {fault}: kvpack stores only finite values")

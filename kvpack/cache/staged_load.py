@@ -23,14 +23,14 @@ from kvpack.formats.streams import DTYPE_BYTES
 from . import staged_reads
 from .layer import Layer, slice_layer
 from .staged_reads import STAGING_BYTES, StagedCopy, staged
-from .stored import build_side
+from .stored_layers import build_side
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
     from kvpack.coding.encoding import Progress
-    from kvpack.file.container import File, SidePlaces
+    from kvpack.file.container import File, SideOffsets
 
     from .device_copy import Bus
     from .parts import CachePart
@@ -45,7 +45,7 @@ class _LoadGroup:
     offsets; otherwise it is None, and the host checks them one by one.
     """
 
-    sides: Sequence[tuple[SidePlaces, int]]
+    sides: Sequence[tuple[SideOffsets, int]]
     nbytes: int
     span: Span | None
 
@@ -61,7 +61,7 @@ def load_layers(
     file order, then errors found on the device, digests first, and OutOfBounds as ``Cache.slice`` does.
     """
     header = file.header
-    places = {number: [file.side_places(number, name) for name, _ in header.layers[number].sides()] for number in part.numbers}
+    places = {number: [file.side_offsets(number, name) for name, _ in header.layers[number].sides()] for number in part.numbers}
     result: dict[int, dict[str, Side]] = {number: {} for number in places}
     # Threads that check values on the host would wait for each other, so the device checks what it can.
     value_codecs, chunk_codecs = (
@@ -84,7 +84,7 @@ def load_layers(
         sizes = [group.nbytes for group in groups] if part.has_all_tokens else []
         targets = [torch.empty(size, dtype=torch.uint8, device=bus.device) for size in sizes]
         bus.follow()
-        created: list[tuple[SidePlaces, Side]] = []
+        created: list[tuple[SideOffsets, Side]] = []
         if part.has_all_tokens:
             for group, target, copies_of_group in zip(groups, targets, group_copies, strict=True):
                 # Enter the context once per group, because that takes longer than starting a copy.
@@ -113,7 +113,7 @@ def load_layers(
 def _check(
     file: File,
     groups: Sequence[tuple[_LoadGroup, torch.Tensor]],
-    sides: Sequence[tuple[SidePlaces, Side]],
+    sides: Sequence[tuple[SideOffsets, Side]],
     value_codecs: AbstractSet[int],
     chunk_codecs: AbstractSet[int],
 ) -> None:
@@ -147,7 +147,7 @@ def _check(
 
 
 def _group_sides(
-    file: File, layers: Iterable[Sequence[SidePlaces]], value_codecs: AbstractSet[int], device: torch.device
+    file: File, layers: Iterable[Sequence[SideOffsets]], value_codecs: AbstractSet[int], device: torch.device
 ) -> list[_LoadGroup]:
     """Group the keys and values of ``layers`` in order. Consecutive ones that the device checks are combined up to the size of a copy."""
     groups: list[_LoadGroup] = []
@@ -165,7 +165,7 @@ def _group_sides(
     return groups
 
 
-def _span(file: File, sides: Sequence[SidePlaces], value_codecs: AbstractSet[int], device: torch.device) -> Span | None:
+def _span(file: File, sides: Sequence[SideOffsets], value_codecs: AbstractSet[int], device: torch.device) -> Span | None:
     """Return the byte range of a layer's keys and values, or None unless the device can check all of them, including their digests."""
     if not sides or any(file.side(side.layer, side.side).codec not in value_codecs for side in sides):
         return None
@@ -185,19 +185,19 @@ def _copies(number: int, group: _LoadGroup) -> Iterator[StagedCopy]:
             yield StagedCopy(number, begin, min(begin + step, group.nbytes), group.span, group.sides[0][0])
 
 
-def _side(file: File, places: SidePlaces, memory: torch.Tensor, start: int, views: dict[str, torch.Tensor]) -> Side:
-    """Return the side whose tensors are at ``places`` in ``memory``, uint8, counted from ``start``.
+def _side(file: File, offsets: SideOffsets, memory: torch.Tensor, start: int, views: dict[str, torch.Tensor]) -> Side:
+    """Return the side whose tensors are at ``offsets`` in ``memory``, uint8, counted from ``start``.
 
     ``views`` caches views of the memory by dtype.
     """
-    entry = file.side(places.layer, places.side)
+    entry = file.side(offsets.layer, offsets.side)
     tensors: dict[str, torch.Tensor] = {}
     for name, layout in file.header.streams[entry].items():
         if layout.dtype not in views:
             views[layout.dtype] = memory.view(TORCH_DTYPES[layout.dtype])
-        view, begin = views[layout.dtype], (start + places.streams[name][0]) // DTYPE_BYTES[layout.dtype]
+        view, begin = views[layout.dtype], (start + offsets.streams[name][0]) // DTYPE_BYTES[layout.dtype]
         tensors[name] = view.as_strided(layout.shape, layout.strides, view.storage_offset() + begin)
-    return build_side(file.header, places.layer, places.side, entry, tensors, memory.device)
+    return build_side(file.header, offsets.layer, offsets.side, entry, tensors, memory.device)
 
 
 def _states(file: File, number: int, part: CachePart, bus: Bus) -> dict[str, torch.Tensor]:
@@ -213,11 +213,11 @@ def _states(file: File, number: int, part: CachePart, bus: Bus) -> dict[str, tor
     return dict(slice_layer(layer, number, (part.start, part.stop), file.header.start, part.tokens).states)
 
 
-def _copy_tokens(file: File, places: SidePlaces, memory: torch.Tensor, part: CachePart, bus: Bus) -> Side:
+def _copy_tokens(file: File, offsets: SideOffsets, memory: torch.Tensor, part: CachePart, bus: Bus) -> Side:
     """Copy the tokens of ``part`` from ``memory``, which contains a whole side, to the device. Raises OutOfBounds."""
-    skipped = file.header.starts[places.layer] - file.header.start
-    layer = Layer(_side(file, places, memory, 0, {}), None, skipped=skipped)
-    side = slice_layer(layer, places.layer, (part.start, part.stop), file.header.start, part.tokens).k
+    skipped = file.header.starts[offsets.layer] - file.header.start
+    layer = Layer(_side(file, offsets, memory, 0, {}), None, skipped=skipped)
+    side = slice_layer(layer, offsets.layer, (part.start, part.stop), file.header.start, part.tokens).k
     assert side is not None
     return side.map_buffers(lambda tensor: _copy_to_device(tensor, bus))
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
-    from kvpack.file.container import File, SidePlaces
+    from kvpack.file.container import File, SideOffsets
     from kvpack.file.payload import Span
 
     from .device_copy import Bus
@@ -55,7 +55,7 @@ class StagedCopy:
     begin: int
     end: int
     span: Span | None
-    side: SidePlaces
+    side: SideOffsets
 
     def reads(self, nbytes: int) -> list[tuple[int, int]]:
         """Split the copy into reads of at most ``nbytes`` bytes, as ranges in the group's memory."""

@@ -14,7 +14,7 @@ import torch
 from kvpack.file.streamed import PIECE_BYTES, WRITES_AT_ONCE, Piece, write_pieces
 from kvpack.runtime.modes import float32_no_grad
 
-from .stored import stored_streams
+from .stored_layers import stored_streams
 
 if TYPE_CHECKING:
     import os

@@ -363,12 +363,12 @@ def sample_step(tokens: int) -> int:
     return _SAMPLED if tokens >= PAGE_TOKENS else max(1, tokens // _MIN_SAMPLES)
 
 
-def run_fits(sample: torch.Tensor, least: torch.Tensor) -> bool:
+def run_fits(sample: torch.Tensor, minimum: torch.Tensor) -> bool:
     """Return True if no token of ``sample`` ``[batch, kv_head, token, dim]`` is too small for the scales of its run.
 
-    ``least`` are the sizes from ``Codec.min_sizes``.
+    ``minimum`` are the sizes from ``Codec.min_sizes``.
     """
-    return float(dispatch.norms(sample).amin()) >= float(least.amax()) * math.sqrt(sample.shape[3])
+    return float(dispatch.norms(sample).amin()) >= float(minimum.amax()) * math.sqrt(sample.shape[3])
 
 
 def _measured_ranges(codec: Codec, suspects: torch.Tensor) -> Iterator[tuple[int, int]]:

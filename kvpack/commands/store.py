@@ -106,7 +106,7 @@ def _group(text: str) -> int | str:
 
 def run_ls(arguments: argparse.Namespace) -> int:
     """Print one row per prefix."""
-    from .opened import CommandStore
+    from .command_store import CommandStore
 
     store = CommandStore(arguments)
     catalog = store.catalog()
@@ -217,7 +217,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
     """Print totals and one row per identity."""
     from kvpack.store.summary import summarize
 
-    from .opened import CommandStore
+    from .command_store import CommandStore
 
     store = CommandStore(arguments)
     with progress("read", arguments) as callback:
@@ -282,7 +282,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.removal import EntryFilter, remove
 
-    from .opened import CommandStore
+    from .command_store import CommandStore
 
     filters = (arguments.model, arguments.recipe, arguments.older_than, arguments.tenant or None)
     if filters == (None, None, None, None):
@@ -311,9 +311,9 @@ def run_rm(arguments: argparse.Namespace) -> int:
 def run_unpin(arguments: argparse.Namespace) -> int:
     """Unpin the prefix whose key starts with the given digits. Raises InvalidParameter unless exactly one matches."""
     from kvpack.formats.errors import InvalidParameter
-    from kvpack.store.holds import validate_owner
+    from kvpack.store.pin_terms import validate_owner
 
-    from .opened import CommandStore
+    from .command_store import CommandStore
 
     store = CommandStore(arguments)
     digits, owner = arguments.key.lower(), validate_owner(arguments.owner)
@@ -341,7 +341,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     from kvpack.store.catalog import verify
     from kvpack.store.faults import is_damage
 
-    from .opened import CommandStore
+    from .command_store import CommandStore
 
     store = CommandStore(arguments)
     refused: list[dict[str, Any]] = []
@@ -373,7 +373,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
     from kvpack.store.directory import Directory
     from kvpack.store.reclaim import reclaim
 
-    from .opened import CommandStore
+    from .command_store import CommandStore
 
     store = CommandStore(arguments, skip_sweep=False, max_bytes=arguments.max_bytes, min_free=arguments.min_free)
     reclaim(store.backend, store.counters, store.cipher, max_entry_bytes=store.max_entry_bytes)
@@ -402,7 +402,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     """Write one prefix to a file."""
     from kvpack.store.transfer import export_prefix
 
-    from .opened import CommandStore
+    from .command_store import CommandStore
 
     check_output(arguments, arguments.output, arguments.store, arguments.key_file)
     store = CommandStore(arguments)

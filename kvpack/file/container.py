@@ -121,7 +121,7 @@ def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", me
 
 
 @dataclass(frozen=True)
-class SidePlaces:
+class SideOffsets:
     """Offsets of a layer's decoded keys or values in a block of memory of ``nbytes`` bytes.
 
     ``streams`` maps stream names to ranges ``[begin, end)``. Each tensor begins at a multiple of 64 bytes, as in a file, so that without
@@ -240,7 +240,7 @@ class File:
         with prefix_errors(self.where):
             read_checked(self._source, self.front, self.tensors[state.where], state.layout, memory, checksums=self._checksums)
 
-    def side_places(self, layer: int, side: str) -> SidePlaces:
+    def side_offsets(self, layer: int, side: str) -> SideOffsets:
         """Return the offsets at which ``read_side_into`` stores the tensors of a layer's keys or values.
 
         Raises OutOfBounds if the file does not have them.
@@ -253,17 +253,17 @@ class File:
                 end = begin + layout_bytes(layout)
                 places[stream] = begin, end
             self._places[entry] = places, align_up(end)
-        return SidePlaces(layer, side, *self._places[entry])
+        return SideOffsets(layer, side, *self._places[entry])
 
-    def read_side_into(self, places: SidePlaces, memory: memoryview, *, check_values: bool = True, check_chunks: bool = True) -> None:
-        """Copy the decoded tensors of a layer's keys or values into ``memory``, of at least ``places.nbytes`` bytes, and check the copies.
+    def read_side_into(self, offsets: SideOffsets, memory: memoryview, *, check_values: bool = True, check_chunks: bool = True) -> None:
+        """Copy the decoded tensors of a layer's keys or values into ``memory``, of at least ``offsets.nbytes`` bytes, and check the copies.
 
         The checks and their order are as in ``read_side``. Without ``check_values``, the caller must check all rules of the codec, and
         without ``check_chunks``, those of ``Codec.check_chunks``. Several threads may call this for different keys or values. Raises
         DigestMismatch, InvalidPayload, MissingFile and Truncated.
         """
-        entry, arrays, prefix = self.side(places.layer, places.side), {}, f"{places.layer}.{places.side}"
-        layouts, tensors = self.header.streams[entry], self._tensors_at(places)
+        entry, arrays, prefix = self.side(offsets.layer, offsets.side), {}, f"{offsets.layer}.{offsets.side}"
+        layouts, tensors = self.header.streams[entry], self._tensors_at(offsets)
         with prefix_errors(self.where):
             span = span_of(self.front, tensors)
             if span is not None:
@@ -280,7 +280,7 @@ class File:
                     arrays[stream] = layout.array(memory[begin:end])
             self._check(entry, arrays, prefix, check_chunks)
 
-    def span(self, sides: Sequence[SidePlaces]) -> Span | None:
+    def span(self, sides: Sequence[SideOffsets]) -> Span | None:
         """Return the file range with the same layout as ``sides`` stored one after another in memory, or None if there is none."""
         tensors, start = [], 0
         for places in sides:
@@ -355,8 +355,8 @@ class File:
             for name, array in arrays.items():
                 check_finite(f"{where}.{name}", array, "the rows of a basis")
 
-    def _tensors_at(self, places: SidePlaces) -> list[tuple[TensorEntry, int, int]]:
-        return [(self.tensors[f"{places.layer}.{places.side}.{stream}"], *place) for stream, place in places.streams.items()]
+    def _tensors_at(self, offsets: SideOffsets) -> list[tuple[TensorEntry, int, int]]:
+        return [(self.tensors[f"{offsets.layer}.{offsets.side}.{stream}"], *place) for stream, place in offsets.streams.items()]
 
     def side(self, layer: int, side: str) -> SideEntry:
         """Return the header entry of a layer's keys or values. Raises OutOfBounds if the file does not have them."""

@@ -95,7 +95,7 @@ _codecs: dict[tuple[bytes, tuple[type, ...]], Codec] = {}
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class TensorPosition:
     """Position of a payload tensor in the data section. Its padding starts at ``pad``, and its bytes are ``[begin, end)``."""
 
     pad: int
@@ -112,7 +112,7 @@ class Front:
 
     text: bytes
     tensor: bytes
-    places: dict[str, TensorPlace]
+    places: dict[str, TensorPosition]
     file_bytes: int
 
 
@@ -142,7 +142,7 @@ def _front_of(header: Header, tensor: bytes) -> Front:
         end = begin + entry.stored_bytes
         dtype, shape = (entry.dtype, entry.shape) if entry.filter == "none" else ("U8", (entry.stored_bytes,))
         rows.append(_row(entry.name, dtype, shape, begin, end))
-        places[entry.name] = TensorPlace(pad, begin, end)
+        places[entry.name] = TensorPosition(pad, begin, end)
     json = ("{" + ",".join(rows) + "}").encode()
     json += b" " * (-(LENGTH_BYTES + len(json)) % DATA_ALIGNMENT)
     front = Front(len(json).to_bytes(LENGTH_BYTES, "little") + json, tensor, places, LENGTH_BYTES + len(json) + end)

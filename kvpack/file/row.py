@@ -186,8 +186,8 @@ def check_row_matches(row: memoryview, frame: Frame, layout: RowLayout, namespac
         raise InvalidHeader(f"{where} has the key {frame.key.hex()}, expected {key.hex()}")
 
 
-def _align(at: int) -> int:
-    return -(-at // ALIGNMENT) * ALIGNMENT
+def _align(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def _description_difference(data: bytes, expected: bytes) -> str:

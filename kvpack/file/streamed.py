@@ -90,7 +90,7 @@ class _PayloadTracker:
         for piece in pieces:
             size = self._sizes[piece.name]
             self._sizes[piece.name] = size + len(piece.data)
-            self._check(piece.name, whole=False)
+            self._check(piece.name, is_complete=False)
             self._digests[piece.name].update(piece.data)
             yield piece, self._start + self._begins[piece.name] + size
 
@@ -98,18 +98,18 @@ class _PayloadTracker:
         """Return the complete header of the file. Raises InvalidParameter if a tensor is incomplete."""
         tensors = []
         for name, layout in self._contents.layouts.items():
-            self._check(name, whole=True)
+            self._check(name, is_complete=True)
             tensors.append(TensorEntry(name, layout.dtype, layout.shape, "none", self._sizes[name], self._digests[name].digest()))
         return Header.of(self._contents, tuple(tensors))
 
-    def _check(self, name: str, *, whole: bool) -> None:
+    def _check(self, name: str, *, is_complete: bool) -> None:
         layout, size = self._contents.layouts[name], self._sizes[name]
         expected = layout_bytes(layout)
-        if size > expected or (whole and size != expected):
+        if size > expected or (is_complete and size != expected):
             raise InvalidParameter(f"{name} has {size} bytes, expected {expected} for {layout.dtype} {list(layout.shape)}")
 
 
-def _write_at(descriptor: int, data: memoryview, at: int) -> None:
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
-        done += os.pwrite(descriptor, data[done:], at + done)
+        done += os.pwrite(descriptor, data[done:], offset + done)

@@ -93,8 +93,8 @@ def _status(path: str) -> dict[str, int]:
 class _CachedDigest:
     """The cache file for the digest of one file. ``place`` is its path, or None if there is no cache folder."""
 
-    def __init__(self, path: str, place: str | None) -> None:
-        self._path, self._place = path, place
+    def __init__(self, path: str, cache_path: str | None) -> None:
+        self._path, self._place = path, cache_path
 
     def read(self, status: Mapping[str, int]) -> str | None:
         """Return the cached digest if it belongs to a file with this status, otherwise None."""

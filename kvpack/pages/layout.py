@@ -180,9 +180,9 @@ class PageLayout:
             )
 
 
-def _check_tensor(x: Any, what: str) -> None:
+def _check_tensor(x: Any, name: str) -> None:
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_meta:
-        raise InvalidType(f"{what} is {describe(x)}, expected a dense tensor in memory")
+        raise InvalidType(f"{name} is {describe(x)}, expected a dense tensor in memory")
 
 
 def as_integers(x: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ class FoundEntry:
     tier: int
 
 
-class Hold(NamedTuple):
+class PinTerms(NamedTuple):
     """The terms of a pin: its owner, and its end in seconds since 1970."""
 
     owner: str
@@ -162,7 +162,7 @@ class Backend(Protocol):
     def size(self) -> tuple[int, int]:
         """Return the number of entries and their total bytes."""
 
-    def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
+    def pin(self, keys: Sequence[bytes], hold: PinTerms) -> bool:
         """Protect a chain from eviction by any process until ``unpin`` or the end of ``hold``. Returns True if it is pinned now."""
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:

@@ -20,10 +20,10 @@ from kvpack.formats.errors import KvpackError, LimitExceeded
 from kvpack.runtime.mapping import is_cold, map_file, may_map
 from kvpack.runtime.threads import in_parallel
 
-from .abouts import Descriptions, entry_text
 from .backend import NoLease, SingleTierBackend, StoredEntry
 from .catalog import corrected_times, read_catalog
 from .disk_usage import DiskUsage
+from .entry_descriptions import Descriptions, entry_text
 from .entry_kind import FRONT_BYTES, UNENCRYPTED, Kind, check_size
 from .entry_probe import kind_of
 from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
@@ -38,7 +38,7 @@ from .trust import NotAnEntry, Trust, Untrusted
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .backend import Data, FoundEntry, Hold, Lease, Pin
+    from .backend import Data, FoundEntry, Lease, Pin, PinTerms
     from .counters import Counters
     from .disk_usage import UsageCount
     from .entry_kind import EntryFormat
@@ -292,7 +292,7 @@ class Directory(SingleTierBackend):
         count = self._read_usage()
         return 0 if count is None else count.effective_budget(count.total)
 
-    def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
+    def pin(self, keys: Sequence[bytes], hold: PinTerms) -> bool:
         return self._pins.add(keys, hold)
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from kvpack.runtime.locks import Lock
 
 from .backend import Pin, SingleTierBackend, StoredEntry
-from .holds import is_active
+from .pin_terms import is_active
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .backend import Data, FoundEntry, Hold
+    from .backend import Data, FoundEntry, PinTerms
     from .counters import Counters
 
 
@@ -99,7 +99,7 @@ class Memory(SingleTierBackend):
         with self._lock:
             return len(self._entries), self._total
 
-    def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
+    def pin(self, keys: Sequence[bytes], hold: PinTerms) -> bool:
         with self._lock:
             self._pins[keys[-1], hold.owner] = Pin(tuple(keys), *hold)
         return True

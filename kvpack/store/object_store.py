@@ -25,15 +25,15 @@ from .backend import FoundEntry, NoLease, SingleTierBackend, StoredEntry
 from .breaker import CircuitBreaker, RequestGuard
 from .entry_kind import UNENCRYPTED, Kind
 from .expiry import limit_ttl, pass_seconds
-from .holds import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
 from .keys import KEY_BYTES
 from .last_used import INTERVAL_SECONDS, UseLog, eviction_order, last_uses_in, merge_records, record_name
 from .objects import SCHEMES, Objects
+from .pin_terms import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .backend import Data, Hold, Lease, Pin
+    from .backend import Data, Lease, Pin, PinTerms
     from .counters import Counters
     from .entry_kind import EntryFormat
     from .last_used import LastUse
@@ -202,7 +202,7 @@ class ObjectStore(SingleTierBackend):
         sizes = [size for _, size, _ in self._entries() or ()]
         return len(sizes), sum(sizes)
 
-    def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
+    def pin(self, keys: Sequence[bytes], hold: PinTerms) -> bool:
         name = _HOLDS + keys[-1].hex() + "/" + owner_digest(hold.owner).hex()
         return self._guard.request("pin", lambda: self._objects.put(name, encode_pin(keys, hold)), False)
 

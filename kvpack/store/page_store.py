@@ -428,8 +428,8 @@ class PageStore:
         return keys, slots
 
 
-def _keys(keys: Sequence[bytes], what: str = "keys") -> list[bytes]:
-    return as_list(keys, what, "the engine's keys, which are bytes")
+def _keys(keys: Sequence[bytes], description: str = "keys") -> list[bytes]:
+    return as_list(keys, description, "the engine's keys, which are bytes")
 
 
 def _group_by_memory(numbers: Sequence[int], buffer_slots: Sequence[BufferSlot]) -> Iterator[tuple[PageBuffer, list[int]]]:

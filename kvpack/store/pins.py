@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from kvpack.file.atomic import TEMPORARY_PREFIX, write_file
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded
 
-from .holds import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
 from .keys import KEY_BYTES
+from .pin_terms import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
 from .reading import read_whole, regular_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .backend import Hold, Pin
+    from .backend import Pin, PinTerms
     from .counters import Counters
     from .folder import Folder
 
@@ -33,7 +33,7 @@ class Pins:
     def __init__(self, folder: Folder, counters: Counters) -> None:
         self._folder, self._counters = folder, counters
 
-    def add(self, chain: Sequence[bytes], hold: Hold) -> bool:
+    def add(self, chain: Sequence[bytes], hold: PinTerms) -> bool:
         """Pin a chain for an owner. Returns True if it is pinned now."""
         pieces = [memoryview(encode_pin(chain, hold))]
         try:

@@ -5,7 +5,7 @@
     {kvpack}:sizes         a hash by key: its size in bytes
     {kvpack}:bytes         the sum of the sizes
     {kvpack}:lease:<key>   the token of the worker that computes the missing chunks (leases.py)
-    {kvpack}:about         a hash by key: which text describes the entry (redis_abouts.py)
+    {kvpack}:about         a hash by key: which text describes the entry (redis_descriptions.py)
     {kvpack}:abouts        a hash: these texts, and the entries and bytes of each
     {kvpack}:holds         a hash of pinned chains: owner, end and keys, by the last key and a digest of the owner
     {kvpack}:pins          a hash of chains pinned by an earlier version: all keys of a chain by its last key
@@ -28,23 +28,23 @@ from kvpack.file.front import front_bytes
 from kvpack.formats.errors import InvalidHeader, LimitExceeded, WriteFailed
 from kvpack.formats.lazy import numpy
 
-from .abouts import entry_text, kind_text
 from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, FoundEntry, NoLease, SingleTierBackend, StoredEntry, batches
+from .entry_descriptions import entry_text, kind_text
 from .entry_kind import FRONT_BYTES, UNENCRYPTED, Kind, check_size
 from .expiry import limit_ttl
-from .holds import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
-from .redis_abouts import RedisDescriptions, list_pages
+from .pin_terms import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
 from .redis_client import FRONTS_BYTES, Client
 from .redis_count import MAX_PAGES, EntryCount
+from .redis_descriptions import RedisDescriptions, list_pages
 from .redis_replies import byte_strings, bytes_up_to, integer, was_set
 from .redis_scripts import ENTRY, HOLDS, LEASE, PINS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .abouts import Descriptions
-    from .backend import Data, Hold, Lease, Pin
+    from .backend import Data, Lease, Pin, PinTerms
     from .counters import Counters
+    from .entry_descriptions import Descriptions
     from .entry_kind import EntryFormat
     from .redis_client import Call, Command
 
@@ -237,7 +237,7 @@ class Redis(SingleTierBackend):
         """Store the descriptive texts of entries, given as pairs (key, text)."""
         self._abouts.add(texts)
 
-    def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
+    def pin(self, keys: Sequence[bytes], hold: PinTerms) -> bool:
         field = keys[-1] + owner_digest(hold.owner)
         return self._client.call("pin", field, encode_pin(keys, hold), b"".join(keys), hold.until) is not None
 

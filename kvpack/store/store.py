@@ -15,18 +15,18 @@ from kvpack.identity.rope import longest_sequence
 
 from .backend import BATCH_BYTES, BATCH_ENTRIES, batches
 from .bases import StoredBasis
+from .cache_checks import check_cache, check_groups, check_ids, check_length, loaded_inputs, require_input_digests, usable_states
 from .catalog import read_catalog
 from .chunk_sizes import ChunkSizeSearch
 from .counters import Counters, log, with_labels
 from .entries import EntryReader, check_decoded_size, to_pieces
 from .entry_kind import check_size
-from .fitting import check_cache, check_groups, check_ids, check_length, loaded_inputs, require_input_digests, usable_states
-from .holds import PIN_SECONDS, make_hold, validate_owner
 from .keys import ID_BYTES, check_inputs, chunk_keys, chunk_links, token_bytes
 from .leases import Leases
 from .loading import FAULTS, Loader
 from .open_store import check_identity, open_for_identity
 from .options import StoreOptions, check_count
+from .pin_terms import PIN_SECONDS, make_pin_terms, validate_owner
 from .prefix_states import PrefixStates
 from .reclaim import reclaim
 from .removal import chain_keys, remove, unpin_chains
@@ -350,7 +350,7 @@ class Store:
         The pin lasts until ``unpin`` or ``delete``, but at most ``seconds`` seconds (by default, a day). It belongs to ``owner`` (by
         default, the host and the process), and replaces the owner's earlier pin of the prefix. Raises InvalidParameter.
         """
-        hold = make_hold(owner, seconds)
+        hold = make_pin_terms(owner, seconds)
         keys = self.keys(token_ids, inputs=inputs)
         usable = self._resumable_keys(keys)
         before = [key for key in self._leading_keys if self._backend.count_present([key])]

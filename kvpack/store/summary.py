@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .abouts import OTHER_KINDS, chunk_text, kind_text
 from .backend import MAX_ENTRY_BYTES
 from .catalog import read_catalog
 from .directory import Directory
+from .entry_descriptions import OTHER_KINDS, chunk_text, kind_text
 from .redis import Redis
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from .backend import Backend, Data, Hold, Lease, Pin
+    from .backend import Backend, Data, Lease, Pin, PinTerms
     from .counters import Counters
 
 TierStats = list[dict[str, Any]]
@@ -85,16 +85,16 @@ class Tiers:
                 result[index] = None if entry is None else FoundEntry(entry.data, tier)
         return result
 
-    def accept(self, keys: Sequence[bytes], found: Sequence[FoundEntry], now_ns: int) -> None:
-        first = len(keys) - len(found)
+    def accept(self, keys: Sequence[bytes], entries: Sequence[FoundEntry], now_ns: int) -> None:
+        first = len(keys) - len(entries)
         promoted: set[int] = set()
         for tier, (backend, counts) in enumerate(zip(self._backends, self._tier_counters, strict=True)):
-            counts.add("hit_chunks", sum(entry.tier == tier for entry in found))
-            lower = {first + index: [memoryview(entry.data)] for index, entry in enumerate(found) if entry.tier > tier}
+            counts.add("hit_chunks", sum(entry.tier == tier for entry in entries))
+            lower = {first + index: [memoryview(entry.data)] for index, entry in enumerate(entries) if entry.tier > tier}
             promoted |= {position for position, ok in zip(lower, self._put_in([backend], keys, lower, now_ns), strict=True) if ok}
         self._counters.add("promoted_chunks", len(promoted))
         # The whole chain is recorded at once: recording parts one by one would leave ancestors older than their descendants.
-        self.touch(keys, now_ns, queried=max((entry.tier for entry in found), default=-1))
+        self.touch(keys, now_ns, queried=max((entry.tier for entry in entries), default=-1))
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         return self.peek_many([key], front=front)[0]
@@ -140,9 +140,9 @@ class Tiers:
             self._write_back.cancel(keys)
         return set().union(*(backend.delete(keys) for backend in self._backends))
 
-    def discard(self, key: bytes, found: FoundEntry) -> None:
+    def discard(self, key: bytes, entry: FoundEntry) -> None:
         # Only this tier's copy is removed: other tiers' copies, and the queued one, may be good.
-        self._backends[found.tier].discard(key, FoundEntry(found.data, 0))
+        self._backends[entry.tier].discard(key, FoundEntry(entry.data, 0))
 
     def list(self) -> Iterator[StoredEntry]:
         listed: dict[bytes, StoredEntry] = {}
@@ -156,7 +156,7 @@ class Tiers:
         sizes = [stored.size for stored in self.list()]
         return len(sizes), sum(sizes)
 
-    def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
+    def pin(self, keys: Sequence[bytes], hold: PinTerms) -> bool:
         return _call_each(self._backends, lambda backend: backend.pin(keys, hold))
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
@@ -222,7 +222,7 @@ class Tiers:
         return [any(results) for results in zip(*answers, strict=True)] if answers else [False] * len(entries)
 
     def _query_in_turn(
-        self, keys: Sequence[bytes], ask: Callable[[Backend, Sequence[bytes]], Any], count_keys: Callable[[Any], int], beyond: int = -1
+        self, keys: Sequence[bytes], query: Callable[[Backend, Sequence[bytes]], Any], count_keys: Callable[[Any], int], beyond: int = -1
     ) -> Iterator[tuple[int, Any]]:
         """Query tiers for ``keys`` in order. Yields (tier, reply) as long as some tier has the next key.
 
@@ -235,7 +235,7 @@ class Tiers:
             for tier, backend in enumerate(self._backends):
                 if exhausted_at.get(tier) == found:
                     continue
-                answer = ask(backend, keys[found:])
+                answer = query(backend, keys[found:])
                 count = count_keys(answer)
                 found += count
                 exhausted_at[tier] = found
@@ -264,6 +264,6 @@ def prometheus_text(counters: Counters, backend: Backend, gauges: Mapping[str, t
     return counters.prometheus(gauges, backend.stats()) + backend.histograms()
 
 
-def _call_each(backends: Sequence[Backend], ask: Callable[[Backend], bool]) -> bool:
+def _call_each(backends: Sequence[Backend], call: Callable[[Backend], bool]) -> bool:
     """Call every backend. Returns True if any call returned True."""
-    return True in [ask(backend) for backend in backends]
+    return True in [call(backend) for backend in backends]

@@ -84,7 +84,7 @@ def channel_costs(cost: torch.Tensor) -> torch.Tensor:
     return diagonal + least if least > 0 else torch.ones_like(diagonal)
 
 
-def _floors(statistics: Statistics, costs: dict[str, torch.Tensor], least: float) -> dict[str, torch.Tensor]:
+def _floors(statistics: Statistics, costs: dict[str, torch.Tensor], minimum: float) -> dict[str, torch.Tensor]:
     """Return the term ``[part, channel]`` to add to each channel's cost, by name of statistics."""
     shapes, sizes, losses = {}, {}, {}
     for name, cost in costs.items():
@@ -96,7 +96,7 @@ def _floors(statistics: Statistics, costs: dict[str, torch.Tensor], least: float
     floors = {}
     for name, size in sizes.items():
         losses_of_kind = [loss for other, loss in losses.items() if other.split(".")[1] == name.split(".")[1]]
-        floors[name] = shapes[name] * (least * sum(losses_of_kind) / len(losses_of_kind) / size if size > 0 else 0.0)
+        floors[name] = shapes[name] * (minimum * sum(losses_of_kind) / len(losses_of_kind) / size if size > 0 else 0.0)
     return floors
 
 

@@ -12,7 +12,7 @@ import torch
 
 import kvpack
 from kvpack import cache_names
-from kvpack.bench import device_times, serve, serve_cpu, serve_peers, serve_tables, serve_turns
+from kvpack.bench import device_times, serve, serve_cpu, serve_peers, serve_tables, step_timing
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.models import transformers_library
@@ -88,12 +88,12 @@ def test_a_failing_cache_becomes_a_row_without_ending_the_run(monkeypatch: pytes
 
 def test_steps_are_interleaved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The run measures steps as on a device, but without CUDA graphs."""
-    monkeypatch.setattr(serve_turns, "TURNS", 3)
+    monkeypatch.setattr(step_timing, "TURNS", 3)
     model = serve.random_model("small", 1, "cpu", None)
     passes: list[tuple[str, bool]] = []
-    steps = serve_turns.seconds_of
+    steps = step_timing.seconds_of
 
-    def recorded(runs: list[serve_turns.Steps], *rest: Any) -> dict[str, float]:
+    def recorded(runs: list[step_timing.Steps], *rest: Any) -> dict[str, float]:
         for run in runs:
             run.model.register_forward_pre_hook(lambda *_, run=run: passes.append((run.name, run.model is model)))
         return steps([runs[0], *runs[2:]], *rest)
@@ -102,7 +102,7 @@ def test_steps_are_interleaved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     with torch.no_grad():
         found = serve._alternating_step_seconds(model, 2, 40, "octopus-3", "cpu")
     assert set(found) == {"DynamicCache", "octopus-3", "without graphs", "the model alone"}
-    each = serve_turns.WARM_STEPS + serve_turns.STEPS
+    each = step_timing.WARM_STEPS + step_timing.STEPS
     turn = [("DynamicCache", False), ("DynamicCache, flash", False)] * each + [("without graphs", True), ("octopus-3", True)] * each * 2
     assert passes == (turn + [("the model alone", False)] * each) * 3
     row = {"batch": 2, "tokens": 40, "cache_bytes": 8, **dict.fromkeys(serve_peers.TIMES), "generate_seconds": 1.0}
@@ -120,7 +120,7 @@ def test_steps_are_interleaved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_model_only_steps_compute_everything_except_attention() -> None:
     model = serve.random_model("small", 2, "cpu", None)
-    steps = serve_turns.steps_without_cache(serve_cpu.with_plain_attention(model), 40)
+    steps = step_timing.steps_without_cache(serve_cpu.with_plain_attention(model), 40)
     token = torch.tensor([[5]])
     with torch.no_grad():
         out = steps.model(token, past_key_values=steps.past, use_cache=True)

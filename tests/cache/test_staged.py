@@ -128,7 +128,7 @@ def test_staging_memory_is_bounded_and_reused(tmp_path: Path) -> None:
             return super().staging(nbytes)
 
     file = container.open_file(tmp_path / "a")
-    largest = max(file.side_places(number, side).nbytes for number in range(12) for side in "kv")
+    largest = max(file.side_offsets(number, side).nbytes for number in range(12) for side in "kv")
     found = staged_load.load_layers(file, CachePart.of(file.header, None, None), Counting(), staging_bytes=4 * largest)
     assert asked == [4 * largest]
     assert list(found) == list(range(12))
@@ -413,7 +413,7 @@ def spanned(tmp_path: Path) -> tuple[container.File, list[staged_reads.StagedCop
     """
     kvpack.save(kvpack.pack(random_pairs(6, 300), "kivi-2"), tmp_path / "a")
     file = container.open_file(tmp_path / "a")
-    places = [file.side_places(number, side) for number in range(6) for side in "kv"]
+    places = [file.side_offsets(number, side) for number in range(6) for side in "kv"]
     span = file.span(places)
     assert span is not None
     size = span.end - span.begin

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from support import once, warm_python
+from support import shared_folders, warm_python
 from support.model_zoo import FOLLOWING, PAGE, PROMPT, STEPS, ZOO, Architecture, Row, Subject, examine_all, parse_table, table
 from support.tiny_configs import tiny_config
 
@@ -53,7 +53,7 @@ def rows(tmp_path_factory: Any) -> list[Row]:
         rows = examine_all(ZOO[::EVERY], folder, warm_python.python(*warm_python.MODELS), share=4)
         (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows]), encoding="utf-8")
 
-    found = once.shared_folder(tmp_path_factory, "zoo", examine) / "rows.json"
+    found = shared_folders.shared_folder(tmp_path_factory, "zoo", examine) / "rows.json"
     return [Row(**row) for row in json.loads(found.read_text(encoding="utf-8"))]
 
 

@@ -256,7 +256,7 @@ def test_the_entry_point_names_the_class(monkeypatch: pytest.MonkeyPatch) -> Non
     registered: list[Any] = []
     registry = types.SimpleNamespace(register=lambda *given: registered.append(given))
     hooks = {"HookRegistry": registry, "HookType": types.SimpleNamespace(BEFORE="before")}
-    import_over(monkeypatch, {"sglang.srt.plugins.hook_registry": hooks}, "kvpack.integrations.changes")
+    import_over(monkeypatch, {"sglang.srt.plugins.hook_registry": hooks}, "kvpack.integrations.counter_changes")
     integration.register()
     assert registered == [(integration.CREATE_BACKEND_PATH, integration.name_class, "before")]
     found = []

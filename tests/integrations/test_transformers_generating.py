@@ -17,7 +17,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForC
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter, InvalidType
-from kvpack.integrations.transformers import KvpackCache, plain, switch
+from kvpack.integrations.transformers import KvpackCache, attention_switch, plain_attention
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,7 +110,7 @@ def test_a_batch_is_packed_as_it_grows(model: Any) -> None:
 
 def test_the_attention_implementation_is_restored(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     """While the implementation is replaced, other caches work as before."""
-    switch._announced_model.clear()
+    attention_switch._announced_model.clear()
     prompt = ids(1, 30)
     expected = model.generate(prompt, max_new_tokens=5, **OPTIONS)
     with caplog.at_level(logging.INFO, "kvpack"):
@@ -208,16 +208,16 @@ def test_moving_or_pickling_a_cache_is_refused_by_name(model: Any) -> None:
 
 def test_a_deleted_model_does_not_affect_the_next_one() -> None:
     model, other = qwen("sdpa"), qwen("sdpa")
-    kept = switch.Switch.of(model)
+    kept = attention_switch.Switch.of(model)
     number = id(model.config)
-    assert plain.plain_name(model.config) == "sdpa"
-    assert number in plain._previous_attention
+    assert plain_attention.plain_name(model.config) == "sdpa"
+    assert number in plain_attention._previous_attention
     del model
     gc.collect()
-    assert number not in plain._previous_attention
+    assert number not in plain_attention._previous_attention
     # As if the other model had the id of the one that is gone.
-    switch._SWITCHES[id(other)] = kept
-    made = switch.Switch.of(other)
+    attention_switch._SWITCHES[id(other)] = kept
+    made = attention_switch.Switch.of(other)
     assert made is not kept
     assert other.config._attn_implementation == "kvpack"
     del made

@@ -18,7 +18,7 @@ import torch
 from kvpack.errors import InvalidParameter, MissingBasis, MissingFile
 from kvpack.integrations.vllm import identities, metrics
 from kvpack.integrations.vllm.chunk_keys import ABSENT, attach_keys
-from kvpack.integrations.vllm.groups import GROUPS, PLACES, Group, block_places, check_blocks, groups_of
+from kvpack.integrations.vllm.groups import BLOCK_OFFSETS, GROUPS, Group, block_offsets, check_blocks, groups_of
 from kvpack.integrations.vllm.identities import SETTINGS, relevant_settings
 from kvpack.pages import PageCodec
 from support.engine_stubs import METADATA, STATS, Stats, check_defined, import_over
@@ -734,7 +734,7 @@ def test_the_connector_describes_the_model_to_the_tier(connector: Any, one_group
     for role in ("scheduler", "worker"):
         made = connector.KvpackConnector(config, role, one_group)
         assert made.options["secondary_tiers"] == [packed, {"type": "fs"}]
-        assert (made.options[GROUPS], made.options[PLACES]) == ([ATTENTION], [[0, PAGE], [0]])
+        assert (made.options[GROUPS], made.options[BLOCK_OFFSETS]) == ([ATTENTION], [[0, PAGE], [0]])
     assert (made.options["spec_name"], made.options[SETTINGS]) == ("TieringOffloadingSpec", relevant_settings(config))
     assert "spec_module_path" not in made.options
     # A spec of the operator's own, such as one for another platform, stays.
@@ -769,9 +769,9 @@ def test_layers_of_several_groups_share_memory(one_group: Any) -> None:
     def places(tensors: list[Any], **groups: list[str]) -> list[list[int]]:
         spec = types.SimpleNamespace(page_size_bytes=PAGE)
         made = [types.SimpleNamespace(layer_names=names, kv_cache_spec=spec) for names in groups.values()]
-        return block_places(types.SimpleNamespace(kv_cache_groups=made, kv_cache_tensors=tensors))
+        return block_offsets(types.SimpleNamespace(kv_cache_groups=made, kv_cache_tensors=tensors))
 
-    assert block_places(one_group) == [[0, PAGE], [0]]
+    assert block_offsets(one_group) == [[0, PAGE], [0]]
     # Mamba's second layer lies where the first of attention does.
     swapped = [tensor(["a", "b"]), tensor(["y", "x"])]
     assert places(swapped, attention=["a", "b"], mamba=["x", "y"]) == [[0, PAGE], [PAGE, 0]]
@@ -788,7 +788,7 @@ def test_layers_of_several_groups_share_memory(one_group: Any) -> None:
     )
     uneven = types.SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=of_layers)
     tensors = [tensor(["a"]), tensor(["b"], offset=10 * PAGE, page=200, block=200)]
-    assert block_places(types.SimpleNamespace(kv_cache_groups=[uneven], kv_cache_tensors=tensors)) == [[0, PAGE]]
+    assert block_offsets(types.SimpleNamespace(kv_cache_groups=[uneven], kv_cache_tensors=tensors)) == [[0, PAGE]]
 
 
 def test_the_layout_of_a_store_is_that_of_the_tensors(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ import torch
 from kvpack.errors import InvalidParameter, RoundedWarning
 from kvpack.integrations import vllm as integration
 from kvpack.integrations.vllm import metrics
-from kvpack.integrations.vllm.groups import GROUPS, PLACES, Group
+from kvpack.integrations.vllm.groups import BLOCK_OFFSETS, GROUPS, Group
 from kvpack.integrations.vllm.identities import SETTINGS
 from kvpack.integrations.vllm.layouts import arrangement, check_layout_name
 from kvpack.pages import PageGeometry, PageLayout
@@ -124,7 +124,7 @@ def told(*groups: Group, **changes: Any) -> dict[str, Any]:
     """Return the settings that the connector passes to the tier about groups with shared memory, by layer number."""
     page = max(group.page_bytes for group in groups)
     places = [[page * layer for layer in range(group.layers)] for group in groups]
-    return {SETTINGS: "as it is", GROUPS: list(groups), PLACES: places, **changes}
+    return {SETTINGS: "as it is", GROUPS: list(groups), BLOCK_OFFSETS: places, **changes}
 
 
 def named(*groups: Group) -> tuple[Any, ...]:

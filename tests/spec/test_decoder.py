@@ -36,7 +36,7 @@ from spec.decoder.directions import bin_direction
 from spec.decoder.packing import Columns as SecondColumns
 from spec.decoder.xxh3 import xxh3_128
 from support.caches import RECIPES, random_pairs
-from support.decoded_alike import assert_same_cache, assert_within
+from support.decoded_values import assert_same_cache, assert_within
 from support.file_parts import Parts, compress, drop, edit, frame, move_to_end, overwrite, random_digits, random_page
 from support.golden_files import FOLDER, expected_path, sidecar_packings
 from support.klt_bases import random_basis, transform_of
@@ -194,7 +194,7 @@ def test_both_readers_agree_on_arbitrary_levels_of_transform(
 ) -> None:
     source = random.Random(seed)
     file = random_basis({(0, side): (heads, dim)}, 1, source.choice(("fp16", "fp32")), str(seed), {(0, side): scope})
-    codec = transform_of(Basis.of_bytes(file), 0, side, step, source.choice((16, 64)), given=True)
+    codec = transform_of(Basis.of_bytes(file), 0, side, step, source.choice((16, 64)), with_frames=True)
     batch, runs = source.randint(1, 2), [source.randint(1, 40) for _ in range(source.randint(0, 2))]
     pages = tuple(random_page(codec, batch, heads, run, source)[0] for run in runs)
     tail = torch.randn(batch, heads, source.randint(0, 2), dim).to(torch.bfloat16)

@@ -24,7 +24,7 @@ from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.streams import DTYPE_BYTES, NORMS
-from support.decoded_alike import assert_within
+from support.decoded_values import assert_within
 from support.second_decoder import decoder
 from support.sidecar_bounds import QJL_WORST
 from support.small_files import side

@@ -13,7 +13,7 @@ import torch
 
 import kvpack
 from kvpack.cache.cache import Cache
-from kvpack.cache.stored import build_cache
+from kvpack.cache.stored_layers import build_cache
 from kvpack.file import container
 from kvpack.file.inputs import UNREADABLE_INPUTS
 from kvpack.formats import errors

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvpack.store import disk_usage
-from support import disk_of_bytes
+from support import byte_sized_disk
 from support.store_caches import entry_of, open_store, prompt, save
 
 
@@ -32,4 +32,4 @@ def _disk_of_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     See test_disk.py for budgets on real disks.
     """
     if not request.module.__name__.endswith(("test_disk", "test_endurance")):
-        disk_of_bytes.install(monkeypatch)
+        byte_sized_disk.install(monkeypatch)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from kvpack.store.backend import Data, FoundEntry, Hold, Pin
+    from kvpack.store.backend import Data, FoundEntry, Pin, PinTerms
     from kvpack.store.counters import Counters
     from kvpack.store.entry_kind import EntryFormat
 
@@ -62,7 +62,7 @@ class Toy(SingleTierBackend):
     def size(self) -> tuple[int, int]:
         return len(self._entries), sum(map(len, self._entries.values()))
 
-    def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
+    def pin(self, keys: Sequence[bytes], hold: PinTerms) -> bool:
         return False
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:

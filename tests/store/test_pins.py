@@ -15,11 +15,11 @@ import pytest
 import kvpack
 from kvpack.cli import main
 from kvpack.formats.errors import InvalidParameter
-from kvpack.store import holds
-from kvpack.store.backend import Hold
+from kvpack.store import pin_terms
+from kvpack.store.backend import PinTerms
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
-from kvpack.store.holds import encode_pin, owner_digest
+from kvpack.store.pin_terms import encode_pin, owner_digest
 from support import redis_server, s3_server
 from support.store_caches import CHUNK, IDENTITY, cache, entries, open_store, prompt, save
 
@@ -46,7 +46,7 @@ def fill(folder: Path, size: int) -> bool:
 
 def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     real = time.time
-    monkeypatch.setattr(holds, "time", type("Later", (), {"time": staticmethod(lambda: real() + seconds)}))
+    monkeypatch.setattr(pin_terms, "time", type("Later", (), {"time": staticmethod(lambda: real() + seconds)}))
 
 
 def test_a_pin_expires(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,13 +234,13 @@ def test_pins_on_a_server_have_owners_and_ends(remote: Remote, capsys: pytest.Ca
 def test_pins_on_a_server_expire_and_invalid_ones_keep_nothing(remote: Remote) -> None:
     store = remote.save()
     keys = store.keys(IDS)
-    remote.put(keys[-1], "late", encode_pin(keys, Hold("late", int(time.time()) - 5)))
+    remote.put(keys[-1], "late", encode_pin(keys, PinTerms("late", int(time.time()) - 5)))
     for number, junk in enumerate((b"", b"kvphold1", b"kvphold1" + bytes(10), b"kvphold1" + b"\xff" * 60, b"x" * 100)):
         remote.put(keys[-1], f"junk {number}", junk)
     assert not store._backend.pins()
     assert not remote.fill()
     store = remote.save()
-    remote.put(keys[-1], "soon", encode_pin(keys, Hold("soon", int(time.time()) + 1000)))
+    remote.put(keys[-1], "soon", encode_pin(keys, PinTerms("soon", int(time.time()) + 1000)))
     assert remote.fill()
     assert [pin.owner for pin in store._backend.pins()] == ["soon"]
     assert set(store.counters()["faults"]) == {"pinned InvalidHeader"}

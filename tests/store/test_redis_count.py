@@ -10,7 +10,7 @@ import pytest
 import kvpack
 from kvpack.store import redis as redis_module
 from kvpack.store import redis_client, redis_count
-from kvpack.store.backend import Hold
+from kvpack.store.backend import PinTerms
 from kvpack.store.redis_scripts import ENTRY, PREFIX
 from support.redis_server import Server, run_server
 from support.store_caches import CHUNK, UNIFORM_IDENTITY, cache, is_same_prefix, prompt, save
@@ -415,7 +415,7 @@ def test_eviction_works_page_by_page(shared: Server, client: Any) -> None:
     save(store, ids)
     size = stored_bytes(client)[1] - 2000 * 64
     pinned = [number.to_bytes(32, "big") for number in range(700)]
-    store._backend.pin(pinned, Hold("test", 2**40))
+    store._backend.pin(pinned, PinTerms("test", 2**40))
     tight = open_store(shared, max_bytes=size + 750 * 64)
     whole = save(tight, prompt(2, seed=3))
     assert is_same_prefix(tight.load(prompt(2, seed=3))[1], whole)

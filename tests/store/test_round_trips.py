@@ -15,7 +15,7 @@ from kvpack.store import backend as backend_module
 from kvpack.store import catalog as catalog_module
 from kvpack.store import object_store
 from kvpack.store import redis as redis_module
-from kvpack.store.backend import Hold, StoredEntry
+from kvpack.store.backend import PinTerms, StoredEntry
 from kvpack.store.catalog import read_catalog, verify
 from kvpack.store.counters import Counters
 from kvpack.store.entry_kind import UNENCRYPTED
@@ -290,7 +290,7 @@ def test_a_full_object_store_is_listed_once_per_call(monkeypatch: pytest.MonkeyP
         backend: Any = engine._backend
         backend._max_bytes = 20 * size
         assert engine.put(KEYS[:20], given, range(20)) == [True] * 20
-        backend.pin(engine._entry_keys(KEYS[:20]), Hold("test", 2**40))
+        backend.pin(engine._entry_keys(KEYS[:20]), PinTerms("test", 2**40))
         listed: list[int] = []
         real = ObjectStore._entries
         # Records of uses are merged by luck, which lists the entries too.

@@ -86,7 +86,7 @@ class CompiledKernels:
         usage = Usage(_attribute(cubin, _REGISTERS), kernel.metadata.shared + declared, instructions, _attribute(cubin, _STACK))
         self.used[name] = Usage(*map(max, usage, self.used.get(name, usage)))
 
-    def attempt(self, what: str, call: Callable[[], object]) -> None:
+    def attempt(self, operation: str, call: Callable[[], object]) -> None:
         """Compile the kernels that ``call`` launches and that no earlier call launched."""
         begin = time.process_time()
         try:
@@ -101,8 +101,8 @@ class CompiledKernels:
                 self.assembled.add(name)
                 self.note(name, compile_kernel())
         except Exception as error:
-            self.failed[what] = f"{type(error).__name__}: {str(error)[-300:]}"
-        self.seconds[what] = round(time.process_time() - begin, 1)
+            self.failed[operation] = f"{type(error).__name__}: {str(error)[-300:]}"
+        self.seconds[operation] = round(time.process_time() - begin, 1)
 
 
 def _section_table(cubin: bytes) -> list[tuple[str, int, int, int]]:
@@ -118,7 +118,7 @@ def _sections(cubin: bytes) -> list[tuple[str, int]]:
     return [(name, size) for name, _, _, size in _section_table(cubin)]
 
 
-def _attribute(cubin: bytes, wanted: int) -> int:
+def _attribute(cubin: bytes, number: int) -> int:
     """Return the largest value of an attribute of .nv.info that a function in ``cubin`` has."""
     most = 0
     for name, _, at, size in _section_table(cubin):
@@ -129,7 +129,7 @@ def _attribute(cubin: bytes, wanted: int) -> int:
             form, attribute, value = struct.unpack_from("<BBH", cubin, place)
             place += 4
             if form == 4:
-                if attribute == wanted:
+                if attribute == number:
                     most = max(most, struct.unpack_from("<II", cubin, place)[1])
                 place += value
     return most

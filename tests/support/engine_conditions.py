@@ -19,7 +19,7 @@ from kvpack import Identity, PageStore
 from kvpack.file.atomic import TEMPORARY_PREFIX
 from kvpack.pages import PageBuffer, PageGeometry
 from kvpack.store import page_store
-from support import disk_of_bytes
+from support import byte_sized_disk
 from support.faulty_os import FaultyOs
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def full_disk(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyP
 
 
 def clock_set_back(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
-    disk_of_bytes.install(patch)
+    byte_sized_disk.install(patch)
     size = _entry_bytes(opened, folder)
     engine = opened(folder / "other", max_bytes=2 * size + size // 2)
     assert engine.store([0, 1]) == [True, True]
@@ -121,7 +121,7 @@ def clock_set_back(opened: Callable[..., Engine], folder: Path, patch: pytest.Mo
 
 def concurrent_eviction(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Store and load while another process, which has filled the folder, stores too and evicts."""
-    disk_of_bytes.install(patch)
+    byte_sized_disk.install(patch)
     size = _entry_bytes(opened, folder)
     budget = 6 * size
     fork = multiprocessing.get_context("fork")

@@ -120,11 +120,11 @@ def store_modules() -> list[ModuleType]:
     return [module for name, module in sys.modules.items() if name == "kvpack.file.atomic" or name.startswith(f"{kvpack.store.__name__}.")]
 
 
-def _transfer_half(name: str, real: Any, descriptor: int, what: Any, *rest: Any) -> Any:
+def _transfer_half(name: str, real: Any, descriptor: int, argument: Any, *rest: Any) -> Any:
     """Call a read or write function with half of its bytes, but at least one."""
     if name == "writev":
-        data = b"".join(what)
+        data = b"".join(argument)
         return os.write(descriptor, data[: max(1, len(data) // 2)])
     if name == "pwrite":
-        return os.pwrite(descriptor, what[: max(1, len(what) // 2)], *rest)
-    return real(descriptor, max(1, what // 2), *rest)
+        return os.pwrite(descriptor, argument[: max(1, len(argument) // 2)], *rest)
+    return real(descriptor, max(1, argument // 2), *rest)

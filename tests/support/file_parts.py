@@ -79,14 +79,14 @@ def move_to_end(path: str, key: str) -> Callable[[Parts], None]:
     return apply
 
 
-def overwrite(name: str, at: int, value: str) -> Callable[[Parts], None]:
-    """Return a change that overwrites the bytes of the tensor ``name`` from byte ``at`` on."""
+def overwrite(name: str, offset: int, value: str) -> Callable[[Parts], None]:
+    """Return a change that overwrites the bytes of the tensor ``name`` from byte ``offset`` on."""
 
     def apply(parts: Parts) -> None:
         number, new = parts.tensor(name), bytes.fromhex(value)
         stored = parts.tensors[number]
-        assert at + len(new) <= len(stored)
-        parts.tensors[number] = stored[:at] + new + stored[at + len(new) :]
+        assert offset + len(new) <= len(stored)
+        parts.tensors[number] = stored[:offset] + new + stored[offset + len(new) :]
 
     return apply
 

@@ -107,9 +107,9 @@ def random_ids(batch: int, count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, 60, (batch, count), generator=torch.Generator().manual_seed(seed), device="cpu").to(DEVICE)
 
 
-def caches_match(found: KvpackCache, expected: KvpackCache) -> None:
+def caches_match(actual: KvpackCache, expected: KvpackCache) -> None:
     """Assert that two caches have the same bytes and report the same origin."""
-    one, other = found.packed, expected.packed
+    one, other = actual.packed, expected.packed
     assert one.inputs == other.inputs
     for mine, theirs in zip(one, other, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(mine.unpack(torch.float32), theirs.unpack(torch.float32), strict=True))

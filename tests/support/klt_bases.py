@@ -200,15 +200,15 @@ def with_random_frames(codec: Codec, step: int = 20) -> Transform:
     return replace(codec, scope=scope, step=step, source=AnyFrames(codec.dim, scope, codec.side))
 
 
-def transform_of(basis: Basis, layer: int, side: str, step: int, chunk: int = 16, *, given: bool = False) -> Transform:
-    """Return the transform codec for a side of ``basis``. It contains the frames if ``given``."""
+def transform_of(basis: Basis, layer: int, side: str, step: int, chunk: int = 16, *, with_frames: bool = False) -> Transform:
+    """Return the transform codec for a side of ``basis``. It contains the frames if ``with_frames``."""
     rows, frames = basis.rows(layer, side), basis.frames(layer, side)
     scope = "head" if frames.count == rows.heads else "layer"
-    return Transform(rows.dim, basis.digest, layer, side, scope, step, chunk, frames if given else None)
+    return Transform(rows.dim, basis.digest, layer, side, scope, step, chunk, frames if with_frames else None)
 
 
-def codec_of(basis: Basis, layer: int, side: str, widths: bytes, gain: str = "fp16", *, given: bool = False) -> Klt:
-    """Return the klt codec for a side of ``basis``. It contains the basis if ``given``."""
+def codec_of(basis: Basis, layer: int, side: str, widths: bytes, gain: str = "fp16", *, with_basis: bool = False) -> Klt:
+    """Return the klt codec for a side of ``basis``. It contains the basis if ``with_basis``."""
     rows = basis.rows(layer, side)
     codec = Klt.of(rows.dim, basis.digest, layer, side, widths, gain, "basis", rows)
-    return codec if given else replace(codec, source=None)
+    return codec if with_basis else replace(codec, source=None)

@@ -195,8 +195,8 @@ class Subject:
             past = self.forward(part, past).past_key_values
         return self.continue_over(past)
 
-    def check(self, found: torch.Tensor, expected: torch.Tensor | None = None) -> None:
-        difference = float((found - (self.expected if expected is None else expected)).abs().max())
+    def check(self, actual: torch.Tensor, expected: torch.Tensor | None = None) -> None:
+        difference = float((actual - (self.expected if expected is None else expected)).abs().max())
         assert difference <= self.tolerance, f"logits differ by {difference:.2e}, the limit is {self.tolerance:.2e}"
 
 

@@ -57,13 +57,13 @@ class Reader:
     process: subprocess.Popen[str]
     folder: Path
 
-    def read(self, path: Path, bases: Sequence[Path] = (), wanted: Mapping[str, str] | None = None) -> Answer:
-        """Return the answer for the file at ``path``, or for the store entry ``wanted`` in it. Raises RuntimeError if the program ends."""
+    def read(self, path: Path, bases: Sequence[Path] = (), entry: Mapping[str, str] | None = None) -> Answer:
+        """Return the answer for the file at ``path``, or for the store entry ``entry`` in it. Raises RuntimeError if the program ends."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         output = self.folder / f"{self.name}.values"
         output.unlink(missing_ok=True)
-        fields = [path, output, *bases, *(f"{name}={value}" for name, value in (wanted or {}).items())]
+        fields = [path, output, *bases, *(f"{name}={value}" for name, value in (entry or {}).items())]
         self.process.stdin.write("\t".join(map(str, fields)) + "\n")
         self.process.stdin.flush()
         kind, _, rest = self.process.stdout.readline().rstrip("\n").partition("\t")

@@ -35,7 +35,7 @@ def basis() -> Basis:
     return Basis.load(BASIS)
 
 
-def write_files(model: str, whole: str) -> None:
+def write_files(model: str, basis_path: str) -> None:
     """Write the layers and the basis to their files."""
     from transformers import AttentionInterface
 
@@ -58,7 +58,7 @@ def write_files(model: str, whole: str) -> None:
     with torch.inference_mode():
         network(window(bundled_text("prose", Path(model), vocabulary(network)), 0, TOKENS))
     save_file(seen, TENSORS, {"license": "Apache-2.0", "model": "SmolLM2-135M-Instruct"})
-    of_all = Basis.load(whole)
+    of_all = Basis.load(basis_path)
     places = [(number, layer, side) for number, layer in enumerate(LAYERS) for side in "kv"]
     rows = {(number, side): of_all.rows(layer, side).rows[0] for number, layer, side in places}
     frames = {(number, side): of_all.frames(layer, side) for number, layer, side in places}

@@ -153,11 +153,11 @@ def _check_raw_tokens(
     return raw_tokens.encode(x, raw[:, 0], codec.token_group)[0]
 
 
-def _check_signs(qjl: Qjl, left: torch.Tensor, rounding: torch.Tensor, streams: Streams) -> None:
-    """Check that the signs are those of the codec's residual ``left``, and that the correction follows the specification."""
+def _check_signs(qjl: Qjl, residual: torch.Tensor, rounding: torch.Tensor, streams: Streams) -> None:
+    """Check that the signs are those of the codec's residual ``residual``, and that the correction follows the specification."""
     (negative,) = qjl.packing.unpack([streams[f"qjl_signs.{plane}"] for plane in range(len(qjl.packing.planes))])
     matrix, signs = qjl.rotation.matrix().double(), 1 - 2 * negative.double()
-    assert (signs * (left @ matrix.T) >= -2 * rounding[..., None] - 2.0**-120).all()
+    assert (signs * (residual @ matrix.T) >= -2 * rounding[..., None] - 2.0**-120).all()
     norm = streams["qjl_norm"].double()[..., None]
     expected = norm * math.sqrt(math.pi / (2 * qjl.dim)) * (signs @ matrix)
     assert ((qjl.correction(streams) - expected).norm(dim=-1) <= ROTATION_TOLERANCE * norm[..., 0] + 2.0**-120).all()

@@ -21,8 +21,8 @@ RECIPES = {
 }
 
 
-def relative_error(found: torch.Tensor, x: torch.Tensor) -> float:
-    return float((found - x).norm() / x.norm())
+def relative_error(decoded: torch.Tensor, x: torch.Tensor) -> float:
+    return float((decoded - x).norm() / x.norm())
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

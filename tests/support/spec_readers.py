@@ -70,7 +70,7 @@ def entry_differences(reader: Reader) -> Iterator[str]:
         wanted = {"key": line["key"], "tenant": line["tenant"]} | {name: str(line[name]) for name in ("parent", "start") if name in line}
         wanted |= {f"secret.{name}": key for name, key in line["encryption_keys"].items()}
         wanted |= {f"identity.{name}": text for name, text in line.get("identity", {}).items() if name != "tenant"}
-        answer = reader.read(ENTRY_FOLDER / file, wanted=wanted)
+        answer = reader.read(ENTRY_FOLDER / file, entry=wanted)
         if "file" in line:
             clear = reader.read(Path(shutil.copyfile(ENTRY_FOLDER / line["file"], reader.folder / "x.kvpack")))
             if not answer.accepted or not clear.accepted or not numpy.array_equal(answer.values, clear.values):
@@ -193,9 +193,9 @@ def fresh_files(count: int, number: int, visit: Callable[[bytes], None]) -> None
     print(f"{count - left} files newly written by the library")
 
 
-def mutations(seconds: float, number: int, found: Sequence[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Yield mutations of ``found`` and of packed pages for ``seconds`` seconds, each with True if it is a packed page."""
-    source, vocabulary = random.Random(number), Vocabulary.of(found)
+def mutations(seconds: float, number: int, files: Sequence[bytes]) -> Iterator[tuple[bytes, bool]]:
+    """Yield mutations of ``files`` and of packed pages for ``seconds`` seconds, each with True if it is a packed page."""
+    source, vocabulary = random.Random(number), Vocabulary.of(files)
     oracle = RowOracle()
     rows = [*oracle.rows, *seeds.rows()]
     end = time.monotonic() + seconds
@@ -203,7 +203,7 @@ def mutations(seconds: float, number: int, found: Sequence[bytes]) -> Iterator[t
         if source.random() < 0.15:
             yield oracle.mutate(source.choice(rows), vocabulary, source, MAX_MUTATED_BYTES), True
         else:
-            yield mutate_file(source.choice(found), vocabulary, source, MAX_MUTATED_BYTES), False
+            yield mutate_file(source.choice(files), vocabulary, source, MAX_MUTATED_BYTES), False
 
 
 def main(words: list[str] | None = None) -> int:

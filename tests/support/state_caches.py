@@ -30,22 +30,22 @@ def states(position: int, seed: int = 0) -> States:
     return {"conv.0": conv, "recurrent.0": recurrent}, {}
 
 
-def stateful(tokens: int, at: Any, recipe: str = "kivi-2", seed: int = 0) -> kvpack.Cache:
-    """Return a cache of ``tokens`` tokens with states after the last token, and at the positions ``at``."""
+def stateful(tokens: int, positions: Any, recipe: str = "kivi-2", seed: int = 0) -> kvpack.Cache:
+    """Return a cache of ``tokens`` tokens with states after the last token, and at the positions ``positions``."""
     (pair,) = random_pairs(1, tokens, dims=(32, 32), seed=seed)
     packed = kvpack.pack([pair], recipe)
     layers = (kvpack.Layer(None, None), *packed.layers)
-    kept = {position: states(position, seed) for position in at}
+    kept = {position: states(position, seed) for position in positions}
     return dataclasses.replace(packed, layers=with_states(layers, states(tokens, seed)), states_at=MappingProxyType(kept))
 
 
-def same_states(found: kvpack.Cache | None, position: int, seed: int = 0) -> bool:
-    """Return True if ``found`` ends at ``position`` and has the states of that position."""
-    assert found is not None
+def same_states(cache: kvpack.Cache | None, position: int, seed: int = 0) -> bool:
+    """Return True if ``cache`` ends at ``position`` and has the states of that position."""
+    assert cache is not None
     expected = states(position, seed)
-    return found.tokens == position and all(
+    return cache.tokens == position and all(
         layer.states.keys() == own.keys() and all(torch.equal(layer.states[name], state) for name, state in own.items())
-        for layer, own in zip(found, expected, strict=True)
+        for layer, own in zip(cache, expected, strict=True)
     )
 
 

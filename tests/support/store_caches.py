@@ -56,15 +56,15 @@ def save(store: kvpack.Store, ids: list[int], seed: int = 0) -> kvpack.Cache:
     return whole
 
 
-def is_same_prefix(found: kvpack.Cache | None, whole: kvpack.Cache) -> bool:
-    """Return True if ``found`` is a prefix of ``whole`` with the same values."""
-    assert found is not None
-    return all(torch.equal(a, b[:, :, : found.tokens]) for a, b in zip(unpack_all(found), _dense(whole), strict=True))
+def is_same_prefix(prefix: kvpack.Cache | None, cache: kvpack.Cache) -> bool:
+    """Return True if ``prefix`` is a prefix of ``cache`` with the same values."""
+    assert prefix is not None
+    return all(torch.equal(a, b[:, :, : prefix.tokens]) for a, b in zip(unpack_all(prefix), _dense(cache), strict=True))
 
 
 @lru_cache(64)
-def _dense(whole: kvpack.Cache) -> list[torch.Tensor]:
-    return unpack_all(whole)
+def _dense(cache: kvpack.Cache) -> list[torch.Tensor]:
+    return unpack_all(cache)
 
 
 def entries(folder: Path | str) -> list[str]:

@@ -36,12 +36,12 @@ def load_basis(file: str) -> list[Basis]:
     return [Basis.of_bytes(data) for data in bases(LINES[file])]
 
 
-def verify(data: bytes, given: Sequence[Basis]) -> None:
+def verify(data: bytes, bases: Sequence[Basis]) -> None:
     """Verify the bytes of a file, with the bases that its reader receives."""
     opened = container.open_bytes(data)
     opened.verify()
-    opened.header = with_bases(opened.header, given)
-    if given:
+    opened.header = with_bases(opened.header, bases)
+    if bases:
         # Values coded with tables of the basis can only be checked with the basis.
         opened.verify()
 
@@ -96,7 +96,7 @@ class Expected:
         return ~numpy.where(self.tolerances == 0, same, near)
 
 
-def check_values(file: str, found: Sequence[float]) -> None:
+def check_values(file: str, values: Sequence[float]) -> None:
     """Check that every value agrees with that in the manifest."""
-    differing = Expected.of(FOLDER, LINES[file]).differs_from(found)
+    differing = Expected.of(FOLDER, LINES[file]).differs_from(values)
     assert not differing.any(), f"{differing.sum()} values differ, the first at {differing.argmax()}"

@@ -157,7 +157,7 @@ def _write_presets() -> None:
     save_file(values, VALUES)
 
 
-def _write_prompt(found: dict[str, Any]) -> None:
+def _write_prompt(manifest: dict[str, Any]) -> None:
     from kvpack.integrations.transformers import KvpackCache
 
     model, ids = demo_model(), prompt_ids()
@@ -165,17 +165,17 @@ def _write_prompt(found: dict[str, Any]) -> None:
         model(torch.tensor([ids[:-1]]), **cache_names.cache_argument(model, cache))
         packed = cache.packed
     kvpack.save(packed, PROMPT)
-    found["prompt"] = continue_greedily(model, KvpackCache.of(kvpack.load(PROMPT)), ids[-1:])
+    manifest["prompt"] = continue_greedily(model, KvpackCache.of(kvpack.load(PROMPT)), ids[-1:])
     rows, mask = batch_ids()
     places = {"attention_mask": mask[:, :-1], "position_ids": (mask[:, :-1].cumsum(1) - 1).clamp(min=0)}
     with torch.inference_mode(), KvpackCache(model, RECIPE) as cache:
         model(rows[:, :-1], **places, **cache_names.cache_argument(model, cache))
         packed = cache.packed
     kvpack.save(packed, BATCH)
-    found["batch"] = continue_greedily(model, KvpackCache.of(kvpack.load(BATCH)), rows[:, -1].tolist(), mask[:, :-1])
+    manifest["batch"] = continue_greedily(model, KvpackCache.of(kvpack.load(BATCH)), rows[:, -1].tolist(), mask[:, :-1])
 
 
-def _write_stores(found: dict[str, Any]) -> None:
+def _write_stores(manifest: dict[str, Any]) -> None:
     identities = store_identities()
     caches = {"plain": kvpack.pack(pairs("store", 1, 2, 2 * CHUNK, 64), RECIPE), "model": kvpack.load(PROMPT)}
     for name, identity in identities.items():
@@ -183,7 +183,7 @@ def _write_stores(found: dict[str, Any]) -> None:
         cache = caches[name] if name == "plain" else kvpack.pack([layer.unpack() for layer in caches[name]], RECIPE)
         with kvpack.Store(STORE, identity, chunk=CHUNK) as store:
             assert store.save(known, cache) == 2 * CHUNK
-            found["store"] = {**found.get("store", {}), name: {"keys": [key.hex() for key in store.keys(known)]}}
+            manifest["store"] = {**manifest.get("store", {}), name: {"keys": [key.hex() for key in store.keys(known)]}}
             save_file({"values": sample_values(store.load(known)[1])}, FOLDER / f"store-{name}.safetensors")
     for name, identity in page_identities().items():
         with kvpack.PageStore(PAGES, identity, GEOMETRY) as store:
@@ -191,11 +191,11 @@ def _write_stores(found: dict[str, Any]) -> None:
             decoded = torch.zeros_like(random_pool())
             assert all(store.get_into(PAGE_KEYS, buffer(decoded), [0, 1]))
             names = [page_key(store.codec.namespace, key_digest(key), store.codec.layout.description).hex() for key in PAGE_KEYS]
-        found["pages"] = {**found.get("pages", {}), name: {"keys": names}}
+        manifest["pages"] = {**manifest.get("pages", {}), name: {"keys": names}}
         save_file({"values": decoded}, FOLDER / "pages.safetensors")
 
 
-def _write_row(found: dict[str, Any]) -> None:
+def _write_row(manifest: dict[str, Any]) -> None:
     with kvpack.pages.PageCodec("octopus-4", GEOMETRY) as codec:
         rows = [bytearray(codec.nbytes)]
         assert codec.encode_into(buffer(random_pool()), [0], rows, keys=PAGE_KEYS[:1]) == [None]

@@ -18,7 +18,7 @@ from kvpack.file.limits import MAX_LAYERS
 from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.arguments import model_fields
-from kvpack.integrations.exported import export_values, parse_windows
+from kvpack.integrations.exported_values import export_values, parse_windows
 
 from .opaque import check_raw, has_opaque_layers, is_opaque, opaque_blocks, opaque_ids, opaque_layer
 from .quantized import Quantized, blocks_of, recipe_of

@@ -22,7 +22,7 @@ from kvpack.file.limits import MAX_LAYERS, MAX_TOKENS
 from kvpack.file.metadata import from_bytes, to_bytes
 from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter
-from kvpack.integrations.exported import export_values, parse_windows
+from kvpack.integrations.exported_values import export_values, parse_windows
 from kvpack.integrations.llama_cpp.state_file import CONFIG
 
 if TYPE_CHECKING:

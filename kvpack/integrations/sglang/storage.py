@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.identity import Identity
-from kvpack.integrations.changes import Changes
+from kvpack.integrations.counter_changes import Changes
 from kvpack.integrations.recipes import check_layers, recipe_with_basis
 from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.geometry import DTYPES, PageGeometry

@@ -17,12 +17,12 @@ installed()
 
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
+from .attention_function import attention  # noqa: E402
 from .cache import KvpackCache  # noqa: E402
 from .chat import Chat  # noqa: E402
-from .functions import attention  # noqa: E402
 from .hooks import recording  # noqa: E402
 from .masks import mask  # noqa: E402
-from .plain import NAMES  # noqa: E402
+from .plain_attention import NAMES  # noqa: E402
 from .prefill import prefill  # noqa: E402
 
 __all__ = ["Chat", "KvpackCache", "attention", "mask", "prefill", "recording"]

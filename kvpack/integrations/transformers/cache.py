@@ -23,11 +23,12 @@ from kvpack.formats.errors import InvalidParameter, KvpackWarning, OutOfBounds
 from kvpack.live.cache import LiveCache
 
 from .arguments import check_cache, check_flags, check_model_of_file, checked_recipe
-from .changes import active_adapters
+from .attention_switch import Switch
 from .compiled import CompiledCalls
 from .graphs import ForwardSwitch, step_graphs
 from .hooks import Hooks, models_in
 from .layers import Decoding, EmptyLayer, PackedLayer, following_layers, rows_of
+from .model_state import active_adapters
 from .models import ExpectedLayers, Model, NamedModel, check_identity, execution_device, identity_for
 from .pass_calls import PassCalls
 from .positions import RotaryPositions
@@ -35,7 +36,6 @@ from .prompts import check_rows_known, crop_to_prompt, token_ids_of
 from .record import Record
 from .rollback import Rollback
 from .state_layers import PackedStateLayer, StateLayer, check_states_available, copy_states, restore_states
-from .switch import Switch
 from .tracking import Tracking, check_rows_fit
 
 if TYPE_CHECKING:

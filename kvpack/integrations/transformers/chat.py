@@ -341,15 +341,15 @@ class _Tokens:
         return [content] if offset < 0 else [*filter(None, (content[:offset], [first, last + 1], content[offset + len(middle) :]))]
 
 
-def _longest_ending(content: str, text: str, at: int) -> int:
-    """Return the length of the longest suffix of ``content`` that occurs in ``text`` at or after ``at``.
+def _longest_ending(content: str, text: str, start: int) -> int:
+    """Return the length of the longest suffix of ``content`` that occurs in ``text`` at or after ``start``.
 
     Templates drop the beginning of some messages, such as reasoning, so only a suffix may occur.
     """
     low, high = 0, len(content)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if text.find(content[len(content) - middle :], at) >= 0 else (low, middle - 1)
+        low, high = (middle, high) if text.find(content[len(content) - middle :], start) >= 0 else (low, middle - 1)
     return low
 
 

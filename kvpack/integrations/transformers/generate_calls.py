@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from kvpack.cache_names import NAMES, cache_in
 from kvpack.formats.errors import InvalidParameter
 
-from .plain import remember_copies
+from .plain_attention import remember_copies
 
 if TYPE_CHECKING:
     import torch

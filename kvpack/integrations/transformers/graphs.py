@@ -22,9 +22,9 @@ from kvpack.formats.errors import KvpackWarning
 from kvpack.runtime.modes import float32_no_grad
 
 from . import masks
-from .changes import active_adapters
 from .hooks import outermost_model
 from .model_snapshot import ModelSnapshot, global_hooks, has_other_hooks
+from .model_state import active_adapters
 from .states import CapturedStep, PackedLength
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from kvpack.cache_names import cache_in, output_cache
 from kvpack.formats.errors import InvalidParameter
 
 from . import compiled as compiled_calls
-from .changes import modules_of
-from .computed import ComputedChecksums
+from .computed_checksums import ComputedChecksums
 from .generate_calls import caches_in, pass_trackers, refuse_pickled_model, unwatch_generate, watch_generate
+from .model_state import modules_of
 from .passes import Pass, named_arguments
 from .record import Record
 from .sources import EncoderCalls, check_sources, encoder_decoder_parts

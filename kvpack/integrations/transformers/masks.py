@@ -11,7 +11,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from kvpack.formats.errors import InvalidParameter
 
-from .plain import plain_name
+from .plain_attention import plain_name
 from .states import CompiledLength, PackedLength, eager_only
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules import module as modules
 from transformers import PretrainedConfig
 
-from .changes import modules_of
+from .model_state import modules_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -147,9 +147,9 @@ class _Code:
                     self._names.append((names.get, name))
                     yield called
 
-    def _record(self, place: str, value: Any) -> None:
-        if self.foreign_part is None and place.partition(".")[0] not in _KNOWN_PACKAGES:
-            self.foreign_part = f"{getattr(value, '__qualname__', type(value).__qualname__)} is of {place}"
+    def _record(self, location: str, value: Any) -> None:
+        if self.foreign_part is None and location.partition(".")[0] not in _KNOWN_PACKAGES:
+            self.foreign_part = f"{getattr(value, '__qualname__', type(value).__qualname__)} is of {location}"
 
 
 def _names_in(code: CodeType) -> set[str]:

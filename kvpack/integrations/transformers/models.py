@@ -35,9 +35,9 @@ from kvpack.identity.identity import Identity
 from kvpack.identity.model_layers import cache_layers
 from kvpack.identity.modules import parts
 
-from .changes import ModelState, modules_of
 from .hooks import models_in, outermost_model
-from .plain import NAMES
+from .model_state import ModelState, modules_of
+from .plain_attention import NAMES
 from .reads import omits_window, reads_kv
 
 if TYPE_CHECKING:

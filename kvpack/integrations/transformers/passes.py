@@ -12,7 +12,7 @@ from kvpack.file.inputs import MASKED
 from kvpack.file.sources import FROM_ENCODER, Sources
 from kvpack.identity.rope import max_uniform_length
 
-from .changes import active_adapters, selects_adapters_per_row
+from .model_state import active_adapters, selects_adapters_per_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -9,7 +9,7 @@ import torch
 
 from kvpack.formats.errors import InvalidParameter
 
-from .changes import modules_of
+from .model_state import modules_of
 
 if TYPE_CHECKING:
     from kvpack.cache.cache import Cache

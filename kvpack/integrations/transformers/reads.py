@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from .changes import modules_of
+from .model_state import modules_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -14,8 +14,8 @@ import torch
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
 
 from .cache_lock import CacheLock
-from .changes import checkpointing_modules
 from .hooks import PassStack, models_in, outermost_model
+from .model_state import checkpointing_modules
 from .models import SAME_MODEL_ADVICE, NamedModel, current_weights, name_model
 
 if TYPE_CHECKING:

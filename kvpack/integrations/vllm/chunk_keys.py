@@ -15,9 +15,9 @@ ABSENT = b"kvpack-absent 1\n"
 """First bytes of a row without a block. A sliding window has passed the block, or the chunk is not full."""
 
 
-def row_key(key: bytes, place: int) -> bytes:
-    """Return the name of the row of block ``place`` of the chunk ``key``."""
-    return key + place.to_bytes(4, "big")
+def row_key(key: bytes, index: int) -> bytes:
+    """Return the name of the row of block ``index`` of the chunk ``key``."""
+    return key + index.to_bytes(4, "big")
 
 
 def attach_keys(manager: Any) -> None:

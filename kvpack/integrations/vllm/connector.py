@@ -14,7 +14,7 @@ import vllm
 from kvpack.formats.errors import InvalidParameter
 
 from . import PLACEMENTS, STORE_OPTIONS, VERSIONS
-from .groups import GROUPS, PLACES, block_places, check_blocks, groups_of
+from .groups import BLOCK_OFFSETS, GROUPS, block_offsets, check_blocks, groups_of
 from .identities import SETTINGS, relevant_settings
 from .metrics import add_scheduler_stats, worker_stats
 from .versions import check_version
@@ -45,7 +45,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
         groups = groups_of(vllm_config, kv_cache_config)
         options[GROUPS], options[SETTINGS] = groups, relevant_settings(vllm_config)
         if not self._is_packed:
-            options[PLACES] = block_places(kv_cache_config)
+            options[BLOCK_OFFSETS] = block_offsets(kv_cache_config)
         self._kvpack = groups, str(options.get("layout", "")), kv_cache_config
         super().__init__(vllm_config, role, kv_cache_config)
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 FLOATS = {DTYPES[name]: name for name in ("bf16", "fp16", "fp32")}
 """kvpack's names of the dtypes that are packed. 8-bit dtypes are not packed, because they depend on scales outside the pages."""
 
-GROUPS, PLACES = "kvpack_groups", "kvpack_places"
-"""Keys under which the connector stores the model's cache groups and their ``block_places`` in the spec's configuration."""
+GROUPS, BLOCK_OFFSETS = "kvpack_groups", "kvpack_places"
+"""Keys under which the connector stores the model's cache groups and their ``block_offsets`` in the spec's configuration."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def require_layout(groups: Sequence[Group], layout: str) -> None:
         )
 
 
-def block_places(kv_cache_config: Any) -> list[list[int]]:
+def block_offsets(kv_cache_config: Any) -> list[list[int]]:
     """Return the positions of each offloaded group's blocks in vLLM's primary tier, in bytes.
 
     A position is counted from the beginning of a worker's part of a chunk. A group has one position per layer. Layers of different groups

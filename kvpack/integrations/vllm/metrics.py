@@ -6,7 +6,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from kvpack.integrations.changes import Changes
+from kvpack.integrations.counter_changes import Changes
 from kvpack.store.counters import NAMES, SECONDS
 
 if TYPE_CHECKING:

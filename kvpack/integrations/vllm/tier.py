@@ -21,7 +21,7 @@ from kvpack.integrations.recipes import check_layers, recipe_with_basis
 from kvpack.store.key_files import read_key_file
 from kvpack.store.page_store import PageStore
 
-from .groups import GROUPS, PLACES, Group, check_groups, require_layout
+from .groups import BLOCK_OFFSETS, GROUPS, Group, check_groups, require_layout
 from .identities import SETTINGS, identity_of
 from .metrics import TierMetrics, tier_definitions
 from .versions import check_version
@@ -274,7 +274,7 @@ def _chunk_groups(config: Any, groups: Sequence[Group]) -> list[_ChunkGroup]:
             'one block, or use "placement": "primary"'
         )
     result = []
-    for group, places, named in zip(groups, config.extra_config[PLACES], config.groups, strict=True):
+    for group, places, named in zip(groups, config.extra_config[BLOCK_OFFSETS], config.groups, strict=True):
         if len(places) * config.parallel.pp_size != len(named.layer_names):
             raise InvalidParameter(
                 f"the first pipeline stage has {len(places)} of the {len(named.layer_names)} layers {', '.join(named.layer_names)}, but a "

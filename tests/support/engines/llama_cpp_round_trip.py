@@ -54,9 +54,9 @@ def logits_after_load(context: Context, path: Path, sequence: int, ids: list[int
     return [context.decode([token], len(ids) + number, sequence) for number, token in enumerate(NEXT)]
 
 
-def relative_difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
+def relative_difference(actual: list[np.ndarray], expected: list[np.ndarray]) -> float:
     """Return the largest error of the logits, relative to the largest logit."""
-    return max(float(np.abs(one - two).max() / np.abs(two).max()) for one, two in zip(found, expected, strict=True))
+    return max(float(np.abs(one - two).max() / np.abs(two).max()) for one, two in zip(actual, expected, strict=True))
 
 
 def check_bytes(folder: Path, model: Path, arch: str) -> Iterator[str]:

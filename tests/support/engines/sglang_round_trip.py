@@ -93,10 +93,10 @@ def backend(folder: str, recipe: str, kv: Any, others: dict[Any, Any]) -> Any:
     return made
 
 
-def page(made: Any, number: int) -> torch.Tensor:
+def page(backend: Any, number: int) -> torch.Tensor:
     """Return a page as ``[side, layer, token, head, channel]``."""
-    x = made.get_data_page(number * TOKENS, flat=False)
-    match made.layout:
+    x = backend.get_data_page(number * TOKENS, flat=False)
+    match backend.layout:
         case "layer_first":
             return x.clone()
         case "page_first":
@@ -106,11 +106,11 @@ def page(made: Any, number: int) -> torch.Tensor:
     return x[:, 0].permute(0, 3, 2, 1, 4).clone()
 
 
-def metrics(collector: Any, made: Any) -> dict[str, float]:
+def metrics(collector: Any, backend: Any) -> dict[str, float]:
     """Return the metrics that SGLang exports for a backend: SGLang's storage metrics and those of kvpack."""
     from prometheus_client import REGISTRY
 
-    collector.log_storage_metrics(made.get_stats())
+    collector.log_storage_metrics(backend.get_stats())
     names = ("sglang:prefetch_pgs_sum", "sglang:kvpack_hit_tokens_total", "sglang:kvpack_damaged_entries_total", "sglang:kvpack_row_bytes")
     samples = [sample for family in REGISTRY.collect() for sample in family.samples]
     return {name: sum(sample.value for sample in samples if sample.name == name) for name in names}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvpack.output import print_table
-from support import disk_of_bytes
+from support import byte_sized_disk
 from support.store_matrix.matrix import FAULTS, KINDS, run_cell, table
 
 
@@ -27,7 +27,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     # Budgets of the matrix are multiples of the entry size.
-    disk_of_bytes.install(pytest.MonkeyPatch())
+    byte_sized_disk.install(pytest.MonkeyPatch())
     # Faults are counted, so the warning that each store logs once is not needed.
     logging.getLogger("kvpack.store").setLevel(logging.CRITICAL)
     kinds, faults = arguments.kind or list(KINDS), arguments.fault or list(FAULTS)

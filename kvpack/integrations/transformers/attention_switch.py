@@ -7,7 +7,7 @@ import weakref
 from typing import Any
 
 from .hooks import outermost_model
-from .plain import NAMES, forget_attention, remember_attention
+from .plain_attention import NAMES, forget_attention, remember_attention
 
 _SWITCHES: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionary()
 """The switch of each model, keyed by the model's id. A switch exists as long as a cache references it."""

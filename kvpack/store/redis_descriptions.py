@@ -13,8 +13,8 @@ import hashlib
 import struct
 from typing import TYPE_CHECKING
 
-from .abouts import Descriptions, parse_text
 from .backend import StoredEntry
+from .entry_descriptions import Descriptions, parse_text
 from .redis_replies import integer
 from .redis_scripts import KEYS
 

@@ -13,7 +13,7 @@ from kvpack.formats.errors import InvalidParameter
 
 from .layers import check_attention_window, check_window
 from .masks import check_columns
-from .plain import plain_attention, plain_name
+from .plain_attention import plain_attention, plain_name
 from .reads import WITHOUT_COUNTERPART
 from .states import PackedStates, eager_only
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidHeader, InvalidParameter
 
-from .backend import Hold, Pin
+from .backend import Pin, PinTerms
 from .keys import KEY_BYTES
 from .options import check_count
 
@@ -28,13 +28,13 @@ _HEAD = struct.Struct("<8sQH")
 _DIGEST_BYTES = 8
 
 
-def make_hold(owner: Any, seconds: Any) -> Hold:
+def make_pin_terms(owner: Any, seconds: Any) -> PinTerms:
     """Return the terms of a pin by ``owner`` (None for this process) that ends in ``seconds`` seconds. Raises InvalidParameter."""
     check_count("seconds", seconds, 1)
     name = validate_owner(owner)
     if name is None:
         name = f"{socket.gethostname()[: MAX_OWNER // 2]}:{os.getpid()}"
-    return Hold(name, min(int(time.time()) + seconds, 2**63 - 1))
+    return PinTerms(name, min(int(time.time()) + seconds, 2**63 - 1))
 
 
 def validate_owner(owner: Any) -> str | None:
@@ -51,7 +51,7 @@ def owner_digest(owner: str) -> bytes:
     return hashlib.sha256(owner.encode()).digest()[:_DIGEST_BYTES]
 
 
-def encode_pin(chain: Sequence[bytes], hold: Hold) -> bytes:
+def encode_pin(chain: Sequence[bytes], hold: PinTerms) -> bytes:
     """Encode a pin (spec/store.md, Pins)."""
     owner = hold.owner.encode()
     return _HEAD.pack(_MAGIC, hold.until, len(owner)) + owner + b"".join(chain)

@@ -2,7 +2,7 @@
 
 enum { NORM_STORED, NORM_LINEAR, NORM_LOG };
 
-/* The bins of pair `i`, and the codes of its norms if norms are coded. */
+/* The bins of pair `i`, and the codes of its norms if the codec codes norms. */
 static void pair_digits(const Codec *codec, const Loaded *in, int64_t i, int32_t *bin, int32_t *code) {
     const Packing *packing = codec->packing;
     digits_of(packing, in->words, 0, i, bin);

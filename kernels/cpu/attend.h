@@ -66,7 +66,8 @@ static __attribute__((noinline)) void all_row_values(const Codec *codec, const L
         }
 }
 
-/* Up to this number of rows, codes are multiplied as soon as they are read; with more rows, decoding each tile once for all is faster. */
+/* Maximum number of query rows for which codes are multiplied as soon as they are read. With more rows, it is faster to decode each tile
+   once for all of them. */
 enum { MAX_FUSED_ROWS = 4 };
 
 static void key_scores(const Item *item, Scratch *scratch) {
@@ -86,7 +87,8 @@ static void key_scores(const Item *item, Scratch *scratch) {
     if (codec->mean_stream >= 0) add_mean_scores(codec, in, scratch->queries, item->rows, scratch->spare, scratch->scores);
 }
 
-/* Adds a tile's weighted values. No row sees the first `hidden` tokens, whose raw values may be NaN or infinite: 0 times these is NaN. */
+/* Adds the weighted values of a tile. No row sees the first `hidden` tokens. Their raw values may be NaN or infinite, and 0 times such a
+   value is NaN, so they are skipped. */
 static void add_values(const Item *item, Scratch *scratch, int64_t hidden, float *sums) {
     const Codec *codec = item->span->v.codec;
     Loaded *in = &scratch->v;
@@ -117,7 +119,7 @@ static int64_t aligned_start(const Item *item, int64_t seen) {
     return seen - (seen - item->start) % group;
 }
 
-/* Attends one item; largest and total [ROW_SPACE] and sums [ROW_SPACE][v dim] receive its part of the softmax. */
+/* Computes attention for one item. `largest` and `total` [ROW_SPACE] and `sums` [ROW_SPACE][v dim] receive its part of the softmax. */
 static void attend_item(const Attend *call, const Item *item, Scratch *scratch, float *largest, float *total, float *sums) {
     const Side *k = &item->span->k, *v = &item->span->v;
     int64_t k_dim = k->codec->dim, begin = item->stop, end = item->start;
@@ -137,7 +139,7 @@ static void attend_item(const Attend *call, const Item *item, Scratch *scratch, 
     if (begin >= end) return;
     const float *queries = item->span->queries + ((item->batch * call->heads + item->head) * call->rows + item->first) * k_dim;
     memcpy(scratch->queries, queries, sizeof(float) * item->rows * k_dim);
-    /* Blocks of four may have a row too many. */
+    /* The last block of four may contain an unused row. */
     memset(scratch->queries + item->rows * k_dim, 0, sizeof(float) * 3 * k_dim);
     scratch->k.batch = scratch->v.batch = item->batch;
     scratch->k.head = scratch->v.head = item->head;

@@ -1,6 +1,6 @@
 /* Converts one tile of digits and numbers to streams: the reverse of words.h. */
 
-/* One tile before and after encoding: rows of HALF_TILE tokens, of which the first `tokens`, rounded up to whole vectors, are encoded. */
+/* One tile before and after encoding: rows of HALF_TILE tokens. The first `tokens` of them, rounded up to whole vectors, are encoded. */
 typedef struct {
     int64_t tokens;
     float *tile;     /* [dim, and three rows of zeros][HALF_TILE] in the coded frame */
@@ -12,7 +12,8 @@ typedef struct {
     void *space;     /* trellis: search_bytes */
 } Encoded;
 
-/* The place of a digit whose base is a power of two: the words at `low` from bit `shift` on, and if it straddles them the next plane's. */
+/* The position of a digit whose base is a power of two: the words at `low`, from bit `shift` on. If the digit straddles two planes, the
+   rest is in the words of the next plane. */
 typedef struct {
     uint16_t *low;
     int64_t plane;
@@ -58,7 +59,8 @@ static void add_digit(const Encoded *out, const Packing *packing, uint16_t *word
     }
 }
 
-/* Adds the first digit of symbol `i`, of every token: as one, or where it is factored as its low bits and the rest, in a packing each. */
+/* Adds the first digit of symbol `i` of every token. If the digit is factored, its low bits and the rest are stored in separate packings.
+   */
 static void add_factored(const Codec *codec, const Encoded *out, int64_t i, const int32_t *digit) {
     const Packing *packing = codec->packing;
     if (!codec->factored) {
@@ -74,7 +76,7 @@ static void add_factored(const Codec *codec, const Encoded *out, int64_t i, cons
     add_digit(out, &packing[1], out->words + columns_before(codec, 1) * HALF_TILE, 0, i, high);
 }
 
-/* The byte of a number. */
+/* Returns the code of a number in one byte. */
 static uint8_t log8_of(const float *table, float x) {
     const float *bounds = table + 256;
     int code = 0;
@@ -98,7 +100,7 @@ static void write_numbers(const Values *values, const float *numbers, int64_t co
         }
 }
 
-/* Writes `count` tokens, beginning with token `start`. */
+/* Writes `count` tokens to the streams, starting with token `start`. */
 static void write_streams(const Encode *call, const Encoded *out, int64_t batch, int64_t head, int64_t start, int64_t count) {
     const Codec *codec = call->codec;
     const Stream *stream = call->streams;
@@ -129,7 +131,7 @@ INLINE vf bounded_steps(vf x, float most) {
     return -larger(-larger(splat(0), x), splat(-most)) + magic - magic;
 }
 
-/* The number of bounds below each value, among `levels` - 1 ascending bounds; `levels` is a power of two. */
+/* Returns the number of bounds below each value, among `levels` - 1 ascending bounds. `levels` is a power of two. */
 INLINE vi level_of(const Table *bounds, int32_t levels, vf x) {
     vi level = splat_int(0);
     int32_t step = levels > 8 ? levels / 8 : 1;
@@ -138,25 +140,25 @@ INLINE vi level_of(const Table *bounds, int32_t levels, vf x) {
     return level;
 }
 
-/* The smallest norm that does not fit, and the largest that does; log8's are 2^(142.5 / 16) and 2^(142 / 16). */
+/* The smallest norm that does not fit, and the largest one that does. For log8, these are 2^(142.5 / 16) and 2^(142 / 16). */
 INLINE float norm_limit(int64_t dtype) { return dtype == F16 ? 65520.f : dtype == LOG8 ? 479.78691f : INFINITY; }
 INLINE float largest_norm(int64_t dtype) { return dtype == F16 ? 65504.f : dtype == LOG8 ? 469.50607f : 3.4028234663852886e38f; }
 
-/* unbiased_factor of formats/norm_rule.py. */
+/* Corresponds to unbiased_factor in formats/norm_rule.py. */
 INLINE vf unbiased_factor(vf norm, vf product, vf decoded, vf squares, int64_t dtype) {
     vi kept = (product > 0.f) & (squares * decoded <= 2.f * product * product) & (norm < norm_limit(dtype));
     vf factor = -larger(-(norm * (squares / choose(kept, product, splat(1)))), splat(-largest_norm(dtype)));
     return choose(kept, factor, norm);
 }
 
-/* The error of `factor` d relative to |u|. */
+/* Returns the error of `factor` d, relative to |u|. */
 INLINE vf relative_error(vf factor, vf product, vf decoded, vf squares) {
     vf error = squares - 2.f * factor * product + factor * factor * decoded;
     return square_root(larger(error, splat(0)) / choose(squares > 0.f, squares, splat(INFINITY)));
 }
 
-/* Stores the factors of LANES tokens x = `norm` u from token `t` on, where u decodes to d, and their errors relative to |x|. `product` is
-   <u, d>, `decoded` |d|^2 and `squares` |u|^2. */
+/* Stores the factors of LANES tokens from token `t` on, and their errors. A token is x = `norm` u, and u decodes to d. `product` is <u, d>,
+   `decoded` is |d|^2, and `squares` is |u|^2. Errors are relative to |x|. */
 INLINE void store_factors(const Encode *call, const Encoded *out, int64_t t, vf norm, vf product, vf decoded, vf squares) {
     vf factor = call->unbiased ? unbiased_factor(norm, product, decoded, squares, call->codec->values[0].dtype) : norm;
     store(out->numbers + t, factor);

@@ -1,5 +1,6 @@
-/* The decoder of each family: a loaded tile to float [dim][TILE] in the coded frame. A new codec is one more case and one more file.
-   with_means 0: without the vectors of key_mean, whose products add_mean_scores adds. */
+/* Calls the decoder of each codec family, which converts a loaded tile to float [dim][TILE] in the coded frame. A new codec needs one more
+   case and one more file. If `with_means` is 0, the vectors of key_mean are left out, because add_mean_scores adds their products to the
+   scores. */
 
 static void decode_tile(const Codec *codec, const Loaded *in, int with_means, float *spare, float *tile) {
     switch (codec->family) {

@@ -1,12 +1,13 @@
 /* One item of encoding: some tokens of one head, tile by tile, to the streams of formats/. */
 
-/* Channels that are read, squared and rotated together: sums of partial sums have smaller rounding errors. */
+/* Number of channels that are read, squared and rotated together. Adding up partial sums makes rounding errors smaller. */
 enum { READ_TOGETHER = LANES < 8 ? 4 : 8 };
 
 /* A row of zeros, of any dtype. */
 static const char no_values[4 * 1024];
 
-/* LANES vectors of 32 bits from the rows of as many tokens, `bytes` of each from byte `at` on, turned: vector i has the i-th of every token. */
+/* Loads `bytes` bytes, starting with byte `at`, from the rows of LANES tokens, and transposes them: vector i contains the i-th word of
+   every token. */
 INLINE void read_turned(const char *const *rows, int64_t ahead, int64_t at, int64_t bytes, vf *turned) {
     for (int64_t i = 0; i < LANES; i++) {
         const char *row = rows[i] + at;
@@ -20,8 +21,9 @@ INLINE void read_turned(const char *const *rows, int64_t ahead, int64_t at, int6
     turn(turned);
 }
 
-/* Values of up to LANES tokens less their mean, if there is one, transposed from column `t` of the tile on, times the rotation's factors, and their norms; zero beyond the
-   last token. `rotated`: after the rotation's first steps, of channels READ_TOGETHER. */
+/* Loads the values of up to LANES tokens, subtracts their mean if there is one, and stores them transposed, from column `t` of the tile on.
+   They are multiplied by the rotation's factors, and norms are computed. Columns after the last token are zero. If `rotated` is set, the
+   first steps of the rotation, over READ_TOGETHER channels, are done as well. */
 INLINE void read_tokens(const Encode *call, const char *x, const float *mean, int64_t tokens, int64_t t, const Encoded *out, int rotated,
                         int64_t dtype) {
     int64_t dim = call->codec->dim, each = dtype == F32 ? 1 : 2, size = 4 / each;
@@ -76,7 +78,7 @@ static void read_tile(const Encode *call, int64_t batch, int64_t head, int64_t s
     memset(out->tile + dim * HALF_TILE, 0, sizeof(float) * 3 * HALF_TILE);
 }
 
-/* Returns 1 if every norm is 0, or far from the limits of binary32 for squares and from those of its stored format. */
+/* Returns 1 if every norm is 0, or far from the limits of its stored format and from those of binary32 for squares. */
 static int norms_fit(const Encode *call, const char *x, int64_t count, const Encoded *out) {
     int64_t each = call->dtype == F32 ? 1 : 2;
     uint32_t magnitude = each == 1 ? 0x7fffffff : 0x7fff;

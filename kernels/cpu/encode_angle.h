@@ -1,9 +1,9 @@
 /* Encodes angle: the bin that contains the direction of each pair, and the pair's norm (formats/angle.py). */
 
-/* The logarithm that represents a norm of zero, and the number of octaves below a token's largest norm that are kept. */
+/* The logarithm that represents a norm of zero, and the number of octaves below a token's largest norm within which norms are kept. */
 static const float ZERO_NORM = -65504, OCTAVES = 8;
 
-/* The angle of (x, y) as a fraction of a turn, from 0 to 1, and the length. SLEEF's polynomial of the arc tangent. */
+/* Computes the angle of (x, y) as a fraction of a turn, from 0 to 1, and the length, with SLEEF's polynomial for the arctangent. */
 INLINE vf turn_of(vf x, vf y, vf *length) {
     vf a = magnitude_of(x), b = magnitude_of(y), most = larger(a, b), ratio = -larger(-a, -b) / larger(most, splat(0x1p-126f));
     vf s = ratio * ratio, p = splat(0.00282363896258175373f);
@@ -21,7 +21,7 @@ INLINE vf turn_of(vf x, vf y, vf *length) {
     return choose(y < 0.f, 1.f - turn, turn);
 }
 
-/* The binary logarithm (SLEEF's polynomial); numbers below 2^-126 give the logarithm that represents zero. */
+/* Returns the binary logarithm (SLEEF's polynomial). Numbers below 2^-126 give the logarithm that represents zero. */
 INLINE vf logarithm(vf x) {
     vi exponent = ((vi)x - 0x3f3504f3) >> 23;
     vf m = (vf)((vi)x - (exponent << 23)), r = (m - 1.f) / (m + 1.f), s = r * r, p = splat(0.2392828464508056640625f);
@@ -32,7 +32,8 @@ INLINE vf logarithm(vf x) {
     return choose(x < 0x1p-126f, splat(ZERO_NORM), to_float(exponent) + r * p * 1.44269504f);
 }
 
-/* Stores step and minimum of every token's norms, or of their logarithms, in binary16 or binary32; returns false if one does not fit. */
+/* Stores the step and minimum of every token's norms, or of their logarithms, in binary16 or binary32. Returns false if one of them does
+   not fit. */
 static int norm_ranges(const Codec *codec, const Encoded *out, float *norms) {
     float *step = out->numbers, *minimum = out->numbers + HALF_TILE;
     vi good = splat_int(-1);
@@ -74,7 +75,8 @@ static void keep_products(const Codec *codec, const Encoded *out, const float *f
         vf factor = load(factors + t);
         for (int64_t i = 0; half_range && i < numbers; i++)
             factor = choose(magnitude_of(load(out->numbers + i * HALF_TILE + t) * factor) < 65520.f, factor, splat(1));
-        /* Of norms in steps: a subnormal step is rounded coarsely, and the codes make up for the rounding of the step they were chosen for. */
+        /* A factor that would make the step subnormal is not applied, because such a step is rounded coarsely, and codes were chosen for
+           the rounded step. */
         if (codec->norm_kind == NORM_LINEAR) {
             vf step = load(out->numbers + t);
             factor = choose((step * factor >= (half_range ? 0x1p-14f : 0x1p-126f)) | (step == 0.f), factor, splat(1));
@@ -113,7 +115,7 @@ static int angle_encode(const Encode *call, const Encoded *out) {
                 if (codec->norm_kind == NORM_LOG) norm = power_of_two(norm);
             }
             store_int(bin + t, found);
-            /* Relative to the largest, no square overflows. */
+            /* Divided by the largest value, no square overflows. */
             vf scale = 1.f / larger(load(most + t), splat(0x1p-126f));
             directions_of(&from, found, &cosine, &sine);
             x *= scale, y *= scale, norm *= scale;

@@ -3,10 +3,10 @@
    Here and in encode_group_rows.h and encode_minifloat.h, the compiler chooses what to inline: with INLINE, encoders take the same time and
    three times the space. */
 
-/* Number of tokens whose channel groups are encoded together, so that their extremes fill vectors. */
+/* Number of tokens whose groups of channels are encoded together, so that their extremes fill vectors. */
 enum { TOKENS_OF_GROUPS = 16 };
 
-/* Converts values of any dtype to rows of `dim` floats, followed by zeros; returns false if one is infinite or NaN. */
+/* Converts values of any dtype to rows of `dim` floats followed by zeros. Returns false if a value is infinite or NaN. */
 static int read_row(const char *from, int64_t dtype, int64_t dim, float *row) {
     vf bad = splat(0);
     int64_t d = 0;
@@ -29,8 +29,8 @@ static int read_row(const char *from, int64_t dtype, int64_t dim, float *row) {
     return rest == 0;
 }
 
-/* What a value is multiplied by and what is added to make its code, and the stored pairs, of `count` groups; false where a scale or
-   center is beyond binary16. The arrays have room for whole vectors. */
+/* Computes the factors and offsets that convert values to codes, and the stored pairs, for `count` groups. Returns false if a scale or
+   center is too large for binary16. The arrays have room for whole vectors. */
 static int make_scales(const Encode *call, const float *low, const float *high, int64_t count, float *factor, float *offset, int32_t *pairs) {
     float middle = middle_of(call->codec);
     vi good = splat_int(-1);
@@ -49,10 +49,11 @@ static int make_scales(const Encode *call, const float *low, const float *high, 
     return all_of(good);
 }
 
-/* The code nearest to a value that is scaled to code units. */
+/* Returns the code nearest to a value in units of codes. */
 static inline vi bounded_code(vf x, float largest) { return nearest_int(smaller(larger(splat(0), x), splat(largest))); }
 
-/* The words of the last plane where each holds the bytes of two columns, c and c + half the width; zeros follow the columns. */
+/* Computes the words of the last plane if each of them contains the bytes of two columns, c and c + half of the width. The columns are
+   followed by zeros. */
 static inline void store_bytes(const Packing *packing, const int32_t *column, char *to) {
     int64_t half_width = (packing->width + 1) / 2;
     uint32_t shift = packing->planes == 2 ? 16 : 0;
@@ -69,7 +70,7 @@ static inline void store_bytes(const Packing *packing, const int32_t *column, ch
     }
 }
 
-/* Makes words from the columns of one token, which are followed by zeros. */
+/* Computes the words of one token from its columns, which are followed by zeros. */
 static void store_columns(const Packing *packing, const int32_t *column, char *low, char *high) {
     int64_t width = packing->width, planes = packing->planes - packing->odd;
     char *to[] = {low, high};
@@ -82,7 +83,7 @@ static void store_columns(const Packing *packing, const int32_t *column, char *l
     if (packing->odd) store_bytes(packing, column, high);
 }
 
-/* The words of one token: field k of column c is the code of channel k * width + c. */
+/* Computes the words of one token. Field k of column c is the code of channel k * width + c. */
 static void pack_row(const Packing *packing, const int32_t *codes, char *low, char *high) {
     int64_t width = packing->width, fields = packing->symbols / width, bits = packing->digit[0].bits, c = 0;
     int32_t column[1024 + 2 * LANES];
@@ -100,7 +101,8 @@ static void pack_row(const Packing *packing, const int32_t *codes, char *low, ch
     store_columns(packing, column, low, high);
 }
 
-/* Keys: `count` tokens from `start` on share the scales of each channel. `spare` holds (count + 4) rows of dim + LANES floats. */
+/* Encodes keys: `count` tokens from token `start` on share the scales of each channel. `spare` has room for (count + 4) rows of dim + LANES
+   floats. */
 static int encode_token_group(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, float *spare) {
     const Codec *codec = call->codec;
     const Packing *packing = &codec->packing[0];
@@ -139,7 +141,8 @@ static void group_extremes(const float *row, int64_t dim, int64_t size, float *l
     }
 }
 
-/* Values: every `size` channels of a token share their scales. `spare` holds 5 * TOKENS_OF_GROUPS rows of dim + LANES numbers. */
+/* Encodes values: every `size` channels of a token share their scales. `spare` has room for 5 * TOKENS_OF_GROUPS rows of dim + LANES
+   numbers. */
 static int encode_channel_groups(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, float *spare) {
     const Codec *codec = call->codec;
     const Packing *packing = &codec->packing[0];

@@ -1,4 +1,5 @@
-/* The values in 32-bit words; of 16-bit values, those in the low halves or those in the high halves. */
+/* Returns the values in 32-bit words. If values have 16 bits, they are the ones in the high halves of the words if `high` is set, and
+   otherwise those in the low halves. */
 INLINE vf value_of(vu word, int high, int64_t dtype) {
     if (dtype == BF16) return (vf)(high ? word & 0xffff0000 : word << 16);
     return dtype == F16 ? from_half((vi)(high ? word >> 16 : word & 0xffff)) : (vf)word;
@@ -22,7 +23,7 @@ static inline vf widened(const char *row, int64_t d, int64_t dtype) {
     return (vf)(load_words((const uint16_t *)row + d) << 16);
 }
 
-/* BLOCK numbers: those of even channels and those of odd channels, which in bf16 are the halves of 32-bit words. */
+/* BLOCK numbers, those of even channels and those of odd channels, which are the halves of 32-bit words in bf16. */
 typedef struct {
     vf even, odd;
 } Numbers;
@@ -46,7 +47,7 @@ static int are_in_range(const Encode *call, const float *low, const float *high,
     return all_of(good);
 }
 
-/* Factors and offsets of tokens: one per channel, or one per group with `groups` groups per token. */
+/* Factors and offsets of tokens. There is one per channel, or, with `groups` groups per token, one per group. */
 typedef struct {
     const float *factor, *offset;
     int64_t groups;
@@ -55,14 +56,14 @@ typedef struct {
 
 enum { COLUMNS = 1024 + BLOCK };
 
-/* Makes the words of LANES columns, beginning with column `c`, in the planes that have one word per column. */
+/* Computes the words of LANES columns, starting with column `c`, in the planes that have one word per column. */
 static inline void store_column_words(const Packing *packing, int64_t c, vi column, char *low, char *high) {
     int64_t planes = packing->planes - packing->odd;
     if (planes > 0) store_words((uint16_t *)low + c, column);
     if (planes > 1) store_words((uint16_t *)high + c, (vi)((vu)column >> 16));
 }
 
-/* Makes the plane of bytes of BLOCK columns, or of the first LANES. */
+/* Computes the plane of bytes for BLOCK columns, or for the first LANES of them. */
 static inline void store_column_bytes(const Packing *packing, vi first, vi second, char *to) {
     uint32_t shift = packing->planes == 2 ? 16 : 0;
     vu low = (vu)first >> shift & 255, high = (vu)second >> shift & 255;
@@ -75,7 +76,7 @@ static inline void store_column_bytes(const Packing *packing, vi first, vi secon
     memcpy(to, words, sizeof words / 2);
 }
 
-/* Makes the words of `rows` tokens, beginning at `low` and `high`; the rows `ahead` of them are prefetched. */
+/* Computes the words of `rows` tokens, which start at `low` and `high`, and prefetches the rows that are `ahead` of them. */
 static inline void encode_rows(const Encode *call, const char *x, int64_t ahead, const Scaling *scaling, char *low, char *high, int rows,
                                int of_channels,
                         int in_range, int64_t dtype) {
@@ -87,12 +88,12 @@ static inline void encode_rows(const Encode *call, const char *x, int64_t ahead,
     int whole = width >= LANES && (!packing->odd || width <= BLOCK);
     int32_t field = (int32_t)packing->digit[0].bits, column[ROWS_AT_ONCE][COLUMNS];
     float largest = (float)(packing->digit[0].base - 1);
-    /* Where a block has all fields of a column, zeros alone are shifted. */
+    /* If a block contains all fields of a column, only zeros are shifted out. */
     vi bits = splat_int(field * fields & 31);
     for (int64_t c = 0; c < across; c += BLOCK) {
         vi even[ROWS_AT_ONCE], odd[ROWS_AT_ONCE];
         for (int r = 0; r < rows; r++) even[r] = odd[r] = splat_int(0);
-        /* From the last field down, so that every shift is of all codes that are there. */
+        /* The loop starts with the last field, so that every shift moves all codes that were added before. */
         for (int64_t d = dim - across + c; d >= 0; d -= across) {
             Numbers factor, offset;
             if (of_channels) {
@@ -158,7 +159,7 @@ static inline void encode_tokens(const Encode *call, int64_t batch, int64_t head
     }
 }
 
-/* Converts bf16 or binary16 numbers to words with the same order, and back. */
+/* Converts bf16 or binary16 numbers to integers with the same order, and back. */
 static inline vw ordered(vw x) { return x ^ ((x >> 15) & 0x7fff); }
 
 static inline vw ordered_words(const char *row, int64_t d) { return ordered(*(const vw_any *)(row + 2 * d)); }
@@ -184,7 +185,7 @@ static inline int token_extremes(const char *x, int64_t stride, int64_t count, i
     return is_finite(sum);
 }
 
-/* The same for `vectors` vectors of words, which are compared before they are widened; NaN counts as an extreme. */
+/* Does the same for `vectors` vectors of words, which are compared before they are widened. NaN counts as an extreme value. */
 static inline void token_word_extremes(const char *x, int64_t stride, int64_t count, int64_t d, int vectors, int64_t dtype, float *low,
                                        float *high) {
     vw least[4], most[4];
@@ -204,7 +205,7 @@ static inline void token_word_extremes(const char *x, int64_t stride, int64_t co
     }
 }
 
-/* Keys: `count` tokens share the scales of each channel. `spare` holds 4 * dim floats. */
+/* Encodes keys: `count` tokens share the scales of each channel. `spare` has room for 4 * dim floats. */
 static inline int encode_token_rows(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, float *spare,
                                     int64_t dtype) {
     int64_t dim = call->codec->dim, stride = call->x.row;
@@ -231,7 +232,8 @@ static inline int encode_token_rows(const Encode *call, int64_t batch, int64_t h
     return 1;
 }
 
-/* low and high of LANES groups of `size` channels from token `t`, channel `first` on, of `all`; after the last, of it again. */
+/* Finds the minimum and maximum of LANES groups of `size` channels, from channel `first` of token `t` on. After the last of `all` groups,
+   the last group is repeated. */
 static inline int channel_extremes(const Encode *call, int64_t batch, int64_t head, int64_t t, int64_t first, int64_t size, int64_t all,
                                    int64_t dtype,
                             float *low, float *high) {
@@ -257,8 +259,8 @@ static inline int channel_extremes(const Encode *call, int64_t batch, int64_t he
 
 static inline vw exchanged(vw x) { return (vw)((vu)x << 16 | (vu)x >> 16); }
 
-/* The same of whole vectors of words, of infinities and NaN, too: maxima are minima of what is left when all bits are turned, so that both
-   are found in one go. `one`: a group is a vector. */
+/* Does the same for whole vectors of words, including infinities and NaN. Maxima are found as minima of the inverted bits, so that both are
+   found in one pass. If `one` is set, a group is a single vector. */
 static inline void channel_word_extremes(const Encode *call, int64_t batch, int64_t head, int64_t t, int64_t first, int64_t size,
                                          int64_t all, int one,
                                  int64_t dtype, float *low, float *high) {
@@ -287,7 +289,7 @@ static inline void channel_word_extremes(const Encode *call, int64_t batch, int6
     store(high, widened((const char *)words, LANES, dtype));
 }
 
-/* Values: every group of channels of a token has a scale. `spare` holds 5 * TOKENS_OF_GROUPS * (dim / LANES + 1) numbers. */
+/* Encodes values: every group of channels of a token has a scale. `spare` has room for 5 * TOKENS_OF_GROUPS * (dim / LANES + 1) numbers. */
 static inline int encode_channel_rows(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, float *spare,
                                       int64_t dtype) {
     const Codec *codec = call->codec;

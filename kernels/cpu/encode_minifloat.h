@@ -5,7 +5,7 @@ INLINE vi element_codes(vf x, vf from, int32_t bits, int32_t fraction, int32_t b
     vi sign = (vi)((vu)from >> (32 - bits)) & 1 << (bits - 1);
     vf size = magnitude_of(x);
     if (bits == 4) {
-        /* Steps of 1/2, 1 and 2, from 0, 2 and 4 on: each is the least of the three where it holds. */
+        /* Steps of 1/2, 1 and 2 apply from 0, 2 and 4 on. In its range, each of them gives the least of the three results. */
         size = smaller(size, splat(6));
         vi code = nearest_int(size * 2.f), second = nearest_int(size) + 2, third = nearest_int(size * .5f) + 4;
         return smaller_int(smaller_int(code, second), third) | sign;
@@ -17,13 +17,14 @@ INLINE vi element_codes(vf x, vf from, int32_t bits, int32_t fraction, int32_t b
     return smaller_int(choose_int(size < smallest, small, normal), splat_int(finite - 1)) | sign;
 }
 
-/* Rows whose blocks are measured together. */
+/* Number of rows whose blocks are measured together. */
 enum { ROWS_MEASURED = 8, MAX_BLOCKS = 1024 / 16 * ROWS_MEASURED + LANES };
 
-/* The larger magnitudes; those of pairs if values have 16 bits. */
+/* Returns the larger of two magnitudes in each lane, or in each half of a lane if values have 16 bits. */
 INLINE vi larger_sizes(vi a, vi b, int wide) { return wide ? choose_int(a > b, a, b) : (vi)larger_word((vw)a, (vw)b); }
 
-/* The largest magnitudes of the blocks of `count` rows, up to whole vectors: of 16-bit values their bits in the upper halves. */
+/* Computes the largest magnitude of each block of `count` rows, up to whole vectors. For 16-bit values, the result contains their bits in
+   the upper halves of words. */
 INLINE void block_maxima_of(const char *row, int64_t stride, int64_t count, int64_t row_bytes, float *most, int64_t block_bytes, int wide) {
     int64_t lanes = block_bytes / 4, of_block = lanes > LANES ? lanes / LANES : 1, left = count * row_bytes / (4 * LANES), at = 0;
     while (left > 0) {
@@ -46,7 +47,7 @@ INLINE void block_maxima_of(const char *row, int64_t stride, int64_t count, int6
     }
 }
 
-/* The same as numbers; returns 0 for a value that is not finite. */
+/* Does the same with numbers as results. Returns 0 if a value is not finite. */
 static int block_maxima(const Encode *call, const char *rows, int64_t count, int64_t block, float *most) {
     int64_t dim = call->codec->dim, stride = call->x.row;
     if (call->dtype != F32)
@@ -63,12 +64,13 @@ static int block_maxima(const Encode *call, const char *rows, int64_t count, int
     return all_of(good);
 }
 
-/* Scales that values are divided by, and their reciprocals: those of no value are 0. */
+/* The scales by which values are divided, and their reciprocals. A reciprocal of 0, for a scale of 0, makes every value 0. */
 typedef struct {
     float scale[MAX_BLOCKS], reciprocal[MAX_BLOCKS];
 } Divisors;
 
-/* Adds scales; those of 0 make every value 0. Returns where quotients by a reciprocal may be inexact. */
+/* Stores the scales of LANES blocks from block `b` on. A scale of 0 makes every value 0. Returns a mask of the scales for which a product
+   with the reciprocal may differ from the quotient. */
 INLINE vi add_divisors(Divisors *by, int64_t b, vf scale) {
     vf divisor = choose(scale > 0.f, scale, splat(1));
     store(by->scale + b, divisor);
@@ -76,10 +78,11 @@ INLINE vi add_divisors(Divisors *by, int64_t b, vf scale) {
     return divisor < 0x1p-80f;
 }
 
-/* The codes of the scales of blocks, and divisors, or of powers of two only reciprocals; returns 0 if values must be divided by some. */
+/* Computes the codes of the blocks' scales, and the divisors, or only reciprocals if scales are powers of two. Returns 0 if some values
+   must be divided. */
 static int block_scales(const Encode *call, const float *most, int64_t blocks, float run_scale, uint8_t *code, Divisors *by) {
     int32_t fraction = (int32_t)call->codec->fraction_bits, emax = fraction == 3 ? 8 : fraction == 2 ? 15 : 2;
-    /* formats/minifloat.py, exponent_carry. */
+    /* Corresponds to exponent_carry in formats/minifloat.py. */
     int32_t last = ((int32_t)call->codec->finite - 1) & ((1 << fraction) - 1), carry = (1 << 23) - ((2 * last + 1) << (22 - fraction)) - 1;
     vi small = splat_int(0);
     for (int64_t b = 0; b < blocks; b += LANES) {
@@ -99,10 +102,10 @@ static int block_scales(const Encode *call, const float *most, int64_t blocks, f
     return all_of(~small);
 }
 
-/* How values are scaled: by a power of two, a quotient of few bits, or any quotient. */
+/* How values are scaled: by a power of two, by a quotient of few bits, or by any quotient. */
 enum { BY_POWERS, BY_RECIPROCALS, BY_DIVISION };
 
-/* The codes of `count` rows, whose blocks, of `block` channels each or one per row, are those of `by`, from block `first` on. */
+/* Computes the codes of `count` rows. Their blocks of `block` channels (or of one whole row) are those of `by`, from block `first` on. */
 INLINE void row_codes(const Codec *codec, const char *row, int64_t stride, int64_t count, uint16_t *to, int64_t to_stride, const Divisors *by,
                       int64_t block, int way, int64_t bits, int64_t dtype) {
     int32_t fraction = (int32_t)codec->fraction_bits, bias = (int32_t)codec->bias, finite = (int32_t)codec->finite;
@@ -125,7 +128,7 @@ INLINE void row_codes(const Codec *codec, const char *row, int64_t stride, int64
         }
 }
 
-/* The first of tokens [t, stop) that is not encoded, or stop. */
+/* Returns the first token in [t, stop) that is skipped, or stop. */
 static int64_t next_skipped(const Encode *call, int64_t batch, int64_t t, int64_t stop) {
     while (t < stop && !(call->skipped && call->skipped[batch * call->tokens + t])) t++;
     return t;
@@ -137,7 +140,7 @@ typedef struct {
     int64_t stride, count, dtype;
 } LongRows;
 
-/* Rows as they are, or widened to `wide`: binary16, and bf16 that is divided. */
+/* Returns the rows unchanged, or widened to binary32 in `wide`: binary16 rows, and bf16 rows whose values are divided. */
 static LongRows long_rows(const Encode *call, const char *row, int64_t count, int way, float *wide) {
     int64_t dim = call->codec->dim, stride = call->x.row;
     for (int64_t i = 0; i < count; i++)
@@ -148,7 +151,7 @@ static LongRows long_rows(const Encode *call, const char *row, int64_t count, in
     return (LongRows){(const char *)wide, dim * (int64_t)sizeof(float), count, F32};
 }
 
-/* Encodes rows, with how values are scaled and bits as constants. */
+/* Encodes rows, with the kind of scaling and the number of bits as constants. */
 #define ROW_CODES(way, bits)                                                                                       \
     if (rows.dtype == BF16 && way != BY_DIVISION)                                                                  \
         row_codes(codec, rows.row, rows.stride, rows.count, to, to_stride, by, block, way, bits, BF16);            \

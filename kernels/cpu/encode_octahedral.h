@@ -4,10 +4,10 @@ enum { DIRECTION_BOUNDS, NORM_BOUNDS, MAGNITUDES, PER_LENGTH, IN_EVEN_BRACKETS =
 
 static const int32_t NEIGHBOUR[] = {0, -1, 1};
 
-/* The entries of a table of `count` values. */
+/* Returns the number of entries in a table of `count` values, which may be padded. */
 INLINE int64_t entries_of(int64_t count) { return count < MIN_ENTRIES ? MIN_ENTRIES : count; }
 
-/* 1 over the length of the point of coordinates (xi, eta) on the octahedron, whose index this is (OCTOPUS Eq. 6). */
+/* The reciprocal length of the point with the coordinates (xi, eta) on the octahedron, whose index this is (OCTOPUS Eq. 6). */
 INLINE vf per_length(const Table *table, int32_t levels, vi index, vf xi, vf eta) {
     if (levels * levels <= MAX_IN_REGISTERS) return lookup(table->data, entries_of(levels * levels), index);
     vf third = 1.f - xi - eta;
@@ -16,16 +16,17 @@ INLINE vf per_length(const Table *table, int32_t levels, vi index, vf xi, vf eta
     return reciprocal_root(first * first + second * second + third * third);
 }
 
-/* The lower of the two levels around a coordinate, which is `length` times `per_sum`. Where levels are IN_EVEN_BRACKETS, a line tells which. */
+/* Returns the lower of the two levels around a coordinate, which is `length` times `per_sum`. If the levels are IN_EVEN_BRACKETS, a line
+   gives their index. */
 INLINE vi lower_level(const Encode *call, int candidates, int32_t levels, vf length, vf per_sum) {
     const Table *bounds = &call->bounds[DIRECTION_BOUNDS];
     if (candidates == IN_EVEN_BRACKETS) return to_int(smaller(length * per_sum + bounds->data[1], splat((float)levels - 1.5f)));
-    /* Two bounds fewer than magnitudes. */
+    /* There are two bounds fewer than magnitudes. */
     return level_of(bounds, levels > 8 ? levels : levels - 1, length * per_sum);
 }
 
-/* As nearest_direction, of the levels around either coordinate. A point's product with the triplet is linear on either side of the fold, and
-   the smaller of both; each is a sum of what each coordinate alone adds. */
+/* Like nearest_direction, but only for the two levels around each coordinate. The product of a point with the triplet is linear on both
+   sides of the fold, and equals the smaller of the two. Each is a sum of one term per coordinate. */
 INLINE vi nearest_in_bracket(const Encode *call, int candidates, int32_t levels, vf x, vf y, vf z, vf *best) {
     const float *magnitudes = call->bounds[MAGNITUDES].data;
     vf folded = larger(-z, splat(0)), sum = x + y + z, whole = larger(sum + 2.f * folded, splat(1e-30f)), per_sum;
@@ -53,7 +54,8 @@ INLINE vi nearest_in_bracket(const Encode *call, int candidates, int32_t levels,
     return (vi)pick_above(second, first, (vf)of_second, (vf)of_first);
 }
 
-/* The index of the nearest direction in the quarter square, the first of equals. `best` receives the product with it. */
+/* Returns the index of the nearest direction in the quarter square, or the first of several equally near ones. `best` receives the product
+   with it. */
 INLINE vi nearest_direction(const Encode *call, int candidates, int32_t levels, vf x, vf y, vf z, vf *best) {
     const Table *axis = call->codec->table, *magnitudes = &call->bounds[MAGNITUDES], *bounds = &call->bounds[DIRECTION_BOUNDS];
     if (candidates == 2 || candidates == IN_EVEN_BRACKETS) return nearest_in_bracket(call, candidates, levels, x, y, z, best);
@@ -67,7 +69,7 @@ INLINE vi nearest_direction(const Encode *call, int candidates, int32_t levels, 
         }
         return found;
     }
-    /* OCTOPUS Eq. 5; below the fold 1 - y / sum is (x - z) / sum. The nearest levels come first, then their neighbours. */
+    /* OCTOPUS Eq. 5. Below the fold, 1 - y / sum equals (x - z) / sum. The nearest levels come first, followed by their neighbors. */
     vf folded = larger(-z, splat(0)), per_sum = 1.f / larger(x + y + z + 2.f * folded, splat(1e-30f));
     vi column = level_of(bounds, levels, (x + folded) * per_sum), row = level_of(bounds, levels, (y + folded) * per_sum);
     for (int j = 0; j < candidates; j++) {
@@ -85,7 +87,8 @@ INLINE vi nearest_direction(const Encode *call, int candidates, int32_t levels, 
     return found;
 }
 
-/* Where the digits of triplet `i` go: those of a direction, whose place is missing where it has no bits, and of signs; `joined` in one. */
+/* The positions of the digits of triplet `i`: that of the direction, which does not exist if directions have no bits, and that of the
+   signs. If `joined` is set, both are in one symbol. */
 typedef struct {
     Place index, sign;
     int has_index, joined;
@@ -131,7 +134,7 @@ INLINE void encode_triplets(const Encode *call, const Encoded *out, int candidat
         store_factors(call, out, t, load(out->norm + t), load(product + t), load(squares + t), splat(1));
 }
 
-/* The candidates and levels of presets are compile-time constants; others are known at run time. */
+/* For presets, the numbers of candidates and levels are compile-time constants. For other codecs, they are only known at run time. */
 static void octahedral_encode(const Encode *call, const Encoded *out) {
     int32_t levels = 1 << call->codec->index_bits / 2, norms = (int32_t)call->codec->norm_levels;
     if (call->candidates == IN_EVEN_BRACKETS && levels == 4 && norms == 2)

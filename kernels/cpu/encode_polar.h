@@ -1,12 +1,14 @@
 /* Encodes polar: level by level the angles of pairs, whose radii are the next level's values (formats/polar.py). */
 
-/* Codes of LANES angles above the first level, which are below a quarter turn: `tangents` are those of the bounds between angles. */
+/* Computes the codes of LANES angles above the first level, which are below a quarter turn. `tangents` are the tangents of the bounds
+   between angles. */
 INLINE vi quarter_codes(const Table *tangents, int32_t levels, vf first, vf second, vf *radius) {
     *radius = square_root(first * first + second * second);
     return level_of(tangents, levels, second / larger(first, splat(0x1p-126f)));
 }
 
-/* Codes pair `a` of a level, of every token; row `a` of radii and of products, of values with decoded directions, replaces it. */
+/* Encodes pair `a` of a level for every token. Row `a` of the radii, and of the products of values with decoded directions, receives the
+   result. */
 static void polar_pair(const Encode *call, const Encoded *out, int64_t level, int64_t a, const Table *tangents, const float *products) {
     const Codec *codec = call->codec;
     int64_t stream = codec->level_stream[level];
@@ -27,7 +29,7 @@ static void polar_pair(const Encode *call, const Encoded *out, int64_t level, in
     add_digit(out, packing, out->words + columns_before(codec, stream) * HALF_TILE, 0, codec->level_first[level] + a, code);
 }
 
-/* Stores the radii after the last level, times the factors that keep products right, and the errors of tokens. */
+/* Stores the radii after the last level, times the factors that keep products unbiased, and the errors of the tokens. */
 static void store_radii(const Encode *call, const Encoded *out) {
     for (int64_t t = 0; t < out->tokens; t += LANES) {
         vf error = splat(0), squares = splat(0);

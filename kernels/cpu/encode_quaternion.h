@@ -1,4 +1,4 @@
-/* Encoding of quaternion: turned back by each secondary quaternion, a chunk has its nearest Hurwitz unit in closed form
+/* Encoding of quaternion. If a chunk is rotated back by each secondary quaternion, its nearest Hurwitz unit has a closed form
    (formats/quaternion.py, quaternion_search.py). */
 
 /* The product of (w, x, y, z) with the conjugate of a quaternion (a, b, c, d), of numbers or vectors. */
@@ -28,7 +28,8 @@ static void search_secondary(const Encode *call, const Encoded *out, int64_t i, 
     }
 }
 
-/* The codewords of a chunk, which replace the places of its secondary quaternions: 2 axis + sign, or 8 and the signs of a half unit. */
+/* Computes the codewords of chunk `i`. In `codeword`, they replace the numbers of the secondary quaternions. A codeword is 2 axis + sign,
+   or 8 plus the signs of a half unit. */
 static void nearest_units(const Encoded *out, int64_t i, const float *secondary, int32_t *codeword) {
     const float *row = out->tile + 4 * i * HALF_TILE;
     for (int64_t t = 0; t < out->tokens; t += LANES) {
@@ -70,7 +71,7 @@ static void quaternion_encode(const Encode *call, const Encoded *out) {
             store(lengths + i * HALF_TILE + t, length);
             store(most + t, larger(load(most + t), length));
         }
-    /* Codes are rounded against the stored scale; a scale of zero gives codes of zero. */
+    /* Codes are computed with the stored scale. A scale of zero gives codes of zero. */
     for (int64_t t = 0; t < out->tokens; t += LANES) {
         vf scale = load(most + t);
         store(most + t, codec->values[0].dtype == F16 ? from_half(to_half(scale)) : scale);

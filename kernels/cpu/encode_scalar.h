@@ -2,8 +2,8 @@
 
 enum { SCALES = 4 };
 
-/* Of the multiples in formats/scalar.py of each token's unit vector, the one whose decoded direction is nearest to the token's; and its
-   sums over decoded values. */
+/* Finds, among the multiples of each token's unit vector that formats/scalar.py defines, the one whose decoded direction is nearest to the
+   token's, and its sums over decoded values. */
 static void best_scales(const Encode *call, const Encoded *out, const float *per_norm, float *best, float *best_product,
                         float *best_squares) {
     static const float scales[SCALES] = {.85f, .95f, 1.05f, 1.15f};
@@ -65,7 +65,7 @@ static void scalar_encode(const Encode *call, const Encoded *out) {
                 vf magnitude = call->scaled ? magnitude_of(x) * load(scale + t) : magnitude_of(x);
                 vi symbol = add_above(splat(0), x, level_of(&call->bounds[part], magnitudes, magnitude), magnitudes);
                 store_int(code + t, symbol);
-                /* Those of the best multiple are there already. */
+                /* The codes of the best multiple are already in place. */
                 if (call->scaled) continue;
                 vf decoded = lookup(table->data, table->entries, symbol);
                 store(product + t, load(product + t) + x * decoded);

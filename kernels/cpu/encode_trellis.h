@@ -7,7 +7,7 @@ static const float NO_PATH = 1e30f;
 
 typedef struct {
     float *cost;   /* [state][LANES] */
-    float *least;  /* [kept][LANES]: of the states that share all bits but the lowest, which leave the window */
+    float *least;  /* [kept][LANES]: costs of the states that share all bits but the lowest, which leave the window */
     uint8_t *back; /* [channel][kept][LANES]: those lowest bits */
     int32_t *path; /* [channel][LANES] */
 } Search;
@@ -24,7 +24,8 @@ INLINE Search search_in(const Codec *codec, void *memory) {
     return (Search){cost, least, (uint8_t *)(path + LANES * codec->dim), path};
 }
 
-/* The cheapest way into each of the states `kept`, which differ in the bits that leave the window: the lowest bits of a cost say which. */
+/* Finds the cheapest path to each of the states `kept`, over the previous states that differ in the bits that leave the window. The lowest
+   bits of a cost identify its previous state. */
 INLINE void step_back(const Search *search, int64_t kept, int32_t symbols, uint8_t *back) {
     for (int64_t m = 0; m < kept; m++) {
         const float *from = search->cost + m * symbols * LANES;
@@ -36,8 +37,8 @@ INLINE void step_back(const Search *search, int64_t kept, int32_t symbols, uint8
     }
 }
 
-/* The path of LANES tokens through `x` [channel][HALF_TILE], which begins at channel `turn`. `shared`: the bits that the first window
-   has in common with the last, or NULL. */
+/* Finds the path of LANES tokens through `x` [channel][HALF_TILE], starting at channel `turn`. `shared` contains the bits that the first
+   window has in common with the last, or is NULL. */
 static void find_path(const Codec *codec, const Search *search, const float *x, int64_t turn, const vi *shared) {
     const float *table = codec->table[0].data;
     int64_t bits = codec->digit_bits, states = (int64_t)1 << codec->index_bits, kept = states >> bits, dim = codec->dim;
@@ -86,7 +87,7 @@ static void trellis_encode(const Encode *call, const Encoded *out) {
         float *x = out->tile + t;
         vf norm = load(out->norm + t), per_norm = 1.f / larger(norm, splat(0x1p-126f));
         for (int64_t c = 0; c < dim; c++) store(x + c * HALF_TILE, load(x + c * HALF_TILE) * per_norm);
-        /* Over the token turned by half, the last channel lies in the middle. */
+        /* The token is rotated by half of its length, so that its last channel is in the middle. */
         find_path(codec, &search, x, half, NULL);
         vi shared = load_int(search.path + (dim - 1 - half) * LANES) >> (int32_t)bits;
         find_path(codec, &search, x, 0, &shared);

@@ -66,12 +66,12 @@ static void count_row(const uint16_t *values, int64_t dim, uint32_t (*counts)[25
 }
 
 #if LEVEL >= 3
-/* The usual exponents are USUAL from one on; every lane of bytes counts each of them, up to 255 times. */
+/* The usual exponents are the USUAL consecutive ones from one exponent on. Every byte lane counts each of them, up to 255 times. */
 enum { USUAL = 16 };
 typedef uint8_t vo __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vo_any __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 
-/* The first of the USUAL exponents that are counted most often. */
+/* Returns the first of the USUAL exponents that occur most often. */
 static uint32_t usual_exponents(const uint32_t (*counts)[256]) {
     uint32_t sum = 0, most = 0, found = 0;
     for (uint32_t e = 0; e < 256; e++) {
@@ -81,7 +81,7 @@ static uint32_t usual_exponents(const uint32_t (*counts)[256]) {
     return found;
 }
 
-/* Counts up to 255 vectors of rows; `dim` is a multiple of a vector. */
+/* Counts exponents in up to 255 vectors of rows. `dim` is a multiple of the vector size. */
 static void count_usual(const char *row, int64_t stride, int64_t rows, int64_t dim, uint32_t usual, uint32_t *counts) {
     vo lanes[USUAL];
     for (int i = 0; i < USUAL; i++) lanes[i] = (vo){0};

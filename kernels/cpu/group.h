@@ -64,7 +64,7 @@ INLINE vi load_bytes(const Packing *packing, const char *plane, int64_t column) 
     return load_int(found);
 }
 
-/* The fields of columns [column, column + LANES) of one token, as stored; the width is a multiple of LANES. */
+/* Loads the fields of columns [column, column + LANES) of one token as they are stored. The width is a multiple of LANES. */
 INLINE vi load_columns(const Packing *packing, const char *low, const char *high, int64_t column) {
     if (packing->planes == 1) return packing->odd ? load_bytes(packing, low, column) : load_words((const uint16_t *)low + column);
     vi upper = packing->odd ? load_bytes(packing, high, column) : load_words((const uint16_t *)high + column);

@@ -1,7 +1,7 @@
-/* group without a tile, for few queries: codes are multiplied as soon as they are extracted, and scales go into queries or weights.
+/* group without a tile, for few queries: codes are multiplied as soon as they are extracted, and scales are applied to queries or weights.
 
-A key is scale * (code - middle) + center in each channel. With q * scale computed once per run, and the sum of q * (center - middle * scale)
-as the offset of every score, a code takes one conversion and one multiply-add per query. */
+A key is scale * (code - middle) + center in each channel. q * scale is computed once per run, and the sum of q * (center - middle * scale)
+is an offset of every score. A code then takes only one conversion and one multiply-add per query. */
 
 /* Returns whether keys are in groups of tokens, each of whole vectors in this tile. */
 static int has_fused_scores(const Codec *codec, const Loaded *in) {
@@ -18,7 +18,7 @@ static int has_fused_values(const Codec *codec) {
     return width % LANES == 0 && codec->size % LANES == 0 && codec->dim % codec->size == 0 && (width % codec->size == 0 || codec->size % width == 0);
 }
 
-/* Scores of `queries` queries with tokens [at, at + BLOCKS * LANES): q [query][channel] is multiplied by the scales. */
+/* Computes the scores of `queries` queries with tokens [at, at + BLOCKS * LANES). q [query][channel] has been multiplied by the scales. */
 INLINE void fused_scores(const Packing *packing, const uint16_t *words, const float *q, int queries, int blocks, const float *offset,
                          float *scores) {
     int64_t width = packing->width, fields = packing->symbols / width, bits = packing->digit[0].bits;
@@ -45,7 +45,7 @@ INLINE void fused_scores(const Packing *packing, const uint16_t *words, const fl
         for (int b = 0; b < blocks; b++) store(scores + r * TILE + b * LANES, sum[r][b]);
 }
 
-/* scores[query][TILE] of all tokens; q [query][dim], spare holds (2 + queries) * dim floats. */
+/* Computes scores [query][TILE] of all tokens. q is [query][dim], and `spare` has room for (2 + queries) * dim floats. */
 INLINE void group_scores(const Codec *codec, const Loaded *in, const float *q, int queries, float *spare, float *scores) {
     int64_t dim = codec->dim;
     float middle = middle_of(codec), *scale = spare, *center = spare + dim, *scaled = spare + 2 * dim, offset[4];
@@ -104,7 +104,7 @@ INLINE void fused_values(const Codec *codec, const Piece *piece, const Stream *s
         for (int r = 0; r < queries; r++) store(sums + r * codec->dim + (field + f) * packing->width + column, sum[f][r]);
 }
 
-/* Adds weights [query][TILE] times values to sums [query][dim]; the weights of tokens that no query sees are 0. */
+/* Adds weights [query][TILE] times values to sums [query][dim]. The weights of tokens that no query sees are 0. */
 INLINE void group_values(const Codec *codec, const Loaded *in, int64_t batch, int64_t head, const float *weights, int queries, float *spare,
                          float *sums) {
     const Packing *packing = &codec->packing[0];

@@ -1,6 +1,6 @@
 /* Unpacks group to rows of values, token by token, without a tile. */
 
-/* Groups whose columns, and scales along channels, fill whole vectors, in the frame in which they are stored. */
+/* Handles groups in the frame in which they are stored, if their columns, and scales along channels, fill whole vectors. */
 static int has_group_rows(const Unpack *call) {
     const Codec *codec = call->side.codec;
     if (codec->family != GROUP || call->rotation.order || call->channel_scales.data || codec->token_scale || !is_plain(codec)) return 0;
@@ -8,7 +8,8 @@ static int has_group_rows(const Unpack *call) {
     return codec->scales_stream >= 0 || codec->size % LANES == 0;
 }
 
-/* One token's values. Pairs of groups of tokens are those of channels, of groups of channels [scale or center][TILE] each. */
+/* Computes the values of one token. Pairs of scale and center belong to channels if groups are groups of tokens. For groups of channels,
+   they are [scale or center][TILE] for each group. */
 INLINE void group_row(const Codec *codec, const char *low, const char *high, const float *scale, const float *center, int of_tokens,
                       char *row, int64_t dtype) {
     const Packing *packing = &codec->packing[0];

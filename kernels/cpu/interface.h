@@ -6,7 +6,7 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 
-/* Changes whenever a structure or function here changes; library.py rejects a library with another number. */
+/* Changes with every structure or function in this file. library.py refuses a library with another number. */
 #define KVPACK_INTERFACE 33
 
 enum { HEAD_RUN = 5 };
@@ -18,52 +18,52 @@ enum { MAX_PACKINGS = 12, MAX_DIGITS = 2, MAX_VALUES = 3, MAX_TABLES = 48, MAX_B
 enum { RAW, GROUP, SCALAR, OCTAHEDRAL, ANGLE, POLAR, QUATERNION, MINIFLOAT, KLT, LOSSLESS, TRELLIS };
 enum { F16, BF16, F32, U8, LOG8 };
 
-/* One array [batch, kv_head, row, ...] whose rows are contiguous; strides are in bytes. A segment holds one per stored stream. */
+/* One array [batch, kv_head, row, ...] with contiguous rows. Strides are in bytes. A segment has one array for each stored stream. */
 typedef struct {
     const char *data;
     int64_t batch, head, row;
 } Stream;
 
-/* Consecutive tokens of one side in arrays of their own; `first` counts from the layer's first token. */
+/* Consecutive tokens of one side that are in arrays of their own. `first` is counted from the layer's first token. */
 typedef struct {
     int64_t first, tokens;
     Stream streams[];
 } Segment;
 
-/* A digit of a packing: its fields begin at bit `place` if every base is a power of two, else at place value `weight`. */
+/* A digit of a packing. Its fields start at bit `place` if every base is a power of two, and otherwise at the place value `weight`. */
 typedef struct {
     int64_t base, bits, place;
     double weight;
 } Digit;
 
-/* formats/columns.py: `planes` words per column; `odd`: the last plane holds two columns per word. */
+/* A packing (formats/columns.py) with `planes` words per column. If `odd` is set, each word of the last plane contains two columns. */
 typedef struct {
     int64_t symbols, width, planes, odd, binary, digits;
     Digit digit[MAX_DIGITS];
 } Packing;
 
-/* `count` numbers per token of one stream. LOG8: bytes, `table` the number of each, and then 255 bounds: as many of these are at most a
-   number as its byte says. */
+/* `count` numbers per token of one stream. For LOG8, they are bytes, and `table` has the number for each byte, followed by 255 bounds: the
+   byte of a number is how many bounds are at most that number. */
 typedef struct {
     int64_t count, dtype;
     const float *table;
 } Values;
 
-/* `entries` floats: every digit that a stored word can hold is below it. */
+/* A table of `entries` floats. Every digit that a stored word can contain is below `entries`. */
 typedef struct {
     const float *data;
     int64_t entries;
 } Table;
 
-/* order: 0 without a rotation, 1 for Sylvester's, else that of Paley's factor, whose matrix [order, order] is `paley`; factors [dim]
-   multiply the channels of the original frame. */
+/* `order` is 0 without a rotation, 1 for Sylvester's matrix, and otherwise the order of Paley's factor, whose matrix [order, order] is
+   `paley`. `factors` [dim] multiply the channels of the original frame. */
 typedef struct {
     int64_t order;
     const float *paley, *factors;
 } Rotation;
 
-/* A codec with its parameters. A segment's streams are the planes of all packings, then `values`, then those of group and of
-   sidecars. */
+/* A codec and its parameters. The streams of a segment are the planes of all packings, followed by `values`, and then by those of group and
+   of the sidecars. */
 typedef struct {
     int64_t family, dim, streams;
     int64_t packings, columns; /* columns: the words per token of all packings, bytes counted as words */
@@ -122,8 +122,8 @@ typedef struct {
     int64_t count;
 } Side;
 
-/* Tokens [start, stop) whose keys share a coded frame, and whose values do.
-   queries float [batch, kv_head, row, k dim] are scaled and in the keys' frame; sums [batch, kv_head, row, v dim] in that of values. */
+/* Tokens [start, stop) whose keys share a coded frame, and whose values share one. `queries` float [batch, kv_head, row, k dim] are scaled
+   and in the keys' frame. `sums` [batch, kv_head, row, v dim] are in the values' frame. */
 typedef struct {
     int64_t start, stop;
     Side k, v;
@@ -155,7 +155,7 @@ typedef struct {
     int64_t past_caches, threads, level;
 } Unpack;
 
-/* encode: x [batch, kv_head, token, dim] of a dtype to the codec's streams, in the order of a segment. */
+/* encode: converts x [batch, kv_head, token, dim] of a dtype to the codec's streams, in the order of a segment. */
 typedef struct {
     int64_t batch, heads, tokens;
     const Codec *codec;
@@ -177,10 +177,10 @@ typedef struct {
     /* key_mean: float [batch, kv_head, page, dim], what is taken from the tokens of each page of mean_tokens, a multiple of 16; without data,
        nothing. kvpack_measure writes them: of minifloat, one largest magnitude instead of the means */
     Stream means;
-    /* If there, float [batch][kv_head][token], where the codec stores directions: the norms of what is encoded, and its errors relative to them
-       (the stored number's rounding apart). */
+    /* NULL or, if the codec stores directions, float [batch][kv_head][token]: the norms of the encoded vectors, and their errors relative
+       to the norms. Rounding of the stored number does not count. */
     float *norms, *errors;
-    /* minifloat: if there, [batch][token], 1 for tokens that are encoded as zeros and do not count for the scale of their run. */
+    /* minifloat: NULL, or [batch][token], which is 1 for tokens that are encoded as zeros and do not affect the scale of their run. */
     const uint8_t *skipped;
     int64_t mean_tokens, threads, level;
 } Encode;
@@ -264,15 +264,15 @@ typedef struct {
     int64_t level;
 } Sizes;
 
-/* One read of a file: `bytes` from `offset` on, to `data`. Threads count in `ended` what they have tried to read, and say in `failed` whether
-   they could not; both are 0 before. */
+/* One read of a file: `bytes` bytes from `offset` on are written to `data`. Threads count in `ended` the bytes that they have tried to
+   read, and set `failed` if they could not read them. Both are 0 at first. */
 typedef struct {
     int64_t offset, bytes;
     char *data;
     int64_t ended, failed;
 } Read;
 
-/* These return 0, or 1 if there is not enough memory; kvpack_encode returns 2 if formats/ must reject a value. */
+/* These return 0, or 1 if memory is insufficient. kvpack_encode returns 2 if formats/ must refuse a value. */
 int64_t kvpack_encode(const Encode *call);
 int64_t kvpack_measure(const Encode *call);
 int64_t kvpack_attend(const Attend *call);
@@ -281,7 +281,8 @@ int64_t kvpack_rans(const Rans *call);
 int64_t kvpack_rans_encode(const RansEncode *call);
 int64_t kvpack_raw_slots(const RawSlots *call);
 
-/* Returns 1 if a size exceeds `ratio` times the lower median of its page, ignoring NaN (formats/token_norms.py, has_large), else 0. */
+/* Returns 1 if a size exceeds `ratio` times the lower median of its page, ignoring NaN, and 0 otherwise (formats/token_norms.py,
+   has_large). */
 int64_t kvpack_has_large(const Sizes *call);
 
 int64_t kvpack_join(const Join *call);
@@ -294,7 +295,7 @@ void kvpack_reader_stop(void *reader);
 
 int64_t kvpack_interface(void);
 int64_t kvpack_sizes(int64_t structure);
-/* The instruction sets that this processor runs, best first; NULL after the last. */
+/* The instruction sets that this processor supports, best first. Returns NULL after the last one. */
 const char *kvpack_level_name(int64_t level);
 
 #endif

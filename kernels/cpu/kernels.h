@@ -1,6 +1,6 @@
 /* The kernels of one instruction set: level_*.c each compile this file, with LEVEL, NAME (of the table at the end) and TITLE. */
 #ifndef __clang__
-/* Copies of functions and loops for special cases make the library 8 % larger, and no kernel faster. */
+/* Without these options, copies of functions and loops for special cases make the library 8 % larger, and no kernel faster. */
 #pragma GCC optimize("no-ipa-cp-clone", "no-peel-loops", "no-split-loops", "no-split-paths", "no-unswitch-loops")
 #endif
 #include "interface.h"
@@ -24,7 +24,7 @@
 #include "scalar.h"
 #include "trellis.h"
 
-/* Above, no product is contracted with a sum: values equal those of formats/, bit for bit wherever no sum is involved. */
+/* In the code above, no product is contracted with a sum, so values equal those of formats/ bit for bit wherever no sum is involved. */
 #include "rotation.h"
 #include "sidecars.h"
 
@@ -82,7 +82,7 @@ static char *place_loaded(const Codec *codec, char *memory, Loaded *in) {
     return memory + chunk_bytes(codec);
 }
 
-/* A decoder's spare floats: scales of every run, weights of every group and query, or two tiles. */
+/* The spare memory of a decoder in floats: scales of every run, weights of every group and query, or two tiles. */
 static int64_t spare_floats(int64_t dim) { return 2 * dim * TILE + 8 * TILE; }
 
 static int64_t attend_bytes(const Attend *call) {

@@ -1,7 +1,8 @@
-/* klt: values of the table of a run of columns, times the token's gain, plus the mean (formats/klt.py). Rows of the basis belong to a head,
-   and to a run of tokens where the cache holds them: for each, the mean [dim], tables, and the matrix [dim][dim] from `matrix_place` on. */
+/* klt: each value is an entry of the table of a run of columns, times the token's gain, plus the mean (formats/klt.py). If the cache
+   contains rows of a basis, these belong to a head and to a run of tokens. They consist of the mean [dim], tables, and the matrix
+   [dim][dim] from `matrix_place` on. */
 
-/* Tokens [at, at + count) of the tile with the same rows of a basis. */
+/* Tokens [at, at + count) of the tile, which have the same rows of a basis. */
 typedef struct {
     int64_t at, count;
     const float *rows;
@@ -15,14 +16,14 @@ static BasisTokens basis_tokens(const Loaded *in, int64_t *run) {
     return found;
 }
 
-/* The codes of a run of `width` bits of every token: `codes` [8][TILE]. */
+/* Extracts the codes of a run of `width` bits for every token. `codes` is [8][TILE]. */
 INLINE void head_codes(const Codec *codec, const Loaded *in, int64_t byte, const int64_t width, int32_t *codes) {
     uint64_t words[TILE] = {0};
     for (int64_t p = 0; p < in->pieces; p++) {
         const Piece *piece = &in->piece[p];
         const Stream *stream = piece->segment->streams + codec->heads_stream;
         const char *from = row_of(stream, in->batch, in->head, piece->token) + byte;
-        /* The first bytes are the lowest, as on every machine that this is compiled for. */
+        /* The first bytes are the lowest ones, as on every machine for which this is compiled. */
         for (int64_t t = 0; t < piece->count; t++) memcpy(words + piece->at + t, from + t * stream->row, width);
     }
     for (int64_t j = 0; j < 8; j++)
@@ -56,7 +57,7 @@ static void all_head_codes(const Codec *codec, const Loaded *in, int64_t byte, i
     }
 }
 
-/* The columns of heads with widths of their own. */
+/* Decodes the columns of heads that have widths of their own. */
 static void klt_decode_heads(const Codec *codec, const Loaded *in, float *tile) {
     int32_t codes[8 * TILE];
     const int32_t *found = codec->channels + codec->channels[in->head], *end = codec->channels + codec->channels[in->head + 1];

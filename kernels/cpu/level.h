@@ -4,7 +4,7 @@
 
 #include "interface.h"
 
-/* The maximum number of query rows of an item, and of rows in its buffers: the last block of four may have unused rows. */
+/* Maximum number of query rows of an item, and number of rows in its buffers. The last block of four may contain unused rows. */
 enum { MAX_ROWS = 64, ROW_SPACE = MAX_ROWS + 4 };
 
 /* The maximum number of rANS chunks decoded together. */
@@ -21,14 +21,14 @@ typedef struct {
 
 typedef struct {
     const char *name;
-    /* The bytes that a thread needs for a call, and one item in that memory: its part of the softmax, [ROW_SPACE] and sums
-       [ROW_SPACE][v dim]. */
+    /* The number of bytes that a thread needs for a call, and the computation of one item in that memory. Its results are its part of the
+       softmax [ROW_SPACE] and sums [ROW_SPACE][v dim]. */
     int64_t (*attend_bytes)(const Attend *call);
     void (*attend)(const Attend *call, const Item *item, char *memory, float *largest, float *total, float *sums);
     /* The same for unpacking tokens [start, stop) of one head. */
     int64_t (*unpack_bytes)(const Unpack *call);
     void (*unpack)(const Unpack *call, int64_t batch, int64_t head, int64_t start, int64_t stop, char *memory);
-    /* The same for encoding; the item returns 0 if a value is rejected. */
+    /* The same for encoding. The item returns 0 if a value is refused. */
     int64_t (*encode_bytes)(const Encode *call);
     int (*encode)(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, char *memory);
     /* One page of kvpack_measure. */

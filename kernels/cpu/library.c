@@ -12,11 +12,13 @@
 #include "level.h"
 #include "threads.h"
 
-/* A call is divided for at least this many threads. Items do not depend on the number of threads, so the result does not either. */
+/* A call is divided into items for at least this many threads. Items do not depend on the actual number of threads, so results do not
+   depend on it either. */
 enum { MIN_ITEMS = 128, MIN_TOKENS = 4096 };
 
 #if defined(__x86_64__)
-/* F16C, which Clang's __builtin_cpu_supports does not support. Checked once: cpuid takes microseconds in a virtual machine. */
+/* Detects F16C, which Clang's __builtin_cpu_supports does not know. The result is cached, because cpuid takes microseconds in a virtual
+   machine. */
 static int converts_halves(void) {
     enum { UNKNOWN, NO, YES };
     static atomic_int known;
@@ -70,7 +72,7 @@ static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 static int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* All items of a call, and each item's part of the softmax. */
+/* All items of a call, and the part of the softmax that each item computes. */
 typedef struct {
     const Attend *call;
     const Level *level;
@@ -91,7 +93,7 @@ static int64_t tokens_at_once(const Span *span, int64_t others) {
     return ceiling(tokens, MIN_TOKENS) * MIN_TOKENS;
 }
 
-/* Merges the parts of one block of rows of one head: sums of each span, divided by the total weight of all. */
+/* Merges the parts of one block of rows of one head: the sums of each span are divided by the total weight of all spans. */
 static void merge_block(const void *context, int64_t number, char *memory) {
     const Work *work = context;
     const Attend *call = work->call;
@@ -162,7 +164,7 @@ EXPORTED int64_t kvpack_attend(const Attend *call) {
     return failed;
 }
 
-/* Tokens per item of unpacking: enough tiles that finding their segment costs little. */
+/* Number of tokens per item of unpacking, enough that finding the segment of a tile costs little. */
 enum { TOKENS_UNPACKED = 1024 };
 
 static void unpack_item(const void *context, int64_t number, char *memory) {
@@ -177,7 +179,7 @@ EXPORTED int64_t kvpack_unpack(const Unpack *call) {
     return kvpack_for_each(unpack_item, &job, job.parts * call->heads * call->batch, call->threads, job.level->unpack_bytes(call));
 }
 
-/* Tokens per item of encoding: whole token groups of any size. */
+/* Number of tokens per item of encoding, which are whole token groups of any size. */
 enum { TOKENS_ENCODED = 512 };
 
 static void encode_item(const void *context, int64_t number, char *memory) {
@@ -208,7 +210,7 @@ EXPORTED int64_t kvpack_measure(const Encode *call) {
     return kvpack_for_each(measure_item, &job, job.parts * call->heads * call->batch, call->threads, 1);
 }
 
-/* A token to be stored raw; the tokens with the lowest keys get slots. */
+/* A token that may be stored raw. The candidates with the lowest `key`, which orders them, get slots. */
 typedef struct {
     float key;
     int64_t token;
@@ -246,7 +248,7 @@ static void relative_heads(const RawSlots *call, const float *norms, const float
     float ratio = call->grouped && !(call->high && call->high < call->grouped) ? call->grouped : call->high;
     for (int64_t t = 0; t < stop - first; t++) large[t] = most[t] = 0, least[t] = INFINITY;
     for (int64_t h = 0; h < call->heads; h++, norms += call->tokens) {
-        /* No median is needed to find out whether one is that large: it exceeds `ratio` times more than half of them. */
+        /* Whether one norm is that large can be decided without the median: it exceeds `ratio` times more than half of them. */
         float largest = 0;
         int64_t below = 0;
         for (int64_t t = first; t < stop; t++) {
@@ -272,7 +274,8 @@ static int is_low(const RawSlots *call, float norm, float median) { return norm 
 
 static int is_high(const RawSlots *call, float norm, float median) { return call->high && norm > call->high * median && median > 0; }
 
-/* formats/token_norms.py, misfit: `norm` is that of all heads, `median` its usual one, `most` and `least` are those of relative_heads. */
+/* Corresponds to misfit in formats/token_norms.py. `norm` is the norm over all heads, `median` is its usual value, and `most` and `least`
+   are those of relative_heads. */
 static float misfit_of(const RawSlots *call, float norm, float median, float most, float least) {
     float misfit = 0, wide = 0;
     if (call->shared && call->heads > 1 && norm > call->shared * median && median > 0) misfit = norm / median / least / call->shared;
@@ -295,7 +298,7 @@ static void choose_item(const void *context, int64_t layer, char *memory) {
         norms[t] = sqrtf(squares);
     }
     for (int64_t first = 0; first < call->tokens; first += call->page) {
-        /* The last tokens, if they fill no page, are measured by the median of as many tokens up to them. */
+        /* If the last tokens do not fill a page, they are compared with the median of the last `page` tokens. */
         int64_t stop = first + call->page, begin = first;
         if (stop > call->tokens) stop = call->tokens, begin = stop > call->page ? stop - call->page : 0;
         float median = median_of(norms + begin, stop - begin, sorted);
@@ -315,7 +318,7 @@ static void choose_item(const void *context, int64_t layer, char *memory) {
     }
     int64_t used = smaller_of(count, call->slots);
     call->left_out[2 * layer] = count - used;
-    /* Slots go to high tokens, then to low ones, which cost only themselves precision, and then to misfits. */
+    /* Slots go to tokens of high norm first, then to tokens of low norm, which only reduce their own precision, and then to misfits. */
     call->left_out[2 * layer + 1] = count - lows - (used - smaller_of(used - smaller_of(used, highs), lows));
     if (count > used) {
         qsort(wanted, count, sizeof(Candidate), by_key);

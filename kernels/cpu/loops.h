@@ -1,10 +1,10 @@
 /* The loops that all codecs share: scores of a tile of keys, the running softmax, sums of a tile of values. */
 
-/* Vectors of tokens at once. Four queries then have 16 sums in the 32 registers of AVX-512, or 8 in the 16 of AVX2: enough independent
-   multiply-adds to hide their latency. */
+/* Number of vectors of tokens that are processed at once. Four queries then have 16 sums in the 32 registers of AVX-512, or 8 in the 16
+   registers of AVX2. That is enough independent multiply-adds to hide their latency. */
 #define TOKEN_BLOCKS (LEVEL == 4 ? 4 : 2)
 
-/* scores[query][TILE] = q [query][dim] times tile [dim][TILE]. */
+/* Computes scores [query][TILE] as q [query][dim] times tile [dim][TILE]. */
 INLINE void tile_scores(const float *q, int queries, int64_t dim, const float *tile, float *scores) {
     for (int t = 0; t < TILE; t += TOKEN_BLOCKS * LANES) {
         vf sum[4][TOKEN_BLOCKS];
@@ -20,8 +20,8 @@ INLINE void tile_scores(const float *q, int queries, int64_t dim, const float *t
     }
 }
 
-/* `rows` channels of the tile at once. Tokens run along vectors, so each pair of a query and a channel has a vector of partial sums: LANES of
-   these are added up together, which takes fewer steps than one after another. */
+/* Processes `rows` channels of the tile at once. Tokens run along vectors, so each pair of a query and a channel has a vector of partial
+   sums. LANES of these vectors are added up together, which takes fewer steps than one after the other. */
 INLINE void tile_values_rows(const float *weights, int queries, int64_t dim, const float *tile, int64_t first, int rows, float *sums) {
     vf sum[LANES];
     float found[LANES];
@@ -39,14 +39,14 @@ INLINE void tile_values_rows(const float *weights, int queries, int64_t dim, con
         for (int d = 0; d < rows; d++) sums[r * dim + first + d] += found[r * rows + d];
 }
 
-/* sums [query][dim] += weights [query][TILE] times tile [dim][TILE]. */
+/* Adds weights [query][TILE] times tile [dim][TILE] to sums [query][dim]. */
 INLINE void tile_values(const float *weights, int queries, int64_t dim, const float *tile, float *sums) {
     int64_t d = 0;
     for (; d + LANES / queries <= dim; d += LANES / queries) tile_values_rows(weights, queries, dim, tile, d, LANES / queries, sums);
     for (; d < dim; d++) tile_values_rows(weights, queries, dim, tile, d, 1, sums);
 }
 
-/* softcap * tanh(scores / softcap), with e^-2|x| so that nothing overflows. */
+/* Computes softcap * tanh(scores / softcap) from e^(-2 |x|), so that nothing overflows. */
 static void cap(float *scores, float softcap) {
     for (int t = 0; t < TILE; t += LANES) {
         vf x = load(scores + t) * (1 / softcap), size = larger(x, -x), e = exponential(-2.f * size);

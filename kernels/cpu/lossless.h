@@ -1,7 +1,7 @@
 /* lossless: exponents in chunks of rANS, signs and fractions in words (formats/lossless.py). A tile decodes the chunks of its tokens, and
    keeps the last ones, because neighboring tiles share them. */
 
-/* MAX_CHUNKS decoded chunks: their exponents [token][channel], their number among such groups of a segment, and the slots of the run. */
+/* MAX_CHUNKS decoded chunks: their exponents [token][channel], the number of their group within a segment, and the slots of the run. */
 struct Chunk {
     const Segment *segment;
     int64_t number;

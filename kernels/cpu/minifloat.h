@@ -2,20 +2,21 @@
 
 enum { ONE_SCALE, POWERS_OF_BLOCKS, SCALES_OF_BLOCKS };
 
-/* A float of a sign, an exponent of the given bias and `fraction` bits; 0 for NaN and infinity, magnitudes from `finite` on. */
+/* Converts a float that consists of a sign, an exponent with the given bias, and `fraction` bits. NaN and infinity, which are the
+   magnitudes from `finite` on, become 0. */
 INLINE vf from_element(vi code, int32_t bits, int32_t fraction, int32_t bias, int32_t finite) {
     vi size = code & ((1 << (bits - 1)) - 1), sign = code >> (bits - 1) << 31;
     vf magnitude = (vf)(size << (23 - fraction)) * (vf)splat_int((254 - bias) << 23);
     return (vf)(((vi)magnitude | sign) & (size < finite));
 }
 
-/* The two factors of a block's values, [TILE] each, by which they are multiplied in turn. */
+/* The two factors of the blocks' values, [TILE] each. Values are multiplied by one after the other. */
 static void minifloat_factors(const Codec *codec, const Loaded *in, int64_t block, float *factors) {
     const float *stored = in->numbers + block * TILE, *whole = in->numbers + (codec->dim + codec->size - 1) / codec->size * TILE;
     for (int t = 0; t < TILE; t += LANES) {
         vi code = to_int(load(stored + t)), half_exponent = code >> 1;
         if (codec->scale_kind == POWERS_OF_BLOCKS) {
-            /* 2^(code - 127) as two normal numbers. */
+            /* Returns 2^(code - 127) as the product of two normal numbers. */
             store(factors + t, (vf)((half_exponent + 64) << 23));
             store(factors + TILE + t, (vf)((code - half_exponent + 63) << 23));
         } else {

@@ -1,6 +1,6 @@
 /* polar: radii become pairs of radii, level by level, and at last channels (formats/polar.py). */
 
-/* Row `a` of a level: radius times cosine and sine of its angle. The two kinds of pairs have separate tables. */
+/* Decodes row `a` of a level: the radius times the cosine and the sine of its angle. The two kinds of pairs have separate tables. */
 static void polar_level(const Codec *codec, const Loaded *in, int64_t level, const float *radii, float *pairs) {
     int32_t code[TILE];
     int64_t stream = codec->level_stream[level];

@@ -2,8 +2,8 @@
 
 enum { RANS_LANES = 32, RANS_BITS = 12, RANS_SLOTS = 1 << RANS_BITS, RANS_LEAST = 1 << 16 };
 
-/* A chunk on its way to `length` symbols: an array of words, the next of them, and the slots of one table, or of those in `tables`, one for
-   each symbol. */
+/* The state of decoding a chunk of `length` symbols: an array of words, the next word, and the slots of one table or, with `tables`, of a
+   separate table for each symbol. */
 typedef struct {
     const uint16_t *words;
     int64_t count, at;
@@ -14,7 +14,7 @@ typedef struct {
     uint8_t *symbols;
 } RansRun;
 
-/* Decodes symbol `i` of one lane; words after the end of the array are read as 0. */
+/* Decodes symbol `i` of one lane. Words after the end of the array are read as 0. */
 INLINE void rans_symbol(RansRun *run, int64_t i) {
     uint32_t x = run->states[i % RANS_LANES], slot = x & (RANS_SLOTS - 1);
     uint32_t found = run->slots[(run->tables ? run->tables[i] * RANS_SLOTS : 0) + slot];
@@ -27,18 +27,18 @@ INLINE void rans_symbol(RansRun *run, int64_t i) {
     run->symbols[i] = (uint8_t)found;
 }
 
-/* How a step looks up slots: in one table, in the tables of its symbols, or by bisecting a few symbols. */
+/* How a step looks up slots: in one table, in the tables of its symbols, or by bisection if there are few symbols. */
 enum { ONE_TABLE, OF_SYMBOLS, BY_HALVING };
 
-/* A table of few symbols. Node n is the first slot from which its right child 2n + 1 is meant, else its left one 2n; leaf FEW + i is the
-   i-th symbol that has slots, with its first slot and its frequency. */
+/* A table of few symbols, as a binary tree. Node n contains the first slot that belongs to its right child 2n + 1. Lower slots belong to
+   the left child 2n. Leaf FEW + i is the i-th symbol that has slots, with its first slot and its frequency. */
 enum { FEW = 32 };
 typedef struct {
     uint16_t node[FEW], first[FEW], frequency[FEW], symbol[FEW];
 } FewSymbols;
 
 #if LEVEL == 4
-/* Returns 0 for more symbols, or if a run of slots does not begin where its slots state. */
+/* Returns 0 if there are more symbols, or if a run of slots does not start where its slots state. */
 static int few_symbols(const uint32_t *slots, FewSymbols *few) {
     uint32_t at = 0;
     for (int i = 0; i < FEW; i++) {
@@ -56,8 +56,8 @@ static int few_symbols(const uint32_t *slots, FewSymbols *few) {
     return at == RANS_SLOTS;
 }
 
-/* Those lanes that are too small take a word each, in their order. Loads 16 words where it may take fewer: they are in the array, if not of
-   the chunk. */
+/* Lanes whose states are too small take one word each, in lane order. This loads 16 words even if fewer are needed. They are inside the
+   array, but may belong to another chunk. */
 INLINE vu refilled(const RansRun *run, vu x, int64_t *at) {
     __mmask16 low = _mm512_cmplt_epu32_mask((__m512i)x, _mm512_set1_epi32(RANS_LEAST));
     __m512i next = _mm512_maskz_expand_epi32(low, (__m512i)load_words(run->words + *at));
@@ -65,13 +65,13 @@ INLINE vu refilled(const RansRun *run, vu x, int64_t *at) {
     return (vu)_mm512_mask_or_epi32((__m512i)x, low, (__m512i)(x << 16), next);
 }
 
-/* Symbols `i` on, one of every lane: five halvings take less than two gathers. A word holds a slot of either half of the lanes, so that both
-   are looked up at once; the second half's is the upper word of each pair. */
+/* Decodes one symbol per lane, from symbol `i` on. Five bisection steps take less time than two gathers. A word contains slots of both
+   halves of the lanes, so that both are looked up at once. Those of the second half are in the upper halves of the words. */
 INLINE void rans_step_of_few(const RansRun *run, int64_t i, const FewSymbols *few, vu *state, int64_t *at) {
     const __m512i node = _mm512_loadu_si512(few->node), one = _mm512_set1_epi16(1);
     __m512i slot = _mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)state[0], (__m512i)(state[1] << 16));
     slot = _mm512_and_si512(slot, _mm512_set1_epi16(RANS_SLOTS - 1));
-    /* Nodes 2, 1 and 3 are in the order of their slots: the number of those that a slot reaches is that of two halvings. */
+    /* Nodes 2, 1 and 3 are in the order of their slots, so the number of nodes that a slot reaches is the result of two bisection steps. */
     __m512i n = _mm512_set1_epi16(4);
     n = _mm512_mask_add_epi16(n, _mm512_cmpge_epu16_mask(slot, _mm512_set1_epi16((int16_t)few->node[2])), n, one);
     n = _mm512_mask_add_epi16(n, _mm512_cmpge_epu16_mask(slot, _mm512_set1_epi16((int16_t)few->node[1])), n, one);
@@ -106,7 +106,7 @@ INLINE void rans_step(const RansRun *run, int64_t i, int kind, const FewSymbols 
     }
 }
 #elif LEVEL == 3
-/* For each mask of 8 lanes, the index among the next words of the word that each lane takes. */
+/* For each mask of 8 lanes, the index of the word that each lane takes among the next words. */
 #define PLACE(mask, lane) __builtin_popcount((mask) & ((1 << (lane)) - 1))
 #define PLACES(mask) \
     {PLACE(mask, 0), PLACE(mask, 1), PLACE(mask, 2), PLACE(mask, 3), PLACE(mask, 4), PLACE(mask, 5), PLACE(mask, 6), PLACE(mask, 7)}
@@ -147,7 +147,8 @@ INLINE void rans_step(const RansRun *run, int64_t i, int kind, const FewSymbols 
 #endif
 
 #if LEVEL >= 3
-/* Decodes the whole steps, from symbol `i`, that all `count` chunks have, while words remain; returns the first symbol not decoded. */
+/* Decodes the whole steps that all `count` chunks have, from symbol `i` on, while words remain. Returns the first symbol that was not
+   decoded. */
 INLINE int64_t rans_steps(RansRun *runs, int count, int kind, const FewSymbols *few, int64_t i) {
     vu state[MAX_CHUNKS][RANS_LANES / LANES];
     int64_t at[MAX_CHUNKS], length = INT64_MAX;
@@ -180,7 +181,8 @@ static int64_t rans_steps_of_four(RansRun *runs) {
 }
 #endif
 
-/* Decodes all symbols of chunks. Each step depends on the one before, so steps of as many chunks as fit in registers are interleaved. */
+/* Decodes all symbols of the chunks. Each step depends on the one before, so the steps of as many chunks as fit in registers are
+   interleaved. */
 static void rans_decode(RansRun *runs, int count) {
     while (count > 0) {
         int64_t i = 0;
@@ -228,7 +230,7 @@ static void rans_chunks(const Rans *call, int64_t first, int count) {
     }
 }
 
-/* A chunk that is encoded from its last symbol to its first: the words written before begin at `to`. */
+/* The state of encoding a chunk, from its last symbol to its first. The words written so far begin at `to`. */
 typedef struct {
     const uint8_t *symbols, *tables;
     const RansStep *steps;
@@ -236,8 +238,8 @@ typedef struct {
     uint32_t states[RANS_LANES];
 } RansCoder;
 
-/* Encodes symbols [first, last), the last one first; lanes of a step, too, so that its words are in the order of lanes. A word is written
-   where there may be none, and the next one then takes its place: no branch depends on a symbol. */
+/* Encodes symbols [first, last), starting with the last one. Lanes of a step are also encoded in reverse, so that words are in lane order.
+   A word is always written, and overwritten by the next one if it was not needed, so that no branch depends on a symbol. */
 static void rans_encode_symbols(RansCoder *coder, int64_t first, int64_t last) {
     for (int64_t i = last - 1; i >= first; i--) {
         RansStep step = coder->steps[(coder->tables ? coder->tables[i] * 256 : 0) + coder->symbols[i]];
@@ -253,8 +255,8 @@ static void rans_encode_symbols(RansCoder *coder, int64_t first, int64_t last) {
 #if LEVEL == 4
 enum { FREQUENCY_BITS = RANS_BITS + 1, MOST_USED = 32 };
 
-/* The frequencies of all symbols, with their first slots in the upper bits; those of MOST_USED symbols from `least` on, which are nearly
-   all, are looked up in registers, with reciprocals that are slightly too small. */
+/* The frequencies of all symbols, with their first slots in the upper bits. The frequencies of the MOST_USED symbols from `least` on, which
+   include nearly all values, are looked up in registers, together with reciprocals that are slightly too small. */
 typedef struct {
     uint32_t slots[256], used[MOST_USED], least;
     float reciprocals[MOST_USED];
@@ -303,7 +305,7 @@ INLINE void rans_encode_step(const RansSymbols *table, const uint8_t *symbols, v
     *state = (vu)_mm512_mask_add_epi32((__m512i)x, under, (__m512i)x, (__m512i)(RANS_SLOTS - frequency));
 }
 
-/* Encodes whole steps of symbols [first, last) of each of `count` chunks: each step depends on the one before, so chunks are interleaved. */
+/* Encodes whole steps of symbols [first, last) of `count` chunks. Each step depends on the one before, so the chunks are interleaved. */
 INLINE void rans_encode_steps(RansCoder *coders, const RansSymbols *tables, int count, int64_t first, int64_t last) {
     vu state[RANS_TOGETHER][2];
     uint16_t *to[RANS_TOGETHER];

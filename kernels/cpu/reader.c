@@ -1,4 +1,4 @@
-/* Threads that read a file before its bytes are needed, without Python, whose threads would wait for each other at every read. */
+/* Threads that read a file before its bytes are needed. They do not use Python, whose threads would wait for each other at every read. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdlib.h>
@@ -85,7 +85,7 @@ no_lock:
     return 0;
 }
 
-/* Allows the memory of reads below `upto` to be written from now on. */
+/* Permits writing to the memory of reads below `upto` from now on. */
 EXPORTED void kvpack_reader_allow(void *given, int64_t upto) {
     Reader *reader = given;
     pthread_mutex_lock(&reader->lock);
@@ -94,7 +94,7 @@ EXPORTED void kvpack_reader_allow(void *given, int64_t upto) {
     pthread_mutex_unlock(&reader->lock);
 }
 
-/* Waits a few milliseconds at most for the reads below `upto` to finish; returns whether they have. */
+/* Waits at most a few milliseconds for the reads below `upto`. Returns whether they have finished. */
 EXPORTED int64_t kvpack_reader_wait(void *given, int64_t upto, int64_t milliseconds) {
     Reader *reader = given;
     struct timeval now;

@@ -1,7 +1,8 @@
-/* formats/rotation.py: Sylvester's factor by butterflies, then Paley's of `order` by its matrix. Both work on the first `tokens` of rows
-   of `width`, whole vectors of them. */
+/* The rotations of formats/rotation.py: Sylvester's factor by butterflies, followed by Paley's factor of `order` by its matrix. Both
+   process the first `tokens` tokens of rows of `width`, as whole vectors. */
 
-/* Rows kept in registers for several steps of one pass: half of the 32 vector registers of AVX-512, or of the 16 of AVX2 and SSE2. */
+/* Number of rows that are kept in registers for several steps of one pass: half of the 32 vector registers of AVX-512, or of the 16 of AVX2
+   and SSE2. */
 enum { STEPS_TOGETHER = LEVEL == 4 ? 16 : 8 };
 
 /* The steps between `count` vectors, a power of two. */
@@ -26,7 +27,8 @@ INLINE void butterfly(int64_t count, int64_t first, int64_t step, int64_t width,
         }
 }
 
-/* The remaining steps, beginning with `step`, as many per pass as registers allow, so that few passes over the tile are needed. */
+/* Does the remaining steps, starting with `step`, with as many steps per pass as registers permit, so that few passes over the tile are
+   needed. */
 static void butterflies(int64_t step, int64_t dim, int64_t width, int64_t tokens, float *tile) {
     for (; STEPS_TOGETHER * step <= dim; step *= STEPS_TOGETHER)
         for (int64_t first = 0; first < dim; first += STEPS_TOGETHER * step) butterfly(STEPS_TOGETHER, first, step, width, tokens, tile);
@@ -37,7 +39,7 @@ static void butterflies(int64_t step, int64_t dim, int64_t width, int64_t tokens
     if (step < dim) butterfly(2, 0, step, width, tokens, tile);
 }
 
-/* Products with the matrix, whose entry for row `d` and column `i` is at d * row + i * column: Paley's or its transpose. */
+/* Multiplies by the matrix, whose entry for row `d` and column `i` is at d * row + i * column. This is Paley's matrix or its transpose. */
 static void paley_products(const Rotation *rotation, int64_t row, int64_t column, int64_t dim, int64_t width, int64_t tokens,
                            float *tile, float *spare) {
     int64_t order = rotation->order;
@@ -52,7 +54,7 @@ static void paley_products(const Rotation *rotation, int64_t row, int64_t column
     }
 }
 
-/* Rotates channels that were multiplied by their factors to the coded frame; steps below `step` are already done. */
+/* Rotates channels, which have been multiplied by their factors, to the coded frame. Steps below `step` have already been done. */
 static void rotate(const Rotation *rotation, int64_t step, int64_t dim, int64_t width, int64_t tokens, float *tile, float *spare) {
     if (!rotation->order) return;
     butterflies(step, dim, width, tokens, tile);

@@ -1,4 +1,5 @@
-/* Rows of values without a tile, for few queries: raw, and bf16 of lossless, joined from its parts when it is multiplied. */
+/* Rows of values without a tile, for few queries: those of raw, and bf16 rows of lossless, whose parts are joined when they are multiplied.
+   */
 
 /* The dtype of lossless's rows: words of signs and fractions, and bytes of exponents. */
 enum { IN_PARTS = U8 + 1 };
@@ -18,7 +19,7 @@ static int has_rows(const Codec *codec) {
                                     2 * packing->width == codec->dim && packing->width % LANES == 0);
 }
 
-/* The rows of one piece, beginning with its token `t`: all of them, or those whose exponents are in memory at the same time. */
+/* Returns the rows of one piece, starting with its token `t`: all of them, or those whose exponents are in memory at the same time. */
 static StoredRows rows_from(const Codec *codec, const Loaded *in, const Piece *piece, int64_t t) {
     const Stream *stream = piece->segment->streams;
     int64_t token = piece->token + t;

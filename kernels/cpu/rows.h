@@ -29,7 +29,7 @@ INLINE vi to_half(vf x) {
 #else
     vi bits = (vi)x, sign = (vi)((vu)bits >> 16) & 0x8000, size = bits & 0x7fffffff;
     vi normal = (vi)((vu)size + 0xfff + ((vu)size >> 13 & 1) - (112u << 23)) >> 13;
-    /* Below 2^-14 an addition rounds to multiples of 2^-24. */
+    /* Below 2^-14, an addition rounds to multiples of 2^-24. */
     vi small = (vi)((vf)size + .5f) - (vi)splat(.5f);
     vi is_small = size < 0x38800000, is_large = size >= 0x477ff000, is_nan = size > 0x7f800000;
     vi found = (small & is_small) | (normal & ~is_small);
@@ -94,8 +94,8 @@ typedef struct {
     int64_t stride, dtype, past_caches;
 } Rows;
 
-/* `dim` rows of TILE floats to `count` rows of `dim`, as many tokens at a time as a vector has floats, and as many channels as it has of
-   the dtype. `spare` holds the rows of these tokens. */
+/* Transposes `dim` rows of TILE floats to `count` rows of `dim` values. One step handles as many tokens as a vector has floats, and as many
+   channels as it has values of the dtype. `spare` has room for the rows of these tokens. */
 INLINE void write_rows_of(const float *tile, int64_t dim, int64_t count, char *spare, const Rows *rows, int64_t dtype) {
     int64_t each = dtype == F32 ? 1 : 2, size = 4 / each, bytes = size * dim;
     for (int64_t t = 0; t < count; t += LANES) {

@@ -12,7 +12,7 @@ static void put_outliers(const Loaded *in, float *tile) {
         }
 }
 
-/* qjl: adds the residuals, which are signs rotated back, times one size per token. `spare` has room for two tiles. */
+/* qjl: adds the residuals, which are the signs rotated back, times one factor per token. `spare` has room for two tiles. */
 static void add_sketch(const Codec *codec, const Loaded *in, float *spare, float *tile) {
     const Packing *packing = &codec->packing[codec->packings];
     const uint16_t *words = packing_words(codec, in, codec->packings);
@@ -28,7 +28,7 @@ static void add_sketch(const Codec *codec, const Loaded *in, float *spare, float
             store(tile + d * TILE + t, load(tile + d * TILE + t) + load(spare + d * TILE + t) * (load(norm + t) * codec->sketch_size));
 }
 
-/* key_mean: converts the vector of the page of a piece's token to floats [dim]; returns how many tokens of the page remain. */
+/* key_mean: converts the vector of the page that contains a token to floats [dim]. Returns how many tokens of the page remain. */
 AS_WRITTEN static int64_t page_vector(const Codec *codec, const Loaded *in, const Piece *piece, int64_t token, float *vector) {
     const Stream *codes = piece->segment->streams + codec->mean_stream;
     int64_t page = token / codec->mean_tokens, half_dim = codec->dim / 2;
@@ -44,7 +44,7 @@ AS_WRITTEN static int64_t page_vector(const Codec *codec, const Loaded *in, cons
     return codec->mean_tokens - token % codec->mean_tokens;
 }
 
-/* Calls the function with each `vector` and the tokens [at, at + count) of the tile that it belongs to. */
+/* Calls the function with each `vector`, and with the tokens [at, at + count) of the tile to which it belongs. */
 #define FOR_PAGES(codec, in, vector, call)                                                          \
     for (int64_t p = 0; p < (in)->pieces; p++)                                                      \
         for (int64_t t = 0, count; t < (in)->piece[p].count; t += count) {                          \
@@ -93,7 +93,7 @@ AS_WRITTEN static void add_mean_scores(const Codec *codec, const Loaded *in, con
     FOR_PAGES(codec, in, spare, add_products(codec, raw, q, rows, spare, at, count, scores))
 }
 
-/* All sidecars; with_means 0: without the vectors of key_mean. */
+/* Applies all sidecars. If `with_means` is 0, the vectors of key_mean are left out. */
 static void put_sidecars(const Codec *codec, const Loaded *in, int with_means, float *spare, float *tile) {
     if (codec->outlier_stream >= 0) put_outliers(in, tile);
     if (codec->sketches) add_sketch(codec, in, spare, tile);

@@ -13,7 +13,8 @@ INLINE vf sizes_at(const char *data, int64_t kind, int64_t members) {
     return (vf)(largest << 23);
 }
 
-/* The size of the token whose `members` begin at `data`: the root of the sum of squares of halves, or the largest power. */
+/* Returns the size of the token whose `members` begin at `data`: the root of the sum of squares for binary16 numbers, or the largest power
+   of two. */
 static float size_at(const char *data, int64_t kind, int64_t members) {
     float sum = 0;
     int32_t largest = 0;
@@ -32,7 +33,7 @@ static float size_at(const char *data, int64_t kind, int64_t members) {
     return sum;
 }
 
-/* `count` sizes, and NaN up to a whole vector. */
+/* Computes `count` sizes, followed by NaN up to a whole vector. */
 INLINE void read_sizes(const char *data, int64_t kind, int64_t members, int64_t count, float *sizes) {
     int64_t bytes = members * (kind == SIZE_POWERS ? 1 : 4), t = 0;
     if (bytes == 4 || (kind == SIZE_POWERS && members == 2)) {
@@ -47,7 +48,7 @@ INLINE void read_sizes(const char *data, int64_t kind, int64_t members, int64_t 
     for (t = count; t % LANES; t++) sizes[t] = NAN;
 }
 
-/* Returns whether one of the sizes [first, count) exceeds `ratio` times more than half of the others, which needs no median. */
+/* Returns 1 if one of the sizes [first, count) exceeds `ratio` times more than half of the others. This does not need the median. */
 INLINE int page_has_large(const float *sizes, int64_t first, int64_t count, float ratio) {
     vf most = splat(-INFINITY), least = splat(INFINITY);
     for (int64_t t = 0; t < count; t += LANES) {

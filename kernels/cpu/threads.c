@@ -26,7 +26,7 @@ static int run(Shared *shared) {
     return 0;
 }
 
-/* A thread that gets no memory leaves its items to the others. */
+/* A thread without memory leaves its items to the others. */
 static void *start(void *shared) {
     run(shared);
     return 0;

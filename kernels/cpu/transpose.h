@@ -16,7 +16,8 @@ INLINE uint16_t word_at(const char *p) {
     return x;
 }
 
-/* Loads 2 to 8 words into a vector; the remaining ones are zero. The halves stay in registers: a vector would wait for their stores. */
+/* Loads 2 to 8 words into a vector, and sets the remaining ones to zero. The halves stay in registers, because a load of the whole vector
+   would wait for stores of the halves. */
 INLINE v8 load_row(const char *p, int64_t words) {
     if (words == 8) return *(const v8_any *)p;
     uint64_t first = 0, last = 0;
@@ -53,7 +54,8 @@ INLINE void turn_words(v8 *a) {
     }
 }
 
-/* Eight rows of words from `w` on: of the last block, which may share words with the one before it, or of all if they are fewer. */
+/* Returns the first of eight words that begin at `w`, or for the last block that are the last eight, some of which belong to the previous
+   block, too. If there are fewer than eight words, returns 0. */
 INLINE int64_t block_at(int64_t w, int64_t words) { return w + 8 <= words ? w : words < 8 ? 0 : words - 8; }
 
 /* Transposes rows of `words` words to out[word * TILE + row]. */

@@ -98,7 +98,7 @@ INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (v
 INLINE vi choose_int(vi mask, vi a, vi b) { return (mask & a) | (~mask & b); }
 INLINE vf magnitude_of(vf x) { return (vf)((vi)x & 0x7fffffff); }
 
-/* a where x is greater than y, else b. */
+/* Selects a where x is greater than y, and b elsewhere. */
 INLINE vf pick_above(vf x, vf y, vf a, vf b) {
 #if LEVEL == 4
     return (vf)_mm512_mask_blend_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)y, _CMP_GT_OQ), (__m512)b, (__m512)a);
@@ -107,7 +107,7 @@ INLINE vf pick_above(vf x, vf y, vf a, vf b) {
 #endif
 }
 
-/* level, plus step where x is greater than y. */
+/* Returns level, plus step where x is greater than y. */
 INLINE vi add_above(vf x, vf y, vi level, int32_t step) {
 #if LEVEL == 4
     return (vi)_mm512_mask_add_epi32((__m512i)level, _mm512_cmp_ps_mask((__m512)x, (__m512)y, _CMP_GT_OQ), (__m512i)level, _mm512_set1_epi32(step));
@@ -116,7 +116,7 @@ INLINE vi add_above(vf x, vf y, vi level, int32_t step) {
 #endif
 }
 
-/* The larger of two, b where either is NaN. */
+/* Returns the larger of two values, or b where either is NaN. */
 INLINE vf larger(vf a, vf b) {
 #if LEVEL == 4
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
@@ -127,7 +127,7 @@ INLINE vf larger(vf a, vf b) {
 #endif
 }
 
-/* The smaller of two, b where either is NaN. */
+/* Returns the smaller of two values, or b where either is NaN. */
 INLINE vf smaller(vf a, vf b) {
 #if LEVEL == 4
     return (vf)_mm512_min_ps((__m512)a, (__m512)b);
@@ -148,7 +148,7 @@ INLINE vi smaller_int(vi a, vi b) {
 #endif
 }
 
-/* a * b + c, rounded once where the processor can. */
+/* Returns a * b + c, rounded only once if the processor can do so. */
 INLINE vf product_and_sum(vf a, vf b, vf c) {
 #if LEVEL == 4
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -159,8 +159,8 @@ INLINE vf product_and_sum(vf a, vf b, vf c) {
 #endif
 }
 
-/* x / divisor, correctly rounded, of values of at most 11 significant bits, except that 0 loses its sign; the reciprocal is that of the
-   divisor, which is not below 2^-80, or else 0, which makes every quotient 0. */
+/* Returns x / divisor, correctly rounded, for values of at most 11 significant bits, except that 0 loses its sign. The reciprocal is that
+   of the divisor, which is at least 2^-80. If the reciprocal is 0, every quotient is 0. */
 INLINE vf short_quotient(vf x, vf divisor, vf reciprocal) {
 #if LEVEL >= 3
     vf quotient = x * reciprocal;
@@ -170,7 +170,7 @@ INLINE vf short_quotient(vf x, vf divisor, vf reciprocal) {
 #endif
 }
 
-/* The larger of two words, and the smaller. */
+/* Return the larger and the smaller of two words. */
 INLINE vw larger_word(vw a, vw b) {
 #if LEVEL == 4
     return (vw)_mm512_max_epi16((__m512i)a, (__m512i)b);
@@ -193,7 +193,7 @@ INLINE vw smaller_word(vw a, vw b) {
 #endif
 }
 
-/* The nearest integer, ties to even, of magnitude below 2^22. */
+/* Returns the nearest integer, ties to even, for magnitudes below 2^22. */
 INLINE vi nearest_int(vf x) {
 #if LEVEL == 4
     return (vi)_mm512_cvtps_epi32((__m512)x);
@@ -205,7 +205,7 @@ INLINE vi nearest_int(vf x) {
 #endif
 }
 
-/* Whether every lane of a mask is set. */
+/* Returns whether every lane of a mask is set. */
 INLINE int all_of(vi mask) {
 #if LEVEL == 4
     return _mm512_movepi32_mask((__m512i)mask) == 0xffff;
@@ -229,7 +229,7 @@ INLINE vf square_root(vf x) {
 #endif
 }
 
-/* 1 / x of a positive number, within 2^-11 of it. */
+/* Returns 1 / x of a positive number, within a relative error of 2^-11. */
 INLINE vf nearly_reciprocal(vf x) {
 #if LEVEL == 4
     return (vf)_mm512_rcp14_ps((__m512)x);
@@ -240,7 +240,7 @@ INLINE vf nearly_reciprocal(vf x) {
 #endif
 }
 
-/* 1 / sqrt(x) of a positive number: an estimate and a step of Newton's, within 2^-21 of it. */
+/* Returns 1 / sqrt(x) of a positive number from an estimate and a Newton step, within a relative error of 2^-21. */
 INLINE vf reciprocal_root(vf x) {
 #if LEVEL >= 3
 #if LEVEL == 4
@@ -370,7 +370,8 @@ INLINE float half(uint16_t x) {
     return magnitude;
 }
 
-/* e^x for x <= 0, exactly 0 for x < -87, including minus infinity; NaN for NaN. Cephes' polynomial, 2 units in the last place. */
+/* Returns e^x for x <= 0, within 2 units in the last place (Cephes' polynomial). The result is exactly 0 for x < -87, including minus
+   infinity, and NaN for NaN. */
 INLINE vf exponential(vf x) {
     const vf magic = splat(12582912.f); /* 1.5 * 2^23: adding it rounds to an integer */
     vf rounded = x * 1.44269504f + magic, n = rounded - magic;
@@ -382,7 +383,7 @@ INLINE vf exponential(vf x) {
     p = p * rest + 1.6666665459e-1f;
     p = p * rest + 5.0000001201e-1f;
     p = p * rest * rest + rest + 1.f;
-    /* Far below -87 these do not fit, and are not used; unsigned numbers wrap. */
+    /* Far below -87, these do not fit and are not used. Unsigned numbers wrap around. */
     vf power = (vf)(((vu)rounded - (vu)magic + 127) << 23);
     return (vf)((vi)(p * power) & ~(x < -87.f));
 }
@@ -412,13 +413,13 @@ INLINE vf power_of_two(vf x) {
 #endif
 }
 
-/* Tables of up to this many entries are looked up in registers. */
+/* Maximum number of entries of tables that are looked up in registers. */
 #define MAX_IN_REGISTERS (LEVEL == 4 ? 128 : LEVEL == 3 ? 16 : 0)
 
 /* The minimum number of entries of a table. */
 enum { MIN_ENTRIES = 16 };
 
-/* data[index]; `entries` is a power of two, at least 16 and greater than every index. */
+/* Returns data[index]. `entries` is a power of two, at least 16, and greater than every index. */
 INLINE vf lookup(const float *data, int64_t entries, vi index) {
 #if LEVEL == 4
     __m512i at = (__m512i)index;

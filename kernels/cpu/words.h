@@ -1,5 +1,5 @@
-/* From segments to one tile: words and numbers of any strides are transposed to rows of TILE tokens, and digits are extracted. In that order a
-   vector has the same field of LANES tokens, and a shift and a mask extract all of them. */
+/* Loading of one tile from segments: words and numbers of any strides are transposed to rows of TILE tokens, and digits are extracted. In
+   this layout, a vector contains the same field of LANES tokens, so that one shift and one mask extract all of them. */
 
 INLINE char *row_of(const Stream *stream, int64_t batch, int64_t head, int64_t row) {
     return (char *)stream->data + batch * stream->batch + head * stream->head + row * stream->row;
@@ -11,13 +11,14 @@ typedef struct {
     const Segment *segment;
 } Piece;
 
-/* Tokens [at, at + count) share a row of scales along tokens: `pairs` of binary16, or of bytes that `table` maps to such pairs. */
+/* Tokens [at, at + count) share a row of scales along tokens, which are `pairs` of binary16 numbers, or bytes that `table` maps to such
+   pairs. */
 typedef struct {
     int64_t at, count;
     const char *pairs, *table;
 } Run;
 
-/* A token of the tile whose values, in the coded frame, replace the decoded ones. */
+/* A token of the tile whose decoded values are replaced by these values, in the coded frame. */
 typedef struct {
     int64_t at;
     const char *values;
@@ -44,7 +45,7 @@ typedef struct {
     Chunk *chunk;    /* lossless only */
 } Loaded;
 
-/* The words of one packing, of `count` tokens from column `at` of the tile on. Returns the words that it fills per token. */
+/* Loads the words of one packing for `count` tokens, from column `at` of the tile on. Returns the number of words per token. */
 static int64_t load_packing(const Packing *packing, const Stream *streams, int64_t batch, int64_t head, const Piece *piece, uint16_t *out) {
     for (int64_t plane = 0; plane < packing->planes; plane++) {
         const Stream *s = streams + plane;
@@ -83,7 +84,7 @@ static void load_numbers(const Values *values, const Stream *s, const char *tabl
         }
 }
 
-/* The same of 16-bit numbers, transposed as words and then widened. `words` holds the numbers of one tile. */
+/* Does the same for 16-bit numbers, which are transposed as words and then widened. `words` has room for the numbers of one tile. */
 static void load_word_numbers(const Values *values, const Stream *s, int64_t batch, int64_t head, const Piece *piece, uint16_t *words, float *out) {
     transpose(s->data + batch * s->batch + head * s->head + piece->token * s->row, s->row, piece->count, values->count, words);
     for (int64_t i = 0; i < values->count; i++) {
@@ -162,7 +163,8 @@ static int64_t find_segment(const Side *side, int64_t token) {
     return low;
 }
 
-/* Which segments hold tokens [start, start + count); `number` is that of the first and becomes that of the next tile. */
+/* Finds the segments that contain tokens [start, start + count). `number` is the index of the first one, and becomes that of the next tile.
+   */
 static void find_pieces(const Side *side, int64_t start, int64_t count, int64_t *number, Loaded *tile) {
     tile->tokens = count;
     tile->pieces = 0;
@@ -187,8 +189,8 @@ static void prefetch_rows(const Stream *stream, int64_t batch, int64_t head, int
         for (int64_t b = 0; b < bytes; b += CACHE_LINE) __builtin_prefetch(row_of(stream, batch, head, r) + b, 0, 2);
 }
 
-/* Prefetches the rows of the tile from token `start` on, `number` its first segment, to the second-level cache. Where rows are multiplied as
-   they are stored, the processor itself reads those ahead that follow the ones it has read. */
+/* Prefetches the rows of the tile that starts with token `start` to the second-level cache. `number` is its first segment. Rows that are
+   multiplied as they are stored need no prefetching, because the processor itself reads ahead of the rows that it has read. */
 static void prefetch_segments(const Side *side, int64_t batch, int64_t head, int64_t start, int64_t number) {
     const Codec *codec = side->codec;
     for (; number < side->count && segment_of(side, number)->first < start + TILE; number++) {
@@ -206,7 +208,7 @@ static void prefetch_segments(const Side *side, int64_t batch, int64_t head, int
     }
 }
 
-/* Words (unless the caller reads them as they are stored) and numbers of the tile's pieces. */
+/* Loads the words of the tile's pieces, unless the caller reads them as they are stored, and the numbers. */
 static void load_tile(const Codec *codec, int with_words, Loaded *tile) {
     int64_t batch = tile->batch, head = tile->head;
     tile->runs = tile->patches = 0;
@@ -251,7 +253,7 @@ INLINE const uint16_t *packing_words(const Codec *codec, const Loaded *tile, int
     return tile->words + columns_before(codec, number) * TILE;
 }
 
-/* A digit of symbol `symbol`, of every token; it is below the digit's base whatever the words hold. */
+/* Extracts a digit of symbol `symbol` for every token. It is below the digit's base, whatever the words contain. */
 static void digits_of(const Packing *packing, const uint16_t *words, int64_t digit, int64_t symbol, int32_t *out) {
     int64_t column = symbol % packing->width, field = symbol / packing->width, plane = packing->width * TILE;
     const Digit *d = &packing->digit[digit];
@@ -270,7 +272,7 @@ static void digits_of(const Packing *packing, const uint16_t *words, int64_t dig
     double weight = d->weight;
     for (int64_t k = 0; k < field; k++) weight *= (double)d->base;
     if (packing->planes == 1) {
-        /* Exact: a word is below 2^16, and a half keeps every quotient away from an integer. */
+        /* This is exact, because a word is below 2^16, and adding a half keeps every quotient away from integers. */
         float per_whole = (float)(1 / (weight * (double)d->base)), base = (float)d->base;
         for (int t = 0; t < TILE; t += LANES) {
             vf whole = (to_float(load_words(words + t)) + .5f) * per_whole;

@@ -143,7 +143,7 @@ def _add_presets(kinds: Any) -> None:
     )
     presets.add_argument("--model", required=True, metavar="DIR", help="the model's folder, or demo")
     presets.add_argument("--text", required=True, metavar="FILE", help="a text that was not used to calibrate the basis")
-    presets.add_argument("--out", required=True, metavar="DIR", help="results of each window; windows with results are not measured again")
+    presets.add_argument("--out", required=True, metavar="DIR", help="results of each window; rows with results are not measured again")
     presets.add_argument("--basis", metavar="FILE", help="the model's basis (kvpack calibrate --balanced-only)")
     presets.add_argument("--windows", type=int, default=8, metavar="N", help="windows, spread evenly over the text (default: 8)")
     presets.add_argument("--tokens", type=int, default=3840, metavar="N", help="tokens packed in each window (default: 3840)")

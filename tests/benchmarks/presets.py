@@ -1,8 +1,8 @@
 """Measure the losses and sizes of kvpack's own presets, relative to the papers' recipes on the same text windows.
 
 A window has ``TOKENS`` packed tokens and ``SCORE`` scored ones, as in ``kvpack bench quality``. The results of each window are saved to a
-file, so that several processes can share the work, and existing results are not measured again. ``make bench-presets`` runs this
-measurement.
+file after each row, so that several processes can share the work, and existing results are not measured again. ``make bench-presets``
+runs this measurement.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvpack.evaluation.models import read_text, vocabulary
 from kvpack.evaluation.sizes import window
 from kvpack.evaluation.twins import make_twin, offset_keys
 from kvpack.evaluation.windows import measure, read_uncompressed
+from kvpack.file.atomic import write_file
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import load_model, model_folder
 from kvpack.output import print_table
@@ -104,13 +105,13 @@ class Settings:
 
 
 def run(settings: Settings, processes: int = 1, rows: Sequence[Row] = ROWS, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure the windows for which ``settings.out`` has no results yet, and return a summary of all windows.
+    """Measure the rows of windows for which ``settings.out`` has no results yet, and return a summary of all windows.
 
     ``processes`` processes share the work. Raises InvalidParameter if the text is too short for one window.
     """
     rows = [row for row in rows if not row.by_basis or (settings.basis is not None and settings.offset is None and settings.twin is None)]
     os.makedirs(settings.out, exist_ok=True)
-    missing = [number for number in range(settings.windows) if not _file(settings, number).exists()]
+    missing = [number for number in range(settings.windows) if not {row.name for row in rows} <= _found(settings, number).keys()]
     if processes == 1 or len(missing) == 1:
         for done, number in enumerate(missing, 1):
             _measure(settings, rows, number, torch.get_num_threads())
@@ -123,12 +124,19 @@ def run(settings: Settings, processes: int = 1, rows: Sequence[Row] = ROWS, prog
                 job.result()
                 if progress:
                     progress(done, len(missing))
-    found = [json.loads(_file(settings, number).read_text()) for number in range(settings.windows)]
+    found = [_found(settings, number) for number in range(settings.windows)]
     return {"settings": asdict(settings), "rows": [_summary(row, rows, found) for row in rows]}
 
 
 def _file(settings: Settings, number: int) -> Path:
     return Path(settings.out, f"window-{number}.json")
+
+
+def _found(settings: Settings, number: int) -> dict[str, dict[str, float]]:
+    """Return the results of the window ``number`` by the names of rows; empty if there are none."""
+    file = _file(settings, number)
+    found: dict[str, dict[str, float]] = json.loads(file.read_text()) if file.exists() else {}
+    return found
 
 
 def recipe_of(row: Row, basis: Basis | None) -> Recipe:
@@ -158,9 +166,9 @@ def _measure(settings: Settings, rows: Sequence[Row], number: int, threads: int)
         offset_keys(model, settings.offset, sample, 0)
     start = round(number * (len(text.ids) - size) / max(1, settings.windows - 1))
     exact = read_uncompressed(model, window(text, start, size).to(model.device), SCORE)
-    found = {}
+    found = _found(settings, number)
     with tempfile.TemporaryDirectory(prefix="kvpack-bench-") as name:
-        for row in rows:
+        for row in (row for row in rows if row.name not in found):
             one = measure(model, exact, recipe_of(row, basis), os.path.join(name, "window.kvpack"), errors=False)
             found[row.name] = {
                 "kl_divergence": one.kl_divergence,
@@ -169,7 +177,7 @@ def _measure(settings: Settings, rows: Sequence[Row], number: int, threads: int)
                 "log_perplexity": one.log_perplexity - exact.loss,
                 "encode_seconds": one.encode_seconds,
             }
-    _file(settings, number).write_text(json.dumps(found))
+            write_file(str(_file(settings, number)), [memoryview(json.dumps(found).encode())])
 
 
 def _summary(row: Row, rows: Sequence[Row], windows: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:

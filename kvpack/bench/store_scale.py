@@ -60,8 +60,8 @@ TARGETS = {
     "match 100 chunks": (5.0, "ms"),
     "stats": (50.0, "ms"),
     "kvpack store stat": (2000.0, "ms"),
-    f"save with {PROCESSES} processes, CPU, of one": (1.25, "x"),
-    f"save with {PROCESSES} processes, not stored": (0.0, "chunks"),
+    f"CPU time of a save with {PROCESSES} processes, relative to one": (1.25, "x"),
+    f"chunks not stored with {PROCESSES} processes": (0.0, "chunks"),
 }
 
 
@@ -190,18 +190,25 @@ class _Scale:
 
     def stats(self) -> dict[str, float]:
         with self._store() as store:
-            return {"stats, first": _milliseconds(store.stats), "stats": statistics.median(_milliseconds(store.stats) for _ in range(5))}
+            return {
+                "first call of stats": _milliseconds(store.stats),
+                "stats": statistics.median(_milliseconds(store.stats) for _ in range(5)),
+            }
 
     def save(self) -> dict[str, float]:
         """Return the wall times of saving 10 chunks at the budget."""
         taken, _ = self._time_saves(0)
-        return {"save 10 at the budget, median": statistics.median(taken), "save 10 at the budget, max": max(taken)}
+        return {"save 10 chunks at the budget, median": statistics.median(taken), "save 10 chunks at the budget, maximum": max(taken)}
 
     def processes(self) -> dict[str, float]:
         """Return the CPU time of a save at the budget with one process, and with several relative to it."""
         (one, _), (many, refused) = (self._cpu_of(count) for count in (1, PROCESSES))
-        several = f"save with {PROCESSES} processes"
-        return {"save 10 at the budget, CPU": one, f"{several}, CPU, of one": many / one, f"{several}, not stored": refused}
+        several = f"with {PROCESSES} processes"
+        return {
+            "CPU time of saving 10 chunks at the budget": one,
+            f"CPU time of a save {several}, relative to one": many / one,
+            f"chunks not stored {several}": refused,
+        }
 
     def collect(self) -> dict[str, float]:
         with self._store() as store:

@@ -136,15 +136,15 @@ def _mixed_kv_recipe(boosted: str, k_bins: int, v_bins: int) -> str:
 
 def _basic_presets() -> dict[str, Preset]:
     """Return lossless presets, kvpack's own presets, and formats used by serving engines."""
-    result = {"raw": Preset("kv=raw", "no compression, values stored in their own dtype", raw="")}
+    result = {"raw": Preset("kv=raw", "uncompressed, in the dtype of the values", raw="")}
     for name in ("bf16", "fp16", "fp32"):
-        result[name] = Preset(f"kv=raw:dtype={name}", f"no compression, stored as {name}", raw="")
+        result[name] = Preset(f"kv=raw:dtype={name}", f"uncompressed, stored as {name}", raw="")
     for name, preset in KVPACK_PRESETS.items():
         codes = "paths through a trellis" if preset.trellis else "codes"
         recipe = ";".join(f"{side}={kvpack_codec(side, *preset)}" for side in "kv")
-        result[name] = Preset(recipe, f"kvpack's own: {codes} of {preset.bits} bits, key means, channel scales")
-    result["lossless"] = Preset("kv=lossless", "bf16 or fp16 values bit for bit, their exponents entropy-coded", raw="")
-    result["fp8"] = Preset("kv=minifloat:element=e4m3", "engines' fp8: e4m3, one scale per tensor")
+        result[name] = Preset(recipe, f"kvpack: {preset.bits}-bit {codes}, with key means and channel scales")
+    result["lossless"] = Preset("kv=lossless", "bf16 or fp16 bit for bit, with entropy-coded exponents", raw="")
+    result["fp8"] = Preset("kv=minifloat:element=e4m3", "fp8 as in serving engines: e4m3, one scale per tensor")
     result["mxfp8"] = Preset("kv=minifloat:element=e4m3,scales=e8m0", "OCP MX: e4m3 in blocks of 32 channels")
     result["mxfp4"] = Preset("kv=minifloat:element=e2m1,scales=e8m0", "OCP MX: e2m1 in blocks of 32 channels")
     result["nvfp4"] = Preset("kv=minifloat:element=e2m1,scales=e4m3", "NVIDIA: e2m1 in blocks of 16 channels")
@@ -155,22 +155,26 @@ def _rotation_presets() -> dict[str, Preset]:
     """Return presets that rotate keys."""
     result = {}
     for b in (2, 3, 4):
-        result[f"octopus-{b}"] = Preset(f"k={_paper_keys(f'octahedral:b={b}', b)};v=group:b={b},g=32", "OCTOPUS keys, values in groups")
+        result[f"octopus-{b}"] = Preset(
+            f"k={_paper_keys(f'octahedral:b={b}', b)};v=group:b={b},g=32", "OCTOPUS keys, group-quantized values"
+        )
     for b in (2, 3, 4):
-        result[f"turboquant-{b}"] = Preset(f"k={_paper_keys(f'scalar:b={b}', b)};v=group:b={b},g=32", "TurboQuant keys, values in groups")
+        result[f"turboquant-{b}"] = Preset(
+            f"k={_paper_keys(f'scalar:b={b}', b)};v=group:b={b},g=32", "TurboQuant keys, group-quantized values"
+        )
     for b in (2, 3, 4):
         recipe = f"k={_paper_keys(f'octahedral:b={b},qjl=fp16', b)};v=group:b={b},g=32"
-        result[f"octopus-qjl-{b}"] = Preset(recipe, "OCTOPUS-QJL keys, values in groups")
+        result[f"octopus-qjl-{b}"] = Preset(recipe, "OCTOPUS-QJL keys, group-quantized values")
     for b in (2, 3, 4):
         recipe = f"k={_paper_keys(f'scalar:b={b - 1},qjl=fp16', b - 1)};v=group:b={b},g=32"
-        result[f"turboquant-qjl-{b}"] = Preset(recipe, "TurboQuant-QJL keys, one bit of them QJL's, values in groups")
+        result[f"turboquant-qjl-{b}"] = Preset(recipe, "TurboQuant-QJL keys (1 bit for QJL), group-quantized values")
     words = "scalar:b=2,high=3"
     result["turboquant-2.5"] = Preset(f"k={_paper_keys(words, 3)};v={words}{_norm('v', 3)}", "TurboQuant+")
     for b in (3, 4):
         words = f"b={b},g=4,axis=channel,rotation=signed-hadamard,centre=zero"
-        result[f"turboquant-sym{b}-g4"] = Preset(f"kv=group:{words}", "TurboAngle's baseline, symmetric groups of 4")
+        result[f"turboquant-sym{b}-g4"] = Preset(f"kv=group:{words}", "TurboAngle's baseline: symmetric groups of 4 channels")
     for b in (2, 3, 4):
-        result[f"polarquant-{b}"] = Preset(f"k=polar:b={b},{_MEANS};v=group:b={b},g=32", "PolarQuant keys, values in groups")
+        result[f"polarquant-{b}"] = Preset(f"k=polar:b={b},{_MEANS};v=group:b={b},g=32", "PolarQuant keys, group-quantized values")
     return result
 
 
@@ -179,24 +183,24 @@ def _group_presets() -> dict[str, Preset]:
     result, rotated = {}, "rotation=hadamard"
     for name, g, window in (("oscar-2", 32, ""), ("oscar-2-g128", 128, ";tail=128")):
         words = f"b=2,g={g},{rotated}"
-        source = "OScaR" if g == 32 else f"OScaR in groups of {g}, its residual window"
+        source = "OScaR" if g == 32 else f"OScaR with groups of {g} and its residual window"
         result[name] = Preset(f"k=group:{words},token_scale=fp16;v=group:{words}{window}", source)
     words = f"b=2,g=32,{rotated},scales=u8"
-    result["oscar-2-u8"] = Preset(f"k=group:{words},token_scale=fp16;v=group:{words}", "OScaR with scales of 8 bits")
+    result["oscar-2-u8"] = Preset(f"k=group:{words},token_scale=fp16;v=group:{words}", "OScaR with 8-bit scales")
     for b in (2, 4):
         result[f"kivi-{b}"] = Preset(f"kv=group:b={b},g=32", "KIVI")
-    result["kivi-2-u8"] = Preset("kv=group:b=2,g=32,scales=u8", "KIVI with scales of 8 bits")
+    result["kivi-2-u8"] = Preset("kv=group:b=2,g=32,scales=u8", "KIVI with 8-bit scales")
     for b in (2, 4):
-        result[f"kivi-{b}-g128"] = Preset(f"kv=group:b={b},g=128;tail=128", "KIVI in groups of 128, OScaR's residual window")
+        result[f"kivi-{b}-g128"] = Preset(f"kv=group:b={b},g=128;tail=128", "KIVI with groups of 128 and OScaR's residual window")
     for b in (2, 4):
-        result[f"quarot-{b}"] = Preset(f"kv=group:b={b},g=128,axis=channel,{rotated}", "QuaRot, groups of 128 channels")
+        result[f"quarot-{b}"] = Preset(f"kv=group:b={b},g=128,axis=channel,{rotated}", "QuaRot with groups of 128 channels")
     words = "b=2,g=32,axis=channel,channel_order=u8,block_rotation=32"
-    result["rotatekv-2"] = Preset(f"k=group:{words};v=group:b=2,g=32,{rotated}", "RotateKV after RoPE, in blocks of a group's channels")
-    result["ott-2"] = Preset("kv=group:b=2,g=32,low_norm_tokens=5;tail=128", "OTT: KIVI with 5 tokens of least norm raw, OScaR's settings")
+    result["rotatekv-2"] = Preset(f"k=group:{words};v=group:b=2,g=32,{rotated}", "RotateKV after RoPE, with blocks of one group's channels")
+    result["ott-2"] = Preset("kv=group:b=2,g=32,low_norm_tokens=5;tail=128", "OTT: KIVI with the 5 tokens of smallest norm kept raw")
     for b in (2, 3, 4):
-        result[f"int-{b}"] = Preset(f"kv=group:b={b},g=128,axis=channel", "HQMQ's naive int, groups of 128 channels")
+        result[f"int-{b}"] = Preset(f"kv=group:b={b},g=128,axis=channel", "HQMQ's integer baseline, with groups of 128 channels")
     for b in (2, 3, 4):
-        result[f"int-{b}-med3"] = Preset(f"kv=group:b={b},g=128,axis=channel,outliers=3", "HQMQ's naive int with Med3x")
+        result[f"int-{b}-med3"] = Preset(f"kv=group:b={b},g=128,axis=channel,outliers=3", "HQMQ's integer baseline with Med3x")
     return result
 
 
@@ -204,10 +208,10 @@ def _direction_presets() -> dict[str, Preset]:
     """Return presets that encode angles or quaternions."""
     result = {}
     result["turboangle-k8v4"] = Preset(";".join(_turboangle_clauses(128, 64)), "TurboAngle K8V4-log")
-    result["turboangle-norm8"] = Preset("k=angle:n=128,norm=linear8;v=angle:n=64,norm=linear8", "TurboAngle norm8")
+    result["turboangle-norm8"] = Preset("k=angle:n=128,norm=linear8;v=angle:n=64,norm=linear8", "TurboAngle with norm8")
     for model, (layers, dim, boosted, k_bins, v_bins) in _MIXED_KV.items():
         recipe = _mixed_kv_recipe(boosted, k_bins, v_bins)
-        result[f"mixedkv-{model}"] = Preset(recipe, "TurboAngle MixedKV early boost, K8V4-log", layers, dim)
+        result[f"mixedkv-{model}"] = Preset(recipe, "TurboAngle MixedKV with early boost and K8V4-log", layers, dim)
     for s in (24, 48, 96, 192):
         for r in (3, 4, 6):
             result[f"hqmq-s{s}-r{r}"] = Preset(_hqmq_codecs(f"s={s},r={r}"), "HQMQ")

@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
     io.add_argument("--tokens", type=int, metavar="N", help="tokens of the model's input (default: 4096, or all of a shorter text)")
     io.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: one per family)")
     io.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
-    io.add_argument("--folder", metavar="DIR", help="write the files here (default: a temporary folder)")
+    io.add_argument("--folder", metavar="DIR", help="write the files to this folder (default: a temporary one)")
     io.add_argument(
         "--device",
         default="cpu",
@@ -115,7 +115,7 @@ def _add_quality(kinds: Any) -> None:
     quality.add_argument(
         "--seed", type=int, default=0, metavar="N", help="random seed for windows, needles, twins and generated text (default: 0)"
     )
-    quality.add_argument("--out", metavar="DIR", help="write quality.json, quality.png and quality.svg here")
+    quality.add_argument("--out", metavar="DIR", help="write quality.json, quality.png and quality.svg to this folder")
     add_json(quality)
     quality.set_defaults(run=run_quality)
 
@@ -182,9 +182,9 @@ def _add_kernels(kinds: Any) -> None:
         help="a recipe to measure; klt=63211000:53100000 (the widths of each run of keys and values) and transform=0.6:head (bits per "
         "value, and the scope of frames) use a basis of random numbers; may be repeated (default: one per codec)",
     )
-    kernels.add_argument("--only", choices=("attention", "encode", "unpack", "queries"), help="measure only this part")
+    kernels.add_argument("--only", choices=("attention", "encode", "unpack", "queries"), help="measure only this part of the benchmark")
     kernels.add_argument("--sweep", action="store_true", help="also measure contexts of 1,024 to 262,144 tokens")
-    kernels.add_argument("--out", metavar="DIR", help="write kernels.json here and, with --sweep, kernels.png and kernels.svg")
+    kernels.add_argument("--out", metavar="DIR", help="write kernels.json and, with --sweep, kernels.png and kernels.svg to this folder")
     add_json(kernels)
     kernels.set_defaults(run=run_kernels)
 
@@ -217,8 +217,8 @@ def _add_serve(kinds: Any) -> None:
     serve.add_argument(
         "--prefix", action="append", type=int, metavar="T", help="time the first token after a stored prefix of T tokens; may be repeated"
     )
-    serve.add_argument("--folder", metavar="DIR", help="write the files here (default: a temporary folder)")
-    serve.add_argument("--out", metavar="DIR", help="write serve.json here")
+    serve.add_argument("--folder", metavar="DIR", help="write the files to this folder (default: a temporary one)")
+    serve.add_argument("--out", metavar="DIR", help="write serve.json to this folder")
     add_json(serve)
     serve.set_defaults(run=run_serve)
 
@@ -261,7 +261,7 @@ def _add_store(kinds: Any) -> None:
         help="measure with this many entries; may be repeated (default: 1000, 10000 and 100000)",
     )
     store.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
-    store.add_argument("--folder", metavar="DIR", help="create the stores here (default: a temporary folder)")
+    store.add_argument("--folder", metavar="DIR", help="create the stores in this folder (default: a temporary one)")
     store.add_argument("--location", metavar="STORE", help="fill a folder or a server with --entries small entries, and measure there")
     store.add_argument(
         "--row",

@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
         help="run a small model over packed files",
         description="Pack a small model's KV cache in several recipes, and continue from each file in another process.",
     )
-    parser.add_argument("--out", metavar="DIR", help="keep the files here (default: a temporary folder)")
+    parser.add_argument("--out", metavar="DIR", help="write the files to this folder (default: a temporary one)")
     parser.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to show; may be repeated (default: seven)")
     add_json(parser)
     parser.set_defaults(run=run)

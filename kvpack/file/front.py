@@ -239,7 +239,7 @@ def check_digest(name: str, stored: bytes | memoryview, expected: bytes) -> None
 def check_hash(name: str, size: int, actual: bytes, expected: bytes) -> None:
     """Raise DigestMismatch unless the digest ``actual`` of tensor ``name``, which has ``size`` bytes, is ``expected``."""
     if actual != expected:
-        raise DigestMismatch(f"{name}: damaged: its {size} bytes have the digest {actual.hex()}, expected {expected.hex()}")
+        raise DigestMismatch(f"{name} is damaged: its {size} bytes have the digest {actual.hex()}, expected {expected.hex()}")
 
 
 def _row(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) -> str:

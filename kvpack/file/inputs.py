@@ -37,7 +37,7 @@ IDS_LEFT_OUT = "have ids that differ from row to row, and the file had no room f
 """End of the clause about tokens whose ids did not fit into the file."""
 WITHOUT_IDS = "came without their token ids"
 """End of the clause about tokens after the known ids, whose own ids are unknown."""
-UNREADABLE_INPUTS = "what its tokens came from is not readable"
+UNREADABLE_INPUTS = "its inputs are recorded in an unknown form"
 """Clause about inputs stored in an unknown form."""
 MASKED = "were computed with an attention mask that hides tokens"
 """End of the clause about tokens computed with an unknown attention mask."""

@@ -33,7 +33,7 @@ def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Ba
     # The recipe names the digest. A matching entry key alone does not prove that this is the basis.
     result = check_basis(key, decrypted, cipher)
     if result != digest:
-        raise DigestMismatch(f"entry {key.hex()}: damaged: contains the basis {result.hex()}, expected {digest.hex()}")
+        raise DigestMismatch(f"entry {key.hex()} is damaged: it contains the basis {result.hex()}, expected {digest.hex()}")
     return Basis.of_bytes(bytes(decrypted), where=f"entry {key.hex()}")
 
 

@@ -47,7 +47,9 @@ def check_cache(cache: Any, identity: Identity) -> None:
             # Digests of different kinds, or a digest and a revision, cannot be compared.
             other = identity.weights_of_kind(digest_kind) or value
         if other != value:
-            raise InvalidParameter(f"the cache's model has {name} {value!r}, but the store's identity has {other!r}")
+            raise InvalidParameter(
+                f"{name} of the cache's model is {value!r}, but the store's identity has {other!r}: open a store for this model"
+            )
     for index, layer in enumerate(cache):
         for name, side in layer.sides.items():
             if side.batch != 1:

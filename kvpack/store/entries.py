@@ -281,7 +281,7 @@ def check_decoded_size(cache: Cache, key: bytes, max_bytes: int) -> None:
 def check_payload(expected: bytes, digest: bytes, where: str) -> None:
     """Raise DigestMismatch unless the ``digest`` of an entry's payload is the ``expected`` one from its header."""
     if expected != digest:
-        raise DigestMismatch(f"{where}: damaged: its payload has the digest {digest.hex()}, expected {expected.hex()}")
+        raise DigestMismatch(f"{where} is damaged: its payload has the digest {digest.hex()}, expected {expected.hex()}")
 
 
 def _start_bytes(start: int) -> int:

@@ -136,7 +136,7 @@ def check_basis(key: bytes, data: Data, cipher: Cipher | None) -> bytes:
     """
     digest = hashlib.sha256(data).digest()
     if key not in basis_keys(digest, cipher):
-        raise DigestMismatch(f"entry {key.hex()}: damaged: its basis has the SHA-256 {digest.hex()}, which belongs to another key")
+        raise DigestMismatch(f"entry {key.hex()} is damaged: its basis has the SHA-256 {digest.hex()}, which belongs to another key")
     return digest
 
 

@@ -34,7 +34,9 @@ def balanced_matrices(side: Side, prefix: str, bases: Bases) -> list[dict[str, l
     tensors = {tensor.name: tensor for tensor in file.tensors}
     require(name in tensors, rule, f"{prefix}*: the basis has no {name}")
     heads, dim = side.heads, side.codec.dim
-    require(tensors[name].shape == (1, heads, dim, dim), rule, f"{prefix}*: {name} has the shape {tensors[name].shape}")
+    require(
+        tensors[name].shape == (1, heads, dim, dim), rule, f"{prefix}*: the shape of {name}, {tensors[name].shape}, does not match the keys"
+    )
     matrices = numbers(file.states[name], tensors[name].dtype)
     return [{"balanced": matrices[h * dim * dim : (h + 1) * dim * dim]} for h in range(heads)]
 

@@ -198,7 +198,7 @@ def _add_resume(kinds: Any) -> None:
         "--prefix", action="append", type=int, metavar="T", help="a prompt of T tokens; may be repeated (default: 8192 and 32768)"
     )
     resume.add_argument("--every", type=int, default=4096, metavar="N", help="store states after every N tokens (default: 4096)")
-    resume.add_argument("--folder", metavar="DIR", help="create the stores here (default: a temporary folder)")
+    resume.add_argument("--folder", metavar="DIR", help="create the stores in this folder (default: a temporary one)")
     add_json(resume)
     resume.set_defaults(run=run_resume)
 

@@ -179,7 +179,7 @@ def test_the_first_error_in_the_file_is_raised(tmp_path: Path) -> None:
     for name in ("7.k.tail", "5.k.codes.0", "1.v.codes.0"):
         data[start + places[name].begin] ^= 1
     path.write_bytes(data)
-    with pytest.raises(KvpackError, match=r"a: 1\.v\.codes\.0: damaged"):
+    with pytest.raises(KvpackError, match=r"a: 1\.v\.codes\.0 is damaged"):
         files.read_to(LateBus(), container.open_file(path))
 
 

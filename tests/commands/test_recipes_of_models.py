@@ -105,7 +105,7 @@ def test_text_is_wrapped_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str]
     monkeypatch.setenv("COLUMNS", "40")
     assert cli.main(words) == 0
     piped = capsys.readouterr().out
-    assert "OCTOPUS keys, values in groups, for keys with outlier channels" in piped
+    assert "OCTOPUS keys, group-quantized values, for keys with outlier channels" in piped
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert cli.main(words) == 0
     wrapped = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)

@@ -462,7 +462,7 @@ def test_bases_are_listed_counted_and_checked(based: Path, capsys: pytest.Captur
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     (refused,) = printed(capsys, "verify", based, code=1)["refused"]
     assert refused["key"] == digest
-    assert "damaged: its basis has the SHA-256" in refused["message"]
+    assert "is damaged: its basis has the SHA-256" in refused["message"]
     assert printed(capsys, "ls", based)["bases"] == []
     run("verify", based, "--delete", code=1)
     assert not path.exists()
@@ -485,5 +485,5 @@ def test_a_prefix_with_a_basis_is_exported_by_the_store_and_imported_with_the_fi
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     before = path.stat().st_mtime_ns
     run("export", based, row["key"][:12], tmp_path / "two.kvpack", code=1)
-    assert "damaged: its basis" in capsys.readouterr().err
+    assert "is damaged: its basis" in capsys.readouterr().err
     assert path.stat().st_mtime_ns == before, "a read-only command changed the store"

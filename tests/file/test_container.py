@@ -534,7 +534,7 @@ OTHER_JSON: dict[str, tuple[Callable[[bytes], bytes], type[Exception], str]] = {
     "a space at the end": (lambda text: text[:-1] + b" }", InvalidHeader, "does not match kvpack.header at byte "),
     "another page of padding": (lambda text: text + b" " * 4096, InvalidHeader, "does not match kvpack.header at byte 1 of"),
     "another name": (lambda text: text.replace(b"0.k.values", b"0.v.values", 1), InvalidHeader, "does not match kvpack.header at byte "),
-    "another digest": (lambda text: text.replace(text[47:79], b"0" * 32), DigestMismatch, "kvpack.header: damaged"),
+    "another digest": (lambda text: text.replace(text[47:79], b"0" * 32), DigestMismatch, "kvpack.header is damaged"),
     "header tensor of no bytes": (
         lambda text: text.replace(b'"shape":[', b'"shape":[0', 1),
         InvalidHeader,

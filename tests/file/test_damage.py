@@ -44,6 +44,11 @@ def refusal(data: bytes | bytearray | memoryview) -> str:
     raise AssertionError("damage was not found")
 
 
+def is_about(name: str, message: str) -> bool:
+    """Return True if a message names this part of the file and no longer name that begins like it."""
+    return f"{name}: " in message or f"{name} is " in message
+
+
 def parts(data: bytes) -> list[tuple[int, int, str]]:
     """Return the begin, the end, and the message's name of every part of a file. Padding has the name of the tensor after it."""
     length = int.from_bytes(data[:8], "little")
@@ -54,7 +59,7 @@ def parts(data: bytes) -> list[tuple[int, int, str]]:
     for name, entry in entries.items():
         if not name.startswith("kvpack.pad."):
             end = 8 + length + entry["data_offsets"][1]
-            found.append((begin, end, f"bytes: {name}: "))
+            found.append((begin, end, f"bytes: {name}"))
             begin = end
     return found
 
@@ -67,12 +72,12 @@ def flip_each(data: bytes, bits: Iterable[int]) -> None:
             message = refusal(damaged)
             damaged[bit // 8] ^= 1 << bit % 8
             if name == "JSON header":
-                assert any(word in message for word in ("JSON header", "kvpack file", "newer kvpack", "kvpack.header: damaged")), (
+                assert any(word in message for word in ("JSON header", "kvpack file", "newer kvpack", "kvpack.header is damaged")), (
                     bit,
                     message,
                 )
             else:
-                assert name in message, (bit, message)
+                assert is_about(name, message), (bit, message)
     assert damaged == data
 
 
@@ -107,7 +112,7 @@ def test_flipped_bits_of_every_codec_are_refused(recipe: str, tmp_path: Path) ->
         # A tensor without bytes, where nothing is stored as it is, may need no pad.
         for bit in [] if begin == end else [8 * begin, 8 * end - 1, *(generator.randrange(8 * begin, 8 * end) for _ in range(8))]:
             damaged[bit // 8] ^= 1 << bit % 8
-            assert name in refusal(damaged)
+            assert is_about(name, refusal(damaged))
             damaged[bit // 8] ^= 1 << bit % 8
 
 
@@ -147,11 +152,11 @@ def test_swapped_tensors_are_refused() -> None:
     made = Contents(codecs=(create("raw", 16, dtype="bf16"),), layers=(LayerEntry(side(0), side(0)),) * 2)
     data = container.to_bytes(made, arrays_of(made))
     ends = {name: end for _, end, name in parts(data)[2:]}
-    assert list(ends) == ["bytes: 0.k.values: ", "bytes: 0.v.values: ", "bytes: 1.k.values: ", "bytes: 1.v.values: "]
+    assert list(ends) == ["bytes: 0.k.values", "bytes: 0.v.values", "bytes: 1.k.values", "bytes: 1.v.values"]
     for (first, a), (_, b) in itertools.combinations(ends.items(), 2):
         swapped = bytearray(data)
         swapped[a - 96 : a], swapped[b - 96 : b] = data[b - 96 : b], data[a - 96 : a]
-        assert first in refusal(swapped)
+        assert is_about(first, refusal(swapped))
 
 
 def test_parts_of_two_files_cannot_be_mixed() -> None:
@@ -160,7 +165,7 @@ def test_parts_of_two_files_cannot_be_mixed() -> None:
     assert len(one) == len(other)
     for begin, end, name in parts(one):
         message = refusal(one[:begin] + other[begin:end] + one[end:])
-        assert name in message or "kvpack.header: damaged" in message
+        assert is_about(name, message) or "kvpack.header is damaged" in message
 
 
 @given(st.data())
@@ -184,7 +189,7 @@ def test_a_damaged_tensor_does_not_affect_the_others() -> None:
     end = next(end for _, end, name in parts(bytes(data)) if "0.k.tail" in name)
     data[end - 1] ^= 1
     file = container.open_bytes(data)
-    with pytest.raises(DigestMismatch, match=r"^bytes: 0\.k\.tail: damaged: its 16 bytes have the digest \w{32}, expected \w{32}$"):
+    with pytest.raises(DigestMismatch, match=r"^bytes: 0\.k\.tail is damaged: its 16 bytes have the digest \w{32}, expected \w{32}$"):
         file.tensor("0.k.tail")
     file.read_side(0, "v")
     with pytest.raises(DigestMismatch):

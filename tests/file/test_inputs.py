@@ -244,7 +244,7 @@ CUT = [b"", b"\x02" + bytes(7) + b"1234", bytes(8) + b"1", bytes(8) + bytes(12),
 @pytest.mark.parametrize("data", CUT)
 def test_invalid_bytes_determine_nothing(data: bytes) -> None:
     found = Inputs.from_bytes(data)
-    assert found == Inputs(undetermined=("what its tokens came from is not readable",))
+    assert found == Inputs(undetermined=("its inputs are recorded in an unknown form",))
 
 
 @pytest.mark.parametrize(

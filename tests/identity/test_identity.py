@@ -469,9 +469,11 @@ def test_a_cache_computed_with_other_weights_is_not_stored(weights: str | None, 
         one = kvpack.Identity.of(model, "octopus-3", weights=weights)
         with kvpack.Store(str(tmp_path / "store"), one, chunk=32) as store:
             if changed:
-                with pytest.raises(InvalidParameter, match=r"the cache's model has weights 'sha256:.*but .* identity has 'sha256:"):
+                with pytest.raises(InvalidParameter, match=r"weights of the cache's model is 'sha256:.*but .* identity has 'sha256:"):
                     store.save(ids, cache)
-                with pytest.raises(InvalidParameter, match=r"the cache's model has weights 'sample-sha256:.*but the store's identity has"):
+                with pytest.raises(
+                    InvalidParameter, match=r"weights of the cache's model is 'sample-sha256:.*but the store's identity has"
+                ):
                     store.save(ids, old)
             else:
                 assert store.save(ids, old) == store.save(ids, cache) == 32

@@ -197,7 +197,7 @@ def test_the_first_wrong_digest_in_the_file_is_reported(tmp_path: Path) -> None:
     for name in ("4.k.scales", "3.k.codes.0", "1.v.codes.0"):
         data[start + places[name].begin] ^= 1
     path.write_bytes(data)
-    with pytest.raises(KvpackError, match=r"a: 1\.v\.codes\.0: damaged"):
+    with pytest.raises(KvpackError, match=r"a: 1\.v\.codes\.0 is damaged"):
         load(path)
 
 

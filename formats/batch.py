@@ -37,7 +37,7 @@ def split_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], parts: in
     by_stream = {name: streams[name].chunk(parts, 0) for name, layout in layouts.items() if layout.batch_axis == 0}
     batch = parts * next(iter(by_stream.values()))[0].shape[0]
     entries: list[dict[str, torch.Tensor]] = [{}] * parts if raw is None else raw.split_sequences(streams, parts, batch)
-    # Copies, because a view would keep the memory of all parts.
+    # Copy the tensors, because a view would keep the memory of all parts alive.
     return [
         {name: by_stream[name][part].clone() if name in by_stream else entries[part][name] for name in layouts} for part in range(parts)
     ]

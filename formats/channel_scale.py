@@ -114,7 +114,8 @@ class ChannelScale(ValueMap):
         if run.whole is None:
             factor = (ratio / _ORDINARY_RATIO).clamp_min(1.0)
         else:
-            # A steep function, so that few channels stay large. Queries may be large in the same channels, so the square root is the limit.
+            # The function is steep, so that few channels stay large. Queries may be large in the same channels, so the square
+            # root limits it.
             factor = torch.minimum((ratio / _ORDINARY_RATIO_WITH_MEANS) ** 6, 3 * ratio.sqrt()).clamp_min(1.0)
             if self.dim % 2 == 0:
                 factor = factor * _mean_factors(squares, _span_squares(run, run.whole).median(2, keepdim=True).values)

@@ -96,7 +96,7 @@ def _default_fields(symbols: int, bases: tuple[int, ...]) -> int:
 
 
 def _column_fits(bases: Sequence[int], fields: int) -> bool:
-    # A header may claim any number of fields: never compute a power for more fields than a column can have.
+    # A header may declare any number of fields, so never compute a power for more fields than a column can have.
     if fields > MAX_FIELDS:
         return False
     values: int = math.prod(bases) ** fields
@@ -270,7 +270,7 @@ class Columns:
         for place in self.place_values[digit]:
             word, shift = divmod(place.bit_length() - 1, 16)
             both = words[word] | words[word + 1] << 16 if word + 1 < len(words) else words[word]
-            # The sign bit of an int32 is a data bit here: the mask drops the bits that an arithmetic shift fills in.
+            # The sign bit of an int32 is a data bit here, so the mask clears the copies of it that an arithmetic shift inserts.
             fields.append(both >> shift & self.bases[digit] - 1)
         return self._symbols(torch.stack(fields, -2))
 

@@ -219,7 +219,7 @@ class Group(CodecFamily):
 
     @property
     def error_spread(self) -> float:
-        # A group of few channels widens the error of its token too little.
+        # A group of few channels hardly increases the error of its token.
         has_wide_groups = self.axis == "channel" and min(self.size, self.dim) >= _WIDE_GROUP
         return _MAX_SCALE_RATIO if has_wide_groups and self.token_scale == "none" else 0.0
 

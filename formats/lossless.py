@@ -166,7 +166,7 @@ class Lossless(CodecFamily):
         symbols = numpy.zeros((batch * heads, rows * self.chunk, dim), numpy.uint8)
         symbols[:, :tokens] = self._exponents(bits).reshape(batch * heads, tokens, dim)
         symbols = symbols.reshape(batch * heads, rows, self.chunk * dim)
-        # Words are by chunk, then sequence, then head.
+        # Words are ordered by chunk, then by sequence, then by head.
         in_order = symbols.transpose(1, 0, 2).reshape(-1, self.chunk * dim)
         lengths = numpy.repeat(self._lengths((tokens,)), batch * heads)
         chunks = rans.encode(in_order, lengths, tables, numpy.tile(numpy.arange(batch * heads), rows))
@@ -283,7 +283,7 @@ class Lossless(CodecFamily):
         counts = read_values(arrays["word_counts"], 0, batch * heads * rows).reshape(batch * heads, rows).T.astype(numpy.int64)
         ends = numpy.cumsum(counts)
         for first, last in _chunk_ranges(ends):
-            # Chunks are by chunk, then sequence, then head; rows of other streams by sequence, then head.
+            # Chunks are ordered by number, then by sequence, then by head. Rows of other streams are ordered by sequence, then by head.
             row, head = numpy.divmod(numpy.arange(first, last), batch * heads)
             used, table_of = numpy.unique(head * len(runs) + table[row], return_inverse=True)
             chunk_counts = counts[row, head]

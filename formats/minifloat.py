@@ -243,7 +243,7 @@ class Minifloat(CodecFamily):
         scale = streams[self.run_scale].to(torch.float32)
         if self.granularity == "block":
             return scale * _MIN_BLOCK_SIZE_FACTOR
-        # Below normal numbers, an element is off by a fraction of the smallest one.
+        # In the subnormal range, the error of an element is a fraction of the smallest normal number.
         return scale * (_MIN_SIZE_FACTOR * 2.0 ** (2 - self.format.bias))
 
     def with_wide_run_scale(self, streams: Mapping[str, torch.Tensor]) -> tuple[Minifloat, Mapping[str, torch.Tensor]]:

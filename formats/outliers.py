@@ -128,7 +128,7 @@ class Outliers(FramePart):
         planes = [arrays[f"{FLAGS}.{plane}"] for plane in range(len(self.packing.planes))]
         self.packing.check(planes, f"{where}.{FLAGS}")
         values = arrays[VALUES]
-        # One bit per chunk: every set bit of every plane is a flag.
+        # There is one bit per chunk, so every set bit of every plane is a flag.
         blocks = (block for plane in planes for _, block in value_blocks(plane))
         flags = sum(int(numpy.unpackbits(block.view(numpy.uint8)).sum(dtype=numpy.int64)) for block in blocks)
         if flags != values.shape[2]:

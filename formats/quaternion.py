@@ -229,7 +229,7 @@ def codewords(seed: int, count: int) -> torch.Tensor:
     # In binary64 and rounded once: the products with 0, 1/2 and 1 are exact, and the sums run left to right.
     a, b, c, d = torch.tensor(units, dtype=torch.float64).T
     result = torch.empty(count, UNITS, 4, dtype=torch.float32, device="cpu")
-    # In parts, because allocators keep the memory of large temporaries.
+    # Process parts, because allocators keep the memory of large temporaries.
     secondaries = torch.split(secondary_quaternions(seed, count, "cpu"), _QUATERNIONS_AT_ONCE)
     for secondary, part in zip(secondaries, torch.split(result, _QUATERNIONS_AT_ONCE), strict=True):
         w, x, y, z = secondary.to(torch.float64).T[..., None]

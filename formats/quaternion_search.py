@@ -75,7 +75,7 @@ class Search:
         chunks, size = torch.stack(list(planes), 1), max(1, _PRODUCTS_AT_ONCE // codebook.shape[1])
         nearest = torch.empty(len(chunks), dtype=torch.int32, device=chunks.device)
         reduced = may_round_factors(chunks.device.type)
-        # One buffer for all blocks: an allocator would keep several.
+        # Use one buffer for all blocks, because the allocator would otherwise keep several.
         products = chunks.new_empty(min(size, len(chunks)), codebook.shape[1])
         for part, result in zip(torch.split(chunks, size), torch.split(nearest, size), strict=True):
             scores = plain_product(part, codebook) if reduced else torch.mm(part, codebook, out=products[: len(part)])
@@ -134,7 +134,7 @@ class Grid:
         # Entries 4 r to 4 r + 3: the two codewords of pair r, then their opposites.
         self._pairs = torch.cat([self._lists[:2], self._opposite[self._lists[:2]]]).T.flatten()
         self._codebook = codebook.T.contiguous()
-        # The plane between the first two codewords of a list: the chunk's side of it decides between them.
+        # The plane between the first two codewords of a list. The side on which a chunk lies decides between them.
         self._bisectors = self._codebook[:, self._lists[0]] - self._codebook[:, self._lists[1]]
 
     def nearest(self, planes: Planes) -> torch.Tensor:

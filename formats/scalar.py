@@ -110,7 +110,7 @@ class Scalar(CodecFamily):
         table, fields = coordinate_table(dim, 2 ** (bits - 1)), ("codes", default_fields(dim, (2**bits,)))
         if not high:
             return cls(dim, bits, 0, b"", norm, rotation, seed, table, b"", (fields,), rule, rounding)
-        # The first channels, because a rotation makes all channels similar; half of them, as in TurboQuant+.
+        # Choose the first channels, because a rotation makes all channels similar, and half of them, as in TurboQuant+.
         count = share or dim // 2
         check_range(cls.id, "share", count, 1, dim - 1)
         channels = ((1 << count) - 1).to_bytes(-(-dim // 8), "little")

@@ -244,7 +244,7 @@ class CodecWithSidecars(Codec):
             run_streams.update(step.streams)
             steps.add(step.encode)
 
-        # In decoding, the last one overwrites tokens of earlier ones, so it comes first here.
+        # In decoding, the last sidecar overwrites tokens of earlier ones, so it comes first here.
         for tokens in reversed(token_sidecars):
             add(tokens.begin(steps.run(), before, self))
         for value_map in self.value_maps:

@@ -105,7 +105,7 @@ def stored_norm(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
     tensor([1.], dtype=torch.float16)
     """
     half = dtype == "F16"
-    # One pass over the unrounded values: 65520 and above would round to infinity.
+    # Check the unrounded values in one pass: 65520 and above would round to infinity.
     if values.numel() and not values.abs().amax().item() < (HALF_LIMIT if half else math.inf):
         at = [int(i) for i in torch.nonzero(~(values.abs() < (HALF_LIMIT if half else math.inf)))[0]]
         raise OutOfRange(

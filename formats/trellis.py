@@ -91,7 +91,7 @@ class Trellis(CodecFamily):
         return self.bits
 
     def packings(self) -> dict[str, Columns]:
-        # A word is a symbol: any word is valid.
+        # Every word is a symbol, so any word is valid.
         return {"codes": Columns(self.dim * self.bits // WORD_BITS, (1 << WORD_BITS,), 1)}
 
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:

@@ -269,7 +269,7 @@ def launch_and_cache(
     if device.type != "cuda" or not isinstance(function, triton.runtime.JITFunction):
         return
     names = [parameter.name for parameter in function.params if parameter.is_constexpr]
-    # Cache only if exactly the constants are passed by name.
+    # Cache the call only if the arguments passed by name are exactly the constants.
     if [*function.arg_names[len(arguments) :]] == names and set(names) == set(constants) and callable(getattr(kernel, "run", None)):
         with suppress(TypeError):
             _cached_launches[_launch_key(function, device, arguments, constants, options)] = (*_launcher(kernel), names)

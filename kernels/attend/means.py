@@ -79,6 +79,6 @@ def _halves(value: tl.tensor) -> tl.tuple:
 @triton.jit
 def _add_products(codes: tl.tensor, ZERO: tl.constexpr, query: tl.tuple, products: tl.tensor) -> tl.tensor:
     """Add the products of int16 ``codes`` ``[page, byte]``, minus ``ZERO``, and the ``_halves`` of a query to ``products``."""
-    # The last bits of binary16 numbers from 1024 to 2047 count in steps of 1.
+    # The lowest bits of binary16 numbers from 1024 to 2047 represent integers, in steps of 1.
     exact = (codes | 0x6400).to(tl.float16, bitcast=True) - (1024 + ZERO)
     return tl.dot(exact, query[0], tl.dot(exact, query[1], products))

@@ -165,7 +165,7 @@ def _launch(
     tile_tokens = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.dual or v_tiles.dual else 1)
     programs = choose_programs(shape, tokens, tile_tokens, sequences, properties.multiprocessors)
     if segments[0].k.page is segments[0].v.page is None and tokens <= programs * tile_tokens:
-        # Each program has one tile of raw tokens: there is nothing to load ahead.
+        # Each program has only one tile of raw tokens, so there is nothing to load ahead.
         shape = shape._replace(stages=1)
     keep_alive: list[torch.Tensor] = []
     rows = build_work(segments, k_tiles, v_tiles, tile_tokens, programs, whole, keep_alive)
@@ -244,7 +244,8 @@ def build_work(
             # A segment may begin anywhere in a page.
             mean_offset = segment.k.start % k_tiles.means.tokens
             stream_addresses += addresses.stream_addresses(segment.k.streams, k_tiles.means.streams, keep_alive)
-        # Programs in proportion to the segment's tokens, with equal numbers of tiles except for the cost of a masked last tile.
+        # Choose the number of programs in proportion to the segment's tokens. All have equally many tiles, except for the cost of a masked
+        # last tile.
         tiles = -(-segment.tokens // tile)
         program_count = max(1, min(tiles, segment.tokens * programs // tokens))
         weight = tiles + (MASKED_TILES if segment.tokens % tile or cut_words else 0)

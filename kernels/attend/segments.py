@@ -272,7 +272,7 @@ def _decode_blocks(page: PackedRun, blocks: Sequence[tuple[int, int]], dtype: to
     """
     cached = _decoded_blocks.setdefault(page, {})
     missing = [block for block in blocks if (*block, dtype) not in cached]
-    # Streams of entries, and those of several heads together, have fewer rows than there are heads.
+    # Streams of entries, and streams that several heads share, have fewer rows than there are heads.
     sequences = max(stream.shape[0] * stream.shape[1] for stream in page.streams.values())
     # Decoding the tokens between two blocks takes less time than the launches of a second call.
     limit = MAX_DECODED_VALUES // (sequences * page.codec.dim)

@@ -179,7 +179,7 @@ def expand_planes(
 
 @triton.constexpr_function
 def select_ptx(field: int) -> str:
-    # Bit 15 of each half of a, and then all bits of the half, say that its field number is at least ``field``.
+    # Bit 15 of each half of ``a`` shows that its field number is at least ``field``. It is then copied to all bits of the half.
     return f"""{{ .reg .b32 a; add.u32 a, $3, {(0x8000 - field) * 0x10001}; prmt.b32 a, a, 0, 0xBB99;
         lop3.b32 $0, a, $2, $1, 0xCA; }}"""
 

@@ -35,7 +35,7 @@ def decode(
     first = numpy.ascontiguousarray(numpy.cumsum(chunks.counts) - chunks.counts, numpy.int64)
     slots = rans.slot_table(tables)
     if len(slots) != len(tables) * rans.TOTAL:
-        # Unchecked tables with a wrong total: C would read past the slots.
+        # With a wrong total in an unchecked table, C would read past the end of the slots.
         return rans.decode_in_numpy(chunks, lengths, tables, table)
     lengths, symbols, read = (
         numpy.ascontiguousarray(lengths, numpy.int64),
@@ -45,7 +45,7 @@ def decode(
     chunk_tables, symbol_tables = _split_table(table, len(tables), (count, longest))
     last = numpy.empty((count, rans.LANES), numpy.uint32)
     threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + int(lengths.sum()) // MIN_SYMBOLS)
-    # Chunks do not share output, and words past the end read as 0.
+    # Chunks do not share output, and words past the end are read as 0.
     addresses = (array.ctypes.data for array in (words, first, states, lengths, slots))
     output_addresses = (array.ctypes.data for array in (symbols, read, last))
     call = library.RansDecodeArguments(
@@ -71,7 +71,7 @@ class ChunksApart(NamedTuple):
 def join_chunks(parts: Sequence[ChunksApart]) -> rans.Chunks:
     """Concatenate the chunks of all ``parts``."""
     words = [row for part in parts for row in part.words]
-    # Packs use huge pages, and memory in which page faults are rare.
+    # Use memory in huge pages, as for other large results, so that page faults are rare.
     joined = empty((sum(map(len, words)),), torch.uint16, torch.device("cpu")).view(torch.int16).numpy().view(numpy.uint16)
     if len(joined):
         numpy.concatenate(words, out=joined)

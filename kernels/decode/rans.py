@@ -22,7 +22,7 @@ _LAST_SLOT = tl.constexpr((1 << PRECISION) - 1)
 @triton.jit
 def lane_mask(flags: tl.tensor, lane: tl.tensor) -> tl.tensor:
     """Return a bit mask of the lanes whose ``flags`` are set."""
-    # The bits are distinct, so a sum is their union, and a warp sums in one instruction.
+    # The bits are distinct, so their sum is their union, which a warp computes in one instruction.
     return tl.sum(tl.where(flags, 1 << lane, 0), 0).to(tl.uint32, bitcast=True)
 
 

@@ -262,7 +262,7 @@ def _decode(
     chunk = first + tl.program_id(0).to(tl.int64)
     begin = tl.load(begins + chunk)
     own = tl.load(counts + chunk)
-    # Words past the end read as 0; a chunk that reads them has read too many.
+    # Words past the end are read as 0. A chunk that reads them is invalid, because it has read too many words.
     end = tl.minimum(tl.maximum(word_count - begin, 0), 1 << 30).to(tl.int32)
     words += begin
     token_count = tl.load(tokens + chunk)

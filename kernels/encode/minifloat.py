@@ -86,7 +86,7 @@ def encode(codec: Minifloat, x: torch.Tensor, output: Output) -> bool:
     elif codec.run_scale is not None and origins is not None:
         tables.append(largest_magnitudes(x, origins, per_head))
     in_blocks = codec.granularity == "block"
-    # A tile has whole blocks.
+    # A tile contains only whole blocks.
     symbols = max(MIN_AXIS, next_power_of_two(codec.dim), codec.block if in_blocks else 1)
     kind = (E4M3_BLOCKS if codec.run_scale else E8M0_BLOCKS) if in_blocks else PER_TOKEN if codec.granularity == "token" else PER_RUN
     form = codec.format

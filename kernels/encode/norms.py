@@ -86,7 +86,7 @@ def end_norms(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: 
     norm = state.norm
     if RULE > 0:
         norm = unbiased_factor(norm, 1.0, state.product, state.decoded, LIMIT, RULE)
-    # Of a token of zeros everything is 0.
+    # All results for a token of zeros are 0.
     squares = tl.where(state.norm > 0, 1.0, 0.0)
     store_errors(block, norm / tl.where(state.norm > 0, state.norm, 1.0), squares, state.product, state.decoded, SHAPE)
     if LOG8 < 0:

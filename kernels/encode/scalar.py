@@ -152,7 +152,7 @@ def _decide(state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl
     scales = tl.zeros_like(state.product) + _SCALES[0]
     for number in tl.static_range(1, _COUNT):
         scales = tl.where(numbers == number, _SCALES[number], scales)
-    # By the multiple's error, as in formats/: with 8 bits, cosines differ by less than sums are accurate to.
+    # Compare errors, as in formats/: with 8 bits, cosines differ by less than the rounding of the sums.
     sine = state.scale * state.decoded - state.product * state.product
     product = scales * state.scale - state.product
     decoded = scales * (product - state.product) + state.decoded

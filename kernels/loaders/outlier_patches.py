@@ -105,7 +105,7 @@ def _store_ptx(first: int, tokens: int, transposed: bool, constants: Outliers) -
     if components is None and not transposed:
         stores = f"mov.u32 column, $3; {inside} {at} {exchanged} @real st.shared.b64 [line], $2;"
     elif components is None:
-        # Columns begin at a multiple of four, so additions of disjoint bits can be exclusive ors.
+        # Columns begin at a multiple of four, so bits are disjoint, and an exclusive or replaces the addition.
         stores = f"mov.u32 column, $3; {inside} {at} shr.u32 line, at, 3; lop3.b32 line, line, 0x70, at, 0x6A;"
         for number, apart in enumerate(range(0, 8 * tokens, 2 * tokens)):
             stores += f"xor.b32 at, line, {apart ^ apart >> 3 & 0x70}; add.u32 at, at, base; @real st.shared.b16 [at], value{number};"

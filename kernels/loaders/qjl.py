@@ -207,7 +207,7 @@ def _scale_tile(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) ->
 def half_sum(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tensor:
     """Return half the sum of the sign columns, times ``QUERY_FACTOR``, given the result of ``scale_sign_queries``: ``[warp, 1, row]``."""
     EACH: tl.constexpr = len(q) // SETS
-    # One sum over columns for all tiles together, because the threads wait for each other in every such sum.
+    # Sum over columns once for all tiles together, because the threads of a program wait for each other in every such sum.
     columns = _half_tile_sum(q[EACH - CONSTANTS.steps], 0, CONSTANTS)
     for number in tl.static_range(EACH - CONSTANTS.steps + 1, len(q)):
         if number % EACH >= EACH - CONSTANTS.steps:

@@ -181,7 +181,7 @@ def symbol_pair(words: tl.tuple, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, 
     """Return an even symbol and the next one, 16 bits apart."""
     WORDS: tl.constexpr = CONSTANTS.rows[0]
     FIRST: tl.constexpr = symbol_bit(CONSTANTS, SYMBOL)
-    # The last symbol may have no next one.
+    # There may be no symbol after the last one.
     SECOND: tl.constexpr = symbol_bit(CONSTANTS, SYMBOL + 1) % (16 * WORDS)
     SHIFT: tl.constexpr = FIRST % 16
     first = _two_words(words, FIRST // 16, WORDS) >> SHIFT

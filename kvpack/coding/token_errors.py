@@ -159,7 +159,7 @@ def losses_of(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
     summary, losses = run.codec.summary, []
     if of_scales and (shared := summary.shared_scales):
         measured = run.norms() if run.sizes.norms is None else run.sizes.norms
-        # In most runs no scale is too large.
+        # In most runs, no scale is too large.
         if TOKENS in shared and (factors := widening_factors(measured, shared)).any():
             losses.append(Loss(TOKENS, factors, GROUP_RATIO, GROUP_RATIO, measured))
         if HEADS in shared and (factors := shared_scale_factors(measured)).any():

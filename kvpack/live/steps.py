@@ -34,7 +34,7 @@ class Steps:
         device, batch = layer.device, layer.batch
         self._checks = all(side.codec.exact_dtype is None for side in layer.sides.values())
         with float32_no_grad(device):
-            # One allocation, in which each tensor begins at an address that kernels treat as aligned.
+            # All tensors are in one allocation, and each of them begins at an address that kernels treat as aligned.
             numbers = torch.zeros(4 + -(-batch // ALIGNED), ALIGNED, dtype=torch.int32, device=device)
             self._packed, self._skipped, self._unchecked, self.not_finite = numbers[:4, :1].unbind()
             self._lengths = numbers[4:].view(-1)[:batch]

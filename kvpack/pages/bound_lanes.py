@@ -58,7 +58,7 @@ class _RowStreams(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         lane, layout = self._lane, self._lane.layouts[name]
-        # Copy, because a row's streams are not contiguous across layers.
+        # Copy the streams, because those of a row are not contiguous across layers.
         values = torch.from_numpy(numpy.ascontiguousarray(lane.stream_bytes(self._row, name))).view(TORCH_DTYPES[layout.dtype])
         return values.view(lane.count, *layout.shape[1:])
 

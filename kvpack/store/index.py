@@ -82,7 +82,7 @@ class Index:
             if not is_on_one_host(self._folder.root):
                 return
             with contextlib.suppress(FileExistsError):
-                # As private as the entries, and so are the files that SQLite puts next to it.
+                # The index is as private as the entries, and so are the files that SQLite creates next to it.
                 os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             with self._guard(), self._transaction(new=True) as connection:
                 if connection is not None and not connection.execute("PRAGMA user_version").fetchone()[0]:
@@ -277,7 +277,7 @@ class Index:
 
     def _discard(self) -> None:
         self._disconnect()
-        # The log must go first: left behind, it would be applied to the next index.
+        # Remove the log first, because otherwise it would be applied to the next index.
         for name in reversed(INDEX_FILES):
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self._folder.root, name))

@@ -28,7 +28,7 @@ def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        # Messages do not quote the line: it may contain the secret.
+        # Messages do not quote the line, because it may contain the secret.
         try:
             name, digits = words
             key = bytes.fromhex(digits)

@@ -45,7 +45,7 @@ def token_bytes(token_ids: Any) -> bytes:
     if isinstance(token_ids, (list, tuple)) and not (token_ids and isinstance(token_ids[0], (list, tuple))):
         return _pack_list(token_ids)
     try:
-        # Meta tensors, and tensors in layouts that NumPy does not support, fail here.
+        # Meta tensors, and tensors in layouts that NumPy does not support, raise an error here.
         if hasattr(token_ids, "detach"):
             token_ids = token_ids.detach().cpu()
         ids = numpy.asarray(token_ids)

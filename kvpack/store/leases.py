@@ -62,7 +62,7 @@ class Leases:
                 with self._lock:
                     self._held[key] = lease, threading.get_ident(), time.monotonic()
                 break
-            # It was saved between the load and the lease.
+            # The entry was saved between the load and the lease.
             lease.release()
             cache = load()
             if (0 if cache is None else cache.tokens // chunk) <= count:

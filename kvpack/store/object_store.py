@@ -179,7 +179,7 @@ class ObjectStore(SingleTierBackend):
         return True
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
-        # By the store's clock: its users' clocks may differ.
+        # Use the clock of the object store, because the clocks of its users may differ.
         self._uses.record_use(chain)
         with self._expiry_lock:
             self._expired = self._expired.difference(chain) if self._expired else self._expired
@@ -367,7 +367,7 @@ class ObjectStore(SingleTierBackend):
             late = self._expiry_checked is None or time.monotonic() - self._expiry_checked >= pass_seconds(self._ttl or 1)
             if not now and (self._ttl is None or not late):
                 return self._expired
-            # Until then, other threads continue with the previous result.
+            # Until the new result is ready, other threads continue to use the previous one.
             self._expiry_checked = time.monotonic()
         now_ns = time.time_ns()
         expired = {key for key, use in self._last_uses(self._records()).items() if use.has_expired(now_ns)}

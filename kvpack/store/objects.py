@@ -76,7 +76,8 @@ class Objects:
     def _check_not_refused(self) -> None:
         """Raise InvalidParameter for an answer that no later request would change. A service that does not answer now may answer later."""
         try:
-            # Whoever reads entries may make this request; without leave to list, a missing object is forbidden like any other.
+            # Every user who may read entries may make this request. Without permission to list, the reply for a missing object is
+            # "forbidden" instead of "not found".
             self._read_beginning(_NO_OBJECT, 1)
         except (*self.errors, ValueError) as error:
             if what := _REFUSALS.get(code := _code_of(error)):
@@ -114,7 +115,7 @@ class Objects:
         check_size(name, size, self._max_bytes if max_bytes is None else max_bytes)
         if size <= PART_BYTES:
             return bytearray(memoryview(answer.bytes()))
-        # Not read: its connection closes.
+        # The response is not read, so its connection is closed.
         del answer
         data = bytearray(size)
         return data if self._fill(name, memoryview(data), 0, tag) else None

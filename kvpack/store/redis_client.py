@@ -107,7 +107,7 @@ class Client:
                 url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0), protocol=2
             )
             pool = self._client.connection_pool
-            # A connection that is not opened: options that there are not, and values of other types.
+            # Create a connection without opening it, which raises an error for unknown options and for values of other types.
             pool.connection_class(**pool.connection_kwargs)
         except TypeError as error:
             if (unknown := _UNKNOWN_OPTION.search(str(error))) is None:
@@ -202,7 +202,8 @@ class Client:
                 ) from None
             return
         except (redis.AuthenticationError, redis.ResponseError) as error:
-            # What opens a connection is refused: it never works. Answers to the commands themselves are not raised.
+            # If the server refuses the commands that open a connection, no later call can work. Error replies to other commands are not
+            # raised.
             raise InvalidParameter(
                 f"the Redis server refuses the user, the password or the database of the location: {str(error)!r:.100}; check the URL"
             ) from None

@@ -245,7 +245,7 @@ class Store:
             with self._counters.time_operation("save"):
                 if self._stored_basis is None or not digests:
                     return self._save(cache, ids, digests, states)
-                # Before the chunks, and after them in case another writer has evicted it since.
+                # Store the basis before the chunks, and again after them in case another writer has evicted it since.
                 if not self._stored_basis.put(time.time_ns()):
                     return 0
                 self._reader.basis = self._stored_basis.get()

@@ -162,7 +162,7 @@ def _table(values: Array, width: int) -> Array:
         counts = numpy.diff(ends)
         means = numpy.diff(below[ends]) / numpy.maximum(counts, 1)
         table = numpy.sort(numpy.where(counts > 0, means, table))
-    # Means have smaller products with the values than the values with themselves, which would shrink scores and weighted sums.
+    # The products of values with their means are smaller than those with themselves, so scores and weighted sums would shrink.
     energy, kept = numpy.square(values).sum(), (numpy.square(means) * counts).sum()
     if kept > 0:
         table *= energy / kept

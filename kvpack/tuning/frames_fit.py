@@ -153,7 +153,7 @@ def _entropy(levels: Array) -> float:
     """Return the bits per value of ``levels`` ``[frame, token, column]`` with a separate table for each column."""
     tokens = levels.shape[1]
     ordered = numpy.sort(levels, 1)
-    # True where a sequence of equal levels begins. The lengths of the sequences are the counts.
+    # This is True where a sequence of equal levels begins. The counts are the lengths of the sequences.
     begins = numpy.concatenate([numpy.ones_like(ordered[:, :1], bool), ordered[:, 1:] != ordered[:, :-1]], 1)
     at = numpy.flatnonzero(begins.transpose(0, 2, 1).ravel())
     runs = numpy.diff(numpy.append(at, begins.size)) / tokens

@@ -37,6 +37,6 @@ def main(arguments: Sequence[str]) -> int:
 if __package__:
     sys.exit(main(sys.argv[1:]))
 else:
-    # The folder was named instead of the package: its modules are found beside it.
+    # Python was given the folder instead of the package, so make its modules importable.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     runpy.run_module("decoder", alter_sys=True)

@@ -131,7 +131,7 @@ def _xxh3_long(data: bytes) -> tuple[int, int]:
             sums[i ^ 1] = sums[i ^ 1] + stripe[i] & MASK
             sums[i] = sums[i] + (value & 0xFFFFFFFF) * (value >> 32) & MASK
 
-    # All full stripes but the last bytes; a block of stripes ends in a scramble, unless it is the last one.
+    # Process all full stripes but the last bytes. Every block of stripes except the last ends with a scramble.
     for n in range((size - 1) // STRIPE):
         place = n % STRIPES_PER_BLOCK
         if n and place == 0:

@@ -69,7 +69,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     ``keys`` or ``values`` are decoded for a model that reads them as tensors.
     """
 
-    # Not an exact undo: tokens that were raw before stay packed. Assisted decoding announces that it crops, so there it is allowed.
+    # This does not undo an update exactly, because tokens that were raw before stay packed. Assisted decoding announces its crops, so it is
+    # permitted there.
     is_croppable = False
     supports_early_init = False
 

@@ -35,7 +35,7 @@ def arrangement(name: str, heads: int, tokens: int, dim: int) -> Arrangement:
             # [K or V, token, head]: b12x.
             return Arrangement((0, (dim, heads * dim, 1)), (heads * tokens * dim, (dim, heads * dim, 1)))
         case "cpu-vec":
-            # Per head: keys as [channel, token], then values as [token, channel].
+            # For each head, keys as [channel, token] are followed by values as [token, channel].
             return Arrangement((0, (head, 1, tokens)), (tokens * dim, (head, dim, 1)))
     raise InvalidParameter(f"layout is {name!r}, expected one of adjacent, adjacent-tokens-first, split and cpu-vec")
 

@@ -163,7 +163,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
 
     def get_finished_jobs(self) -> Iterable[Any]:
         for store, _ in self.stores.values():
-            # Only to make it forget them.
+            # The call only makes the store forget its finished jobs.
             store.finished()
         done = [running for running in self._running.values() if running.done]
         result = []

@@ -37,7 +37,7 @@ def trellis(entry: Mapping[str, Any]) -> Codec:
 
     def decode(digits: Digits, row: Numbers) -> list[float]:
         string = sum(word << 16 * place for place, word in enumerate(digits["codes"][0]))
-        # Twice in a row, no window crosses the end.
+        # If the string is repeated once, no window crosses the end.
         string |= string << length
         windows = [string >> (bits * (c + 1) - state_bits) % length & (1 << state_bits) - 1 for c in range(dim)]
         return [f32(table[window] * row["norm"][0]) for window in windows]

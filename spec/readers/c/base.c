@@ -18,14 +18,14 @@ static u64 big(const u8 *bytes, int count) {
   for (int i = 0; i < count; i++) number = number << 8 | bytes[i];
   return number;
 }
-/* At most 64 bits from bit `at` on, the first the lowest. */
+/* Returns at most 64 bits from bit `at` on. The first bit is the lowest. */
 static u64 get_bits(const u8 *data, u64 at, int count) {
   u64 value = 0;
   for (u64 i = at / 8; 8 * i < at + count; i++)
     value |= 8 * i < at ? (u64)data[i] >> (at - 8 * i) : (u64)data[i] << (8 * i - at);
   return count ? value & UINT64_MAX >> (64 - count) : 0;
 }
-/* The place of the highest bit, or -1. */
+/* Returns the position of the highest set bit, or -1. */
 static int highest(u64 number) {
   int bit = -1;
   for (; number; number >>= 1) bit++;
@@ -40,7 +40,7 @@ static kv_bytes text_of(const char *words) { return (kv_bytes){(const u8 *)words
 static bool is(kv_bytes b, const char *text) {
   return b.size == strlen(text) && !memcmp(b.data, text, b.size);
 }
-/* Whether bytes begin with a text. */
+/* Returns whether bytes begin with a text. */
 static bool begins(const u8 *data, u64 size, const char *text) {
   return size >= strlen(text) && !memcmp(data, text, strlen(text));
 }
@@ -53,20 +53,20 @@ static int word_of(kv_bytes text, const char *words) {
   }
   return -1;
 }
-/* Cut `size` bytes off the front of others, which have as many. */
+/* Removes the first `size` bytes from a byte string of at least that size, and returns them. */
 static kv_bytes cut(kv_bytes *rest, u64 size) {
   kv_bytes front = {rest->data, size};
   rest->data += size;
   rest->size -= size;
   return front;
 }
-/* Order by bytes, which for UTF-8 is that of code points. */
+/* Compares bytes. For UTF-8, the order is that of code points. */
 static int compare(kv_bytes a, kv_bytes b) {
   u64 common = a.size < b.size ? a.size : b.size;
   int order = common ? memcmp(a.data, b.data, common) : 0;
   return order ? order : (a.size > b.size) - (a.size < b.size);
 }
-/* Whether bytes are UTF-8 of shortest forms without surrogates. */
+/* Returns whether bytes are valid UTF-8, with shortest forms and without surrogates. */
 static bool is_utf8(kv_bytes text) {
   static const u32 least[] = {0, 0x80, 0x800, 0x10000};
   for (u64 i = 0; i < text.size;) {
@@ -95,7 +95,7 @@ static float from_half(u16 bits) {
   if (!exponent) return copysignf((float)fraction * 0x1p-24f, as_float(sign));
   return as_float(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13);
 }
-/* The nearest number of binary16, ties to even. */
+/* Returns the nearest binary16 number, ties to even. */
 static float round_half(float number) {
   int exponent;
   if (!(fabsf(number) < 65520)) return number * INFINITY;
@@ -122,7 +122,7 @@ static const char *const classes[][2] = {{"NotKvpack", "container-5:magic|row-1:
         "side-cars-7|side-cars-8|side-cars-12|side-cars-13|basis-4|basis-14|basis-15|basis-23|"
         "klt-11|group-7|minifloat-6|minifloat-7|minifloat-8|octahedral-5|lossless-6|transform-8|"
         "transform-9|transform-10|transform-11|rans-1|rans-2|rans-3|rans-4"}};
-/* Refuse what is not right. In the description of a packed page all that it breaks is one rule (row.md). */
+/* Refuses input unless `right`. The description of a packed page has one rule for all errors (row.md). */
 static void need(kv_reader *r, bool right, const char *rule, const char *format, ...) {
   if (right) return;
   va_list values;
@@ -136,7 +136,7 @@ static void need(kv_reader *r, bool right, const char *rule, const char *format,
   snprintf(r->rule, sizeof r->rule, "%.*s", (int)strcspn(rule, ":"), rule);
   longjmp(r->refused, 1);
 }
-/* Zeroed memory for `count` elements. */
+/* Returns zeroed memory for `count` elements. */
 static void *take(kv_reader *r, u64 count, u64 size) {
   u64 bytes = plus(times(count, size), sizeof(kv_block) + 1);
   kv_block *block = bytes < SIZE_MAX / 2 ? calloc(1, bytes) : NULL;
@@ -145,7 +145,7 @@ static void *take(kv_reader *r, u64 count, u64 size) {
   r->blocks = block;
   return block->start;
 }
-/* Free what was taken after `mark` was the newest block. */
+/* Frees all blocks that were allocated after the block `mark`. */
 static void release(kv_reader *r, kv_block *mark) {
   while (r->blocks != mark) {
     kv_block *next = r->blocks->next;

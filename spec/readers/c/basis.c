@@ -1,4 +1,4 @@
-/* Bases: what their header and values must be, and those that a caller gives (basis.md). */
+/* Bases: the rules for their headers and values, and the bases that a caller passes (basis.md). */
 static void need_layer(kv_file *f, u32 layer, bool right, const char *rule, const char *why) {
   need(f->r, right, rule, "layer %u of the basis: %s", layer, why);
 }
@@ -8,7 +8,7 @@ static kv_tensor *basis_state(const kv_file *basis, u32 layer, const char *name)
     if (s->layer == layer && !strcmp(s->name, name)) return s->tensor;
   return NULL;
 }
-/* Whether a state has one of two dtypes and the shape 1, x, y, z; a 0 ends it. */
+/* Returns whether a state has one of two dtypes and the shape 1, x, y, z, which ends at the first 0. */
 static bool has_shape(const kv_tensor *t, kv_dtype a, kv_dtype b, u64 x, u64 y, u64 z) {
   u64 shape[] = {1, x, y, z};
   bool right = (t->dtype == a || t->dtype == b) && t->rank == 2u + (y > 0) + (z > 0);
@@ -73,7 +73,7 @@ static void check_basis_header(kv_file *f) {
   right = right && symbols <= 256 && symbols % 2 == 0 && has_shape(values, F16, F16, tables, symbols - 1, 0);
   need_layer(f, 0, right, "basis-11", "tables have another dtype or shape");
 }
-/* Check the values of a basis. */
+/* Checks the values of a basis. */
 static void check_basis(kv_file *f) {
   for (u32 i = 0; i < f->side_count; i++) {
     const kv_tensor *values = stream(f->sides[i], "values");
@@ -96,7 +96,7 @@ static void check_basis(kv_file *f) {
     read_coder(f->r, frequencies, i * frequencies->shape[2], frequencies->shape[2], &own);
   }
 }
-/* The basis of a digest, which the caller must have given. */
+/* Returns the basis with a digest, which the caller must have passed. */
 static kv_file *find_basis(kv_file *f, kv_bytes digest, const char *rule) {
   kv_reader *r = f->r;
   u8 found[32] = {0};

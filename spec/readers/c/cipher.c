@@ -43,7 +43,7 @@ static void encrypt_block(const cipher *c, const u8 from[16], u8 to[16]) {
     }
   }
 }
-/* GHASH: a number of GF(2^128) has its lowest power in the highest bit. */
+/* GHASH. The highest bit of a number in GF(2^128) is its lowest power. */
 static void add_blocks(u64 sum[2], const u64 h[2], kv_bytes data) {
   for (u64 i = 0; i < data.size; i += 16) {
     u8 block[16] = {0};
@@ -59,7 +59,7 @@ static void add_blocks(u64 sum[2], const u64 h[2], kv_bytes data) {
     }
   }
 }
-/* Decrypt `text` to as many bytes; false if the tag of 16 bytes does not agree. */
+/* Decrypts `text` to equally many bytes. Returns false if the tag of 16 bytes does not match. */
 static bool decrypt(kv_bytes key, const u8 *nonce, kv_bytes known, kv_bytes text, const u8 *tag, u8 *clear) {
   cipher c;
   u8 counter[16] = {0}, mask[16], sizes[16], wrong = 0;

@@ -1,12 +1,12 @@
-/* What the codecs decode to in coded coordinates, before sidecars and the rotation back (codecs/). */
+/* Decoding of each codec in the coded frame, before sidecars and the inverse rotation (codecs/). */
 _Static_assert(FLT_EVAL_METHOD == 0, "an operation in binary32 is rounded once");
-/* Direction p of `bins` angles around the circle; one on an axis is exact. */
+/* Returns direction p of `bins` angles around the circle. Directions on an axis are exact. */
 static void put_bin(float to[2], u64 p, u64 bins) {
   double angle = PI * (2.0 * p + 1) / bins;
   to[0] = 4 * p + 2 == bins || 4 * p + 2 == 3 * bins ? 0 : (float)cos(angle);
   to[1] = 2 * p + 1 == bins ? 0 : (float)sin(angle);
 }
-/* The codewords of the next quaternion: products of 24 unit quaternions with it. */
+/* Computes the codewords of the next quaternion: its products with 24 unit quaternions. */
 static void put_codewords(float *to, u64 *state) {
   double q[4], first = disc(state, q), second = disc(state, q + 2), t = sqrt((1 - first) / second);
   double w = (float)q[0], x = (float)q[1], y = (float)(q[2] * t), z = (float)(q[3] * t);
@@ -20,7 +20,7 @@ static void put_codewords(float *to, u64 *state) {
     to[3] = (float)(u[0] * z + u[1] * y - u[2] * x + u[3] * w);
   }
 }
-/* Compute what all tokens of a codec share, until it is released. */
+/* Computes the tables that all tokens of a codec share, until they are released. */
 static void prepare_codec(kv_reader *r, kv_codec *c) {
   kv_bytes table = blob(c, "angle_table");
   u64 seeds = num(c, "secondary"), state = num(c, "seed");
@@ -37,24 +37,24 @@ static void prepare_codec(kv_reader *r, kv_codec *c) {
     c->directions[2 * (first + i) + 1] = (float)sin(angle);
   }
 }
-/* The digits of all code streams of a codec, one after another. */
+/* Unpacks the digits of all code streams of a codec, stream by stream. */
 static void read_codes(kv_file *f, const kv_side *s, const kv_place *at, u32 *codes) {
   for (u32 i = 0; i < s->codec->own_packings; i++) {
     read_digits(f, s, at, i, codes);
     codes += s->codec->packings[i].digits * s->codec->packings[i].symbols;
   }
 }
-/* Code i where codes of n symbols may be in two parts. */
+/* Returns code i of n symbols, whose codes may be stored in two parts. */
 static u64 whole_code(const kv_codec *c, const u32 *codes, u64 n, u64 i) {
   return codes[i] + (c->split ? codes[n + i] * c->low : 0);
 }
-/* The norm of a token and head. */
+/* Returns the norm of a token in one head. */
 static float norm_of(const kv_side *s, const kv_place *at) {
   const kv_tensor *t = stream(s, "norm");
   u64 index = token_row(s, at);
   return t->dtype == U8 ? norm_of_code(t->data[index]) : get(t, index);
 }
-/* A scale (0) or center (1) of 8 bits by the row of its run. */
+/* Returns an 8-bit scale (0) or center (1), decoded with the row of its run. */
 static float ranged(const kv_tensor *ranges, u64 row, u64 kind, u64 k) {
   float step = get(ranges, 4 * row + 2 * kind), minimum = get(ranges, 4 * row + 2 * kind + 1);
   float r = minimum + step * (float)k;
@@ -191,7 +191,7 @@ static void decode_lossless(const kv_side *s, const kv_place *at, const u32 *cod
     u[j] = half ? from_half((u16)bits) : as_float(bits << 16);
   }
 }
-/* What a token and head decodes to: what is stored, was decoded for all tokens at once, or codes give. */
+/* Decodes a token in one head from stored values, from values decoded earlier, or from codes. */
 static void decode_token(kv_file *f, kv_side *s, const kv_place *at, float *u) {
   static void (*const decoders[])(const kv_side *, const kv_place *, const u32 *, float *) = {decode_angle,
       decode_group, NULL, decode_lossless, decode_minifloat, decode_octahedral, NULL, decode_polar,
@@ -205,7 +205,7 @@ static void decode_token(kv_file *f, kv_side *s, const kv_place *at, float *u) {
   } else
     for (u64 j = 0; j < dim; j++) u[j] = s->early ? s->early[first + j] : get(stored, first + j);
 }
-/* Check what a codec says of its streams, and every digit. */
+/* Checks the codec's rules for its streams, and every digit. */
 static void check_codec(kv_file *f, kv_side *s) {
   static const u32 finite[] = {0x7f, 0x7c, 0x100}; /* the elements of minifloat that are not, from these on */
   const kv_codec *c = s->codec;

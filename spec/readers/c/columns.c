@@ -27,7 +27,7 @@ static void check_coded(kv_file *f, kv_side *side) {
     }
   }
 }
-/* sum += x times a matrix of n rows and columns, which begins at element `first`. */
+/* Adds x times a matrix of n rows and columns to sum. The matrix begins at element `first`. */
 static void add_product(const double *x, const kv_tensor *matrix, u64 first, u64 n, double *sum) {
   for (u64 j = 0; j < n; j++)
     for (u64 c = 0; c < n; c++) sum[c] += x[j] * get(matrix, first + j * n + c);
@@ -36,7 +36,7 @@ static void add_product(const double *x, const kv_tensor *matrix, u64 first, u64
 static u32 width_of(const kv_codec *c, u64 head, u32 j) {
   return blob(c, "widths").data[c->by_head ? head * ((c->dim + 7) / 8) + j / 8 : j / 16];
 }
-/* The codes of a token's head with widths of heads; checks the bits of no coordinate. */
+/* Unpacks the codes of a head with widths per head, and checks the bits after the last coordinate. */
 static void read_klt_codes(kv_file *f, const kv_side *side, const kv_place *at, u32 *codes) {
   const kv_codec *c = side->codec;
   const u8 *bytes = stream(side, "codes")->data + (at->sequence * side->packed + at->token) * c->row_bytes;
@@ -48,7 +48,7 @@ static void read_klt_codes(kv_file *f, const kv_side *side, const kv_place *at, 
       bytes += (bits + 7) / 8;
     }
 }
-/* The codes of all coordinates of a token's head. */
+/* Unpacks the codes of all coordinates of a token in one head. */
 static void read_all_codes(kv_file *f, const kv_side *side, const kv_place *at, u32 *codes) {
   const kv_codec *c = side->codec;
   if (c->by_head) read_klt_codes(f, side, at, codes);
@@ -87,14 +87,14 @@ static void decode_klt(kv_file *f, kv_side *side) {
     for (u32 j = 0; j < dim; j++) side->early[token_row(side, &at) * dim + j] = (float)sum[j];
   }
 }
-/* What a side of transform is coded by. */
+/* The frames, scales, tables and RoPE of a side of transform. */
 typedef struct {
   const kv_tensor *frames, *scales, *values, *rope;
   bool halves, whole;
   u64 n, symbols, coder_count;
   coder *coders;
 } matrices;
-/* Turn a token to its position (basis.md, Rotary positions). */
+/* Rotates a token to its position (basis.md, Rotary positions). */
 static void turn(const matrices *m, double *x, u64 position) {
   u64 pairs = m->rope ? m->rope->shape[1] : 0;
   for (u64 i = 0; i < pairs; i++) {
@@ -104,7 +104,7 @@ static void turn(const matrices *m, double *x, u64 position) {
     *b = *b * c + before * s;
   }
 }
-/* Decode a segment into the coordinates `v` of the tokens of its group. */
+/* Decodes a segment to the coordinates `v` of the tokens of its group. */
 static void read_block(kv_file *f, const kv_side *side, const matrices *m, const segment *s, double *v) {
   const kv_codec *codec = side->codec;
   u64 count = get_int(stream(side, "columns"), s->number), head = s->row % side->heads, numbers[MAX_DIM];

@@ -8,7 +8,7 @@ typedef struct {
 } json;
 
 static u64 aligned(u64 size, u64 unit) { return (size + unit - 1) / unit * unit; }
-/* Take a decimal number of at most `most` digits, without leading zeros. */
+/* Reads a decimal number of at most `most` digits, without leading zeros. */
 static u64 read_decimal(json *j, u64 most) {
   const u8 *first = j->bytes.data + j->at;
   u64 number = 0, count = 0, left = j->bytes.size - j->at;
@@ -29,7 +29,7 @@ static void expect(json *j, const char *format, ...) {
   need(j->r, begins(&j->bytes.data[j->at], j->bytes.size - j->at, text), "container-5", "a wrong byte");
   j->at += strlen(text);
 }
-/* Read the JSON header up to what depends on the header. */
+/* Reads the part of the JSON header that does not depend on kvpack.header. */
 static void open_header(kv_file *f, json *j) {
   kv_reader *r = f->r;
   kv_bytes bytes = f->bytes;
@@ -72,7 +72,7 @@ static void expect_tensor(json *j, const char *name, const kv_tensor *t, u64 fro
     expect(j, i ? ",%llu" : "%llu", bytes ? to - from : t->shape[i]);
   expect(j, "],\"data_offsets\":[%llu,%llu]}", from, to);
 }
-/* Place the tensors, and compare the rest of the JSON header. */
+/* Computes the offsets of the tensors, and compares the rest of the JSON header with them. */
 static void check_json(kv_file *f, json *j) {
   u64 offset = f->header.size, pads = 0, left = f->bytes.size - f->data;
   for (kv_tensor *t = f->tensors; t < f->tensors + f->tensor_count; t++) {
@@ -103,7 +103,7 @@ kv_file *kv_open(kv_reader *r, kv_bytes bytes) {
   need(r, decoded <= r->limit, "container-29", "the tensors take %llu bytes", decoded);
   return f;
 }
-/* Check every byte of a file and every rule of its codecs, and undo filters. A page has no data section. */
+/* Checks all bytes of a file and all rules of its codecs, and decompresses. A page has no data section. */
 void kv_check(kv_file *f) {
   kv_reader *r = f->r;
   const u8 *data = f->bytes.data + f->data;

@@ -23,7 +23,7 @@ static u64 r64(const u8 *p) { return little(p, 8); }
 static u64 r32(const u8 *p) { return little(p, 4); }
 static u64 rotl(u64 x, int r) { return x << r | x >> (64 - r); }
 static u32 rotr(u32 x, int r) { return x >> r | x << (32 - r); }
-/* What the secret has at a place for an input of at most 16 bytes. */
+/* Returns the number at an offset of the secret, for an input of at most 16 bytes. */
 static u64 key_at(int at) { return r64(secret + at) ^ r64(secret + at + 8); }
 
 typedef struct {

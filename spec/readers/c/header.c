@@ -2,7 +2,7 @@
 static void limit(kv_reader *r, const char *what, u64 number, u64 most) {
   need(r, number <= most, "container-29", "%s is %llu, above the limit %llu", what, number, most);
 }
-/* An integer with a limit of container.md. */
+/* Reads an integer that has a limit in container.md. */
 static u64 limited(kv_cursor *c, const char *key, u64 low, u64 most) {
   u64 number = integer(c, key, low, UINT64_MAX);
   limit(c->r, key, number, most);
@@ -84,7 +84,7 @@ static bool required(const kv_file *f, const char *name) {
     if (is(f->required->items[i].bytes, name)) return true;
   return false;
 }
-/* The bytes of a member of a map; without data if there is none. */
+/* Returns the bytes of a member of a map, or no data if it does not exist. */
 static kv_bytes member(const kv_value *map, const char *name) {
   for (u64 i = 0; i < 2 * map->number; i += 2)
     if (is(map->items[i].bytes, name)) return map->items[i + 1].bytes;

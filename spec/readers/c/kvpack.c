@@ -1,4 +1,4 @@
-/* The reader in one translation unit: its parts, in an order in which each needs only those before. */
+/* The reader as one translation unit. Each part needs only the parts before it. */
 #include "kvpack.h"
 
 #include <float.h>

@@ -71,12 +71,12 @@ static bool read_loose(kv_bytes *rest, kv_value *v, kv_bytes *within) {
 }
 
 static bool is_string(kv_value v, const char *of) { return v.type == STRING && word_of(v.bytes, of) >= 0; }
-/* Refuse what is not among known names. */
+/* Refuses a name that is not among the known names. */
 static void know(kv_reader *r, bool known, const char *rule, kv_bytes name) {
   int shown = name.size < 100 ? (int)name.size : 100;
   need(r, known, rule, "the file needs what is not known: %.*s", shown, (const char *)name.data);
 }
-/* Refuse what a later version wrote, before anything else that may be wrong (rule container-69). */
+/* Refuses files of a later version, before any other error is reported (rule container-69). */
 static void look_for_new(kv_reader *r, kv_bytes bytes) {
   static const char known[] = "balanced|basis|hidden-tokens|key-mean|layer-positions|layer-state|log-norms|"
                               "position-offsets|raw-positions|token-scale-per-head";

@@ -1,8 +1,8 @@
 /* Bit packing, the generator, rotations and norms of 8 bits (packing.md). */
 static bool is_power(u64 number) { return !(number & (number - 1)); }
-/* Whether fields of a packing are bits; else a column is a number. A base of 0 counts as a power. */
+/* Returns whether fields are bit fields, and not digits of a number. A base of 0 counts as a power. */
 static bool has_bits(const kv_packing *p) { return is_power(p->base[0]) && is_power(p->base[1]); }
-/* Compute the columns, bytes and planes of a packing; false if it exceeds a limit (rule front-5). */
+/* Computes the columns, bytes and planes of a packing. Returns false above a limit (rule front-5). */
 static bool pack_sizes(kv_packing *p) {
   u64 values = 1, bits = 0;
   if (p->fields < 1 || p->fields > 128) return false;
@@ -20,7 +20,7 @@ static bool pack_sizes(kv_packing *p) {
   p->planes = (p->bytes + 1) / 2;
   return p->bytes <= 16;
 }
-/* The bytes of a row of one digit at the default F, which takes the fewest. */
+/* Returns the bytes of a row of one digit with the default F, which takes the fewest bytes. */
 static u64 default_bytes(u32 symbols, u32 base) {
   u64 least = UINT64_MAX;
   for (u32 fields = 1; fields <= symbols && fields <= 128; fields++) {
@@ -31,7 +31,7 @@ static u64 default_bytes(u32 symbols, u32 base) {
   }
   return least;
 }
-/* The digits of a row: those of digit 0 of all symbols, then those of digit 1. */
+/* Unpacks the digits of a row: digit 0 of all symbols, followed by digit 1 of all symbols. */
 static void unpack(kv_reader *r, const kv_packing *p, const u8 *const planes[], u64 row, u32 *digits) {
   u32 half = (p->columns + 1) / 2, last = p->planes - 1;
   int widths[] = {highest(p->base[0]), highest(p->base[1])};
@@ -66,7 +66,7 @@ static u64 generate(u64 *state) {
 static double disc(u64 *state, double point[2]) {
   for (;;) {
     for (int i = 0; i < 2; i++) point[i] = ((double)(generate(state) >> 11) - 0x1p52) / 0x1p52;
-    /* Each operation is rounded: nothing may fuse them. */
+    /* Each operation is rounded, so the compiler must not fuse them. */
     volatile double a = point[0] * point[0], b = point[1] * point[1], q = a + b;
     if (q > 0 && q < 1) return q;
   }
@@ -95,7 +95,7 @@ static int chi(int a, int r) {
     if (a && k * k % r == a) return 1;
   return a ? -1 : 0;
 }
-/* Element i, j of the matrix of an order that is 1, or 1 more or 2 more than twice a prime. */
+/* Returns element (i, j) of the matrix. The order is 1, or a prime plus 1, or twice a prime plus 2. */
 static int paley(int order, int i, int j) {
   if (order == 1) return 1;
   int halves = order == 28 ? 2 : 1, r = order / halves - 1, a = i / halves, b = j / halves;

@@ -3,7 +3,7 @@ static void check_zeros(kv_reader *r, const u8 *data, u64 from, u64 to) {
   for (; from < to; from++) need(r, !data[from], "row-3", "byte %llu of the packed page is not zero", from);
 }
 static bool is_page(kv_bytes bytes) { return begins(bytes.data, bytes.size, "kvpack-row "); }
-/* What container.md allows and a description does not. */
+/* Checks the restrictions of a description that container.md does not have. */
 static void check_description(kv_file *f) {
   static const char known[] = "balanced|key-mean|log-norms|raw-positions|token-scale-per-head";
   kv_reader *r = f->r;

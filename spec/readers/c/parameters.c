@@ -1,5 +1,5 @@
 /* The parameters of codecs and sidecars in the header, by the tables of their documents. */
-/* A map of the header that is read key by key; `keys` and `values` are the rules of keys, and of values. */
+/* A map of the header that is read key by key. `keys` and `values` are the rules for keys and values. */
 typedef struct {
   kv_reader *r;
   const kv_value *map;
@@ -46,10 +46,10 @@ static const kv_parameter *find(const kv_codec *c, const char *key) {
     if (!strcmp(c->parameters[i].key, key)) return &c->parameters[i];
   return &absent;
 }
-/* The number of a parameter; of words, that of the word. */
+/* Returns the number of a parameter, or for words the index of the word. */
 static u64 num(const kv_codec *c, const char *key) { return find(c, key)->number; }
 static kv_bytes blob(const kv_codec *c, const char *key) { return find(c, key)->bytes; }
-/* The dtype that a parameter names; log8 is one of bytes. */
+/* Returns the dtype that a parameter names. That of log8 is bytes. */
 static kv_dtype dtype_of(const kv_codec *c, const char *key) {
   static const kv_dtype dtypes[] = {U8, U8, U16, F16, BF16, F32};
   return dtypes[word_of(blob(c, key), "log8|u8|u16|fp16|bf16|fp32")];
@@ -75,7 +75,7 @@ static void read_parameters(kv_cursor *m, kv_codec *c, const char *prefix, const
     p->bytes = v->bytes;
   }
 }
-/* Add a code stream; `second` is the base of a second digit, or 0. */
+/* Adds a code stream. `second` is the base of a second digit, or 0. */
 static void add_symbols(kv_codec *c, const char *name, u64 symbols, u64 base, u64 alphabet, u64 second) {
   kv_packing *p = &c->packings[c->packing_count++];
   *p = (kv_packing){"", symbols, second ? 2 : 1, 0, {base, second}, {alphabet, second}, 0, 0, 0};

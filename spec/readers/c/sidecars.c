@@ -1,5 +1,5 @@
 /* Sidecars, the rotation back, and the values of a side (side-cars.md). */
-/* Count the flags before those of every token, sequence and head, which is the order of items. */
+/* Counts the flags before each token, sequence and head. Items are stored in this order. */
 static void check_outliers(kv_file *f, kv_side *side) {
   u32 flags[MAX_DIM / 4], quadruples = side->codec->dim / 4;
   u64 count = 0, *first = side->outliers = take(f->r, times(side->rows, side->packed), sizeof *first);
@@ -79,7 +79,7 @@ static void add_qjl(kv_file *f, const kv_side *side, const kv_place *at, float *
   double factor = norm * sqrt(PI / (2.0 * c->dim));
   for (u32 j = 0; j < c->dim; j++) u[j] = (float)(u[j] + factor * x[j]);
 }
-/* Rotate back by signs, or multiply by the matrix of a head. */
+/* Applies the inverse rotation with its signs, or multiplies by the matrix of a head. */
 static void turn_back(float *u, u32 dim, const signed char *signs, const kv_tensor *matrix, u64 head) {
   double from[MAX_DIM] = {0}, to[MAX_DIM] = {0};
   for (u32 j = 0; j < dim; j++) from[j] = u[j];
@@ -103,7 +103,7 @@ static void decode_cars(kv_file *f, kv_side *side, const kv_place *at, const kv_
   for (u64 j = 0; scales && j < c->dim; j++) u[j] *= get(scales, first + j);
   if (matrix) turn_back(u, c->dim, NULL, matrix, at->head);
 }
-/* Put the values of an item into all heads of a token. */
+/* Copies the values of an item to all heads of a token. */
 static void put_item(const kv_side *s, const kv_tensor *items, u64 item, u64 sequence, u64 token, float *to) {
   u64 dim = s->codec->dim, each = s->heads * dim;
   for (u64 i = 0; i < each; i++)
@@ -123,7 +123,7 @@ static void put_raw(const kv_side *side, float *values) {
 }
 
 u64 kv_value_count(const kv_side *side) { return times(times(side->rows, side->tokens), side->codec->dim); }
-/* Decode a side whose file kv_check has found right: [batch, kv_head, token, channel], tails included. */
+/* Decodes a side of a file that kv_check accepted to [batch, kv_head, token, channel], with its tail. */
 void kv_decode(kv_file *f, kv_side *side, float *values) {
   kv_codec *c = side->codec;
   u64 dim = c->dim, tail = side->tail * dim, each = side->packed * dim + tail;

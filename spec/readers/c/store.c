@@ -1,5 +1,5 @@
 /* Entries of stores (store.md). What is not damaged is Undecryptable, UnsupportedVersion or LimitExceeded. */
-/* LP of every part, one after another. */
+/* Writes LP of every part, one after the other. */
 static kv_bytes prefixed(kv_reader *r, const kv_bytes *parts, u64 count) {
   u64 size = 0;
   for (u64 i = 0; i < count; i++) size += 8 + parts[i].size;
@@ -29,7 +29,7 @@ void kv_root_key(kv_reader *r, const kv_wanted *w, u8 key[32]) {
   }
   sha256(prefixed(r, parts, 20), key);
 }
-/* The kvpack file in an entry that may be encrypted. */
+/* Returns the kvpack file in an entry that may be encrypted. */
 static kv_bytes decrypted(kv_reader *r, kv_bytes entry, const kv_wanted *w) {
   u64 first = 17, digits = first;
   bool right = begins(entry.data, entry.size, "kvpack-encrypted ");
@@ -54,7 +54,7 @@ static kv_bytes decrypted(kv_reader *r, kv_bytes entry, const kv_wanted *w) {
   need(r, right, "store-5", "the tag of the entry does not agree");
   return (kv_bytes){clear, sealed.size};
 }
-/* The header's identity and start, where the caller has given them. */
+/* Checks the identity and the start in the header, if the caller has passed them. */
 static void check_identity(kv_file *f, const kv_wanted *w, const char *rule) {
   u64 known = 0;
   for (int i = 0; w->fields && i < 9; i++) {
@@ -105,7 +105,7 @@ static void check_states(kv_file *f, const kv_wanted *w) {
   need(f->r, !f->side_count && f->most <= 1, "store-21", "there are sides, or states of several sequences");
   check_payload(f, record.data + 64, "store-21");
 }
-/* Open an entry that was found under an entry key; refused entries count as absent. */
+/* Opens an entry that was found under an entry key. Refused entries count as absent. */
 kv_file *kv_open_entry(kv_reader *r, kv_bytes entry, const kv_wanted *w) {
   need(r, entry.size <= w->limit, "store-7", "the entry has %llu bytes", entry.size);
   kv_bytes file = decrypted(r, entry, w);

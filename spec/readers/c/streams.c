@@ -1,5 +1,5 @@
 /* The streams of a side in the order of their documents, and the walk through tokens. */
-/* Compare a tensor with what the header lists in its place. */
+/* Compares a tensor with the one that the header lists in its place. */
 static void check_listed(kv_file *f, kv_tensor *t, const kv_value *item) {
   kv_reader *r = f->r;
   const kv_value *parts = item->items, *sizes = &parts[2];
@@ -18,7 +18,7 @@ static void check_listed(kv_file *f, kv_tensor *t, const kv_value *item) {
   need(r, t->zstd || whole, "container-17", "%s has other bytes than its shape takes", t->name);
   need(r, !t->zstd || fits, "container-29", "%s has more than 256 times its stored bytes", t->name);
 }
-/* Plan the next tensor, which must be what the header lists. */
+/* Plans the next tensor, which must be the one that the header lists. */
 static kv_tensor *plan(kv_file *f, const char *name, kv_dtype dtype, u32 rank, const u64 *shape) {
   bool planned = f->r->page || f->tensor_count < f->listed->number;
   need(f->r, planned, "container-16", "the tensor %s is not listed", name);
@@ -48,9 +48,9 @@ static bool all_finite(const kv_tensor *t) {
     if (!isfinite(get(t, i))) return false;
   return true;
 }
-/* N(dim): the vectors of a head. */
+/* Returns N(dim), the number of vectors of a head. */
 static u64 basis_vectors(u64 dim) { return 2 + dim + (510 * ((dim + 15) / 16) + dim - 1) / dim; }
-/* Whether a codec or a sidecar of it has a stream with one row per run. */
+/* Returns whether a codec or one of its sidecars has a stream with one row per run. */
 static bool rows_per_run(const kv_codec *c) {
   bool runs = c->id == MINIFLOAT && (num(c, "granularity") < 2 || num(c, "scale_dtype") == 3);
   return runs || c->id == LOSSLESS || c->ranged || num(c, "rows") || has(c, SCALE) || has(c, ORDER);
@@ -137,12 +137,12 @@ static void plan_side(kv_file *f, kv_side *s) {
   need(f->r, all, "container-11", "entries has a member too many");
   if (s->tail) rows(f, s, "tail", s->tail_dtype, heads, s->tail, dim, 0);
 }
-/* The place of a token: its row is sequence times heads plus head, and its number is over all runs. */
+/* The place of a token. Its row is sequence * heads + head, and its number counts tokens of all runs. */
 typedef struct {
   u64 sequence, head, row, token, run, in_run, group;
   bool begun;
 } kv_place;
-/* Go to the next token, by sequence, head and token; false after the last. */
+/* Moves to the next token, by sequence, head and token. Returns false after the last one. */
 static bool walk(const kv_side *s, kv_place *at) {
   if (at->begun) {
     at->token++;
@@ -157,7 +157,7 @@ static bool walk(const kv_side *s, kv_place *at) {
   at->head = at->row % s->heads;
   return s->packed && at->row < s->rows;
 }
-/* The number of a token among those of all rows. */
+/* Returns the number of a token among the tokens of all rows. */
 static u64 token_row(const kv_side *s, const kv_place *at) { return at->row * s->packed + at->token; }
 
 static void read_digits(kv_file *f, const kv_side *s, const kv_place *at, u32 packing, u32 *digits) {
@@ -189,14 +189,14 @@ typedef struct {
   kv_bytes words;
   const kv_tensor *counts, *states, *all;
 } segment;
-/* The first states of the lanes, which must be high enough. */
+/* Reads the first states of the lanes, which must be high enough. */
 static void read_lanes(kv_reader *r, const segment *s, u32 lanes[32]) {
   for (int i = 0; i < 32; i++) {
     lanes[i] = (u32)little(s->states->data + 128 * s->number + 4 * i, 4);
     need(r, lanes[i] >= 65536, "rans-2", "a first state is %u", lanes[i]);
   }
 }
-/* Go to the next segment in the order of words; false after the last. */
+/* Moves to the next segment in the order of words. Returns false after the last one. */
 static bool next_segment(const kv_side *side, segment *s) {
   if (!s->counts) {
     s->counts = stream(side, "word_counts");
@@ -221,7 +221,7 @@ static bool next_segment(const kv_side *side, segment *s) {
   s->words.size = 2 * little(s->counts->data + bytes * s->number, (int)bytes);
   return true;
 }
-/* Decode a segment with a coder for every `tokens` symbols; returns the bytes of words it took. */
+/* Decodes a segment with one coder for every `tokens` symbols. Returns the bytes of words it read. */
 static u64 read_symbols(kv_reader *r, const segment *s, u64 n, const coder *const *coders, u64 each, u8 *to) {
   u32 lanes[32];
   u64 taken = 0;

@@ -34,7 +34,7 @@ static backward open_bits(frame *f, kv_bytes bytes) {
   require(f, last, "a stream of bits does not end with its mark");
   return (backward){bytes.data, (int64_t)(bytes.size - 1) * 8 + highest(last)};
 }
-/* The `count` bits before, where zeros stand in for bits that are missing. */
+/* Reads the previous `count` bits. Missing bits are read as zeros. */
 static u64 peek(const backward *b, int count) {
   if (b->left >= count) return get_bits(b->data, b->left - count, count);
   return b->left > 0 ? get_bits(b->data, 0, (int)b->left) << (count - b->left) : 0;
@@ -73,7 +73,7 @@ static u32 forward(frame *f, kv_bytes bytes, u64 *at, int count) {
   *at += count;
   return (u32)get_bits(bytes.data, *at - count, count);
 }
-/* Read the description of a table; returns its bytes. */
+/* Reads the description of a table and returns its size in bytes. */
 static u64 read_table(frame *f, kv_bytes bytes, table *t, int max_accuracy, int max_symbols) {
   signed short chances[256] = {0};
   u64 at = 0;
@@ -100,7 +100,7 @@ static u64 read_table(frame *f, kv_bytes bytes, table *t, int max_accuracy, int 
   build_table(f, t, chances, symbols, accuracy);
   return (at + 7) / 8;
 }
-/* The weights of a Huffman tree that FSE codes: two states by turns. */
+/* Reads the weights of a Huffman tree that are coded by FSE with two alternating states. */
 static int coded_weights(frame *f, kv_bytes bytes, u8 *weights) {
   table t;
   u64 used = read_table(f, bytes, &t, 6, 256);
@@ -156,7 +156,7 @@ static void read_stream(frame *f, kv_bytes bytes, u8 *out, u32 count) {
   }
   require(f, !b.left, "literals are cut short or leave bits");
 }
-/* Read the section of literals; returns its bytes. */
+/* Reads the literals section and returns its size in bytes. */
 static u64 read_literals(frame *f, kv_bytes block) {
   static const u8 heads[2][4] = {{1, 2, 1, 3}, {3, 3, 4, 5}}, widths[] = {10, 10, 14, 18};
   int kind = block.data[0] & 3, format = block.data[0] >> 2 & 3, width = widths[format];
@@ -259,7 +259,7 @@ static void read_sequences(frame *f, kv_bytes bytes) {
   require(f, !b.left, "sequences leave bits");
   put(f, f->literals + literal, f->literal_count - literal);
 }
-/* Read the header of a frame; returns its bytes. */
+/* Reads the header of a frame and returns its size in bytes. */
 static u64 read_frame_header(frame *f, kv_bytes bytes) {
   static const u8 id_bytes[] = {0, 1, 2, 4}, size_bytes[] = {0, 2, 4, 8};
   require(f, bytes.size >= 5 && little(bytes.data, 4) == 0xfd2fb528, "it does not begin as one");
@@ -276,7 +276,7 @@ static u64 read_frame_header(frame *f, kv_bytes bytes) {
   f->block_limit = f->window < MAX_BLOCK ? f->window : MAX_BLOCK;
   return at + ids + sizes;
 }
-/* Undo the filter of a tensor, whose content has `size` bytes. */
+/* Decompresses a tensor, whose content has `size` bytes. */
 static void unzstd(kv_reader *r, kv_bytes bytes, u8 *content, u64 size, bool checksum) {
   frame *f = take(r, 1, sizeof *f);
   *f = (frame){.r = r, .content = content, .size = size, .offsets = {1, 4, 8}};

@@ -1,4 +1,4 @@
-// Bases (basis.md): what their headers have to have, and a basis in memory.
+// Bases (basis.md): the rules for their headers, and a basis in memory.
 import { badPayload, need } from "./errors.js";
 import { finite, floats } from "./numbers.js";
 import { vectorCount } from "./parameters.js";
@@ -68,7 +68,7 @@ function checkTables(states, all) {
   const fits = right && shaped(values, ["F16"], 1, count, symbols - 1);
   need(sized && fits, "basis-11", "the tables of the basis have another dtype or shape");
 }
-// The states whose values have to be finite, and the rule that others break.
+// States whose values must be finite, and the rule that other values violate.
 const FINITE = [
   [/^[0-9]+\.state\.[kv]\.frames$|^0\.state\.table\.values$/, "basis-14"],
   [/^[0-9]+\.state\.rope\.(halves|neighbours)$/, "basis-15"],

@@ -9,7 +9,7 @@ import { Segments, ransTable } from "./rans.js";
 import { Generator } from "./rotation.js";
 
 const f32 = Math.fround;
-// Add `count` rows of a matrix to u, each times a factor; row i begins at `base` + starts[i].
+// Adds `count` rows of a matrix to u, each multiplied by a factor. Row i begins at `base` + starts[i].
 export function addRows(u, matrix, base, starts, factors, count) {
   let i = 0;
   for (; i + 4 <= count; i += 4) {
@@ -21,7 +21,7 @@ export function addRows(u, matrix, base, starts, factors, count) {
   }
   for (; i < count; i++) for (let k = 0; k < u.length; k++) u[k] += factors[i] * matrix[base + starts[i] + k];
 }
-// The codecs whose values are the numbers of one stream.
+// Codecs whose values are the numbers of one stream.
 const plain = (name) => (data) => {
   const values = data.floats(name);
   return ({ token }, u) => {
@@ -94,7 +94,7 @@ function group(data, { dim, size, bits, axis, scale_dtype: small, token_scale: o
     }
   };
 }
-// By element: the bits of its fraction, its bias, the sign bit, and the first code that is not finite.
+// For each element: its fraction bits, its bias, its sign bit, and the first code that is not finite.
 const ELEMENTS = { e4m3: [3, 7, 128, 0x7f], e5m2: [2, 15, 128, 0x7c], e2m1: [1, 1, 8, 8] };
 // The value of each code of an element, NaN where it is not finite.
 function elements(name) {
@@ -179,7 +179,7 @@ function octahedralDirections(table) {
   return Float32Array.from([...table].flatMap((b) => [...table].flatMap((a) => one(a, b))));
 }
 let lastWords = {};
-// The codewords of quaternion: four binary32 components each. The last ones made are kept.
+// The codewords of quaternion, four binary32 components each. The last result is cached.
 function codewords(seed, secondary) {
   if (lastWords.seed === seed && lastWords.secondary === secondary) return lastWords.words;
   const unit = (p) =>
@@ -231,7 +231,7 @@ function angle(data, { dim, low = 0, norm, norm_bits: bits, bins }) {
   const numbers = data.finite(norm === "fp32" ? "norm" : "range");
   const directions = directionTable(bins);
   const [first, second, codes] = [digits[0], digits[1], digits.at(-1)];
-  // The norms of codes of a token; NaN for those not computed yet.
+  // Norms of a token by code. NaN means that a norm has not been computed yet.
   const table = new Float64Array(2 ** bits);
   return ({ token }, u) => {
     table.fill(NaN);
@@ -371,7 +371,7 @@ function transform(data, codec) {
     if (next !== segments.end(index)) badPayload("transform-11", `segment ${index} has other escapes`);
     return { count, levels, starts: rows.map((row) => (1 + row) * n) };
   };
-  // The blocks that the values of a token are sums of: those of all heads, or that of one.
+  // The blocks whose sum gives the values of a token: those of all heads, or the block of one head.
   let [blocks, current] = [[], -1];
   const [starts, factors] = [new Int32Array(dim), new Float64Array(dim)];
   return ({ b, h, group, inRun, ofGroup }, u) => {
@@ -394,7 +394,7 @@ function transform(data, codec) {
     if (rope) turn(rope, positions[b * groups + group] + token, u);
   };
 }
-// The streams of transform, checked as far as that needs no basis.
+// The streams of transform, after the checks that do not need a basis.
 function transformStreams(data, { dim, chunk, side: which }) {
   const { side } = data;
   const [tokens, columns] = [data.u16("tokens"), data.u16("columns")];
@@ -413,7 +413,7 @@ function transformStreams(data, { dim, chunk, side: which }) {
     positions: which === "k" ? view(data.u8("positions"), Uint32Array) : null,
   };
 }
-// Turn a row to a position (basis.md, Rotary positions).
+// Rotates a row to a position (basis.md, Rotary positions).
 function turn({ frequencies, halves }, position, u) {
   const pairs = frequencies.length;
   for (let i = 0; i < pairs; i++) {

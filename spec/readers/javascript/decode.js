@@ -1,4 +1,4 @@
-// From streams to values: the frame of all codecs, and sidecars (side-cars.md, Decode).
+// Decoding of streams to values: the part that all codecs share, and sidecars (side-cars.md, Decode).
 import { DECODERS, addRows } from "./codecs.js";
 import { badPayload, missingBasis, must, need } from "./errors.js";
 import { finite, floats, hex, isZero, range, view } from "./numbers.js";
@@ -16,7 +16,7 @@ class SideData {
   u16 = (name) => view(this.bytes.get(name), Uint16Array);
   floats = (name) => floats(this.bytes.get(name), this.streams.get(name).dtype);
   finite = (name) => finite(this.bytes.get(name), this.streams.get(name).dtype, name);
-  // How many entries a stream of items has.
+  // Returns the number of entries in a stream of items.
   entries = (name) => this.streams.get(name).shape[2];
   // Norms of tokens, which may have 8 bits.
   norms(name) {
@@ -29,7 +29,7 @@ class SideData {
     const unpack = (row) => packings.forEach((columns, i) => columns.unpack(planes[i], row));
     return { unpack, digits: packings.flatMap((columns) => columns.digits) };
   }
-  // The basis with a digest; what lacks it refuses to decode once all else is checked.
+  // Returns the basis with a digest. Without it, decoding is refused after all other checks.
   basis(digest, rule) {
     const basis = this.bases.get(hex(digest));
     if (!basis) this.missing ??= [rule, `the basis ${hex(digest)} was not given`];
@@ -219,7 +219,7 @@ ORDER.push("channel_scale", "balanced", "raw_tokens", "raw_positions");
 function sidecarSteps(data, codec) {
   const made = {};
   for (const [name, make] of Object.entries(STEPS)) if (codec[name]) made[name] = make(data, codec[name]);
-  // Without its basis a side has no values: only the packed signs of qjl are still to be checked.
+  // Without its basis, a side has no values, and only the packed signs of qjl remain to be checked.
   return (data.missing ? ["qjl"] : ORDER).map((name) => made[name]).filter(Boolean);
 }
 const checkCount = (what, count, entries) =>

@@ -115,7 +115,7 @@ function readOffsets(header) {
     return Number(offset);
   });
 }
-// What `read` makes of data that may be of another form; null if they are.
+// Returns the result of `read`, or null if the data have another form.
 function readLoosely(bytes, read) {
   const other = (message) => badPayload("other-form", message);
   const cursor = new Cursor(bytes, other);

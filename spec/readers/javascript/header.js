@@ -5,7 +5,7 @@ import { dtypeOf, readCodec } from "./parameters.js";
 import { WIDTHS, isInteger } from "./numbers.js";
 import { MAX_TOKENS, isBytes, isMap, isText, list, readMap, schema, typeOf } from "./schema.js";
 
-// Refuse what is newer than this reader, before all else: a map as msgpack of any form has it.
+// Refuses newer files before any other check. The map may be any valid msgpack.
 export function refuseNew(map, isKnown) {
   const format = map.get("format");
   if (isInteger(format) && format > 1)

@@ -50,7 +50,7 @@ function readPlace(text) {
   need(rest.startsWith(`,"data_offsets":[0,${size}]}`), "container-5", "the JSON header has another form");
   return { digest, size: Number(size) };
 }
-// Places of tensors in the data section, from which `offset` counts, as BigInt; returns where they end.
+// Computes the offsets of tensors in the data section as BigInt, and returns their end.
 function placeTensors(tensors, headerBytes) {
   let end = BigInt(headerBytes);
   for (const tensor of tensors) {
@@ -127,7 +127,7 @@ export class KvpackFile {
     }
     checkDigest(name, hex(found.finish()), hex(digest));
   }
-  // The bytes of a tensor, its pad and digest checked, and its filter undone.
+  // Returns the bytes of a tensor, decompressed, after its padding and digest are checked.
   async tensor(tensor) {
     limit(tensor.size, this.limit, `bytes of ${tensor.name}`);
     let result = new Uint8Array(0);
@@ -135,7 +135,7 @@ export class KvpackFile {
     if (tensor.filter === "none") return result;
     return decompress(result, Number(tensor.size), this.header.ignorable.has("zstd-checksum"));
   }
-  // Check a tensor by slices; `progress(bytes)` after each. Frames are undone by tensor().
+  // Checks a tensor in slices, and calls `progress(bytes)` after each. tensor() decompresses frames.
   async checkTensor(tensor, progress = () => {}) {
     await this.#read(tensor, PIECE, (bytes) => progress(bytes.length));
     if (tensor.filter === "zstd") await this.tensor(tensor);

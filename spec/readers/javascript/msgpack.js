@@ -35,7 +35,7 @@ for (const form of (forms + " other0".repeat(32)).split(" ")) {
   if (sign === "*") for (let number = 0; number < size; number++) FIRST.push({ kind, number });
   else FIRST.push(sign ? { kind, width: Number(size) } : { kind, number: Number(size) });
 }
-// The smallest number of a kind by the bytes that hold it: smaller ones have a shorter form.
+// The smallest number of each kind for each number of bytes. Smaller numbers have a shorter form.
 const COUNTS = { 2: 16, 4: 65536 };
 const BYTES = { 2: 256, 4: 65536 };
 const INTEGERS = { 1: 128, 2: 256, 4: 65536, 8: 2 ** 32 };
@@ -85,7 +85,7 @@ class Parser extends Cursor {
     this.skip({ kind, number });
     return undefined;
   }
-  // Pass over what follows the head of a value, without recursion.
+  // Skips the contents of a value, which follow its head, without recursion.
   skip(head) {
     for (let open = 1; open; open--) {
       const { kind, number } = head;

@@ -29,12 +29,12 @@ export const floatOfBits = (bits) => new Float32Array(Int32Array.of(bits).buffer
 // A binary32 number rounded to binary16 (ties to even), as a number.
 export function roundToHalf(x) {
   float[0] = x;
-  // To add and subtract 1.5 · 2^52 units of the last place rounds to a multiple of the unit.
+  // Adding and subtracting 1.5 · 2^52 units rounds a number to a multiple of the unit.
   const large = 1.5 * 2 ** (Math.max((word[0] >> 23) & 255, 113) - 85);
   const result = x + large - large;
   return Math.abs(result) < 65536 ? result || x * 0 : x * Infinity;
 }
-// A view that begins where its type allows; a copy where `bytes` does not.
+// Returns a view of `bytes`, or of a copy if `bytes` is not aligned for its type.
 export function view(bytes, Type) {
   const width = Type.BYTES_PER_ELEMENT;
   const { buffer, byteOffset } = bytes.byteOffset % width ? bytes.slice() : bytes;

@@ -35,7 +35,7 @@ export class Columns {
     this.digits = bases.map(() => new Int32Array(columns * fields));
     this.row = new Uint16Array((this.words + 2) * columns);
   }
-  // Unpack one row into this.digits, and make all checks. `planes` are Uint16Arrays of all rows.
+  // Unpacks one row to this.digits and makes all checks. `planes` are Uint16Arrays of all rows.
   unpack(planes, row) {
     const { name, n, columns, half, words, bases, alphabets } = this;
     for (let p = 0; p < words; p++)

@@ -22,7 +22,7 @@ export class Segments {
   constructor(data, counts, rule) {
     const { batch, heads, groups } = data.side;
     Object.assign(this, { counts, states: data.u16("states"), words: data.u16("words") });
-    // The first word of each; words are in the order of groups, sequences and heads.
+    // The first word of each segment. Words are in the order of groups, sequences and heads.
     this.starts = new Float64Array(counts.length);
     let sum = 0;
     for (let group = 0; group < groups; group++)

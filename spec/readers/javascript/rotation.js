@@ -61,7 +61,7 @@ export class Rotation {
     const factors = Float64Array.from(all, (sign) => sign / Math.sqrt(order));
     Object.assign(this, { order, m, paley: paley(m).flat(), factors, part: new Float64Array(m) });
   }
-  // Turn `order` values of a Float64Array back, from `at` on.
+  // Applies the inverse rotation to `order` values of a Float64Array, from `at` on.
   invert(values, at = 0) {
     const { order, m, factors } = this;
     if (m > 1) for (let block = at; block < at + order; block += m) this.#invertBlock(values, block);

@@ -56,7 +56,7 @@ function checkDescription(header) {
     need(header.pageDtype !== "u8" || codec.id === "opaque", "row-6", "a page of u8 has another codec");
   }
 }
-// Read a row from memory that begins with it, every check made; decodeRow() gives its values.
+// Reads and checks the row at the beginning of memory. decodeRow() returns its values.
 export function readRow(memory) {
   checkBeginning(memory);
   const size = Number(littleEndian(memory, 16, 8));

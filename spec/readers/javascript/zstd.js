@@ -163,14 +163,14 @@ function readHuffman(cursor, { log, symbols, lengths }, out) {
 // By whether literals are coded, and by format: the bytes of their head, and the bits of each size in it.
 const HEAD_BYTES = [Uint8Array.of(1, 2, 1, 3), Uint8Array.of(3, 3, 4, 5)];
 const SIZE_BITS = [Uint8Array.of(5, 12, 5, 20), Uint8Array.of(10, 10, 14, 18)];
-// One frame's state: what blocks pass on to later ones.
+// The state of one frame, which blocks pass on to later blocks.
 class Frame {
   constructor(size, maxBlock) {
     Object.assign(this, { out: new Uint8Array(size), length: 0, maxBlock, tree: null });
     this.tables = [null, null, null];
     this.offsets = [1, 4, 8];
   }
-  // Make room for more bytes. Returns where they begin.
+  // Makes room for more bytes and returns their offset.
   room(count) {
     const { out, length } = this;
     this.length += count;
@@ -226,7 +226,7 @@ class Frame {
     }
     return this.tables;
   }
-  // Append what sequences make of literals. Returns how many they take.
+  // Appends the output of the sequences. Returns how many literals they use.
   sequences(cursor, count, literals) {
     const [lengths, offsets, matches] = this.readTables(cursor);
     const bits = new BackwardBits(cursor);
@@ -294,7 +294,7 @@ export function decompress(bytes, size, checked) {
   expect(cursor.left === 0, "bytes after it");
   return frame.out;
 }
-// Read the next block. Returns whether it is the last.
+// Reads the next block. Returns whether it is the last one.
 function readBlock(cursor, frame) {
   const head = cursor.number(3);
   const [type, size] = [(head >> 1) & 3, head >> 3];

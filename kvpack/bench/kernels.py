@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,10 @@ import torch
 
 import kvpack
 from kvpack.attention import attention_kernels
+from kvpack.coding import triton_version
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 
-from . import encode_kernels, kernels_plot, quality_plot, query_kernels, synthetic_basis, unpack_kernels
+from . import encode_kernels, flashinfer_pages, kernels_plot, quality_plot, query_kernels, synthetic_basis, unpack_kernels
 from .query_kernels import QueryShape
 from .timing import eager_seconds, graph_seconds, median_seconds
 
@@ -37,6 +39,8 @@ SHAPES = {
     "B": QueryShape(1, 32, 8, 128, 131072),
     "C": QueryShape(8, 32, 8, 128, 16384),
     "D": QueryShape(1, 16, 16, 64, 32760),
+    "E": QueryShape(64, 32, 8, 128, 4096),
+    "F": QueryShape(4, 16, 8, 256, 32768),
 }
 """Shapes by letter. A is that of Table 7 in the OCTOPUS paper."""
 
@@ -102,13 +106,14 @@ def run(
     *,
     parts: Sequence[str] = PARTS,
     sweep: bool = False,
+    peers: bool = False,
     out: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure ``recipes`` (by default, those of each part) and return a report as JSON values.
 
-    ``sweep`` adds contexts of many lengths and, with ``out``, a plot of them. Raises WriteFailed, or InvalidParameter, for example if there
-    is no CUDA device.
+    ``sweep`` adds contexts of many lengths and, with ``out``, a plot of them. ``peers`` adds FlashInfer, if it is installed.
+    Raises WriteFailed, or InvalidParameter, for example if there is no CUDA device.
     """
     named = [(text, parse_shape(text)) for text in shapes]
     for recipe in recipes or ():
@@ -122,7 +127,7 @@ def run(
     bandwidth = copy_bandwidth()
     tables = []
     for done, (name, shape) in enumerate(every, 1):
-        tables.append({"name": name, **shape._asdict(), "rows": _rows(shape, recipes or RECIPES, bandwidth)})
+        tables.append({"name": name, **shape._asdict(), "rows": _rows(shape, recipes or RECIPES, bandwidth, peers)})
         if progress:
             progress(done, len(every) + 1)
     # The codec transform has no encoding kernel.
@@ -133,7 +138,9 @@ def run(
     queries = [query_kernels.run(recipes or query_kernels.RECIPES, shape) for shape in shapes_of_queries if "queries" in parts]
     properties = torch.cuda.get_device_properties(0)
     report = {
-        "device": properties.name, "torch": torch.__version__, "bytes_per_s": bandwidth,
+        "date": time.strftime("%Y-%m-%d"), "device": properties.name, "torch": torch.__version__,
+        "triton": triton_version.installed_version(), "flashinfer": flashinfer_pages.installed_version() if peers else None,
+        "bytes_per_s": bandwidth,
         "shapes": tables[: len(named)], "sweep": tables[len(named) :], "encode": encode,
         "unpack": unpack, "queries": queries,
     }  # fmt: skip
@@ -150,7 +157,7 @@ def copy_bandwidth() -> float:
     return 2 * _COPIED_BYTES / graph_seconds([lambda: torch.bitwise_not(source, out=target)])
 
 
-def _rows(shape: QueryShape, recipes: Sequence[str], bandwidth: float) -> list[dict[str, Any]]:
+def _rows(shape: QueryShape, recipes: Sequence[str], bandwidth: float, with_peers: bool) -> list[dict[str, Any]]:
     generator = torch.Generator("cuda").manual_seed(0)
     kv = [
         torch.randn(shape.batch, shape.heads, shape.tokens, shape.dim, device="cuda", generator=generator).to(torch.bfloat16)
@@ -163,6 +170,10 @@ def _rows(shape: QueryShape, recipes: Sequence[str], bandwidth: float) -> list[d
         torch.cuda.empty_cache()
     peers = rows[: len(rows) - len(recipes)]
     best, best_eager = (min(row[name] for row in peers) for name in ("whole_seconds", "eager_seconds"))
+    if with_peers:
+        # Ratios are those to the best bf16 of PyTorch's libraries.
+        peer_calls = flashinfer_pages.decode_calls(q, kv, _copies)
+        rows[:0] = [_peer_row(name, size, calls, graph_seconds(calls)) for name, size, calls in peer_calls]
     for row in rows:
         row["eager_of_bf16"] = row["eager_seconds"] / best_eager
         row["gb_per_s"] = row["bytes"] / row["seconds"] / 1e9
@@ -186,11 +197,15 @@ def _libraries(q: torch.Tensor, kv: list[torch.Tensor]) -> list[dict[str, Any]]:
             except RuntimeError:
                 # This version of PyTorch lacks the backend, or the backend does not support the shape.
                 continue
-        rows.append({
-            "recipe": name, "bytes": size, "seconds": seconds, "whole_seconds": seconds, "eager_seconds": eager_seconds(calls),
-            "error": None, "unpack_seconds": None,
-        })  # fmt: skip
+        rows.append(_peer_row(name, size, calls, seconds))
     return rows
+
+
+def _peer_row(name: str, size: int, calls: Sequence[Callable[[], object]], seconds: float) -> dict[str, Any]:
+    return {
+        "recipe": name, "bytes": size, "seconds": seconds, "whole_seconds": seconds, "eager_seconds": eager_seconds(calls),
+        "error": None, "unpack_seconds": None,
+    }  # fmt: skip
 
 
 def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def _add_kernels(kinds: Any) -> None:
         description="Time a decode step over packed rows on a CUDA device, compared with SDPA and kvpack's own attention over bf16, "
         "and encoding and unpacking, compared with a copy.",
     )
-    kernels.add_argument("--shape", action="append", metavar="SHAPE", help="A, B, C, D or BxHqxHkvxDxT; may be repeated (default: all)")
+    kernels.add_argument("--shape", action="append", metavar="SHAPE", help="A to F, or BxHqxHkvxDxT; may be repeated (default: all)")
     kernels.add_argument(
         "--recipe",
         action="append",
@@ -183,6 +183,7 @@ def _add_kernels(kinds: Any) -> None:
         "value, and the scope of frames) use a basis of random numbers; may be repeated (default: one per codec)",
     )
     kernels.add_argument("--only", choices=("attention", "encode", "unpack", "queries"), help="measure only this part of the benchmark")
+    kernels.add_argument("--peers", action="store_true", help="time FlashInfer over bf16 and fp8 pages as well, if it is installed")
     kernels.add_argument("--sweep", action="store_true", help="also measure contexts of 1,024 to 262,144 tokens")
     kernels.add_argument("--out", metavar="DIR", help="write kernels.json and, with --sweep, kernels.png and kernels.svg to this folder")
     add_json(kernels)
@@ -368,6 +369,7 @@ def run_kernels(arguments: argparse.Namespace) -> int:
             arguments.recipe,
             parts=(arguments.only,) if arguments.only else kernels.PARTS,
             sweep=arguments.sweep,
+            peers=arguments.peers,
             out=arguments.out,
             progress=callback,
         )

@@ -25,8 +25,8 @@ def test_shapes_are_given_by_letter_or_by_numbers() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        pytest.param("E", "expected one of A, B, C, D or", id="letter"),
-        pytest.param("1x2x3", "expected one of A, B, C, D or", id="too few numbers"),
+        pytest.param("G", "expected one of A, B, C, D, E, F or", id="letter"),
+        pytest.param("1x2x3", "expected one of A, B, C, D, E, F or", id="too few numbers"),
         pytest.param("1x3x2x64x10", "3 query heads are not a multiple of 2 KV heads", id="heads"),
     ],
 )

@@ -16,7 +16,10 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of ``python -m benchmarks``."""
     result = argparse.ArgumentParser(prog="benchmarks", description="Measure kvpack on this machine.", allow_abbrev=False)
     kinds = result.add_subparsers(title="measurements", metavar="WHAT", required=True)
-    for add in (_add_fidelity, _add_overview, _add_pages, _add_decode, _add_presets, _add_resume, _add_weights, _add_viewer):
+    for add in (
+        _add_fidelity, _add_overview, _add_kernel_results, _add_pages, _add_decode,
+        _add_presets, _add_resume, _add_weights, _add_viewer,
+    ):
         add(kinds)
     return result
 
@@ -68,6 +71,25 @@ def run_overview(arguments: argparse.Namespace) -> int:
 
     path = overview.run(arguments.folder)
     print_report({"picture": path}, lambda report: print(report["picture"]), arguments)
+    return 0
+
+
+def _add_kernel_results(kinds: Any) -> None:
+    results = kinds.add_parser(
+        "kernel-results",
+        help="write the page of kernel results",
+        description="Write a Markdown page of the kernels.json that kvpack bench kernels --only attention --peers --out DIR wrote.",
+    )
+    results.add_argument("report", metavar="FILE", help="the kernels.json")
+    results.add_argument("--out", required=True, metavar="FILE", help="the page")
+    results.set_defaults(run=run_kernel_results)
+
+
+def run_kernel_results(arguments: argparse.Namespace) -> int:
+    """Write the page."""
+    from . import kernel_results
+
+    kernel_results.write(arguments.report, arguments.out)
     return 0
 
 

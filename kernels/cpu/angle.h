@@ -31,13 +31,23 @@ INLINE Directions directions_in(const Codec *codec) {
 
 INLINE void directions_of(const Directions *from, vi bin, vf *cosine, vf *sine) {
     int32_t bits = from->bits;
+#if LEVEL == 4
+    if (bits == 4) {
+        /* Two registers hold half a turn. */
+        vf cosines = load(from->cosines), sines = load(from->sines);
+        vi sign = bin << 26 & INT32_MIN;
+        *cosine = (vf)((vi)_mm512_permutex2var_ps((__m512)cosines, (__m512i)bin, (__m512)-sines) ^ sign);
+        *sine = (vf)((vi)_mm512_permutex2var_ps((__m512)sines, (__m512i)bin, (__m512)cosines) ^ sign);
+        return;
+    }
+#endif
     vi at = bits ? bin & ((1 << bits) - 1) : bin;
     vf first = lookup(from->cosines, from->entries, at), second = lookup(from->sines, from->entries, at);
     if (bits) {
-        vi swapped = bin << (31 - bits) >> 31;
-        vf changed = (vf)(((vi)first ^ (vi)second) & swapped);
-        first = (vf)((vi)first ^ (vi)changed ^ ((bin + (1 << bits)) << (30 - bits) & INT32_MIN));
-        second = (vf)((vi)second ^ (vi)changed ^ (bin << (30 - bits) & INT32_MIN));
+        vi swapped = bin << (31 - bits) >> 31, sign = bin << (30 - bits) & INT32_MIN;
+        *cosine = (vf)((vi)choose(swapped, -second, first) ^ sign);
+        *sine = (vf)((vi)choose(swapped, first, second) ^ sign);
+        return;
     }
     *cosine = first;
     *sine = second;

@@ -243,7 +243,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def run(name: str, call: Structure, purpose: str) -> int:
-    """Run the C function ``kvpack_NAME`` on ``call`` and return its status. The library must be loaded. Raises MemoryError for ``purpose``.
+    """Run the C function ``kvpack_NAME`` of the loaded library on ``call`` and return its status. Raises MemoryError, naming ``purpose``.
     """
     loaded = library()
     assert loaded is not None

@@ -232,7 +232,7 @@ class PackedRun:
 
     @staticmethod
     def joined(runs: Sequence[PackedRun]) -> PackedRun:
-        """Join consecutive runs, each of which ``is_continued_by`` the next. Joining two or more copies their streams."""
+        """Join consecutive runs, each of which ``is_continued_by`` the next. If there are two or more runs, their streams are copied."""
         first = runs[0]
         if len(runs) == 1:
             return first

@@ -137,7 +137,7 @@ def take_sidecar(name: str, value: Any, codec: Codec) -> Sidecar:
 
 
 def check_special_values(name: str, stream: NumberStream, values: Sequence[float]) -> None:
-    """Check the sections Special values of the pages of codecs and sidecars."""
+    """Check the rules in the section "Special values" of each codec's and sidecar's page."""
     finite = stream.any_bits or all(map(math.isfinite, values))
     require(finite, "README.md, Conformance", f"{name} contains a number that is not finite")
     if stream.name == "channel_scale":

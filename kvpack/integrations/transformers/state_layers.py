@@ -142,7 +142,7 @@ def restore(layers: Sequence[Any], states: States) -> None:
 
 
 def restore_states(layers: Sequence[Any], cache: Cache) -> None:
-    """Continue cache layers from the states of ``cache``. Raises InvalidParameter if either lacks states of the other."""
+    """Continue cache layers from the states of ``cache``. Raises InvalidParameter if the layers and the cache have different states."""
     device = next((side.device for layer in cache for side in layer.sides.values()), None)
     for number, (state_layer, layer) in enumerate(zip(layers, cache.layers, strict=True)):
         keeps = isinstance(state_layer, StateLayer)

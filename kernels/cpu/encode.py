@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from kvpack.formats.base import Codec
 
-TILED = (Scalar, Octahedral, Polar, Quaternion, Angle, Trellis)
+TILE_CODECS = (Scalar, Octahedral, Polar, Quaternion, Angle, Trellis)
 """Codecs that the C kernels encode from tiles of rotated values."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -84,7 +84,7 @@ def supports(codec: Codec) -> bool:
         means = codec.sidecar(KeyMean)
         if means is None or len(codec.sidecars) > 1 or means.tokens % _VECTOR_VALUES or codec.dim % _VECTOR_VALUES:
             return False
-        return isinstance(codec.codec, TILED) and supports(codec.codec)
+        return isinstance(codec.codec, TILE_CODECS) and supports(codec.codec)
     if type(codec) is Group:
         (packing,) = codec.packings().values()
         plain = codec.rotation_kind == codec.token_scale == "none" and codec.scale_dtype == "fp16"
@@ -98,7 +98,7 @@ def supports(codec: Codec) -> bool:
         return has_full_words and packing.width % _VECTOR_VALUES == 0 and codec.granularity != "token" and codec.dim <= codecs.MAX_DIM
     if type(codec) is Quaternion and codec.secondary > MAX_SECONDARY:
         return False
-    return type(codec) in TILED and codecs.describe(codec) is not None
+    return type(codec) in TILE_CODECS and codecs.describe(codec) is not None
 
 
 def encode(
@@ -241,7 +241,7 @@ def create_call(
     )
     if isinstance(codec, Group):
         call.zero_center, call.per_middle = codec.centre == "zero", 1.0 / (((1 << codec.bits) - 1) / 2)
-    elif isinstance(codec, TILED):
+    elif isinstance(codec, TILE_CODECS):
         call.unbiased = codec.norm_rule == "unbiased"
         call.scaled = isinstance(codec, Scalar) and codec.rounding == "scaled"
     call.candidates = candidates

@@ -124,7 +124,7 @@ def _read_header(path: str, source: Source, max_header_bytes: int) -> tuple[dict
     for name, entry in entries.items():
         if entry.begin != end:
             fault = f"the tensor {name!r} begins at {entry.begin}, expected {end}"
-            raise InvalidParameter(f"{path} is not a safetensors file: {fault}, the end of the tensor before it")
+            raise InvalidParameter(f"{path} is not a safetensors file: {fault}, where the previous tensor ends")
         end = entry.end
     if 8 + length + end != source.size:
         raise InvalidParameter(f"{path} is not a safetensors file: it has {source.size} bytes, but its tensors end at {8 + length + end}")

@@ -339,7 +339,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     """Check all entries. Returns the worst exit code of the rejected ones, or 3 if the store does not respond."""
     from kvpack.formats.errors import Undecryptable
     from kvpack.store.catalog import verify
-    from kvpack.store.faults import is_damage
+    from kvpack.store.faults import means_damage
 
     from .command_store import CommandStore
 
@@ -357,7 +357,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
                 # Damage cannot be detected without the key.
                 unopened.append(stored.key.hex())
                 continue
-            removed = bool(arguments.delete and is_damage(why) and store.backend.delete([stored.key]))
+            removed = bool(arguments.delete and means_damage(why) and store.backend.delete([stored.key]))
             refused.append({"key": stored.key.hex(), "bytes": stored.size, "message": str(why), "deleted": removed})
             codes.append(why.exit_code)
             print(f"kvpack: {printable(str(why))}", file=sys.stderr)

@@ -106,10 +106,12 @@ def replace_file(
     """
     where = os.fsdecode(path)
     if "\0" in where:
-        raise WriteFailed(f"{where!r}: could not be written: the path contains a null byte: pass a path without one")
+        raise WriteFailed(f"{where!r}: could not be written, because the path contains a null byte: pass a path without one")
     # A rename would replace a device or a pipe, even /dev/null, with a file.
     if _is_special(where):
-        raise WriteFailed(f"{where}: could not be written: is a device, a pipe or a socket: pass the path of a regular file or a new file")
+        raise WriteFailed(
+            f"{where}: could not be written, because it is a device, a pipe or a socket: pass the path of a regular file or a new file"
+        )
     target = where
     if unfinished is None:
         target = _link_target(where)
@@ -212,7 +214,7 @@ def _check_writable(where: str, target: str) -> None:
     writable = status.st_mode & 0o222 and os.access(target, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
     if stat.S_ISREG(status.st_mode) and not writable:
         raise WriteFailed(
-            f"{where}: could not be written: the file is read-only (mode {stat.S_IMODE(status.st_mode):04o}): "
+            f"{where}: could not be written, because the file is read-only (mode {stat.S_IMODE(status.st_mode):04o}): "
             "make it writable with chmod u+w, or write to another path",
             filename=where,
             number=errno.EACCES,

@@ -35,7 +35,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
     if cache.start:
         raise InvalidParameter(f"the cache starts at position {cache.start}, but a prefix must start at 0")
     if canonical_recorded_text(cache.recipe) != identity.recipe:
-        raise InvalidParameter(f"the cache is packed with {cache.recipe!r}, but the store's identity has {identity.recipe!r}")
+        raise InvalidParameter(f"the cache's recipe is {cache.recipe!r}, but the store's is {identity.recipe!r}: convert the cache to it")
     digest_kind = weights_kind(cache.model.get("weights", ""))
     same_weights_kind = bool(digest_kind and identity.weights_of_kind(digest_kind))
     for name, value in cache.model.items():

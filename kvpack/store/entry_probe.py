@@ -11,7 +11,7 @@ from kvpack.formats.errors import InvalidHeader, KvpackError, Undecryptable
 from .encryption import decrypt_entry
 from .entries import check_entry, open_entry
 from .entry_kind import FRONT_BYTES, Kind
-from .faults import is_damage
+from .faults import means_damage
 from .keys import check_basis, check_page
 from .state_entries import StatesFields, is_states
 
@@ -57,7 +57,7 @@ def kind_of(key: bytes, data: Data, form: EntryFormat) -> Kind:
         # The entry is complete, and encrypted like the store's entries.
         return kind
     except KvpackError as error:
-        return Kind.JUNK if is_damage(error) else Kind.FOREIGN
+        return Kind.JUNK if means_damage(error) else Kind.FOREIGN
     return kind
 
 

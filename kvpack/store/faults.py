@@ -8,7 +8,7 @@ DAMAGE = (DigestMismatch, InvalidHeader, InvalidPayload, NotKvpack, Truncated, N
 """Errors of the checks that a completely read entry must pass: of its digest, header, payload, magic, length and position in the chain."""
 
 
-def is_damage(error: BaseException) -> bool:
+def means_damage(error: BaseException) -> bool:
     """Return True if ``error``, raised by a check of a completely read entry, means that no reader can use the entry.
 
     If a reader lacks memory, descriptors, a codec, a key or a newer version, or if its disk fails, the entry is not damaged, because

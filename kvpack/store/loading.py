@@ -16,7 +16,7 @@ from kvpack.runtime.threads import in_parallel
 from . import state_entries
 from .encryption import decrypt_entry
 from .entry_probe import KeySet, check_front
-from .faults import is_damage
+from .faults import means_damage
 from .windows import Windows
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def refuse(backend: Backend, counters: Counters, key: bytes, entry: FoundEntry, 
     if isinstance(error, Undecryptable):
         counters.add("undecryptable_entries")
         return False
-    if not is_damage(error):
+    if not means_damage(error):
         counters.add("unreadable_entries")
         return False
     counters.add("damaged_entries")

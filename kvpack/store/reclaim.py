@@ -12,7 +12,7 @@ from .catalog import read_fronts
 from .encryption import decrypt_entry
 from .entries import FEATURE, open_entry
 from .entry_kind import check_size
-from .faults import is_damage
+from .faults import means_damage
 from .keys import check_basis
 from .summary import describe_new
 
@@ -107,6 +107,6 @@ def _recipe_of(stored: StoredEntry, front: Data | None, cipher: Cipher | None, m
         # An encrypted entry needs only the basis that is encrypted with the same key.
         return ""
     except KvpackError as error:
-        return "" if is_damage(error) else None
+        return "" if means_damage(error) else None
     except (OSError, MemoryError):
         return None

@@ -36,7 +36,7 @@ from .pin_terms import encode_pin, is_active, owner_digest, parse_old_pin, parse
 from .redis_client import FRONTS_BYTES, Client
 from .redis_count import MAX_PAGES, EntryCount
 from .redis_descriptions import RedisDescriptions, list_pages
-from .redis_replies import byte_strings, bytes_up_to, integer, was_set
+from .redis_replies import byte_strings, bytes_up_to, integer, parse_set_reply
 from .redis_scripts import ENTRY, HOLDS, LEASE, PINS
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class Redis(SingleTierBackend):
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
         token = os.urandom(16)
         milliseconds = max(1, int(1000 * seconds))
-        reply = self._client.send("lease", "SET", LEASE + key, token, "NX", "PX", milliseconds, check=was_set, default=_NO_REPLY)
+        reply = self._client.send("lease", "SET", LEASE + key, token, "NX", "PX", milliseconds, check=parse_set_reply, default=_NO_REPLY)
         return NoLease() if reply is _NO_REPLY else _RedisLease(self._client, key, token) if reply else None
 
     def collect(self) -> None:

@@ -19,7 +19,18 @@ from .breaker import CircuitBreaker, RequestGuard
 from .entry_kind import FRONT_BYTES
 from .options import check_seconds
 from .redis_page_scripts import DESCRIBE, MISSING, RECOUNT, SUM, TOTALS
-from .redis_replies import count_page, entry_page, fronts, integer, integers, member_list, put_results, sum_progress, totals, two_integers
+from .redis_replies import (
+    fronts_check,
+    integer,
+    integers,
+    member_list,
+    parse_count_page,
+    parse_entry_page,
+    parse_totals,
+    put_results_check,
+    sum_progress,
+    two_integers,
+)
 from .redis_scripts import DELETE, FRONTS, KEYS, LIST, PIN, PUT, RELEASE, ROOM, SIZE, USE
 
 if TYPE_CHECKING:
@@ -39,19 +50,19 @@ _SCRIPTS = {
 FRONTS_BYTES = 64 * 1024
 """Maximum number of bytes of an entry in the reply of the script that returns fronts. Most headers are smaller."""
 _REPLY_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "put": put_results(FRONT_BYTES),
+    "put": put_results_check(FRONT_BYTES),
     "room": integers(4),
     "touch": integer,
     "delete": member_list,
-    "fronts": fronts(FRONTS_BYTES),
-    "list": entry_page,
+    "fronts": fronts_check(FRONTS_BYTES),
+    "list": parse_entry_page,
     "size": two_integers,
-    "count": count_page,
+    "count": parse_count_page,
     "sum": sum_progress,
     "pin": integer,
     "release": integer,
-    "totals": totals,
-    "missing": entry_page,
+    "totals": parse_totals,
+    "missing": parse_entry_page,
     "describe": integer,
 }
 """Check for each script's reply."""

@@ -65,7 +65,7 @@ def member_list(reply: Any) -> list[bytes]:
     return result
 
 
-def fronts(max_bytes: int) -> Callable[[Any], list[Any]]:
+def fronts_check(max_bytes: int) -> Callable[[Any], list[Any]]:
     """Return a check for a number, followed, for each entry, by a size and at most ``max_bytes`` bytes or an error."""
     check_bytes = bytes_up_to(max_bytes)
 
@@ -93,20 +93,20 @@ def sum_progress(reply: Any) -> int:
     return reply
 
 
-def count_page(reply: Any) -> tuple[bytes, int]:
+def parse_count_page(reply: Any) -> tuple[bytes, int]:
     """Check the reply of the script that counts entries. Returns its cursor, as text, and a number."""
     result = _check_list(reply, "a cursor and a number", 2)
     return _cursor(result[0]), integer(result[1])
 
 
-def was_set(reply: Any) -> bool:
+def parse_set_reply(reply: Any) -> bool:
     """Check the reply to SET NX. Returns True if the key was set."""
     if reply is not None and reply is not True and reply != b"OK":
         raise _unexpected_reply(reply, "OK or nothing")
     return reply is not None
 
 
-def put_results(front_bytes: int) -> Callable[[Any], list[Any]]:
+def put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
     """Return a check for the reply of the script that puts entries.
 
     The reply is either only -1, or the evicted entries and bytes, a message, and a result for each entry.
@@ -128,7 +128,7 @@ def put_results(front_bytes: int) -> Callable[[Any], list[Any]]:
     return check
 
 
-def entry_page(reply: Any) -> tuple[bytes, bytes]:
+def parse_entry_page(reply: Any) -> tuple[bytes, bytes]:
     """Check the reply of a script that lists a page of entries. Returns its cursor, as text, and the entries."""
     result = _check_list(reply, "a cursor and entries", 2)
     entries = bytes_up_to(_PAGE_BYTES)(result[1])
@@ -137,7 +137,7 @@ def entry_page(reply: Any) -> tuple[bytes, bytes]:
     return _cursor(result[0]), entries
 
 
-def totals(reply: Any) -> tuple[int, int, int, dict[bytes, bytes]] | None:
+def parse_totals(reply: Any) -> tuple[int, int, int, dict[bytes, bytes]] | None:
     """Check the reply of the script that returns totals: three numbers and a hash. Returns None for an empty reply."""
     found = _check_list(reply, "numbers, and fields with values")
     if not found:

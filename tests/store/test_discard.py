@@ -10,7 +10,7 @@ import pytest
 
 import kvpack
 from kvpack.formats import errors
-from kvpack.store.faults import is_damage
+from kvpack.store.faults import means_damage
 from support.file_parts import edit
 from support.parts import Parts
 from support.store_caches import CHUNK, entry_of, is_same_prefix, open_store, prompt, save
@@ -24,8 +24,8 @@ DAMAGE = {"DigestMismatch", "InvalidHeader", "InvalidPayload", "NotKvpack", "Tru
 
 def test_only_damaged_bytes_count_as_damage() -> None:
     classes = [found for found in vars(errors).values() if isinstance(found, type) and issubclass(found, kvpack.KvpackError)]
-    assert {found.__name__ for found in classes if is_damage(found("text"))} == DAMAGE
-    assert not any(map(is_damage, [MemoryError(), OSError(errno.EIO, "text"), ValueError("text"), KvpackErrorOfALaterVersion("text")]))
+    assert {found.__name__ for found in classes if means_damage(found("text"))} == DAMAGE
+    assert not any(map(means_damage, [MemoryError(), OSError(errno.EIO, "text"), ValueError("text"), KvpackErrorOfALaterVersion("text")]))
 
 
 class KvpackErrorOfALaterVersion(kvpack.KvpackError):

@@ -226,7 +226,7 @@ if variant == "leaves unfinished files":
 elif variant == "raises":
     from kvpack.store.counters import Counters
     Counters.fault = lambda self, operation, error: (_ for _ in ()).throw(error)
-from support.store_caches import CHUNK, cache, entries, open_store, prompt, same
+from support.store_caches import CHUNK, cache, entries, is_same_prefix, open_store, prompt
 folder = os.path.join(place, "store")
 store = open_store(folder)
 seed, saved = 0, []
@@ -237,7 +237,7 @@ while True:
         break
     saved.append((ids, whole))
     seed += 1
-right = sum(store.load(ids)[0] == 2 * CHUNK and same(store.load(ids)[1], whole) for ids, whole in saved)
+right = sum(store.load(ids)[0] == 2 * CHUNK and is_same_prefix(store.load(ids)[1], whole) for ids, whole in saved)
 left = os.listdir(os.path.join(folder, "unfinished"))
 # Two prompts make room for one: what the store writes to find its entries takes room, too.
 for old, _ in saved[:2]:

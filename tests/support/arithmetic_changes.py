@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 LIST = Path(__file__).with_name("arithmetic_survivors.txt")
-SECONDS = 20
+MAX_SECONDS = 20
 """Number of seconds after which a change counts as caught. Decoding a vector normally takes a few seconds of CPU time at most."""
 ARITHMETIC = (
     *("codecs", "basis_lookup", "rans", "directions", "norms", "rotation", "generator", "packing", "conventions", "values", "row"),
@@ -131,7 +131,7 @@ class Reading:
             raise TimeoutError
 
         before = signal.signal(signal.SIGPROF, stop)
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
         try:
             return self._same(self.decode())
         except Exception:

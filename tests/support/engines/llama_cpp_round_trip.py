@@ -79,7 +79,7 @@ def check_bytes(folder: Path, model: Path, arch: str) -> Iterator[str]:
                 assert exported.read_bytes() == data
                 with Context(model, types, flash=flash, sequences=sequences) as context:
                     assert all(map(np.array_equal, logits_after_load(context, exported, sequence), expected))
-    yield f"{len(pairs) * 4} files byte for byte, and the same logits"
+    yield f"{len(pairs) * 4} files are the same byte for byte and give the same logits"
 
 
 def check_quantized(folder: Path, model: Path, arch: str) -> Iterator[str]:
@@ -100,7 +100,7 @@ def check_quantized(folder: Path, model: Path, arch: str) -> Iterator[str]:
         assert exported.read_bytes() == data
         with Context(model, types, flash=True) as context:
             assert all(map(np.array_equal, logits_after_load(context, exported, 0), expected))
-    yield f"{len(kinds)} quantized files byte for byte, and the same logits"
+    yield f"{len(kinds)} quantized files are the same byte for byte and give the same logits"
 
 
 def check_other_layout(folder: Path, model: Path, arch: str) -> Iterator[str]:
@@ -120,7 +120,7 @@ def check_other_layout(folder: Path, model: Path, arch: str) -> Iterator[str]:
     # Layers after the first were computed with different attention.
     error = relative_difference(found, expected)
     assert error < 2e-3
-    yield f"into another layout, logits within {error:.1e}"
+    yield f"after loading into another layout, logits differ by at most {error:.1e}"
 
 
 def check_values(folder: Path, model: Path, arch: str) -> Iterator[str]:
@@ -158,7 +158,7 @@ def check_lossy(folder: Path, model: Path, arch: str) -> Iterator[str]:
         found = logits_after_load(context, exported, 0)
     error = relative_difference(found, expected)
     assert 0 < error < 0.1
-    yield f"after 8 bits per value, logits within {error:.1e}"
+    yield f"after packing to 8 bits per value, logits differ by at most {error:.1e}"
 
 
 def check_moved(folder: Path, model: Path, arch: str) -> Iterator[str]:
@@ -189,7 +189,7 @@ def check_moved(folder: Path, model: Path, arch: str) -> Iterator[str]:
         found = logits_after_load(context, exported, 0, ids)
     error = relative_difference(found, expected)
     assert error < 1e-4
-    yield f"cells in another order, logits within {error:.1e}"
+    yield f"with cells in another order, logits differ by at most {error:.1e}"
 
 
 def check_refused(path: Path, message: str, **options: Any) -> None:

@@ -103,8 +103,8 @@ def _work_capacity(launch: Launch) -> int:
 
 
 def _has_room(old: Launch, new: Launch) -> bool:
-    """Return True if the work table and the products of ``old`` have room for those of ``new``."""
-    return new.work.shape[0] <= old.work.shape[0] and new.mean_pages <= old.mean_pages
+    """Return True if the work table of ``old`` has room for that of ``new``."""
+    return new.work.shape[0] <= old.work.shape[0]
 
 
 def _pad_work(work: torch.Tensor, items: int) -> torch.Tensor:

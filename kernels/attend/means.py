@@ -1,84 +1,140 @@
 """Attention over pages with a mean key (sidecar key_mean). A program multiplies its query rows by each page's mean only once."""
 
-# mypy: disable-error-code="untyped-decorator"
+# Triton compiles neither unpacking nor conditional expressions of tensors.
+# ruff: noqa: RUF005, SIM108
+# mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING
-
-import torch
 import triton
 from triton import language as tl
 
-from kvpack.kernels.tiles import frame_columns
-
-if TYPE_CHECKING:
-    from kvpack.formats.base import Codec
+from kvpack.kernels.loaders.key_mean import store_products
+from kvpack.kernels.tiles.work import POSITION_BIAS
 
 PAGES = tl.constexpr(16)
 """Number of pages that each warp of a program multiplies at once."""
 
 
-@lru_cache(maxsize=256)
-def channel_columns(codec: Codec, dual: bool, device: str) -> torch.Tensor:
-    """Return the column of each channel in the tiles of ``codec``'s loader, int32."""
-    columns = {channel: column for column, channel in enumerate(frame_columns.columns(codec, dual)) if channel >= 0}
-    return torch.tensor([columns[channel] for channel in range(codec.dim)], dtype=torch.int32, device=device)
+@triton.jit
+def _page_numbers(begin: tl.tensor, WARPS: tl.constexpr) -> tl.tensor:
+    """Return the numbers of the pages that are multiplied at once, beginning with page ``begin``, int32 ``[page]``."""
+    return tl.arange(0, WARPS * PAGES) + POSITION_BIAS + (begin - POSITION_BIAS)
+
+
+@triton.jit
+def load_means(
+    streams: tl.tuple, first: tl.tensor, begin: tl.tensor, count: tl.tensor, MEANS: tl.constexpr, WARPS: tl.constexpr
+) -> tl.tuple:
+    """Load the scales and the codes of the means that are multiplied at once, beginning with page ``begin``.
+
+    Pages are counted from page ``first``. Instead of pages from ``count`` on, the last page is loaded.
+    """
+    BYTES: tl.constexpr = MEANS.dim * MEANS.bits // 8
+    BLOCK: tl.constexpr = max(16, triton.next_power_of_2(BYTES))
+    byte = tl.arange(0, BLOCK)
+    page = tl.minimum(_page_numbers(begin, WARPS), count - 1)
+    scale = tl.load(streams[1].to(tl.pointer_type(tl.float16)) + first + page)
+    at = streams[0] + first * BYTES + (page[:, None] * BYTES + byte[None, :])
+    if BLOCK == BYTES:
+        code = tl.load(at)
+    else:
+        code = tl.load(at, (byte < BYTES)[None, :], 0)
+    return scale, code
 
 
 @triton.jit
 def multiply_pages(
     products: tl.tensor,
     q: tl.tensor,
-    columns: tl.tensor,
+    loaded: tl.tuple,
     streams: tl.tuple,
     first: tl.tensor,
+    begin: tl.tensor,
     count: tl.tensor,
     padded: tl.tensor,
     MEANS: tl.constexpr,
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> None:
     """Write the products of ``ROWS`` query rows and the means of ``count`` pages, starting at page ``first``: float32 ``[page, row]``.
 
-    ``q`` is float32 ``[column, padded row]``, and ``columns``, int32, maps channels to columns. ``streams`` are the codes and the scales of
-    the means. The caller must execute a ``tl.debug_barrier`` before it reads the products.
+    ``q`` is binary16 ``[half, padded row, channel]`` (``rotation.rotate_queries``). ``loaded`` is the result of ``load_means`` for page
+    ``begin``, 0, and ``streams`` are the codes and the scales of the means. The caller must execute a ``tl.debug_barrier`` before it reads
+    the products.
     """
     BYTES: tl.constexpr = MEANS.dim * MEANS.bits // 8
     BLOCK: tl.constexpr = max(16, triton.next_power_of_2(BYTES))
     byte = tl.arange(0, BLOCK)
-    row = tl.arange(0, ROWS)[None, :]
-    mask = (byte < BYTES)[:, None]
-    low_column = tl.load(columns + byte, byte < BYTES, 0)[:, None]
-    low_query = _halves(tl.load(q + low_column * padded + row, mask, 0.0))
+    row = tl.arange(0, ROWS)[None, :] * MEANS.dim
+    queries = (_load_halves(q + row + byte[:, None], padded * MEANS.dim, byte, BYTES),)
     if MEANS.bits == 4:
         # A byte contains one channel of the first half and one of the second.
-        high_column = tl.load(columns + BYTES + byte, byte < BYTES, 0)[:, None]
-        high_query = _halves(tl.load(q + high_column * padded + row, mask, 0.0))
-    for begin in tl.range(0, count, WARPS * PAGES, num_stages=1):
-        page = begin + tl.arange(0, WARPS * PAGES)
-        code = tl.load(streams[0] + (first + page)[:, None] * BYTES + byte[None, :], (page < count)[:, None] & (byte < BYTES)[None, :], 0)
-        scale = tl.load(streams[1].to(tl.pointer_type(tl.float16)) + first + page, page < count, 0.0).to(tl.float32)
-        product = tl.zeros((WARPS * PAGES, ROWS), tl.float32)
-        if MEANS.bits == 8:
-            product = _add_products(code.to(tl.int16) & 0xFF, 128, low_query, product)
-        else:
-            product = _add_products(code.to(tl.int16) & 15, 8, low_query, product)
-            product = _add_products(code.to(tl.int16) >> 4 & 15, 8, high_query, product)
-        tl.store(products + page[:, None] * ROWS + row, product * scale[:, None], (page < count)[:, None])
+        queries = queries + (_load_halves(q + row + (BYTES + byte[:, None]), padded * MEANS.dim, byte, BYTES),)
+    if WARPS > 1:
+        _store_products(products, loaded, queries, begin, count, MEANS, ROWS, WARPS, FAST)
+    elif begin < count:
+        # Always so. Without a branch, the compiler keeps the tiles of queries in registers, with which one warp was slower.
+        _store_products(products, loaded, queries, begin, count, MEANS, ROWS, WARPS, FAST)
+    for begin in tl.range(WARPS * PAGES, count, WARPS * PAGES, num_stages=1):
+        _store_products(products, load_means(streams, first, begin, count, MEANS, WARPS), queries, begin, count, MEANS, ROWS, WARPS, FAST)
 
 
 @triton.jit
-def _halves(value: tl.tensor) -> tl.tuple:
-    """Return float32 ``value`` as the sum of two binary16 tensors."""
-    high = value.to(tl.float16)
-    return high, (value - high.to(tl.float32)).to(tl.float16)
+def _store_products(
+    products: tl.tensor,
+    loaded: tl.tuple,
+    queries: tl.tuple,
+    begin: tl.tensor,
+    count: tl.tensor,
+    MEANS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WARPS: tl.constexpr,
+    FAST: tl.constexpr,
+) -> None:
+    """Multiply the ``loaded`` means of pages from ``begin`` on by ``queries``, the halves of each channel part, and store the products."""
+    page = _page_numbers(begin, WARPS)
+    product = _multiply(_centered(loaded[1], 0, MEANS.bits, FAST), queries[0])
+    if MEANS.bits == 4:
+        product += _multiply(_centered(loaded[1], 4, MEANS.bits, FAST), queries[1])
+    product *= loaded[0].to(tl.float32)[:, None]
+    store_products(products, product, page, count, ROWS, FAST)
 
 
 @triton.jit
-def _add_products(codes: tl.tensor, ZERO: tl.constexpr, query: tl.tuple, products: tl.tensor) -> tl.tensor:
-    """Add the products of int16 ``codes`` ``[page, byte]``, minus ``ZERO``, and the ``_halves`` of a query to ``products``."""
+def _load_halves(q: tl.tensor, stride: tl.tensor, byte: tl.tensor, BYTES: tl.constexpr) -> tl.tuple:
+    """Load the high and the low halves of a query, which are ``stride`` values apart, for the channels of the first ``BYTES`` bytes."""
+    if byte.shape[0] == BYTES:
+        halves = tl.load(q), tl.load(q + stride)
+    else:
+        mask = (byte < BYTES)[:, None]
+        halves = tl.load(q, mask, 0.0), tl.load(q + stride, mask, 0.0)
+    return halves
+
+
+@triton.constexpr_function
+def _centered_ptx(position: int, bits: int) -> str:
+    """Return PTX that converts the codes of ``bits`` bits at bit ``position`` of four bytes to binary16, minus the middle code."""
+    middle = 1024 + (1 << bits - 1)
+    codes = "mov.b32 codes, $2;" if bits == 8 else f"shr.b32 codes, $2, {position}; and.b32 codes, codes, 0x0F0F0F0F;"
     # The lowest bits of binary16 numbers from 1024 to 2047 represent integers, in steps of 1.
-    exact = (codes | 0x6400).to(tl.float16, bitcast=True) - (1024 + ZERO)
-    return tl.dot(exact, query[0], tl.dot(exact, query[1], products))
+    return f"""{{ .reg .b32 codes, middle; {codes} mov.b32 middle, {0xE400E400 | (middle - 1024) * 0x10001};
+        prmt.b32 $0, codes, 0x64646464, 0x4140; prmt.b32 $1, codes, 0x64646464, 0x4342;
+        add.rn.f16x2 $0, $0, middle; add.rn.f16x2 $1, $1, middle; }}"""
+
+
+@triton.jit
+def _centered(code: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return the codes of ``BITS`` bits at bit ``POSITION`` of int8 ``code``, minus the middle code, as binary16."""
+    if FAST:
+        value = tl.inline_asm_elementwise(_centered_ptx(POSITION, BITS), "=r,=r,r", [code], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        value = ((code.to(tl.int16) >> POSITION & (1 << BITS) - 1) - (1 << BITS - 1)).to(tl.float16)
+    return value
+
+
+@triton.jit
+def _multiply(codes: tl.tensor, query: tl.tuple) -> tl.tensor:
+    """Return the products of binary16 ``codes`` ``[page, byte]`` and a query, as two halves."""
+    return tl.dot(codes, query[0]) + tl.dot(codes, query[1])

@@ -16,6 +16,7 @@ import torch
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.gpu import gpu
+from kvpack.kernels.loaders.key_mean import PRODUCT_BYTES
 from kvpack.kernels.loaders.tiles import NEIGHBORS
 from kvpack.kernels.tiles import addresses, device_tables, frame_columns, loaders
 from kvpack.kernels.tiles.addresses import describe_streams
@@ -46,6 +47,9 @@ PROGRAM_TILES = 3
 MAX_ROUNDS, MIN_TILES = 4, 8
 """Maximum rounds of concurrent programs, and minimum tiles per program if there is more than one."""
 
+MIN_MEAN_PAGES, MAX_MEAN_PAGES = 32, 64
+"""Numbers of pages of means for whose products a program has room at least, and about at most."""
+
 
 class LaunchKey(NamedTuple):
     """Key that groups segments into launches: the frames of keys and values, and whether each is decoded beforehand."""
@@ -64,16 +68,14 @@ class Launch:
     """A launch of ``split.attend_split`` over all segments with the same two codecs: its ``work`` table and compile-time constants.
 
     ``keep_alive`` contains the tensors whose addresses are in the work. The device runs ``programs`` programs at once per sequence and
-    block of rows. Each program needs room for products with the means of ``mean_pages`` pages. ``has_tail`` is True if some tokens are in a
-    raw tail, and ``tail_only`` if all are. ``balanced`` is True if the programs are distributed evenly over the multiprocessors, even while
-    another kernel finishes on some of them.
+    block of rows. ``has_tail`` is True if some tokens are in a raw tail, and ``tail_only`` if all are. ``balanced`` is True if the programs
+    are distributed evenly over the multiprocessors, even while another kernel finishes on some of them.
     """
 
     k: Frame
     v: Frame
     shape: LaunchShape
     work: torch.Tensor
-    mean_pages: int
     tables: tuple[torch.Tensor, torch.Tensor]
     constants: dict[str, Any]
     keep_alive: tuple[torch.Tensor, ...]
@@ -164,6 +166,8 @@ def _launch(
     shape = choose_shape(k_tiles, v_tiles, shared.nbytes, share, alignment, fast)
     tile_tokens = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.dual or v_tiles.dual else 1)
     programs = choose_programs(shape, tokens, tile_tokens, sequences, properties.multiprocessors)
+    if k_tiles.means is not None:
+        programs = max(programs, -(-tokens // ((MAX_MEAN_PAGES - 1) * k_tiles.means.tokens)))
     if segments[0].k.page is segments[0].v.page is None and tokens <= programs * tile_tokens:
         # Each program has only one tile of raw tokens, so there is nothing to load ahead.
         shape = shape._replace(stages=1)
@@ -171,17 +175,18 @@ def _launch(
     rows = build_work(segments, k_tiles, v_tiles, tile_tokens, programs, whole, keep_alive)
     k_address = FIRST_ADDRESS.value
     v_address = k_address + STREAM_INTEGERS.value * len(k_tiles.streams)
-    means, mean_pages = k_tiles.means, 0
+    means, declared = k_tiles.means, shared.nbytes
     if means is not None:
         span = shape.tokens * (2 if k_tiles.dual or v_tiles.dual else 1)
-        first_tokens = rows[:, 3] + rows[:, 5]
+        first_tokens = rows[:, 5]
         whole_means = means.tokens % span == 0 and not (first_tokens % span).any()
-        mean_pages = next_power_of_two(int((-(-(first_tokens % means.tokens + rows[:, 1]) // means.tokens)).max()))
+        pages = next_power_of_two(int((-(-(first_tokens % means.tokens + rows[:, 1]) // means.tokens)).max()))
         streams = describe_streams(rows, means.streams, v_address + STREAM_INTEGERS.value * len(v_tiles.streams))
-        means = means._replace(streams=streams, whole=whole_means)
+        means = means._replace(streams=streams, whole=whole_means, pages=max(MIN_MEAN_PAGES, pages))
+        declared += means.pages * PRODUCT_BYTES
     # Load values after the scores if keys fill the registers (``LATE`` in ``split``).
     late = fast and shape.stages == 1 and v_tiles.tokens < k_tiles.tokens
-    k_outliers, v_outliers, patches = plan_patches(k_tiles, v_tiles, shape, shared.nbytes)
+    k_outliers, v_outliers, patches = plan_patches(k_tiles, v_tiles, shape, declared)
     k_streams, v_streams = describe_streams(rows, k_tiles.streams, k_address), describe_streams(rows, v_tiles.streams, v_address)
     constants = {
         "K": bind(k_tiles, table_offsets[0], k_outliers, k_streams, _has_whole_tiles(rows, 3, k_tiles, shape), fast, means),
@@ -201,7 +206,7 @@ def _launch(
     work = torch.from_numpy(rows)
     in_tail = [segment.k.page is None or segment.v.page is None for segment in segments]
     work = work if growing else work.to(device)
-    return Launch(k, v, shape, work, mean_pages, tables, constants, tuple(keep_alive), programs, any(in_tail), all(in_tail), shape.balanced)
+    return Launch(k, v, shape, work, tables, constants, tuple(keep_alive), programs, any(in_tail), all(in_tail), shape.balanced)
 
 
 def choose_programs(shape: LaunchShape, tokens: int, tile: int, sequences: int, multiprocessors: int) -> int:
@@ -258,7 +263,7 @@ def build_work(
         whole_tokens = numpy.maximum(whole_tokens, 0) // tile * tile
         side_rows = [first - side.first for side in (segment.k, segment.v)]
         rows = numpy.empty((len(start), FIRST_ADDRESS.value + len(stream_addresses)), numpy.int64)
-        rows[:, : FIRST_ADDRESS.value] = numpy.stack([first, count, whole_tokens, *side_rows, numpy.full_like(first, mean_offset)], 1)
+        rows[:, : FIRST_ADDRESS.value] = numpy.stack([first, count, whole_tokens, *side_rows, side_rows[0] + mean_offset], 1)
         rows[:, FIRST_ADDRESS.value :] = stream_addresses
         work.append(rows)
     return numpy.concatenate(work)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.kernels.gpu import gpu
@@ -20,7 +21,7 @@ from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tiles import device_tables, frame_columns
 from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
 
-from . import means, merge, rotation, split
+from . import merge, rotation, split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -145,7 +146,7 @@ class PreparedCall:
         self._factors = {frame: factors for frame in unfolded if (factors := frame.channel_factors) is not None}
         self._mapped_frames = [frame for frame in unfolded if frame not in self._factors]
         frames = (*self._plain_frames(), *unfolded)
-        self._rotated_offsets = {frame: scratch.allocate(rows * len(frame_columns.columns(frame.codec, dual))) for frame in frames}
+        self._rotated_offsets = {frame: scratch.allocate(rows * sum(map(len, self._frame_columns(frame)))) for frame in frames}
         # Rotations preserve a query's norm, but value transforms change it, so their frames have their own scales.
         self._scales = dict.fromkeys(self._plain_frames(), scratch.allocate(rows)) | {frame: scratch.allocate(rows) for frame in unfolded}
         self._v_frames: dict[Frame, tuple[int, int]] = {}
@@ -159,7 +160,7 @@ class PreparedCall:
             frame_columns.is_in_order(frame.codec, frame_columns.columns(frame.codec, dual)) for frame in self._v_frames
         )
         self._few_rows = shape.sequences * shape.rows <= (MAX_ROTATED_ROWS if self._rotated else ORDERED_ROWS)
-        self._mean_products = [scratch.allocate(rows * launch.work.shape[0] * launch.mean_pages) for launch in launches]
+        self._mean_products = [scratch.allocate(rows * launch.work.shape[0] * _global_mean_pages(launch)) for launch in launches]
         self._scratch = scratch.size
         sequence = self._prepare_rotations()
         self._rotations = len(sequence)
@@ -263,6 +264,13 @@ class PreparedCall:
         """Return the key frames whose queries need only a cached matrix."""
         return [frame for frame in self._k_frames if frame.query_codec is not None]
 
+    def _frame_columns(self, frame: Frame) -> list[tuple[int, ...]]:
+        """Return the channels of the columns of rotated queries: the loader's, and for products with page means all in order."""
+        columns = [frame_columns.columns(frame.codec, self._dual)]
+        if frame.codec.sidecar(KeyMean) is not None:
+            columns.append(tuple(range(frame.codec.dim)))
+        return columns
+
     def _prepare_rotations(self) -> list[_LaunchTensors]:
         """Return one launch for all plain key frames, and one for each frame whose page transforms its values."""
         queries = [(QUERY, self._plain_frames())] if self._plain_frames() else []
@@ -271,7 +279,11 @@ class PreparedCall:
         result: list[_LaunchTensors] = []
         for query, frames in queries:
             factors = self._factors.get(frames[0])
-            codecs = tuple((frame.query_codec or frame.codec, frame_columns.columns(frame.codec, self._dual)) for frame in frames)
+            codecs = tuple(
+                (frame.query_codec or frame.codec, columns, index > 0)
+                for frame in frames
+                for index, columns in enumerate(self._frame_columns(frame))
+            )
             matrix, blocks = frame_columns.query_matrix(codecs, str(self._device))
             shape, options = self.shape, self.options
             score_factor = options.scale / options.softcap if options.softcap else options.scale * LOG2_E
@@ -283,7 +295,8 @@ class PreparedCall:
                 (score_factor, shape.rows, shape.padded, shape.sequences, matrix.shape[2], matrix.shape[0]),
                 {
                     "DIM": shape.dim, "BLOCK_DIM": rotation.query_block_dim(shape.dim), "ROWS": rows,
-                    "BLOCK_COLUMNS": frame_columns.BLOCK_COLUMNS, "SCALED": factors is not None, "DEPENDENT": self._dependent,
+                    "BLOCK_COLUMNS": frame_columns.BLOCK_COLUMNS, "SCALED": factors is not None,
+                    "HALVES": any(halves for _, _, halves in codecs), "DEPENDENT": self._dependent,
                     "EARLY": self.launches[0].balanced,
                 },
                 self._overlap,
@@ -303,26 +316,26 @@ class PreparedCall:
         for launch, lengths, products in zip(self.launches, masked, self._mean_products, strict=True):
             items = launch.work.shape[0]
             rows = 2 * max(MIN_ROWS // 2, next_power_of_two(shape.rows)) if launch.dual else shape.block
-            tables = launch.constants["TABLES"].nbytes
+            tables, means = launch.constants["TABLES"].nbytes, launch.constants["K"].means
+            declares_memory = tables or launch.constants["PATCHES"] or (means and launch.constants["FAST"])
             run = CachedLaunch(
                 split.attend_split,
                 (items * row_blocks * shape.sequences, 1, 1),
                 (
                     *no_starts, (options.softcap or 1.0) * LOG2_E, items, shape.heads, row_blocks, shape.rows, start, self._parts,
                     position, shape.q_len, 0 if options.causal else UNLIMITED, options.sliding_window or UNLIMITED,
-                    launch.mean_pages,
                 ),
                 {
                     **launch.constants, "SOFTCAP": options.softcap is not None, "ROWS": rows, "BLOCK": shape.block,
                     "COLUMNS": self._columns, "LENGTHS": lengths, "CUT": cut, "DEPENDENT": self._dependent, "FIRST": start == 0,
                 },
                 {"num_warps": launch.shape.warps, **self._overlap},
-                partial(shared_table.allow_tables, table_bytes=tables) if tables or launch.constants["PATCHES"] else None,
+                partial(shared_table.allow_tables, table_bytes=tables) if declares_memory else None,
             )  # fmt: skip
-            columns = means.channel_columns(launch.k.codec, self._dual, str(self._device)) if launch.mean_pages else numbers
+            mean_q = self._rotated_offsets[launch.k] + shape.sequences * shape.padded * launch.constants["K"].columns
             arguments: list[tuple[int | torch.Tensor, int]] = [
                 *self._partials, (SCRATCH, self._rotated_offsets[launch.k]), (SCRATCH, self._scales[launch.k]), (SCRATCH, products),
-                (columns, 0), (launch.work, 0), (numbers, 0), (launch.tables[0], 0), (launch.tables[1], 0),
+                (SCRATCH, mean_q if means else 0), (launch.work, 0), (numbers, 0), (launch.tables[0], 0), (launch.tables[1], 0),
                 (LENGTHS if options.lengths else launch.work, 0),
             ]  # fmt: skip
             result.append((run, [*arguments, (STARTS, 0)] if options.starts else arguments))
@@ -429,6 +442,12 @@ class _ScratchAllocator:
         first = self.size
         self.size += elements
         return first
+
+
+def _global_mean_pages(launch: Launch) -> int:
+    """Return the number of pages for whose products with means each program of ``launch`` needs room in global memory."""
+    means = launch.constants["K"].means
+    return 0 if means is None or launch.constants["FAST"] else means.pages
 
 
 def _page_query(q: torch.Tensor, frame: Frame) -> torch.Tensor:

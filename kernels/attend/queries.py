@@ -26,7 +26,7 @@ class Queries(NamedTuple):
     - ``scale``: factor of the row's scores;
     - ``position``: the token position of the row's query;
     - ``second``: True if the row's scores belong to the second token of a dual tile's rows;
-    - ``products``: pointer to the row's product with the mean of the program's first page, one of ``pages`` pages that are ``stride``
+    - ``products``: place of the row's product with the mean of the program's first page, one of ``pages`` pages that are ``stride``
       products apart (``key_mean.load_products``); unused without means.
     """
 
@@ -63,6 +63,7 @@ def load_queries(
     WARPS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> tl.tuple:
     """Load the ``Queries`` of a block of ``BLOCK`` rows of one sequence and KV head.
 
@@ -81,7 +82,9 @@ def load_queries(
         row = row % (ROWS // 2)
     row_products = 0
     if K.means is not None:
-        row_products = (products + row)[None, None, :]
+        row_products = row[None, None, :]
+        if not FAST:
+            row_products = products + row_products
     row += block * BLOCK
     begin = q + sequence.to(tl.int64) * K.columns * padded
     tiles = _query_tiles(begin, row, second, padded, K, DUAL, WARPS)  # [warp, column, row] each

@@ -41,20 +41,22 @@ def rotate_queries(
     ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     SCALED: tl.constexpr,
+    HALVES: tl.constexpr,
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Rotate queries ``q`` ``[sequence, row, DIM]`` into the frames of ``matrix`` and ``blocks`` (``query_matrix``).
 
     A sequence is one batch entry and one KV head. The normalized queries are written to ``rotated`` as float32 ``[sequence, column, padded
-    row]``, one frame after another, padded with zeros to ``padded`` rows. The queries' norms times ``score_factor`` are written to
-    ``scales``, float32 ``[sequence, padded row]``. With ``SCALED``, queries are first multiplied by ``factors``, float32 ``[sequence,
+    row]``, one frame after another, padded with zeros to ``padded`` rows. With ``HALVES``, some frames are instead written as binary16
+    ``[sequence, half, padded row, column]``: the high halves, and then the low ones. The queries' norms times ``score_factor`` are written
+    to ``scales``, float32 ``[sequence, padded row]``. With ``SCALED``, queries are first multiplied by ``factors``, float32 ``[sequence,
     DIM]``.
 
     A program processes ``ROWS`` padded rows, of one sequence if there are several matrices. With ``EARLY``, the next kernel may begin while
     this one runs.
     """
-    block = blocks + tl.program_id(1) * 3
+    block = blocks + tl.program_id(1) * 4
     first = tl.load(block)
     columns = tl.load(block + 1)
     columns_before = tl.load(block + 2)
@@ -85,8 +87,16 @@ def rotate_queries(
     length = tl.maximum(tl.sqrt(tl.sum(values * values, 0)), 1.0)
     values = values / length[None, :]
     product = tl.dot(weights, values, input_precision="tf32x3")
-    offset = (columns_before * sequences + (sequence * columns)[None, :] + column[:, None]) * padded + row[None, :]
-    tl.store(rotated + offset, product, (column < columns)[:, None] & (sequence < sequences)[None, :])
+    valid = (column < columns)[:, None] & (sequence < sequences)[None, :]
+    rotated += columns_before * sequences * padded
+    if HALVES:
+        halves = tl.load(block + 3) > 0
+        high = product.to(tl.float16)
+        at = rotated.to(tl.pointer_type(tl.float16)) + ((sequence * 2 * padded + row) * columns)[None, :] + column[:, None]
+        tl.store(at, high, valid & halves)
+        tl.store(at + padded * columns, (product - high.to(tl.float32)).to(tl.float16), valid & halves)
+        valid = valid & ~halves
+    tl.store(rotated + ((sequence * columns)[None, :] + column[:, None]) * padded + row[None, :], product, valid)
     if tl.program_id(1) == 0:
         tl.store(scales + padded_row, length * largest * score_factor, sequence < sequences)
 

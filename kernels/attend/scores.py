@@ -137,7 +137,7 @@ def _score_tile(
         scores += products * broadcast_over_rows(tile_factors(loaded, 1, queries.second, bit_factor, SIGNS, False, FAST))
     if K.means is not None:
         scores += load_products(
-            queries.products, queries.pages, queries.stride, first, queries.second, MEANS, DUAL, TILES, TILE, WARPS, TOKENS, MASKED,
+            queries.products, queries.pages, queries.stride, first, queries.second, MEANS, DUAL, TILES, TILE, WARPS, TOKENS, MASKED, FAST,
         )  # fmt: skip
     if K.outliers is not None:
         scores = add_outlier_scores(scores, entries, queries.tiles, TILE, OUTLIERS, FAST)

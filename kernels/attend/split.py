@@ -23,17 +23,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvpack.kernels.bitpack.bitfields import load_column_fields
 from kvpack.kernels.bitpack.tile_layout import second_token_offset
+from kvpack.kernels.loaders.key_mean import declare_products
 from kvpack.kernels.loaders.outlier_patches import declare_patches
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
-from kvpack.kernels.tiles.work import POSITION_BIAS, load_tiles, load_work, prefetch, prefetch_means, skip_unseen, within_length
+from kvpack.kernels.tiles.work import POSITION_BIAS, load_tiles, load_work, prefetch, skip_unseen, within_length
 
-from .means import multiply_pages
+from .means import load_means, multiply_pages
 from .patches import begin_patches, load_patches, next_patches
 from .queries import load_queries, relative_to, with_scale
 from .scores import DecodeConstants, VisibleTokens, score
 from .softmax import Softmax, add, empty_softmax, merge_tokens
 
-COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window", "pages"]
+COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window"]
 """Arguments that change from call to call and must not cause a recompilation."""
 
 
@@ -45,7 +46,7 @@ def attend_split(
     q: tl.tensor,
     scales: tl.tensor,
     products: tl.tensor,
-    channel_columns: tl.tensor,
+    mean_q: tl.tensor,
     work_table: tl.tensor,
     numbers: tl.tensor,
     k_table: tl.tensor,
@@ -63,7 +64,6 @@ def attend_split(
     q_len: tl.tensor,
     ahead: tl.tensor,
     window: tl.tensor,
-    pages: tl.tensor,
     K: tl.constexpr,
     V: tl.constexpr,
     TABLES: tl.constexpr,
@@ -90,12 +90,12 @@ def attend_split(
 
     ``work_table`` is int64 ``[item, WORK_ROW]`` (``work.load_work``), ``numbers`` is int16 0, 1, 2, ... for ``load_column_fields``, and
     ``k_table`` and ``v_table`` are binary16 ``[table, entry, value]``. ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32
-    ``[batch, head, row]`` are padded to whole row blocks. If keys have means, ``products`` is room for a program's products with the means
-    of at most ``pages`` pages, float32 ``[program, page, row]``, and ``channel_columns`` is the input of ``means.multiply_pages``. The
-    outputs are ``sums_out``, float32 ``[batch, head, row, part, column]``, and ``largest_out`` and ``total_out``, ``[batch, head, row,
-    part]``. With ``LENGTHS``, ``lengths``, int32 ``[batch]``, contains the sequence lengths; ``position`` is the position of the first
-    query in a sequence of full length. With ``CUT``, the kernel skips tokens before a sequence's windows and before its entry in
-    ``starts``, int32 ``[batch]``, if given.
+    ``[batch, head, row]`` are padded to whole row blocks. If keys have means, ``mean_q`` is the query for ``means.multiply_pages``; without
+    ``FAST``, ``products`` is room for each program's products with page means, float32 ``[program, page, row]``. The outputs are
+    ``sums_out``, float32 ``[batch, head, row, part, column]``, and ``largest_out`` and ``total_out``, ``[batch, head, row, part]``. With
+    ``LENGTHS``, ``lengths``, int32 ``[batch]``, contains the sequence lengths; ``position`` is the position of the first query in a
+    sequence of full length. With ``CUT``, the kernel skips tokens before a sequence's windows and before its entry in ``starts``, int32
+    ``[batch]``, if given.
 
     With ``LATE``, values are loaded after their tokens' scores. With ``PREFETCH``, the rows of the next tokens are prefetched into the L2
     cache; with ``LOADS_AHEAD``, they are loaded into registers.
@@ -106,6 +106,7 @@ def attend_split(
     ADJACENT: tl.constexpr = DUAL and second_token_offset(DUAL, TOKENS) == 1
     OUTLIERS: tl.constexpr = K.outliers is not None or V.outliers is not None
     K_CONSTANTS: tl.constexpr = K.constants
+    MEANS: tl.constexpr = K.means
     # Number of tokens in one tile of every warp, and in all tiles of one iteration.
     SPAN: tl.constexpr = WARPS * ROW_TOKENS * TOKENS
     STEP: tl.constexpr = TILES * SPAN
@@ -124,16 +125,13 @@ def attend_split(
     table_entries = begin_tables(k_table, v_table, TABLES, WARPS)
     if PATCHES:
         declare_patches(PATCHES, WARPS)
+    if K.means is not None and FAST:
+        declare_products(MEANS, BLOCK, WARPS)
     work = load_work(work_table + item * WORK_ROW, batch, head, K, V)
     # Loads that are not issued ahead of time are serialized by barriers: a prefetch into the L2 cache overlaps them.
     PREFETCHED: tl.constexpr = STEP if PREFETCH else 0
     if PREFETCHED and not CUT:
         prefetch(work, 0, K, V, 0, PREFETCHED)
-    if K.means is not None and FAST and DEPENDENT:
-        prefetch_means(work, K)
-        if not PREFETCHED and not CUT:
-            # Tiles are loaded after the products with means.
-            prefetch(work, 0, K, V, 0, STEP)
     k_lookup = _lookup(numbers, k_table, work.k, K, TOKENS)
     v_lookup = _lookup(numbers, v_table, work.v, V, TOKENS)
     if LENGTHS:
@@ -152,22 +150,25 @@ def attend_split(
             start = (start - work.begin).to(tl.int32)
         if PREFETCHED:
             prefetch(work, 0, K, V, 0, PREFETCHED)
-    if DEPENDENT and FIRST:
-        # Packed rows may be read before the wait, because they were written before the kernel that writes the queries began.
-        gdc_wait()
-        gdc_launch_dependents()
     k, v = work.k, work.v
-    means_first = work.means.first + k.first
+    means_first = work.means.first
+    pages = 0
     if K.means is not None:
-        MEANS: tl.constexpr = K.means
         seen_first = means_first
         if CUT:
             seen_first -= before
         first_page = seen_first // MEANS.tokens
         means_first = (means_first - first_page * MEANS.tokens).to(tl.int32)
-        products += program.to(tl.int64) * pages * BLOCK
-        pages = tl.where(work.count > 0, (means_first + work.count + MEANS.tokens - 1) // MEANS.tokens, 0)
-    queries = load_queries(q, scales, products, pages, sequence, block, row_blocks, position, q_len, K, DUAL, WARPS, ROWS, BLOCK)
+        products += program.to(tl.int64) * MEANS.pages * BLOCK
+        pages = tl.maximum((means_first + work.count + MEANS.tokens - 1) // MEANS.tokens, 1)
+        # The compiler does not know that this is 0, so it shares no page numbers with the rows of tiles (``POSITION_BIAS``).
+        no_page = tl.minimum(work.count, 0)
+        loaded_means = load_means(work.means.streams, first_page, no_page, pages, MEANS, WARPS)
+    if DEPENDENT and FIRST:
+        # Packed rows may be read before the wait, because they were written before the kernel that writes the queries began.
+        gdc_wait()
+        gdc_launch_dependents()
+    queries = load_queries(q, scales, products, pages, sequence, block, row_blocks, position, q_len, K, DUAL, WARPS, ROWS, BLOCK, FAST)
     if K.run_product is not None:
         queries = with_scale(queries, K.run_product(queries.scale, k.streams, K_CONSTANTS))
     # Each warp attends consecutive tokens in all of its tiles, so warps share nothing but tables until their results are merged.
@@ -181,8 +182,10 @@ def attend_split(
     fill_tables(table_entries, TABLES)
     if K.means is not None:
         padded = row_blocks * BLOCK
-        rotated = q + sequence.to(tl.int64) * K.columns * padded + block * BLOCK
-        multiply_pages(products, rotated, channel_columns, work.means.streams, first_page, pages, padded, MEANS, BLOCK, WARPS)
+        mean_q = mean_q.to(tl.pointer_type(tl.float16)) + (sequence.to(tl.int64) * 2 * padded + block * BLOCK) * MEANS.dim
+        multiply_pages(
+            products, mean_q, loaded_means, work.means.streams, first_page, no_page, pages, padded, MEANS, BLOCK, WARPS, FAST,
+        )  # fmt: skip
     if TABLES.nbytes or PATCHES or K.means is not None:
         tl.debug_barrier()
 

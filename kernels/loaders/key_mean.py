@@ -1,6 +1,6 @@
 """Page means of keys in attention tiles (sidecar key_mean, spec/side-cars.md). All tokens of a page share one product of query and mean.
 
-``attend.means`` computes these products before a program's first tile; a tile only adds them to its scores.
+``attend.means`` computes these products before a program's first tile and keeps them in shared memory; a tile only adds them to its scores.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -16,6 +16,7 @@ from triton import language as tl
 from kvpack.formats.key_mean import CODES, SCALE
 from kvpack.kernels.bitpack.streams import Stream
 from kvpack.kernels.bitpack.tile_layout import second_token_offset
+from kvpack.kernels.tables.table_assembly import MATRIX_ALIGNMENT
 
 from .tiles import PageMeans
 
@@ -24,12 +25,52 @@ if TYPE_CHECKING:
 
     from .tiles import Tiles
 
+PRODUCT_BYTES = 64
+"""Bytes of shared memory for the products of a page's mean with the query rows of a program, of which there are at most 16."""
+
 
 def with_means(tiles: Tiles, key_mean: KeyMean) -> Tiles:
     """Return the loader ``tiles`` of a key codec, extended with page means."""
     streams = Stream(CODES, 8, key_mean.dim * key_mean.bits // 8, key_mean.tokens), Stream(SCALE, 16, 1, key_mean.tokens)
     means = PageMeans(key_mean.tokens, key_mean.dim, key_mean.bits, streams)
     return replace(tiles, means=means, keys=None if tiles.keys is None else replace(tiles.keys, means=means))
+
+
+@triton.jit
+def declare_products(MEANS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr) -> None:
+    """Reserve shared memory for the products of ``ROWS`` query rows with the means of a program's pages, once per kernel."""
+    thread = tl.arange(0, 32 * WARPS)
+    tl.inline_asm_elementwise(_declare_ptx(4 * MEANS.pages * ROWS), "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.constexpr_function
+def _declare_ptx(size: int) -> str:
+    """Return PTX that declares ``kvpack_products``, after which the compiler's memory begins at a multiple of ``MATRIX_ALIGNMENT``."""
+    whole = -(-size // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
+    return f".shared .align {MATRIX_ALIGNMENT} .b8 kvpack_products[{whole}]; mov.u32 $0, 0;"
+
+
+@triton.jit
+def store_products(
+    products: tl.tensor, value: tl.tensor, page: tl.tensor, count: tl.tensor, ROWS: tl.constexpr, FAST: tl.constexpr
+) -> None:
+    """Store the products ``value`` ``[page, row]`` of pages before page ``count``; a ``tl.debug_barrier`` must follow.
+
+    With ``FAST``, products are in shared memory (``declare_products``), and otherwise in global memory at ``products``.
+    """
+    index = page[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    if FAST:
+        tl.inline_asm_elementwise(
+            """{ .reg .pred real; .reg .b32 at; setp.lt.s32 real, $1, $2; mov.u32 at, kvpack_products; mad.lo.u32 at, $1, 4, at;
+                @real st.shared.f32 [at], $3; mov.u32 $0, 0; }""",
+            "=r,r,r,f",
+            [index, count * ROWS, value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(products + index, value, (page < count)[:, None])
 
 
 @triton.jit
@@ -46,12 +87,14 @@ def load_products(
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
     MASKED: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> tl.tensor:
     """Load the product of each query row and each token's page mean, float32 ``[warp, token, row]``, or ``[warp, 1, row]`` for whole pages.
 
-    ``products`` are pointers ``[1, 1, row]`` to the products of page 0, the first of the program's ``pages`` pages, which are ``stride``
-    products apart. ``first`` is the token of the first warp's first tile, counted from page 0. Warps have ``TILES`` tiles, of which this is
-    number ``TILE``. ``second`` is as in ``Queries``. With ``MASKED``, some tokens may be after the last one.
+    ``products`` are the places ``[1, 1, row]`` of the products of page 0, the program's first: pointers, or with ``FAST`` numbers of
+    products in shared memory. Its ``pages`` pages are ``stride`` products apart. ``first`` is the token of the first warp's first tile,
+    counted from page 0. Warps have ``TILES`` tiles, of which this is number ``TILE``. ``second`` is as in ``Queries``. With ``MASKED``,
+    some tokens may be after the last one.
     """
     SPAN: tl.constexpr = 2 * TOKENS if DUAL else TOKENS
     token = first + TILE * SPAN + tl.arange(0, WARPS)[:, None, None] * (TILES * SPAN)
@@ -65,4 +108,15 @@ def load_products(
     if MASKED:
         # Products of tokens after the last one are never used.
         page = tl.minimum(page, pages - 1)
-    return tl.load(products + page * stride)
+    if FAST:
+        value = tl.inline_asm_elementwise(
+            "{ .reg .b32 at; mov.u32 at, kvpack_products; add.u32 at, at, $1; ld.shared.f32 $0, [at]; }",
+            "=f,r",
+            [(products + page * stride) * 4],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        value = tl.load(products + page * stride)
+    return value

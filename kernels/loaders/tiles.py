@@ -27,7 +27,8 @@ APART, NEIGHBORS = 1, 2
 class PageMeans(NamedTuple):
     """Constants for pages of ``tokens`` tokens that share a mean key of ``dim`` channels with ``bits`` bits each.
 
-    ``streams`` are those of the codes and of the scales. ``whole`` is True if each warp's tile is within one page.
+    ``streams`` are those of the codes and of the scales. ``whole`` is True if each warp's tile is within one page. A program has at most
+    ``pages`` pages.
     """
 
     tokens: int
@@ -35,6 +36,7 @@ class PageMeans(NamedTuple):
     bits: int
     streams: tuple[Any, ...]
     whole: bool = False
+    pages: int = 0
 
 
 class Outliers(NamedTuple):

@@ -49,22 +49,24 @@ def frame_dim(codec: Codec) -> int:
 
 
 @lru_cache(maxsize=256)
-def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the matrix and blocks that ``rotate_queries`` uses for ``frames``, pairs of a codec and its columns' channels (-1 for none).
+def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...], bool], ...], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the matrix and blocks that ``rotate_queries`` uses for ``frames``.
+
+    A frame is a codec, its columns' channels (-1 for none), and whether queries are written as binary16 halves instead of float32.
 
     The matrix is float32 ``[matrix, dim, column]``, the contribution of each query channel to each column; each frame is padded to whole
-    blocks of columns. The blocks are int64 ``[block, 3]``: the block's first column in its frame, the frame's number of columns, and the
-    number of columns of all frames before it. Channels past the head dim are those of qjl's rotation, or klt's offset.
+    blocks of columns. The blocks are int64 ``[block, 4]``: the block's first column in its frame, the frame's number of columns, the
+    number of columns of all frames before it, and 1 for halves. Channels past the head dim are those of qjl's rotation, or klt's offset.
     """
     parts, blocks = [], []
     before = 0
     with torch.inference_mode(False):
-        for codec, channels in frames:
+        for codec, channels, halves in frames:
             # Column -1 means that there is no channel.
             turned = torch.nn.functional.pad(_query_rotation(codec), (0, 1))[..., list(channels)]
             own = -(-len(channels) // BLOCK_COLUMNS) * BLOCK_COLUMNS
             parts.append(torch.nn.functional.pad(turned, (0, own - len(channels))))
-            blocks += [[first, len(channels), before] for first in range(0, own, BLOCK_COLUMNS)]
+            blocks += [[first, len(channels), before, int(halves)] for first in range(0, own, BLOCK_COLUMNS)]
             before += len(channels)
         return torch.cat(_repeat_to_equal_counts(parts), 2).contiguous().to(device), torch.tensor(blocks, dtype=torch.int64, device=device)
 

@@ -20,6 +20,9 @@ MAX_SMALL_TILES = 4
 MAX_SMALL_BYTES, MANY_TOKENS = 64, 6000
 """Thresholds for processing more tokens at once: maximum bytes of codes per token, and minimum tokens per multiprocessor."""
 
+MIN_FULL_TILES = 8
+"""Minimum number of tiles per program with which the programs of a launch use all multiprocessors."""
+
 MIN_WIDE_PAIR_BYTES = 256
 """Number of bytes of the two tokens in one tile row from which on fewer tiles in flight are faster."""
 
@@ -64,7 +67,7 @@ class LaunchShape(NamedTuple):
     stages: int
     programs: int
     balanced: bool = False
-    """True if ``programs`` programs use all registers of a multiprocessor."""
+    """True if ``programs`` programs use all registers or all shared memory of a multiprocessor."""
 
 
 def choose_shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, alignment: int, fast: bool) -> LaunchShape:
@@ -109,8 +112,11 @@ def choose_shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, alignment: i
     else:
         shape = small
     tile_bytes = shape.warps * shape.tiles * shape.tokens * token_bytes
-    stages = shape.stages if plain else min(shape.stages, 2)
-    return shape._replace(stages=max(1, min(stages, MAX_BYTES_IN_FLIGHT // tile_bytes)))
+    stages = max(1, min(shape.stages if plain else 2, shape.stages, MAX_BYTES_IN_FLIGHT // tile_bytes))
+    # No multiprocessor has shared memory for one more program.
+    full = (shape.programs + 1) * (table_bytes + (stages - 1) * tile_bytes + SYSTEM_BYTES) > MULTIPROCESSOR_BYTES
+    full &= tokens >= shape.programs * MIN_FULL_TILES * shape.warps * shape.tiles * shape.tokens
+    return shape._replace(stages=stages, balanced=shape.balanced or full)
 
 
 def table_budget(k: Tiles, v: Tiles) -> int:

@@ -39,7 +39,7 @@ class Work(NamedTuple):
     """The tokens of a program: ``count`` tokens, beginning with token ``begin`` of the layer.
 
     Every query sees all of the first ``whole`` tokens, a multiple of the tokens that the program processes at once. ``means`` contains the
-    streams of the page means, if keys have any; its ``first`` is the position of the keys' row 0 in the first page.
+    streams of the page means, if keys have any; its ``first`` is the program's first token, counted from the start of their first page.
     """
 
     begin: Any
@@ -131,7 +131,8 @@ def skip_unseen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.cons
     shift = tl.where(whole > 0, shift, begin).to(tl.int32)
     k = Rows(work.k.streams, work.k.first + shift)
     v = Rows(work.v.streams, work.v.first + shift)
-    return Work(work.begin + shift, count - shift, whole, work.means, k, v), shift - begin
+    means = Rows(work.means.streams, work.means.first + shift)
+    return Work(work.begin + shift, count - shift, whole, means, k, v), shift - begin
 
 
 @triton.jit
@@ -150,15 +151,6 @@ def _prefetch_side(
     for number in tl.static_range(len(SIDE.streams)):
         if SIDE.streams[number].row_bytes:
             _prefetch_stream(rows.streams[number], first, tokens, SIDE.streams[number].row_bytes, SIDE.streams[number].tokens)
-
-
-@triton.jit
-def prefetch_means(work: tl.tuple, K: tl.constexpr) -> None:
-    """Prefetch the codes of the means of all pages of ``work`` into the L2 cache."""
-    MEANS: tl.constexpr = K.means
-    first = work.means.first + work.k.first
-    pages = (first % MEANS.tokens + work.count + MEANS.tokens - 1) // MEANS.tokens
-    _prefetch_stream(work.means.streams[0], first, (pages * MEANS.tokens).to(tl.int32), MEANS.dim * MEANS.bits // 8, MEANS.tokens)
 
 
 @triton.jit

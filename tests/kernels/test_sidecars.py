@@ -83,6 +83,13 @@ def test_means_agree_for_any_pages_batches_and_lengths(k: str) -> None:
 
 
 @pytest.mark.kernels
+def test_means_agree_for_many_pages() -> None:
+    """A program multiplies means several times, and its number of pages is limited."""
+    k_codec, v_codec = codecs("scalar:b=2,mean=8,norm=log8", "scalar:b=2,norm=log8", (16, 16))
+    check_attention(Layer(random_side(k_codec, 1, (1100,), 0, 1), random_side(v_codec, 1, (1100,), 0, 2)), 1)
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("mean", [8, 128])
 @pytest.mark.parametrize("v", ["scalar:b=3", "scalar:b=4"])
 def test_means_agree_with_two_tokens_per_row(v: str, mean: int) -> None:

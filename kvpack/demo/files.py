@@ -182,7 +182,7 @@ def show(report: dict[str, Any]) -> None:
             ]
         )
     print_table(f"A KV cache of {report['prompt_tokens']:,} tokens, packed; each file read and attended in another process", columns, rows)
-    print(f"attended in the reading processes by {', '.join(sorted({file['kernels'] for file in report['files']}))}")
+    print(f"kernels of the reading processes: {', '.join(sorted({file['kernels'] for file in report['files']}))}")
     print(f"key asked: {plain['answers'][0]['key']}, its value: {plain['answers'][0]['value']}")
     for name, source in (("in memory", plain), *((file["recipe"], file) for file in report["files"])):
         print(f"{name:>16} continues: {source['sample']!r}")

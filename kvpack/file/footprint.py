@@ -46,7 +46,7 @@ def check_size(size: int, memory_limit: int) -> None:
 
 def check_front(size: int, json_bytes: int, header_bytes: int, memory_limit: int) -> None:
     """Raise LimitExceeded if the file and its parsed header could need more than ``memory_limit``."""
-    parts = {f"the {size} bytes of the file": size, f"a header of {header_bytes} bytes, parsed": _front_bytes(json_bytes, header_bytes)}
+    parts = {f"the {size} bytes of the file": size, f"the parsed header of {header_bytes} bytes": _front_bytes(json_bytes, header_bytes)}
     _check(parts, memory_limit)
 
 
@@ -68,7 +68,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
         # The frame being decoded is in memory twice.
         f"{len(frames)} zstd tensors, decoded": sum(frames) + max(frames, default=0),
         f"{len(header.tensors)} tensors of {len(header.layers)} layers and {len(header.codecs)} codecs": objects,
-        f"a header of {header_bytes} bytes, parsed": _front_bytes(json_bytes, header_bytes),
+        f"the parsed header of {header_bytes} bytes": _front_bytes(json_bytes, header_bytes),
         f"{runs} runs": runs * RUN_BYTES,
         f"{values} values that are decoded together": values * VALUE_BYTES,
     }

@@ -73,7 +73,7 @@ def frames(size: int) -> bytes:
         (
             lambda: many_runs(2**17, 20),
             33 * 10**6,
-            r"reading could take \d+ bytes of memory \(\d+ for a header of 5\d{6} bytes, parsed, .*memory_limit",
+            r"reading could take \d+ bytes of memory \(\d+ for the parsed header of 5\d{6} bytes, .*memory_limit",
         ),
         (lambda: many_runs(20000), 10**6, r"could take \d+ bytes .*\(40960000 for 40000 runs, .*\), but memory_limit is 1000000"),
         (lambda: frames(2**25), 2**25, r"reading could take \d+ bytes of memory \(67108864 for 1 zstd tensors, decoded"),

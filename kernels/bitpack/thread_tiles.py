@@ -120,7 +120,6 @@ def load_rows_and_factor(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    WHOLE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:

@@ -72,6 +72,8 @@ class GroupConstants(NamedTuple):
     planes: int
     field_stride: int
     whole_rows: bool
+    in_one_group: bool = False
+    """True if each warp's tile is always within one token group; set by ``bind``."""
 
 
 def tiles(codec: Group, dual: int = 0) -> Tiles | None:
@@ -144,14 +146,13 @@ def load(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    WHOLE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """Load the rows of ``token`` ``[warp, token]``, counted from row ``first``.
 
     - One int16 tile per plane, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
-    - One int32 tile of scales per step: ``[warp, column]`` along tokens if ``WHOLE`` (every warp's tokens are in one token group),
+    - One int32 tile of scales per step: ``[warp, column]`` along tokens if all tokens of a warp are in one token group,
       ``[warp, token]`` along channels, ``[warp, token, scale]`` within fields, or like a plane if each value has its own scale.
     - The token scale (``token_factors``), if there is one.
     """
@@ -174,12 +175,13 @@ def load(
     second = column[None, :] // (PAD // 2)
     if DUAL:
         column = column % PACKING.width
-    WHOLE_ROWS: tl.constexpr = CONSTANTS.whole_rows and (KIND > ALONG_TOKENS or WHOLE)
+    IN_ONE_GROUP: tl.constexpr = CONSTANTS.in_one_group
+    WHOLE_ROWS: tl.constexpr = CONSTANTS.whole_rows and (KIND > ALONG_TOKENS or IN_ONE_GROUP)
     if WHOLE_ROWS:
         loaded = loaded + _load_scale_rows(scales, first, token, valid, CONSTANTS, MASKED, TRANSPOSED)
     for step in tl.static_range(0 if WHOLE_ROWS else STEPS):
         channel = _step_channel(step, column, SPAN, PACKING.width, CONSTANTS.field_stride)
-        if KIND == ALONG_TOKENS and WHOLE:
+        if KIND == ALONG_TOKENS and IN_ONE_GROUP:
             # All tokens of a warp share the scales of its first token.
             row = tl.min(token, 1)[:, None]
             if DUAL:

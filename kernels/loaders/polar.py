@@ -116,7 +116,6 @@ def load(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    WHOLE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:

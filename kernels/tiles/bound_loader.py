@@ -26,9 +26,9 @@ class RowStream(NamedTuple):
 class BoundLoader(NamedTuple):
     """A codec's loader (``tiles.Tiles``) bound to the streams of one launch.
 
-    ``widths`` are the columns of each tile, and ``stream_widths`` is the argument of ``bitfields.load_column_fields``. ``whole`` is True if
-    each warp's tile is always within one token group. There are ``tables`` tables of ``table_values`` values each, which sequences and
-    heads use in turn. ``columns`` counts the columns of all tiles, and of the ``offset`` if there is one.
+    ``widths`` are the columns of each tile, and ``stream_widths`` is the argument of ``bitfields.load_column_fields``. There are
+    ``tables`` tables of ``table_values`` values each, which sequences and heads use in turn. ``columns`` counts the columns of all tiles,
+    and of the ``offset`` if there is one.
     """
 
     load: Any
@@ -48,7 +48,6 @@ class BoundLoader(NamedTuple):
     dtype: str
     dual: int
     interleave: int
-    whole: bool
     load_columns: Any
     offset: bool
     tables: int
@@ -72,18 +71,19 @@ def bind(
 ) -> BoundLoader:
     """Bind the loader ``tiles`` to ``streams``. Without inline PTX (``fast``), bf16 tiles are widened to float32.
 
-    ``means`` are those of ``tiles``, bound to their streams.
+    ``whole`` is True if each warp's tile is always within one token group. ``means`` are those of ``tiles``, bound to their streams.
     """
     tables = tiles.table if tiles.table is not None and tiles.table.dim() == 3 else None
     alone = tiles.signs is None and tiles.means is None and tiles.outliers is None
     run_product = tiles.run_product if alone else None
+    constants: Any = tiles.constants
     return BoundLoader(
         load=tiles.load,
         decode=tiles.decode,
         factor=tiles.factor if run_product is None else None,
         step_factor=tiles.step_factor,
         run_product=run_product,
-        constants=tiles.constants,
+        constants=constants if tiles.whole_groups == 1 else constants._replace(in_one_group=whole),
         steps=tiles.steps,
         signs=tiles.signs,
         means=means,
@@ -95,7 +95,6 @@ def bind(
         dtype=tiles.dtype if fast or tiles.dtype != "bf16" else "fp32",
         dual=tiles.dual,
         interleave=tiles.interleave,
-        whole=whole,
         load_columns=tiles.load_columns,
         offset=tiles.offset,
         tables=1 if tables is None else tables.shape[0],

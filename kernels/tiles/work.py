@@ -198,7 +198,7 @@ def load_tiles(
             if SIDE.dual
             else beyond < end + POSITION_BIAS
         )
-        parts = (SIDE.load(streams, first, at, valid, CONSTANTS, MASKED, SIDE.whole, TRANSPOSED, FAST),)
+        parts = (SIDE.load(streams, first, at, valid, CONSTANTS, MASKED, TRANSPOSED, FAST),)
         if SIDE.signs is not None:
             parts = parts + (load_signs(streams, first, at, valid, SIGNS, MASKED, TRANSPOSED, FAST),)
         loaded = loaded + (parts,)

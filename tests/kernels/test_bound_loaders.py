@@ -24,7 +24,7 @@ def test_a_bound_loader_is_identified_by_the_source_of_its_functions() -> None:
         bound = bind(tiles, SharedTable(), None, (), False, True)
         for function in (bound.load, bound.decode, bound.factor):
             assert function is None or function.cache_key in bound.cache_key
-        assert bound._replace(whole=True).cache_key != bound.cache_key
+        assert bound._replace(offset=True).cache_key != bound.cache_key
         names.append(bound.cache_key)
     assert len(set(names)) == 3
 

@@ -13,7 +13,7 @@ from .errors import OutOfRange
 from .lazy import functional, torch
 from .streams import HALF_LIMIT, NORMS
 from .tables import cache_per_device
-from .value_blocks import BLOCK_VALUES, block_factor
+from .value_blocks import BLOCK_VALUES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -136,8 +136,9 @@ def decode_norms(stored: torch.Tensor) -> torch.Tensor:
 
 def norms_per_head(x: torch.Tensor) -> torch.Tensor:
     """Return the norm of each token of ``x`` ``[batch, kv_head, token, dim]`` in each head: float32 ``[batch, kv_head, token]``."""
-    size = max(PAGE_TOKENS, BLOCK_VALUES * block_factor(x.device) // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
-    return torch.cat([part.to(torch.float32).square().sum(3).sqrt() for part in torch.split(x, size, 2)], 2)
+    # Other devices add without a float32 copy of the values, so they need no blocks.
+    size = max(PAGE_TOKENS, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3])) if x.device.type == "cpu" else max(1, x.shape[2])
+    return torch.cat([torch.linalg.vector_norm(part, dim=3, dtype=torch.float32) for part in torch.split(x, size, 2)], 2)
 
 
 def norms_over_heads(norms: torch.Tensor) -> torch.Tensor:

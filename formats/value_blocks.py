@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 BLOCK_VALUES = 1 << 17
 """Number of values per block."""
 
-_DEVICE_BLOCK_FACTOR = 32
+_DEVICE_BLOCK_FACTOR = 64
 
 
 def block_factor(device: torch.device) -> int:

@@ -160,8 +160,10 @@ gpu-test: $(INSTALLED)
 CHIPS = 80 86 89 90 100 120
 COMPILED = "k=octahedral:b=3;v=group:b=3" octopus-3 "kvpack-2;raw=0" "kvpack-3;raw=0" "oscar-2;raw=0" "kivi-4;raw=0" "turboquant-3;raw=0" "fp8;raw=0" "nvfp4;raw=0" "hqmq-s24-r3;raw=0" kv=trellis:b=2
 
-gpu-compile: $(INSTALLED)
-	for chip in $(CHIPS); do $(MODULE) support.compile_kernels --capability $$chip $(COMPILED) || exit 1; done
+gpu-compile: $(addprefix gpu-compile-,$(CHIPS))
+
+gpu-compile-%: $(INSTALLED)
+	$(MODULE) support.compile_kernels --capability $* $(COMPILED)
 
 # Every tile loader, on any words, the sidecars and the lookups, under the checkers of memory accesses and of races.
 SANITIZED_TESTS = $(addprefix tests/kernels/test_,attention.py sidecars.py shared_table.py)

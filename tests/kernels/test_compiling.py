@@ -35,6 +35,17 @@ KERNELS = {
 }
 """Recipes with different loaders, sidecars, tables and launches, and some of the kernels that each one runs."""
 
+OTHER_CHIPS = {
+    "bf16": 80,
+    "fp8": 86,
+    "kivi-2": 80,
+    "oscar-2-u8": 86,
+    "quarot-4": 120,
+    "int-4": 100,
+    "turboquant-2": 80,
+}
+"""Recipes that compile quickly, and the compute capabilities for which they are compiled. The other tests compile for 90 and 89."""
+
 LAUNCHING = tuple(f"kvpack.kernels.{name}" for name in ("attend.many_queries", "attend.growing", "decode.sides", "encode.encode"))
 """Modules that every process of these tests imports."""
 
@@ -60,6 +71,14 @@ def compiled(folder: Path, *arguments: str) -> Any:
 def test_kernels_compile_without_the_device(recipe: str, tmp_path: Path) -> None:
     found = compiled(tmp_path, "--quick", *(["--every"] if recipe in EVERY_CALL else []), recipe)
     assert KERNELS[recipe] <= set(found["kernels"])
+
+
+@pytest.mark.scenario
+@pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels were not tested with this Triton version")
+@pytest.mark.parametrize("recipe", OTHER_CHIPS)
+def test_kernels_fit_on_other_chips(recipe: str, tmp_path: Path) -> None:
+    """Kernels that exceed a chip's registers, shared memory or maximum number of instructions count as failures."""
+    assert compiled(tmp_path, "--quick", "--capability", str(OTHER_CHIPS[recipe]), recipe)["used"]
 
 
 @pytest.mark.scenario

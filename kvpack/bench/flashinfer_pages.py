@@ -46,7 +46,7 @@ def decode_calls(
             decode = _planned(q, kv[0], dtype)
             calls: list[Callable[[], object]] = [partial(decode, q[:, :, 0].contiguous(), cache) for cache in caches]
             calls[0]()
-        except (RuntimeError, ValueError, TypeError) as error:
+        except (ImportError, RuntimeError, TypeError, ValueError) as error:
             warnings.warn(f"{name} does not run: {str(error)[:300]}", KvpackWarning, stacklevel=2)
             continue
         yield name, size, calls

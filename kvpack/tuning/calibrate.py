@@ -138,7 +138,7 @@ def run(
     if halves is None:
         # Without frames, kvpack's own presets use no widths.
         read_again = []
-    total = windows + len(report.sums) + len(halves or ()) + len(read_again) * (1 + 2 * layers)
+    total = windows + len(report.sums) + len(halves or ()) + len(read_again) * (1 + 2 * len(halves or ()))
     step = step_counter(progress, total, windows)
 
     frames = None if framing is None else fit_frames(report, framing, step)
@@ -147,7 +147,7 @@ def run(
     data = basis_bytes(rows, layers, identity, dtype, frames, balanced)
     basis = Basis.of_bytes(data, where=out)
     if read_again:
-        losses = measure_place_losses(network, basis, layers, read_again, step)
+        losses = measure_place_losses(network, basis, read_again, step)
         data = basis_bytes(rows, layers, identity | losses, dtype, frames, balanced)
         basis = Basis.of_bytes(data, where=out)
     write_file(out, [memoryview(data)])

@@ -29,16 +29,15 @@ def single_place_recipe(layer: int, side: str, codec: str) -> str:
     return f"kv=raw:dtype=bf16;layers={layer}:{side}={codec}"
 
 
-def measure_place_losses(
-    model: Any, basis: Basis, layers: int, windows: Sequence[torch.Tensor], step: Callable[[], None]
-) -> dict[str, str]:
-    """Return the losses of ``layers`` layers as metadata for a basis with frames for keys, minus the smallest loss, which is noise.
+def measure_place_losses(model: Any, basis: Basis, windows: Sequence[torch.Tensor], step: Callable[[], None]) -> dict[str, str]:
+    """Return the losses of the layers that ``basis`` has frames for, as metadata for it, minus the smallest loss, which is noise.
 
     ``windows`` are token ids ``[1, token + 1]``. A window's scored tokens are read in one pass for each layer and side, over a cache in
     which only that tensor was packed and decoded. ``step`` is called after each pass.
     """
     keys, values = (calibrated_codec(side, MEASURED_BITS, trellis=False) for side in "kv")
     recipe = Recipe(f"k={keys};v={values};{RAW_CLAUSE}", basis)
+    layers = basis.layers_described
     losses = {side: [0.0] * layers for side in "kv"}
     for tokens in windows:
         exact = read_uncompressed(model, tokens, max(1, (tokens.shape[1] - 1) // SCORED_PART))

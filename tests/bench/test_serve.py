@@ -208,14 +208,14 @@ def test_layers_without_attention_are_refused(tmp_path: Path) -> None:
     transformers_library().Qwen3NextConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]).save_pretrained(
         tmp_path
     )
-    with pytest.raises(InvalidParameter, match="linear_attention; keys and values are drawn for full and sliding attention"):
+    with pytest.raises(InvalidParameter, match="linear_attention, but this benchmark draws random keys and values only"):
         serve.run(str(tmp_path), None, None, None, None, None, None)
 
 
 def test_every_shape_except_hybrids_has_layers_that_can_be_drawn() -> None:
     hybrids = {"qwen3.5-9b", "small-hybrid"}
     for shape in hybrids:
-        with pytest.raises(InvalidParameter, match=r"linear_attention; .*: use make bench-resume in a clone of kvpack"):
+        with pytest.raises(InvalidParameter, match=r"linear_attention, but .*: run make bench-resume in a clone of kvpack"):
             serve.random_model(shape, None, "cpu", None)
     for shape in serve.SHAPES.keys() - hybrids:
         config = serve._config(shape, None)

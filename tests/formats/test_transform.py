@@ -201,7 +201,7 @@ def test_an_unsuitable_basis_is_refused(basis: Basis, tmp_path: Path) -> None:
     with pytest.raises(OutOfBounds, match="no frames for the keys of layer 0"):
         kvpack.pack(pairs(3), kvpack.Recipe("transform-4", Basis.of_bytes(random_basis(SHAPES, 2))))
     codec = transform_of(basis, 0, "k", 20)
-    with pytest.raises(MissingBasis, match=r"keys of layer 0 of the basis [0-9a-f]{64} are needed, but were not passed"):
+    with pytest.raises(MissingBasis, match=r"keys of layer 0 of the basis [0-9a-f]{64} are needed, but no basis was passed"):
         codec.encode(torch.zeros(1, 2, 1, 32))
 
 

@@ -161,7 +161,7 @@ def test_unsupported_options_are_left_to_formats() -> None:
 
 def test_the_basis_must_have_as_many_heads() -> None:
     codec, x = klt(32, bytes([3, 1])), values(32, "float32", 1, 9)
-    with pytest.raises(MissingBasis, match="were not passed"):
+    with pytest.raises(MissingBasis, match="no basis was passed"):
         encoded(replace(codec, source=None), x)
     with pytest.raises(InvalidParameter, match="the basis is for 2 heads, but the values have 1"):
         encoded(codec, x[:, :1])

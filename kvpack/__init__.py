@@ -80,7 +80,7 @@ _HOMES = {
 """Module of each public name, except errors, which are all in ``errors``."""
 
 _MODULES = ("errors", "formats", "pages")
-"""Public modules."""
+"""Names of the public modules."""
 
 __all__ = [
     "PRESETS",

@@ -30,16 +30,18 @@ QUERIES_AT_A_TIME = 1024
 """Maximum number of queries per head in one pass over the layer. Longer chunks take several passes."""
 
 MAX_RUNS = 1 << 14
-"""Maximum number of runs in keys or values for which kernels are planned. A plan takes about 1 kB per run."""
+"""Maximum number of runs in a layer's keys or values for which kernels are planned. A plan takes about 1 kB per run."""
 
 MAX_KINDS = 64
 """Maximum number of entries in ``_checked_options``."""
 
 _checked_options: dict[Any, Any] = {}
-"""Checked options of calls with many queries. The key contains everything on which the checks depend; layers of one kind share entries."""
+"""Options of calls with many queries that have passed the checks. The key contains everything on which the checks depend, so layers of the
+same kind share an entry.
+"""
 
 _prepared_calls: WeakKeyDictionary[Layer, dict[Any, Callable[..., torch.Tensor]]] = WeakKeyDictionary()
-"""Prepared calls of each layer. The key contains everything on which their checks depend."""
+"""Prepared calls of each layer, by everything on which their checks depend."""
 
 _cpu_calls: WeakKeyDictionary[Layer, PreparedAttention | None] = WeakKeyDictionary()
 """Prepared C kernel calls by layer, or None if the C kernels do not support the layer."""
@@ -130,7 +132,7 @@ def attend(
 
 
 def _prepared_call(q: torch.Tensor, layer: Layer, request: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return the prepared call for a layer, or None if no layer of the same kind has passed the checks yet."""
+    """Return a prepared call for a layer, or None if no layer of the same kind has passed the checks yet."""
     if not _checked_options or layer.k is None or layer.v is None:
         return None
     from kvpack.kernels.attend import layer_sharing, many_queries
@@ -145,7 +147,10 @@ def _prepared_call(q: torch.Tensor, layer: Layer, request: Any) -> Callable[[tor
 
 
 def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]], device: torch.device) -> None:
-    """Prepare the runs of all ``layers`` of a model together, before calls with many queries on ``device``."""
+    """Prepare the runs of all layers of a model for calls with many queries on ``device``.
+
+    ``layers`` contains the runs of keys and of values of each layer. Preparing all layers together is faster than one by one.
+    """
     if dispatch.uses_triton(device):
         from kvpack.kernels.attend import layer_sharing
 
@@ -153,7 +158,10 @@ def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]], d
 
 
 def _remember_options(layer: Layer, request: Any, options: Any, kernels: ModuleType) -> None:
-    """Let layers of the same kind as ``layer`` skip the checks in calls with many queries. Other calls are prepared per layer."""
+    """Store the checked options, so that other layers of the same kind skip the checks in calls with many queries.
+
+    Other calls are prepared separately for each layer, and nothing is stored for them.
+    """
     from kvpack.kernels.attend import layer_sharing, many_queries
 
     if kernels is many_queries and (kind := layer_sharing.kind_key(layer)) is not None:
@@ -265,7 +273,7 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
 
 
 def _check_window(queries: int, layer: Layer, sliding_window: int | None, lengths: object) -> None:
-    """Raise InvalidParameter if a query sees tokens that the layer has skipped."""
+    """Raise InvalidParameter if a query needs tokens that the layer has skipped."""
     if not layer.skipped:
         return
     contents = f"the layer has only tokens [{layer.skipped}:{layer.seen_tokens}] of its cache"
@@ -291,9 +299,10 @@ def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> Non
 
 
 def checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, batch: int, skipped: int, tokens: int) -> torch.Tensor | None:
-    """Convert ``lengths`` or ``starts`` to a tensor of numbers from 0 to ``tokens``. Tensors on a device are clamped.
+    """Convert ``lengths`` or ``starts`` to an integer tensor with values from 0 to ``tokens``, or return None if it is None.
 
-    The caller's ``numbers`` include the ``skipped`` tokens of the layer; the numbers in the result do not.
+    The caller's ``numbers`` count the layer's ``skipped`` tokens; the returned ones do not. Numbers in host memory are checked, and numbers
+    on a device are clamped.
     """
     if numbers is None:
         return None

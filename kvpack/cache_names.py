@@ -13,13 +13,13 @@ NAMES = ("cache", "past_key_values", "layer_past")
 
 
 def cache_argument(model: Callable[..., Any], cache: Any) -> dict[str, Any]:
-    """Return the keyword argument that passes ``cache`` to ``model`` or to its ``generate``."""
+    """Return the keyword argument that passes ``cache`` to ``model``'s forward or ``generate``."""
     parameters = inspect.signature(getattr(model, "forward", model)).parameters
     return {next((name for name in NAMES if name in parameters), NAMES[0]): cache}
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """Return the cache among a call's ``arguments``, or None if they contain none."""
+    """Return the cache among a call's keyword arguments, or None if there is none."""
     for name in NAMES:
         if (cache := arguments.get(name)) is not None:
             return cache

@@ -56,7 +56,7 @@ BROKEN_PIPE = 141
 
 
 class _Version(argparse.Action):
-    """The option ``--version``, which prints the version and the backend of each kind of device."""
+    """The option ``--version``, which prints the version and each device's backend."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
@@ -86,7 +86,7 @@ class _Import(argparse.Action):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser for the whole command line."""
+    """Return the argument parser for all commands."""
     result = Parser(
         prog="kvpack",
         description="Compressed KV caches as files.",
@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, parser: Callable[[], argparse.ArgumentParser] = parser) -> int:
-    """Run one command of ``parser`` and return its exit code.
+    """Parse and run one command, and return its exit code.
 
     The exit code is 0, the error's ``exit_code``, 130 after Ctrl-C, or 141 after a closed pipe. An error's message is printed to standard
     error as ``kvpack: <message>``, with control characters escaped.

@@ -72,7 +72,7 @@ class Lossless(CodecChoice):
 
 
 class Group(CodecChoice):
-    """Integer codes with a scale and an offset per group of values (KIVI, OScaR, QuaRot)."""
+    """Integer codes with a scale and an offset for each group of values (KIVI, OScaR, QuaRot)."""
 
     id = "group"
     long_names: ClassVar[dict[str, str]] = {"bits": "b", "group": "g"}
@@ -85,21 +85,21 @@ class Minifloat(CodecChoice):
 
 
 class Scalar(CodecChoice):
-    """Rotated vectors, with each coordinate quantized by a table (TurboQuant)."""
+    """Rotated vectors whose coordinates are quantized with a lookup table (TurboQuant)."""
 
     id = "scalar"
     long_names: ClassVar[dict[str, str]] = {"bits": "b"}
 
 
 class Octahedral(CodecChoice):
-    """Rotated vectors, with triplets quantized as directions on an octahedron (OCTOPUS)."""
+    """Rotated vectors whose triplets are quantized as directions on an octahedron (OCTOPUS)."""
 
     id = "octahedral"
     long_names: ClassVar[dict[str, str]] = {"bits": "b"}
 
 
 class Angle(CodecChoice):
-    """Rotated vectors, with pairs quantized as angles and norms (TurboAngle)."""
+    """Rotated vectors whose pairs are quantized as an angle and a norm (TurboAngle)."""
 
     id = "angle"
     long_names: ClassVar[dict[str, str]] = {"bins": "n"}
@@ -113,20 +113,20 @@ class Polar(CodecChoice):
 
 
 class Quaternion(CodecChoice):
-    """Quadruples quantized by a codebook of quaternions, and a radius (HQMQ)."""
+    """Quadruples quantized as a quaternion from a codebook and a radius (HQMQ)."""
 
     id = "quaternion"
     long_names: ClassVar[dict[str, str]] = {"secondary": "s", "radius_bits": "r"}
 
 
 class Klt(CodecChoice):
-    """Projections on a calibrated basis, quantized with a width per column. The recipe needs a basis."""
+    """Projections onto a calibrated basis, with a bit width for each column. The recipe needs a basis."""
 
     id = "klt"
 
 
 class Transform(CodecChoice):
-    """Projections on calibrated frames, quantized in steps and entropy-coded. The recipe needs a basis."""
+    """Projections onto calibrated frames, quantized with a step size and entropy-coded. The recipe needs a basis."""
 
     id = "transform"
 

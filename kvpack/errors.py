@@ -1,12 +1,13 @@
-"""All error classes: ``kvpack.errors.DigestMismatch`` is also ``kvpack.DigestMismatch``.
+"""All error classes. ``kvpack.errors.DigestMismatch`` is also ``kvpack.DigestMismatch``.
 
-All errors are subclasses of ``KvpackError``. Its ``exit_code`` is that of the command line:
+All errors are subclasses of ``KvpackError``, with an ``exit_code`` for the command line:
 
-3. the system refused: a file is missing or cannot be read or written, the disk is full, or there is too little memory 2. the request is
-invalid: an unknown recipe, or a shape or dtype that is not supported 1. a file was rejected: it is damaged, truncated, of another kind, or
-from a newer version 0. no error
+- 3: a file is missing or cannot be read or written, the disk is full, or there is too little memory
+- 2: the request is invalid, such as an unknown recipe, or a shape or dtype that is not supported
+- 1: a file was rejected: it is damaged, truncated, of another kind, or from a newer version
+- 0: no error
 
-A command that checks several files exits with the worst code, in this order. 3 is the worst, because the file was not checked at all.
+A command that checks several files exits with the highest of their codes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 WORST_FIRST = (3, 2, 1, 0)
-"""Exit codes from worst to best. A command with several results exits with the first one that occurs."""
+"""Exit codes from worst to best. A command with several outcomes exits with the worst."""
 
 __all__ = [
     "WORST_FIRST",
@@ -70,6 +71,6 @@ class RoundedWarning(UserWarning):
 
 
 def worst_exit_code(codes: Iterable[int]) -> int:
-    """Return the worst of ``codes``, the exit codes of a command's parts, or 0 if there are none."""
+    """Return the worst of ``codes``, the exit codes for parts of a command, or 0 if it is empty."""
     result = {0, *codes}
     return next(code for code in WORST_FIRST if code in result)

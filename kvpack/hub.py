@@ -1,4 +1,4 @@
-"""Lookup of a model's folder: a path, or a name on the hub, whose files are in huggingface_hub's cache."""
+"""Lookup of a model's folder by its path, or by its name on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 def model_folder(model: str | os.PathLike[str], *, weights: bool = True, revision: str | None = None) -> Path:
     """Return the folder of ``model``, which is a path or a name on the hub.
 
-    A name selects ``revision``, or the newest one in huggingface_hub's cache. A model that is not in the cache is downloaded unless
-    HF_HUB_OFFLINE is set; without ``weights``, only its configuration. Raises MissingFile with the download command in its message, and
-    MissingPackage if huggingface_hub is not installed.
+    A name selects ``revision``, or by default the newest revision in huggingface_hub's cache. A model that is not in the cache is
+    downloaded, unless HF_HUB_OFFLINE is set. If ``weights`` is False, only the configuration is downloaded. Raises MissingFile, with the
+    download command in its message, and MissingPackage if huggingface_hub is not installed.
     """
     folder = Path(model)
     if (folder / "config.json").is_file():
@@ -49,7 +49,7 @@ def _is_complete(folder: Path, weights: bool) -> bool:
 
 
 def _has_weights(folder: Path, pattern: str) -> bool:
-    """Return True if ``folder`` has all weight files that match ``pattern``. If there is an index, all files listed there must exist."""
+    """Return True if ``folder`` has all weight files that match ``pattern``. If there is an index, all files that it lists must exist."""
     for index in folder.glob(f"{pattern}.index.json"):
         try:
             return all((folder / part).is_file() for part in json.loads(index.read_bytes())["weight_map"].values())
@@ -80,7 +80,7 @@ def _download(name: str, weights: bool, revision: str | None) -> Path:
 
 
 def _network_errors(hub: Any) -> tuple[type[Exception], ...]:
-    """Return the errors that requests raise without a network. The HTTP library depends on huggingface_hub's version."""
+    """Return the errors that requests raise if there is no network. They depend on the HTTP library that huggingface_hub uses."""
     error = hub.errors.HfHubHTTPError
     return tuple(base for base in error.__mro__ if base.__name__ == "HTTPError")
 

@@ -1,4 +1,4 @@
-"""Loading of language models for commands: from a transformers folder, from the hub, or the demo's own."""
+"""Loading of language models for commands: from a folder, from the hub, or the demo's own model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdp
 
 @contextlib.contextmanager
 def model_folder(path: str | os.PathLike[str] | None = None) -> Iterator[Path]:
-    """Yield the folder of a transformers model, given as a folder or a name on the hub, or None for the demo's model. Raises MissingFile.
+    """Yield the folder of a transformers model. Raises MissingFile.
+
+    ``path`` is a folder, a name on the hub, or None for the demo's model.
     """
     if path is None:
         with as_file(files("kvpack.demo") / "tinylm") as folder:
@@ -71,7 +73,7 @@ class ByteTokenizer:
     is_fast = True
 
     def __call__(self, text: str, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False) -> dict[str, Any]:
-        """Return the ids of ``text`` as ``input_ids``, and on request their character ranges as ``offset_mapping``."""
+        """Return the ids of ``text`` as ``input_ids`` and, if requested, the character range of each id as ``offset_mapping``."""
         data = [(byte, number) for number, char in enumerate(text) for byte in char.encode(errors="replace")]
         first = [BOS] if add_special_tokens else []
         result: dict[str, Any] = {"input_ids": [*first, *(byte for byte, _ in data)]}
@@ -92,7 +94,8 @@ def load_tokenizer(folder: Path) -> Any | None:
 
 
 class LayerShape(NamedTuple):
-    """The shape of a layer's keys and values: number of heads, both head dims, and the sliding window (None for none)."""
+    """The shape of a layer's keys and values: the number of heads, both head dims, and the sliding window, or None if there is no window.
+    """
 
     heads: int
     dim_k: int
@@ -101,10 +104,10 @@ class LayerShape(NamedTuple):
 
 
 def cache_shapes(path: str | os.PathLike[str]) -> list[LayerShape | None]:
-    """Return the shape of each layer's keys and values in a model's caches, or None for a layer without them.
+    """Return the shape of the keys and values that a model caches in each layer, or None for a layer that caches none.
 
-    ``path`` is a folder or a name on the hub. Only the configuration is read. To find the shapes, a model without weights computes one
-    token. Raises MissingFile, MissingPackage, and InvalidParameter if transformers cannot create a decoder from the configuration.
+    ``path`` is a folder or a name on the hub. Only the configuration is read: a model without weights computes one token on the meta
+    device. Raises MissingFile, MissingPackage, and InvalidParameter if transformers cannot create a decoder from the configuration.
     """
     library = transformers_library()
     folder = hub.model_folder(path, weights=False)
@@ -135,7 +138,7 @@ def demo_text() -> bytes:
 
 
 def transformers_library() -> Any:
-    """Return the module transformers, with progress bars disabled. Raises MissingPackage if it is missing or too old."""
+    """Return the transformers module, with progress bars disabled. Raises MissingPackage if it is missing or too old."""
     transformers = installed()
     transformers.utils.logging.disable_progress_bar()
     return transformers

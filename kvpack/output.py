@@ -1,4 +1,4 @@
-"""Output of commands: JSON, or tables and progress bars with rich, which is imported only when needed."""
+"""Output of commands: JSON, tables and progress bars. The library rich is imported only when needed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def print_json(value: Any) -> None:
 
 
 def print_report(report: dict[str, Any], show: Callable[[dict[str, Any]], None] | str, arguments: argparse.Namespace) -> int:
-    """Print a report as JSON if ``--json`` is set; otherwise call ``show``, or print it if it is text. Returns the exit code 0."""
+    """Print ``report`` as JSON if ``--json`` is set. Otherwise, print ``show`` if it is text, or call it with the report. Returns exit code
+    0.
+    """
     if arguments.json:
         print_json(report)
     elif isinstance(show, str):
@@ -72,7 +74,10 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def _shrink(widths: list[int], minimums: Sequence[int], available: int) -> None:
-    """Reduce the first ``widths``, starting with the widest, but not below their ``minimums``, to fit ``available`` characters in total."""
+    """Reduce ``widths`` in place, widest first, until they add up to ``available`` characters.
+
+    Only the first widths, which have ``minimums``, are reduced, and none below its minimum.
+    """
     for _ in range(sum(widths) - available):
         spare = [(width, number) for number, (width, limit) in enumerate(zip(widths, minimums, strict=False)) if width > limit]
         if not spare:
@@ -82,7 +87,7 @@ def _shrink(widths: list[int], minimums: Sequence[int], available: int) -> None:
 
 @contextlib.contextmanager
 def progress(label: str, arguments: argparse.Namespace) -> Iterator[Progress | None]:
-    """Show a progress bar on standard error and yield its callback. With ``--json`` or without a terminal, yield None."""
+    """Show a progress bar on standard error, and yield the function that updates it. With ``--json`` or without a terminal, yield None."""
     if arguments.json or not sys.stderr.isatty():
         yield None
         return
@@ -97,7 +102,7 @@ def progress(label: str, arguments: argparse.Namespace) -> Iterator[Progress | N
 
 
 def step_counter(progress: Progress | None, total: int, done: int = 0) -> Callable[[], None]:
-    """Return a function that reports one more step to ``progress`` per call. ``done`` of ``total`` steps are already done."""
+    """Return a function that reports one more completed step to ``progress`` per call. ``done`` of ``total`` steps are already complete."""
 
     def step() -> None:
         nonlocal done
@@ -114,7 +119,8 @@ def bytes_text(count: int) -> str:
 
 
 def format_count(count: int, noun: str, plural: str = "") -> str:
-    """Return ``count`` with thousands separators, followed by ``noun`` or its ``plural``. The default plural ends with an s."""
+    """Return ``count`` with thousands separators, followed by ``noun`` or, unless ``count`` is 1, its plural (``noun`` plus s by default).
+    """
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 

@@ -1,4 +1,4 @@
-"""Locks that are unlocked in a forked child, even if a thread of the parent held them."""
+"""Locks that a forked child can acquire even if another thread of the parent held them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 
 
 class Lock:
-    """A ``threading.Lock`` that is replaced by a new one in a forked child."""
+    """A lock like ``threading.Lock`` that is free again in a forked child."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,6 +1,6 @@
-"""Mapping of files, and queries of the page cache.
+"""Memory mapping of files, and queries of the page cache.
 
-Unlike ``mmap.mmap``, ``map_file`` does not keep the file's descriptor open, because a long prefix has many files.
+Unlike ``mmap.mmap``, ``map_file`` does not keep the file's descriptor open, because a long prefix consists of many files.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ _LIBC.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 _FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_READ = 22
-"""Advice to map all pages at once (Linux 5.14 and later)."""
+"""Value of MADV_POPULATE_READ, which maps all pages in one call (Linux 5.14 and later)."""
 _UNKNOWN_ADVICE = 22
-"""EINVAL, the error of older kernels."""
+"""Value of EINVAL, the error that older kernels return for MADV_POPULATE_READ."""
 _LOWEST_BITS = bytes(number & 1 for number in range(256))
 
 _DEFAULT_MAX_MAPPINGS = 65_530
 _MAPPING_DIVISOR = 4
-"""Divisor of the process's number of allowed mappings. kvpack uses at most this share, because threads and allocators need mappings, too.
-"""
+"""Fraction of the process's allowed mappings that kvpack uses (1/4). Threads and allocators need mappings, too."""
 _MAPPED: set[int] = set()
-"""Addresses of the mappings in use. Changing a set needs no lock, which a finalizer could not wait for."""
+"""Addresses of the mappings in use. Changing a set needs no lock; a finalizer must not wait for one."""
 
 
 class _Mapping:
-    """A mapping of a file, which is unmapped when the last reference is gone."""
+    """A mapping of a file. The file is unmapped when the last reference is gone."""
 
     def __init__(self, address: int, size: int) -> None:
         self._address, self._size = address, size
@@ -46,7 +45,7 @@ class _Mapping:
 
 @functools.cache
 def max_mappings() -> int:
-    """Return the maximum number of files that kvpack maps at a time: a share of the system's limit per process."""
+    """Return the maximum number of files that kvpack maps at the same time, a fraction of the system's limit per process."""
     try:
         with open("/proc/sys/vm/max_map_count", "rb") as file:
             return int(file.read(32)) // _MAPPING_DIVISOR
@@ -55,14 +54,15 @@ def max_mappings() -> int:
 
 
 def may_map() -> bool:
-    """Return True if another file may be mapped. Otherwise it must be read."""
+    """Return True if one more file may be mapped. Otherwise, the file must be read."""
     return len(_MAPPED) < max_mappings()
 
 
 def map_file(descriptor: int, size: int) -> memoryview:
-    """Map the first ``size`` bytes (at least 1) of an open file. The mapping is writable and private: writes do not change the file.
+    """Map the first ``size`` bytes (at least 1) of an open file into private memory, and return that memory.
 
-    All pages are mapped at once, so that a disk error raises OSError now instead of a signal later.
+    The memory is writable, but writes do not change the file. All pages are mapped immediately, so that a disk error raises OSError now
+    instead of causing a signal later.
     """
     address = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, descriptor, 0)
     if address is None or address == _FAILED:
@@ -76,10 +76,10 @@ def map_file(descriptor: int, size: int) -> memoryview:
 
 
 def populate(address: int, size: int) -> None:
-    """Fault in ``size`` bytes of a mapping from ``address``, which must be page-aligned, without blocking other threads.
+    """Map ``size`` bytes of an existing mapping, from page-aligned ``address`` on, into memory without blocking other threads.
 
-    Reading them from disk all at once is faster than page by page. Older kernels map pages on first use. Raises OSError if pages cannot be
-    read.
+    Reading many pages from disk in one call is faster than page by page. Older kernels ignore the call, and map pages on first use. Raises
+    OSError if pages cannot be read.
     """
     if _LIBC.madvise(address, size, _MADV_POPULATE_READ) and ctypes.get_errno() != _UNKNOWN_ADVICE:
         raise _last_error()
@@ -88,7 +88,7 @@ def populate(address: int, size: int) -> None:
 def is_cold(descriptor: int, begin: int, end: int) -> bool:
     """Return True if less than half of bytes ``[begin, end)`` of an open file are in the page cache, or False if that is unknown.
 
-    Linux reports it only for files that the user owns or may write to.
+    Linux reports cached pages only for files that the user owns or may write to.
     """
     begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
     size = end - begin

@@ -1,8 +1,8 @@
-"""Memory for large results on the CPU, allocated outside the heap and in huge pages if the system has them.
+"""Memory for large tensors on the CPU, allocated outside the heap and in huge pages if the system has them.
 
-Most of the time for writing to new memory is spent on page faults: 0.4 to 0.7 ms per MiB with small pages, and 0.1 ms with huge ones. The
-heap uses huge pages only within a single result, and then keeps them for other allocations of the process. The memory of a freed pack is
-reused by the next one unless the system has reclaimed it.
+Page faults take most of the time of writing to new memory: 0.4 to 0.7 ms per MiB with small pages, and 0.1 ms with huge ones. The heap uses
+huge pages only within a single tensor, and then keeps them for other allocations of the process. The memory of a freed pack is reused by
+the next one, unless the system has reclaimed it.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MIN_OWN_MEMORY_BYTES = 1 << 22
-"""Minimum size in bytes of a result that gets its own memory."""
+"""Minimum size in bytes of a tensor that is allocated outside the heap."""
 
 MIN_ARENA_BYTES = 1 << 16
-"""Minimum size in bytes of a result in a shared arena. Smaller results are on the heap."""
+"""Minimum size in bytes of a tensor that is allocated in a shared arena. Smaller tensors are on the heap."""
 
 HUGE_PAGE_BYTES = 1 << 21
-"""Size of a huge page in bytes on the processors for which there are C kernels."""
+"""Size of a huge page in bytes on the processors that the C kernels support."""
 
 _PIECE_BYTES = 1 << 26
 _ALIGNMENT = 64
 
 
 _spare: deque[mmap.mmap] = deque(maxlen=1)
-"""A block of ``_PIECE_BYTES`` that no result uses anymore."""
+"""A block of ``_PIECE_BYTES`` bytes that no tensor uses anymore."""
 
 
 class _Block:
-    """A block of memory from which results are allocated in order. It is freed together with the last of them."""
+    """A block of memory from which tensors are allocated in order. It is freed together with the last of them."""
 
     def __init__(self, nbytes: int) -> None:
         memory = _take_spare() if nbytes == _PIECE_BYTES else None
@@ -54,7 +54,7 @@ class _Block:
         self._end = self._at + nbytes
 
     def take(self, values: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Allocate the next ``values`` values. Returns None if they do not fit."""
+        """Allocate the next ``values`` values as a tensor ``[value]``. Returns None if they do not fit in the block."""
         nbytes = values * dtype.itemsize
         if nbytes > self._end - self._at:
             return None
@@ -82,7 +82,10 @@ _pieces: ContextVar[list[_Block] | None] = ContextVar("kvpack_pieces_of_memory",
 
 @contextlib.contextmanager
 def shared_arena(values: int) -> Iterator[None]:
-    """Within this context, allocate results next to each other if ``values`` 16-bit values take at least ``MIN_OWN_MEMORY_BYTES``."""
+    """Within this context, allocate large tensors next to each other.
+
+    ``values`` is the number of 16-bit values expected in all tensors. If they take less than ``MIN_OWN_MEMORY_BYTES``, nothing changes.
+    """
     if 2 * values < MIN_OWN_MEMORY_BYTES or _pieces.get() is not None:
         yield
         return
@@ -94,7 +97,7 @@ def shared_arena(values: int) -> Iterator[None]:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return ``torch.empty(shape, dtype=dtype, device=device)``. A large result on the CPU cannot be resized."""
+    """Return an uninitialized tensor, like ``torch.empty``. A large tensor on the CPU cannot be resized."""
     values, pieces = torch.Size(shape).numel(), _pieces.get()
     nbytes = values * dtype.itemsize
     if device.type == "cpu" and nbytes >= (MIN_OWN_MEMORY_BYTES if pieces is None else MIN_ARENA_BYTES) and hasattr(mmap, "MADV_HUGEPAGE"):

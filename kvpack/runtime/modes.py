@@ -17,7 +17,7 @@ def float32_no_grad(device: torch.device) -> AbstractContextManager[None]:
     """Return a context for encoding and decoding on ``device`` in true float32, with ordinary tensors and without gradients.
 
     Autocast would round rotations to bfloat16. Tensors created in inference mode cannot be used later by other threads or by autograd. A
-    cache with gradients would keep everything alive that its model computed. The precision of products is a global setting, which
+    cache that requires gradients would keep its model's activations alive. The precision of matrix products is a global setting, which
     ``formats.products`` handles.
     """
     if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type) or flushes_subnormals():
@@ -34,7 +34,7 @@ def writable(tensor: torch.Tensor) -> AbstractContextManager[None]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which float32 products are computed in float32, and subnormal numbers are kept."""
+    """Return a context without autocast, so that float32 products stay in float32, and without flushing of subnormal numbers to 0."""
     autocast = torch.is_autocast_enabled(device.type)
     if flushes_subnormals():
         return _keep_subnormals(torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext())
@@ -46,9 +46,9 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 
 
 def flushes_subnormals() -> bool:
-    """Return True if the calling thread replaces subnormal numbers by 0, as after ``torch.set_flush_denormal(True)``.
+    """Return True if the calling thread flushes subnormal numbers to 0, as after ``torch.set_flush_denormal(True)``.
 
-    The setting is per thread, and is inherited by threads that the thread starts. PyTorch has no function that returns it.
+    The setting is per thread, and new threads inherit it. PyTorch has no function that returns it.
     """
     return _MIN_NORMAL * 0.5 == 0.0
 

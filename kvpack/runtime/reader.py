@@ -1,4 +1,4 @@
-"""Reading of files with several threads, and directly from disk."""
+"""Multithreaded reading of files, with or without the page cache."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MIN_DIRECT_BYTES = 2**24
-"""Minimum size in bytes of a file that is read directly. For smaller files, the page cache is as fast."""
+"""Minimum size in bytes of a file whose reads bypass the page cache. For smaller files, the page cache is as fast."""
 _PIECE_BYTES, _THREADS = 2**21, 8
-"""Size of a direct read in bytes, and number of reading threads, which mostly wait for the disk."""
+"""Size in bytes of one direct read, and number of threads. The threads mostly wait for the disk."""
 _MILLISECONDS = 100
-"""Maximum duration of a wait in milliseconds, after which Python can run signal handlers."""
+"""Maximum duration of one wait, in milliseconds. Between waits, Python can run signal handlers."""
 
 
 BLOCK = 4096
-"""Block size in bytes of direct reads, in the file and in memory. For disks with larger blocks, which are rare, the page cache is used."""
+"""Alignment in bytes of direct reads, in the file and in memory. Disks with larger blocks are rare; for them, the page cache is used."""
 
 
 def open_direct(descriptor: int) -> int | None:
@@ -46,10 +46,10 @@ def open_direct(descriptor: int) -> int | None:
 
 
 class ColdRead:
-    """Reads the first ``size`` bytes of an open file into ``memory``, in several threads and in order. ``data`` contains these bytes.
+    """Reads the first ``size`` bytes of an open file into ``memory``, in order, with several threads.
 
-    If possible, reads bypass the page cache, using ``direct``, a descriptor from ``open_direct``, which is closed at the end. ``close``
-    waits for running reads. Until then, the descriptor must stay open.
+    ``data`` is a view of these bytes. ``direct`` is a descriptor from ``open_direct``; reads use it to bypass the page cache, and fall back
+    to ``descriptor`` if it fails. ``close`` waits for running reads and closes ``direct``. Until then, ``descriptor`` must stay open.
     """
 
     def __init__(self, descriptor: int, size: int, direct: int, memory: memoryview) -> None:
@@ -76,9 +76,9 @@ class ColdRead:
         return min(begin, self._size)
 
     def wait(self, end: int) -> int:
-        """Wait for the bytes before ``end``. Returns the end of the bytes that have arrived, which is lower if the file ended.
+        """Wait until the bytes before ``end`` have arrived, and return how far the file has been read.
 
-        Raises OSError.
+        The returned offset is lower than ``end`` if the file is shorter. Raises OSError.
         """
         while self._reached < end and not self._is_short:
             expected = min(self._reached + _PIECE_BYTES, self._size)
@@ -87,7 +87,7 @@ class ColdRead:
         return self._reached
 
     def close(self) -> None:
-        """Wait for running reads, drop those not started, and close the direct descriptor."""
+        """Wait for running reads, cancel those not started, and close the direct descriptor."""
         self._ends.close()
         direct, self._direct = self._direct, -1
         if direct >= 0:
@@ -97,9 +97,9 @@ class ColdRead:
 
 
 def read_cold(descriptor: int, size: int) -> ColdRead | None:
-    """Start reading the first ``size`` bytes of an open file directly from disk into new memory, if they are not in the page cache.
+    """Start reading the first ``size`` bytes of an open file into new memory, bypassing the page cache.
 
-    Returns None if the page cache should be used, because at least half of the file is in it, the file is small, or direct reads fail.
+    Returns None if the page cache should be used instead: the file is small, at least half of it is cached, or direct reads fail.
     """
     if size < MIN_DIRECT_BYTES or not is_cold(descriptor, 0, size) or (direct := open_direct(descriptor)) is None:
         return None
@@ -112,7 +112,7 @@ def read_cold(descriptor: int, size: int) -> ColdRead | None:
 
 
 def new_memory(size: int) -> memoryview:
-    """Return zeroed memory of at least ``size`` bytes for direct reads. Raises OSError if there is not enough."""
+    """Return at least ``size`` bytes of zeroed memory for direct reads. Raises OSError if there is not enough memory."""
     return memoryview(mmap.mmap(-1, -(-size // BLOCK) * BLOCK))
 
 
@@ -130,14 +130,15 @@ def declare(library: ctypes.CDLL) -> None:
 
 
 class Reader:
-    """Reads ranges of an open file in C threads, in order.
+    """Reads ranges of an open file in order, with C threads.
 
-    Each of ``reads`` is an offset, a number of bytes and a target address. Threads share each read in pieces of up to ``piece_bytes``. With
-    ``direct``, a descriptor from ``open_direct`` that is closed at the end, reads bypass the page cache. Reads and pieces must then begin
-    at multiples of ``BLOCK`` in the file and in memory, and whole blocks are written.
+    Each of ``reads`` is an offset, a number of bytes and a target address. Threads share each read in pieces of up to ``piece_bytes``. If
+    ``direct``, a descriptor from ``open_direct``, is passed, reads bypass the page cache. Reads and pieces must then begin at multiples of
+    ``BLOCK`` in the file and in memory, and whole blocks are written.
 
-    No read starts before ``allow``. Use the reader as a context manager. Until it exits, the descriptor is read, and ``memory``, which
-    contains the addresses, is kept alive and written to. Raises MemoryError if no thread can be started.
+    No read starts until ``allow`` is called. Use the reader as a context manager. Until it exits, the file's descriptor must stay open, and
+    ``memory``, which contains the target addresses, is kept alive and written to. The reader closes ``direct``. Raises MemoryError if no
+    thread can be started.
     """
 
     def __init__(
@@ -174,11 +175,11 @@ class Reader:
     __del__ = _stop
 
     def allow(self, stop: int) -> None:
-        """Allow the reads with numbers below ``stop`` to start."""
+        """Allow all reads whose index is below ``stop`` to start."""
         self._library.kvpack_reader_allow(self._reader, stop)
 
     def wait(self, number: int) -> bool:
-        """Wait for all reads up to number ``number``. Returns True if that read got all of its bytes."""
+        """Wait for all reads up to index ``number``. Returns True if the last of them read all of its bytes."""
         while not self._library.kvpack_reader_wait(self._reader, number + 1, _MILLISECONDS):
             continue
         return not self._reads[number].failed

@@ -1,7 +1,7 @@
-"""Threads for concurrent calls, without waiting for threads to start.
+"""Concurrent calls that do not wait for threads to start.
 
-``threading.Thread.start``, which ThreadPoolExecutor uses, waits for the new thread. If memory runs out before the thread runs, it waits
-forever. Here, the thread that requests a result makes the call itself if no other thread has started it.
+``threading.Thread.start``, which ThreadPoolExecutor uses, waits for the new thread to run, and waits forever if memory runs out first.
+Here, the thread that requests a result makes the call itself if no other thread has started it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Result = TypeVar("Result")
 
 
 def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: int, waiting: int = 0) -> Generator[Result, None, None]:
-    """Yield ``call(item)`` for each item, in order, with up to ``at_once`` concurrent calls, and ``waiting`` more items fetched ahead.
+    """Yield ``call(item)`` for each item, in order, with up to ``at_once`` concurrent calls.
 
-    If ``waiting`` is 0, idle threads wait until the next result is requested. Closing the iterator waits for running calls, and drops calls
-    that have not started.
+    ``waiting`` more items are fetched ahead. If it is 0, idle threads wait until the next result is requested. Closing the iterator waits
+    for running calls and cancels calls that have not started.
     """
     remaining = iter(items)
     jobs = deque(map(_Job, islice(remaining, at_once + waiting)))
@@ -50,7 +50,10 @@ def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: 
 
 
 class StartedCalls(Generic[Item, Result]):
-    """Calls ``call(item)`` for each item in up to ``at_once`` threads. Threads that wait make calls that no thread has started."""
+    """Calls ``call(item)`` for each item, in up to ``at_once`` threads.
+
+    A thread that waits for the results makes the calls that no other thread has started.
+    """
 
     def __init__(self, call: Callable[[Item], Result], items: Iterable[Item], at_once: int) -> None:
         self._jobs = [_Job(item) for item in items]
@@ -67,7 +70,7 @@ class StartedCalls(Generic[Item, Result]):
         return self._call(item)
 
     def wait(self) -> None:
-        """Wait for all calls without raising their errors, and release arguments that only the calls need."""
+        """Wait for all calls without raising their errors, and release the arguments that only the calls need."""
         if self._call is not None:
             for job in self._jobs:
                 job.run(self._call_item)
@@ -122,7 +125,7 @@ class _Job:
 
 
 def _start_threads(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None], count: int) -> int:
-    """Start up to ``count`` threads that run jobs from ``queue``, and return the number that the system allowed."""
+    """Start up to ``count`` threads that run jobs from ``queue``, and return the number of threads that the system allowed."""
     for started in range(count):
         try:
             _thread.start_new_thread(_run_jobs, (call, queue))
@@ -142,7 +145,7 @@ def usable_cores() -> int:
 
 
 class WorkerThreads:
-    """A pool of ``count`` threads named ``name``, which start on first use. A forked child starts its own."""
+    """A pool of ``count`` threads named ``name``. Threads start on first use, and a forked child starts its own."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count, self._name = count, name
@@ -159,6 +162,6 @@ class WorkerThreads:
         return executor or self._pools.setdefault(os.getpid(), ThreadPoolExecutor(self._count, thread_name_prefix=self._name))
 
     def close(self) -> None:
-        """Wait for the threads' work and stop them. ``pool`` starts new ones."""
+        """Wait for running work, and stop the threads. The next use of ``pool`` starts new ones."""
         if (pool := self._pools.pop(os.getpid(), None)) is not None:
             pool.shutdown()

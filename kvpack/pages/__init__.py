@@ -1,8 +1,8 @@
 """Pages of serving engines: their geometry, their layout in an engine's memory, and the codec that converts them to rows and back.
 
 ``PageGeometry`` describes a page's shape, ``PageBuffer`` an engine's memory of pages, and ``PageLayout`` the arrangement of keys and values
-in it. ``PageCodec`` encodes pages to rows (packed pages of one size), and ``Minifloats`` describes values that an engine keeps in 8 or 4
-bits. ``kvpack.PageStore`` stores rows by the engine's own keys.
+in it. ``PageCodec`` encodes pages to rows (packed pages of one size), and ``Minifloats`` describes an engine's values of 8 or 4 bits.
+``kvpack.PageStore`` stores rows by the engine's own keys.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,9 @@
-"""Encoding and decoding, on a device, of lanes that no page kernel supports. Pages are gathered and coded as one batch.
+"""Encoding and decoding on a device for lanes that no page kernel supports.
 
-This handles codecs with channel scales, with a basis or with two widths, 8-bit values, and head dims that the page kernels do not support.
-Codecs choose scales and raw tokens for each page of the batch separately. For lanes that page kernels encode, this module counts the tokens
-that lose precision.
+Pages are gathered and coded as one batch. This handles codecs with channel scales, with a basis or with two widths, 8-bit values, and head
+dims that the page kernels do not support. Codecs choose scales and raw tokens separately for each page of the batch.
+
+For lanes that page kernels encode, this module counts the tokens that lose precision.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ if TYPE_CHECKING:
     from .lanes import Lane
 
 ALIGNED = 16
-"""Alignment, in bytes, of the distance between pages that kernels copy (``kernels.encode.rows.STREAM_ALIGNMENT``)."""
+"""Alignment in bytes of each page in a batch, which kernels require (``kernels.encode.rows.STREAM_ALIGNMENT``)."""
 
 MAX_BYTES = 64 << 20
-"""Maximum number of bytes of values in one batch. Codecs need a few times as much, and engines leave little memory."""
+"""Maximum number of bytes of values in one batch. Codecs need a few times as much memory, and engines leave little free."""
 
 
 def supports(codec: Codec) -> bool:
-    """Return True if a codec can be decoded safely on a device, where no damaged bits can make it read outside a table."""
+    """Return True if a codec can be decoded safely on a device: no damaged bits can make it read outside a table."""
     if isinstance(codec, Opaque):
         return False
     return all(isinstance(sidecar, FrameMap | ChannelScale | KeyMean | RawPositions) for sidecar in codec.sidecars) and all(
@@ -54,8 +55,8 @@ def supports(codec: Codec) -> bool:
 def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor, left_out: torch.Tensor) -> None:
     """Encode pages and write the streams of ``lane`` to ``rows``, uint8 ``[page, byte]``.
 
-    ``keys`` are the layers' keys. The counts of raw tokens without room, as in ``count_left_out``, are added to ``left_out``, int64
-    ``[2]``. Raises InvalidParameter and OutOfRange for any of the pages.
+    ``keys`` are the layers' keys. Adds the counts that ``count_left_out`` returns to ``left_out``, int64 ``[2]``. Raises InvalidParameter
+    and OutOfRange if any page is invalid.
     """
     for first, some in _slot_batches(lane, slots, torch.float32):
         x, key_norms, fit_errors = _measure(lane, layers, keys, some, rows.device)
@@ -83,12 +84,15 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
 
 
 def can_lose_precision(lane: Lane) -> bool:
-    """Return True if tokens of ``lane`` may lose precision, or cause others to, because its pages have no raw tokens."""
+    """Return True if some tokens of ``lane`` may lose precision, or cause others to, and its pages must be examined for them."""
     return lane.may_lose_precision or lane.raw_rule is not None
 
 
 def allocate_errors(lane: Lane, pages: int, device: torch.device) -> torch.Tensor | None:
-    """Return an uninitialized tensor for the errors of ``lanes.encode`` in ``pages`` pages, or None if they are not needed."""
+    """Return an uninitialized tensor for the errors that ``lanes.encode`` measures in ``pages`` pages, or None if they are not needed.
+
+    The tensor is float32 ``[page and layer, kv_head, token]``.
+    """
     if not lane.plain_codec.summary.direction_spread:
         return None
     return torch.empty(pages * lane.count, lane.geometry.heads, lane.geometry.tokens, dtype=torch.float32, device=device)
@@ -103,8 +107,8 @@ def suspect_pages(
 ) -> torch.Tensor:
     """Return a mask of the pages in which ``count_losses`` may find tokens, bool ``[page]``, without waiting for the device.
 
-    ``rows`` contain the encoded streams of ``lane``, whose pages have no raw tokens. ``norms`` and ``key_norms`` return the norms of its
-    values and of the keys, ``[page and layer, kv_head, token]``. ``errors`` are those that ``lanes.encode`` wrote.
+    ``rows`` contain the encoded streams of ``lane``, whose pages have no raw tokens. ``norms`` and ``key_norms`` return the norms of the
+    lane's vectors and of the keys, ``[page and layer, kv_head, token]``. ``errors`` are the errors that ``lanes.encode`` measured, or None.
     """
     codec, watched = lane.plain_codec, lane.raw_rule
     masks = []
@@ -126,9 +130,9 @@ def suspect_pages(
 
 
 def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
-    """Count the tokens that lose precision, or cause others to, in pages without raw tokens that have been encoded to ``rows``.
+    """Count the tokens that lose precision, or cause others to, in pages without raw tokens.
 
-    Returns int64 ``[2]``, as ``count_left_out`` does.
+    ``rows`` contain the pages in ``slots``, already encoded. Returns the counts of ``count_left_out``, int64 ``[2]``.
     """
     result = torch.zeros(2, dtype=torch.int64, device=rows.device)
     for first, some in _slot_batches(lane, slots, torch.float32):
@@ -145,10 +149,10 @@ def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int],
 def _measure(
     lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Gather the values of pages.
+    """Gather the values of the pages in ``slots``.
 
-    Returns them, ``[page and layer, kv_head, token, dim]``, with the norms of their keys and their fit errors. The norms are None if no raw
-    tokens are chosen. The fit errors (``token_norms.measure_fit_errors``) are None if no scales are shared.
+    Returns three tensors: the values ``[page and layer, kv_head, token, dim]``, the norms of the keys, and the fit errors of the values.
+    The norms are None if the lane has no raw tokens. The fit errors (``token_norms.measure_fit_errors``) are None if no scales are shared.
     """
     from kvpack.kernels.pages.lanes import gather
 
@@ -168,9 +172,10 @@ def _measure(
 def _encode(
     lane: Lane, x: torch.Tensor, codec_input: torch.Tensor, chosen: torch.Tensor | None, codec: Codec | None = None
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-    """Encode ``codec_input``, and return the streams and their ``excess_losses``.
+    """Encode ``codec_input``, and return its streams and their ``excess_losses``.
 
-    ``codec_input`` is ``x``, the values of pages, with any raw tokens replaced. The factors ignore the tokens ``chosen``, if given.
+    ``x`` contains the values of pages. ``codec_input`` is ``x`` with any raw tokens replaced. The losses of the tokens in ``chosen``, if it
+    is passed, are ignored.
     """
     codec = codec or lane.plain_codec
     sizes = allocate_sizes(codec, x)
@@ -186,9 +191,9 @@ def _halve_means(
     encoded: dict[str, torch.Tensor],
     lost: torch.Tensor,
 ) -> torch.Tensor:
-    """Re-encode the layers of pages with tokens that have ``lost`` precision into ``encoded``, with half means.
+    """Re-encode pages in which tokens lose precision, using half means, and return the remaining losses.
 
-    The parameters are those of ``_encode`` and its results. Returns the remaining losses of tokens.
+    The parameters are the arguments and return values of ``_encode``. The new streams are written into ``encoded``.
     """
     if lane.halved_codec is None or not (lost[0] > 1).any():
         return lost
@@ -207,9 +212,9 @@ def _halve_means(
 def _count_without_room(
     lane: Lane, x: torch.Tensor, key_norms: torch.Tensor | None, fit_errors: torch.Tensor | None, lost: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the counts of ``count_left_out``, int64 ``[2]``, for the values ``x`` of pages without raw tokens.
+    """Return the counts of ``count_left_out``, int64 ``[2]``, for pages without raw tokens.
 
-    ``lost`` is the result of the codec's ``excess_losses``, if there is one.
+    ``x`` contains the values of the pages. ``lost`` is the codec's ``excess_losses``, or None.
     """
     none = torch.zeros(len(x), x.shape[2], dtype=torch.bool, device=x.device)
     wanted = none.expand(2, -1, -1)
@@ -223,7 +228,9 @@ def _lane_name(lane: Lane) -> str:
 
 
 def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[int], status: torch.Tensor) -> None:
-    """Decode the streams of ``lane`` in ``rows`` to those pages in ``slots`` whose ``status``, int32 ``[page]``, is 0."""
+    """Decode the streams of ``lane`` in ``rows`` into the pages in ``slots``. Pages whose ``status``, int32 ``[page]``, is not 0 are
+    skipped.
+    """
     from kvpack.kernels.pages.lanes import scatter
 
     geometry, dtype = lane.geometry, layers.first.dtype
@@ -249,7 +256,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
 
 
 def _slot_batches(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, list[int]]]:
-    """Split the slots into batches of at most ``MAX_BYTES`` of values. Yields the index of each batch's first slot, and the batch."""
+    """Yield batches of slots whose values take at most ``MAX_BYTES``, each as the index of its first slot and the slots themselves."""
     geometry = lane.geometry
     page = lane.count * geometry.heads * geometry.tokens * lane.codec.dim * dtype.itemsize
     at_once = max(1, MAX_BYTES // page)
@@ -258,7 +265,9 @@ def _slot_batches(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Itera
 
 
 def _pages(lane: Lane, count: int, dtype: torch.dtype, device: torch.device, dim: int | None = None) -> torch.Tensor:
-    """Allocate the layers of ``count`` pages, ``[page and layer, kv_head, token, dim]``, at distances divisible by ``ALIGNED`` bytes."""
+    """Allocate memory for the layers of ``count`` pages, ``[page and layer, kv_head, token, dim]``. Each layer is aligned to ``ALIGNED``
+    bytes.
+    """
     shape = lane.geometry.heads, lane.geometry.tokens, dim or lane.codec.dim
     step = -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED // dtype.itemsize
     values = torch.empty(count * lane.count, step, dtype=dtype, device=device)
@@ -266,7 +275,7 @@ def _pages(lane: Lane, count: int, dtype: torch.dtype, device: torch.device, dim
 
 
 def _streams(lane: Lane, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return views ``[page, layer, kv_head, ...]`` of the streams of the lane's layers in ``rows``."""
+    """Return views of the lane's streams in ``rows`` by name, each ``[page, layer, kv_head, ...]``."""
     result = {}
     for name, layout in lane.layouts.items():
         begin, end = lane.places[name]

@@ -1,4 +1,4 @@
-"""Lanes bound to the memory of an engine: they encode its pages to rows, and decode rows to its pages."""
+"""Lanes bound to an engine's memory, which encode its pages to rows and decode rows to its pages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _NONE = numpy.zeros((0, 0), numpy.int64), numpy.zeros(2, numpy.int64)
 
 
 class _RowStreams(Mapping[str, torch.Tensor]):
-    """The streams of a lane's layers in a row. When one is read, the layers are joined as sequences of a batch."""
+    """The streams of a lane in one row, by name. Reading one copies its layers into a single tensor, with layers as the batch."""
 
     def __init__(self, lane: Lane, row: memoryview) -> None:
         self._lane, self._row = lane, row
@@ -70,7 +70,7 @@ class _RowStreams(Mapping[str, torch.Tensor]):
 
 
 class BoundLane:
-    """A lane bound to the memory of one engine, with everything that does not depend on a slot."""
+    """A lane bound to the memory of one engine. It stores everything that does not depend on a slot."""
 
     def __init__(
         self,
@@ -94,14 +94,14 @@ class BoundLane:
 
     @classmethod
     def of(cls, lane: Lane, pages: PageBuffer) -> Self:
-        """Bind ``lane`` to the memory ``pages``, computing everything that does not depend on a slot."""
+        """Bind ``lane`` to an engine's memory."""
         tensors, keys = (pages.sides[side][lane.first : lane.first + lane.count] for side in (lane.side, "k"))
         if not dispatch.uses_c(pages.device) or isinstance(lane.codec, Opaque | Raw) or lane.geometry.dtype not in RAW_DTYPES:
             return cls(lane, tensors, keys)
         return cls(lane, tensors, keys, *_c_functions(lane), _choosers(lane, keys))
 
     def encode(self, slot: int, row: memoryview, threads: int) -> Counts:
-        """Encode the page in ``slot``. Returns the counts of raw tokens without room, int64 ``[2]``, as ``count_left_out`` does."""
+        """Encode the page in ``slot`` into ``row``. Returns the counts of ``count_left_out``, int64 ``[2]``."""
         raw, watched = self._lane.raw, self._lane.raw_rule
         chosen, left_out = _NONE if watched is None else self._choose(watched, slot, threads)
         used = {number: torch.from_numpy(tokens[tokens >= 0]) for number, tokens in enumerate(chosen) if len(tokens) and tokens[0] >= 0}
@@ -134,9 +134,9 @@ class BoundLane:
         return left_out
 
     def _choose(self, raw: RawPositions, slot: int, threads: int) -> tuple[Counts, Counts]:
-        """Return the raw tokens of each layer, and the counts of tokens without a slot, ``[2]``.
+        """Return the raw tokens of each layer, and the counts of ``count_left_out``, int64 ``[2]``.
 
-        The raw tokens are int64 ``[layer, slot]``, ascending and padded with -1.
+        The raw tokens are token indices, int64 ``[layer, raw_slot]``, ascending and padded with -1.
         """
         if self._choosers is not None:
             result = [self._choosers[stretch[1]].run(self._values(stretch, slot), threads) for stretch in self._stretches_of_keys]
@@ -147,7 +147,9 @@ class BoundLane:
         return token.masked_fill(token == tokens, -1).numpy(), left_out.numpy()
 
     def _wanted(self, raw: RawPositions, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the results of ``choose_slot_tokens`` for all layers of the page in ``slot``."""
+        """Return the tokens to keep raw in each layer of the page in ``slot``: the chosen ones, and all that qualify
+        (``choose_slot_tokens``).
+        """
         lane, codec = self._lane, self._lane.plain_codec
         dtype, fit_errors = lane.geometry.computed_dtype, None
         if lane.shared:
@@ -159,9 +161,10 @@ class BoundLane:
         return choose_slot_tokens(raw, norms, codec.token_group, lane.slots, fit_errors)
 
     def _fit_errors(self, slot: int, row: memoryview, sizes: TokenSizes, used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-        """Return the losses of precision of tokens other than ``used``, and those that they cause to others, or None if all tokens fit.
+        """Return the losses of precision of tokens that are not raw, ``[2, layer, token]``, or None if all tokens fit.
 
-        ``sizes`` are those that ``_encode`` returned. The result, ``[2, layer, token]``, is like that of ``excess_losses``.
+        The losses are those of ``excess_losses``: each token's own, and the ones that it causes to others. ``sizes`` are the sizes that
+        ``_encode`` returned. ``used`` maps layers to their raw tokens.
         """
         lane = self._lane
         if not lane.may_lose_precision:
@@ -183,7 +186,7 @@ class BoundLane:
         return excess_losses(EncodedRun(self._lane.plain_codec, x, streams, cache(partial(dispatch.norms, x)), sizes, kept))
 
     def _mask(self, used: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return a mask of the tokens ``used``, bool ``[layer, token]``."""
+        """Return a mask of the raw tokens ``used``, bool ``[layer, token]``."""
         result = torch.zeros(self._lane.count, self._lane.geometry.tokens, dtype=torch.bool, device="cpu")
         for number, tokens in used.items():
             result[number, tokens] = True
@@ -199,7 +202,10 @@ class BoundLane:
         rest: Mapping[int, torch.Tensor],
         fit_errors: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Re-encode layers that have ``fit_errors`` of tokens not ``kept``, with ``halved`` means. Returns the remaining fit errors."""
+        """Re-encode layers in which tokens lose precision, using ``halved`` means, and return the remaining fit errors.
+
+        ``fit_errors`` of the raw tokens, which are marked in ``kept``, are ignored.
+        """
         for number in ((fit_errors[0] > 1) & ~kept).any(1).nonzero()[:, 0].tolist():
             for target, source in zip(sizes, self._encode_layer(slot, row, number, rest, halved), strict=True):
                 if target is not None and source is not None:
@@ -207,7 +213,7 @@ class BoundLane:
         return self._exact_fit_errors(slot, _RowStreams(self._lane, row), sizes, kept)
 
     def _with_poorly_fitting(self, used: Mapping[int, torch.Tensor], fit_errors: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Add the tokens with the worst ``fit_errors`` to the ``used`` tokens, as many as there is room for."""
+        """Return ``used``, the raw tokens of each layer, with the worst-fitting other tokens added, as far as there is room."""
         result = dict(used)
         for number in (fit_errors[0] > 1).any(1).nonzero()[:, 0].tolist():
             own = used.get(number, torch.empty(0, dtype=torch.int64, device=fit_errors.device))
@@ -218,7 +224,7 @@ class BoundLane:
         return result
 
     def _without_raw(self, slot: int, number: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return layer ``number`` of the page in ``slot`` without its raw ``tokens``, ``[1, kv_head, token, dim]``."""
+        """Return layer ``number`` of the page in ``slot`` with its raw ``tokens`` replaced, ``[1, kv_head, token, dim]``."""
         x = self._tensors[number][slot].to(self._lane.geometry.computed_dtype)[None]
         chosen = torch.zeros(1, x.shape[2], dtype=torch.bool, device=x.device)
         chosen[0, tokens] = True
@@ -235,10 +241,9 @@ class BoundLane:
         streams[VALUES][0, 0, : len(tokens)] = values
 
     def _encode(self, slot: int, row: memoryview, threads: int, rest: Mapping[int, torch.Tensor]) -> TokenSizes:
-        """Encode all layers.
+        """Encode all layers of a page, and return the sizes of their tokens, with layers as the batch.
 
-        If ``rest`` is given, encode it instead: the tokens of each layer that are not raw, ``[1, kv_head, token, dim]``. Returns the sizes
-        of the layers' tokens, with layers as the batch.
+        ``rest`` maps some layers to the values to encode instead, with raw tokens replaced, ``[1, kv_head, token, dim]``.
         """
         lane = self._lane
         if self._encoders is not None and not rest:
@@ -251,7 +256,9 @@ class BoundLane:
         return TokenSizes(*(torch.cat(parts) if parts[0] is not None else None for parts in zip(*result, strict=True)))
 
     def _encode_layer(self, slot: int, row: memoryview, number: int, rest: Mapping[int, torch.Tensor], codec: Codec) -> TokenSizes:
-        """Encode layer ``number``, or its tokens in ``rest``, with ``codec``, and return the sizes of its tokens."""
+        """Encode layer ``number`` with ``codec``, and return the sizes of its tokens. If ``rest`` has values for the layer, encode those
+        instead.
+        """
         lane, streams = self._lane, self._streams(row, number)
         x, sizes = rest[number][0] if number in rest else self._tensors[number][slot], TokenSizes()
         if isinstance(codec, Opaque):
@@ -266,7 +273,7 @@ class BoundLane:
         return sizes
 
     def decode(self, row: memoryview, slot: int, threads: int) -> None:
-        """Decode a checked row to ``slot``. Raises MemoryError."""
+        """Decode ``row``, which has been checked, into the page in ``slot``. Raises MemoryError."""
         if self._decoders is not None:
             address = address_of(row)
             for stretch in self._stretches:
@@ -312,7 +319,7 @@ class BoundLane:
                 tensor[slot][:, token[inside]] = values.to(tensor.dtype)
 
     def _streams(self, row: memoryview, number: int) -> dict[str, torch.Tensor]:
-        """Return views of the streams of layer ``number`` of the lane in a row."""
+        """Return views of the lane's streams of layer ``number`` in a row."""
         result = {}
         for name, layout in self._lane.layouts.items():
             begin, end = (place + number * self._lane.stride for place in self._lane.places[name])
@@ -340,9 +347,9 @@ def _has_contiguous_channels(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int, tuple[int, int, int]]]:
-    """Return (first layer, layers, address, bytes per slot, bytes per layer, head and token) of evenly spaced layers.
+    """Split the layers into stretches that lie at equal distances in memory, ideally a single one.
 
-    If possible, all layers form one stretch.
+    Returns tuples (first layer, number of layers, address, bytes per slot, (bytes per layer, per head, per token)).
     """
     size = tensors[0].element_size()
     strides = {tuple(stride * size for stride in x.stride()[:3]) for x in tensors}
@@ -359,9 +366,9 @@ def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int
 
 
 def _c_functions(lane: Lane) -> tuple[Any, Any, Any]:
-    """Return C functions: encoder and decoder for one layer, both for all layers, and the check of all layers for large errors.
+    """Return the C functions that encode pages, that decode pages, and that detect large errors, each None if C kernels do not support it.
 
-    They are None if the C kernels do not support the codec.
+    The first two are dicts by number of layers, with a function for one layer and one for all layers.
     """
     from kvpack.kernels.cpu import pages
 
@@ -379,9 +386,9 @@ def _c_functions(lane: Lane) -> tuple[Any, Any, Any]:
 
 
 def _choosers(lane: Lane, keys: Sequence[torch.Tensor]) -> Any:
-    """Return the C functions that choose raw tokens: one for a single layer, and one for all layers together.
+    """Return the C functions that choose raw tokens, by number of layers: one for a single layer, and one for all layers.
 
-    They are None if the C kernels do not choose the raw tokens, or if there are none.
+    Returns None if the C kernels cannot choose the raw tokens, or if there are none.
     """
     from kvpack.kernels.cpu import encode, pages
 

@@ -1,4 +1,4 @@
-"""PageBuffer: an engine's own memory as slots of pages, with any strides."""
+"""PageBuffer: an engine's own memory, viewed as slots that each contain a page, with arbitrary strides."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .overlap import Strided, find_overlap
 
 
 class PageBuffer:
-    """An engine's memory of pages as slots, with a tensor ``[slot, head, token, channel]`` for the keys and for the values of each layer.
+    """An engine's memory, viewed as slots that each contain a page. Nothing is copied.
 
-    ``k`` and ``v`` are lists of such tensors, one for each layer, or one tensor ``[slot, layer, head, token, channel]`` each. ``v`` is None
-    for pages without values. Tensors may have any strides, and nothing is copied. Raises InvalidParameter or InvalidType for tensors that
-    do not fit ``geometry``.
+    ``k`` and ``v`` are lists of tensors ``[slot, head, token, channel]``, one for each layer, or one tensor ``[slot, layer, head, token,
+    channel]`` each. ``v`` is None for pages without values. Tensors may have arbitrary strides. Raises InvalidParameter or InvalidType for
+    tensors that do not match ``geometry``.
     """
 
     def __init__(self, geometry: PageGeometry, k: Any, v: Any = None) -> None:
@@ -52,7 +52,11 @@ class PageBuffer:
                 )
 
     def checked_slots(self, slots: Sequence[int], written: bool = False) -> list[int]:
-        """Return ``slots`` as integers. Raises the errors of ``checked_slots``, and InvalidParameter if ``written`` slots share memory."""
+        """Return ``slots`` as a list of Python integers. Raises OutOfBounds for a slot outside the buffer.
+
+        Raises InvalidParameter for anything but integers. If the slots will be ``written``, also raises it for a repeated slot, and if any
+        values share memory.
+        """
         check_flag(written, "written")
         if written and self._shared:
             raise InvalidParameter(f"{self._shared}, so a page cannot be written there: use a tensor in which no values share memory")
@@ -60,10 +64,7 @@ class PageBuffer:
 
     @cached_property
     def _shared(self) -> str:
-        """Return a description, for messages, of the tensors that share memory, as the values of an expanded tensor do.
-
-        It is empty if no tensors share memory.
-        """
+        """Description of the tensors that share memory, for messages, such as an expanded tensor. Empty if no tensors share memory."""
         names = [f"layers[{number}].{side}" for side, tensors in self.sides.items() for number in range(len(tensors))]
         tensors = [tensor for tensors in self.sides.values() for tensor in tensors]
         shared = find_overlap([_strided(tensor) for tensor in tensors]) if self.slots else None
@@ -94,10 +95,10 @@ def _strided(x: torch.Tensor) -> Strided:
 
 
 def checked_slots(slots: Sequence[int], count: int, written: bool) -> list[int]:
-    """Return ``slots`` as Python integers, because adding narrow integers to addresses would overflow.
+    """Return ``slots`` as a list of Python integers, because adding narrow integers to addresses would overflow.
 
-    Raises OutOfBounds for a slot outside 0 to ``count`` - 1, and InvalidParameter for anything but integers and, if slots are ``written``,
-    for a repeated slot.
+    Raises OutOfBounds for a slot outside 0 to ``count`` - 1, and InvalidParameter for anything but integers. If the slots will be
+    ``written``, also raises InvalidParameter for a repeated slot.
     """
     result = [as_integer(slot, "a slot") for slot in as_list(slots, "slots", "slots, which are integers")]
     for slot in result:

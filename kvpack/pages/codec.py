@@ -1,4 +1,4 @@
-"""PageCodec: encodes many pages at a time from an engine's memory to rows of one size, and decodes them back."""
+"""PageCodec: encodes pages from an engine's memory to rows of equal size, and decodes them back."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
 
 class PageCodec:
-    """A codec that encodes pages of ``geometry`` with ``recipe`` to rows of exactly ``nbytes`` bytes, and decodes them (spec/row.md).
+    """Encodes pages of ``geometry`` with ``recipe`` to rows of exactly ``nbytes`` bytes, and decodes them (spec/row.md).
 
     ``namespace`` is 32 bytes that all rows contain, such as ``Identity.digest``. The codec has its own ``threads`` threads, and does not
     change the host's threads, random state or default dtype.
 
-    Buffers are read and written in place. In host memory, C kernels need no memory for pages. PyTorch operations replace missing C kernels,
-    layer by layer, for 8-bit scales, scales of channels, means of keys, and encoding by oscar and by minifloat with a scale per run. On a
-    CUDA device, kernels run on the current stream, from and to rows in the device's memory. A job consists of a few launches for each side
-    and one for the checksums. If no kernel supports a recipe and geometry page by page, all pages are coded together. Rows in host memory,
-    and the remaining cases, are copied through host memory.
+    Buffers are read and written in place. In host memory, C kernels need no extra memory for pages. PyTorch operations replace missing C
+    kernels, layer by layer: for 8-bit scales, channel scales, key means, and encoding by oscar and by minifloat with a scale per run. On a
+    CUDA device, kernels run on the current stream, and read and write rows in device memory. A job consists of a few launches for each side
+    and one for the checksums. If no kernel supports a recipe and geometry page by page, all pages are coded together. Rows in host memory
+    are copied to and from the device. Cases that the device does not support are copied to host memory and coded there.
 
-    Of the tokens that presets keep raw, a row has room for one in 64 of its page: those of the lowest norm below ``raw_low_norm`` of the
-    page's median, and, in codecs that encode tokens together, those above ``raw_high_norm``. ``raw_first`` is ignored, because a page has
-    no position in the sequence. Tokens that maps, means and scales do not fit well take the rest of the room. Pages of fewer than 64 tokens
+    A row has room for one raw token per 64 tokens of its page. Tokens whose norm is below ``raw_low_norm`` times the page's median are
+    stored there. Codecs that encode tokens together also store those above ``raw_high_norm``. ``raw_first`` is ignored, because a page has
+    no position in the sequence. Tokens that maps, means and scales do not fit well take the remaining room. Pages of fewer than 64 tokens
     have no room, except for one token with the codec klt. ``raw_tokens_left_out`` counts tokens without room. One KvpackWarning per codec
-    reports those that lose precision, or cause others to lose it.
+    reports tokens that lose precision for lack of room, or cause others to lose it.
 
     Raises InvalidParameter, InvalidType and LimitExceeded for a recipe whose sizes depend on the values (lossless, transform, outliers, raw
-    tokens by ``sinks``), and for one that keeps a raw tail. A recipe of klt must have its basis (``Recipe("klt-2", basis)``): raises
-    MissingBasis without one, and InvalidParameter if the basis has a different number of heads.
+    tokens by ``sinks``), and for one that keeps a raw tail. A klt recipe must include its basis (``Recipe("klt-2", basis)``). Without one,
+    raises MissingBasis, and InvalidParameter if the basis has a different number of heads.
     """
 
     def __init__(
@@ -91,23 +91,23 @@ class PageCodec:
 
     @property
     def raw_tokens_left_out(self) -> int:
-        """Number of tokens so far that should have been kept raw, but for which their pages had no room. Reading it waits for devices."""
+        """Number of tokens so far that should have been kept raw, but for which their pages had no room. Reading it waits for all devices.
+        """
         return self._left_out.count + sum(int(device.left_out[0]) for device in self._devices.values())
 
     def encode_into(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> list[Outcome]:
-        """Encode the pages in ``slots`` to ``rows``. Returns, for each page, None, or the error because of which it has no row.
+        """Encode the pages in ``slots`` to ``rows``, and return, for each page, None or the error that prevented it.
 
-        ``rows`` are writable buffers of at least ``nbytes`` bytes, or one uint8 tensor ``[page, byte]``; bytes after a row in its buffer
-        are left unchanged. ``keys`` are the engine's names of the pages, which may be any bytes. If a page has an error, the buffer of its
-        row does not begin like a row. Raises InvalidParameter or OutOfBounds for arguments that are invalid for all pages.
+        ``rows`` are writable buffers of at least ``nbytes`` bytes, or one uint8 tensor ``[page, byte]``. Bytes after a row in its buffer
+        are left unchanged. ``keys`` are the engine's names for the pages, as bytes. A page with an error leaves a buffer that does not
+        begin like a row. Raises InvalidParameter or OutOfBounds for arguments that are invalid for all pages.
         """
         return self.start_encode(pages, slots, rows, keys=keys).outcomes()
 
     def start_encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> PageJob:
         """Start ``encode_into`` without waiting for the device. In host memory, the job is complete on return.
 
-        Recipes with raw tokens or key means do wait for the device, because the next launches depend on the number of raw tokens in each
-        page.
+        Recipes with raw tokens or key means do wait for the device, because the next launches depend on each page's number of raw tokens.
         """
         slots, digests = self.validate_arguments(pages, slots, keys)
         if (device := self._get_device_pages(pages)) is not None:
@@ -118,11 +118,12 @@ class PageCodec:
     def decode_into(
         self, rows: Rows, pages: PageBuffer, slots: Sequence[int], *, keys: Sequence[bytes] | None = None, values: bool = False
     ) -> list[Outcome]:
-        """Decode ``rows`` to the pages in ``slots``. Returns, for each page, None, or the error because of which it was left unchanged.
+        """Decode ``rows`` to the pages in ``slots``, and return, for each page, None or the error that prevented it.
 
-        A row is checked before anything is written: its checksum, namespace, geometry, recipe and, with ``keys``, its name. With
-        ``values``, the rules of its codecs are checked as well, for rows that others may have written. Buffers in ``rows`` may be longer
-        than a row. Raises InvalidParameter or OutOfBounds for arguments that are invalid for all pages.
+        A page with an error is left unchanged. Each row is checked before anything is written: its checksum, namespace, geometry, recipe
+        and, if ``keys`` are passed, the digest of its key. With ``values=True``, the rules of the row's codecs are checked as well; use it
+        for rows from untrusted sources. Buffers in ``rows`` may be longer than a row. Raises InvalidParameter or OutOfBounds for arguments
+        that are invalid for all pages.
         """
         return self.start_decode(rows, pages, slots, keys=keys, values=values).outcomes()
 
@@ -138,7 +139,7 @@ class PageCodec:
         return PageJob.of(self._host.decode(self._views(rows, len(slots), writable=False), pages, slots, digests, values))
 
     def check(self, rows: Rows, *, keys: Sequence[bytes] | None = None, values: bool = False) -> list[Outcome]:
-        """Return the errors that ``decode_into`` would report for ``rows`` in host memory. Raises InvalidParameter."""
+        """Return, for each of ``rows`` in host memory, the error that ``decode_into`` would report, or None. Raises InvalidParameter."""
         check_flag(values, "values")
         if not isinstance(rows, torch.Tensor) or not rows.dim():
             rows = as_list(rows, "rows", "rows, which are bytes")
@@ -146,7 +147,7 @@ class PageCodec:
         return self._host.check(views, _digests(keys, len(views), "rows"), values)
 
     def _get_device_pages(self, pages: PageBuffer) -> DevicePages | None:
-        """Return the implementation for the device of ``pages``, or None for host memory, which C and PyTorch handle."""
+        """Return the implementation for the device of ``pages``, or None for pages in host memory that need no kernels."""
         if pages.device == CPU and not dispatch.uses_triton(CPU):
             return None
         if pages.device not in self._devices:
@@ -170,7 +171,7 @@ class PageCodec:
         return slots, _digests(keys, len(slots), "slots")
 
     def _check_rows(self, rows: Rows, count: int, *, writable: bool) -> None:
-        """Check ``rows``, which may be in device memory, for ``count`` pages. Raises the errors of ``_views``."""
+        """Check that ``rows``, which may be in device memory, fit ``count`` pages. Raises the errors of ``_views``."""
         if not isinstance(rows, torch.Tensor) or rows.device == CPU:
             self._views(rows, count, writable=writable)
         elif rows.dim() != 2 or rows.dtype != torch.uint8 or rows.shape[0] != count:
@@ -221,7 +222,7 @@ def _digests(keys: Sequence[bytes] | None, count: int, description: str) -> list
 
 
 def key_digest(key: bytes) -> bytes:
-    """Return the 32-byte digest of ``key``, an engine's key for a page. The page's row stores the digest.
+    """Return the 32-byte digest that a page's row stores for ``key``, the engine's key of the page.
 
     Raises InvalidType unless ``key`` is bytes.
     """

@@ -1,7 +1,8 @@
-"""Conversion of pages in device memory to rows and back with kernels. The host only provides tables, and reads the outcomes afterward.
+"""Conversion between pages in device memory and rows, with kernels.
 
-Recipes that page kernels do not support are coded for all pages of a job together (``batched``). The host codes pages that kernels have
-rejected, to report their errors. It also handles recipes whose digits must be checked before they are looked up in tables.
+The host only provides tables, and reads the outcomes afterward. Recipes that page kernels do not support are coded for all pages of a job
+together (``batched``). The host codes pages that kernels have rejected, so that it can report their errors. It also handles recipes whose
+digits must be checked before they are looked up in tables.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ Rows = Sequence[Any] | torch.Tensor
 _MAX_COUNT = 2**31 - 1
 
 _REFUSED, _SUSPECT = 1, 2
-"""Status of a page that kernels could not encode, and of a page in which tokens may lose precision or cause others to lose it."""
+"""Status of a page that kernels could not encode, and status of a page in which tokens may lose precision or cause others to lose it."""
 
 
 class PageJob:
-    """A job that encodes or decodes pages and may still be running. Slots and rows must not change until ``outcomes`` has returned."""
+    """A job that encodes or decodes pages and may still be running. Do not change slots or rows before ``outcomes`` has returned."""
 
     def __init__(self, status: torch.Tensor, finish: Callable[[list[int]], list[Outcome]]) -> None:
         self._finish: Callable[[list[int]], list[Outcome]] | None = finish
@@ -57,12 +58,12 @@ class PageJob:
 
     @property
     def on_device(self) -> bool:
-        """True if the job runs on a CUDA device. Otherwise, the host has finished it."""
+        """True if the job runs on a CUDA device. Otherwise, it is already finished."""
         return self._event is not None
 
     @property
     def done(self) -> bool:
-        """True if the device has finished. ``outcomes`` then only has to process the pages that the device rejected."""
+        """True if the device has finished. ``outcomes`` then only has to process pages that the device rejected."""
         return self._event is None or bool(self._event.query())
 
     def outcomes(self) -> list[Outcome]:
@@ -75,10 +76,10 @@ class PageJob:
 
 
 class _StartedEncoding(NamedTuple):
-    """An encoding job whose ``status``, int32 ``[page]``, is still on the device: 0, ``_REFUSED`` or ``_SUSPECT`` for each page.
+    """An encoding job that has been started but not awaited.
 
-    ``measured`` are the lanes in which ``batched.count_losses`` examines suspect pages, with their layers and the layers of their
-    keys.
+    ``status``, int32 ``[page]`` on the device, is 0, ``_REFUSED`` or ``_SUSPECT`` for each page. ``measured`` contains the lanes in which
+    ``batched.count_losses`` examines suspect pages, each with its layers and their keys.
     """
 
     status: torch.Tensor
@@ -86,7 +87,7 @@ class _StartedEncoding(NamedTuple):
 
 
 class DevicePages:
-    """The implementation of ``PageCodec`` for pages on ``device``. It uses the device's current stream."""
+    """The implementation of ``PageCodec`` for pages on a device. It uses the device's current stream."""
 
     def __init__(self, plan: RowPlan, host: HostPages, device: torch.device, left_out: LeftOutTokens) -> None:
         self._plan, self._host, self._device, self._nbytes = plan, host, device, plan.layout.nbytes
@@ -97,10 +98,11 @@ class DevicePages:
             self._pads = torch.tensor(pads, dtype=torch.int32, device=device) if pads else None
             self._padding = None if self._pads is None else self._pads.to(torch.int64)
             self._shared_left_out, self.left_out = left_out, torch.zeros(2, dtype=torch.int64, device=device)
-            """Counts of raw tokens for which pages had no slot, as in ``LeftOutTokens``."""
+            """Number of tokens for which pages had no raw slot, and number of those that are costly (see ``LeftOutTokens``), int64 ``[2]``.
+            """
 
     def encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None]) -> PageJob:
-        """Start encoding pages to ``rows``. This is fastest if the rows are in the device's memory."""
+        """Start encoding pages to ``rows``. This is fastest if the rows are in device memory."""
         target = rows if self._is_usable(rows) else torch.empty(len(slots), self._nbytes, dtype=torch.uint8, device=self._device)
         assert isinstance(target, torch.Tensor)
         with float32_no_grad(self._device):
@@ -162,7 +164,7 @@ class DevicePages:
     def _begin_encoding(
         self, pages: PageBuffer, slots: Sequence[int], rows: torch.Tensor, digests: Sequence[bytes | None]
     ) -> _StartedEncoding | None:
-        """Start encoding to ``rows`` with kernels. Returns None if they do not support the whole recipe."""
+        """Start encoding to ``rows`` with kernels. Returns None if the host must encode instead."""
         if not dispatch.uses_triton(self._device):
             return None
         from kvpack.kernels.pages import checksum, lanes
@@ -204,9 +206,9 @@ class DevicePages:
     def _count_losses(
         self, measured: Sequence[tuple[PageLane, Layers, Layers]], slots: Sequence[int], rows: torch.Tensor, numbers: Sequence[int]
     ) -> int:
-        """Count the tokens that lose precision, or cause others to, in the pages ``numbers``, and add them to ``left_out``.
+        """Count the tokens that lose precision, or cause others to, in some pages, and add the counts to ``left_out``.
 
-        Returns the number of tokens to warn about.
+        ``numbers`` are the pages' indices in ``slots``. Returns the number of tokens to warn about.
         """
         if not numbers:
             return 0
@@ -245,7 +247,7 @@ class DevicePages:
         return _bytes(b"".join(digest or bytes(KEY_BYTES) for digest in digests)).view(-1, KEY_BYTES).to(self._device, non_blocking=True)
 
     def _is_usable(self, rows: Rows) -> bool:
-        """Return True if kernels can work on ``rows`` in place."""
+        """Return True if kernels can read and write ``rows`` in place."""
         if not isinstance(rows, torch.Tensor) or rows.device != self._device or not dispatch.uses_triton(self._device):
             return False
         from kvpack.kernels.pages import lanes

@@ -29,22 +29,22 @@ DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
     "u8": torch.uint8,
 }
-"""torch dtypes of an engine's values by name. u8 is for pages whose bytes kvpack does not interpret."""
+"""torch dtypes of an engine's values, by name. "u8" is for pages whose bytes kvpack does not interpret."""
 ENCODING_DTYPES = {"fp8_e4m3": "bf16", "fp8_e5m2": "bf16"}
-"""Dtype to which 8-bit values are converted before encoding. It represents each of their values exactly."""
+"""Dtypes to which 8-bit values are converted before encoding. The conversion is exact."""
 MAX_BYTES = 2**40
-"""Maximum number of bytes per layer of a page whose bytes kvpack does not interpret."""
+"""Maximum number of bytes per layer in a page of opaque bytes."""
 FEATURE = "page-dtype"
-"""Ignorable feature of a row's description with the engine's dtype."""
+"""Ignorable feature in a row's description that records the engine's dtype."""
 
 
 @dataclass(frozen=True)
 class PageGeometry:
-    """The shape of a page: ``tokens`` tokens of ``layers`` layers, with ``heads`` heads of ``dim_k`` and ``dim_v`` channels of ``dtype``.
+    """The shape of a page: its numbers of layers, heads and tokens, the channels per head of keys and values, and their dtype.
 
-    ``dim_v`` is None for a page of one side, such as MLA latents that are stored with one codec. Latents with 512 values and 64 rotary
-    values have two sides, ``dim_k=512, dim_v=64``, so that a recipe such as "k=group:b=4;v=raw" keeps the rotary part exactly. ``dtype`` is
-    one of ``bf16``, ``fp16``, ``fp32``, ``fp8_e4m3``, ``fp8_e5m2`` and ``u8``. Raises InvalidParameter.
+    ``dim_v`` is None for a page without values, such as MLA latents that are stored with one codec. Latents with 512 values and 64 rotary
+    values have two sides, ``dim_k=512, dim_v=64``, so that a recipe such as "k=group:b=4;v=raw" stores the rotary part exactly. ``dtype``
+    is ``bf16``, ``fp16``, ``fp32``, ``fp8_e4m3``, ``fp8_e5m2`` or ``u8``. Raises InvalidParameter.
     """
 
     layers: int
@@ -82,19 +82,19 @@ class PageGeometry:
 
     @property
     def dims(self) -> dict[str, int]:
-        """Number of values per token and head, for the keys ("k") and, if a page has them, the values ("v")."""
+        """Number of values per token and head, by side: "k" for keys and, if the page has them, "v" for values."""
         return {"k": self.dim_k} if self.dim_v is None else {"k": self.dim_k, "v": self.dim_v}
 
     @property
     def raw_bytes(self) -> int:
-        """Number of bytes of a page in the engine's memory."""
+        """Number of bytes that a page takes in the engine's memory."""
         return self.layers * self.heads * self.tokens * sum(self.dims.values()) * self.torch_dtype.itemsize
 
     def codec(self, recipe: Recipe, layer: int, side: str) -> Codec:
-        """Return the codec of one side.
+        """Return the codec for the keys or values (``side``) of a layer.
 
-        Raises MissingBasis, or InvalidParameter for sizes that depend on the values, for opaque bytes that would be encoded, and for a
-        basis with a different number of heads.
+        Raises MissingBasis. Raises InvalidParameter for a codec whose sizes depend on the values, for opaque bytes unless they are stored
+        raw, and for a basis with a different number of heads.
         """
         dim, where = self.dims[side], f"layers[{layer}].{side}"
         codec = recipe.codec(layer, self.layers, side, dim, ENCODING_DTYPES.get(self.dtype, "bf16" if self.dtype == "u8" else self.dtype))
@@ -120,16 +120,16 @@ class PageGeometry:
         return codec
 
     def slots(self, codec: Codec) -> dict[str, int]:
-        """Return the fixed number of raw tokens for which a page has room, by stream, or an empty dict if there is no room.
+        """Return the fixed number of raw tokens that a page has room for, by stream, or an empty dict if it has no room.
 
-        A basis is calibrated without the tokens that recipes keep raw, and does not represent them well. Therefore, pages with a basis have
-        room for at least one.
+        Pages with a basis have room for at least one: a basis is calibrated without the tokens that recipes keep raw, and represents them
+        poorly.
         """
         raw, count = codec.raw_positions, slot_count(self.tokens, int(isinstance(codec.family, Klt)))
         return dict.fromkeys(raw.layout(1, 1, 0), count) if raw is not None and count else {}
 
     def contents(self, recipe: str | Recipe) -> Contents:
-        """Return the description of a page with ``recipe``. Raises InvalidParameter or InvalidType."""
+        """Return the description of a page that is encoded with ``recipe``. Raises InvalidParameter or InvalidType."""
         recipe = parse_recipe(recipe)
         recipe.check_layers(self.layers)
         if recipe.window:

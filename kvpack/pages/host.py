@@ -1,4 +1,4 @@
-"""Conversion of pages in host memory to rows and back, with the codec's own threads."""
+"""Conversion between pages in host memory and rows, with the codec's own threads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 class RowPlan(NamedTuple):
-    """The layout that all rows of a page codec have, with checks of rows against it."""
+    """The layout shared by all rows of a page codec, and a check of rows against it."""
 
     geometry: PageGeometry
     contents: Contents
@@ -43,7 +43,7 @@ class RowPlan(NamedTuple):
     lanes: Sequence[Lane]
 
     def error_of(self, row: memoryview, digest: bytes | None, values: bool, where: str) -> Outcome:
-        """Return the error of an invalid row, or None if it is valid. With ``values``, the rules of its codecs are checked as well."""
+        """Return the error of an invalid row, or None if it is valid. With ``values=True``, the rules of its codecs are checked as well."""
         try:
             frame = check_row(row, where)
             check_row_matches(row[: frame.length], frame, self.layout, self.namespace, digest, where)
@@ -55,7 +55,7 @@ class RowPlan(NamedTuple):
 
 
 class HostPages:
-    """The implementation of ``PageCodec`` for pages in host memory, with its own ``threads`` threads."""
+    """The implementation of ``PageCodec`` for pages in host memory."""
 
     def __init__(self, plan: RowPlan, threads: int, left_out: LeftOutTokens) -> None:
         self._plan, self._threads, self._left_out = plan, threads, left_out
@@ -72,7 +72,9 @@ class HostPages:
         digests: Sequence[bytes | None],
         names: Sequence[int] | None = None,
     ) -> list[Outcome]:
-        """Encode pages to ``targets``. Errors refer to the slots as ``names``, which default to ``slots``."""
+        """Encode the pages in ``slots`` to ``targets``, and return each page's error or None. Errors name slots as in ``names``, if it is
+        passed.
+        """
         plan = self._plan
         lanes = [BoundLane.of(lane, pages) for lane in plan.lanes]
 

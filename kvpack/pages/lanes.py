@@ -1,4 +1,4 @@
-"""Lanes: the keys or the values (one *side*) of consecutive layers with the same codec, copied between an engine's memory and rows."""
+"""Lanes: the keys or the values (one *side*) of consecutive layers with the same codec, which are copied together."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """The keys or the values (``side``) of ``count`` layers from ``first`` on, all with ``codec``.
+    """The keys or the values (``side``) of ``count`` consecutive layers with the same codec, starting at layer ``first``.
 
-    ``places`` are the positions of the first layer's streams in a row.
+    ``places`` contains the first layer's streams by name, each as its (begin, end) bytes in a row.
     """
 
     geometry: PageGeometry
@@ -51,13 +51,13 @@ class Lane:
 
     @cached_property
     def raw(self) -> RawPositions | None:
-        """Rule that chooses a page's raw tokens, or None if it has none."""
+        """Rule that chooses a page's raw tokens, or None if pages store none."""
         raw: RawPositions | None = self.codec.raw_positions
         return raw
 
     @cached_property
     def raw_rule(self) -> RawPositions | None:
-        """Rule that finds the tokens to keep raw, even if the page has no room for them, or None if no tokens are to be kept raw."""
+        """Rule that finds the tokens that should be raw, even if pages have no room for them, or None if no tokens should be."""
         # A token with a large norm shifts its page's mean.
         has_means = isinstance(self.plain_codec, CodecWithSidecars) and self.plain_codec.page_vectors
         if self.raw is not None or not (self.plain_codec.summary.shared_scales or has_means):
@@ -66,7 +66,7 @@ class Lane:
 
     @cached_property
     def halved_codec(self) -> Codec | None:
-        """``plain_codec`` with half means (``KeyMean.with_half_means``), or None if it has no means."""
+        """``plain_codec`` with its key means halved (``KeyMean.with_half_means``), or None if it has no means."""
         key_mean = self.plain_codec.sidecar(KeyMean)
         if key_mean is None:
             return None
@@ -75,9 +75,9 @@ class Lane:
 
     @cached_property
     def shared(self) -> frozenset[str]:
-        """Kinds of scales that several tokens or heads share.
+        """The axes, tokens or heads, along which scales are shared.
 
-        The result is empty for pages without room for raw tokens, because they are so short that ordinary tokens would seem large compared
+        Tokens are omitted for pages without room for raw tokens: these pages are so short that ordinary tokens would seem large compared
         with their median.
         """
         return self.plain_codec.summary.shared_scales - (frozenset() if self.slots else {TOKENS})
@@ -90,7 +90,7 @@ class Lane:
 
     @cached_property
     def slots(self) -> int:
-        """Number of raw tokens for which a page has room."""
+        """Number of raw tokens that a page has room for."""
         return next(iter(self.geometry.slots(self.codec).values()), 0)
 
     @cached_property
@@ -99,12 +99,12 @@ class Lane:
         return self.codec.without_raw_positions
 
     def stream_bytes(self, row: memoryview, name: str) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
-        """Return the bytes of one stream of all layers in ``row``, ``[layer, byte]``."""
+        """Return a view of one stream in ``row``, uint8 ``[layer, byte]``."""
         begin, end = self.places[name]
         return numpy.ndarray((self.count, end - begin), numpy.uint8, row, begin, (self.stride, 1))
 
 def build_lanes(contents: Contents, layout: RowLayout, geometry: PageGeometry) -> list[Lane]:
-    """Return the lanes of a page. Consecutive layers are combined if their codecs are the same."""
+    """Return the lanes of a page. Consecutive layers with the same codecs share lanes."""
     pairs = [tuple(side.codec for _, side in layer.sides()) for layer in contents.layers]
     lanes = []
     for codecs, run in groupby(range(len(pairs)), key=lambda number: pairs[number]):
@@ -133,5 +133,5 @@ def check_values(row: memoryview, contents: Contents, layout: RowLayout, where: 
 
 
 def address_of(row: memoryview) -> int:
-    """Return the address of a row in memory."""
+    """Return the address of a row's first byte."""
     return int(numpy.frombuffer(row, numpy.uint8).ctypes.data)

@@ -1,4 +1,4 @@
-"""PageLayout: the position of each of a page's values in an engine's memory, determined by calling the engine's own writer."""
+"""PageLayout: the position of each value of a page in an engine's memory, detected by calling the engine's own writer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class PageLayout:
     """The arrangement of a page of ``elements`` values in memory.
 
-    ``places`` contains the position of each key and each value, int64 ``[layer, head, token, channel]``, by side.
+    ``places`` contains, for the keys and for the values, the position of each element, int64 ``[layer, head, token, channel]``.
     """
 
     geometry: PageGeometry
@@ -34,13 +34,13 @@ class PageLayout:
 
     @classmethod
     def detect(cls, geometry: PageGeometry, write: Writer, page: torch.Tensor) -> Self:
-        """Detect the layout of a page with ``write(k, v)``, which writes values to ``page`` with the engine's own writer.
+        """Detect the layout of a page by calling the engine's own writer.
 
-        ``k`` and ``v`` are ``[layer, head, token, channel]`` in the geometry's dtype; ``v`` is None for pages of one side. ``page`` is a
-        contiguous scratch page, whose content is lost. Values are numbered, and each bit of the numbers is written once for each side.
-        Afterwards, values with any bits must be read back unchanged. A layout's name would not be enough, because pages of equal shape may
-        be arranged differently. Raises InvalidParameter unless the writer is a permutation, which does not lose, repeat, overlap or change
-        values.
+        ``write(k, v)`` writes tensors ``[layer, head, token, channel]`` in the geometry's dtype to ``page``; ``v`` is None for pages
+        without values. ``page`` is a contiguous scratch page, whose contents are lost. Values are numbered, and each bit of the numbers is
+        written once for each side. Afterward, arbitrary bits must be read back unchanged. A layout's name would not be enough, because
+        pages of equal shape may be arranged differently. Raises InvalidParameter unless the writer is a permutation: it must not lose,
+        repeat, overlap or change values.
         """
         if not isinstance(geometry, PageGeometry):
             raise InvalidType(f"geometry is {describe(geometry)}, expected a kvpack.pages.PageGeometry")
@@ -89,13 +89,13 @@ class PageLayout:
 
     @property
     def digest(self) -> str:
-        """Name of the layout, derived from the positions of its values. Pass it as ``layout`` to ``Identity.of_engine``."""
+        """Digest of the positions of all values, which identifies the layout. Pass it as ``layout`` to ``Identity.of_engine``."""
         data = b"".join(f"{side} {list(place.shape)}".encode() + place.numpy().tobytes() for side, place in self.places.items())
         return hashlib.sha256(data).hexdigest()
 
     @cached_property
     def strides(self) -> dict[str, tuple[int, tuple[int, int, int, int]]] | None:
-        """Offset of the first value and strides of the axes, by side, or None if strides cannot describe the layout."""
+        """For keys and values, the offset of the first value and the stride of each axis, or None if strides cannot describe the layout."""
         result = {}
         for side, place in self.places.items():
             first = int(place[0, 0, 0, 0])
@@ -113,9 +113,9 @@ class PageLayout:
         return result
 
     def buffer(self, pool: torch.Tensor) -> PageBuffer:
-        """View ``pool`` ``[slot, value]``, an engine's memory, as a ``PageBuffer``, without copying.
+        """Return a view of ``pool``, an engine's memory ``[slot, value]``, as a ``PageBuffer``. Nothing is copied.
 
-        Raises InvalidParameter if strides cannot describe the layout. In that case, copy its pages with ``gather`` and ``scatter``.
+        Raises InvalidParameter if strides cannot describe the layout. In that case, copy pages with ``gather`` and ``scatter``.
         """
         self._check_pool(pool)
         if self.strides is None:
@@ -130,7 +130,7 @@ class PageLayout:
         return PageBuffer(self.geometry, views["k"], views.get("v"))
 
     def staging(self, slots: int) -> PageBuffer:
-        """Allocate memory for ``slots`` pages, for use with ``scatter`` and ``gather``."""
+        """Allocate host memory for ``slots`` pages, as the target of ``gather`` or the source of ``scatter``."""
         slots = as_integer(slots, "slots")
         if not 0 <= slots * self.geometry.raw_bytes <= MAX_BYTES:
             raise InvalidType(f"slots is {describe(slots)}, expected the number of pages that memory holds")
@@ -138,9 +138,9 @@ class PageLayout:
         return PageBuffer(self.geometry, *sides)
 
     def gather(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer) -> None:
-        """Copy the pages in ``slots`` of ``pool`` ``[slot, value]`` to the first slots of ``staging``.
+        """Copy the pages in ``slots`` of ``pool``, ``[slot, value]``, to the first slots of ``staging``.
 
-        Raises InvalidParameter or OutOfBounds if ``slots`` or ``staging`` do not match.
+        Raises InvalidParameter or OutOfBounds if ``slots`` or ``staging`` do not fit the pool.
         """
         for number, slot in enumerate(self._check_arguments(pool, slots, staging)):
             for side, place in self.places.items():
@@ -149,9 +149,9 @@ class PageLayout:
                     as_integers(target)[number].copy_(values[layer])
 
     def scatter(self, staging: PageBuffer, pool: torch.Tensor, slots: Sequence[int]) -> None:
-        """Copy the first slots of ``staging`` to the pages in ``slots`` of ``pool`` ``[slot, value]``.
+        """Copy the first slots of ``staging`` to the pages in ``slots`` of ``pool``, ``[slot, value]``.
 
-        Raises InvalidParameter or OutOfBounds if ``slots`` or ``staging`` do not match.
+        Raises InvalidParameter or OutOfBounds if ``slots`` or ``staging`` do not fit the pool.
         """
         chosen = self._check_arguments(pool, slots, staging, written=True)
         with torch.inference_mode():
@@ -161,7 +161,7 @@ class PageLayout:
                     as_integers(pool)[slot].index_put_((place,), values)
 
     def _check_arguments(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer, written: bool = False) -> list[int]:
-        """Check ``pool`` and ``staging``, which must have a slot for each of ``slots``, and return the slots as integers."""
+        """Check that ``pool`` and ``staging`` have room for ``slots``, and return the slots as integers."""
         self._check_pool(pool)
         if not isinstance(staging, PageBuffer):
             raise InvalidType(f"staging is {describe(staging)}, expected a PageBuffer, such as one from PageLayout.staging")
@@ -186,12 +186,13 @@ def _check_tensor(x: Any, name: str) -> None:
 
 
 def as_integers(x: torch.Tensor) -> torch.Tensor:
-    """Return values as integers with the same bits. Indexing does not support every dtype, and a NaN is not equal to itself."""
+    """Return a view of ``x`` as integers with the same bits, because indexing does not support every dtype and NaN is not equal to itself.
+    """
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def _random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return values with random bits, including negative zeros and subnormals but no NaN. A separate generator is used."""
+    """Return values with random bits, including negative zeros and subnormals but no NaN. The global random state is not used."""
     generator = torch.Generator().manual_seed(0)
     last = (*shape[:-1], shape[-1] * dtype.itemsize)
     result = torch.randint(256, last, dtype=torch.uint8, generator=generator, device="cpu").view(dtype)

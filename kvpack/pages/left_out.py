@@ -1,4 +1,4 @@
-"""Counting of raw tokens for which an engine's pages have no room, with one warning if they cost precision."""
+"""Counter of raw tokens that do not fit into an engine's pages, with a single warning if they cost precision."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class LeftOutTokens:
-    """A counter of tokens that should have been kept raw, but for which a page had no room. Safe to use from any thread.
+    """Counts tokens that should have been kept raw, but for which a page had no room. Safe to use from any thread.
 
-    A token of low norm is harmless, because only its own error grows. A token is ``costly`` if tokens or heads that share scales with it
-    lose precision, because its norm is high or a shared scale does not fit it. It is also costly if it loses precision itself, because a
-    map, a mean or its own scale does not fit it.
+    A token of low norm is harmless, because only its own error grows. A token is ``costly`` in two cases: tokens or heads that share scales
+    with it lose precision, because its norm is high or a shared scale does not fit it; or it loses precision itself, because a map, a mean
+    or its own scale does not fit it.
     """
 
     def __init__(self, geometry: PageGeometry) -> None:
@@ -27,7 +27,7 @@ class LeftOutTokens:
         self.count = self.costly = 0
 
     def add(self, count: int, costly: int) -> None:
-        """Add the tokens of a page, without warning."""
+        """Add the counts of one page, without warning."""
         with self._lock:
             self.count += count
             self.costly += costly

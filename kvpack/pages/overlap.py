@@ -1,7 +1,7 @@
-"""Detection, from sizes and strides, of strided values that share bytes. Engines' tensors have too many values to compare them all.
+"""Detection of strided tensors whose values share bytes, computed from sizes and strides instead of comparing all addresses.
 
-Two values of tensors A and B begin at p + Σ a_k·s_k and q + Σ b_k·t_k. They share bytes if bounded integers a and b bring these within an
-item of each other. The search starts with the largest stride. The range of the smaller strides leaves few choices.
+Two values of tensors A and B begin at p + Σ a_k·s_k and q + Σ b_k·t_k. They share bytes if bounded integers a and b bring these addresses
+within an item of each other. The search starts with the largest stride, because the range of the smaller strides then leaves few choices.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 _MAX_STEPS = 10_000
-"""Maximum number of steps in a search. Layouts in use need a few dozen."""
+"""Maximum number of steps in a search. Real layouts need a few dozen."""
 
 
 class Strided(NamedTuple):
-    """A strided array of items of ``item`` bytes, the first at address ``begin``.
+    """A strided array of items of ``item`` bytes, the first of which is at address ``begin``.
 
-    ``axes`` are pairs (size of at least 2, stride in bytes of at least 0).
+    ``axes`` are pairs (size, stride in bytes). Sizes are at least 2, and strides at least 0.
     """
 
     begin: int
@@ -29,7 +29,7 @@ class Strided(NamedTuple):
 
 
 def overlaps_itself(x: Strided) -> bool:
-    """Return True if two items of ``x`` share bytes, or if a bounded search cannot decide it."""
+    """Return True if two items of ``x`` share bytes, or if a bounded search cannot rule it out."""
     # One of two items has the smaller index on the largest axis where they differ; call it the first.
     axes = sorted(x.axes, key=lambda axis: -axis[1])
     for number, (size, stride) in enumerate(axes):
@@ -40,7 +40,7 @@ def overlaps_itself(x: Strided) -> bool:
 
 
 def overlaps(x: Strided, y: Strided) -> bool:
-    """Return True if an item of ``x`` and one of ``y`` share bytes, or if a bounded search cannot decide it."""
+    """Return True if an item of ``x`` and an item of ``y`` share bytes, or if a bounded search cannot rule it out."""
     if x.end <= y.begin or y.end <= x.begin:
         return False
     ranges: dict[int, tuple[int, int]] = {}
@@ -52,7 +52,7 @@ def overlaps(x: Strided, y: Strided) -> bool:
 
 
 def find_overlap(tensors: list[Strided]) -> tuple[int, int] | None:
-    """Return the indices of two tensors that share bytes, or the same index twice if a tensor overlaps itself, or None if none do."""
+    """Return the indices of two tensors that share bytes, or None. A tensor that overlaps itself is returned as the same index twice."""
     for number, tensor in enumerate(tensors):
         if overlaps_itself(tensor):
             return number, number
@@ -70,7 +70,7 @@ def find_overlap(tensors: list[Strided]) -> tuple[int, int] | None:
 
 
 def _fold_pools(tensors: list[Strided]) -> Strided | None:
-    """Combine equally shaped tensors at equal distances, such as the layers of one pool, into one tensor with another axis."""
+    """Combine tensors of equal shape at equal distances, such as the layers of one pool, into one with more axes, or return None."""
     if len({tensor[1:] for tensor in tensors}) != 1:
         return None
     begins = sorted(tensor.begin for tensor in tensors)
@@ -88,7 +88,10 @@ def _fold_pools(tensors: list[Strided]) -> Strided | None:
 
 
 def _can_reach(terms: list[tuple[int, int, int]], target: int, item: int) -> bool:
-    """Return True if Σ c·stride, with c from low to high for each of ``terms`` (low, high, stride), comes within ``item`` of ``target``."""
+    """Return True if a sum Σ c·stride comes within ``item`` of ``target``, or if a bounded search cannot rule it out.
+
+    ``terms`` are tuples (low, high, stride), with c from low to high.
+    """
     below = [(0, 0)]
     for low, high, stride in reversed(terms):
         below.append((below[-1][0] + low * stride, below[-1][1] + high * stride))

@@ -55,7 +55,7 @@ class ChannelOrder(ValueMap):
             return None
         size = read_block_size(options)
         if not size:
-            message = f"channel_order is {dtype}, which has no effect without block_rotation=<size>: add that, or omit channel_order"
+            message = f"channel_order={dtype} has no effect without block_rotation=<size>: add that, or omit channel_order="
             raise InvalidParameter(f"codec {options.codec}: {message}")
         return cls(dim, dtype, size)
 

@@ -59,7 +59,7 @@ def check_digits(codec: Any, stream: str, digits: Sequence[torch.Tensor]) -> Non
     """Raise InvalidParameter if ``digits`` cannot be packed as the code ``stream``."""
     where, packing = f"codec {codec.id}: encode packs stream {stream!r}", codec.packings().get(stream)
     if packing is None:
-        raise InvalidParameter(f"{where}, which packings lacks: add it there")
+        raise InvalidParameter(f"{where}, which is missing from packings: add it to packings")
     shapes, expected = [list(digit.shape) for digit in digits], [packing.symbols] * len(packing.bases)
     if [shape[-1] for shape in shapes] != expected:
         raise InvalidParameter(f"{where} from digits of shapes {shapes}, expected last axes {expected}: reshape them, or change packings")

@@ -65,7 +65,9 @@ class KeyMean(PageVector):
         bits = options.choice("mean_bits", "", tuple(map(str, BITS)), omitted="8")
         if not text:
             if bits:
-                raise InvalidParameter(f"codec {options.codec}: mean_bits is {bits}, which needs mean=<tokens> too, such as mean=128")
+                raise InvalidParameter(
+                    f"codec {options.codec}: mean_bits={bits} has no effect without mean=<tokens>: add it, for example as mean=128"
+                )
             return None
         if side == "v":
             raise InvalidParameter(

@@ -238,8 +238,8 @@ class Klt(CodecFamily):
             if not bool(stored.isfinite().all()):
                 largest_value, limit = float(basis_rows.abs().max()), torch.finfo(torch_dtype).max
                 raise OutOfRange(
-                    f"the {self.basis_location}: a basis row contains {largest_value:.6g}, but the largest {self.rows} is {limit:.6g}: "
-                    "write rows=fp32, or omit rows to read them from the basis"
+                    f"the {self.basis_location}: a basis row contains {largest_value:.6g}, above the largest {self.rows} value, "
+                    f"{limit:.6g}: write rows=fp32, or omit rows= to read the rows from the basis"
                 )
         rows = BasisRows(stored[:, :, 0])
         return RunEncoder({"rows": stored}, lambda block, _: self._encode(block, rows))

@@ -103,7 +103,7 @@ class Minifloat(CodecFamily):
         super().__post_init__()
         check_choice(self.id, "scale_dtype", self.scale_dtype, tuple(BLOCK_CHANNELS if self.granularity == "block" else NORMS))
         if self.granularity == "block" and self.scale_dtype == "e4m3" and self.element != "e2m1":
-            raise InvalidParameter(f"codec {self.id}: scale_dtype is e4m3, which needs element e2m1 (nvfp4), but element is {self.element}")
+            raise InvalidParameter(f"codec {self.id}: scale_dtype e4m3 (nvfp4) needs element e2m1, but element is {self.element}")
         check_fields(self.id, self.fields, ("codes",))
         self.packings()
 
@@ -115,8 +115,8 @@ class Minifloat(CodecFamily):
         granularity = cls.option(options, "granularity", "block" if in_blocks else "tensor", "per")
         options.finish()
         if in_blocks != (granularity == "block"):
-            expected = "scales=e8m0 and scales=e4m3 need per=block; scales=fp32 and scales=fp16 need per=tensor, head or token"
-            raise InvalidParameter(f"codec {cls.id}: scales is {scale_dtype} and per is {granularity}; {expected}")
+            expected = "scales=e8m0 and scales=e4m3 need per=block; scales=fp32 and scales=fp16 need per=tensor, per=head or per=token"
+            raise InvalidParameter(f"codec {cls.id}: scales={scale_dtype} and per={granularity} cannot be combined: {expected}")
         cls.check_value("dim", dim)
         return cls(dim, element, granularity, scale_dtype, (("codes", default_fields(dim, (1 << ELEMENTS[element].bits,))),))
 

@@ -54,7 +54,7 @@ class Qjl(ResidualSketch):
         if not norm:
             if seed >= 0:
                 raise InvalidParameter(
-                    f"codec {options.codec}: qjl_seed is {seed}, which has no effect without qjl=fp16: add that, or omit qjl_seed"
+                    f"codec {options.codec}: qjl_seed={seed} has no effect without qjl=fp16: add qjl=fp16, or omit qjl_seed="
                 )
             return None
         return cls(dim, DEFAULT_SEED if seed < 0 else seed, norm, default_fields(dim, (2,)))

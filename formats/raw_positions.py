@@ -91,8 +91,8 @@ class RawPositions(WholeTokens):
         if not (first or low_norm or high_norm):
             if dtype:
                 raise InvalidParameter(
-                    f"codec {options.codec}: raw_dtype is {dtype}, which needs raw_first=<count>, raw_low_norm=<share> or "
-                    "raw_high_norm=<ratio>"
+                    f"codec {options.codec}: raw_dtype={dtype} has no effect without raw_first=<count>, raw_low_norm=<share> or "
+                    "raw_high_norm=<ratio>: add one of them, or omit raw_dtype="
                 )
             return None
         return cls(dim, dtype or "bf16", first, low_norm, high_norm)

@@ -49,7 +49,8 @@ class RawTokens(WholeTokens):
         if not (first or low_norm):
             if dtype:
                 raise InvalidParameter(
-                    f"codec {options.codec}: raw_tokens is {dtype}, which needs sinks=<count> or low_norm_tokens=<count>"
+                    f"codec {options.codec}: raw_tokens={dtype} has no effect without sinks=<count> or low_norm_tokens=<count>: "
+                    "add one of them, or omit raw_tokens="
                 )
             return None
         return cls(dim, dtype or "bf16", first, low_norm)

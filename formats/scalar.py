@@ -87,8 +87,8 @@ class Scalar(CodecFamily):
         check_fields(self.id, self.fields, ("codes", "codes_high") if self.bits_high else ("codes",))
         if self.rounding == "scaled" and self.norm_rule != "unbiased":
             raise InvalidParameter(
-                f"codec {self.id}: rounding is scaled and norm_rule is {self.norm_rule}, but the codes may describe up to 1.15 times a "
-                "token, which only norm_rule=unbiased takes into account: set it, or omit rounding"
+                f"codec {self.id}: rounding=scaled needs norm_rule=unbiased, but norm_rule is {self.norm_rule}: scaled codes may represent "
+                "up to 1.15 times a token, which no other rule corrects. Write norm_rule=unbiased, or omit rounding="
             )
         self.packings()
         _ = self.rotation
@@ -106,7 +106,7 @@ class Scalar(CodecFamily):
         options.finish()
         cls.check_value("dim", dim)
         if share and not high:
-            raise InvalidParameter(f"codec {cls.id}: share is {share}, which needs high=<bits> too")
+            raise InvalidParameter(f"codec {cls.id}: share={share} has no effect without high=<bits>: add high=<bits>, or omit share=")
         table, fields = coordinate_table(dim, 2 ** (bits - 1)), ("codes", default_fields(dim, (2**bits,)))
         if not high:
             return cls(dim, bits, 0, b"", norm, rotation, seed, table, b"", (fields,), rule, rounding)

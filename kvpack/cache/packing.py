@@ -222,7 +222,7 @@ def _bind_inputs(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
     if inputs.tokens > tokens:
         raise InvalidParameter(
             f"inputs have {inputs.tokens} token ids per sequence, but the cache has {tokens} tokens: if only its newest tokens were "
-            f"dropped, pass inputs.slice(0, {tokens}, {start}), else omit inputs="
+            f"dropped, pass inputs.slice(0, {tokens}, {start}); otherwise, omit inputs="
         )
     batch = min((side.batch for layer in layers for side in layer.sides.values()), default=1)
     rows = max([len(inputs.rows), *(stretch.row + 1 for stretch in inputs.hidden)])

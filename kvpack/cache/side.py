@@ -305,12 +305,13 @@ class Side:
                 raise NotConsecutive(f"codec {_codec_difference(side.codec, other.codec)}: convert one cache to the other's recipe first")
             if (side.batch, side.heads) != (other.batch, other.heads):
                 raise NotConsecutive(
-                    f"{side.batch} x {side.heads} heads are followed by {other.batch} x {other.heads}: join only caches of the same shape"
+                    f"a cache of batch {side.batch} with {side.heads} heads cannot be followed by one of batch {other.batch} with "
+                    f"{other.heads}: join only caches of the same shape"
                 )
             if side.tail.shape[2]:
                 raise NotConsecutive(
                     f"a cache with a raw tail of {side.tail.shape[2]} tokens cannot be followed by packed tokens: "
-                    "append the tokens instead, or pack it with window=0"
+                    "append those tokens instead, or pack the first cache with window=0"
                 )
         sides = (self, *others)
         return replace(sides[-1], runs=PackedRuns(tuple(stretch for side in sides for stretch in side.runs.stretches)))

@@ -103,7 +103,7 @@ def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
 def _read_header(path: str, source: Source, max_header_bytes: int) -> tuple[dict[str, _TensorEntry], dict[str, str]]:
     """Return the tensor entries in file order, and the metadata. Raises InvalidParameter unless the tensors fill the file exactly."""
     if source.size < 8:
-        raise InvalidParameter(f"{path} is not a safetensors file: it has {source.size} bytes")
+        raise InvalidParameter(f"{path} is not a safetensors file: it has only {source.size} bytes")
     first = bytes(_read(path, source, 0, 8))
     length = int.from_bytes(first, "little")
     # The first bytes of a length can look like another format, so the size is checked first.

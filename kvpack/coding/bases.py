@@ -219,7 +219,7 @@ class Basis:
             if bits < least:
                 # Rounded up to a hundredth, because that value is accepted.
                 raise InvalidParameter(
-                    f"{self.where}: bits is {bits:g}, but with this basis the transform codec takes at least {least:.4g} bits per value "
+                    f"{self.where}: bits is {bits:g}, but with this basis, the transform codec needs at least {least:.4g} bits per value "
                     f"in a file of {FILE_TOKENS} tokens: write transform-{math.ceil(100 * least) / 100:g} or more"
                 )
             self._steps[bits, raw] = max(step for step in range(MAX_STEP + 1) if self.transform_bits(step, raw) <= bits)

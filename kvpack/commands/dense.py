@@ -196,7 +196,8 @@ def _check_names(path: str, names: list[str], note: _UnpackedInfo) -> int:
     for name in names:
         if not _NAME.fullmatch(name):
             raise InvalidParameter(
-                f"{path}: the tensor {name!r} is not named {{layer}}.k or {{layer}}.v, such as 0.k, {{layer}}.state.{{name}} or {IDS}"
+                f"{path}: the tensor name {name!r} is unknown, expected {{layer}}.k, {{layer}}.v or {{layer}}.state.{{name}} (for example, "
+                f"0.k), or {IDS}"
             )
     layers = {int(name.partition(".")[0]) for name in names}
     count = len(layers) if note.starts is None else len(note.starts)

@@ -30,11 +30,10 @@ def make_twin(model: Any, factor: float, sample: torch.Tensor, seed: int) -> flo
     normalizes keys).
     """
     layers = [module for module in model.modules() if hasattr(module, "q_proj") and hasattr(module, "k_proj")]
-    if not (layers and 0 < factor < float("inf")):
-        raise InvalidParameter(
-            f"--twin is {factor} for a model in which {len(layers)} layers have k_proj and q_proj, expected a number above 0 and at least "
-            "one such layer"
-        )
+    if not layers:
+        raise InvalidParameter("--twin requires a model whose layers have k_proj and q_proj, but no layer of this one does: omit --twin")
+    if not 0 < factor < float("inf"):
+        raise InvalidParameter(f"--twin is {factor}, expected a finite number above 0")
     generator = torch.Generator().manual_seed(seed)
     with torch.inference_mode():
         before = model(sample).logits
@@ -43,7 +42,7 @@ def make_twin(model: Any, factor: float, sample: torch.Tensor, seed: int) -> flo
         difference = float((model(sample).logits - before).abs().max() / before.abs().max())
     if not difference <= TWIN_TOLERANCE:
         raise InvalidParameter(
-            f"the twin's logits differ by {difference:.1e} of the largest from the model's, but the limit is {TWIN_TOLERANCE:.1e}: "
+            f"the twin's logits differ from the model's by {difference:.1e} of the largest logit, but the limit is {TWIN_TOLERANCE:.1e}: "
             "--twin requires keys and queries that are outputs of k_proj and q_proj, rotated in pairs"
         )
     return difference
@@ -86,7 +85,7 @@ def offset_keys(model: Any, factor: float, sample: torch.Tensor, seed: int) -> f
     difference = float((after - before).abs().max() / before.abs().max())
     if not difference <= TWIN_TOLERANCE:
         raise InvalidParameter(
-            f"the logits with key offsets differ by {difference:.1e} of the largest from the model's, but the limit is "
+            f"the logits with key offsets differ from the model's by {difference:.1e} of the largest logit, but the limit is "
             f"{TWIN_TOLERANCE:.1e}: --offset requires attention that is a plain softmax over scores"
         )
     return difference

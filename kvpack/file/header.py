@@ -118,9 +118,9 @@ class LayerEntry:
         if self.k is None or self.v is None:
             return
         if self.k.batch != self.v.batch:
-            raise InvalidHeader(f"k.batch is {self.k.batch}, but v.batch is {self.v.batch}; both must be equal")
+            raise InvalidHeader(f"k.batch is {self.k.batch}, but v.batch is {self.v.batch}: they must be equal")
         if self.k.tokens != self.v.tokens:
-            raise InvalidHeader(f"k.tokens is {self.k.tokens}, but v.tokens is {self.v.tokens}; both must be equal")
+            raise InvalidHeader(f"k.tokens is {self.k.tokens}, but v.tokens is {self.v.tokens}: they must be equal")
 
     def sides(self) -> Iterator[tuple[str, SideEntry]]:
         """Yield ("k", keys) and ("v", values), omitting absent sides."""
@@ -207,7 +207,7 @@ class Contents:
         for feature in _FEATURES_WITH_DATA:
             if (is_required := feature in self.required) != (feature in self.ignorable):
                 places = ("required", "ignorable") if is_required else ("ignorable", "required")
-                raise InvalidHeader(f"{feature} is in {places[0]} but not in {places[1]}, expected it in both")
+                raise InvalidHeader(f"{feature} is in {places[0]} but not in {places[1]}: it must be in both")
         if self.ignorable:
             _ = self.starts, self.states, self.hidden, self.offsets
         if self.is_basis:
@@ -288,7 +288,7 @@ class Contents:
             raise InvalidHeader(f"runs has {len(side.runs)} entries, expected at most 1 for a codec that encodes each token separately")
         if (names := tuple(dict(side.entries))) != summary.entries:
             expected = ", ".join(summary.entries) or "none"
-            raise InvalidHeader(f"entries names {', '.join(names) or 'none'}, expected {expected} from the codec")
+            raise InvalidHeader(f"entries has the names {', '.join(names) or 'none'}, expected {expected} from the codec")
         if side.window % summary.token_group:
             raise InvalidHeader(f"window is {side.window}, expected a multiple of the codec's token group {summary.token_group}")
 

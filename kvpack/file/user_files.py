@@ -93,7 +93,7 @@ def read_text_and_mode(path: str | os.PathLike[str], max_bytes: int, description
     try:
         return data.decode("utf-8-sig"), mode
     except UnicodeDecodeError as error:
-        raise InvalidParameter(f"{path_text(path)}: byte {error.start} is not valid UTF-8, expected UTF-8 text") from None
+        raise InvalidParameter(f"{path_text(path)}: byte {error.start} is not valid UTF-8: convert the text to UTF-8") from None
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int, description: str = "a JSON file") -> Any:

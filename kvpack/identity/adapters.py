@@ -72,7 +72,8 @@ def _layer_state(part: ModelPart, active: list[str]) -> list[Any]:
     layer: Any = part.module
     if any(getattr(layer, "sample_at_inference", {}).get(name) for name in active):
         raise InvalidParameter(
-            f"{part.name} has the adapter {class_name(type(layer))} with sample_at_inference, so its values are random: turn that off"
+            f"{part.name} has the adapter {class_name(type(layer))} with sample_at_inference, so its values are random: turn "
+            "sample_at_inference off"
         )
     others = _known_attributes(layer) - set(active)
     state = {"disabled": layer.disable_adapters, "merged": list(getattr(layer, "merged_adapters", ())), "applied": active}

@@ -131,8 +131,8 @@ class LiveCache:
 
     def __reduce__(self) -> NoReturn:
         raise InvalidParameter(
-            "neither a LiveCache nor a KvpackCache, which contains one, can be pickled: save live.freeze(), or cache.packed of a "
-            "KvpackCache, with kvpack.save, and continue with LiveCache.of(kvpack.load(path)) or KvpackCache.load(path, model)"
+            "a LiveCache or KvpackCache cannot be pickled: save live.freeze() (for a KvpackCache, cache.packed) with kvpack.save, and "
+            "continue with LiveCache.of(kvpack.load(path)) (for a KvpackCache, KvpackCache.load(path, model))"
         )
 
     def __deepcopy__(self, memo: object) -> LiveCache:

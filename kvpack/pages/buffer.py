@@ -36,8 +36,8 @@ class PageBuffer:
             if not isinstance(layers, Sequence) or len(layers) != geometry.layers:
                 description = f"has shape {list(x.shape)}" if isinstance(x, torch.Tensor) else f"is a {type(x).__name__}"
                 raise InvalidParameter(
-                    f"{side} {description}, but pages of {geometry.layers} layers are one tensor [slot, layer, head, token, channel], "
-                    "or a tensor [slot, head, token, channel] for each layer"
+                    f"{side} {description}, expected one tensor [slot, layer, head, token, channel] of {geometry.layers} layers, or a list "
+                    f"of {geometry.layers} tensors [slot, head, token, channel]"
                 )
             for number, tensor in enumerate(layers):
                 self._check(f"layers[{number}].{side}", tensor, geometry.dims[side])
@@ -48,7 +48,7 @@ class PageBuffer:
             if tensor.shape[0] != self.slots or tensor.device != self.device:
                 raise InvalidParameter(
                     f"the first tensor of the PageBuffer has {self.slots} slots on {self.device}, but another has {tensor.shape[0]} on "
-                    f"{tensor.device}: all must have the same number of slots and the same device"
+                    f"{tensor.device}: all tensors must have the same number of slots and be on the same device"
                 )
 
     def checked_slots(self, slots: Sequence[int], written: bool = False) -> list[int]:

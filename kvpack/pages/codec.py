@@ -177,7 +177,7 @@ class PageCodec:
         elif rows.dim() != 2 or rows.dtype != torch.uint8 or rows.shape[0] != count:
             raise InvalidParameter(f"rows is {rows.dtype} {list(rows.shape)}, expected uint8 [{count}, byte]")
         elif writable and rows.shape[1] < self.nbytes:
-            raise Truncated(f"rows has room for {rows.shape[1]} bytes each, but a page takes {self.nbytes}")
+            raise Truncated(f"rows has room for {rows.shape[1]} bytes per page, but a page takes {self.nbytes}")
         elif writable and count > 1 and rows.stride(0) < self.nbytes:
             raise InvalidParameter(_overlapping(rows.stride(0), self.nbytes))
 

@@ -80,8 +80,8 @@ def check_ids(cache: Cache, ids: bytes) -> None:
     if count != cache.tokens and len(cache_ids) != cache.tokens * ID_BYTES:
         raise InvalidParameter(
             f"token_ids has {count} ids, but the cache has {cache.tokens} tokens: expected one id for each token. If both begin with the "
-            "same tokens, cut the longer one, as in token_ids[:n] or cache[:, :n]. If a sliding window has dropped the first tokens, "
-            "compute the prompt with kvpack.prefill, which keeps them"
+            "same tokens, truncate the longer one, as in token_ids[:n] or cache[:, :n]. If a sliding window has dropped the first tokens, "
+            "run the prompt through kvpack.prefill, which keeps them"
         )
 
 
@@ -97,8 +97,8 @@ def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
     if not result and packed >= chunk:
         held = f"only after token {' and '.join(map(str, sorted(known)))}" if known else "none"
         raise InvalidParameter(
-            f"the model keeps states, but the cache has {held}. A store needs states at multiples of {chunk} tokens: compute the prompt "
-            f"with kvpack.prefill(..., chunk={chunk}), or in passes that end there, each followed by KvpackCache.snapshot_states()"
+            f"the model keeps states, but the cache has {held}. A store needs states at multiples of {chunk} tokens: run the prompt "
+            f"through kvpack.prefill(..., chunk={chunk}), or in passes that end there, each followed by KvpackCache.snapshot_states()"
         )
     return result
 
@@ -126,8 +126,8 @@ def require_input_digests(cache: Cache, digests: Sequence[bytes], chunk: int) ->
                     "write dataclasses.replace(cache, inputs=kvpack.Inputs(ids))"
                 )
             raise InvalidParameter(
-                f"{text}: token ids alone do not determine the cache's keys and values. Pass inputs=: for each chunk of {chunk} tokens, a "
-                f"digest of its other inputs, or b'' if it has none. Chunk {index} needs one"
+                f"{text}: token ids alone do not determine the cache's keys and values. Pass inputs= with one digest "
+                f"for each chunk of {chunk} tokens: of its other inputs, or b'' if it has none. Chunk {index} needs a digest"
             )
 
 

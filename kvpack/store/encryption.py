@@ -137,8 +137,8 @@ class Cipher:
             decryptor.finalize()
         except self._invalid_tag:
             raise Undecryptable(
-                f"{where}: its tag does not match: it was encrypted with a different key that has id {format_key_id(name)}, or as "
-                "another entry"
+                f"{where}: its authentication tag does not match: it was encrypted with a different key that has the same id, "
+                f"{format_key_id(name)}, or it was copied from another entry or tenant"
             ) from None
         del plain[len(sealed) :]
         return plain
@@ -154,7 +154,7 @@ def _check_head(where: str, view: memoryview) -> tuple[bytes, int]:
         raise NotKvpack(f"{where} is not encrypted, but a store with keys reads only encrypted entries")
     if version > VERSION:
         raise UnsupportedVersion(
-            f"{where} is encrypted in version {version}, but this version of kvpack reads version {VERSION}: upgrade kvpack"
+            f"{where} has version {version} of the encryption format, but this version of kvpack reads version {VERSION}: upgrade kvpack"
         )
     # A damaged entry is useless to everyone; an entry of another key is not.
     check_digest(where, view[:-DIGEST_BYTES], bytes(view[-DIGEST_BYTES:]))

@@ -60,12 +60,12 @@ def _open_tiers(
     locations: Sequence[Any], counters: Counters, form: EntryFormat, *, skip_sweep: bool = False, write_back: bool = False
 ) -> Tiers:
     if not locations:
-        raise InvalidParameter("the location is an empty list, expected a list of at least one tier")
+        raise InvalidParameter("the location is an empty list: pass at least one tier")
     tiers = []
     for location_or_tier in locations:
         tier = location_or_tier if isinstance(location_or_tier, Tier) else Tier(location_or_tier)
         if isinstance(tier.location, (list, tuple)):
-            raise InvalidParameter("a tier is a list of tiers, expected one location")
+            raise InvalidParameter("a tier cannot itself be a list of tiers: pass one location per tier")
         tier_counters = Counters(counters)
         tiers.append((open_backend(tier.location, tier_counters, form, tier, skip_sweep=skip_sweep), tier_counters))
     return Tiers(tiers, counters, write_back=write_back)
@@ -93,7 +93,7 @@ class LocationKind(NamedTuple):
 
 def _open_memory(location: str, counters: Counters, form: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
     if "max_bytes" not in options:
-        raise InvalidParameter("a store in memory needs a budget: pass max_bytes=")
+        raise InvalidParameter("an in-memory store needs a budget: pass max_bytes=")
     return Memory(counters, **options)
 
 

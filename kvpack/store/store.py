@@ -209,7 +209,7 @@ class Store:
         """Store every whole packed chunk of the prefix in ``cache``, and return the number of tokens now stored.
 
         ``cache`` is a packed cache that starts at the first token, or an object that contains one as ``packed``. Tokens of a raw tail are
-        not stored. ``token_ids`` must have one id per token of the cache. If their lengths differ, cut the longer of the two, for example
+        not stored. ``token_ids`` must have one id per token of the cache. If their lengths differ, truncate the longer one, for example
         with ``token_ids[:-1]`` if the newest token has no key yet. A cache that contains all its own ids (``Cache.inputs``) is stored up to
         the shorter length.
 

@@ -133,7 +133,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     identity = replace(identity, keeps_states=any(layer.states for layer in cache), basis=basis)
     if data := join_features(header.ignorable, TOKEN_CHUNKS_FEATURE):
         if tokens is not None:
-            raise InvalidParameter(f"{file.where} holds its token ids, and digests of other inputs with them: import it without --tokens")
+            raise InvalidParameter(f"{file.where} contains its token ids and the digests of its other inputs: import it without --tokens")
         chunk, digests, ids = _chunks(data, file.where)
         return ExportedPrefix(identity, _to_list(ids), cache, digests, chunk)
     inputs = Inputs.from_features(header.ignorable, tokens=header.tokens)

@@ -178,7 +178,7 @@ def _sizes(settings: Settings, words: Text, longest: int | None, max_positions: 
     """
     only = settings.balanced_only
     if only and (settings.scored_tokens is not None or settings.scope is not None):
-        raise InvalidParameter("--balanced-only predicts nothing and makes no frames for transform: omit --score and --scope")
+        raise InvalidParameter("--balanced-only neither scores predictions nor makes frames for transform: omit --score and --scope")
     usual, limit = (BALANCED_TOKENS, BALANCED_WINDOWS) if only else (DEFAULT_TOKENS, DEFAULT_WINDOWS)
     tokens = window_tokens(settings.tokens, min(usual, longest or usual), words, max_positions)
     scored_tokens = 0 if only else min(DEFAULT_SCORE, tokens // 2) if settings.scored_tokens is None else settings.scored_tokens

@@ -57,14 +57,14 @@ def test_every_lossy_preset_keeps_tokens_raw() -> None:
         ("octopus-3;raw=4,2", "raw_low_norm is '2', expected a number above 0 and below 1"),
         ("octopus-3;raw=4,0.6,1", "raw_high_norm is '1', expected a number above 1"),
         ("octopus-3;raw=4,0,0,fp8", "raw_dtype is 'fp8', expected one of"),
-        ("octopus-3;raw=0,0,0,fp16", "raw_dtype is fp16, which needs raw_first"),
+        ("octopus-3;raw=0,0,0,fp16", "raw_dtype=fp16 has no effect without raw_first"),
         ("octopus-3;raw=4,0.5,4,bf16,0", "has 5 values, expected up to 4"),
     ],
 )
 def test_a_clause_about_raw_tokens_is_checked(text: str, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message) as caught:
         Recipe(text)
-    assert "such as raw=4,0.5,4" in str(caught.value) or "raw_dtype is fp16" in message
+    assert "such as raw=4,0.5,4" in str(caught.value) or "raw_dtype=fp16" in message
 
 
 @pytest.mark.parametrize(

@@ -574,7 +574,7 @@ def test_one_sided_layers_are_packed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "metadata", "message"),
     [
-        ({"0.k": (1, 1, 4, 64), "past.0.value": (1, 1, 4, 64)}, None, r"the tensor 'past\.0\.value' is not named"),
+        ({"0.k": (1, 1, 4, 64), "past.0.value": (1, 1, 4, 64)}, None, r"the tensor name 'past\.0\.value' is unknown, expected {layer}\.k"),
         ({"0.k": (1, 1, 4, 64), "2.k": (1, 1, 4, 64)}, None, "has layer 2 but not layer 1, expected all layers from 0 to 2"),
         ({}, None, "has no layers, expected at least layer 0"),
         ({"0.k": (1, 4, 64)}, None, r"layers\[0\]\.k has shape \[1, 4, 64\]"),
@@ -584,7 +584,7 @@ def test_one_sided_layers_are_packed(tmp_path: Path) -> None:
         ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": "[" * 100_000}, "its metadata kvpack.unpacked is"),
         ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": '{"start": 0, "model": {}, "metadata": 3}'}, "kvpack.unpacked: metadata is a int"),
         ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": '{"start": 0, "model": {}, "undetermined": ["x"]}'}, "undetermined contains 'x'"),
-        ({"9" * 5000 + ".k": (1, 1, 4, 64)}, None, "is not named"),
+        ({"9" * 5000 + ".k": (1, 1, 4, 64)}, None, "is unknown, expected "),
     ],
     ids=[
         "name",

@@ -162,7 +162,7 @@ def test_inputs_recorded_for_another_number_of_tokens_are_refused() -> None:
     with pytest.raises(InvalidParameter, match=r"recorded for tokens \[0:12\] of a sequence, but the cache has tokens \[0:10\]"):
         kvpack.pack([(k[:, :, :10], k[:, :, :10])], "raw", inputs=recorded)
     # Inputs of files and of packed caches were recorded for their tokens, too.
-    with pytest.raises(InvalidParameter, match=r"inputs have 12 token ids per sequence, .*pass inputs\.slice\(0, 10, 0\), else omit"):
+    with pytest.raises(InvalidParameter, match=r"inputs have 12 token ids per sequence, .*pass inputs\.slice\(0, 10, 0\); otherwise, omit"):
         kvpack.pack([(k[:, :, :10], k[:, :, :10])], "raw", inputs=cache.inputs)
     cropped = kvpack.pack([(k[:, :, :10], k[:, :, :10])], "raw", inputs=recorded.slice(0, 10, 0))
     assert cropped.token_ids.tolist() == [[*range(10)]] * 2

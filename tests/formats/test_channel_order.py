@@ -124,7 +124,7 @@ def test_appended_tokens_use_the_order_of_their_side() -> None:
     [
         ("block_rotation=24", "block_rotation is 24, expected a divisor of the head dim 128"),
         ("block_rotation=1", "from 2 to 1024"),
-        ("channel_order=u8", "which has no effect without block_rotation=<size>"),
+        ("channel_order=u8", "channel_order=u8 has no effect without block_rotation=<size>"),
         ("block_rotation=32,channel_order=u32", "expected one of u8, u16"),
     ],
 )

@@ -95,7 +95,7 @@ FAULTS: dict[str, tuple[Callable[[Largest, Streams], Streams], str]] = {
     ),
     "an unknown code stream": (
         lambda codec, streams: streams | codec.pack("code", some_codes()),
-        "encode packs stream 'code', which packings lacks: add it there",
+        "encode packs stream 'code', which is missing from packings: add it to packings",
     ),
     "too many digits": (
         lambda codec, streams: streams | codec.pack("codes", some_codes(), some_codes()),

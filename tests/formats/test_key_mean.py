@@ -166,7 +166,7 @@ def test_a_page_with_only_raw_tokens_has_no_mean() -> None:
         ("k=group:b=2,g=32,mean=128;v=raw", "encodes 32 tokens together"),
         ("k=scalar:b=2,mean=100;v=raw", "expected one of 8, 16, 32"),
         ("k=scalar:b=2,mean=64,mean_bits=6;v=raw", "expected one of 4, 8"),
-        ("k=scalar:b=2,mean_bits=4;v=raw", "which needs mean=<tokens>"),
+        ("k=scalar:b=2,mean_bits=4;v=raw", "mean_bits=4 has no effect without mean=<tokens>"),
         ("k=raw:mean=64;v=raw", "does not support sidecars"),
     ],
 )

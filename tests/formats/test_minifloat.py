@@ -180,9 +180,9 @@ def test_selected_sequences_keep_their_values() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"scales": "e8m0", "per": "token"}, "scales is e8m0 and per is token"),
-        ({"per": "block"}, "scales is fp32 and per is block"),
-        ({"scales": "e4m3"}, "scale_dtype is e4m3, which needs element e2m1 .*, but element is e4m3"),
+        ({"scales": "e8m0", "per": "token"}, "scales=e8m0 and per=token cannot be combined: "),
+        ({"per": "block"}, "scales=fp32 and per=block cannot be combined: "),
+        ({"scales": "e4m3"}, r"scale_dtype e4m3 \(nvfp4\) needs element e2m1, but element is e4m3"),
         ({"element": "e3m2"}, "element is 'e3m2', expected one of e4m3, e5m2, e2m1"),
         ({"rotation": "hadamard"}, "has no option 'rotation'"),
     ],

@@ -237,7 +237,7 @@ def test_raw_tokens_contain_nan_only_if_a_writer_stored_it() -> None:
     [
         ("kv=raw:channel_scale=fp16", "does not support sidecars"),
         ("kv=scalar:b=2,qjl_seed=3", "without qjl"),
-        ("kv=scalar:b=2,raw_tokens=bf16", "needs sinks=<count> or low_norm_tokens=<count>"),
+        ("kv=scalar:b=2,raw_tokens=bf16", "without sinks=<count> or low_norm_tokens=<count>"),
         ("kv=scalar:b=2,qjl=fp8", "expected one of fp16, fp32"),
         ("kv=scalar:b=2,outliers=0", "from 1 to"),
         ("kv=scalar:b=2,outlier=3", "its options are b, .*outliers"),

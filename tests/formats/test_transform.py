@@ -266,7 +266,7 @@ def test_recipes_give_bits_from_which_a_step_is_computed(basis: Basis) -> None:
     with pytest.raises(InvalidParameter, match=r"bits is 0.01, expected 0.05 to 8"):
         basis.step(0.01)
     least = basis.min_transform_bits()
-    with pytest.raises(InvalidParameter, match=rf"bits is 0.05, .* transform codec takes at least {least:.4g} .* write transform-") as told:
+    with pytest.raises(InvalidParameter, match=rf"bits is 0.05, .* transform codec needs at least {least:.4g} .* write transform-") as told:
         basis.step(0.05)
     accepted = float(str(told.value).split("transform-")[1].split()[0])
     assert least <= accepted < least + 0.011

@@ -359,7 +359,7 @@ def test_blocks_without_a_codec_are_never_reencoded_or_sliced(tmp_path: Path) ->
     q4_1, fp16 = (cache[0].states[name] for name in ("k.q4_1", "v.fp16"))
     for states, message in (
         ({"k.q4_1": q4_1}, "layer 0 holds k.q4_1: expected the states of keys and values, such as k.q4_1 and v.fp16"),
-        ({"conv.0": q4_1}, "layer 0 has no blocks of llama.cpp among its states, but layer 1 has"),
+        ({"conv.0": q4_1}, "layer 0 has no blocks of llama.cpp among its states, but layer 1 does"),
         ({"k.q4_1": q4_1[..., :-1], "v.fp16": fp16}, r"layer 0: the state k.q4_1 is torch.uint8 \[1, 7, 79\], .* multiple of 20 bytes"),
         ({"k.q4_1": q4_1[:, :3], "v.fp16": fp16}, "as many tokens as its other states"),
         ({"k.q4_1": q4_1, "v.fp16": fp16, "token_ids": q4_1}, r"the state token_ids of layer 0 is .*expected uint8 \[1, 28\]"),

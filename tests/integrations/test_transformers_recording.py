@@ -250,7 +250,7 @@ def test_another_model_is_refused() -> None:
     cache, own = KvpackCache(model, "raw"), KvpackCache(other, "raw")
     model(PROMPT, past_key_values=cache)
     for wrong in (other, other.model, copy.deepcopy(other)):
-        with pytest.raises(InvalidParameter, match="the cache was made for a different model from this Llama"):
+        with pytest.raises(InvalidParameter, match="the cache was made for a different model than this Llama"):
             wrong(FOLLOWING, past_key_values=cache)
     assert cache.get_seq_length() == PROMPT.shape[1]
     # A part of the model, and a cache of that part beside one of the whole.

@@ -197,7 +197,7 @@ def test_tokens_of_several_sources_cannot_be_continued_with_one() -> None:
     tokens = kvpack.pack(past.self_attention_cache, FP32, inputs=record.inputs(past.self_attention_cache))
     for source in (A, B):
         pair = EncoderDecoderCache(KvpackCache.of(tokens, model, dense=True), KvpackCache(model, FP32, dense=True))
-        with pytest.raises(InvalidParameter, match="tokens of the cache were computed from different sources"):
+        with pytest.raises(InvalidParameter, match="the tokens of the cache were computed from different sources"):
             model(input_ids=source, decoder_input_ids=BEGUN[:, 3:], past_key_values=pair)
 
 

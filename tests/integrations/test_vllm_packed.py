@@ -534,7 +534,7 @@ class Quantization:
         (config(options={"cpu_bytes_to_use": 100}), "cpu_bytes_to_use is 100, but one chunk takes"),
         (config(options={"revision": None}), "only a revision identifies its weights"),
         (config(canonical_layout=True), "canonical_layout is set"),
-        (config(parallel={"pp_size": 2}), "pp_size is 2, but kvpack supports tensor parallelism only"),
+        (config(parallel={"pp_size": 2}), "pp_size is 2, but kvpack supports only tensor parallelism"),
         (config(options={"recipe": "octopus-4;boundary-1"}), "names layers by 'layers=0,-1:k=raw', but the model has several groups"),
         (config(groups=()), "vLLM offloads 1 groups of cache layers, but the connector found 0"),
     ],
@@ -591,7 +591,7 @@ def test_groups_are_read_from_vllms_description(monkeypatch: pytest.MonkeyPatch)
     for other in (classes["FullAttentionSpec"](heads=4), classes["FullAttentionSpec"](heads=2 * HEADS, size=DIM // 2)):
         several.kv_cache_specs = {"a": classes["FullAttentionSpec"](), "b": other}
         one = types.SimpleNamespace(kv_cache_spec=several, layer_names=["a", "b"])
-        with pytest.raises(InvalidParameter, match="are one group with 2 shapes of blocks"):
+        with pytest.raises(InvalidParameter, match="form one group with 2 block shapes"):
             groups_of(vllm_config, types.SimpleNamespace(kv_cache_groups=[one]))
     several.kv_cache_specs = {"a": classes["FullAttentionSpec"](), "b": classes["FullAttentionSpec"]()}
     one = types.SimpleNamespace(kv_cache_spec=several, layer_names=["a", "b"])
@@ -816,7 +816,7 @@ def test_the_connector_refuses_other_versions(connector: Any, one_group: Any, mo
     for version in ("0.320.0", "0.3", "1.0.32"):
         monkeypatch.setattr(connector.vllm, "__version__", version)
         for options in given:
-            with pytest.raises(InvalidParameter, match=f"vLLM is {version}, but kvpack was tested with 0.32 and 0.33 only"):
+            with pytest.raises(InvalidParameter, match=f"vLLM is {version}, but kvpack was tested only with 0.32 and 0.33"):
                 connector.KvpackConnector(configured(**options), "scheduler", one_group)
         assert not asked
     for options in given:

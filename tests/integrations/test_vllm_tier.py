@@ -488,7 +488,7 @@ def test_invalid_settings_are_refused_at_startup(
 def test_other_versions_are_refused(tier_class: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.34.1")
     config = Config("m")
-    with pytest.raises(InvalidParameter, match=r"vLLM is 0.34.1, but kvpack was tested with 0.32 and 0.33 only, .*\"any_version\": true"):
+    with pytest.raises(InvalidParameter, match=r"vLLM is 0.34.1, but kvpack was tested only with 0.32 and 0.33, .*\"any_version\": true"):
         opened(tier_class, config, rows_of(config, 2), tmp_path)
     identities = []
     for version in ("0.32.0", "0.32.1", "0.33.0", "0.34.1", "0.34.2"):

@@ -84,15 +84,15 @@ def test_invalid_inputs_are_refused(inputs: Any, message: str, tmp_path: Path) -
 def test_undetermined_inputs_require_the_inputs_argument(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(3)
     made = computed(len(ids), ids, ("tokens 40 to 47 came from embeddings, not from token ids", 40))
-    with pytest.raises(InvalidParameter, match=r"tokens 40 to 47 came from embeddings.*Pass inputs=.*Chunk 1 needs one"):
+    with pytest.raises(InvalidParameter, match=r"tokens 40 to 47 came from embeddings.*Pass inputs=.*Chunk 1 needs a digest"):
         store.save(ids, made)
-    with pytest.raises(InvalidParameter, match="Chunk 1 needs one"):
+    with pytest.raises(InvalidParameter, match="Chunk 1 needs a digest"):
         store.save(ids, made, inputs=[IMAGE, b"", b""])
     assert entries(tmp_path) == []
     assert store.save(ids, made, inputs=[b"", IMAGE, b""]) == 3 * CHUNK
     assert store.match(ids) == CHUNK
     shifted = computed(len(ids), ids, ("tokens 0 to 100 have positions that do not count from 0", 0))
-    with pytest.raises(InvalidParameter, match="Chunk 0 needs one"):
+    with pytest.raises(InvalidParameter, match="Chunk 0 needs a digest"):
         store.save(ids, shifted)
     assert open_store(tmp_path / "begin").save(ids[:CHUNK], made[:, :CHUNK]) == CHUNK, "later inputs changed the key of an earlier chunk"
 

@@ -330,8 +330,8 @@ def test_tiers_survive_servers_that_die(tmp_path: Path, monkeypatch: pytest.Monk
     ("locations", "options", "message"),
     [
         ([], {}, "is an empty list"),
-        ([["a"]], {}, "a tier is a list of tiers"),
-        (["memory://"], {}, "a store in memory needs a budget: pass max_bytes="),
+        ([["a"]], {}, "a tier cannot itself be a list of tiers"),
+        (["memory://"], {}, "an in-memory store needs a budget: pass max_bytes="),
         (["a", kvpack.Tier("b", timeout=5)], {}, "a folder has no option timeout"),
         ([kvpack.Tier("b", max_bytes=-1)], {}, "max_bytes is -1"),
         (["a"], {"max_bytes": 5}, "a list of tiers has no option max_bytes: each Tier has its own"),

@@ -154,7 +154,7 @@ def test_the_command_writes_balanced_frames(tmp_path: Path, capsys: pytest.Captu
     capsys.readouterr()
     for words in (["--score", "8"], ["--scope", "head"]):
         assert cli.main(["calibrate", "--balanced-only", *words, "--out", str(tmp_path / "y.kvbasis")]) == 2
-        assert "--balanced-only predicts nothing" in capsys.readouterr().err
+        assert "--balanced-only neither scores predictions" in capsys.readouterr().err
 
 
 @pytest.mark.scenario

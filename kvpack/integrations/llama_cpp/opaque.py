@@ -69,8 +69,8 @@ def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
     result = [_cell_types(layer).keys() >= {"k"} for layer in cache]
     if any(result) and not all(result):
         raise InvalidParameter(
-            f"layer {result.index(False)} has no blocks of llama.cpp among its states, but layer {result.index(True)} has: "
-            "all layers need them"
+            f"layer {result.index(False)} has no blocks of llama.cpp among its states, but layer {result.index(True)} does: "
+            "every layer needs them"
         )
     if any(result) and dtype is not None:
         raise InvalidParameter(

@@ -131,8 +131,8 @@ def _parse_metadata(where: str, names: list[str], metadata: dict[str, str]) -> _
     for number, name in enumerate(classes):
         if name not in (*_WHOLE, _ROTATING):
             raise InvalidParameter(
-                f"{where}: layer {number} is a {name!r:.80}, but kvpack reads {', '.join((*_WHOLE, _ROTATING))} only: others hold "
-                "quantized keys and values, states, or a batch that is padded"
+                f"{where}: layer {number} is a {name!r:.80}, but kvpack reads only {', '.join((*_WHOLE, _ROTATING))}: the other classes "
+                "hold quantized keys and values, states, or padded batches"
             )
     for name in names:
         part = _PART.fullmatch(name)
@@ -167,8 +167,8 @@ def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[in
     fits = place == length >= window or (place < length == window) if skipped else place == seen
     if not fits or not window:
         raise InvalidParameter(
-            f"{where}: the next position in its window of {window} is {place} after {seen} tokens, but it holds {length}: mlx-lm writes no "
-            "such cache"
+            f"{where}: the next position in its window of {window} is {place} after {seen} tokens, but it holds {length}: mlx-lm does "
+            "not write such a cache"
         )
     if not skipped:
         return keys[:, :, :seen], values[:, :, :seen], 0

@@ -45,8 +45,8 @@ def attention(
             raise InvalidParameter("value_states is a packed layer, but key_states is a tensor: pass both as the cache returned them")
         if starts is not None:
             raise InvalidParameter(
-                f"{type(module).__name__} got tensors, but the mask was made for the packed layers of a KvpackCache, which records itself "
-                "where padding ends: use KvpackCache.of(cache, model, dense=True), with which all layers get tensors and masks"
+                f"{type(module).__name__} got tensors, but its mask is for the packed layers of a KvpackCache: use "
+                "KvpackCache.of(cache, model, dense=True), which passes tensors and full masks to all layers"
             )
         return _plain(module, query, key, value, attention_mask, options)
     unsupported = WITHOUT_COUNTERPART.keys() & options.keys()

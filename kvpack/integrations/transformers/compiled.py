@@ -42,8 +42,8 @@ class CompiledCalls(operators.Tickets):
             matching = next((mask for mask in self._masks.values() if mask.starts.data_ptr() == starts.data_ptr()), None)
             if matching is None and any(mask.columns is not None for mask in self._masks.values()):
                 raise InvalidParameter(
-                    "the attention mask hides tokens other than left padding, and torch.compile copied it, so kvpack cannot match it: pad "
-                    "on the left, or call the model without torch.compile"
+                    "the attention mask hides tokens other than left padding, and torch.compile copied it, so kvpack cannot "
+                    "tell which mask it is: pad on the left, or call the model without torch.compile"
                 )
             if matching is not None and matching.columns is not None:
                 return self._masked(layer, q, matching, **options)

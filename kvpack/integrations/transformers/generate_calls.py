@@ -66,8 +66,8 @@ def _passes_over_tokens(past: Any) -> list[Any]:
 def refuse_pickled_model() -> NoReturn:
     """Raise InvalidParameter, because the model has hooks of a KvpackCache or of ``recording``."""
     raise InvalidParameter(
-        "the model is watched by a KvpackCache or recording(), which pickle cannot hold: call release() on the cache first, or end its "
-        "with block, then save the model; torch.save(model.state_dict(), path) works at any time"
+        "the model has hooks of a KvpackCache or of recording(), which cannot be pickled: call release() on the cache, or leave the with "
+        "block, before saving the model. torch.save(model.state_dict(), path) always works"
     )
 
 

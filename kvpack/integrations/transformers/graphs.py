@@ -161,7 +161,7 @@ class StepGraphs:
         try:
             _check_model(model, step.ids.device)
             if not isinstance(expected, ModelOutput):
-                raise _GraphRefused("the model returns no ModelOutput")
+                raise _GraphRefused("the model does not return a ModelOutput")
             # Run the same step again: its token is still in the tail.
             live.adjust_length(-1)
             graph = _Graph(self, cache, partial(forward, **arguments), step, self._number, partial(snapshot.current, model))

@@ -226,7 +226,7 @@ def check_continues(live: LiveCache, layer: Any, number: int, following: int, k:
     for name, side, states in (("keys", "k", k), ("values", "v", v)):
         if side not in shapes:
             raise InvalidParameter(
-                f"layers[{number}] of the cache has no {name}, but the model has: load the model that computed the cache"
+                f"layers[{number}] of the cache has no {name}, but the model's layer does: load the model that computed the cache"
             )
         shape = states.shape[0], states.shape[1], states.shape[3]
         # A layer without tokens accepts any batch size.

@@ -101,15 +101,16 @@ def check_sources(trackers: Sequence[Tracker], actual: Sources) -> None:
     for tracker in filled:
         if len(tracker.record.sources) > 1:
             raise InvalidParameter(
-                "tokens of the cache were computed from different sources, and no source continues all of them: compute them from one, "
-                f"into {_EMPTY}"
+                "the tokens of the cache were computed from different sources, so no single source can continue them: compute all of them "
+                f"from one source, into {_EMPTY}"
             )
     recorded = [sources for tracker in filled for sources in tracker.record.sources]
     for sources in recorded[1:]:
         if (row := first_difference(recorded[0], sources)) is not None:
             raise InvalidParameter(
                 f"the caches of self-attention and cross-attention come from different sources: row {row} of one depends on an encoder's "
-                f"{_source_name(recorded[0], row)}, and of the other on {_source_name(sources, row)}: pair caches that were saved together"
+                f"{_source_name(recorded[0], row)}, but that row of the other depends on {_source_name(sources, row)}: pair caches "
+                "that were saved together"
             )
     if recorded and (row := first_difference(recorded[0], actual)) is not None:
         raise InvalidParameter(

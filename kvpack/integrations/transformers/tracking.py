@@ -196,7 +196,7 @@ class Tracking:
         modules = {id(part) for part in model.modules()}
         if not any(id(part) in modules for part in (module, *models_in(module))):
             raise InvalidParameter(
-                f"the cache was made for a different model from this {type(module).__name__}: continue it with "
+                f"the cache was made for a different model than this {type(module).__name__}: continue it with "
                 "KvpackCache.of(cache.packed, model), which compares the models, or begin with KvpackCache(model, recipe)"
             )
 

@@ -95,7 +95,8 @@ def _placement_options(vllm_config: Any) -> tuple[Any, bool]:
     tiers = list(options.get("secondary_tiers") or ())
     if any(tier.get("type") == "kvpack" for tier in tiers):
         raise InvalidParameter(
-            'secondary_tiers has one of type "kvpack", whose options belong to the connector: set "placement": "store" and location'
+            'secondary_tiers contains a tier of type "kvpack", whose options belong to the connector: set "placement": "store" and '
+            '"location" instead'
         )
     if is_packed == ("location" in options):
         raise InvalidParameter(

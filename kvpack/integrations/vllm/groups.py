@@ -191,7 +191,7 @@ def _group(vllm_config: Any, group: Any) -> Group:
         }
         if len(result) != 1:
             raise InvalidParameter(
-                f"the layers {', '.join(group.layer_names)} are one group with {len(result)} shapes of blocks, but rows have one: "
+                f"the layers {', '.join(group.layer_names)} form one group with {len(result)} block shapes, but a row can have only one: "
                 "use vLLM's TieringOffloadingSpec"
             )
         (spec,) = result.values()

@@ -179,4 +179,4 @@ def _check(config: Any, groups: list[Group]) -> None:
         raise InvalidParameter("canonical_layout is set, but kvpack packs pages in the worker's own layout: unset canonical_layout")
     for name in ("pp_size", "pcp_size", "dcp_size"):
         if getattr(parallel, name) != 1:
-            raise InvalidParameter(f"{name} is {getattr(parallel, name)}, but kvpack supports tensor parallelism only: set it to 1")
+            raise InvalidParameter(f"{name} is {getattr(parallel, name)}, but kvpack supports only tensor parallelism: set it to 1")

@@ -265,7 +265,7 @@ def _chunk_groups(config: Any, groups: Sequence[Group]) -> list[_ChunkGroup]:
     blocks, workers, block_bytes = config.cache.blocks_per_chunk, config.parallel.world_size, config.worker_kv_bytes_per_block
     if config.canonical_layout or config.replicated_layout:
         raise InvalidParameter(
-            'a store needs the direct layout of rows, but the one of vLLM is canonical or replicated: use "placement": "primary"'
+            'a store needs the direct layout of rows, but vLLM\'s is canonical or replicated: use "placement": "primary"'
         )
     if len(groups) > 1 and blocks > 1:
         raise InvalidParameter(

@@ -18,7 +18,7 @@ def check_version(version: str, any_version: bool) -> dict[str, str]:
         return {"vllm": minor}
     if not any_version:
         raise InvalidParameter(
-            f"vLLM is {version}, but kvpack was tested with {' and '.join(VERSIONS)} only, and vLLM's interface is experimental: "
+            f"vLLM is {version}, but kvpack was tested only with {' and '.join(VERSIONS)}, and vLLM's interface is experimental: "
             f'install one of those (pip install "vllm=={VERSIONS[-1]}.*"), or set "any_version": true to try this one'
         )
     return {"vllm": version}

@@ -1,7 +1,7 @@
-"""Packed caches (``Cache``) with one ``Layer`` per model layer, and ``concat``, which joins caches of consecutive tokens.
+"""Packed caches (``Cache``), with one ``Layer`` per model layer, and ``concat``, which joins caches of consecutive tokens.
 
 Caches, layers, sides and packed runs are immutable. Slicing, appending and joining return new objects that share the packed bytes; copying
-returns the same object. Objects are equal only if they are identical.
+returns the same object. Objects compare by identity.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ class Cache(PackedObject):
     inputs: Inputs | None = None
     metadata: Mapping[str, Value] = field(default_factory=partial(MappingProxyType, {}))
     computed: int = 0
-    """Number of tokens of the longest cache from which this one was sliced, if ``inputs`` is None. Files do not record it."""
+    """Number of tokens in the longest cache from which this one was sliced, or 0 if ``inputs`` is set. Files do not store it."""
     position_offsets: tuple[int, ...] | None = None
     """Difference between the rotary position and the token index after the last token, for each sequence, or None if unknown.
 
-    It is nonzero for multidimensional positions, with which an image has fewer positions than tokens.
+    It is nonzero for multidimensional positions, because an image then has fewer positions than tokens.
     """
     states_at: StatesAt = field(default_factory=partial(MappingProxyType, {}))
     """States of all layers at earlier positions, by position. Slices may end at these positions, and stores save these states.
@@ -153,9 +153,9 @@ class Cache(PackedObject):
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """Known ids of the first tokens of each sequence, int64 ``[batch, token]`` on the CPU, or ``[batch, 0]`` if none are known.
+        """Known ids of each sequence's first tokens, int64 ``[batch, token]`` on the CPU, or ``[batch, 0]`` if none are known.
 
-        If layers differ in their number of sequences, ``batch`` is the smallest; it is 0 for a cache without keys, values and states.
+        If layers differ in their number of sequences, ``batch`` is the smallest. It is 0 for a cache without keys, values and states.
         """
         known_ids = self.inputs.known_ids if self.inputs is not None else (b"",)
         ids = numpy.stack([numpy.frombuffer(row, "<u4") for row in known_ids]).astype(numpy.int64)
@@ -195,7 +195,7 @@ class Cache(PackedObject):
 
     @property
     def contents(self) -> Contents:
-        """Contents of the header of a file with this cache."""
+        """Contents of the header of a file that stores this cache."""
         return build_contents(self.layers, self.recipe, self.model, self.start, self.inputs, self.metadata, self.position_offsets)
 
     @cached_property
@@ -247,7 +247,7 @@ class Cache(PackedObject):
         )
 
     def select(self, indices: Rows) -> Cache:
-        """Return the sequences ``indices`` of the batch, in that order. Indices may repeat. Codes are copied, not decoded.
+        """Return the sequences at ``indices`` of the batch, in that order. Indices may repeat. Codes are copied, not decoded.
 
         ``indices`` is a list of integers or an integer tensor ``[row]``. Raises OutOfBounds for a sequence that a layer does not have, and
         InvalidParameter if ``indices`` is anything else.
@@ -263,7 +263,7 @@ class Cache(PackedObject):
         return replace(self, layers=tuple(layers), inputs=inputs, position_offsets=offsets, states_at=states_at)
 
     def append(self, pairs: Sequence[Pair]) -> Cache:
-        """Return the cache with new tokens, one (k, v) per layer. Packed tokens are not encoded again.
+        """Return a cache with new tokens appended. ``pairs`` contains (k, v) for each layer. Packed tokens are not encoded again.
 
         Raises InvalidParameter, InvalidType or OutOfRange if the values do not fit, and NotConsecutive if a layer ends before the cache.
         """
@@ -289,11 +289,11 @@ class Cache(PackedObject):
         *,
         progress: Progress | None = None,
     ) -> Cache:
-        """Return the cache encoded with a different recipe, which is given as for ``pack``.
+        """Return the cache re-encoded with ``recipe``, which may have any form that ``pack`` accepts.
 
-        Packed keys and values that already have the right codec are shared. A raw tail is encoded as ``pack`` would encode it. Raises
-        InvalidParameter if a codec does not support a layer's head dim or the basis belongs to another model, MissingFile for a recipe file
-        that does not exist, and MissingBasis.
+        Keys and values that already have the right codec share their packed bytes. A raw tail is encoded as ``pack`` would encode it.
+        Raises InvalidParameter if a codec does not support a layer's head dim or the basis belongs to another model, MissingFile for a
+        recipe file that does not exist, and MissingBasis.
         """
         check_callback(progress)
         parsed = parse_recipe(recipe)
@@ -305,7 +305,8 @@ class Cache(PackedObject):
         return replace(self, layers=layers, recipe=text)
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> list[Pair]:
-        """Decode the cache to one dense (k, v) pair ``[batch, kv_head, token, dim]`` of ``dtype`` per layer."""
+        """Decode all layers. Returns a dense (k, v) pair per layer, each ``[batch, kv_head, token, dim]`` of ``dtype``, or None if absent.
+        """
         return [layer.unpack(dtype) for layer in self.layers]
 
     def to(self, device: torch.device | str) -> Cache:
@@ -320,13 +321,13 @@ def without_states(cache: Cache) -> Cache:
 
 
 def all_states(cache: Cache) -> dict[int, States]:
-    """Return the states of ``cache`` by position, including the ones after its last token."""
+    """Return the states of ``cache`` by position, including the states after its last token."""
     last = {cache.stop: collect_states(cache)} if any(layer.states for layer in cache) else {}
     return {**{position: states for position, states in cache.states_at.items() if cache.start < position < cache.stop}, **last}
 
 
 def concat(caches: Sequence[Cache]) -> Cache:
-    """Join caches of consecutive tokens. The result shares the packed bytes, and nothing is encoded again.
+    """Join caches of consecutive tokens. The joined cache shares the packed bytes, and nothing is encoded again.
 
     Args:
         caches: At least one cache, in order of position.
@@ -339,9 +340,7 @@ def concat(caches: Sequence[Cache]) -> Cache:
             cache with other token ids before the slice.
         InvalidType: An element is not a packed cache.
 
-    >>> cache = kvpack.pack(past, "octopus-3")
-    >>> kvpack.concat([cache[:, :32], cache[:, 32:]]).tokens
-    64
+    >>> cache = kvpack.pack(past, "octopus-3") >>> kvpack.concat([cache[:, :32], cache[:, 32:]]).tokens 64
     """
     argument: Any = caches
     if not isinstance(argument, list | tuple):

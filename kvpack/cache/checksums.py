@@ -1,4 +1,4 @@
-"""Checksums of each token's keys and values, which show whether recorded inputs belong to them."""
+"""Checksums of each token's keys and values, by which recorded inputs are matched to a cache."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any, TypeGuard
 import torch
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-"""Integer dtype by element size in bytes. Bit patterns are compared, so that NaN equals itself."""
+"""Integer dtypes by element size in bytes. Checksums are computed on bit patterns, so that NaN equals itself."""
 
 _WORD_BYTES = 8
-"""Size in bytes of the integers that are summed modulo 2^64. Each combines several elements if the size of a head is a multiple."""
+"""Size in bytes of the integers that are summed. Elements are combined into such integers if a head's size is a multiple of it."""
 
 _WORDS_AT_ONCE = 1 << 20
-"""Maximum number of integers that are summed at a time."""
+"""Maximum number of integers that are summed in one operation."""
 
 _FACTOR = 0x9E3779B1
-"""Odd number by which odd indices are multiplied to obtain the weights of heads and integers."""
+"""Odd factor of the weights. Each head and integer has an odd index, which this factor multiplies to give its weight."""
 
 
 def has_checksums(x: Any) -> TypeGuard[torch.Tensor]:
-    """Return True if ``x`` is a numeric tensor ``[batch, kv_head, token, dim]`` that ``checksums`` supports."""
+    """Return True if ``x`` is a floating-point tensor ``[batch, kv_head, token, dim]`` that ``checksums`` supports."""
     return isinstance(x, torch.Tensor) and x.dim() == 4 and x.is_floating_point() and x.element_size() in _INTEGERS
 
 
 def checksums(x: torch.Tensor) -> torch.Tensor:
-    """Return a weighted sum of each token's bit patterns, int64 ``[batch, token]``.
+    """Return a weighted sum of each token's bit patterns, modulo 2^64, as int64 ``[batch, token]``.
 
     ``x`` is ``[batch, kv_head, token, dim]``. The weights depend on head and channel.
     """

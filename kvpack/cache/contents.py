@@ -1,4 +1,4 @@
-"""Description of a cache's layers as the contents of a file's header."""
+"""Conversion of a cache's layers to the contents of a file header."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build_contents(
     metadata: Mapping[str, Value],
     offsets: Sequence[int] | None,
 ) -> Contents:
-    """Return the header contents for a file of ``layers`` that starts at position ``start``."""
+    """Return the contents of the header of a file with ``layers``. The first token is at position ``start``."""
     codecs: dict[Codec, int] = {}
     layer_entries = []
     for layer in layers:

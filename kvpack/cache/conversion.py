@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     from .layer import Layer
 
 VALUES_AT_ONCE = 1 << 24
-"""Maximum number of values that are decoded at once, unless encoding needs all values of a layer."""
+"""Maximum number of values that are decoded in one block, unless encoding needs all values of a layer."""
 
 
 def convert_layers(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Progress | None) -> tuple[tuple[Layer, ...], str]:
-    """Encode ``layers``, whose first token is at position ``start``, with a different recipe. Returns them and the recipe's text.
+    """Re-encode ``layers`` with ``recipe``. Returns the new layers and the recipe's canonical text.
 
-    Packed keys and values that already have the right codec are reused. If only the packing of the codes differs, the codes are repacked.
+    The cache's first token is at position ``start``. Keys and values that already have the right codec are reused. If only the packing of
+    their codes differs, the codes are repacked.
     """
     recipe.check_layers(len(layers))
     result = []
@@ -65,7 +66,7 @@ def convert_layers(layers: Sequence[Layer], recipe: Recipe, start: int, progress
 
 
 def pack_tails(layers: Sequence[Layer], start: int) -> tuple[Layer, ...]:
-    """Encode the raw tails of ``layers``, except the tokens that a window keeps raw. The first token is at position ``start``."""
+    """Encode the raw tails of ``layers``, except the tokens that a window keeps raw. The cache starts at position ``start``."""
     result = []
     for number, layer in enumerate(layers):
         first, norms = start + layer.skipped, _cached_norms(layer)
@@ -78,7 +79,8 @@ def pack_tails(layers: Sequence[Layer], start: int) -> tuple[Layer, ...]:
 
 
 def _cached_norms(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
-    """Return a function that computes the norms by which a codec selects raw tokens, from the norms of a layer's keys and values."""
+    """Return a function that computes, for a codec, the norms by which it selects raw tokens. The layer's own norms are computed only once.
+    """
     get_norms = {name: cache(side.norms) for name, side in layer.sides.items()}
 
     def norms(codec: Codec) -> torch.Tensor | None:
@@ -91,9 +93,9 @@ def _cached_norms(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
 
 
 def _reencode(side: Side, codec: Codec, window: int, where: str, first: int, norms: torch.Tensor | None) -> Side:
-    """Encode the values of ``side``, which begins at position ``first``, with ``codec``.
+    """Re-encode ``side`` with ``codec``. The first token of the side is at position ``first``.
 
-    The values are encoded block by block if no stream depends on more than one block.
+    Values are decoded and encoded in blocks, unless a stream depends on more than one block.
     """
     # Another dtype would change the bits of NaN.
     dtype, tokens = RAW_DTYPES[_exact_dtype(side)], side.tokens
@@ -131,13 +133,13 @@ def _exact_dtype(side: Side) -> str:
 
 
 def _narrow_exactly(tail: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``tail`` in ``dtype``, or unchanged if ``dtype`` would round a value."""
+    """Return ``tail`` in ``dtype``, or unchanged if the conversion would round a value."""
     narrow = tail.to(dtype)
     return tail if is_rounded(tail, narrow) else narrow
 
 
 def _with_window(side: Side, window: int, where: str, first: int, norms: Callable[[Codec], torch.Tensor | None]) -> Side:
-    """Return ``side`` with the window ``window``, and encode tail tokens that exceed it, as ``pack`` does."""
+    """Return ``side`` with a new window. Tail tokens that exceed the window are encoded, as ``pack`` would encode them."""
     tokens = side.tail.shape[2]
     ready = tokens - tokens % window if window else tokens
     if not ready:

@@ -37,9 +37,9 @@ _LINEAR = {
 }
 _LAYERS = {"CacheLayerMixin", "DynamicLayer", "DummyLayer", *_SLIDING, *_STATIC, *_LINEAR}
 _STATES = {"conv": "conv_states", "recurrent": "recurrent_states"}
-"""Attributes of layers with states. Each attribute maps a state's number to its tensor, or to None."""
+"""Attributes of layers with states. Each attribute is a dict of state tensors by number. A tensor may be None."""
 _LAYER_TENSORS = {"keys", "values", "cumulative_length", "_sliding_window_tensor"}
-"""Tensor attributes of known layers: keys, values, token counts and the window."""
+"""Attributes of known layers that contain tensors: keys, values, token counts and the window."""
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, type, FunctionType, MethodType)
 _CONFIGURATIONS = {"PreTrainedConfig", "PretrainedConfig"}
 
@@ -47,8 +47,8 @@ _CONFIGURATIONS = {"PreTrainedConfig", "PretrainedConfig"}
 class DenseLayer(NamedTuple):
     """The unpacked contents of one layer of a cache.
 
-    ``k`` and ``v`` are ``[batch, kv_head, token, dim]``, ``skipped`` is the number of earlier tokens that the layer has dropped, and
-    ``states`` are tensors ``[batch, ...]`` by name.
+    ``k`` and ``v`` are ``[batch, kv_head, token, dim]``. ``skipped`` is the number of earlier tokens that the layer has dropped. ``states``
+    are tensors ``[batch, ...]`` by name.
     """
 
     k: torch.Tensor | Minifloats | None
@@ -100,7 +100,7 @@ def _layers_of(past: Any) -> list[DenseLayer]:
 
 
 def _layer(layer: Any, where: str) -> DenseLayer:
-    """Return the contents of a cache layer: the filled part of a static layer, or the newest tokens of a sliding layer."""
+    """Return the contents of a cache layer. A static layer contributes its filled part, and a sliding layer its newest tokens."""
     linear = bool(_classes(layer) & _LINEAR)
     _refuse_other_contents(layer, where, _LAYERS, _LAYER_TENSORS | (set(_STATES.values()) if linear else set()))
     held = keys_and_values(layer, where)
@@ -147,12 +147,12 @@ def _is_dense(x: Any) -> bool:
 
 
 def _classes(value: Any) -> set[str]:
-    """Return the names of transformers' own cache classes among the classes of ``value``."""
+    """Return the names of the classes of ``value``, including base classes, that belong to transformers' cache module."""
     return {cls.__name__ for cls in type(value).__mro__ if cls.__module__ == _MODULE}
 
 
 def _refuse_other_contents(value: Any, where: str, known_classes: set[str], expected: set[str]) -> None:
-    """Raise InvalidParameter for transformers classes not in ``known_classes``, and for contents in attributes other than ``expected``."""
+    """Raise InvalidParameter for unknown transformers classes, and for unexpected attributes that may contain tensors."""
     states = [name for name, state in _attributes(value) if name not in expected and not _is_plain(state)]
     if known_classes is _LAYERS and not (hasattr(value, "keys") and hasattr(value, "values")) and not _classes(value) & _LINEAR:
         states = states or ["state"]

@@ -1,8 +1,8 @@
 """Copies between pinned host memory and a CUDA device on a separate stream (``StreamBus``), or within host memory (``HostBus``).
 
 Copies run while the host reads, checks or writes other data. All loads and saves of a device share one copy stream. The "caller's stream"
-is the one that is current when the bus is created. Device memory allocated outside ``work`` belongs to the caller's stream, which may still
-be using it: call ``follow`` before a copy to newly allocated memory, and ``order`` or ``close`` before memory is freed.
+is the stream that is current when the bus is created. Device memory allocated outside ``work`` belongs to the caller's stream, which may
+still be using it. Call ``follow`` before a copy to newly allocated memory, and ``order`` or ``close`` before memory is freed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 class StreamBus:
-    """A bus between pinned host memory and a CUDA device: a sequence of copies that run in order. A mark is a point in that sequence.
+    """A queue of copies between pinned host memory and a CUDA device, which run in order. A mark is a point in that order.
 
-    Staging memory comes from PyTorch's caching allocator for pinned memory, which reuses memory only after copies from and to it are done.
+    Staging memory comes from PyTorch's caching allocator for pinned memory, which reuses a block only after all copies that involve it are
+    done.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +32,7 @@ class StreamBus:
         self.follow()
 
     def staging(self, nbytes: int) -> torch.Tensor:
-        """Allocate uninitialized host memory, uint8 ``[nbytes]``, as source or target of copies."""
+        """Allocate uninitialized host memory, uint8 ``[nbytes]``, as the source or target of copies."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -58,7 +59,7 @@ class StreamBus:
         self._caller.wait_event(mark)
 
     def work(self) -> AbstractContextManager[Any]:
-        """Return a context in which device work is queued in order with the copies."""
+        """Return a context in which new device work is queued in order with the copies."""
         stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return stream
 
@@ -74,7 +75,7 @@ def _copy_stream(number: int) -> Any:
 
 
 class HostBus:
-    """A bus that copies synchronously within host memory, for tests and machines without a device."""
+    """A bus that copies synchronously within host memory, for tests and for machines without a CUDA device."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

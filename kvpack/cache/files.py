@@ -1,4 +1,4 @@
-"""Writing of caches to kvpack files, and reading of files as views of the mapped file or on a device."""
+"""Writing of caches to kvpack files, and reading of files into memory-mapped views or onto a device."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def load(
 
 
 def _convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bases | None) -> Cache:
-    """Convert ``cache`` to ``recipe``. Raises the errors of ``Cache.convert`` and ``find``."""
+    """Convert ``cache`` to ``recipe``, with its basis from ``bases`` if necessary. Raises the errors of ``Cache.convert`` and ``find``."""
     parsed: Recipe = parse_recipe(recipe)
     if parsed.uses_basis and parsed.basis is None and bases is not None:
         used = {digest for layer in cache for side in layer.sides.values() for digest in side.codec.bases_needed}
@@ -172,7 +172,8 @@ def _convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bases
 
 
 def _bind_header_bases(file: container.File, basis: Bases | None) -> Header:
-    """Add the bases that an open cache file needs to its header, and return the header."""
+    """Find the bases that an open cache file needs, and return its header with these bases. Raises InvalidParameter if the file is a basis.
+    """
     if file.header.is_basis:
         raise InvalidParameter(f"{file.where} is a basis, not a cache: load it with kvpack.Basis.load")
     if basis is not None or any(map(_bases_needed, file.header.codecs)):
@@ -188,10 +189,7 @@ def read_to(
     basis: Bases | None = None,
     progress: Progress | None = None,
 ) -> Cache:
-    """Read a cache, or part of it, from an open file to the device of ``bus``, and close the file.
-
-    Raises the errors of ``load``.
-    """
+    """Read a cache, or part of it, from an open file onto the device of ``bus``, and close the file. Raises the errors of ``load``."""
     with float32_no_grad(bus.device), file:
         _bind_header_bases(file, basis)
         part = _part(file, layers, tokens)
@@ -227,10 +225,10 @@ def read(
     basis: Bases | None = None,
     progress: Progress | None = None,
 ) -> Cache:
-    """Return the cache in an open file as views of the file's bytes, after checking them (``File.read_side``).
+    """Return the cache in an open file as views of the file's bytes, after the checks of ``File.read_side``.
 
-    Only the layers ``numbers`` (by default, all) get keys, values and states. Raises DigestMismatch, InvalidPayload and, for ``basis``, the
-    errors of ``load``.
+    Keys, values and states are read only for the layers in ``numbers`` (default: all). Raises DigestMismatch, InvalidPayload and, for
+    ``basis``, the errors of ``load``.
     """
     header = _bind_header_bases(file, basis)
     layers, cpu = [Layer(None, None)] * len(header.layers), torch.device("cpu")

@@ -28,7 +28,7 @@ Pair = tuple["torch.Tensor | None", "torch.Tensor | None"]
 @explain_errors
 @dataclass(frozen=True, eq=False)
 class Layer(PackedObject):
-    """The packed keys and values of one model layer. Either may be absent.
+    """The packed keys and values of one model layer. Keys or values may be absent.
 
     ``layer[a:b]`` contains tokens ``[a, b)``.
 
@@ -38,9 +38,7 @@ class Layer(PackedObject):
         skipped: Number of tokens at the beginning of the cache that the layer lacks, because a sliding window has dropped them.
         states: States of a recurrent or convolution layer after all tokens: tensors ``[batch, ...]`` by name, stored without encoding.
 
-    >>> layer = kvpack.pack(past, "octopus-3")[0]
-    >>> layer.tokens, layer.k.heads, layer.v.dim
-    (64, 2, 64)
+    >>> layer = kvpack.pack(past, "octopus-3")[0] >>> layer.tokens, layer.k.heads, layer.v.dim (64, 2, 64)
     """
 
     k: Side | None
@@ -50,7 +48,7 @@ class Layer(PackedObject):
 
     @property
     def sides(self) -> dict[str, Side]:
-        """The keys ("k") and values ("v") that the layer has."""
+        """The keys (under "k") and values (under "v") of the layer, without absent ones."""
         return {name: side for name, side in (("k", self.k), ("v", self.v)) if side is not None}
 
     @property
@@ -65,14 +63,14 @@ class Layer(PackedObject):
         return self.skipped + self.tokens
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> Pair:
-        """Decode to dense k and v ``[batch, kv_head, token, dim]`` of ``dtype``. Each is None if the layer lacks it."""
+        """Decode the layer to dense k and v, each ``[batch, kv_head, token, dim]`` of ``dtype``, or None if absent."""
         return (self.k.unpack(dtype) if self.k else None, self.v.unpack(dtype) if self.v else None)
 
     def __getitem__(self, tokens: slice) -> Layer:
         """Return tokens ``[start, stop)``, counted from the cache's first token. Packed bytes are shared.
 
-        If the layer skipped tokens, only the whole layer can be requested, because the first tokens of any other slice would lack part of
-        their sliding window. Raises OutOfBounds for tokens that the layer lacks, for a step, and for negative positions.
+        A layer with skipped tokens can only be returned whole, because the first tokens of any other slice would lack part of their sliding
+        window. Raises OutOfBounds for tokens that the layer lacks, for a step, and for negative positions.
         """
         if not isinstance(tokens, slice) or tokens.step not in (None, 1):
             raise OutOfBounds(f"layer[{describe(tokens)}]: index a layer by tokens, as layer[start:stop]")
@@ -95,7 +93,7 @@ class Layer(PackedObject):
         return Layer(self.k.slice(first, last) if self.k else None, self.v.slice(first, last) if self.v else None)
 
     def select(self, indices: Rows) -> Layer:
-        """Return the sequences ``indices`` of the batch, as ``Cache.select`` does. Raises OutOfBounds or InvalidParameter."""
+        """Return the sequences at ``indices`` of the batch, as ``Cache.select`` does. Raises OutOfBounds or InvalidParameter."""
         rows = row_numbers(indices)
         for state in self.states.values():
             check_rows(rows, state.shape[0])
@@ -105,8 +103,8 @@ class Layer(PackedObject):
     def append(self, k: torch.Tensor | None, v: torch.Tensor | None, where: str = "append", start: int | None = None) -> Layer:
         """Return the layer with the tokens of ``k`` and ``v`` appended.
 
-        ``start`` is the position of the cache's first token, if known, and ``where`` names the layer in error messages. Raises
-        InvalidParameter if keys or values are missing, if they differ in their number of tokens, or if the layer has states.
+        ``start`` is the position of the cache's first token, if known. ``where`` names the layer in error messages. Raises InvalidParameter
+        if keys or values are missing, if they differ in their number of tokens, or if the layer has states.
         """
         if self.states:
             raise InvalidParameter(
@@ -156,7 +154,9 @@ class Layer(PackedObject):
 
 
 def _norms_between(side: Side, appended: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return the norms of tokens ``[start, stop)`` of ``side`` followed by the tokens ``appended``: ``[batch, kv_head, token]``."""
+    """Return the norms of tokens ``[start, stop)``, float32 ``[batch, kv_head, token]``. Tokens after those of ``side`` are in
+    ``appended``.
+    """
     older = side.norms(start) if start < side.tokens else appended.new_zeros(*appended.shape[:2], 0, dtype=torch.float32)
     return torch.cat([older, dispatch.norms(appended)], 2)[:, :, : stop - start]
 
@@ -166,10 +166,10 @@ def _names(layer: Layer) -> str:
 
 
 def slice_layer(layer: Layer, number: int, tokens: tuple[int, int], first: int, count: int) -> Layer:
-    """Return layer ``number`` of ``cache[:, start:stop]``, for a cache of ``count`` tokens that starts at position ``first``.
+    """Return layer ``number`` of ``cache[:, start:stop]``, where ``tokens`` is ``(start, stop)``.
 
-    ``tokens`` is ``(start, stop)``. Raises OutOfBounds, naming the layer, if it lacks some of the tokens or if ``start`` is inside a token
-    group.
+    The cache has ``count`` tokens, from position ``first`` on. Raises OutOfBounds, naming the layer, if it lacks some of the tokens or if
+    ``start`` is inside a token group.
     """
     start, stop = tokens
     whole = tokens == (0, count) and layer.seen_tokens == stop

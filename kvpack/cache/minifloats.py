@@ -117,7 +117,7 @@ class Minifloats:
         )
 
     def _block_scales(self) -> tuple[str, str] | None:
-        """Return the granularity and dtype of block scales, or None if there are none."""
+        """Return the granularity and dtype of block scales, or None if the scales are not block scales."""
         dtype = self.scales.dtype
         if dtype in _SCALES:
             if self.global_scale is not None:
@@ -163,7 +163,7 @@ class Minifloats:
         return self.elements.contiguous().view(torch.uint8)
 
     def _scale_rows(self, scales: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return the scales with one row per run, ``[batch, heads, 1]``."""
+        """Return the scales expanded to one row per run, ``[batch, heads, 1]``."""
         return scales.reshape(-1 if scales.dim() == 3 else 1, heads, 1).expand(self.shape[0], heads, 1).contiguous()
 
     @cached_property
@@ -193,7 +193,7 @@ class Minifloats:
         return scale
 
     def _check_values(self) -> None:
-        """Raise InvalidParameter, naming the first element, scale or product that is not finite."""
+        """Raise InvalidParameter for an element, scale or product that is not finite. The message shows the first one."""
         form, streams = ELEMENTS[self._element], self.streams
         if form.finite < 1 << form.bits - 1:
             _raise_if_any((self._bytes & 0x7F) >= form.finite, f"the {self._element} element", self._bytes)
@@ -212,9 +212,9 @@ class Minifloats:
             _raise_if_any(~torch.isfinite(values), "the value (element times scale)", values)
 
     def side(self, window: int = 0) -> Side:
-        """Return the packed side, with all bits of the elements and scales.
+        """Return the packed keys or values, with all bits of the elements and scales preserved.
 
-        Tokens that are appended later stay raw until there are ``window`` of them.
+        ``window`` is the number of appended tokens that are encoded together. Until then, they stay raw.
         """
         batch, heads, tokens, dim = self.shape
         tail = torch.empty(batch, heads, 0, dim, dtype=torch.bfloat16, device=self.elements.device)
@@ -224,8 +224,8 @@ class Minifloats:
     def of(cls, side: Side) -> Self:
         """Return the elements and scales of packed keys or values, bit for bit.
 
-        e2m1 elements are returned as uint8, two per byte, and scales in their longest shape. Raises InvalidParameter for another codec, a
-        raw tail, runs with different scales, or e2m1 with an odd head dim, and InvalidType if ``side`` is not a Side.
+        e2m1 elements are returned as uint8, two per byte. Scales have all their axes, without broadcasting. Raises InvalidParameter for
+        another codec, a raw tail, runs with different scales, or e2m1 with an odd head dim, and InvalidType if ``side`` is not a Side.
         """
         untyped: Any = side
         if not isinstance(untyped, Side):

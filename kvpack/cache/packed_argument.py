@@ -1,4 +1,4 @@
-"""Check of arguments that must be packed caches."""
+"""Check that an argument is a packed cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .cache import Cache
 
 
 def check_packed(value: Any, call: str) -> None:
-    """Raise InvalidType unless ``value`` is a Cache. ``call`` is the correct call for the message, with ``{}`` for the cache."""
+    """Raise InvalidType unless ``value`` is a Cache. ``call`` is the call that the message suggests, with ``{}`` in place of the cache."""
     if isinstance(value, Cache):
         return
     if isinstance(getattr(value, "packed", None), Cache):

@@ -1,4 +1,4 @@
-"""Errors for packed caches and layers that are used as transformers caches or pickled."""
+"""Errors for packed objects that are pickled, or passed to a model as if they were transformers caches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class _NotATransformersCache(InvalidParameter, FrozenInstanceError):
 
 
 def explain_errors(cls: type[Class]) -> type[Class]:
-    """Return a decorator for the frozen dataclass ``cls``. Errors then name the object that transformers users must pass to a model."""
+    """Decorate a frozen dataclass so that access to attributes of transformers caches raises an error that names the right object to pass.
+    """
     set_attribute: Any = cls.__setattr__
 
     def refuse_access(self: object, name: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Packed tokens: runs of tokens that were encoded together (``PackedRun``), stored in stretches of consecutive runs (``Stretch``).
+"""Packed tokens: runs that were encoded together (``PackedRun``), and stretches of consecutive runs that share arrays (``Stretch``).
 
 A file may have one run per token, so a run must cost only a few bytes. A stretch therefore stores its runs as a file does, with one array
 per stream, and creates ``PackedRun`` objects only on request.
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     Ends = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 _TOKENS_COUNTED = 1 << 12
-"""Number of tokens per sequence and head whose entries are counted at a time."""
+"""Number of tokens, over all sequences and heads, whose entries are counted in one operation."""
 
 
 _MAX_SHOWN_RUNS = 4
-"""Maximum number of runs in a repr."""
+"""Maximum number of runs that a repr shows."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Stretch:
-    """A sequence of consecutive runs. ``ends`` are the tokens at which they end.
+    """Consecutive runs. ``ends`` contains the end of each run, as a token index.
 
     Each stream is one array with the rows of all runs in order.
     """
@@ -54,23 +54,23 @@ class Stretch:
 
     @property
     def layout(self) -> Mapping[str, Layout]:
-        """Layout of each stream, except for its number of rows."""
+        """Layout of each stream. Its number of rows does not apply."""
         return self.codec.row_layouts
 
     def run(self, number: int) -> tuple[int, int]:
-        """Return the first token of run ``number``, and the token after its last."""
+        """Return the token range of run ``number``, as its first token and the token after its last."""
         return int(self.ends[number - 1]) if number else 0, int(self.ends[number])
 
     @cached_property
     def _first_rows(self) -> dict[int, Ends]:
-        """First row of each run, and the total number of rows, by the number of tokens per row."""
+        """First row of each run, followed by the total number of rows, for each number of tokens per row."""
         steps = {layout.tokens_per_row for layout in self.layout.values() if layout.per == "token" and layout.tokens_per_row > 1}
         tokens = numpy.diff(self.ends, prepend=0)
         return {step: numpy.concatenate([[0], numpy.cumsum(-(-tokens // step))]) for step in steps}
 
     @cached_property
     def _first_entries(self) -> dict[str, torch.Tensor]:
-        """First row of each token, and the total number of rows, for each stream with one row per entry.
+        """First row of each token, followed by the total number of rows, for each stream with one row per entry.
 
         The tensors are int64 ``[token + 1]`` on the CPU, or ``[row + 1]`` if entries are counted per row of tokens.
         """
@@ -89,13 +89,13 @@ class Stretch:
 
     @cached_property
     def _entry_tokens(self) -> dict[str, torch.Tensor]:
-        """Token of each entry, as ascending int64 on the CPU, for streams that store the tokens of their entries."""
+        """Token of each entry, ascending, as int64 on the CPU, for streams whose entries store token numbers."""
         return {name: token.cpu() for name, token in self.codec.entry_tokens(self.streams).items()}
 
     def rows(self, start: int, stop: int, entries: bool = True) -> dict[str, torch.Tensor]:
-        """Return the streams of tokens ``[start, stop)``. They are views, except streams whose entries store token numbers.
+        """Return the streams of tokens ``[start, stop)`` by name. They are views, except streams whose entries store token numbers.
 
-        ``start`` must be the first token of a token group. Without ``entries``, streams whose entries store token numbers are omitted.
+        ``start`` must be the first token of a token group. If ``entries`` is False, streams whose entries store token numbers are omitted.
         """
         # An empty range at the end belongs to the last run.
         first = min(int(numpy.searchsorted(self.ends, start, "right")), len(self.ends) - 1)
@@ -107,7 +107,7 @@ class Stretch:
         return result | self.codec.shift_tokens(result, -start) if entries and self._entry_tokens and start else result
 
     def _row_range(self, name: str, layout: Layout, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
-        """Return the range of a stream's rows for tokens ``[start, stop)``, which are in runs ``first`` to ``last`` (inclusive)."""
+        """Return the range of a stream's rows for tokens ``[start, stop)``. These tokens are in runs ``first`` to ``last`` (inclusive)."""
         if layout.per == "run":
             return first, last + 1
         if (tokens := self._entry_tokens.get(name)) is not None:
@@ -123,7 +123,7 @@ class Stretch:
         return start, stop
 
     def slice(self, start: int, stop: int) -> Stretch:
-        """Return tokens ``[start, stop)``, at least one. Streams are shared, except those that ``Codec.cut`` has to encode again.
+        """Return tokens ``[start, stop)``, at least one. Bytes are shared, except for streams that ``Codec.cut`` has to encode again.
 
         Raises OutOfBounds if ``start`` is inside a token group.
         """
@@ -144,7 +144,7 @@ class Stretch:
         return Stretch(self.codec, numpy.minimum(self.ends[first : last + 1], stop) - start, streams)
 
     def packed_run(self, number: int) -> PackedRun:
-        """Return run ``number``. A stretch of one run always returns the same object."""
+        """Return run ``number``. If it is the stretch's only run, every call returns the same object."""
         if len(self.ends) == 1:
             return self._only_run
         start, stop = self.run(number)
@@ -156,7 +156,7 @@ class Stretch:
 
     @cached_property
     def continues_previous(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """Mask of the runs after the first: True if the run can be joined to the one before it (``PackedRun.is_continued_by``)."""
+        """Mask of all runs except the first: True if the run can be joined to the previous one (``PackedRun.is_continued_by``)."""
         whole = torch.from_numpy(numpy.diff(self.ends, prepend=0)[:-1] % self.codec.token_group == 0)
         for name, layout in self.layout.items():
             if layout.per == "run":
@@ -171,7 +171,7 @@ class Stretch:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedRun:
-    """A run of ``tokens`` packed tokens, which were encoded together, as streams with the layout ``Codec.layout``."""
+    """``tokens`` packed tokens that were encoded together. ``streams`` have the shapes that ``Codec.layout`` returns."""
 
     codec: Codec
     tokens: int
@@ -182,11 +182,11 @@ class PackedRun:
 
     @cached_property
     def stretch(self) -> Stretch:
-        """The run as a stretch of one run."""
+        """A stretch that contains only this run."""
         return Stretch(self.codec, numpy.array([self.tokens], numpy.int64), self.streams)
 
     def rows(self, start: int, stop: int, entries: bool = True) -> dict[str, torch.Tensor]:
-        """Return the streams of tokens ``[start, stop)`` as ``Stretch.rows`` does."""
+        """Return the streams of tokens ``[start, stop)`` by name, as ``Stretch.rows`` does."""
         return self.stretch.rows(start, stop, entries)
 
     def frame(self, start: int, stop: int) -> torch.Tensor:
@@ -209,17 +209,17 @@ class PackedRun:
         return decode(self.codec, rows)[:, :, start - aligned : stop - aligned]
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
-        """Map queries ``[batch, kv_head, row, dim]`` to the frame of the keys that ``frame`` returns."""
+        """Map queries ``[batch, kv_head, row, dim]`` to the codec's rotated frame, in which ``frame`` returns keys."""
         return self.codec.query(q, self.streams)
 
     def original(self, sums: torch.Tensor) -> torch.Tensor:
-        """Map weighted sums ``[batch, kv_head, row, dim]`` of values returned by ``frame`` to the original frame."""
+        """Map weighted sums of values from the codec's rotated frame to the original frame. ``sums`` is ``[batch, kv_head, row, dim]``."""
         return self.codec.original(sums, self.streams)
 
     def is_continued_by(self, other: PackedRun) -> bool:
         """Return True if ``other`` can be joined to the end of this run.
 
-        The last token group must be complete, and the streams with one row per run must be equal.
+        The last token group must be complete, and the streams with one row per run must be equal in both runs.
         """
         if self.tokens % self.codec.token_group:
             return False
@@ -227,12 +227,12 @@ class PackedRun:
         return all(torch.equal(self.streams[name], other.streams[name]) for name in run_streams)
 
     def select(self, indices: torch.Tensor) -> PackedRun:
-        """Return the sequences ``indices``, int64 ``[row]``, of the batch in that order. Codes are copied, not decoded."""
+        """Return the sequences at ``indices`` of the batch, int64 ``[row]``, in that order. Codes are copied, not decoded."""
         return replace(self, streams=select_sequences(self.codec, self.streams, indices))
 
     @staticmethod
     def joined(runs: Sequence[PackedRun]) -> PackedRun:
-        """Join consecutive runs, each of which ``is_continued_by`` the next. If there are two or more runs, their streams are copied."""
+        """Join consecutive runs, each of which ``is_continued_by`` the next. The streams of two or more runs are copied."""
         first = runs[0]
         if len(runs) == 1:
             return first
@@ -243,9 +243,9 @@ class PackedRun:
 
 
 def _joined_streams(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> dict[str, torch.Tensor]:
-    """Join the streams of consecutive ``parts``, pairs of streams and number of tokens, into one array per stream.
+    """Join the streams of consecutive ``parts`` into one array per stream. Each part is (number of tokens, streams).
 
-    Token numbers in entries are counted from the first part's first token.
+    Token numbers in entries are renumbered to count from the first part's first token.
     """
     if len(parts) == 1:
         return dict(parts[0][1])
@@ -266,7 +266,7 @@ class PackedRuns(Sequence[PackedRun]):
 
     @staticmethod
     def of(runs: Iterable[PackedRun]) -> PackedRuns:
-        """Return ``runs`` as ``PackedRuns`` with one stretch per run, or unchanged if they already are ``PackedRuns``."""
+        """Return ``runs`` as ``PackedRuns`` with one stretch per run. ``PackedRuns`` are returned unchanged."""
         return runs if isinstance(runs, PackedRuns) else PackedRuns(tuple(run.stretch for run in runs))
 
     def __repr__(self) -> str:
@@ -302,12 +302,12 @@ class PackedRuns(Sequence[PackedRun]):
 
     @cached_property
     def _first_runs(self) -> Ends:
-        """Number of the first run in each stretch."""
+        """Index of the first run in each stretch."""
         return numpy.cumsum([0, *(len(stretch.ends) for stretch in self.stretches)])[:-1]
 
     @cached_property
     def _first_tokens(self) -> list[int]:
-        """First token of each stretch, and the total number of tokens."""
+        """First token of each stretch, followed by the total number of tokens."""
         return [0, *accumulate(stretch.tokens for stretch in self.stretches)]
 
     @property
@@ -316,12 +316,12 @@ class PackedRuns(Sequence[PackedRun]):
 
     @cached_property
     def ends(self) -> Ends:
-        """Token after the last one of each run."""
+        """End of each run, as a token index."""
         parts = [stretch.ends + first for stretch, first in zip(self.stretches, self._first_tokens, strict=False)]
         return numpy.concatenate([numpy.empty(0, numpy.int64), *parts])
 
     def slice(self, start: int, stop: int) -> PackedRuns:
-        """Return tokens ``[start, stop)``. Streams are shared. Raises OutOfBounds if ``start`` is inside a token group."""
+        """Return tokens ``[start, stop)``. Packed bytes are shared. Raises OutOfBounds if ``start`` is inside a token group."""
         result = []
         for stretch, first in zip(self.stretches, self._first_tokens, strict=False):
             begin, end = max(start - first, 0), min(stop - first, stretch.tokens)
@@ -330,12 +330,12 @@ class PackedRuns(Sequence[PackedRun]):
         return PackedRuns(tuple(result))
 
     def mapped(self, codec: Codec, change: Callable[[Streams], Streams]) -> PackedRuns:
-        """Return runs of ``codec`` whose streams are ``change(streams)``, called once per stretch."""
+        """Return the same runs with ``codec`` and new streams. ``change`` maps the streams of each stretch to the new ones."""
         return PackedRuns(tuple(Stretch(codec, stretch.ends, change(stretch.streams)) for stretch in self.stretches))
 
     @cached_property
     def _joinable(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """Mask of the runs after the first: True if the run can be joined to the one before it (``PackedRun.is_continued_by``)."""
+        """Mask of all runs except the first: True if the run can be joined to the previous one (``PackedRun.is_continued_by``)."""
         if len(self) < 2:
             return numpy.empty(0, bool)
         codec = self.stretches[0].codec
@@ -351,14 +351,14 @@ class PackedRuns(Sequence[PackedRun]):
         return numpy.concatenate([numpy.empty(0, bool), *parts])
 
     def merged_runs(self) -> tuple[int, ...]:
-        """Return the number of tokens in each run of ``merged()``."""
+        """Return the number of tokens of each run in ``merged()``."""
         if len(self) == 1:
             return (self.tokens,)
         last = numpy.append(~self._joinable, True)[: len(self)]
         return tuple(numpy.diff(self.ends[last], prepend=0).tolist())
 
     def merged(self) -> PackedRuns:
-        """Return the same tokens in as few runs as possible and in one stretch. Several stretches are copied."""
+        """Return the same tokens in one stretch, with as few runs as possible. If there are several stretches, their streams are copied."""
         if not self.stretches or (len(self.stretches) == 1 and (len(self) == 1 or not self._joinable.any())):
             return self
         first, last = numpy.append(True, ~self._joinable), numpy.append(~self._joinable, True)
@@ -371,7 +371,7 @@ class PackedRuns(Sequence[PackedRun]):
         return PackedRuns((Stretch(template.codec, self.ends[last], streams),))
 
     def append(self, run: PackedRun) -> PackedRuns:
-        """Append ``run``, and join it with preceding runs as long as these are not longer."""
+        """Append ``run``. It is joined with the runs before it as long as each of them is at most as long as the joined run."""
         number, tokens, after = len(self), run.tokens, run
         while number:
             before = self[number - 1]

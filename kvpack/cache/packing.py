@@ -1,4 +1,4 @@
-"""Encode a model's KV cache (``pack``)."""
+"""Encoding of a model's KV cache (``pack``)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class EngineEncoded(Protocol):
-    """Keys or values in an engine's own encoding, such as Minifloats, which ``codec`` stores bit for bit."""
+    """Keys or values in an engine's own format, such as Minifloats. ``codec`` stores them bit for bit."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]: ...
@@ -58,16 +58,16 @@ class EngineEncoded(Protocol):
 
 
 MAX_CHANNEL_RATIO = 64.0
-"""Maximum size of a key channel relative to the median channel of its head. In SmolLM2-135M-Instruct, the ratio is at most 14."""
+"""Maximum magnitude of a key channel relative to the median channel of its head. In SmolLM2-135M-Instruct, the ratio is at most 14."""
 
 SAMPLED_TOKENS = 128
 
 BATCHED_VALUES, DEVICE_BATCHED_VALUES = 1 << 19, 1 << 26
-"""Maximum number of keys in layers that are encoded together, on the CPU and on other devices."""
+"""Maximum number of keys in layers that are encoded together, on the CPU and on other devices, respectively."""
 
 
 class OutlierChannel(NamedTuple):
-    """The largest channel of a layer's keys, with its size relative to the median channel of its head."""
+    """The largest channel of a layer's keys. ``ratio`` is its magnitude relative to the median channel of its head."""
 
     layer: int
     head: int
@@ -157,10 +157,10 @@ def pack(
 
 
 def dense_states(past: Any) -> list[DenseLayer]:
-    """Return the layers of a cache, which may have any form that ``pack`` accepts.
+    """Return the layers of ``past``, which may have any form that ``pack`` accepts.
 
-    Raises InvalidType if ``past`` is not a cache, and InvalidParameter if the cache is empty, contains more than keys, values and states,
-    or has layers with different tokens.
+    Raises InvalidType if ``past`` is not a cache, and InvalidParameter if the cache is empty, contains anything except keys, values and
+    states, or has layers with different tokens.
     """
     if isinstance(past, Cache) or isinstance(getattr(past, "packed", None), Cache):
         raise InvalidType(f"a {type(past).__name__} is already packed: change its recipe with Cache.convert")
@@ -188,7 +188,7 @@ def dense_states(past: Any) -> list[DenseLayer]:
 
 
 def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
-    """Return the items of ``states_at`` whose positions are within ``cache``.
+    """Return the states at positions within ``cache``, and drop all others.
 
     Raises InvalidParameter unless their layers, names and shapes match the cache's own states.
     """
@@ -209,8 +209,7 @@ def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
 
 
 def _bind_inputs(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
-    """Return ``inputs`` as inputs of ``layers`` that start at position ``start``. Raises InvalidParameter if they belong to other tokens.
-    """
+    """Return ``inputs`` bound to ``layers``, whose first token is at position ``start``. Raises InvalidParameter if they do not match."""
     first = start if inputs.first is None else inputs.first
     tokens = max((layer.seen_tokens for layer in layers), default=0)
     count = tokens if inputs.count is None else inputs.count
@@ -234,7 +233,7 @@ def _bind_inputs(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
 def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> None:
     """Raise InvalidParameter if keys or values differ from those for which ``inputs`` were recorded.
 
-    Caches are checked only if all keys and values are tensors and were recorded.
+    Nothing is checked unless all keys and values are tensors and were recorded.
     """
     tensors = {
         (number, name): (x, start + layer.skipped) for number, layer in enumerate(states) for name, x in (("k", layer.k), ("v", layer.v))
@@ -255,7 +254,7 @@ def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> N
 
 
 def _layers_together(states: Sequence[DenseLayer], recipe: Recipe) -> Iterator[tuple[range, Codecs]]:
-    """Yield ranges of layers that have equal shapes and are encoded together, and their codecs.
+    """Yield (layer numbers, codecs) for each range of layers that are encoded together. The layers of a range have equal shapes.
 
     Raises the errors of ``pack`` about shapes and codecs.
     """
@@ -272,7 +271,7 @@ def _layers_together(states: Sequence[DenseLayer], recipe: Recipe) -> Iterator[t
 
 
 def _codecs(layer: DenseLayer, recipe: Recipe, number: int, count: int) -> Codecs:
-    """Return the codecs of layer ``number`` of ``count``. Raises the errors of ``pack`` about its keys and values."""
+    """Return the codecs of layer ``number`` out of ``count``. Raises the errors of ``pack`` about its keys and values."""
     where = f"layers[{number}]"
     for name, x in (("k", layer.k), ("v", layer.v)):
         # isinstance is slower for a protocol than for a class.
@@ -300,7 +299,7 @@ def _codecs(layer: DenseLayer, recipe: Recipe, number: int, count: int) -> Codec
 
 
 class _Kind(NamedTuple):
-    """The common properties of layers that are encoded together. ``most`` is the maximum number of such layers."""
+    """The properties that layers must share to be encoded together. ``most`` is the maximum number of such layers."""
 
     most: int
     skipped: int
@@ -308,7 +307,7 @@ class _Kind(NamedTuple):
 
 
 def _kind(layer: DenseLayer, codecs: Codecs, count: int) -> _Kind | None:
-    """Return the kind of one of ``count`` layers, or None if it is encoded by itself."""
+    """Return the properties by which a layer can be encoded together with others, or None if it must be encoded by itself."""
     most, sides = count, []
     for x, codec in zip((layer.k, layer.v), codecs, strict=True):
         if codec is None or not isinstance(x, torch.Tensor):
@@ -326,7 +325,7 @@ def _kind(layer: DenseLayer, codecs: Codecs, count: int) -> _Kind | None:
 def _pack_layers(
     numbers: range, states: Sequence[DenseLayer], codecs: Codecs, window: int, start: int
 ) -> tuple[list[tuple[Side | None, Side | None]], list[OutlierChannel]]:
-    """Encode the keys and values of the layers ``numbers``, and return them with the outlier channels."""
+    """Encode the keys and values of the layers ``numbers``. Returns the packed pairs, and the outlier channels."""
     if len(numbers) > 1:
         given = states[numbers.start : numbers.stop]
         # Calls take longer than their work on small layers, so layers are encoded as sequences of one batch.
@@ -347,7 +346,8 @@ def _pack_layers(
 def _pack_pair(
     layer: DenseLayer, numbers: range, codecs: Codecs, window: int, start: int
 ) -> tuple[list[tuple[Side | None, Side | None]], OutlierChannel | None]:
-    """Encode the keys and values of the layers ``numbers``, which are the sequences of ``layer``, one after another."""
+    """Encode keys and values of the layers ``numbers``, which are joined as the batch of ``layer``. Returns pairs, and any outlier channel.
+    """
     k, v, outlier = layer.k, layer.v, None
     norms = cache(dispatch.norms)
     # Keys and values mostly have the same rule for raw tokens.
@@ -374,7 +374,7 @@ def _pack_pair(
 
 
 def _stored(x: EngineEncoded, codec: Codec, window: int, where: str) -> Side:
-    """Return the side of an engine's values, which are stored bit for bit."""
+    """Return an engine's values as a side that stores them bit for bit. Raises InvalidParameter if ``codec`` cannot."""
     # So no token has to be raw.
     codec = codec.without_raw_positions
     if codec != x.codec:
@@ -385,9 +385,9 @@ def _stored(x: EngineEncoded, codec: Codec, window: int, where: str) -> Side:
 
 
 def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChannel | None:
-    """Return the largest channel of keys ``[batch, kv_head, token, dim]`` if it exceeds ``MAX_CHANNEL_RATIO``.
+    """Return the largest channel of keys ``[batch, kv_head, token, dim]``, or None if it does not exceed ``MAX_CHANNEL_RATIO``.
 
-    A channel's size is its median magnitude over a sample of tokens, so that single tokens do not matter.
+    A channel's magnitude is the median over a sample of tokens, so that single tokens do not matter.
     """
     if not codec.summary.spreads_channels or not x.shape[2]:
         return None
@@ -403,7 +403,7 @@ def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChanne
 
 
 def _warn_of_outlier_channels(outliers: Sequence[OutlierChannel], layers: int) -> None:
-    """Issue one KvpackWarning about ``outliers`` among ``layers`` layers."""
+    """Issue one KvpackWarning about the worst of ``outliers``. ``layers`` is the cache's number of layers."""
     if outliers:
         worst = max(outliers, key=lambda channel: channel.ratio)
         warnings.warn(

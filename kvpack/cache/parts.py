@@ -1,4 +1,4 @@
-"""The part of a file that ``load`` reads: some of the layers, and a range of their tokens."""
+"""The part of a file that ``load`` reads: some of its layers, and a range of their tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tokens = SupportsIndex | Sequence[SupportsIndex]
 
 @dataclass(frozen=True)
 class CachePart:
-    """A part of a cache: layers ``numbers`` in ascending order, and tokens ``[start, stop)`` out of ``tokens`` tokens."""
+    """A part of a cache with ``tokens`` tokens: the layers ``numbers``, in ascending order, and tokens ``[start, stop)``."""
 
     numbers: tuple[int, ...]
     start: int
@@ -31,7 +31,7 @@ class CachePart:
 
     @classmethod
     def of(cls, header: Header, layers: Layers | None, tokens: Tokens | None) -> CachePart:
-        """Return the requested part of a file with ``header``. None selects all layers or tokens.
+        """Return the part of a file that the arguments of ``load`` select. None selects all layers or all tokens.
 
         Raises InvalidParameter, or OutOfBounds for layers and tokens that the file lacks.
         """

@@ -1,4 +1,4 @@
-"""Checks of the sequence numbers that callers select from a batch."""
+"""Checks of the sequence indices that callers select from a batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def row_numbers(indices: torch.Tensor | Iterable[SupportsIndex]) -> tuple[int, .
 
 
 def check_rows(rows: Iterable[int], batch: int) -> None:
-    """Raise OutOfBounds if one of ``rows`` is not in a batch of ``batch`` sequences."""
+    """Raise OutOfBounds unless all ``rows`` are indices in a batch of ``batch`` sequences."""
     for row in rows:
         if not 0 <= row < batch:
             raise OutOfBounds(f"sequence {row} was requested from a batch of {batch}, expected a number from 0 to {batch - 1}")

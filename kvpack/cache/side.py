@@ -1,7 +1,7 @@
 """The packed keys or values of one layer (``Side``): runs of tokens that were encoded together, followed by a raw tail.
 
 A side is immutable: slicing, appending and concatenating return a new side that shares the packed bytes. Streams are arrays ``[batch,
-kv_head, row, ...]``, so runs are cut and joined without decoding.
+kv_head, row, ...]``, which can be cut and joined along rows without decoding.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     Rows = torch.Tensor | Iterable[SupportsIndex]
 
 TILE_VALUES = 1 << 19
-"""Maximum number of values that are decoded at once on the CPU, and on any device for attention."""
+"""Maximum number of values that are decoded in one tile on the CPU, and on any device for attention."""
 
 GROUP_VALUES = 1 << 24
-"""Maximum number of values in a token group of all sequences that are decoded at once, unless one sequence has more."""
+"""Maximum number of values of a token group that are decoded together, over all sequences, unless one sequence alone has more."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -96,11 +96,11 @@ class Side:
 
     @cached_property
     def boundaries(self) -> list[int]:
-        """Token positions, ascending, where runs and the tail begin or end."""
+        """Token positions, ascending, at which a run or the tail begins or ends."""
         return [0, *self.runs.ends.tolist(), self.tokens]
 
     def run_at(self, start: int, stop: int) -> tuple[PackedRun | None, int]:
-        """Return the run that contains tokens ``[start, stop)`` (None for the tail), and the run's first token.
+        """Return the run that contains tokens ``[start, stop)``, and the run's first token. For the tail, the run is None.
 
         Raises OutOfBounds if the range extends beyond one run.
         """
@@ -115,9 +115,9 @@ class Side:
         return run, first
 
     def frame(self, start: int, stop: int) -> tuple[torch.Tensor, PackedRun | None]:
-        """Decode tokens ``[start, stop)``, all in one run or the tail, to float32, without reversing the codec's rotation.
+        """Decode tokens ``[start, stop)`` to float32 without reversing the codec's rotation. All tokens must be in one run or in the tail.
 
-        Also returns the run, which maps queries and sums to and from the rotated frame, or None for the tail, which is not rotated.
+        Also returns the run, which maps queries to the rotated frame and sums back from it, or None for the tail, which is not rotated.
         """
         run, first = self.run_at(start, stop)
         if run is None:
@@ -125,16 +125,16 @@ class Side:
         return run.frame(start - first, stop - first), run
 
     def tiles(self, per_tile: int, edges: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
-        """Yield token ranges of at most ``per_tile`` tokens that cross no boundary of this side and none of ``edges``."""
+        """Yield token ranges of at most ``per_tile`` tokens. No range crosses a boundary of this side or one of the positions ``edges``."""
         marks = sorted({*self.boundaries, *edges})
         for first, last in pairwise(marks):
             for start in range(first, last, per_tile):
                 yield start, min(start + per_tile, last)
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Decode all tokens to ``[batch, kv_head, token, dim]`` of ``dtype``, as they were before packing.
+        """Decode all tokens to ``[batch, kv_head, token, dim]`` of ``dtype``.
 
-        Triton kernels decode all runs of a codec in one launch. If ``dtype`` has 16 bits, they reverse rotations with binary16 products,
+        Triton kernels decode all runs of a codec in one launch. If ``dtype`` has 16 bits, they reverse rotations with float16 products,
         with an error below 2^-11 of each token's norm. C kernels use float32. Other codecs are decoded tile by tile. Raises InvalidType
         unless ``dtype`` is a floating-point dtype.
         """
@@ -145,9 +145,10 @@ class Side:
         return result
 
     def unpack_into(self, out: torch.Tensor) -> None:
-        """Decode all tokens, as ``unpack`` does, into ``out`` ``[batch, kv_head, token, dim]`` of any floating-point dtype and strides.
+        """Decode all tokens into ``out``, ``[batch, kv_head, token, dim]``, as ``unpack`` does.
 
-        Raises InvalidType if ``out`` is not a floating-point tensor, and InvalidParameter if its shape or device differs.
+        ``out`` may have any floating-point dtype and arbitrary strides. Raises InvalidType if it is not a floating-point tensor, and
+        InvalidParameter if its shape or device is wrong.
         """
         if not isinstance(out, torch.Tensor):
             raise InvalidType(f"unpack_into: expected a tensor, but got a {type(out).__name__}")
@@ -216,7 +217,7 @@ class Side:
         return replace(self, runs=runs, tail=self.tail[:, :, tail_start:tail_stop])
 
     def select(self, indices: Rows) -> Side:
-        """Return the sequences ``indices`` of the batch, in that order. Indices may repeat. Codes are copied, not decoded.
+        """Return the sequences at ``indices`` of the batch, in that order. Indices may repeat. Codes are copied, not decoded.
 
         Raises OutOfBounds for a sequence that the batch does not have, and InvalidParameter if ``indices`` is not a list of integers.
         """
@@ -248,15 +249,15 @@ class Side:
         unit: int | None = None,
         norms: Callable[[int, int], torch.Tensor | None] = lambda start, stop: None,
     ) -> Side:
-        """Return the side with tokens ``[batch, kv_head, token, dim]`` added to the tail, which is encoded if it is long enough.
+        """Return the side with new tokens appended to the tail. The tail is encoded if it is long enough.
 
         Args:
-            x: New tokens.
+            x: New tokens ``[batch, kv_head, token, dim]``.
             where: Name for error messages.
-            first: Position of the side's first token, if known. Some codecs need fewer bits if it is.
+            first: Position of the side's first token, if known. Some codecs then need fewer bits.
             unit: Number of tokens that are encoded together if ``window`` is 0: a multiple of the codec's token group. Defaults to one
                 group.
-            norms: ``norms(start, stop)`` returns the norms of the keys of tokens ``[start, stop)``, if known.
+            norms: Function that returns the norms of the keys of tokens ``[start, stop)``, or None if they are not known.
 
         Raises InvalidParameter or InvalidType if ``x`` does not fit this side, and OutOfRange.
         """
@@ -277,7 +278,7 @@ class Side:
             return replace(self, runs=self.runs.append(PackedRun(self.codec, ready, streams)), tail=tail[:, :, ready:].clone())
 
     def _tail_with(self, x: torch.Tensor, where: str) -> torch.Tensor:
-        """Return the tail followed by ``x``, without rounding, in the tail's dtype if possible, otherwise in a wider dtype.
+        """Return the tail followed by ``x``, in the tail's dtype or, if that would round a value, in a wider dtype.
 
         Raises InvalidType if the codec has stored all earlier values exactly but would round values of ``x``.
         """
@@ -317,12 +318,12 @@ class Side:
         return replace(sides[-1], runs=PackedRuns(tuple(stretch for side in sides for stretch in side.runs.stretches)))
 
     def merged(self) -> Side:
-        """Return the same tokens in as few runs as possible, with one array per stream, as in a file."""
+        """Return the same tokens with as few runs as possible and one array per stream, as in a file."""
         merged = self.runs.merged()
         return self if merged is self.runs else replace(self, runs=merged)
 
     def merged_runs(self) -> tuple[int, ...]:
-        """Return the number of tokens in each run of ``merged()``."""
+        """Return the number of tokens of each run in ``merged()``."""
         return self.runs.merged_runs()
 
     def stored_streams(self) -> list[Mapping[str, torch.Tensor]]:
@@ -330,15 +331,15 @@ class Side:
         return [stretch.streams for stretch in self.runs.stretches]
 
     def repack(self, codec: Codec) -> Side:
-        """Return the side with the same codes, packed as ``codec`` packs them."""
+        """Return a side with the same codes, repacked in the bit layout of ``codec``."""
         return replace(self, codec=codec, runs=self.runs.mapped(codec, lambda streams: self.codec.repack(streams, codec)))
 
     def with_run(self, run: PackedRun, tail: torch.Tensor) -> Side:
-        """Return the side with ``run`` added, and ``tail`` as its tail."""
+        """Return the side with ``run`` added after its runs, and with a new tail."""
         return replace(self, runs=PackedRuns((*self.runs.stretches, run.stretch)), tail=tail)
 
     def to(self, device: torch.device | str) -> Side:
-        """Return the side with all buffers on ``device``. Raises InvalidParameter for an invalid device."""
+        """Return the side with all buffers on ``device``. Raises InvalidParameter if PyTorch cannot use the device."""
         device = checked_device(device)
         return self.map_buffers(lambda tensor: tensor.to(device))
 
@@ -349,7 +350,7 @@ class Side:
 
 
 def _codec_difference(codec: Codec, other: Codec) -> str:
-    """Describe the parameters in which two codecs differ, or only their ids if they belong to different families."""
+    """Describe how two codecs differ, for messages: by their ids, or by the parameters in which codecs of one family differ."""
     params, other_params = codec.params(), other.params()
     if params["id"] != other_params["id"]:
         return f"{params['id']} is followed by {other_params['id']}"
@@ -360,12 +361,12 @@ def _codec_difference(codec: Codec, other: Codec) -> str:
 
 
 def sequences_at_once(*sides: Side) -> int:
-    """Return the number of sequences, at least 1, for which a token group of all ``sides`` can be decoded together."""
+    """Return how many sequences, at least 1, can have one token group of all ``sides`` decoded together within ``GROUP_VALUES``."""
     return max(1, GROUP_VALUES // max(side.heads * side.dim * side.codec.token_group for side in sides))
 
 
 def tokens_at_once(values: int, multiple: int, token_group: int, device: torch.device) -> int:
-    """Return the number of tokens in a tile with ``values`` values per token.
+    """Return the number of tokens per tile if each token has ``values`` values.
 
     It is a multiple of ``multiple``, or of ``token_group`` if ``multiple`` tokens would be too many.
     """
@@ -374,7 +375,7 @@ def tokens_at_once(values: int, multiple: int, token_group: int, device: torch.d
 
 
 def check_tensor(x: Any, where: str) -> None:
-    """Raise InvalidType unless ``x`` is a dense bfloat16, float16 or float32 tensor, and InvalidParameter unless it has rank 4."""
+    """Raise InvalidType unless ``x`` is a dense bfloat16, float16 or float32 tensor, and InvalidParameter unless its rank is 4."""
     if not isinstance(x, torch.Tensor):
         hint = ": convert it with torch.from_numpy" if type(x).__module__ == "numpy" else ""
         raise InvalidType(f"{where}: expected a tensor or None, but got a {type(x).__name__}{hint}")
@@ -387,9 +388,9 @@ def check_tensor(x: Any, where: str) -> None:
 
 
 def pack_side(x: torch.Tensor, codec: Codec, window: int, where: str, first: int | None = None, norms: torch.Tensor | None = None) -> Side:
-    """Encode ``x`` with ``codec``, except for the tail that ``window`` keeps raw. The first token is at position ``first``.
+    """Encode ``x``, ``[batch, kv_head, token, dim]``, with ``codec``, except for the newest tokens, which ``window`` keeps raw.
 
-    ``norms`` ``[batch, kv_head, token]`` are the norms of the layer's keys, if known.
+    ``first`` is the position of the first token. ``norms``, ``[batch, kv_head, token]``, are the norms of the layer's keys, if known.
     """
     (side,) = pack_sides(x, 1, codec, window, where, first, norms)
     return side
@@ -405,9 +406,9 @@ def pack_sides(
     norms: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
 ) -> list[Side]:
-    """Encode ``layers`` layers as ``pack_side`` does, and return their sides. ``x`` contains the layers' sequences one after another.
+    """Encode several layers as ``pack_side`` does, and return their sides. The batch of ``x`` contains the layers' sequences in order.
 
-    ``chosen`` are the raw tokens, as in ``encode``.
+    ``chosen`` is a mask of the raw tokens, as in ``encode``.
     """
     tokens = x.shape[2]
     # With a window, the newest tokens stay raw. Without one, all tokens are packed, including a partial last group.

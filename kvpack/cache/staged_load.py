@@ -1,6 +1,7 @@
-"""Loading of a file's layers to a device: threads read into staging memory, from which the bytes are checked and copied.
+"""Loading of a file's layers to a device, through staging memory.
 
-Therefore, the bytes that are used are the ones that were checked, even if the file changes meanwhile.
+Threads read into staging memory, where bytes are checked and from which they are copied. The bytes in use are therefore the ones that were
+checked, even if the file changes in the meantime.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _LoadGroup:
-    """Keys and values that are loaded to one block of device memory of ``nbytes`` bytes, each with its offset in the block.
+    """Keys and values that are loaded to one block of device memory of ``nbytes`` bytes. ``sides`` contains each one's offset in the block.
 
     They belong to one layer or to consecutive layers. If the device checks them, ``span`` is their byte range in the file, with the same
-    offsets; otherwise it is None, and the host checks them one by one.
+    offsets. Otherwise it is None, and the host checks them one by one.
     """
 
     sides: Sequence[tuple[SideOffsets, int]]
@@ -53,12 +54,12 @@ class _LoadGroup:
 def load_layers(
     file: File, part: CachePart, bus: Bus, *, staging_bytes: int = STAGING_BYTES, progress: Progress | None = None
 ) -> dict[int, Layer]:
-    """Return the layers of ``part`` by number, on the device of ``bus``. The caller's stream waits for the copies.
+    """Load the layers of ``part`` onto the device of ``bus``, and return them by number. The caller's stream waits for the copies.
 
     Copying overlaps with reading. If all tokens are loaded, a layer's streams are views of one buffer. After everything has arrived, the
     device checks as much as its kernels support: digests, the codec's rules, and errors visible only after full decoding. The host waits
-    for these checks; it makes its own checks before the copies. ``progress`` counts copies. Raises the first error of ``File.read_side`` in
-    file order, then errors found on the device, digests first, and OutOfBounds as ``Cache.slice`` does.
+    for these checks, and makes its own checks before the copies. ``progress`` counts copies. Raises the first error of ``File.read_side``
+    in file order, then errors found on the device, digests first, and OutOfBounds as ``Cache.slice`` does.
     """
     header = file.header
     places = {number: [file.side_offsets(number, name) for name, _ in header.layers[number].sides()] for number in part.numbers}
@@ -117,7 +118,7 @@ def _check(
     value_codecs: AbstractSet[int],
     chunk_codecs: AbstractSet[int],
 ) -> None:
-    """Check ``sides``, whose streams are in the memory of ``groups``, on the device, and wait for the result.
+    """Check ``sides`` on the device, and wait for the outcome. Their streams are in the memory of ``groups``.
 
     Raises DigestMismatch or InvalidPayload.
     """
@@ -149,7 +150,7 @@ def _check(
 def _group_sides(
     file: File, layers: Iterable[Sequence[SideOffsets]], value_codecs: AbstractSet[int], device: torch.device
 ) -> list[_LoadGroup]:
-    """Group the keys and values of ``layers`` in order. Consecutive ones that the device checks are combined up to the size of a copy."""
+    """Group the keys and values of ``layers`` in order. Consecutive layers that the device checks share a group up to ``COPY_BYTES``."""
     groups: list[_LoadGroup] = []
     for sides in layers:
         starts = list(accumulate((side.nbytes for side in sides), initial=0))
@@ -166,7 +167,7 @@ def _group_sides(
 
 
 def _span(file: File, sides: Sequence[SideOffsets], value_codecs: AbstractSet[int], device: torch.device) -> Span | None:
-    """Return the byte range of a layer's keys and values, or None unless the device can check all of them, including their digests."""
+    """Return the byte range of a layer's keys and values, or None if the host has to check some of them."""
     if not sides or any(file.side(side.layer, side.side).codec not in value_codecs for side in sides):
         return None
     stored = any(side.nbytes for side in sides)
@@ -186,9 +187,9 @@ def _copies(number: int, group: _LoadGroup) -> Iterator[StagedCopy]:
 
 
 def _side(file: File, offsets: SideOffsets, memory: torch.Tensor, start: int, views: dict[str, torch.Tensor]) -> Side:
-    """Return the side whose tensors are at ``offsets`` in ``memory``, uint8, counted from ``start``.
+    """Return the keys or values at ``offsets`` as views of ``memory``, uint8. Offsets count from byte ``start``.
 
-    ``views`` caches views of the memory by dtype.
+    ``views`` caches the memory's views by dtype.
     """
     entry = file.side(offsets.layer, offsets.side)
     tensors: dict[str, torch.Tensor] = {}
@@ -201,7 +202,7 @@ def _side(file: File, offsets: SideOffsets, memory: torch.Tensor, start: int, vi
 
 
 def _states(file: File, number: int, part: CachePart, bus: Bus) -> dict[str, torch.Tensor]:
-    """Return the states of layer ``number`` on the device. Raises OutOfBounds if ``part`` ends before the file's last token."""
+    """Load the states of layer ``number`` onto the device. Raises OutOfBounds if ``part`` ends before the file's last token."""
     result = {}
     for state in file.header.states_in_layer(number):
         memory = torch.empty(layout_bytes(state.layout), dtype=torch.uint8, device="cpu")
@@ -214,7 +215,7 @@ def _states(file: File, number: int, part: CachePart, bus: Bus) -> dict[str, tor
 
 
 def _copy_tokens(file: File, offsets: SideOffsets, memory: torch.Tensor, part: CachePart, bus: Bus) -> Side:
-    """Copy the tokens of ``part`` from ``memory``, which contains a whole side, to the device. Raises OutOfBounds."""
+    """Copy the tokens of ``part`` to the device. ``memory`` contains the whole keys or values. Raises OutOfBounds."""
     skipped = file.header.starts[offsets.layer] - file.header.start
     layer = Layer(_side(file, offsets, memory, 0, {}), None, skipped=skipped)
     side = slice_layer(layer, offsets.layer, (part.start, part.stop), file.header.start, part.tokens).k
@@ -223,7 +224,7 @@ def _copy_tokens(file: File, offsets: SideOffsets, memory: torch.Tensor, part: C
 
 
 def _copy_to_device(tensor: torch.Tensor, bus: Bus) -> torch.Tensor:
-    """Copy ``tensor`` ``[batch, kv_head, row, ...]`` from staging memory to the device, with at most one copy per head."""
+    """Copy ``tensor``, ``[batch, kv_head, row, ...]``, from staging memory to the device, with at most one copy per head."""
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device=bus.device)
     bus.follow()
     with bus.work():

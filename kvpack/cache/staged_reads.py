@@ -1,4 +1,4 @@
-"""Reads of a file's bytes into staging memory, ahead of the consumer that copies them to a device."""
+"""Reading of a file into staging memory, ahead of the consumer that copies the bytes to a device."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
 STAGING_BYTES = 1 << 29
 """Maximum staging memory of one load in bytes, unless two copies need more."""
 COPY_BYTES = 1 << 23
-"""Maximum size of a copy in bytes. Small layers are copied together; a side that the host checks as a whole may be larger."""
+"""Maximum size of a copy in bytes. Small layers are copied together. Keys or values that the host checks as a whole may be larger."""
 PIECE_BYTES = 1 << 20
-"""Maximum number of bytes that a C thread reads at once. Threads share the reads of a copy, so that it can start soon."""
+"""Maximum number of bytes in one read of a C thread. Threads share the reads of a copy, so that it can start soon."""
 READ_BYTES = 1 << 22
-"""Maximum number of bytes that a Python thread reads at once. It is larger than in C, because each read needs the interpreter."""
+"""Maximum number of bytes in one read of a Python thread. It is larger than in C, because each read needs the interpreter."""
 _MAX_STAGED_COPIES = 5
-"""Number of copies that have staging memory at the same time if C threads read, so that they fit in the processor's cache."""
+"""Maximum number of copies that have staging memory at the same time if C threads read, so that the memory fits in the processor's cache.
+"""
 _MAX_UNFINISHED_COPIES = 2
-"""Number of copies that may be unfinished while the next one is read."""
+"""Maximum number of copies that may be unfinished while the next one is read."""
 _MAX_READERS = 14
 """Maximum number of threads that only read."""
 _MIN_DIRECT_READERS = 8
@@ -49,7 +50,10 @@ _MAX_WAITING_READS = 2
 
 @dataclass(frozen=True)
 class StagedCopy:
-    """A copy of bytes ``[begin, end)`` of the memory of group ``number``. ``span`` is None if the host checks the bytes as ``side``."""
+    """A copy of bytes ``[begin, end)`` of a group's memory. ``number`` is the group's index.
+
+    ``span`` is the group's byte range in the file, or None if the host checks the bytes as the keys or values ``side``.
+    """
 
     number: int
     begin: int
@@ -58,7 +62,7 @@ class StagedCopy:
     side: SideOffsets
 
     def reads(self, nbytes: int) -> list[tuple[int, int]]:
-        """Split the copy into reads of at most ``nbytes`` bytes, as ranges in the group's memory."""
+        """Split the copy into reads of at most ``nbytes`` bytes. Returns their ranges in the group's memory."""
         if self.span is None:
             return [(self.begin, self.end)]
         end = min(self.end, self.span.end - self.span.begin)
@@ -71,7 +75,7 @@ def staged(
     """Yield the bytes of each copy in staging memory, which is reused after the caller's copies from it have finished.
 
     Checks that the device makes are skipped: digests of spans, the rules of codecs in ``value_codecs``, and the chunks of codecs in
-    ``chunk_codecs``. Both arguments contain the codecs' numbers in the header.
+    ``chunk_codecs``. Codecs are identified by their index in the header.
     """
     if copies and all(copy.span for copy in copies) and file.descriptor is not None and (reader_library := library()) is not None:
         with contextlib.suppress(MemoryError):
@@ -82,9 +86,10 @@ def staged(
 def _read_by_library(
     reader_library: ctypes.CDLL, copies: Sequence[StagedCopy], file: File, bus: Bus, staging_bytes: int
 ) -> Generator[torch.Tensor, None, None]:
-    """Implement ``staged`` with C threads, for copies with spans of an open file. Raises MemoryError if no thread can be started.
+    """Implement ``staged`` with C threads, for copies that have byte ranges of an open file. Raises MemoryError if no thread can be
+    started.
 
-    If the file is not in the page cache and its file system allows it, whole blocks are read directly into the staging memory.
+    If the file is not in the page cache and its file system supports direct I/O, whole blocks bypass the page cache.
     """
     spans = [copy.span for copy in copies if copy.span is not None]
     descriptor, direct = file.descriptor, None
@@ -135,7 +140,7 @@ def _read_by_library(
 def _read_in_threads(
     copies: Sequence[StagedCopy], file: File, bus: Bus, staging_bytes: int, value_codecs: AbstractSet[int], chunk_codecs: AbstractSet[int]
 ) -> Generator[torch.Tensor, None, None]:
-    """Implement ``staged`` with Python threads, for any copies."""
+    """Implement ``staged`` with Python threads, for arbitrary copies."""
     if not copies:
         return
     reads = [copy.reads(READ_BYTES) for copy in copies]

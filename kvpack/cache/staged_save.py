@@ -1,4 +1,4 @@
-"""Saving of a cache from a device. Copies to staging memory, computation of digests, and writes overlap."""
+"""Saving of a cache from a device. Copies to staging memory, digests and writes overlap."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .device_copy import Bus
 
 _COPIES_AHEAD = 2
-"""Number of pieces that are copied ahead of the piece being written."""
+"""Number of pieces that are copied ahead of the one being written."""
 
 
 def save_from(
@@ -38,16 +38,13 @@ def save_from(
     progress: Progress | None = None,
     piece_bytes: int = PIECE_BYTES,
 ) -> int:
-    """Write ``cache``, which is on the device of ``bus``, to ``path`` as ``save`` does. Returns the number of bytes.
-
-    Raises the errors of ``save``.
-    """
+    """Write ``cache``, which is on the device of ``bus``, to ``path``, and return the number of bytes. Raises the errors of ``save``."""
     with float32_no_grad(bus.device), contextlib.closing(bus), contextlib.closing(_pieces(bus, cache, piece_bytes)) as pieces:
         return write_pieces(path, cache.contents, pieces, durable=durable, progress=progress)
 
 
 def _pieces(bus: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, None]:
-    """Yield the pieces of all tensors in order, each as soon as it is copied. ``_COPIES_AHEAD`` further copies are in progress."""
+    """Yield the pieces of all tensors in order, each as soon as it is copied, while the next ``_COPIES_AHEAD`` pieces are being copied."""
     count = WRITES_AT_ONCE + _COPIES_AHEAD + 1
     memory = bus.staging(count * piece_bytes)
     free: SimpleQueue[torch.Tensor] = SimpleQueue()

@@ -1,4 +1,4 @@
-"""States of recurrent and convolution layers at several positions, so that a model can resume in the middle of a prompt."""
+"""States of recurrent and convolution layers at several positions, from which a model can resume in the middle of a prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .layer import Layer
 
 States = tuple[Mapping[str, torch.Tensor], ...]
-"""The states of each layer, by name. The mapping of a layer without states is empty."""
+"""For each layer, its states by name, or an empty mapping."""
 StatesAt = Mapping[int, States]
 """States of all layers by position: the states at position p result from the tokens before p."""
 
@@ -31,25 +31,25 @@ def with_states(layers: Sequence[Layer], states: States) -> tuple[Layer, ...]:
 
 
 def select_states(states: States, rows: Sequence[int]) -> States:
-    """Return the states of the sequences ``rows`` only, in that order."""
+    """Return the states of the sequences at ``rows`` only, in that order."""
     return tuple({name: state[list(rows)] for name, state in layer.items()} for layer in states)
 
 
 @dataclass(frozen=True)
 class SelectedStates:
-    """States with a pending selection of sequences (None selects all).
+    """States of which only some sequences are selected. ``rows`` are the selected sequences, or None for all.
 
-    The selection is lazy, because states are large and beams change at every step.
+    The selection is applied only on request, because states are large and beams change at every step.
     """
 
     states: States
     rows: tuple[int, ...] | None = None
 
     def select(self, rows: Sequence[int]) -> SelectedStates:
-        """Return the states with only the sequences ``rows``."""
+        """Return the states of the sequences at ``rows`` of the current selection."""
         return replace(self, rows=tuple(rows) if self.rows is None else tuple(self.rows[row] for row in rows))
 
     @property
     def selected(self) -> States:
-        """The states after the selection."""
+        """The states of the selected sequences."""
         return self.states if self.rows is None else select_states(self.states, self.rows)

@@ -1,6 +1,6 @@
 """Reading and writing of other programs' safetensors files, with limits, and without copying the tensors to write.
 
-The reader in the safetensors package maps files, so another process could kill this one by truncating a file.
+The safetensors package maps files to read them, so another process could crash this one by truncating a file.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _MAX_DIMS = 16
 
 
 class _TensorEntry(NamedTuple):
-    """Description of a tensor in a file, with its bytes ``[begin, end)``."""
+    """The dtype and shape of a tensor in a file. Its data is bytes ``[begin, end)`` of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -69,9 +69,9 @@ class _TensorEntry(NamedTuple):
 def read(
     path: str, check: Callable[[list[str], dict[str, str]], Result], max_header_bytes: int = MAX_HEADER_BYTES
 ) -> tuple[dict[str, torch.Tensor], Result]:
-    """Read all tensors of a safetensors file. Also returns the result of ``check(names, metadata)``.
+    """Read all tensors of a safetensors file. Returns them by name, and what ``check(names, metadata)`` returned.
 
-    ``check`` is called before any tensor is read. The tensors are copies, so the file may change afterwards. Raises MissingFile, Truncated
+    ``check`` is called before any tensor is read. The tensors are copies, so the file may change afterward. Raises MissingFile, Truncated
     if the file becomes shorter during the read, InvalidParameter if it is not a safetensors file or has a tensor that PyTorch cannot
     represent, and the errors of ``check``.
     """
@@ -85,9 +85,9 @@ def read(
 
 
 def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
-    """Return the contents of a safetensors file of CPU ``tensors``, as byte pieces.
+    """Return the contents of a safetensors file with the CPU tensors ``tensors``, as a list of byte buffers.
 
-    The pieces share the tensors' memory, which the safetensors package would copy.
+    The buffers share the tensors' memory, which the safetensors package would copy.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end, result = 0, []
@@ -132,7 +132,7 @@ def _read_header(path: str, source: Source, max_header_bytes: int) -> tuple[dict
 
 
 def _parse_header(path: str, data: memoryview) -> dict[str, Any]:
-    """Return the JSON object of a header. Raises InvalidParameter if it is invalid or has a duplicate name."""
+    """Return the JSON object in a header. Raises InvalidParameter if it is invalid or repeats a name."""
 
     def check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -156,7 +156,7 @@ def _parse_header(path: str, data: memoryview) -> dict[str, Any]:
 
 
 def _entry(path: str, name: str, described: Any) -> _TensorEntry:
-    """Return the entry of the tensor ``name`` from its JSON description. Raises InvalidParameter."""
+    """Parse the JSON description of the tensor ``name``. Raises InvalidParameter."""
     match described:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end], **others} if not others and all(
             type(number) is int and number >= 0 for number in (*shape, begin, end)
@@ -197,7 +197,7 @@ def _read_into(path: str, source: Source, begin: int, memory: memoryview) -> Non
 
 
 def _check_shape(path: str, name: str, shape: list[int]) -> None:
-    """Raise InvalidParameter for a shape that a PyTorch tensor cannot have, even if it is empty."""
+    """Raise InvalidParameter for a shape that no PyTorch tensor can have, not even an empty one."""
     if len(shape) > _MAX_DIMS:
         raise InvalidParameter(f"{path}: the tensor {name!r:.200} has {len(shape)} dimensions, but may have at most {_MAX_DIMS}")
     if shape and max(shape) > MAX_TOKENS:

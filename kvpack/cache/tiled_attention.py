@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .side import Side
 
 TILES_AT_A_TIME = 8
-"""Number of tiles in the part that one thread processes. It does not depend on the number of threads, so neither do results."""
+"""Number of tiles in each part that a thread processes. It is fixed, so that outputs do not depend on the number of threads."""
 
 
 def attend_chunk(
@@ -34,9 +34,10 @@ def attend_chunk(
     lengths: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute attention for scaled float32 queries ``[batch, q_head, q_len, dim]``, the first of which is at ``position``.
+    """Return attention outputs ``[batch, q_head, q_len, dim]`` for scaled float32 queries of the same shape.
 
-    The other arguments are as for ``kvpack.attend``. On the CPU, threads process different parts of the tokens.
+    The first query is at ``position``. The other arguments are as for ``kvpack.attend``. On the CPU, threads process different parts of the
+    tokens.
     """
     batch, q_heads, q_len, _ = q.shape
     if (at_once := sequences_at_once(k, v)) < batch:
@@ -90,8 +91,8 @@ def attend_chunk(
 class _PartialSum(NamedTuple):
     """Attention over part of the tokens, before normalization.
 
-    ``largest`` and ``total`` ``[batch, kv_head, row, 1]`` are the largest score and the sum of the weights, and ``out`` is the weighted sum
-    of values.
+    ``largest`` and ``total`` ``[batch, kv_head, row, 1]`` are the largest score and the sum of the weights. ``out`` is the weighted sum of
+    values.
     """
 
     largest: torch.Tensor
@@ -100,7 +101,7 @@ class _PartialSum(NamedTuple):
 
 
 def _combine(parts: Sequence[_PartialSum], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Combine partial sums and divide by the total weights. Rows that see no token are zero."""
+    """Combine partial sums, and divide by the total weights. Rows whose queries see no token are zero."""
     if not parts:
         return torch.zeros(shape, dtype=torch.float32, device=device)
     largest = torch.stack([part.largest for part in parts]).amax(0)
@@ -114,13 +115,14 @@ def _combine(parts: Sequence[_PartialSum], shape: tuple[int, ...], device: torch
 def _finite_shift(largest: torch.Tensor) -> torch.Tensor:
     """Return the amount to subtract from scores before exp: ``largest``, or 0 if that is -inf.
 
-    A row without tokens then has weights of 0 instead of NaN.
+    A row whose query sees no token then has weights of 0 instead of NaN.
     """
     return torch.where(torch.isinf(largest), 0.0, largest)
 
 
 def _merge_short_runs(side: Side, per_tile: int) -> Side:
-    """Merge the runs of ``side`` if most are shorter than half a tile. Tiles end at the ends of runs, and short tiles are slow."""
+    """Merge the runs of ``side`` if they are shorter than half a tile on average. Tiles end at the ends of runs, and short tiles are slow.
+    """
     return side.merged() if 2 * side.packed_tokens < per_tile * len(side.runs) else side
 
 
@@ -187,9 +189,9 @@ def _hide_tokens(
 
 
 def _zero_hidden(values: torch.Tensor, start: int, stop: int, *, lengths: torch.Tensor | None, starts: torch.Tensor | None) -> torch.Tensor:
-    """Return the values of tokens ``[start, stop)``, with zeros for tokens outside a sequence's range.
+    """Return the values of tokens ``[start, stop)``, with tokens outside a sequence's range set to zero.
 
-    Raw values may be NaN, and a weight of 0 times NaN would still be NaN.
+    Raw values may be NaN, and 0 times NaN is NaN.
     """
     tokens = torch.arange(start, stop, device=values.device)[:, None]
     if starts is not None:
@@ -198,7 +200,7 @@ def _zero_hidden(values: torch.Tensor, start: int, stop: int, *, lengths: torch.
 
 
 def _visible_range(position: int, q_len: int, tokens: int, causal: bool, sliding_window: int | None) -> tuple[int, int]:
-    """Return the range of tokens that at least one query of the chunk sees."""
+    """Return the range of tokens that at least one query sees."""
     end = min(tokens, position + q_len) if causal else tokens
     begin = max(0, position - sliding_window + 1) if sliding_window else 0
     return begin, end
@@ -220,9 +222,9 @@ def _mask_by_sequence(
     causal: bool,
     sliding_window: int | None,
 ) -> None:
-    """Set scores ``[batch, head, row, token]`` to -inf for tokens that a sequence's queries do not see.
+    """Set scores ``[batch, head, row, token]`` to -inf, in place, for tokens that a sequence's queries do not see.
 
-    ``positions`` of the queries are ``[batch, 1, row, 1]``, and ``lengths`` of the sequences ``[batch, 1, 1, 1]``.
+    ``positions``, ``[batch, 1, row, 1]``, are the queries' positions, and ``lengths``, ``[batch, 1, 1, 1]``, the sequences' lengths.
     """
     hidden = tokens >= lengths
     if causal:

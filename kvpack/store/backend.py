@@ -1,4 +1,4 @@
-"""The interface of a store's backend, which maps keys to entries, which are bytes. Any entry may disappear at any time."""
+"""The interface of a store's backend, which maps keys to entries of bytes. Any entry may disappear at any time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Lease(Protocol):
 
 
 class NoLease:
-    """A placeholder for locations without leases. Every caller gets one, so no caller waits."""
+    """A placeholder returned by backends without leases. Every caller gets one, so no caller waits."""
 
     def release(self) -> None:
         """Do nothing, because there is no lease to release."""
@@ -36,9 +36,9 @@ BATCH_ENTRIES, BATCH_BYTES = 64, 64 * 2**20
 
 
 def batches(items: Iterable[tuple[Item, int]], count: int, total: int) -> Iterator[list[Item]]:
-    """Split ``items``, each given with its size in bytes, into batches of at most ``count`` items and ``total`` bytes.
+    """Split ``items``, pairs of an item and its size in bytes, into batches of at most ``count`` items and ``total`` bytes.
 
-    A larger item gets its own batch.
+    An item larger than ``total`` gets its own batch.
     """
     batch: list[Item] = []
     left = total
@@ -54,7 +54,7 @@ def batches(items: Iterable[tuple[Item, int]], count: int, total: int) -> Iterat
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """A listed entry: its key, its size in bytes, and its last use in nanoseconds since 1970 (0: unknown)."""
+    """A listed entry: its key, its size in bytes, and the time of its last use in nanoseconds since 1970 (0 if unknown)."""
 
     key: bytes
     size: int
@@ -63,7 +63,7 @@ class StoredEntry:
 
 @dataclass(frozen=True)
 class FoundEntry:
-    """An entry that a backend returned: its unchecked bytes, and the number of the tier that had it (0 is the fastest)."""
+    """An entry that a backend returned: its unchecked bytes, and the index of the tier that had it (0 is the fastest)."""
 
     data: Data
     tier: int
@@ -77,7 +77,7 @@ class PinTerms(NamedTuple):
 
 
 class Pin(NamedTuple):
-    """A pinned chain, its owner, and the end of the pin in seconds since 1970. Pins of earlier versions have neither owner nor end."""
+    """A pinned chain, its owner, and the end of the pin in seconds since 1970. Pins of earlier versions have no owner and no end."""
 
     chain: tuple[bytes, ...]
     owner: str
@@ -90,9 +90,9 @@ class Pin(NamedTuple):
 
 
 class Backend(Protocol):
-    """A container of entries by key. Methods do not raise for faults of the system or the server; they count the fault and report a miss.
+    """A container of entries by key. Methods do not raise if the system or the server fails: they count the fault and report a miss.
 
-    Keys are passed in chain order, ancestors first. Anything larger than the size limit for entries is never read and counts as missing.
+    Keys are passed in chain order, ancestors first. Entries above the size limit are never read and count as missing.
     """
 
     @property
@@ -104,25 +104,26 @@ class Backend(Protocol):
         """The backend of each tier, fastest first."""
 
     def count_present(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading ``keys`` that have an entry in a format that this store reads."""
+        """Return how many of the leading ``keys`` have an entry in a format that this store reads."""
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return True for each of ``keys`` that has an entry. The keys need not form a chain."""
+        """Return, for each of ``keys``, whether it has an entry. The keys need not form a chain."""
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
-        """Return the bytes of each entry of ``keys``, up to the first missing entry."""
+        """Return the bytes of the entries of ``keys``, in order, up to the first missing entry."""
 
     def find_many(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
-        """Return the entry of each of ``keys``, from a tier slower than its number in ``beyond``. The keys need not form a chain.
+        """Return the entry of each of ``keys``, or None if it is missing. The keys need not form a chain.
 
-        A server sends at most ``max_bytes`` + 1 bytes of an entry, which is enough for the size check to reject a larger entry.
+        Each entry must come from a tier slower than the tier index at the same position of ``beyond``. A server sends at most ``max_bytes``
+        + 1 bytes of an entry, which is enough for the size check to reject a larger entry.
         """
 
     def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[FoundEntry]:
         """Return entries as ``get`` does, with their tiers. The entry of the first key must come from a tier slower than ``beyond``."""
 
     def accept(self, keys: Sequence[bytes], entries: Sequence[FoundEntry], now_ns: int) -> None:
-        """Record the use of a chain, and copy its last ``entries``, which have been checked, to faster tiers."""
+        """Record a use of the chain ``keys``, and copy its last ``entries``, which have been checked, to faster tiers."""
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         """Return the bytes of one entry for inspection, or None, without recording a use.
@@ -131,19 +132,18 @@ class Backend(Protocol):
         """
 
     def peek_many(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
-        """Return the result of ``peek`` for each of ``keys``. The caller limits the number of bytes requested."""
+        """Return what ``peek`` returns for each of ``keys``. The caller limits the number of bytes requested."""
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         """Store the last entry of ``chain`` unless it exists. Returns True if a readable entry exists now.
 
-        ``now_ns`` is the time of use. Junk (``entry_kind.Kind.JUNK``) is replaced, but an entry that another store may be able to read is
-        kept.
+        ``now_ns`` is the time of use. Junk (``entry_kind.Kind.JUNK``) is replaced. An entry that another store may be able to read is kept.
         """
 
     def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
-        """Store several entries of one chain in order, and return the result of ``put`` for each.
+        """Store several entries of one chain in order. Returns for each of them what ``put`` would return.
 
-        ``entries`` maps positions in ``chain`` to the pieces of an entry. It stops at the first entry that cannot be stored, so that it
+        ``entries`` maps positions in ``chain`` to the pieces of an entry. The first entry that cannot be stored ends the call, so that it
         waits for room at most once.
         """
 
@@ -160,13 +160,13 @@ class Backend(Protocol):
         """Yield every entry, in any order."""
 
     def size(self) -> tuple[int, int]:
-        """Return the number of entries and their total bytes."""
+        """Return the number of entries and their total size in bytes."""
 
     def pin(self, keys: Sequence[bytes], hold: PinTerms) -> bool:
-        """Protect a chain from eviction by any process until ``unpin`` or the end of ``hold``. Returns True if it is pinned now."""
+        """Protect a chain from eviction by any process until ``unpin``, or until ``hold`` ends. Returns True if the chain is pinned now."""
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
-        """Remove the pins of a chain that ``owner`` (None for anyone) has set. Returns True if there were any."""
+        """Remove the pins that ``owner`` (None for anyone) has set on a chain. Returns True if there were any."""
 
     def pins(self) -> Sequence[Pin]:
         """Return the pins in effect."""
@@ -192,7 +192,7 @@ class SingleTierBackend:
 
     @property
     def parts(self: Backend) -> Sequence[Backend]:
-        """Backends that this one combines, which is only itself."""
+        """The combined backends: only this one."""
         return [self]
 
     def find(self: Backend, keys: Sequence[bytes], *, beyond: int = -1) -> list[FoundEntry]:

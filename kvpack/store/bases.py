@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Basis:
-    """Return the basis with SHA-256 ``digest`` in ``data``, the bytes of the entry ``key``.
+    """Parse ``data``, the bytes of the entry ``key``, and return its basis, which must have the SHA-256 ``digest``.
 
     Raises DigestMismatch for another basis, and the errors of decryption and of ``Basis``.
     """
@@ -38,7 +38,7 @@ def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Ba
 
 
 class StoredBasis:
-    """The basis with SHA-256 ``digest`` that a store's chunks need, for the model ``model``.
+    """The basis that the chunks of a store need for the model ``model``, identified by its SHA-256, ``digest``.
 
     ``basis`` is the caller's copy, if any, and ``digests`` are the identity's weight digests. ``keys`` precede the chunks of every chain
     that needs the basis. Methods count faults as misses instead of raising.
@@ -74,7 +74,7 @@ class StoredBasis:
         return self._basis
 
     def count_missing(self, operation: str) -> None:
-        """Count the missing basis as a fault of ``operation``."""
+        """Count the missing basis as a failure of ``operation``."""
         self._counters.fault(
             operation,
             MissingBasis(
@@ -83,7 +83,7 @@ class StoredBasis:
         )
 
     def put(self, now_ns: int) -> bool:
-        """Store the basis in every tier that lacks it, and replace damaged copies. Returns True if any tier has it now."""
+        """Store the basis in every tier that lacks it, and replace damaged copies. Returns True if any tier has the basis now."""
         basis = self.get()
         if basis is None:
             self.count_missing("save")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_FAILURES = 2
 """Number of consecutive failures after which requests pause."""
 PAUSE_SECONDS = 5.0
-"""Duration of a pause in seconds. One request then tries again."""
+"""Duration of a pause in seconds. After a pause, one request tries again."""
 
 
 class CircuitBreaker:
@@ -52,7 +52,7 @@ class CircuitBreaker:
 
 
 class RequestGuard:
-    """A wrapper for requests to a server that counts ``errors`` as faults, and refuses requests during a pause.
+    """A wrapper for requests to a server, which counts ``errors`` as faults and rejects requests during a pause.
 
     ``refusals`` are errors that a working server may return. They are counted as well, but do not cause a pause.
     """
@@ -87,7 +87,7 @@ class RequestGuard:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return True if ``error`` is the panic of a Rust extension, usually from lack of memory. Panics are not subclasses of Exception."""
+    """Return True if ``error`` is a panic of a Rust extension, usually for lack of memory. Panics are not subclasses of Exception."""
     return type(error).__module__ == "pyo3_runtime"
 
 

@@ -1,4 +1,4 @@
-"""Checks that a cache, its token ids and the chunk size fit a store's identity."""
+"""Checks that a cache, its token ids and the chunk size match a store's identity."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ANY_DIM = 128
 
 
 def check_cache(cache: Any, identity: Identity) -> None:
-    """Raise InvalidParameter unless ``cache`` is a packed cache of one whole sequence, with the identity's model and recipe.
+    """Raise InvalidParameter unless ``cache`` is a packed cache of one whole sequence, packed for the identity's model with its recipe.
 
     Every layer must end at the last token of the cache.
     """
@@ -67,7 +67,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
 
 
 def check_ids(cache: Cache, ids: bytes) -> None:
-    """Raise InvalidParameter unless ``ids`` match the ids in the cache. For a cache without ids, there must be one per token."""
+    """Raise InvalidParameter unless ``ids`` match the token ids in the cache. For a cache without ids, there must be one id per token."""
     count, cache_ids = len(ids) // ID_BYTES, b"" if cache.inputs is None else cache.inputs.token_ids
     shared_bytes = min(len(ids), len(cache_ids))
     if cache_ids[:shared_bytes] != ids[:shared_bytes]:
@@ -88,7 +88,7 @@ def check_ids(cache: Cache, ids: bytes) -> None:
 def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
     """Return the states that ``cache`` has at the ends of chunks within its first ``packed`` tokens, by position.
 
-    Raises InvalidParameter if there is at least one whole chunk, but there are no such states.
+    Raises InvalidParameter if at least one chunk is complete but none ends with states.
     """
     from kvpack.cache.cache import all_states
 
@@ -104,7 +104,7 @@ def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
 
 
 def check_length(cache: Cache, longest: int | None) -> None:
-    """Raise InvalidParameter for a cache of more than ``longest`` tokens, for which the model uses different RoPE frequencies."""
+    """Raise InvalidParameter for a cache of more than ``longest`` tokens, because the model uses other RoPE frequencies for it."""
     if longest is not None and max(cache.tokens, cache.computed) > longest:
         held = f"holds {cache.tokens} tokens" if cache.tokens > longest else f"was cut from one of {cache.computed} tokens, without inputs="
         raise InvalidParameter(
@@ -132,7 +132,7 @@ def require_input_digests(cache: Cache, digests: Sequence[bytes], chunk: int) ->
 
 
 def loaded_inputs(ids: bytes, digests: Sequence[bytes], chunk: int) -> Inputs:
-    """Return the ``Cache.inputs`` of a cache loaded for the token ``ids``. To save it again, pass the same ``digests``."""
+    """Return the ``Cache.inputs`` of a cache loaded for the token ``ids``. Saving it again requires the same ``digests``."""
     starts = [index * chunk for index in range(len(ids) // ID_BYTES // chunk) if digests[index]]
     texts = (f"tokens {start} to {start + chunk - 1} were stored with a digest of other inputs" for start in starts)
     return Inputs(ids, tuple(texts), tuple(starts))

@@ -1,4 +1,4 @@
-"""Reading of the headers of a location's entries, and listing of its prefixes, identities, bases and unreadable entries.
+"""Reads the headers of a location's entries, and lists its prefixes, identities, bases and unreadable entries.
 
 Does not import torch.
 """
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 _ENTRIES_AT_ONCE = 256
-"""Maximum number of entries, or of entries' fronts, per request."""
+"""Maximum number of entries, or of fronts of entries, per request."""
 _BYTES_AT_ONCE = 16 * 2**20
 """Maximum total size, in bytes, of the entries in one request. A single larger entry gets its own request."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkEntry:
-    """An entry with one chunk of a prefix: its listing, the fields of its header, and the position of its first token."""
+    """An entry with one chunk of a prefix: its listing, its header fields, its model and recipe, and the position of its first token."""
 
     stored: StoredEntry
     fields: ChunkFields
@@ -52,7 +52,7 @@ class ChunkEntry:
 
 @dataclass(frozen=True)
 class StatesEntry:
-    """An entry with the states after a chunk: its listing, the chunk's key, the recipe, and the position after the chunk."""
+    """An entry with the states after a chunk: its listing, the chunk's key, the recipe, and the number of tokens before the states."""
 
     stored: StoredEntry
     chunk: bytes
@@ -62,7 +62,7 @@ class StatesEntry:
 
 @dataclass(frozen=True)
 class BasisEntry:
-    """An entry with a basis: its listing, and the SHA-256 and the model of the basis."""
+    """An entry with a basis: its listing, and the basis's SHA-256 and model."""
 
     stored: StoredEntry
     digest: bytes
@@ -95,10 +95,10 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Catalog:
-    """The entries of a location, by key and kind.
+    """The entries of a location, by kind and key.
 
     ``entries`` are the readable chunks. ``unreadable`` maps each entry that cannot be read to its error, which is Undecryptable if only its
-    encryption key is missing. ``pages`` are engines' pages. ``states`` are keyed by the chunk that they follow.
+    encryption key is missing. ``pages`` are serving engines' pages. The keys of ``states`` are those of the preceding chunks.
     """
 
     entries: Mapping[bytes, ChunkEntry]
@@ -113,7 +113,7 @@ class Catalog:
         return len(self.entries) + len(self.unreadable) + len(self.pages) + len(self.bases) + len(self.states)
 
     def count_dependents(self, digest: bytes) -> int:
-        """Return the number of entries whose recipe names the basis with SHA-256 ``digest``."""
+        """Return the number of chunks and states whose recipe names the basis with SHA-256 ``digest``."""
         recipes = (entry.recipe for entries in (self.entries, self.states) for entry in entries.values())
         return sum(digest.hex() in recipe for recipe in recipes)
 
@@ -123,7 +123,7 @@ class Catalog:
         return [key for key, error in self.unreadable.items() if isinstance(error, Undecryptable)]
 
     def prefixes(self) -> list[Prefix]:
-        """Return one prefix for every chunk that no other chunk continues, most recently used first."""
+        """Return one prefix for every chunk that no other chunk continues. The most recently used comes first."""
         parents = {entry.fields.parent for entry in self.entries.values()}
         leaves = [entry for key, entry in self.entries.items() if key not in parents]
         return [self.prefix(leaf.stored.key) for leaf in sorted(leaves, key=lambda entry: -entry.stored.used_ns)]
@@ -142,7 +142,7 @@ class Catalog:
     def truncate_to_states(self, prefix: Prefix) -> tuple[Prefix, StatesEntry | None]:
         """Return ``prefix`` up to its last chunk that is followed by states, and these states.
 
-        Without any states, returns the whole prefix and None.
+        If no chunk is followed by states, returns the whole prefix and None.
         """
         for count in range(len(prefix.entries), 0, -1):
             if (states := self.states.get(prefix.entries[count - 1].stored.key)) is not None:
@@ -152,7 +152,7 @@ class Catalog:
     def find(self, text: str) -> Prefix:
         """Return the prefix whose last key begins with the hexadecimal digits ``text``.
 
-        Raises InvalidParameter unless there is exactly one, and the entry's own error if it is unreadable.
+        Raises InvalidParameter unless exactly one key begins with them. If that entry is unreadable, raises its error.
         """
         keys = [key for key in (*self.entries, *self.unreadable) if key.hex().startswith(text.lower())]
         if len(keys) == 1 and text and keys[0] in self.unreadable:
@@ -172,7 +172,7 @@ def read_catalog(
     max_entry_bytes: int = MAX_ENTRY_BYTES,
     listed: Sequence[StoredEntry] | None = None,
 ) -> Catalog:
-    """Read the headers of ``listed`` entries (by default, all entries at the location) of at most ``max_entry_bytes`` bytes.
+    """Read the headers of the entries at a location, or only of those ``listed``. Larger entries than ``max_entry_bytes`` are unreadable.
 
     ``progress`` is called with the number of entries read so far and the total. With ``cipher``, only entries that it decrypts are
     readable, and unencrypted entries are not.
@@ -220,7 +220,10 @@ def read_catalog(
 
 
 def _chunk_like(templates: HeaderTemplates[ChunkEntry], stored: StoredEntry, data: Data) -> ChunkEntry | None:
-    """Return the chunk in ``data`` if its header is like that of a chunk read before. Raises InvalidHeader if the key differs."""
+    """Return the chunk in ``data`` if its header matches that of a chunk read before, otherwise None.
+
+    Raises InvalidHeader if the header contains a different key.
+    """
     if (known := templates.match(memoryview(data))) is None:
         return None
     like, start, feature = known
@@ -235,7 +238,7 @@ def _chunk_like(templates: HeaderTemplates[ChunkEntry], stored: StoredEntry, dat
 def corrected_times(catalog: Catalog) -> dict[bytes, int]:
     """Return the last-use times that must be corrected, by key, so that no entry was last used before an entry that depends on it.
 
-    Chunks and states depend on the chunk before them, and on the basis that their recipe names.
+    Chunks and states depend on the preceding chunk, and on the basis that their recipe names.
     """
     used = {key: entry.stored.used_ns for key, entry in catalog.entries.items()}
     listed = dict(used)
@@ -261,7 +264,7 @@ def _check_key(where: str, named_key: bytes, stored: StoredEntry) -> None:
 def verify(
     backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Iterator[tuple[StoredEntry, KvpackError | None]]:
-    """Check every entry completely. Yields each entry with its error, or with None.
+    """Check every entry completely. Yields each entry and its error, or None if it is valid.
 
     The checks cover every byte, the rules of the codecs, and the key, which must follow from the parent, the token ids and the other
     inputs. If ``cipher`` does not decrypt an entry, only its digest is checked, and the error is Undecryptable. With ``cipher``, the error
@@ -303,7 +306,7 @@ def verify(
 def row_keys(
     backend: Backend, namespace: bytes, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Iterator[bytes]:
-    """Yield the keys of all page rows in ``namespace``, judging by their first bytes. Unreadable entries are skipped."""
+    """Yield the keys of all page rows in ``namespace``, which their first bytes contain. Unreadable entries are skipped."""
     for stored, front in read_fronts(backend, list(backend.list()), max_entry_bytes):
         with suppress(_EntryGone, KvpackError, MemoryError):
             data = _decrypt(stored, front, cipher, max_entry_bytes)
@@ -323,7 +326,7 @@ def row_descriptions(backend: Backend, namespace: bytes, cipher: Cipher | None =
 
 
 def read_fronts(backend: Backend, listed: Iterable[StoredEntry], max_entry_bytes: int) -> Iterator[tuple[StoredEntry, Data | None]]:
-    """Yield each of the ``listed`` entries with its front (``Backend.peek``). Fronts are requested in batches.
+    """Yield each of the ``listed`` entries with its front, as ``Backend.peek`` returns it. Fronts are requested in batches.
 
     The front is None for an entry that is empty, larger than ``max_entry_bytes``, or gone.
     """
@@ -333,7 +336,7 @@ def read_fronts(backend: Backend, listed: Iterable[StoredEntry], max_entry_bytes
 def _read_contents(
     backend: Backend, listed: Iterable[StoredEntry], max_entry_bytes: int, *, front: bool = False
 ) -> Iterator[tuple[StoredEntry, Data | None]]:
-    """Yield each of the ``listed`` entries with its bytes or its front. Each batch is released before the next one is requested."""
+    """Yield each of the ``listed`` entries with its bytes, or with its front. Each batch is released before the next one is requested."""
     sizes = ((stored, stored.size if 0 < stored.size <= max_entry_bytes else 0) for stored in listed)
     for batch in batches(sizes, _ENTRIES_AT_ONCE, _BYTES_AT_ONCE):
         yield from _peek_all(backend, batch, max_entry_bytes, front)
@@ -354,14 +357,14 @@ class _EntryGone(Exception):
 
 
 def _read(backend: Backend, stored: StoredEntry, cipher: Cipher | None, max_entry_bytes: int) -> Data:
-    """Fetch an entry and decrypt it."""
+    """Fetch an entry and return its decrypted bytes."""
     # Checked before any byte is fetched or mapped: others may have written the entry.
     fits = 0 < stored.size <= max_entry_bytes
     return _decrypt(stored, backend.peek(stored.key) if fits else None, cipher, max_entry_bytes)
 
 
 def _decrypt(stored: StoredEntry, data: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> Data:
-    """Decrypt ``data``, an entry's bytes or its front."""
+    """Return the decrypted ``data``: an entry's bytes, or its front."""
     check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
     if data is None and stored.size:
         raise _EntryGone

@@ -1,4 +1,4 @@
-"""Detection of entries with other chunk sizes at a location. Lookups never find them, because their keys differ."""
+"""Detection of entries stored with other chunk sizes. Lookups never find them, because their keys differ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stored_sizes(backend: Backend, root: bytes, ids: bytes, inputs: bytes = b"",
 
 
 class ChunkSizeSearch:
-    """A search for entries of the same tokens with another chunk size. It runs after lookups without a hit until it finds some."""
+    """A search for entries of the same tokens with another chunk size. It runs after failed lookups until it has found some."""
 
     def __init__(self, backend: Backend, counters: Counters, location: Any, root: bytes, chunk: int) -> None:
         self._backend, self._counters, self._location, self._root, self._chunk = backend, counters, location, root, chunk

@@ -1,4 +1,4 @@
-"""Counters of a store, as a dict for programs, and in Prometheus' text format for monitoring."""
+"""The counters of a store: as a dict for programs, and in Prometheus' text format for monitoring."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Upper bounds of a latency histogram's buckets, in seconds."""
 
 MAX_RECENT = 4096
-"""Maximum number of latencies that are kept for an engine's own histograms."""
+"""Maximum number of latencies kept for the histograms of a serving engine."""
 
 
 class Counters:
     """The counters of a store or a tier, starting from 0 when it is opened. Safe to use from any thread, and after a fork.
 
-    A tier's counters also add their faults to ``parent``, the store's counters. ``report(operation, error)`` is called for the first fault
-    of each kind. By default, it logs a warning.
+    A tier's faults are also counted in ``parent``, the store's counters. ``report(operation, error)`` is called for the first fault of each
+    kind. By default, it logs a warning.
     """
 
     def __init__(self, parent: Counters | None = None, report: Callable[[str, BaseException], None] | None = None) -> None:
@@ -110,7 +110,7 @@ class Counters:
             return self._faults.total()
 
     def pop_recent(self) -> list[tuple[str, float]]:
-        """Return (operation, seconds) for each operation timed since the last call, at most ``MAX_RECENT`` of them."""
+        """Return (operation, seconds) for each operation timed since the last call, limited to the last ``MAX_RECENT``."""
         with self._lock:
             result = list(self._recent)
             self._recent.clear()
@@ -124,7 +124,7 @@ class Counters:
         return counts
 
     def histogram(self, name: str, labels: Mapping[str, str]) -> list[str]:
-        """Return the histogram ``name`` of the timed operations as lines in Prometheus' text format."""
+        """Return the lines of the histogram ``name`` of the timed operations, in Prometheus' text format."""
         with self._lock:
             latencies = sorted(self._latencies.items())
             return [line for operation, latency in latencies for line in latency.lines(name, {**labels, "operation": operation})]
@@ -178,7 +178,7 @@ def _tier_lines(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class LatencyHistogram:
-    """A histogram of latencies with the buckets ``SECONDS``."""
+    """A histogram of latencies, whose buckets end at ``SECONDS``."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(SECONDS) + 1)
@@ -189,7 +189,7 @@ class LatencyHistogram:
         self._sum += seconds
 
     def lines(self, name: str, labels: Mapping[str, str]) -> list[str]:
-        """Return the histogram ``name`` as lines in Prometheus' text format."""
+        """Return the lines of this histogram under the name ``name``, in Prometheus' text format."""
         own_labels = labels_text(labels)
         result, cumulative = [], 0
         for bound, count in zip((*SECONDS, "+Inf"), self._counts, strict=True):
@@ -199,7 +199,7 @@ class LatencyHistogram:
 
 
 def labels_text(labels: Mapping[str, str]) -> str:
-    """Format labels for the braces of Prometheus' text format."""
+    """Format labels as the text between braces in Prometheus' text format."""
     return ",".join(f'{name}="{value.translate(_ESCAPED)}"' for name, value in labels.items())
 
 
@@ -221,9 +221,9 @@ def with_labels(text: str, labels: Mapping[str, str]) -> str:
 
 
 def check_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
-    """Return ``labels``.
+    """Check the labels of metrics, and return them unchanged.
 
-    Raises InvalidType for other types, and InvalidParameter for names that Prometheus or kvpack's own metrics exclude.
+    Raises InvalidType for other types. Raises InvalidParameter for names that are invalid in Prometheus or used by kvpack's own metrics.
     """
     if not isinstance(labels, Mapping) or not all(isinstance(text, str) for pair in labels.items() for text in pair):
         raise InvalidType(f"labels is {describe(labels)}, expected a map of names to text, such as {{'model': 'llama'}}")
@@ -242,7 +242,7 @@ def check_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
 _SAMPLE = re.compile(r"(\w+)(.*)", re.DOTALL)
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _OWN_LABELS = {"le", "operation", "reason", "tier"}
-"""Labels of a store's own metrics. Prometheus refuses all metrics of a process if one has the same label twice."""
+"""Labels of a store's own metrics. Prometheus rejects all metrics of a process if one has the same label twice."""
 
 
 def _warn(operation: str, error: BaseException) -> None:

@@ -1,8 +1,8 @@
 """The directory backend: one immutable file per entry, which any number of processes read without a lock.
 
-folder.py defines the file layout. A complete file is renamed to its final name, and removed with unlink, so that a process that has mapped
-it keeps the mapping. An entry's modification time is the time of its last use, which is always later for an ancestor than for its
-descendants. An entry's access time is its expiry time (expiry.py).
+folder.py defines the file layout. A complete file is renamed to its final name. Removal unlinks it, so a process that has mapped it keeps
+the mapping. An entry's modification time is the time of its last use, which is always later for an ancestor than for its descendants. An
+entry's access time is its expiry time (expiry.py).
 """
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ if TYPE_CHECKING:
 
 
 SETTLED_NS = 3 * 10**9
-"""Age in nanoseconds at which a folder's modification time is reliable: a later change sets a different time, even with a 2 s clock tick.
-"""
+"""Age in nanoseconds at which a folder's modification time is reliable: later changes yield another time, even with a 2 s clock tick."""
 
 _COLD_READ_THREADS = 8
 """Number of threads that read entries from disk."""
 _MAX_TEXTS_PER_TRANSACTION = 2048
-"""Maximum number of entries that one transaction of the index describes."""
+"""Maximum number of entries whose texts are written in one transaction of the index."""
 
 
 class Directory(SingleTierBackend):
@@ -93,7 +92,7 @@ class Directory(SingleTierBackend):
 
     @property
     def trust(self) -> Trust:
-        """Check of the users who may write to the folder."""
+        """The check of which users may write to the folder."""
         return self._folder.trust
 
     @property
@@ -127,9 +126,9 @@ class Directory(SingleTierBackend):
         return result
 
     def _reads_at_once(self, keys: Sequence[bytes]) -> int:
-        """Return the number of threads that read entries. It is 1 if the last entry is in the page cache, where threads do not pay off.
+        """Return how many threads read entries. It is 1 if the last entry is in the page cache, where threads do not pay off.
 
-        Threads wait for the disk, and do not need cores.
+        The threads wait for the disk, so their number does not depend on the number of cores.
         """
         if len(keys) > 1:
             with contextlib.suppress(OSError, KvpackError), self.trust.open_checked(self._folder.path(keys[-1])) as (descriptor, status):
@@ -263,9 +262,9 @@ class Directory(SingleTierBackend):
         return entries, size
 
     def read_descriptions(self, also: str | None = None) -> Descriptions | None:
-        """Return the totals in the index by descriptive text, or None if there is no current index.
+        """Return the number and size of the entries by descriptive text, according to the index, or None if the index is not current.
 
-        The result also contains the entries without a text, or with a text of kind ``also``.
+        The entries without a text, and those with a text of kind ``also``, are listed as well.
         """
         known = self._index.descriptions() if self.size()[0] and self._index.refresh() else None
         if known is None:
@@ -277,7 +276,7 @@ class Directory(SingleTierBackend):
         )
 
     def set_descriptions(self, texts: Sequence[tuple[bytes, str]]) -> None:
-        """Store the descriptive texts of entries, given as pairs (key, text)."""
+        """Store the descriptive texts of entries. ``texts`` contains pairs (key, text)."""
         for start in range(0, len(texts), _MAX_TEXTS_PER_TRANSACTION):
             self._index.set_descriptions(texts[start : start + _MAX_TEXTS_PER_TRANSACTION])
 
@@ -288,7 +287,10 @@ class Directory(SingleTierBackend):
             return stored.used_ns
 
     def largest_budget(self) -> int:
-        """Return the largest budget in effect, but at least the disk space in use. Returns 0 if the folder has not been counted yet."""
+        """Return the largest budget in effect, or the disk space in use if that is more.
+
+        Returns 0 if the folder has not been counted yet.
+        """
         count = self._read_usage()
         return 0 if count is None else count.effective_budget(count.total)
 
@@ -310,7 +312,7 @@ class Directory(SingleTierBackend):
         return self._pins.keys()
 
     def forget_budgets(self) -> None:
-        """Ignore the larger budgets of other stores until they put their next entry."""
+        """Ignore the larger budgets of other stores until these stores put an entry again."""
         try:
             self._usage.forget_budgets()
         except OSError as error:
@@ -333,7 +335,7 @@ class Directory(SingleTierBackend):
         self._index.close()
 
     def _restore_times(self) -> None:
-        """Correct the last-use times that copying the folder may have changed, so that ancestors' are later than descendants'."""
+        """Restore the order of last-use times, which copying the folder may have changed: an ancestor's is later than its descendants'."""
         for key, used in corrected_times(read_catalog(self)).items():
             with contextlib.suppress(OSError):
                 os.utime(self._folder.path(key), ns=(used, used), follow_symlinks=False)
@@ -346,7 +348,7 @@ class Directory(SingleTierBackend):
         return key not in pinned
 
     def _renew(self, path: str, used_ns: int) -> bool:
-        """Renew an entry that has expired but has not been removed yet. Returns False if it is gone. Raises OSError."""
+        """Renew an expired entry that has not been removed yet. Returns False if the entry is gone. Raises OSError."""
         try:
             if has_expired(os.stat(path, follow_symlinks=False)):
                 os.utime(path, ns=file_times(used_ns, self._ttl), follow_symlinks=False)
@@ -355,7 +357,7 @@ class Directory(SingleTierBackend):
         return True
 
     def _read(self, key: bytes, *, lazy: bool = False) -> Data:
-        """Return an entry's bytes, mapped if no other user can change them.
+        """Return an entry's bytes, which are mapped if no other user can change them.
 
         With ``lazy``, bytes are read on access, and expired entries are returned as well. Raises OSError, LimitExceeded or the errors of
         mapping.
@@ -375,7 +377,7 @@ class Directory(SingleTierBackend):
             return map_file(descriptor, size) if may_map() else read_whole(descriptor, size)
 
     def _kind(self, key: bytes) -> Kind | None:
-        """Return the kind of the file that has an entry's name, judging by its first bytes, or None if it does not exist.
+        """Return the kind of the file at an entry's path, judging by its first bytes, or None if there is no file.
 
         Raises OSError or the errors of reading.
         """
@@ -388,7 +390,7 @@ class Directory(SingleTierBackend):
         return kind_of(key, data, self._form)
 
     def _remove_junk(self, path: str) -> None:
-        """Remove a file that has an entry's name but is not an entry, or move a folder aside. Raises OSError."""
+        """Remove a file that has an entry's name but is not an entry. A folder with such a name is moved aside. Raises OSError."""
         try:
             status = os.stat(path, follow_symlinks=False)
         except FileNotFoundError:
@@ -408,7 +410,7 @@ class Directory(SingleTierBackend):
 
 
 class _FolderTotals(NamedTuple):
-    """The totals of one folder: its modification time before it was listed, the number of its entries, and their bytes."""
+    """The modification time of a folder before it was listed, the number of its entries, and their total size in bytes."""
 
     changed_ns: int
     entries: int
@@ -426,7 +428,7 @@ class FolderSizes:
         self._listed: dict[str, _FolderTotals] = {}
 
     def total(self) -> tuple[int, int]:
-        """Return the number of entries and their total bytes."""
+        """Return the number of entries and their total size in bytes."""
         listed = [self._folder_totals(folder) for folder in ENTRY_FOLDERS]
         return sum(part.entries for part in listed), sum(part.size for part in listed)
 

@@ -1,8 +1,8 @@
-"""The disk space that a store's folder uses, including files being written. It is a number in a file, changed under the file's lock.
+"""The disk space that a store's folder uses, including files being written. The number is kept in a file and changed under a file lock.
 
-A writer reserves bytes before it writes them, and only if they fit, so the files never exceed the number. A new count of the folder
-replaces the number. If the file is missing or invalid, or if this machine has not counted the folder since it booted, the folder is counted
-again. Machines that share a folder share the number.
+A writer reserves bytes before it writes them, and only if they fit, so the files never use more than the number. A new count of the folder
+replaces the number. The folder is counted again if the file is missing or invalid, or if this machine has not counted it since it booted.
+Machines that share a folder share the number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _MAX_RUNS = 32
 _MAX_BYTES = _FIELDS.size + _MAX_RUNS * _ID_BYTES + _SUM_BYTES
 
 WAIT_SECONDS = 1.0
-"""Time in seconds that a writer waits for the lock, which a suspended process may hold. Waits are added up as in eviction.py."""
+"""Time in seconds that a writer waits for the lock, which a suspended process may hold.
+
+The requested waits are added up (see eviction.py).
+"""
 _POLL_SECONDS = 0.0005
 
 LIMIT_SECONDS = 7 * 86_400
@@ -42,9 +45,9 @@ class UsageCount(NamedTuple):
     """A count of the disk space in use.
 
     ``total`` is the number of bytes in use, and ``reserved`` the sum of all bytes ever reserved. ``generation`` changes with every count of
-    the folder. ``limit`` is the largest budget of the current writers, in effect until ``until``, in seconds since 1970. ``boots`` are the
-    boot ids of machines that have counted the folder. ``node`` is the folder's inode, which a copy does not share. It is 0 on a network
-    file system.
+    the folder. ``limit`` is the largest budget of the current writers. It is in effect until ``until``, in seconds since 1970. ``boots``
+    are the boot ids of machines that have counted the folder. ``node`` is the folder's inode, which differs for a copy of the folder. It is
+    0 on a network file system.
     """
 
     generation: bytes
@@ -60,14 +63,14 @@ class UsageCount(NamedTuple):
         return max(budget, self.limit) if time.time() < self.until else budget
 
     def with_budget(self, budget: int | None) -> UsageCount:
-        """Return the count after a put by a writer with ``budget``."""
+        """Return this count after a put by a writer with ``budget``."""
         if budget is None or self.effective_budget(budget) > budget:
             return self
         return self._replace(limit=min(budget, 2**64 - 1), until=int(time.time()) + LIMIT_SECONDS)
 
 
 class DiskUsage:
-    """The file ``path`` with the count of a folder's disk space.
+    """The file ``path``, which contains the count of a folder's disk space.
 
     ``assign_owner`` is called with the descriptor of a newly created file. Methods raise OSError, or BlockingIOError if the lock could not
     be acquired in time.
@@ -85,9 +88,10 @@ class DiskUsage:
     def reserve(
         self, size: int, fits: Callable[[int], bool], on_reserve: Callable[[], None], budget: int | None = None
     ) -> UsageCount | None:
-        """Add ``size`` bytes and return the new count. Returns None if ``fits`` rejects the new total.
+        """Reserve ``size`` more bytes and return the new count. Returns None if ``fits`` returns False for the new total.
 
-        ``on_reserve`` is called under the lock and must make the bytes visible to a count of the folder. ``budget`` is the writer's budget.
+        ``on_reserve`` is called under the lock, and must make the bytes visible to a count of the folder. ``budget`` is the writer's
+        budget.
         """
         with self._open(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor, self._node())
@@ -98,7 +102,7 @@ class DiskUsage:
             return _write(descriptor, count._replace(total=count.total + size, reserved=count.reserved + size).with_budget(budget))
 
     def release(self, size: int, counted: UsageCount | None) -> None:
-        """Subtract ``size`` removed bytes, unless the folder has been counted again since ``counted``."""
+        """Subtract ``size`` bytes, which were removed, from the count, unless the folder has been counted again since ``counted``."""
         with self._open(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor, self._node())
             if descriptor is None or count is None or counted is None or count.generation != counted.generation:
@@ -106,7 +110,7 @@ class DiskUsage:
             _write(descriptor, count._replace(total=max(0, count.total - size)))
 
     def replace(self, total: int, before: UsageCount | None) -> None:
-        """Replace the count with ``total``, the result of counting the folder, plus the bytes reserved since the count ``before``."""
+        """Replace the count after the folder was counted: the new one is ``total`` plus the bytes reserved since the count ``before``."""
         with self._open(locked=True, create=True) as descriptor:
             assert descriptor is not None
             count = _read(descriptor, self._node())
@@ -134,7 +138,7 @@ class DiskUsage:
         return os.stat(folder).st_ino if self._local else 0
 
     def forget_budgets(self) -> None:
-        """Forget the budgets of all writers. A budget counts again when its writer puts an entry."""
+        """Forget the budgets of all writers. A writer's budget takes effect again at its next put."""
         with self._open(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor, self._node())
             if descriptor is not None and count is not None:
@@ -178,7 +182,7 @@ def _wait_for_lock(descriptor: int) -> None:
 
 
 def _read(descriptor: int, node: int, *, any_boot: bool = False) -> UsageCount | None:
-    """Return the count in an open file, or None if it is invalid, from another boot, or for a folder with an inode other than ``node``.
+    """Return the count in an open file, or None if it is invalid, or belongs to another boot or to another folder than the inode ``node``.
 
     With ``any_boot``, the folder and the boot are ignored.
     """

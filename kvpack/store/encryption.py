@@ -35,9 +35,9 @@ _SPARE_BYTES = 15
 
 
 def decrypt_entry(key: bytes, data: Data, cipher: Cipher | None) -> Data:
-    """Decrypt the entry ``key`` with ``cipher``. Without a cipher, an unencrypted entry is returned unchanged.
+    """Return the bytes of the entry ``key``, decrypted by ``cipher``. Without a cipher, an unencrypted entry is returned unchanged.
 
-    Raises the errors of ``Cipher.decrypt``, including NotKvpack for an unencrypted entry when there is a cipher.
+    Raises the errors of ``Cipher.decrypt``, including NotKvpack if the entry is not encrypted although there is a cipher.
     """
     if cipher is not None:
         return cipher.decrypt(key, data)
@@ -56,7 +56,7 @@ def format_key_id(name: bytes) -> str:
 
 
 class Cipher:
-    """An AES-GCM cipher with ``keys`` of 16, 24 or 32 bytes by id. The first key encrypts, and all keys decrypt."""
+    """An AES-GCM cipher. ``keys`` maps ids to keys of 16, 24 or 32 bytes. The first key encrypts, and any of them decrypts."""
 
     def __init__(self, keys: Mapping[str, bytes], tenant: str) -> None:
         try:
@@ -81,16 +81,19 @@ class Cipher:
 
     @property
     def key_ids(self) -> frozenset[bytes]:
-        """Ids of the available keys, as bytes."""
+        """Ids of all keys, as bytes."""
         return frozenset(self._keys)
 
     @property
     def ids(self) -> tuple[bytes, ...]:
-        """Ids of the keys, in the order given. New entries are encrypted with the first key."""
+        """Ids of the keys, in their original order. New entries are encrypted with the first key."""
         return tuple(self._keys)
 
     def encrypt(self, key: bytes, pieces: Sequence[memoryview]) -> list[memoryview]:
-        """Encrypt the entry ``key`` with the first key. Raises MemoryError, or LimitExceeded for 2 GiB or more."""
+        """Return the pieces of the entry ``key``, encrypted with the first key.
+
+        Raises MemoryError, or LimitExceeded above the size limit.
+        """
         size = sum(map(len, pieces))
         if size > MAX_PLAIN_BYTES:
             raise LimitExceeded(f"the entry has {size} bytes, but at most {MAX_PLAIN_BYTES} can be encrypted")
@@ -113,7 +116,7 @@ class Cipher:
         return [memoryview(front), memoryview(sealed), memoryview(end + digest.digest())]
 
     def decrypt(self, key: bytes, data: Data) -> bytearray:
-        """Decrypt the entry ``key`` into new memory, which is allocated only after all checks that are possible without the key.
+        """Decrypt the entry ``key`` into new memory, which is allocated only after all checks that need no key.
 
         Raises NotKvpack if the entry is not encrypted, UnsupportedVersion if a later version encrypted it, Truncated or DigestMismatch if
         it is damaged, Undecryptable if no available key decrypts it, and MemoryError.
@@ -167,7 +170,7 @@ def _check_head(where: str, view: memoryview) -> tuple[bytes, int]:
 
 
 def _encode_id(name: Any) -> bytes:
-    """Encode an encryption key's id in the form that entries store. Raises InvalidParameter for an invalid id."""
+    """Return the bytes of an encryption key's id, as entries store it. Raises InvalidParameter for an invalid id."""
     if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name.encode()) <= MAX_ID_BYTES:
         raise InvalidParameter(f"the id of an encryption key is {name!r}, expected 1 to {MAX_ID_BYTES} bytes of printable text")
     return name.encode()

@@ -1,4 +1,7 @@
-"""Conversion of a prefix's chunk to an entry's bytes and back. An entry is a kvpack file that names the chunk (spec/store.md, Entries)."""
+"""Conversion between a chunk of a prefix and an entry's bytes.
+
+An entry is a kvpack file that identifies the chunk (spec/store.md, Entries).
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,14 @@ if TYPE_CHECKING:
     from .entry_template import EntryTemplate
 
 FEATURE = "prefix-store-2"
-"""Ignorable feature of a chunk's entry: its key, its parent's key, the digests of its payload and other inputs, and its token ids."""
+"""The ignorable feature with a chunk's key, its parent's key, the digests of its payload and of its other inputs, and its token ids."""
 _DIGEST_END = 2 * KEY_BYTES + DIGEST_BYTES
 
 SideShapes = tuple[tuple[tuple[str, int, int], ...], ...]
-"""Keys and values (sides) of each layer, as (name, heads, head dim)."""
+"""The sides (keys and values) of each layer, as (name, heads, head dim)."""
 
 _MEMORY_FACTOR, _MEMORY_ALLOWANCE = 4, 2**26
-"""Memory limit for reading an entry: this multiple of its size, plus this number of bytes (kvpack/file/footprint.py)."""
+"""Memory limit for reading an entry: a multiple of its size, plus a number of bytes (see kvpack/file/footprint.py)."""
 
 _THREADS = 4
 _MAX_TEMPLATES = 32
@@ -45,7 +48,7 @@ _MAX_TEMPLATES = 32
 
 @dataclass(frozen=True, slots=True)
 class ChunkFields:
-    """The fields of an entry's header that describe its chunk."""
+    """The fields in an entry's header that describe its chunk."""
 
     key: bytes
     parent: bytes
@@ -55,7 +58,7 @@ class ChunkFields:
 
     @classmethod
     def of(cls, feature: bytes, where: str) -> ChunkFields:
-        """Parse the feature of the entry ``where``. Raises InvalidHeader if it is truncated."""
+        """Parse ``feature``, from the header of the entry ``where``. Raises InvalidHeader if it is truncated."""
         ids = _DIGEST_END + 1 + (feature[_DIGEST_END] if len(feature) > _DIGEST_END else MAX_INPUT_BYTES)
         if not ids <= len(feature) or ids > _DIGEST_END + 1 + MAX_INPUT_BYTES or (len(feature) - ids) % ID_BYTES:
             raise InvalidHeader(f"{where}: the {len(feature)} bytes of the feature {FEATURE!r} are not keys, digests and whole token ids")
@@ -64,7 +67,9 @@ class ChunkFields:
 
 
 def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes = b"") -> list[memoryview]:
-    """Return the pieces of a chunk's entry. Its header contains ``key``, ``parent``, the token ``ids`` and the digest of other ``inputs``.
+    """Return the pieces of a chunk's entry.
+
+    The header contains ``key``, ``parent``, the token ``ids``, and ``inputs``, a digest of other inputs.
     """
     from kvpack.cache import files
 
@@ -75,7 +80,7 @@ def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes
 
 
 def payload_digest(contents: Contents, arrays: Mapping[str, numpy.ndarray]) -> bytes:
-    """Return the digest of a file's bytes from its first payload tensor to its end."""
+    """Return the digest of a file's payload, from its first tensor to its end."""
     payload = xxhash.xxh3_128()
     end = 0
     for name in contents.layouts:
@@ -96,8 +101,8 @@ def file_payload_digest(file: container.File, view: memoryview) -> bytes:
 class EntryReader:
     """A reader of one identity's entries, whose headers must contain ``model`` and ``recipe``.
 
-    It rejects entries that are larger than ``max_bytes`` or have a layer that would exceed it when decoded to 16-bit values, and entries
-    whose shape differs from ``shape``, the model's, if known.
+    It rejects entries larger than ``max_bytes``, and those with a layer whose 16-bit values would take more than that. If ``shape``, the
+    model's shape, is known, entries of other shapes are rejected too.
     """
 
     model: Mapping[str, str]
@@ -110,9 +115,10 @@ class EntryReader:
     _templates: dict[tuple[int, int], EntryTemplate] = field(default_factory=dict)
 
     def read(self, entries: Sequence[Data], keys: Sequence[bytes], *, first: int = 0) -> Iterator[Cache]:
-        """Check a chain's entries in order, starting with chunk ``first``. Yields the cache of each entry, as views of its bytes.
+        """Check a chain's entries in order, starting with chunk ``first``.
 
-        Raises the errors of ``container.open_bytes``, and InvalidHeader if an entry is not the chunk of its key.
+        Yields the cache of each entry, which consists of views of its bytes. Raises the errors of ``container.open_bytes``, and
+        InvalidHeader if an entry is not the chunk that ``keys`` requires.
         """
         views = [memoryview(data) for data in entries]
         if len(views) < 2:
@@ -125,7 +131,7 @@ class EntryReader:
                 yield self._read_one(view, key, index, digest)
 
     def _payload_digest(self, view: memoryview, index: int) -> tuple[int, bytes] | None:
-        """Return the offset of an entry's payload, taken from the template for its size and index, and its digest.
+        """Return the offset of an entry's payload, taken from the template for its size and index, and the payload's digest.
 
         Returns None if there is no template.
         """
@@ -176,14 +182,17 @@ class EntryReader:
         return cache
 
     def set_shape(self, cache: Cache) -> None:
-        """Set the expected shape to that of ``cache``, which the model produced. From now on, entries with other shapes are rejected."""
+        """Set the expected shape to the shape of ``cache``, which the model produced. From now on, entries of other shapes are rejected."""
         shape = tuple(tuple((name, side.heads, side.dim) for name, side in layer.sides.items()) for layer in cache)
         if shape != self.shape:
             # Templates may be of entries that were read before.
             self.shape, self._templates = shape, {}
 
     def check_shape(self, file: container.File) -> None:
-        """Raise InvalidHeader if an entry's layers, heads or head dims differ from the model's, if those are known."""
+        """Raise InvalidHeader if an entry's layers, heads or head dims differ from the model's.
+
+        Any are accepted if the model's are unknown.
+        """
         if self.shape is None:
             return
         shape = shape_of(file)
@@ -225,7 +234,7 @@ def check_entry(
     recipe: str | None,
     max_bytes: int = MAX_ENTRY_BYTES,
 ) -> ChunkFields:
-    """Check the header of a chunk's entry, and return its fields, without reading any tensor. Raises InvalidHeader or LimitExceeded."""
+    """Check the header of a chunk's entry, and return its fields. No tensor is read. Raises InvalidHeader or LimitExceeded."""
     header = file.header
     if FEATURE not in header.ignorable:
         raise InvalidHeader(f"{file.where} is not an entry of a store: its header has no feature {FEATURE!r}")
@@ -259,7 +268,7 @@ def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
 
 
 def check_header(file: container.File, start: int | None, model: Mapping[str, str] | None, recipe: str | None) -> None:
-    """Raise InvalidHeader unless an entry's header has the given start, model and recipe. None accepts any value."""
+    """Raise InvalidHeader unless an entry's header has the expected start, model and recipe. None accepts any value."""
     header = file.header
     for name, actual, expected in (
         ("start", header.start, start),
@@ -279,11 +288,11 @@ def check_decoded_size(cache: Cache, key: bytes, max_bytes: int) -> None:
 
 
 def check_payload(expected: bytes, digest: bytes, where: str) -> None:
-    """Raise DigestMismatch unless the ``digest`` of an entry's payload is the ``expected`` one from its header."""
+    """Raise DigestMismatch unless ``digest``, computed from an entry's payload, equals the ``expected`` one from the entry's header."""
     if expected != digest:
         raise DigestMismatch(f"{where} is damaged: its payload has the digest {digest.hex()}, expected {expected.hex()}")
 
 
 def _start_bytes(start: int) -> int:
-    """Return the number of bytes in which msgpack encodes a start position."""
+    """Return the number of bytes that msgpack uses for a start position."""
     return next(size for size, limit in ((1, 1 << 7), (2, 1 << 8), (3, 1 << 16), (5, 1 << 32), (9, 1 << 64)) if start < limit)

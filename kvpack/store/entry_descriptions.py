@@ -1,4 +1,4 @@
-"""JSON texts that describe entries in a folder's index and on Redis (spec/notes.md)."""
+"""JSON texts that describe entries, in a folder's index and on Redis (spec/notes.md)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ OTHER_KINDS = ("pages", "states", "bases")
 
 
 class Descriptions(NamedTuple):
-    """The descriptions of a location's entries: (text, entries, bytes) for each text, and the entries that must be inspected."""
+    """The entries of a location by description: (text, entries, bytes) for each text, and the entries that must be inspected."""
 
     totals: Sequence[tuple[str, int, int]]
     missing: Sequence[StoredEntry]
 
 
 def kind_text(kind: str) -> str:
-    """Return the text that describes entries other than chunks: pages, states or bases."""
+    """Return the text that describes an entry of another kind than a chunk: pages, states or bases."""
     return json.dumps({"kind": kind})
 
 
@@ -43,7 +43,7 @@ def chunk_text(model: tuple[tuple[str, str], ...], recipe: str, tokens: int) -> 
 
 
 def parse_text(text: str) -> dict[str, Any] | None:
-    """Parse a descriptive text. Returns None for any other text."""
+    """Parse the text that describes an entry. Returns None if it is not such a text."""
     try:
         about: Any = json.loads(text)
     except (ValueError, RecursionError):
@@ -57,7 +57,7 @@ def parse_text(text: str) -> dict[str, Any] | None:
 
 
 def entry_text(pieces: Sequence[memoryview]) -> str | None:
-    """Return the text that describes an entry, given the ``pieces`` that this process wrote, or None if they do not reveal it.
+    """Return the text that describes an entry, or None if its ``pieces``, which this process wrote, do not reveal it.
 
     An encrypted entry, for example, has no text.
     """

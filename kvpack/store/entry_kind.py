@@ -20,16 +20,16 @@ MAGIC = b"kvpack-encrypted 1\n"
 MAX_ID_BYTES = 255
 NONCE_BYTES, TAG_BYTES = 12, 16
 FRONT_BYTES = 512
-"""Number of bytes read at the beginning of an entry to determine its kind. Fewer would be enough."""
+"""Number of bytes that are read at the beginning of an entry to determine its kind."""
 
 _ENCRYPTED = re.compile(rb"kvpack-encrypted ([1-9][0-9]{0,8})\n")
 
 
 class Kind(enum.Enum):
-    """The kind of an entry, judging by its first bytes and its size."""
+    """The kind of an entry, judged by its first bytes and its size."""
 
     READABLE = enum.auto()
-    """The first bytes are those of an entry that this store can read."""
+    """The entry begins like one that this store can read."""
     FOREIGN = enum.auto()
     """Another store may be able to read the entry: it is encrypted with a key that is not available, or by a later version."""
     JUNK = enum.auto()
@@ -38,13 +38,19 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class EntryFormat:
-    """The format of a store's entries: at most ``max_bytes`` bytes each, and encrypted with one of ``key_ids`` unless that is None."""
+    """The format of a store's entries.
+
+    They have at most ``max_bytes`` bytes, and are encrypted with one of ``key_ids`` unless that is None.
+    """
 
     max_bytes: int = MAX_ENTRY_BYTES
     key_ids: frozenset[bytes] | None = None
 
     def kind(self, first_bytes: bytes | memoryview, size: int) -> Kind:
-        """Return the kind of an entry of ``size`` bytes. ``first_bytes`` has its first ``FRONT_BYTES`` bytes, or all if it is shorter."""
+        """Return the kind of an entry of ``size`` bytes.
+
+        ``first_bytes`` are at least its first ``FRONT_BYTES`` bytes, or all if it has fewer.
+        """
         front = bytes(first_bytes[:FRONT_BYTES])
         if size > self.max_bytes:
             return Kind.JUNK
@@ -76,7 +82,7 @@ def encrypted_version(first_bytes: bytes | memoryview) -> int | None:
 
 
 def key_id(first_bytes: bytes | memoryview) -> bytes | None:
-    """Return the id of the key that encrypts an entry, or None unless it is a complete entry encrypted in version 1."""
+    """Return the id of the key that encrypts an entry, or None unless ``first_bytes`` contain an id in encryption version 1."""
     front = bytes(first_bytes[:FRONT_BYTES])
     if not front.startswith(MAGIC) or len(front) == len(MAGIC):
         return None
@@ -86,5 +92,5 @@ def key_id(first_bytes: bytes | memoryview) -> bytes | None:
 
 
 def encrypted_bytes(name: bytes, size: int) -> int:
-    """Return the size of an entry of ``size`` bytes after encryption with the key with id ``name``."""
+    """Return the size of an entry of ``size`` bytes after encryption with the key whose id is ``name``."""
     return len(MAGIC) + 1 + len(name) + NONCE_BYTES + size + TAG_BYTES + DIGEST_BYTES

@@ -1,4 +1,4 @@
-"""Check by its first bytes that stored data is the entry of its key, before it is counted as present."""
+"""Checks, by its first bytes, that stored data is the entry of its key, before it counts as present."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_KEYS = 65_536
 
 
 def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Callable[[container.File], None] | None = None) -> None:
-    """Raise an error unless, judging by its front, ``data`` (decrypted with ``cipher`` if given) is the entry ``key``.
+    """Raise an error unless ``data`` begins like the entry ``key``. ``cipher``, if any, decrypts it first.
 
     Without a cipher, an encrypted entry raises Undecryptable if its digest matches. ``extra_check`` is called with the file of a chunk.
     """
@@ -47,7 +47,7 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Call
 
 
 def kind_of(key: bytes, data: Data, form: EntryFormat) -> Kind:
-    """Return the kind of ``data``, the complete entry ``key``, for a store whose entries have the format ``form``."""
+    """Return the kind of ``data``, the complete entry ``key``, in a store whose entries have the format ``form``."""
     kind = form.kind(memoryview(data)[:FRONT_BYTES], len(data))
     if kind is not Kind.READABLE:
         return kind
@@ -71,7 +71,7 @@ class KeySet:
         return key in self._keys
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Add ``keys``. If the set would become too large, all earlier keys are dropped."""
+        """Add ``keys``. If the set is full, all earlier keys are dropped first."""
         if len(self._keys) > _MAX_KEYS:
             self._keys = set()
         self._keys.update(keys)

@@ -1,6 +1,6 @@
-"""A fast path for entries with the same layout. Only the first header is parsed.
+"""A fast path for reading entries with the same layout. Only the first header is parsed.
 
-A template is built from an entry that has been read and checked in full. The tensors of an entry with the same front have the same offsets.
+A template is built from an entry that has been read and checked in full. Entries with the same front have the same tensor offsets.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from kvpack.file.header import SideEntry
 
 StreamView = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]
-"""A stream's name, dtype, shape, strides, and offset from the beginning of the file in elements of the dtype."""
+"""The name, dtype, shape and strides of a stream, and its offset from the beginning of the file in elements of the dtype."""
 
 
 _RAW_STREAMS = {POSITIONS, VALUES}
-"""Optional streams of raw tokens that matching entries may have. Their sizes must be equal, but not their contents."""
+"""Optional streams of raw tokens that matching entries may have. They must have the same sizes, but may differ in content."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SideTemplate:
     template: Side
 
     def side(self, arrays: Mapping[torch.dtype, torch.Tensor]) -> Side:
-        """Return the keys or values of a matching entry. ``arrays`` contains the entry's bytes as a tensor of each dtype."""
+        """Return the keys or values of a matching entry. ``arrays`` views the entry's bytes as one tensor per dtype."""
         streams = {name: torch.as_strided(arrays[dtype], shape, strides, first) for name, dtype, shape, strides, first in self.streams}
         run = PackedRun(self.template.codec, self.entry.runs[0], streams)
         return Side(self.template.codec, PackedRuns.of([run]), self.template.tail, self.template.window)
@@ -83,7 +83,7 @@ class EntryTemplate:
         return found[1] if found is not None and found[0] == start else None
 
     def cache(self, data: memoryview, start: int) -> Cache:
-        """Return the cache of a matching entry, as views of ``data``."""
+        """Return the cache of a matching entry, which consists of views of ``data``."""
         with float32_no_grad(torch.device("cpu")):
             dtypes = {dtype for sides in self.plans for plan in sides if plan for _, dtype, *_ in plan.streams}
             arrays = {dtype: torch.frombuffer(data, dtype=dtype, count=self.front.size // dtype.itemsize) for dtype in dtypes}

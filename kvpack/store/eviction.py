@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 
 
 WAIT_SECONDS = 1.0
-"""Time in seconds that a writer waits for others to count the folder, or to evict or finish entries, before it gives up its entry.
+"""Time in seconds that a writer waits for other processes to count, evict or finish entries, before it gives up.
 
 The requested waits are added up; actual times are not measured. On a busy machine, sleeps take longer, and so does the work that the writer
 waits for.
 """
 _POLL_SECONDS = 0.001
 _MAX_POLL_SECONDS = 0.016
-"""First and longest sleep, in seconds, of a waiting writer. Polling too often would take CPU time from the process that is evicting."""
+"""First and longest sleep of a waiting writer, in seconds. Polling more often would take CPU time from the process that is evicting."""
 
 _LOW_FRACTION, _LOW_ENTRIES = 128, 256
-"""Thresholds for early eviction with an index: 1/128 of the budget left, or room for this many entries of the writer's own size."""
+"""Thresholds for early eviction with an index: 1/128 of the budget is left, or room for this many entries of the writer's own size."""
 _FUTILE_SECONDS = 1.0
-"""Time in seconds for which early rounds are skipped after a round that found nothing to remove."""
+"""Time in seconds during which no early round is started after one that found nothing to remove."""
 
 STALE_SECONDS = 3600
 """Age in seconds at which an unfinished file counts as abandoned on file systems without locks."""
 
 FUTURE_NS = 3600 * 10**9
-"""Age limit for last uses in the future, in nanoseconds. Later ones must come from a wrong clock.
+"""Age limit in nanoseconds for last uses in the future. Later times must come from a wrong clock.
 
 Such entries are evicted first, in order.
 """
@@ -56,18 +56,18 @@ Such entries are evicted first, in order.
 _EXTRA_FRACTION = 64
 """Share of the entries, 1/64, that a round removes in addition to what the budget requires, so that writers seldom have to count."""
 _MAX_EXTRA = 256
-"""Maximum number of such extra entries in a round that uses the index."""
+"""Maximum number of these extra entries in a round that uses the index."""
 _MAX_PER_ROUND = 384
-"""Maximum number of entries that a round with the index removes. It then takes about ten milliseconds."""
+"""Maximum number of entries that a round with the index removes, which takes about ten milliseconds."""
 _PAGE_ENTRIES = 64
 """Number of entries that one transaction of the index removes. Other processes may change the index between transactions."""
 _LIST_SECONDS = 0.01
-"""Time in seconds that a round spends on listing folders that have changed without the index."""
+"""Time in seconds that a round spends on listing folders that have changed but are not up to date in the index."""
 _ROWS_READ = 256
 """Number of index rows that one query reads."""
 _MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
 _LOST_FRACTION = 32
-"""Share of the budget, 1/32, that may be counted but not found, because writers died. Above it, the folder is counted again."""
+"""Share of the budget, 1/32, that may be counted but missing, because writers died. Above it, the folder is counted again."""
 
 
 class NoRoom(Exception):
@@ -85,7 +85,7 @@ class EvictionResult(NamedTuple):
 
 
 class Reservation:
-    """A reservation of disk space for one entry before it is written. No entries of ``chain`` are evicted to make room for it."""
+    """A reservation of disk space for one entry before it is written. Making room for it evicts no entry of ``chain``."""
 
     def __init__(self, evictor: Evictor, size: int, chain: Sequence[bytes], path: str) -> None:
         self._evictor, self._size, self._protected = evictor, size, set(chain)
@@ -98,12 +98,12 @@ class Reservation:
         self._counted = self._evictor.reserve(cost, self._protected, lambda: os.ftruncate(descriptor, self._size))
 
     def release(self) -> None:
-        """Release the reserved bytes after the entry's unfinished file has been removed. Raises OSError."""
+        """Release the reserved bytes. The entry's unfinished file must have been removed. Raises OSError."""
         self._evictor.usage.release(self._cost, self._counted)
 
 
 class Evictor:
-    """The part of a directory backend that makes room. Any number of processes may request room, but only one at a time evicts.
+    """The part of a directory backend that makes room. Any number of processes may request room, but only one evicts at a time.
 
     ``restore`` corrects the entries' times after the folder has been copied.
     """
@@ -124,7 +124,7 @@ class Evictor:
         self._futile_until = 0.0
 
     def reserve(self, size: int, protected: set[bytes], on_reserve: Callable[[], None]) -> UsageCount:
-        """Reserve ``size`` bytes, evicting entries other than ``protected`` as needed, and return the new count.
+        """Reserve ``size`` bytes and return the new count. Entries other than ``protected`` are evicted as needed.
 
         ``on_reserve`` makes the bytes visible to counts of the folder. Raises NoRoom or OSError.
         """
@@ -148,9 +148,10 @@ class Evictor:
                 wait = min(2 * wait, _MAX_POLL_SECONDS)
 
     def _keep_room(self, size: int, protected: set[bytes], count: UsageCount) -> None:
-        """Evict before there is no room left, unless another process is evicting. Meanwhile, other processes can use the remaining room.
+        """Evict entries before the budget is used up, so that other processes can use the rest of it meanwhile.
 
-        ``count`` includes the ``size`` bytes just reserved. Without an index, a round would be too expensive to start early.
+        Does nothing if another process is evicting, or without an index, since a round without one is too expensive to start early.
+        ``count`` includes the ``size`` bytes just reserved.
         """
         if self._max_bytes is None:
             return
@@ -167,7 +168,10 @@ class Evictor:
                 self._futile_until = time.monotonic() + _FUTILE_SECONDS
 
     def _exceeds_larger_budget(self, size: int) -> bool:
-        """Return True if another store's larger budget is in effect, so that this one, which exceeds its own, must not evict entries."""
+        """Return True if ``size`` more bytes exceed this store's budget while another store's larger one is in effect.
+
+        This store must not evict entries then.
+        """
         count = self.usage.read() if self._max_bytes is not None else None
         return count is not None and count.effective_budget(self._max_bytes or 0) > (self._max_bytes or 0) < count.total + size
 
@@ -184,7 +188,7 @@ class Evictor:
         return (self._max_bytes is None or total <= self._max_bytes) and self._disk_shortfall(size) <= 0
 
     def _disk_shortfall(self, size: int) -> int:
-        """Return the number of bytes missing on disk for ``size`` more bytes, unfinished files, and the minimum to keep free."""
+        """Return how many bytes of disk space are missing for ``size`` more bytes, the unfinished files, and the minimum to keep free."""
         if not self._min_free:
             return 0
         unwritten = sum(max(0, status.st_size - status.st_blocks * 512) for _, status in self.folder.unfinished())
@@ -240,7 +244,7 @@ class Evictor:
     def _evict(self, size: int, protected: set[bytes], budget: int | None) -> tuple[EvictionResult, int, int]:
         """List the folder, and evict entries other than ``protected`` until ``size`` more bytes fit into ``budget``.
 
-        Returns the result, the remaining bytes, and the number of entries before the eviction.
+        Returns the ``EvictionResult``, the number of bytes still in use, and the number of entries before the eviction.
         """
         # Unfinished files are counted first: a file renamed during the count is then counted twice, not missed.
         pending, cost = self._pending_bytes(), self.folder.cost
@@ -255,10 +259,10 @@ class Evictor:
         return EvictionResult(freed < excess, len(pending)), total - freed, len(entries)
 
     def _evict_indexed(self, size: int, protected: set[bytes], budget: int | None, usage_before: UsageCount) -> EvictionResult | None:
-        """Evict like ``_evict``, using the index and the count ``usage_before``. Returns None if they do not match the folder.
+        """Evict as ``_evict`` does, but according to the index and the count ``usage_before``.
 
-        Rows that are out of date are nearly always good enough. Folders that have changed without the index are listed after there is room,
-        because other writers wait for it.
+        Returns None if they do not match the folder. Rows that are out of date are nearly always good enough. Folders that have changed
+        without the index are listed after there is room, because other writers wait for it.
         """
         if not self._index.exists:
             return None
@@ -270,7 +274,7 @@ class Evictor:
         return result
 
     def _evict_rows(self, size: int, protected: set[bytes], budget: int | None, usage_before: UsageCount) -> EvictionResult | None:
-        """Evict entries that the index has rows for. Returns None if the rows account for much less than the count."""
+        """Evict entries that have a row in the index. Returns None if the rows account for much less than the count ``usage_before``."""
         pending, overhead, totals = self._pending_bytes(), self.folder.overhead(), self._index.totals()
         if totals is None:
             return None
@@ -292,7 +296,7 @@ class Evictor:
         return EvictionResult(not freed, len(pending))
 
     def _pending_bytes(self) -> list[int]:
-        """Return the disk space that each unfinished file uses or has reserved."""
+        """Return the disk space that each unfinished file uses or has reserved, in bytes."""
         return [self.folder.cost(status.st_size) for _, status in self.folder.unfinished() if status.st_size]
 
     def _excess_bytes(self, total: int, size: int, budget: int | None) -> int:
@@ -311,8 +315,8 @@ class Evictor:
         """Remove entries in ``order`` until ``excess`` bytes are freed, and then up to ``extra`` more entries.
 
         Returns the number of bytes freed. ``order`` yields keys and sizes. Pinned and ``protected`` entries are kept, and at most
-        ``max_entries`` are removed. The bytes of each page are subtracted from the count ``usage_before`` right away, so that other writers
-        need not wait for the end of the round.
+        ``max_entries`` are removed. The bytes of each page of entries are subtracted from the count ``usage_before`` right away, so that
+        other writers need not wait for the end of the round.
         """
         protected = protected | self._pins.keys()
         removable = islice(((key, size) for key, size in order if key not in protected), max_entries)
@@ -325,7 +329,7 @@ class Evictor:
         return freed
 
     def _next_page(self, removable: Iterator[tuple[bytes, int]], missing: int) -> list[bytes]:
-        """Return the next keys to remove: enough to free ``missing`` bytes, but at most one page."""
+        """Return the next keys to remove: enough to free ``missing`` bytes, but at most ``_PAGE_ENTRIES``."""
         page: list[bytes] = []
         while missing > 0 and len(page) < _PAGE_ENTRIES and (batch := next(removable, None)) is not None:
             page.append(batch[0])
@@ -333,7 +337,10 @@ class Evictor:
         return page
 
     def _remove_page(self, keys: list[bytes], usage_before: UsageCount | None) -> int:
-        """Remove entries and return the disk space freed. It is also subtracted from the count ``usage_before``, if given."""
+        """Remove entries and return the freed disk space in bytes.
+
+        It is also subtracted from the count ``usage_before``, if that is not None.
+        """
         removed = self._index.remove(keys, lambda key: self.folder.remove(self.folder.path(key)))
         self._counters.add("evicted_entries", len(removed))
         self._counters.add("evicted_bytes", sum(removed.values()))
@@ -343,7 +350,7 @@ class Evictor:
         return freed
 
     def sweep(self) -> None:
-        """Remove unfinished files of dead writers: those that are not locked, or, on file systems without locks, those that are old."""
+        """Remove the unfinished files of dead writers: those without a lock, or old ones on file systems without locks."""
         for path, status in self.folder.unfinished():
             # Not the modification time, which the writer sets to the time of the entry's last use.
             age = time.time() - status.st_ctime
@@ -361,8 +368,8 @@ class Evictor:
 def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generator[tuple[bytes, int], None, None]:
     """Yield keys and sizes of entries: first those last used after ``latest_ns``, and then the others in the order of last use.
 
-    A use makes a file's time later than its row's. Therefore, if the two are equal, the entry precedes all entries that follow. Later times
-    are recorded in the index.
+    A use makes a file's time later than the time in its row. Therefore, if the two are equal, the entry precedes all entries that follow.
+    Later times are recorded in the index.
     """
     latest_ns = min(latest_ns, _MAX_INT64)
     heap: list[tuple[bool, int, int, tuple[bytes, int]]] = []

@@ -23,14 +23,14 @@ SECOND_NS = 10**9
 MAX_TTL = 10**9
 """Longest ``ttl`` in seconds, about 31 years. Some file systems cannot store much later times."""
 _STEP_SECONDS = 0.005
-"""Maximum time in seconds that one put spends on searching for expired entries."""
+"""Maximum time in seconds that one put spends searching for expired entries."""
 _TIME_SHARE = 64
-"""Divisor of a store's time: it spends at most 1/64 on searching for expired entries."""
+"""A store spends at most 1/64 of its time searching for expired entries."""
 _MIN_PASS_SECONDS, _MAX_PASS_SECONDS = 1.0, 900.0
 
 
 def limit_ttl(ttl: int | None) -> int | None:
-    """Return ``ttl``, or ``MAX_TTL`` if that is shorter."""
+    """Return ``ttl``, but at most ``MAX_TTL``."""
     return None if ttl is None else min(ttl, MAX_TTL)
 
 
@@ -40,21 +40,21 @@ def pass_seconds(ttl: int) -> float:
 
 
 def file_times(used_ns: int, ttl: int | None) -> tuple[int, int]:
-    """Return the access and modification times, in nanoseconds, for the file of an entry used at ``used_ns``."""
+    """Return the access and modification times, in nanoseconds, of the file of an entry used at ``used_ns``."""
     return used_ns + (limit_ttl(ttl) or 0) * SECOND_NS, used_ns
 
 
 def has_expired(status: os.stat_result) -> bool:
-    """Return True if an entry has expired."""
+    """Return True if the entry whose file has ``status`` has expired."""
     lifetime = status.st_atime_ns - status.st_mtime_ns
     # On a file system with times in whole seconds, the difference means nothing.
     return lifetime > 0 and lifetime % SECOND_NS == 0 and status.st_mtime_ns % SECOND_NS != 0 and status.st_atime_ns <= time.time_ns()
 
 
 class Expiry:
-    """The part of a directory backend that removes the expired entries of all writers with ``delete``. Pinned entries are kept.
+    """The part of a directory backend that removes the expired entries of all writers, with ``delete``. Pinned entries are kept.
 
-    ``step`` is called at every put, and occasionally does some work, unless ``ttl`` is None. It does not need a lock.
+    ``step`` is called at every put. It does some work now and then, unless ``ttl`` is None, and needs no lock.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Expiry:
         self._next = 0
 
     def step(self) -> None:
-        """Search the next folders if it is time to do so."""
+        """Search the next folders for expired entries, if it is time to do so."""
         now = time.monotonic()
         if self._ttl is None or now < self._due:
             return
@@ -82,7 +82,7 @@ class Expiry:
             self._due = max(self._due, self._begun + pass_seconds(self._ttl))
 
     def run_all(self) -> None:
-        """Search all folders, even for a store without ``ttl``."""
+        """Search all folders for expired entries, even in a store without ``ttl``."""
         for folder_index in range(len(ENTRY_FOLDERS)):
             self._remove_expired_in(folder_index)
 

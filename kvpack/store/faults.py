@@ -1,11 +1,11 @@
-"""The errors which mean that an entry is damaged. Damaged entries are removed; other unreadable entries are kept."""
+"""The errors which mean that an entry is damaged. Damaged entries are removed. Entries that are unreadable for other reasons are kept."""
 
 from __future__ import annotations
 
 from kvpack.formats.errors import DigestMismatch, InvalidHeader, InvalidPayload, NotConsecutive, NotKvpack, Truncated
 
 DAMAGE = (DigestMismatch, InvalidHeader, InvalidPayload, NotKvpack, Truncated, NotConsecutive)
-"""Errors of the checks that a completely read entry must pass: of its digest, header, payload, magic, length and position in the chain."""
+"""Errors of the checks that a completely read entry must pass: digest, header, payload, magic, length, and position in the chain."""
 
 
 def means_damage(error: BaseException) -> bool:

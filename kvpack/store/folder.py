@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 MIN_BLOCK = 4096
-"""Minimum block size in bytes, which is that of nearly every file system. A non-empty file counts as at least this size."""
+"""Minimum block size in bytes, the block size of nearly every file system. A non-empty file counts as at least this size."""
 _MAX_BLOCK = 65_536
-"""Maximum block size in bytes. Larger ones are ignored, because network mounts report the size of their requests."""
+"""Maximum block size in bytes. Larger ones are ignored, because network mounts report the size of their requests instead."""
 
 
 def block_bytes(path: str) -> int:
@@ -83,15 +83,15 @@ class Folder:
 
     @cached_property
     def block(self) -> int:
-        """Block size, in bytes, to which file sizes are rounded up."""
+        """Block size in bytes. File sizes are rounded up to a multiple of it."""
         return block_bytes(self.root)
 
     def cost(self, size: int) -> int:
-        """Return the disk space of a file of ``size`` bytes."""
+        """Return the disk space of a file of ``size`` bytes, in bytes."""
         return -(-size // self.block) * self.block
 
     def overhead(self) -> int:
-        """Return the disk space of the folders, and of files that are not entries."""
+        """Return the disk space of the folders and of the files that are not entries, in bytes."""
         top_folders = [f"{self.root}/{first:x}" for first in range(16)]
         extra = [f"{self.root}/{name}" for name in OTHER_FILES]
         return allocated_bytes(
@@ -100,11 +100,11 @@ class Folder:
 
     @cached_property
     def entry_folders(self) -> list[str]:
-        """Return the folders that contain entries."""
+        """The folders that contain entries."""
         return [f"{self.root}/{folder}" for folder in ENTRY_FOLDERS]
 
     def missing_folder_bytes(self, path: str) -> int:
-        """Return the disk space of the folders that must be created for an entry at ``path``."""
+        """Return the disk space, in bytes, of the folders that must be created for an entry at ``path``."""
         leaf = os.path.dirname(path)
         missing = sum(not os.path.isdir(folder) for folder in (self.root, self.unfinished_folder, os.path.dirname(leaf), leaf))
         if not missing:
@@ -122,7 +122,7 @@ class Folder:
     def remove(self, path: str) -> int | None:
         """Unlink an entry and return its size in bytes.
 
-        Returns None if it does not exist, or if it cannot be removed, which is counted as a fault.
+        Returns None if there is no such entry, or if it cannot be removed, which is counted as a fault.
         """
         try:
             status = os.stat(path, follow_symlinks=False)

@@ -1,4 +1,4 @@
-"""Recognition of the headers of chunks that differ from a known one only in digests, start and the feature that names the chunk.
+"""Recognizes chunk headers that differ from a known header only in digests, in the start, and in the feature that identifies the chunk.
 
 Comparing bytes is much faster than parsing. Does not import torch.
 """
@@ -26,9 +26,9 @@ _MAX_START = 2**32
 
 @dataclass(frozen=True)
 class HeaderTemplate:
-    """The bytes that the fronts of matching files have in common: ``text``, and the header bytes for which ``mask`` has ones.
+    """The bytes that the fronts of matching files have in common: ``text``, and the header bits that are set in ``mask``.
 
-    ``payload`` is the offset of the first tensor in the file. The places are positions in the header.
+    ``payload`` is the offset of the first tensor in the file. ``start_place`` and ``feature_place`` are positions in the header.
     """
 
     size: int
@@ -42,7 +42,7 @@ class HeaderTemplate:
 
     @classmethod
     def of(cls, file: File, feature: str) -> Self:
-        """Build a template from an open file with ``feature``, which has been checked."""
+        """Build a template from an open file that has ``feature`` and has been checked."""
         header = file.header
         packed = pack_header(header)
         digests = tuple(dataclasses.replace(tensor, digest=_invert_bits(tensor.digest)) for tensor in header.tensors)
@@ -79,20 +79,20 @@ class HeaderTemplate:
 
 
 class HeaderTemplates(Generic[Info]):
-    """A few templates of chunk files read before, each with the caller's information about such files."""
+    """A few templates of chunk files read before, each with information that the caller wants to reuse."""
 
     def __init__(self) -> None:
         self._templates: dict[tuple[int, bytes], list[tuple[HeaderTemplate, Info]]] = {}
         self._count = 0
 
     def add(self, file: File, feature: str, known: Info) -> None:
-        """Add a template of an open file with ``feature``, which has been checked, and the caller's information ``known``."""
+        """Add a template of an open file that has ``feature`` and has been checked. ``known`` is the information to reuse."""
         if self._count < _MAX_TEMPLATES and file.header.start < _MAX_START:
             self._count += 1
             self._templates.setdefault(_layout(file.size, file.front.text), []).append((HeaderTemplate.of(file, feature), known))
 
     def match(self, data: memoryview) -> tuple[Info, int, bytes] | None:
-        """Return the information stored for files like ``data``, with the start and the feature of ``data``, or None without a match."""
+        """Return the information added for files like ``data``, and the start and the feature of ``data``, or None without a match."""
         text = bytes(data[: LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")]) if self._count else b""
         for template, known in self._templates.get(_layout(len(data), text), ()):
             if (found := template.match(data)) is not None:
@@ -105,16 +105,16 @@ def _layout(size: int, text: bytes) -> tuple[int, bytes]:
 
 
 def _start_place(header: Header, packed: bytes) -> slice:
-    """Return the position of the bytes in the packed header that encode the start.
+    """Return the range of bytes in the packed header that encode the start.
 
-    It is found by packing the header with another start of the same length.
+    It is found by packing the header with another start that takes as many bytes.
     """
     last = _differing_bytes(packed, pack_header(dataclasses.replace(header, start=header.start ^ 1)))[-1]
     return slice(last - len(msgpack.packb(header.start)) + 1, last + 1)
 
 
 def _unpack(packed: bytes) -> int | None:
-    """Return a non-negative integer in its only valid encoding, or None for other bytes."""
+    """Return the non-negative integer that ``packed`` encodes, or None unless it is the integer's shortest encoding."""
     try:
         start = msgpack.unpackb(packed)
     except (ValueError, msgpack.UnpackException):

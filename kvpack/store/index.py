@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 MIN_ENTRIES = 4096
 """Minimum number of entries in a folder with an index. Smaller folders are listed as fast without one."""
 WAIT_SECONDS = 0.05
-"""Time in seconds that a writer waits for the index while others use it. Then it continues, and updates the index later."""
+"""Time in seconds that a writer waits while others use the index. Then it continues, and updates the index later."""
 _POLL_SECONDS = 0.001
-"""Interval in seconds at which a busy index is tried again. SQLite's own intervals grow to many times a transaction's duration."""
+"""Interval in seconds at which a busy index is tried again. SQLite's own intervals grow far beyond the duration of a transaction."""
 _MAX_MISSED = 1024
-"""Maximum number of changes that wait to be indexed. The subfolders of dropped changes are listed again."""
+"""Maximum number of changes that wait to be indexed. If a change is dropped, its subfolder is listed again."""
 _MAX_LISTINGS = 2
-"""Number of times that a changing subfolder is listed before its writers have to wait."""
+"""Maximum number of times that a changing subfolder is listed before its writers have to wait."""
 _WAL_PAGES = 128
 _WAL_BYTES = 2**20
 class IndexTotals(NamedTuple):
-    """The number of indexed entries, their bytes, and their disk space."""
+    """The number of indexed entries, their total size in bytes, and their disk space in bytes."""
 
     entries: int
     size: int
@@ -51,8 +51,8 @@ class IndexTotals(NamedTuple):
 class MissedChange(NamedTuple):
     """A change of the entry ``key`` that is not indexed yet.
 
-    ``about`` is the entry's descriptive text; ``state_before`` and ``state_after`` are the inode and modification time of its subfolder
-    before and after the change.
+    ``about`` is the entry's descriptive text. ``state_before`` and ``state_after`` are the inode and modification time of the entry's
+    subfolder before and after the change.
     """
 
     key: bytes
@@ -62,7 +62,7 @@ class MissedChange(NamedTuple):
 
 
 class Index:
-    """The index of ``folder``, if it exists or ``build`` creates it. Safe to use from any thread, and after a fork."""
+    """The index of ``folder``. It exists once ``build`` has created it. Safe to use from any thread, and after a fork."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder, self._path = folder, os.path.join(folder.root, INDEX_FILES[0])
@@ -98,7 +98,7 @@ class Index:
         return result
 
     def close(self) -> None:
-        """Close the connection. The next call opens another."""
+        """Close the connection. The next call opens a new one."""
         if self._missed_changes:
             with self._guard(), self._transaction():
                 pass
@@ -108,7 +108,7 @@ class Index:
     def add(self, key: bytes, size: int, used_ns: int, about: str | None, rename: Callable[[], None]) -> None:
         """Call ``rename``, which moves an entry's file to its final name, and index the entry with its descriptive text ``about``.
 
-        Exceptions raised by ``rename`` propagate.
+        Errors raised by ``rename`` propagate.
         """
         done, number = False, None
 
@@ -131,9 +131,9 @@ class Index:
                 once()
 
     def remove(self, keys: Sequence[bytes], unlink: Callable[[bytes], int | None]) -> dict[bytes, int]:
-        """Call ``unlink`` for each of ``keys``, remove the entries from the index, and return the sizes of the removed entries by key.
+        """Remove the entries of ``keys`` with ``unlink``, and remove them from the index. Returns the sizes of the removed entries by key.
 
-        ``unlink`` returns the size of the entry that it removed, or None.
+        ``unlink(key)`` returns the size of the entry that it removed, or None.
         """
         removed: dict[bytes, int] = {}
         done = 0
@@ -163,7 +163,7 @@ class Index:
     def refresh(self, seconds: float | None = None) -> bool:
         """List the subfolders that have changed since they were indexed. Returns True if the index now matches the folder.
 
-        With a time limit of ``seconds`` seconds, subfolders that keep changing are skipped. Without a limit, their writers have to wait.
+        After ``seconds`` seconds, subfolders that keep changing are skipped. Without this limit, their writers have to wait.
         """
         current = False
         with self._guard(), contextlib.suppress(OSError):
@@ -181,7 +181,7 @@ class Index:
         return current
 
     def check_next(self) -> None:
-        """Compare the names in the next subfolder with its rows. Each call checks one subfolder.
+        """Compare the file names in one subfolder with its rows. The next call checks the next subfolder.
 
         This finds changes that the modification time does not show, because two happened within one tick of the clock.
         """
@@ -199,7 +199,7 @@ class Index:
                 self._refresh_folder(folder, wait=False)
 
     def totals(self) -> IndexTotals | None:
-        """Return the totals of the folder according to the index."""
+        """Return the folder's totals according to the index, or None without an index."""
         with self._guard():
             connection = self._open()
             if connection is not None:
@@ -207,7 +207,10 @@ class Index:
         return None
 
     def oldest(self, count: int, after: tuple[int, int], until: int) -> list[tables.IndexRow]:
-        """Return up to ``count`` rows after the pair ``after`` (last use, number), least recently used first, used by ``until``."""
+        """Return up to ``count`` rows last used no later than ``until``, least recently used first.
+
+        They start after the pair ``after``, a last use and a row number.
+        """
         query = "SELECT id, rest, size, used FROM entries WHERE (used, id) > (?, ?) AND used <= ? ORDER BY used, id LIMIT ?"
         with self._guard():
             connection = self._open()
@@ -216,13 +219,16 @@ class Index:
         return []
 
     def note_uses(self, uses: Sequence[tuple[int, int]]) -> None:
-        """Update the last uses of rows, given as pairs (time in nanoseconds, row number)."""
+        """Update the last uses of rows. ``uses`` contains pairs (time in nanoseconds, row number)."""
         with self._guard(), self._transaction() as connection:
             if connection is not None:
                 connection.executemany("UPDATE entries SET used = ? WHERE id = ?", uses)
 
     def exchange_note(self, name: str, value: int) -> int | None:
-        """Store the number ``value`` under ``name``, and return the previous number (0 if there was none), or None without an index."""
+        """Store the number ``value`` under ``name``, and return the previous number, or 0 if there was none.
+
+        Without an index, returns None.
+        """
         with self._guard(), self._transaction() as connection:
             if connection is not None:
                 old = tables.note(connection, name)
@@ -231,7 +237,10 @@ class Index:
         return None
 
     def descriptions(self) -> list[tuple[str | None, int, int]] | None:
-        """Return (text, entries, bytes) for each descriptive text in the index. The text is None for entries without one."""
+        """Return (text, entries, bytes) for each descriptive text in the index, or None without an index.
+
+        The text is None for the entries without one.
+        """
         query = "SELECT text, COUNT(*), SUM(size) FROM entries LEFT JOIN abouts USING (about) GROUP BY entries.about"
         with self._guard():
             connection = self._open()
@@ -255,7 +264,7 @@ class Index:
         return []
 
     def set_descriptions(self, texts: Sequence[tuple[bytes, str]]) -> None:
-        """Store the descriptive texts of entries, given as pairs (key, text). Entries never change, so the texts stay valid."""
+        """Store the descriptive texts of entries. ``texts`` contains pairs (key, text). Entries never change, so the texts stay valid."""
         with self._guard(), self._transaction() as connection:
             if connection is None:
                 return
@@ -265,7 +274,7 @@ class Index:
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """Let one thread at a time run this context. An error of SQLite ends the context, and a corrupt index is removed."""
+        """Run a ``with`` block in one thread at a time. Errors of SQLite end the block silently. A corrupt index is removed."""
         with self._lock:
             try:
                 yield
@@ -325,7 +334,7 @@ class Index:
 
     @contextlib.contextmanager
     def _transaction(self, *, new: bool = False) -> Iterator[sqlite3.Connection | None]:
-        """Enter a write transaction. Yields None if the lock could not be acquired in time. Raises sqlite3.Error.
+        """Run a ``with`` block in a write transaction. Yields None if the lock could not be acquired in time. Raises sqlite3.Error.
 
         Changes that were missed earlier are indexed first.
         """
@@ -358,7 +367,7 @@ class Index:
 
     @contextlib.contextmanager
     def _record_missed(self, key: bytes, about: str | None = None) -> Iterator[None]:
-        """Enter a change of the entry ``key``, described by ``about``. It is indexed later, because the index is busy now."""
+        """Note that a ``with`` block changes the entry ``key``, which ``about`` describes, while the index is busy. It is indexed later."""
         if self._connection is None:
             yield
             return
@@ -369,7 +378,7 @@ class Index:
             del self._missed_changes[:-_MAX_MISSED]
 
     def _index_missed(self, connection: sqlite3.Connection) -> None:
-        """Index the missed changes. Their subfolders then match the index, unless other processes have changed them since."""
+        """Index the missed changes. Afterward, their subfolders match the index, unless other processes have changed them since."""
         for key, about, before, after in self._missed_changes:
             try:
                 status = os.stat(self._folder.path(key), follow_symlinks=False)
@@ -385,7 +394,7 @@ class Index:
 
     @contextlib.contextmanager
     def _update_folder(self, connection: sqlite3.Connection, folder: int) -> Iterator[None]:
-        """Enter a change of a subfolder and its rows. The subfolder matches the index afterward if it did before."""
+        """Run a ``with`` block that changes a subfolder and its rows. The subfolder matches the index afterward if it did before."""
         current = connection.execute("SELECT node, changed FROM folders WHERE folder = ?", (folder,)).fetchone()
         same = current == self._folder_state(folder)
         yield
@@ -421,10 +430,10 @@ class Index:
         return tables.FolderListing(state, rows)
 
     def _refresh_folder(self, folder: int, *, wait: bool) -> bool:
-        """Make a subfolder's rows match its entries, and return True if they do afterward. Rows that are correct are not written.
+        """Make a subfolder's rows match its entries. Returns True if they match afterward. Correct rows are not written.
 
-        Other processes may change the subfolder while it is listed. With ``wait``, it is listed again, in the end while they are locked
-        out. Raises OSError or sqlite3.Error.
+        Other processes may change the subfolder while it is listed. With ``wait``, it is listed again, and finally with the other processes
+        locked out. Raises OSError or sqlite3.Error.
         """
         for attempts_left in reversed(range(_MAX_LISTINGS if wait else 1)):
             listing = self._list_folder(folder)

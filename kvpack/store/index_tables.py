@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 NUMBER_BYTES = 8
-"""Number of bytes at the beginning of a key that are its row's number. The first byte identifies the subfolder.
+"""Number of leading bytes of a key that form its row's number. The first byte identifies the subfolder.
 
 A subfolder's rows are therefore contiguous.
 """
@@ -26,18 +26,18 @@ CREATE TABLE notes (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 """
 
 IndexRow = tuple[int, bytes, int, int]
-"""A row: its number, the other bytes of the key, the entry's size in bytes, and its last use, in nanoseconds, when the row was written."""
+"""A row: its number, the rest of the key, the entry's size in bytes, and its last use in nanoseconds when the row was written."""
 
 
 class FolderListing(NamedTuple):
-    """The contents of a subfolder: its inode and modification time, and the fields of its entries' rows by row number."""
+    """The contents of a subfolder: its inode and modification time, and the other fields of its entries' rows by row number."""
 
     state: tuple[int, int]
     entries: dict[int, tuple[bytes, int, int]]
 
 
 def create(connection: sqlite3.Connection, run: int) -> None:
-    """Create the tables, without entries, in the machine's boot ``run``."""
+    """Create the tables without entries. ``run`` is the id of the machine's boot."""
     for statement in filter(str.strip, _SCHEMA.split(";")):
         connection.execute(statement)
     connection.executemany("INSERT INTO folders VALUES (?, 0, 0, 0, 0, 0)", ((folder,) for folder in range(256)))
@@ -54,7 +54,7 @@ def rows_of(connection: sqlite3.Connection, folder: int) -> dict[int, tuple[byte
 def write_listing(
     connection: sqlite3.Connection, folder: int, listing: FolderListing, rows: dict[int, tuple[bytes, int, int]], block: int
 ) -> bool:
-    """Write the differences between a listing and the ``rows`` of its subfolder. Returns False if the rows have changed meanwhile.
+    """Change the ``rows`` of a subfolder in the database to match ``listing``. Returns False if they have changed in the meantime.
 
     Files occupy multiples of ``block`` bytes of disk space.
     """
@@ -74,20 +74,20 @@ def write_listing(
 
 
 def replace_row(connection: sqlite3.Connection, key: bytes, size: int, used_ns: int, about: int | None, cost: Cost) -> None:
-    """Write the row of the entry ``key``, and count it."""
+    """Write the row of the entry ``key``, and add it to the totals of its subfolder."""
     drop_row(connection, key, cost)
     connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", (row_id(key), key[NUMBER_BYTES:], size, used_ns, about))
     _count(connection, key[0], 1, size, cost(size))
 
 
 def text_id(connection: sqlite3.Connection, text: str) -> int:
-    """Return the id of a descriptive text, which is added if it is new."""
+    """Return the id of a descriptive text. A new text is added."""
     connection.execute("INSERT OR IGNORE INTO abouts (text) VALUES (?)", (text,))
     return int(connection.execute("SELECT about FROM abouts WHERE text = ?", (text,)).fetchone()[0])
 
 
 def drop_row(connection: sqlite3.Connection, key: bytes, cost: Cost) -> None:
-    """Delete the row of the entry ``key``, if there is one, and stop counting it."""
+    """Delete the row of the entry ``key``, if there is one, and subtract it from the totals of its subfolder."""
     row = connection.execute("SELECT size FROM entries WHERE id = ?", (row_id(key),)).fetchone()
     if row is not None:
         connection.execute("DELETE FROM entries WHERE id = ?", (row_id(key),))
@@ -111,16 +111,16 @@ def set_note(connection: sqlite3.Connection, name: str, value: int) -> None:
 
 
 def key_of(number: int, key_rest: bytes) -> bytes:
-    """Return the key of the row ``number`` with the remaining bytes ``key_rest``."""
+    """Return the key of the row ``number``. ``key_rest`` is the rest of the key."""
     return (number + 2**63).to_bytes(NUMBER_BYTES, "big") + key_rest
 
 
 def row_id(key: bytes) -> int:
-    """Return the id of a key's row, which fits in a signed 64-bit SQLite integer."""
+    """Return the number of a key's row, a signed 64-bit integer as SQLite requires."""
     return int.from_bytes(key[:NUMBER_BYTES], "big") - 2**63
 
 
 def numbers_of(folder: int) -> tuple[int, int]:
-    """Return the first and the last possible number of a subfolder's rows."""
+    """Return the lowest and the highest row number that a subfolder may contain."""
     first = (folder << 56) - 2**63
     return first, first + 2**56 - 1

@@ -1,4 +1,4 @@
-"""Reading of encryption keys from a file with one key per line: its id, followed by its hexadecimal digits."""
+"""Reads encryption keys from a file. Each line contains one key: its id, followed by its hexadecimal digits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvpack.file.user_files import read_text_and_mode
 from kvpack.formats.errors import InvalidParameter
 
 MAX_BYTES = 2**20
-"""Maximum number of bytes of a key file."""
+"""Maximum size of a key file in bytes."""
 
 
 def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
     """Return the keys in a file by id. The first one encrypts. Each line is "ID HEXADECIMAL-DIGITS"; # begins a comment.
 
-    Raises MissingFile, LimitExceeded, or InvalidParameter for a file that users other than its owner may access, an invalid line or a
-    repeated id.
+    Raises MissingFile, LimitExceeded, or InvalidParameter for an invalid line, a repeated id, or a file that others than its owner may
+    access.
     """
     text, mode = read_text_and_mode(path, MAX_BYTES)
     where = os.fsdecode(path)

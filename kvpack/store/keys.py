@@ -1,8 +1,7 @@
-"""The names (keys) of entries.
+"""The keys of entries.
 
-A chunk's name is the SHA-256 of length-prefixed fields, including its parent's name (spec/store.md, Keys). A page's name covers its
-namespace, the engine's key and the description (spec/row.md, Entries). The name of a basis covers the SHA-256 of its file (spec/store.md,
-Bases).
+A chunk's key is the SHA-256 of length-prefixed fields, including its parent's key (spec/store.md, Keys). A page's key covers its namespace,
+the engine's key and the description (spec/row.md, Entries). The key of a basis covers the SHA-256 of its file (spec/store.md, Bases).
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ PAGE_DOMAIN = b"kvpack-page 2"
 
 KEY_BYTES = 32
 ID_BYTES = 4
-"""Size of a token id, which is stored as an unsigned little-endian 32-bit integer."""
+"""Size in bytes of a token id, which is stored as an unsigned little-endian 32-bit integer."""
 
 MAX_INPUT_BYTES = 64
-"""Maximum size of the digest of a chunk's other inputs, which its values depend on in addition to the token ids."""
+"""Maximum size in bytes of the digest of a chunk's other inputs, on which its values depend in addition to the token ids."""
 
 _MAX_ID = 2**32 - 1
 
 
 def token_bytes(token_ids: Any) -> bytes:
-    """Convert token ids, a list or an array ``[token]`` or ``[1, token]`` of integers, to the bytes that are hashed and stored.
+    """Return token ids as the bytes that are hashed and stored. ``token_ids`` is a list or an integer array ``[token]`` or ``[1, token]``.
 
     Raises InvalidParameter for anything else, and for an id below 0 or above 2^32 - 1.
     """
@@ -96,7 +95,7 @@ def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
 def chunk_keys(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes] | None = None) -> list[bytes]:
     """Return the key of each whole chunk of ``chunk`` tokens in ``ids`` (as ``token_bytes`` returns them), first chunk first.
 
-    ``root`` is the identity's digest, which is the first chunk's parent. ``inputs`` are as for ``check_inputs``, and so are the errors.
+    ``root`` is the identity's digest, which is the first chunk's parent. ``check_inputs`` describes ``inputs`` and the errors.
     """
     return [key for key, _, _, _ in chunk_links(root, ids, chunk, check_inputs(inputs, ids, chunk))]
 
@@ -106,7 +105,10 @@ ChunkLink = tuple[bytes, bytes, bytes, bytes]
 
 
 def chunk_links(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes]) -> Iterator[ChunkLink]:
-    """Yield the key, the parent's key, the token ids and the input digest of each whole chunk. ``inputs`` has one digest per chunk."""
+    """Yield the link of each whole chunk: its key, its parent's key, its token ids, and its input digest.
+
+    ``inputs`` has one digest per chunk.
+    """
     parent, size = root, chunk * ID_BYTES
     for start, digest in zip(range(0, len(ids) - size + 1, size), inputs, strict=True):
         chunk_ids = ids[start : start + size]
@@ -116,13 +118,13 @@ def chunk_links(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes]) ->
 
 
 def chunk_key(parent: bytes, ids: bytes, inputs: bytes) -> bytes:
-    """Return the key of the chunk with the token ``ids`` and the digest ``inputs`` after the chunk with the key ``parent``."""
+    """Return the key of a chunk. ``parent`` is the key of the preceding chunk, ``ids`` the token ids, and ``inputs`` the input digest."""
     fields = length_prefixed(parent) + length_prefixed(ids)
     return hashlib.sha256(fields + length_prefixed(inputs) if inputs else fields).digest()
 
 
 def basis_keys(digest: bytes, cipher: Cipher | None) -> list[bytes]:
-    """Return the keys of the entries that may contain the basis with SHA-256 ``digest``. The first one is the key to write."""
+    """Return the keys of the entries that may contain the basis with SHA-256 ``digest``. New entries use the first key."""
     if cipher is None:
         return [digest]
     # Each encryption key has its own entry, so that an entry whose encryption key is lost does not block a readable one.
@@ -130,7 +132,7 @@ def basis_keys(digest: bytes, cipher: Cipher | None) -> list[bytes]:
 
 
 def check_basis(key: bytes, data: Data, cipher: Cipher | None) -> bytes:
-    """Check that ``data``, the decrypted entry ``key``, is the basis that its key names, and return the basis's SHA-256.
+    """Check that ``data``, the decrypted entry ``key``, is the basis of this key, and return its SHA-256.
 
     Raises DigestMismatch if the key belongs to another basis.
     """
@@ -141,12 +143,12 @@ def check_basis(key: bytes, data: Data, cipher: Cipher | None) -> bytes:
 
 
 def page_key(namespace: bytes, key: bytes, description: bytes) -> bytes:
-    """Return the name of a page's entry. ``namespace`` and the engine's ``key`` have 32 bytes each. ``description`` includes the shape."""
+    """Return the key of a page's entry. ``namespace`` and the engine's ``key`` have 32 bytes each. ``description`` includes the shape."""
     return hashlib.sha256(b"".join(map(length_prefixed, (PAGE_DOMAIN, namespace, key, description)))).digest()
 
 
 def check_page(name: bytes, data: Data) -> None:
-    """Check that ``data``, the decrypted entry ``name``, is the page row of that name. Raises InvalidHeader for another page."""
+    """Check that ``data``, the decrypted entry ``name``, is the page row of this key. Raises InvalidHeader for another page."""
     where = f"entry {name.hex()}"
     row = memoryview(data)
     frame = check_row(row, where)

@@ -1,7 +1,7 @@
 """The last uses of an object store's entries. Readers cannot set the times of objects, so uses are stored in records of their own.
 
 Every store instance notes the chains that it uses, and periodically puts a record of their keys. Keys are ordered by last use, so that
-every entry precedes its ancestors. The object store's clock dates the record. A writer that evicts reads and merges all records
+every entry precedes its ancestors. The object store's clock dates the record. A writer reads and merges all records before it evicts
 (spec/store.md, Object stores). A record's name contains the number of seconds after which its entries expire.
 """
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 INTERVAL_SECONDS = 60.0
 """Interval in seconds between two records of a store instance. A crash loses the uses noted since the last record."""
 GRACE_NS = 3600 * 10**9
-"""Age in nanoseconds up to which an entry that no record contains may be waiting for its writer's next record."""
+"""Age in nanoseconds below which an entry that is in no record may be waiting for its writer's next record."""
 _MAX_NOTED = 65_536
 SECOND_NS = 10**9
 _AGE_FACTOR = 1.25
-"""Maximum ratio of the ages of uses that may be merged into one record."""
+"""Uses may be merged into one record if the ratio of their ages is at most about this."""
 _RECORD = re.compile(r"(?P<time>[0-9]{20})-[0-9a-f]{16}(-ttl(?P<ttl>[0-9]{1,10}))?(?P<merged>-merged)?")
 
 
@@ -68,12 +68,12 @@ class UseLog:
             return bool(self._unrecorded) and (waited or len(self._unrecorded) >= _MAX_NOTED)
 
     def unrecorded_keys(self) -> set[bytes]:
-        """Return the keys that are not in any record yet."""
+        """Return the noted keys that are not in any record yet."""
         with self._lock:
             return {*self._unrecorded}
 
     def pop_record(self) -> bytes:
-        """Return the record of the noted uses, which may be empty, and begin a new record."""
+        """Return a record of the noted uses, which may be empty, and forget them."""
         with self._lock:
             unrecorded_keys, self._unrecorded = self._unrecorded, {}
         return b"".join(unrecorded_keys)
@@ -109,7 +109,7 @@ def last_uses_in(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, LastU
 
 
 def merge_records(last: Mapping[bytes, LastUse], now_ns: int) -> dict[str, bytes]:
-    """Merge the uses ``last`` (least recently used first) into one record per range of ages. Returns records by name."""
+    """Merge the uses ``last`` (least recently used first) into one record for each range of ages. Returns the records by name."""
     groups: dict[tuple[int, int | None], list[bytes]] = {}
     for key, use in last.items():
         age = max(1.0, (now_ns - use.used_ns) / (INTERVAL_SECONDS * SECOND_NS))
@@ -118,10 +118,11 @@ def merge_records(last: Mapping[bytes, LastUse], now_ns: int) -> dict[str, bytes
 
 
 def eviction_order(entries: Iterable[tuple[bytes, int]], last: Mapping[bytes, LastUse], now_ns: int) -> list[bytes]:
-    """Return the keys of ``entries`` (key, time of the put) in the order of eviction, descendants before ancestors.
+    """Return the keys of ``entries``, pairs (key, time of the put), in the order of eviction, descendants before ancestors.
 
     An entry is in no record if its writer has died, or has not put its record yet. Old entries without a record are evicted before all
-    others, and young ones after all others. Among them, the newest are evicted first, because a chain's ancestors are put first.
+    others, and young ones after all others. Among those without a record, the newest are evicted first, because a chain's ancestors are put
+    first.
     """
     unnamed = sorted(((put_ns, key) for key, put_ns in entries if key not in last), reverse=True)
     present = {key for key, _ in entries}

@@ -1,7 +1,7 @@
 """Leases. If several workers miss the same prefix, one computes it, and the others wait until it is saved.
 
-A lease is named by the key of the first missing chunk. It ends when its holder saves the prefix or is closed. It also ends after the number
-of seconds passed to the store, which limits the delay that a dead holder causes.
+A lease is named by the key of the first missing chunk. It ends when its holder saves the prefix or is closed, and after the number of
+seconds passed to the store at the latest. This limits the delay that a dead holder causes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _PAUSES = (0.005, 0.1)
 
 
 class Leases:
-    """The leases that one store holds, each for at most ``seconds`` seconds. Safe to use from any thread, and empty in a forked child."""
+    """The leases that one store holds, each for at most ``seconds`` seconds. Safe to use from any thread.
+
+    A forked child starts with none.
+    """
 
     def __init__(self, backend: Backend, counters: Counters, seconds: float) -> None:
         check_seconds("lease", seconds, ", or None not to wait")
@@ -42,9 +45,10 @@ class Leases:
         self._lock = Lock()
 
     def load(self, keys: Sequence[bytes], load: Callable[[], Cache | None], chunk: int) -> Cache | None:
-        """Call ``load`` for a prefix with ``keys``, and again after waiting for other workers that compute its next chunk.
+        """Call ``load`` for the prefix with ``keys`` and return its cache.
 
-        On return, this store holds the lease of the first missing chunk, unless nothing is missing or the wait timed out.
+        Repeats the call after waiting for another worker to compute the rest. On return, this store holds the lease of the first missing
+        chunk, unless nothing is missing or the wait timed out.
         """
         deadline = time.monotonic() + self._seconds
         waited = False

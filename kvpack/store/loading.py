@@ -1,4 +1,4 @@
-"""Loading of a prefix: its entries are fetched, decrypted, checked and joined. If a check fails, the next tier's copy is tried.
+"""Loads a prefix: fetches, decrypts and checks its entries, and joins them. If a check fails, the copy in the next tier is tried.
 
 Only entries that pass all checks are recorded as used and copied to faster tiers.
 """
@@ -31,16 +31,19 @@ if TYPE_CHECKING:
     from .entries import EntryReader
 
 FAULTS = (KvpackError, OSError, MemoryError, RuntimeError)
-"""Errors that an entry may cause, including torch's out-of-memory errors. Each one is counted, and the entry is a miss."""
+"""Errors that an entry may cause, including torch's out-of-memory errors. Each error is counted, and the entry counts as missing."""
 
 _FRONTS_AT_ONCE, _ENCRYPTED_AT_ONCE = 64, 8
-"""Maximum number of fronts in memory at a time. A front may keep a file open, and that of an encrypted entry is the whole entry."""
+"""Maximum number of fronts in memory, and of fronts of encrypted entries.
+
+A front may keep a file open. The front of an encrypted entry is the whole entry.
+"""
 _FIRST_PART, _PART_BYTES = 8, 64 * 2**20
 """Number of entries that are read first, and approximate size in bytes of each later part."""
 
 
 class Loader:
-    """A loader of one identity's chains that skips chunks outside all sliding ``windows``. ``before`` are keys that precede every chain."""
+    """A loader of one identity's chains. It skips chunks outside all sliding ``windows``. The keys ``before`` precede every chain."""
 
     def __init__(
         self,
@@ -56,9 +59,9 @@ class Loader:
         self._readable_keys, self._suspect_keys = KeySet(), KeySet()
 
     def load(self, keys: Sequence[bytes], states_entry: tuple[bytes, FoundEntry] | None = None) -> Cache | None:
-        """Return the cache of the longest stored prefix of a chain, with every digest checked, or None if there is none.
+        """Return the cache of the longest stored prefix of the chain ``keys``, or None if there is none. Every digest is checked.
 
-        ``states_entry`` is the key and the entry of the states after the chain. Its use is recorded together with the chain's.
+        ``states_entry`` is the key and the entry of the states after the chain. Their use is recorded together with the chain's.
         """
         whole = len(keys)
         if self._windows.first_chunk(len(keys)):
@@ -87,7 +90,8 @@ class Loader:
         return None
 
     def _read_chain(self, keys: Sequence[bytes], first: int) -> tuple[list[Cache], list[FoundEntry]]:
-        """Return the caches and the entries of a chain's chunks, from chunk ``first`` up to the first invalid or missing entry."""
+        """Return the caches and the entries of a chain's chunks, starting with chunk ``first``, up to the first invalid or missing entry.
+        """
         chunks: list[Cache] = []
         result: list[FoundEntry] = []
         beyond = -1
@@ -108,9 +112,9 @@ class Loader:
         return chunks, result
 
     def _find_parts(self, keys: Sequence[bytes], beyond: int) -> Generator[tuple[Sequence[bytes], list[FoundEntry]], None, None]:
-        """Yield ``keys`` in parts with their entries. The first entry comes from a tier slower than ``beyond``.
+        """Yield parts of ``keys``, each with its entries. The first entry comes from a tier slower than ``beyond``.
 
-        On a local disk, the next part is read while the caller checks the current part. A server receives one request.
+        On a local disk, the next part is read while the caller checks the current one. A server receives a single request.
         """
         if not self._backend.is_private or len(keys) <= _FIRST_PART:
             yield keys, self._backend.find(keys, beyond=beyond)
@@ -124,7 +128,8 @@ class Loader:
             yield from zip(parts, found, strict=True)
 
     def load_states(self, chunk: bytes, position: int) -> tuple[States, FoundEntry] | None:
-        """Return the states after the chunk with the key ``chunk``, which ends at ``position``, and their entry, or None without any."""
+        """Return the states after the chunk with the key ``chunk``, which ends at ``position``, and their entry, or None if there are none.
+        """
         key, beyond = states_key(chunk), -1
         while entries := self._backend.find([key], beyond=beyond):
             try:
@@ -136,7 +141,7 @@ class Loader:
         return None
 
     def can_open_states(self, chunks: Sequence[bytes]) -> list[bool]:
-        """Return True for each chunk key that is followed by stored states which, judging by their front, can be read here."""
+        """Return, for each of the keys ``chunks``, whether states after that chunk are stored and, judging by their front, readable."""
         keys = [states_key(chunk) for chunk in chunks]
         present = self._backend.contains_many(keys)
         result = [is_present and key in self._readable_keys for key, is_present in zip(keys, present, strict=True)]
@@ -150,7 +155,7 @@ class Loader:
         return result
 
     def can_open(self, keys: Sequence[bytes], numbers: Sequence[int]) -> list[bool]:
-        """Return True for each of ``keys``, the existing entries of the chunks ``numbers``, that can be read here.
+        """Return, for each of ``keys``, whether its entry can be read here. ``numbers`` are the chunk numbers. All entries must exist.
 
         Each front is read only once. Damaged entries are removed.
         """
@@ -187,7 +192,10 @@ class Loader:
         return False
 
     def _read(self, entries: Sequence[FoundEntry], keys: Sequence[bytes], first: int) -> tuple[list[Cache], Exception | None]:
-        """Return the caches of entries up to the first rejected one, and its error. ``first`` is the chunk number of the first entry."""
+        """Return the caches of entries up to the first rejected one, and the error that rejected it.
+
+        ``first`` is the first chunk's number.
+        """
         decrypted: list[Data] = []
         refused: Exception | None = None
         for key, entry in zip(keys, entries, strict=False):
@@ -204,7 +212,10 @@ class Loader:
         return chunks, refused
 
     def _join(self, chunks: list[Cache], keys: Sequence[bytes], entry: Sequence[FoundEntry]) -> Cache | None:
-        """Join ``chunks`` into one cache. A chunk that does not continue the previous one is dropped together with all later ones."""
+        """Join ``chunks`` into one cache, or return None.
+
+        A chunk that does not continue the one before is dropped, with all later chunks.
+        """
         from kvpack.cache.cache import concat
 
         refused: Exception | None = None
@@ -231,7 +242,7 @@ class Loader:
 
 
 def refuse(backend: Backend, counters: Counters, key: bytes, entry: FoundEntry, error: Exception) -> bool:
-    """Count a bad entry as a miss. Returns True if it is damaged.
+    """Count an entry that could not be used as a miss. Returns True if it is damaged.
 
     Only damaged entries are removed, because other stores may be able to read entries that this one cannot.
     """

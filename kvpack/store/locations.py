@@ -1,4 +1,4 @@
-"""Opening of a store's backend by its location: a folder, a URL, an object store or a list of tiers."""
+"""Opens a store's backend by its location: a folder, a URL, an object store or a list of tiers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class LocationKind(NamedTuple):
     """URL prefixes of the kind's locations."""
     matches: Callable[[Any], bool]
     open: Callable[..., Backend]
-    """Function of a location, counters, the format of entries, ``skip_sweep`` and the options given."""
+    """Called with a location, counters, the format of entries, ``skip_sweep`` and the options, to open the backend."""
 
 
 def _open_memory(location: str, counters: Counters, form: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
@@ -116,7 +116,7 @@ KINDS = [
     ),
     LocationKind("memory", {"max_bytes"}, (MEMORY,), lambda location: isinstance(location, str) and location == MEMORY, _open_memory),
 ]
-"""Kinds of locations other than folders. Any other text is the path of a folder."""
+"""Kinds of locations other than folders. Any text that matches none of them is the path of a folder."""
 
 FOLDER = LocationKind(
     "a folder", {"max_bytes", "min_free", "durable", "trusted_group", "ttl"}, (_FILE,), lambda location: True, _open_folder
@@ -137,7 +137,7 @@ def _kind_of(location: Any) -> LocationKind:
 
 
 def _folder(location: Any) -> str:
-    """Return the path of a folder, given as a path or a file:// URL. Raises InvalidType or InvalidParameter."""
+    """Return the path of a folder. ``location`` is a path or a file:// URL. Raises InvalidType or InvalidParameter."""
     if not isinstance(location, (str, bytes, os.PathLike)):
         raise InvalidType(f"the location is of type {type(location).__name__}, expected a path, a URL or a list of these")
     path = os.fsdecode(location)

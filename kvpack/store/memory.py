@@ -121,7 +121,7 @@ class Memory(SingleTierBackend):
         """Do nothing. Entries are kept as long as the store is in use."""
 
     def _active_pins(self) -> Sequence[Pin]:
-        """Return the pins that are still in effect. The others are dropped."""
+        """Return the pins in effect, and drop all others."""
         self._pins = {name: pin for name, pin in self._pins.items() if is_active(pin)}
         return [*self._pins.values()]
 

@@ -58,7 +58,7 @@ class Collector:
 def register_metrics(store: MeteredStore, registry: Any = None, labels: Mapping[str, str] | None = None) -> Collector:
     """Make ``registry`` (by default, prometheus_client's own) collect the metrics of ``store.prometheus()``.
 
-    Returns the collector. It can be unregistered, and more stores can be added to it with other ``labels``. Raises MissingPackage if
+    Returns the collector, which can be unregistered. More stores can be added to it with other ``labels``. Raises MissingPackage if
     prometheus_client is not installed.
     """
     try:

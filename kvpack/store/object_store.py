@@ -1,6 +1,6 @@
 """The object store backend, for S3 and compatible services, Google Cloud Storage, and Azure.
 
-    <prefix>/3/f/3f...e1    an entry, put only if there is none, never changed
+    <prefix>/3/f/3f...e1    an entry, which is put only if it is missing, and never changed
     <prefix>/holds/...      a pinned chain: its owner, its end and its keys
     <prefix>/pins/...       a chain pinned by an earlier version: its keys
     <prefix>/leases/...     the token of the worker that computes the missing chunks (leases.py)
@@ -43,11 +43,11 @@ MAX_CONCURRENT_REQUESTS = 16
 MAX_CONCURRENT_PUTS = 8
 """Maximum number of concurrent puts, each of which needs memory for its entry."""
 RECOUNT_SECONDS = 60.0
-"""Age in seconds at which a writer counts the stored bytes again, because other processes write, too."""
+"""Time in seconds after which a writer counts the stored bytes again, because other processes write too."""
 _SLACK = 16
-"""Share of the budget, 1/16, that eviction frees in addition, so that not every put has to list the entries."""
+"""Share of the budget, 1/16, that eviction frees in addition, so that most puts need not list the entries."""
 _MERGE_INTERVAL = 32
-"""Average number of records of uses between merges. After a record, all records are merged with a probability of 1 in 32."""
+"""A store merges all records of uses after 1 in 32 of its records, chosen at random."""
 MAX_RECORDS_BYTES = 256 * 2**20
 """Maximum total size, in bytes, of the records of uses, or of the pins, that are read. This is enough for 8 million keys."""
 _MAX_SEEN_LEASES = 4096
@@ -64,7 +64,7 @@ ListedEntries = list[tuple[bytes, int, int]]
 
 
 class ObjectStore(SingleTierBackend):
-    """A backend that keeps entries in an object store, given by its URL or as an object of ``obstore.store``.
+    """A backend that keeps entries in the object store at ``location``, a URL or an object of ``obstore.store``.
 
     ``storage_options`` are obstore's settings by name, such as endpoint, region and access_key_id. Other settings come from environment
     variables, such as AWS_ENDPOINT_URL. ``max_bytes`` is a budget for the entries' bytes, which every writer recounts each minute. ``ttl``
@@ -272,12 +272,13 @@ class ObjectStore(SingleTierBackend):
         self._record_uses()
 
     def _kind(self, name: str) -> Kind | None:
-        """Return the kind of the object ``name``, judging by its first bytes and size. Returns None if it is missing, and after a fault."""
+        """Return the kind of the object ``name``, judging by its first bytes and its size, or None if it is missing or the request failed.
+        """
         kind = self._guard.request("match", lambda: self._objects.read_prefix(name), None)
         return None if kind is None else self._form.kind(*kind)
 
     def _reserve(self, sizes: Sequence[int], chain: Sequence[bytes]) -> int:
-        """Make room for entries of ``sizes`` and reserve their bytes. Returns the number of leading entries that fit."""
+        """Make room for entries of ``sizes`` bytes and reserve it. Returns the number of leading entries that fit."""
         fitting = next((index for index, size in enumerate(sizes) if size > self._form.max_bytes), len(sizes))
         if self._max_bytes is None:
             return fitting
@@ -339,7 +340,7 @@ class ObjectStore(SingleTierBackend):
             self._merge_records()
 
     def _merge_records(self) -> None:
-        """Merge records of about the same age, and drop entries that no longer exist."""
+        """Merge records of about the same age. Uses of entries that no longer exist are dropped."""
         records, entries = self._records(), self._entries()
         if len(records) < 2 or entries is None:
             return
@@ -359,9 +360,9 @@ class ObjectStore(SingleTierBackend):
         return keys[: next((index for index, key in enumerate(keys) if key in expired), len(keys))]
 
     def _expired_keys(self, *, now: bool = False) -> set[bytes]:
-        """Return the keys of expired entries. The result may be slightly out of date, unless ``now`` is True.
+        """Return the keys of expired entries. Unless ``now`` is True, they may be slightly out of date.
 
-        For a store without ``ttl``, the result is empty unless ``now`` is True.
+        For a store without ``ttl``, there are none unless ``now`` is True.
         """
         with self._expiry_lock:
             late = self._expiry_checked is None or time.monotonic() - self._expiry_checked >= pass_seconds(self._ttl or 1)
@@ -411,9 +412,10 @@ class ObjectStore(SingleTierBackend):
         return self._guard.request("match", lambda: self._objects.size(_name(key)), None)
 
     def _read_all(self, listed: Listing) -> Sequence[Data]:
-        """Return the bytes of each listed record. They are empty if the store does not answer, or after the size limit is reached.
+        """Return the bytes of each listed record.
 
-        The smallest records are read first, so that a huge record of another writer cannot hide a pin.
+        They are empty if the store does not answer, or if the record exceeds the total size limit. The smallest records are read first, so
+        that a huge record of another writer cannot hide a pin.
         """
         empty: Data = b""
         room = MAX_RECORDS_BYTES
@@ -435,7 +437,7 @@ class ObjectStore(SingleTierBackend):
         return [*in_parallel(read, names, MAX_CONCURRENT_REQUESTS)]
 
     def _remove_all(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Remove entries and return those that existed."""
+        """Remove entries. Returns the keys of those that existed."""
         removed = in_parallel(self._remove, map(_name, keys), MAX_CONCURRENT_REQUESTS)
         return {key for key, success in zip(keys, removed, strict=True) if success}
 
@@ -464,6 +466,6 @@ def is_object_store(location: Any) -> bool:
 
 
 def _name(key: bytes) -> str:
-    """Return the name of an entry's object, which is the same as its file's path in a folder."""
+    """Return the name of an entry's object. It equals the path of the entry's file in a folder."""
     name = key.hex()
     return f"{name[0]}/{name[1]}/{name}"

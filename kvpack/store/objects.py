@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "adl://", "abfs://", "abfss://")
 PART_BYTES = 8 * 2**20
-"""Size in bytes of the parts in which larger objects are fetched, several at a time."""
+"""Size in bytes of the parts in which larger objects are fetched concurrently."""
 _PARTS_AT_ONCE = 8
 _CLIENT_SETTINGS = {
     *("allow_http", "allow_invalid_certificates", "connect_timeout", "default_headers", "http1_only", "http2_only", "pool_idle_timeout"),
@@ -35,7 +35,7 @@ _CLIENT_SETTINGS = {
 _FRONT_BYTES = 64 * 1024
 """Number of bytes fetched as an object's front. This is larger than the header of most entries."""
 _NO_OBJECT = f"0/0/{bytes(32).hex()}"
-"""Name of an entry whose key is not a digest."""
+"""Name of an object that cannot exist, because its key is not a digest."""
 _CODE = re.compile(r"<Code>(\w+)</Code>|(redirect without LOCATION)")
 _REFUSALS = {
     **dict.fromkeys(("NoSuchBucket", "InvalidBucketName", "ContainerNotFound"), "the name of the bucket, and that it exists"),
@@ -43,14 +43,14 @@ _REFUSALS = {
     **dict.fromkeys(("ExpiredToken", "InvalidToken", "TokenRefreshRequired"), "the session token, which may have expired"),
     **dict.fromkeys(("AuthorizationHeaderMalformed", "redirect without LOCATION"), "the region of the bucket"),
 }
-"""Advice on what to check after an error of S3, Google Cloud Storage or Azure that does not depend on the object, by error code."""
+"""Advice on what to check after an error of S3, Google Cloud Storage or Azure that every object would cause, by error code."""
 
 
 class Objects:
     """A client for the objects at ``location``, a URL or an object of ``obstore.store``. Objects above ``max_bytes`` are never fetched.
 
     Methods raise only ``errors``. Among these, ``refusals`` are answers of a working server. The constructor raises InvalidParameter for an
-    invalid URL, for invalid ``storage_options``, and if the service has no such bucket or refuses the access key. It raises MissingPackage
+    invalid URL, for invalid ``storage_options``, and if the service has no such bucket or rejects the access key. It raises MissingPackage
     if the package obstore is not installed.
     """
 
@@ -74,7 +74,10 @@ class Objects:
         self._check_not_refused()
 
     def _check_not_refused(self) -> None:
-        """Raise InvalidParameter for an answer that no later request would change. A service that does not answer now may answer later."""
+        """Raise InvalidParameter if the service gives an answer that repeating the request would not change.
+
+        Does not raise without an answer.
+        """
         try:
             # Every user who may read entries may make this request. Without permission to list, the reply for a missing object is
             # "forbidden" instead of "not found".
@@ -84,7 +87,7 @@ class Objects:
                 raise InvalidParameter(f"the object store refuses the location with {code}: check {what}") from None
 
     def size(self, name: str) -> int | None:
-        """Return the size of an object in bytes, or None."""
+        """Return the size of an object in bytes, or None if it does not exist."""
         self._check_process()
         try:
             return int(self._obstore.head(self._store, name)["size"])
@@ -101,9 +104,9 @@ class Objects:
         ]
 
     def read(self, name: str, max_bytes: int | None = None) -> Data | None:
-        """Return an object's bytes, or None if it is missing.
+        """Return an object's bytes, or None if it does not exist.
 
-        Raises LimitExceeded, before fetching it, if it is larger than ``max_bytes``, which defaults to the client's limit.
+        Raises LimitExceeded before fetching an object larger than ``max_bytes``, which defaults to the client's limit.
         """
         self._check_process()
         try:
@@ -141,7 +144,7 @@ class Objects:
         return data if self._fill(name, memoryview(data)[:end], len(beginning), tag) else None
 
     def read_prefix(self, name: str) -> tuple[bytes, int] | None:
-        """Return an object's first bytes, enough to determine its kind, and its size, or None if it does not exist."""
+        """Return the first bytes of an object, which determine its kind, and its size. Returns None if it does not exist."""
         data = self._read_beginning(name, FRONT_BYTES)
         return None if data is None else data[:2]
 
@@ -187,7 +190,7 @@ class Objects:
         return True
 
     def _fill(self, name: str, data: memoryview, start: int, tag: str | None) -> bool:
-        """Fetch an object's bytes from ``start`` on into the same range of ``data``. Returns False if the object has changed."""
+        """Fetch an object's bytes from ``start`` to its end into the same range of ``data``. Returns False if the object has changed."""
         condition = {} if tag is None else {"if_match": tag}
 
         def fetch(begin: int) -> bool:
@@ -210,7 +213,7 @@ class Objects:
 
 
 def _code_of(error: BaseException) -> str:
-    """Return the code in a service's answer, or an empty string."""
+    """Return the error code in a service's answer, or an empty string."""
     code = _CODE.search(str(error))
     return "" if code is None else code[1] or code[2]
 

@@ -1,4 +1,4 @@
-"""Opening of the backend of a ``Store`` or ``PageStore``, with the cipher of its entries."""
+"""Opens the backend of a ``Store`` or ``PageStore``, with the cipher of its entries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class OpenedBackend(NamedTuple):
-    """An open backend, its cipher if entries are encrypted, and the flag ``check_values``.
+    """An open backend, its cipher (None if entries are not encrypted), and the flag ``check_values``.
 
     ``check_values`` is True if every load must check values against the codecs' rules, in addition to checking digests.
     """
@@ -33,7 +33,7 @@ def open_for_identity(
 ) -> OpenedBackend:
     """Open ``location`` for entries of ``identity``. With ``skip_sweep``, opening does not change the location.
 
-    Values are checked if other users may write unencrypted entries, unless ``check_values`` decides otherwise. Raises InvalidParameter, and
+    Unless the option ``check_values`` is set, values are checked if other users may write unencrypted entries. Raises InvalidParameter, and
     the errors of the backend.
     """
     cipher = None if options.encryption is None else Cipher(options.encryption, identity.tenant)

@@ -64,7 +64,7 @@ class Job:
 
 
 class BufferSlot(NamedTuple):
-    """The location of a page: a slot of an engine's memory."""
+    """The location of a page: a slot in an engine's memory."""
 
     pages: PageBuffer
     slot: int
@@ -137,24 +137,26 @@ class PageStore:
         self._backend.close()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return True for each of ``keys`` that has an entry, without reading it. Keys need not form a chain. Raises InvalidParameter."""
+        """Return, for each of ``keys``, whether it has an entry. No entry is read, and the keys need not form a chain.
+
+        Raises InvalidParameter.
+        """
         return self._backend.contains_many(self._entry_keys(keys))
 
     def put(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> list[bool]:
-        """Store the pages in ``slots`` under ``keys``. For each page, returns True if it is stored now.
+        """Store the pages in ``slots`` under ``keys``. Returns, for each page, whether it is stored now.
 
-        ``pages`` are an engine's memory, or a list with the memory of each key. ``ancestors`` are the keys of the pages before the first of
+        ``pages`` is an engine's memory, or a list with the memory of each page. ``ancestors`` are the keys of the pages before the first of
         ``keys``. Pages continue one another, and an ancestor is evicted after its descendants. Existing pages are kept, and a page that
-        cannot be encoded is counted and skipped. The put ends at the first page that does not fit. At a time, the rows of up to 64 pages
-        (and up to 64 MiB, if more than one) are in memory and sent to a server in one request. Raises the errors of
-        ``PageCodec.encode_into``.
+        cannot be encoded is counted and skipped. The put ends at the first page that does not fit. Up to 64 pages at a time (up to 64 MiB,
+        if more than one) are encoded in memory and sent to a server in one request. Raises the errors of ``PageCodec.encode_into``.
         """
         return self.put_new(keys, pages, slots, ancestors=ancestors)[0]
 
     def put_new(
         self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()
     ) -> tuple[list[bool], list[bool]]:
-        """Store pages as ``put`` does. Returns, for each of ``keys``, True if its page is stored now, and True if it is new."""
+        """Store pages as ``put`` does. Returns two lists: for each of ``keys``, whether its page is stored now, and whether it is new."""
         keys, slots = self._check_lists(keys, slots)
         ancestors = _keys(ancestors, "ancestors")
         buffer_slots = self._buffer_slots(pages, slots, len(keys))
@@ -187,7 +189,7 @@ class PageStore:
     def _encode(
         self, numbers: Sequence[int], keys: Sequence[bytes], buffer_slots: Sequence[BufferSlot], names: Sequence[bytes]
     ) -> dict[int, list[memoryview]]:
-        """Encode the pages ``numbers``, and return the pieces of each page's entry. Pages that cannot be encoded are counted."""
+        """Return the pieces of the entries of the pages ``numbers``, by index. Pages that cannot be encoded are counted."""
         rows = {index: memoryview(bytearray(self.codec.nbytes)) for index in numbers}
         result: dict[int, list[memoryview]] = {}
         for pages, group in _group_by_memory(numbers, buffer_slots):
@@ -205,10 +207,10 @@ class PageStore:
         return result
 
     def get_into(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int]) -> list[bool]:
-        """Load the pages of ``keys`` into ``slots``. Returns True for each page that was loaded. Other slots are left unchanged.
+        """Load the pages of ``keys`` into ``slots``. Returns, for each page, whether it was loaded. Other slots are left unchanged.
 
-        ``pages`` are as for ``put``. If pages continue one another, the first one is evicted last. At most 64 MiB of rows are in memory at
-        a time. Raises the errors of ``PageCodec.decode_into``.
+        ``pages`` is as for ``put``. If pages continue one another, the first one is evicted last. At most 64 MiB of rows are in memory at a
+        time. Raises the errors of ``PageCodec.decode_into``.
         """
         keys, slots = self._check_lists(keys, slots)
         buffer_slots = self._buffer_slots(pages, slots, len(keys), written=True)
@@ -230,7 +232,7 @@ class PageStore:
         return loaded
 
     def touch(self, keys: Sequence[bytes], *, ancestors: Sequence[bytes] = ()) -> None:
-        """Record a use of the pages ``keys``, which continue one another and ``ancestors``. Raises InvalidParameter."""
+        """Record a use of the pages ``keys``. They continue one another and the pages ``ancestors``. Raises InvalidParameter."""
         names = self._entry_keys([*_keys(ancestors, "ancestors"), *_keys(keys)])
         if names:
             self._backend.touch(names, time.time_ns())
@@ -240,7 +242,7 @@ class PageStore:
         return self._delete(self._entry_keys(keys))
 
     def clear(self) -> int:
-        """Remove every page of the identity, of any geometry, and return the number removed.
+        """Remove every page of the identity, of any geometry, and return how many were removed.
 
         This waits for submitted jobs, and reads the beginning of every entry. Pages that other threads and processes store meanwhile may
         remain. Raises WriteFailed if some pages could not be removed.
@@ -263,7 +265,7 @@ class PageStore:
         return self._submit("put", keys, slots, lambda keys, slots: self.put(keys, pages, slots, ancestors=ancestor_keys))
 
     def submit_get(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int]) -> Job:
-        """Start ``get_into`` in a thread of the store that is reserved for loads, so that puts do not delay it. Raises InvalidParameter."""
+        """Start ``get_into`` in a thread of the store that only runs loads, so that puts do not delay it. Raises InvalidParameter."""
         return self._submit("get", keys, slots, lambda keys, slots: self.get_into(keys, pages, slots))
 
     def finished(self) -> list[Job]:
@@ -275,7 +277,7 @@ class PageStore:
         return done
 
     def drain(self) -> None:
-        """Wait until every submitted job is done. Afterwards, the store neither reads nor writes any slots."""
+        """Wait until every submitted job is done. Afterward, the store neither reads nor writes any slots."""
         with self._lock:
             jobs = list(self._unfinished_jobs.values())
         for job in jobs:
@@ -283,12 +285,11 @@ class PageStore:
             job._future.exception()
 
     def counters(self) -> dict[str, Any]:
-        """Return the counters since the store was opened, like those of ``Store``, but for pages instead of chunks."""
+        """Return the counters since the store was opened. They are named as in ``Store``, but count pages instead of chunks."""
         return self._counters.as_dict()
 
     def stats(self) -> dict[str, Any]:
-        """Return ``counters``, plus the ``entries`` and ``bytes`` at the location. A store with tiers also has the stats of its ``tiers``.
-        """
+        """Return ``counters``, plus the ``entries`` and ``bytes`` at the location. With tiers, ``tiers`` contains the stats of each."""
         entries, size = self._backend.size()
         tiers = {"tiers": self._backend.stats()} if isinstance(self._backend, Tiers) else {}
         return {**self.counters(), "entries": entries, "bytes": size, **tiers}
@@ -309,7 +310,7 @@ class PageStore:
         return with_labels(text, {"model": self.identity.model} if labels is None else labels)
 
     def pop_recent(self) -> list[tuple[str, float]]:
-        """Return ("load" or "save", seconds) for each call since this method was last called, for an engine's own histograms."""
+        """Return ("load" or "save", seconds) for each call since this method was last called, for a serving engine's own histograms."""
         return self._counters.pop_recent()
 
     def _delete(self, names: list[bytes]) -> int:
@@ -326,7 +327,7 @@ class PageStore:
         loaded: list[bool],
         now: int,
     ) -> None:
-        """Load the pages ``numbers``. If an entry is damaged, the next slower tier is tried."""
+        """Load the pages with the indices ``numbers``. If an entry is damaged, the next slower tier is tried."""
         beyond = dict.fromkeys(numbers, -1)
         valid: dict[int, FoundEntry] = {}
         while beyond:
@@ -350,7 +351,7 @@ class PageStore:
             self._backend.accept([names[index] for index in whole], [valid[index] for index in whole], now)
 
     def _open(self, index: int, names: list[bytes], entry: FoundEntry, rows: dict[int, Any]) -> None:
-        """Decrypt an entry and store its row in ``rows``, or count the error."""
+        """Decrypt the entry of the page ``index`` and store its row in ``rows``. Errors are counted."""
         try:
             row = decrypt_entry(names[index], entry.data, self._cipher)
             if len(row) > self.codec.nbytes:
@@ -361,16 +362,16 @@ class PageStore:
 
     @property
     def _max_page_bytes(self) -> int:
-        """Return the maximum size of a page's entry in bytes."""
+        """The maximum size of a page's entry in bytes."""
         size = self.codec.nbytes if self._cipher is None else encrypted_bytes(bytes(MAX_ID_BYTES), self.codec.nbytes)
         return min(size, self._max_entry_bytes)
 
     def _pages_per_batch(self, max_pages: int) -> int:
-        """Return the number of pages whose rows are in memory at a time."""
+        """Return how many pages' rows may be in memory, at most ``max_pages``."""
         return max(1, min(max_pages, BATCH_BYTES // (self._max_page_bytes + 1)))
 
     def _buffer_slots(self, pages: Pages, slots: Sequence[int], count: int, *, written: bool = False) -> list[BufferSlot]:
-        """Return the memory and the slot of each page. Raises InvalidParameter, and the errors of ``PageCodec.checked``."""
+        """Return the memory and the slot of each of ``count`` pages. Raises InvalidParameter, and the errors of ``PageCodec.checked``."""
         if not isinstance(pages, PageBuffer) and isinstance(pages, Sequence):
             if len(pages) != count:
                 raise InvalidParameter(f"{len(pages)} page buffers were passed for {count} keys, expected one buffer per key")
@@ -433,7 +434,7 @@ def _keys(keys: Sequence[bytes], description: str = "keys") -> list[bytes]:
 
 
 def _group_by_memory(numbers: Sequence[int], buffer_slots: Sequence[BufferSlot]) -> Iterator[tuple[PageBuffer, list[int]]]:
-    """Split ``numbers`` into runs of consecutive pages in the same memory. Yields each memory with its page numbers."""
+    """Split the page indices ``numbers`` into consecutive pages in the same memory. Yields each memory with its page indices."""
     for _, group in groupby(numbers, lambda index: id(buffer_slots[index].pages)):
         same = [*group]
         yield buffer_slots[same[0]].pages, same

@@ -1,4 +1,4 @@
-"""Encoding of pins, their owners and their expiry, which is the same in folders, in object stores and on Redis."""
+"""The encoding of pins, their owners and their expiry, which is the same in folders, in object stores and on Redis."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 PIN_SECONDS = 86_400
 """Default duration of a pin in seconds, so that a forgotten pin does not occupy a store forever."""
 MAX_OWNER = 256
-"""Maximum number of bytes of an owner's name."""
+"""Maximum size of an owner's name in bytes."""
 _MAGIC = b"kvphold1"
 _HEAD = struct.Struct("<8sQH")
 _DIGEST_BYTES = 8
 
 
 def make_pin_terms(owner: Any, seconds: Any) -> PinTerms:
-    """Return the terms of a pin by ``owner`` (None for this process) that ends in ``seconds`` seconds. Raises InvalidParameter."""
+    """Return the terms of a pin that ``owner`` (None for this process) sets for ``seconds`` seconds. Raises InvalidParameter."""
     check_count("seconds", seconds, 1)
     name = validate_owner(owner)
     if name is None:
@@ -38,7 +38,7 @@ def make_pin_terms(owner: Any, seconds: Any) -> PinTerms:
 
 
 def validate_owner(owner: Any) -> str | None:
-    """Return ``owner``. Raises InvalidParameter if it is neither None nor a valid name."""
+    """Return ``owner`` unchanged. Raises InvalidParameter unless it is a valid name or None."""
     if owner is None:
         return None
     if not isinstance(owner, str) or not owner or not owner.isprintable() or len(owner.encode()) > MAX_OWNER:
@@ -47,18 +47,18 @@ def validate_owner(owner: Any) -> str | None:
 
 
 def owner_digest(owner: str) -> bytes:
-    """Return a short digest of an owner's name. It distinguishes the owner's pin of a chain from other owners' pins."""
+    """Return a short digest of an owner's name, which distinguishes the owner's pin of a chain from the pins of others."""
     return hashlib.sha256(owner.encode()).digest()[:_DIGEST_BYTES]
 
 
 def encode_pin(chain: Sequence[bytes], hold: PinTerms) -> bytes:
-    """Encode a pin (spec/store.md, Pins)."""
+    """Return the bytes of a pin (spec/store.md, Pins)."""
     owner = hold.owner.encode()
     return _HEAD.pack(_MAGIC, hold.until, len(owner)) + owner + b"".join(chain)
 
 
 def parse_pin(name: str, data: bytes) -> Pin:
-    """Parse the pin in ``data``, even if it has expired. ``name`` identifies the pin in error messages. Raises InvalidHeader."""
+    """Return the pin in ``data``, even if it has expired. ``name`` identifies the pin in error messages. Raises InvalidHeader."""
     if len(data) < _HEAD.size or not data.startswith(_MAGIC):
         raise InvalidHeader(f"the pin {name!r:.100} begins with {data[:8]!r}, expected {_MAGIC!r} followed by a time")
     _, until, length = _HEAD.unpack(data[: _HEAD.size])
@@ -69,7 +69,7 @@ def parse_pin(name: str, data: bytes) -> Pin:
 
 
 def parse_old_pin(data: bytes) -> Pin | None:
-    """Parse a pin of an earlier version, which consists of keys only. Returns None if it has no key."""
+    """Return the pin in ``data``, which an earlier version wrote and which consists of keys only. Returns None if it has no key."""
     chain = split_keys(data)
     return Pin(chain, "", None) if chain else None
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _MAX_BYTES = 2**20 * KEY_BYTES
-"""Maximum size of a pin's file, enough for a million chunks."""
+"""Maximum size of a pin's file in bytes, enough for a million chunks."""
 
 
 class Pins:
@@ -34,7 +34,7 @@ class Pins:
         self._folder, self._counters = folder, counters
 
     def add(self, chain: Sequence[bytes], hold: PinTerms) -> bool:
-        """Pin a chain for an owner. Returns True if it is pinned now."""
+        """Pin a chain on the terms ``hold``. Returns True if it is pinned now."""
         pieces = [memoryview(encode_pin(chain, hold))]
         try:
             self._folder.make_folders(self._folder.holds_folder)
@@ -49,7 +49,7 @@ class Pins:
         return True
 
     def remove(self, chain: Sequence[bytes], owner: str | None) -> bool:
-        """Remove the pins of a chain by ``owner`` (None for all owners). Returns True if there were any."""
+        """Remove the pins that ``owner`` (None for all owners) has set on a chain. Returns True if there were any."""
         try:
             removed = [path for pin, path in self._active_pins(chain[-1].hex()) if pin.key == chain[-1] and owner in (None, pin.owner)]
             for path in removed:
@@ -83,7 +83,7 @@ class Pins:
                 self._counters.fault("sweep", error)
 
     def _active_pins(self, prefix: str = "") -> Iterator[tuple[Pin, str]]:
-        """Yield the pins in effect whose names start with ``prefix``."""
+        """Yield the pins in effect whose file names start with ``prefix``, each with the path of its file."""
         for folder in (self._folder.pins_folder, self._folder.holds_folder):
             for name, path in self._files(folder):
                 pin = self._read(name, path) if name.startswith(prefix) else None
@@ -96,7 +96,7 @@ class Pins:
                 yield name, os.path.join(folder, name)
 
     def _read(self, name: str, path: str, *, quiet: bool = False) -> Pin | None:
-        """Return the pin in a file, which may have ended, or None if the file is missing, is not a pin, or cannot be trusted.
+        """Return the pin in a file, even if it has ended, or None if the file is missing, is not a pin, or cannot be trusted.
 
         A file that is not a valid pin is counted as a fault, unless ``quiet`` is True.
         """

@@ -1,4 +1,4 @@
-"""Search, loading and saving of the states after some of a prefix's chunks, for models with recurrent and convolution layers."""
+"""Finds, loads and saves the states after some of a prefix's chunks, for models with recurrent and convolution layers."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 _CHUNKS_PER_REQUEST = 64
-"""Number of chunks per search for states. The search starts with the last chunks."""
+"""Number of chunks per request in a search for states. The search starts at the end of the prefix."""
 
 
 class PrefixStates:
-    """The stored states of one identity's prefixes. A prefix is given by the keys of its chunks."""
+    """The stored states of one identity's prefixes. A prefix is identified by the keys of its chunks."""
 
     def __init__(self, backend: Backend, loader: Loader, cipher: Cipher | None, counters: Counters, reader: EntryReader) -> None:
         self._backend, self._loader, self._cipher, self._counters, self._reader = backend, loader, cipher, counters, reader
 
     def resumable_prefix(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the keys of the longest part of a stored prefix that is followed by stored states, so that a model can resume from it."""
+        """Return the keys of a stored prefix up to the last chunk that is followed by stored states, from which a model can resume."""
         for stop in range(len(keys), 0, -_CHUNKS_PER_REQUEST):
             start = max(0, stop - _CHUNKS_PER_REQUEST)
             result = self._backend.contains_many([states_key(key) for key in keys[start:stop]])
@@ -45,7 +45,7 @@ class PrefixStates:
         return []
 
     def load(self, keys: Sequence[bytes]) -> Cache | None:
-        """Return the cache of the longest stored prefix that has states at its end, or None if there is none."""
+        """Return the cache of the longest stored prefix that ends with states, or None if there is none."""
         from kvpack.cache.states import with_states
 
         while keys := self.resumable_prefix(keys[: self._backend.count_present(keys)]):
@@ -69,7 +69,7 @@ class PrefixStates:
     def save(self, states: StatesAt, chain: Sequence[bytes], places: Mapping[int, int], now_ns: int) -> int:
         """Store ``states`` (by position) after chunks that are already stored. Returns the last position whose states are stored now.
 
-        ``places`` maps positions, ascending, to the indices of their states in ``chain``. States directly follow their chunk.
+        ``places`` maps positions, in ascending order, to the indices of their states in ``chain``. States directly follow their chunk.
         """
         can_open = self._loader.can_open_states([chain[place - 1] for place in places.values()])
         last = 0
@@ -79,7 +79,7 @@ class PrefixStates:
         return last
 
     def _put(self, states: States, chain: Sequence[bytes], position: int, now_ns: int) -> bool:
-        """Store the states whose key is the last of ``chain``, after the key of their chunk. Returns True if they are stored now."""
+        """Store ``states`` under the last key of ``chain``, which follows the key of their chunk. Returns True if they are stored now."""
         chunk, key = chain[-2:]
         try:
             pieces = state_entries.to_pieces(states, chunk, position, self._reader.model, self._reader.recipe)

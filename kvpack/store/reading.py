@@ -1,4 +1,4 @@
-"""Reading of a folder's files into private memory, which later writes to the files do not affect."""
+"""Reads a folder's files into private memory, which later writes to the files do not affect."""
 
 from __future__ import annotations
 

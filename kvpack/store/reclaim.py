@@ -1,4 +1,4 @@
-"""Removal of bases that no entry needs."""
+"""Removes the bases that no entry needs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from .encryption import Cipher
 
 _FRONT_BYTES = 2**16
-"""Number of bytes that are searched for the current feature's name. A match avoids parsing the header."""
+"""Number of bytes in which the name of a chunk's feature is searched. A match avoids parsing the header."""
 
 GRACE_NS = 3600 * 10**9
-"""Time in nanoseconds for which an unneeded basis is kept after its last use. Its writer may be about to put the first chunk."""
+"""Time in nanoseconds for which an unneeded basis is kept after its last use, because its writer may be about to put the first chunk."""
 
 
 def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
     """Remove bases that no entry has needed for an hour.
 
-    None is removed if an entry is unreadable, larger than ``max_entry_bytes``, or encrypted and unreadable with ``cipher``.
+    Nothing is removed if some entry is unreadable, larger than ``max_entry_bytes``, or encrypted in a way that ``cipher`` does not decrypt.
     """
     fronts = read_fronts(backend, _candidates(backend, cipher), max_entry_bytes)
     bases = [stored for stored, front in fronts if front is not None and _is_basis(stored, front, cipher)]
@@ -63,7 +63,7 @@ def _is_basis(stored: StoredEntry, front: Data, cipher: Cipher | None) -> bool:
 def _unused_bases(backend: Backend, bases: Sequence[StoredEntry], cipher: Cipher | None, max_entry_bytes: int) -> list[StoredEntry]:
     """Return the ``bases`` that no entry needs and that have not been used for an hour.
 
-    Returns none of them if some entry cannot be read.
+    Returns an empty list if some entry cannot be read.
     """
     limit = time.time_ns() - GRACE_NS
     idle = {
@@ -84,7 +84,7 @@ def _unused_bases(backend: Backend, bases: Sequence[StoredEntry], cipher: Cipher
 
 
 def _basis_digest(backend: Backend, stored: StoredEntry, cipher: Cipher | None) -> str | None:
-    """Return the SHA-256 of a basis in hexadecimal digits, as in recipes, or None if the basis is damaged or cannot be read."""
+    """Return the SHA-256 of a stored basis as hexadecimal digits, as in recipes, or None if the basis is damaged or cannot be read."""
     try:
         data = backend.peek(stored.key)
         return None if data is None else check_basis(stored.key, decrypt_entry(stored.key, data, cipher), cipher).hex()
@@ -93,9 +93,9 @@ def _basis_digest(backend: Backend, stored: StoredEntry, cipher: Cipher | None) 
 
 
 def _recipe_of(stored: StoredEntry, front: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> str | None:
-    """Return an entry's recipe, or None if it is unknown.
+    """Return the recipe of an entry, or None if it is unknown.
 
-    The result is "" if the entry cannot need an unencrypted basis or is damaged.
+    Returns "" for an entry that is damaged or cannot need an unencrypted basis.
     """
     try:
         check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)

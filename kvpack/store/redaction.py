@@ -1,4 +1,4 @@
-"""Removal of the users, passwords and keys of URLs from text that people see."""
+"""Removes users, passwords and keys in URLs from text that people see."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _HIDDEN = "***"
 _QUERY_SECRETS = re.compile(r"([?&;][^=&;\s]*(?:user|pass|secret|token|key|credential|sig)[^=&;\s]*=)[^&\s]*", re.IGNORECASE)
 """Pattern of query options such as ``?password=`` and ``&sig=``."""
 _USERS = re.compile(r"\b(rediss?://)\S*@|\b(unix://)\S*@(?=/)|(//)[^/?#\s]*@", re.IGNORECASE)
-"""Pattern of users and passwords. A password may contain any character, even if a URL does not allow it.
+"""Pattern of the users and passwords of URLs. A password may contain any character, even one that is invalid in a URL.
 
 The path of a Redis URL contains no @.
 """

@@ -1,18 +1,18 @@
 """The backend for Redis and Valkey: entries are strings on a server, and Lua scripts on the server evict them.
 
     {kvpack}:entry:<key>   an entry's bytes
-    {kvpack}:used          a sorted set by key: its last use in microseconds of the server's clock, less one for each ancestor
-    {kvpack}:sizes         a hash by key: its size in bytes
+    {kvpack}:used          a sorted set of keys by last use, in microseconds of the server's clock, less one for each ancestor
+    {kvpack}:sizes         a hash: the size of each key's entry in bytes
     {kvpack}:bytes         the sum of the sizes
     {kvpack}:lease:<key>   the token of the worker that computes the missing chunks (leases.py)
-    {kvpack}:about         a hash by key: which text describes the entry (redis_descriptions.py)
-    {kvpack}:abouts        a hash: these texts, and the entries and bytes of each
+    {kvpack}:about         a hash: which text describes each key's entry (redis_descriptions.py)
+    {kvpack}:abouts        a hash: these texts, and the number and total size of the entries that each describes
     {kvpack}:holds         a hash of pinned chains: owner, end and keys, by the last key and a digest of the owner
     {kvpack}:pins          a hash of chains pinned by an earlier version: all keys of a chain by its last key
 
-The braces keep all keys on one node of a cluster. Only the entries are authoritative: if the other keys are lost or inconsistent, the
-entries are counted again by scanning the server's keys. Until then, a put stores entries only if they certainly fit the budget: if the
-server uses less memory than the budget, or in exchange for older entries that are at least as large.
+The braces keep all keys on one node of a cluster. Only the entries are authoritative. If the other keys are lost or inconsistent, the
+entries are counted again by scanning the server's keys. Until then, a put stores entries only if they certainly fit the budget: the server
+uses less memory than the budget, or older entries that are at least as large can be removed in exchange.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ _PER_CALL = 100
 _FRONTS_AT_ONCE = 256
 _MIN_FRONT_BYTES = 4096
 _REFUSED, _STORED, _CROWDED = 0, 1, 3
-"""Replies of the put script for one entry. For an existing entry, the script returns its front and size instead."""
+"""Replies of the put script for one entry. If the entry exists, the script returns its front and size instead."""
 _NO_REPLY = object()
 NOTED_SECONDS = 5.0
 """Time in seconds for which a put does not note the use of a chain again. It is shorter for a short ``ttl``.
 
-This applies to chains whose use was noted up to the previous entry.
+This applies to chains whose use has been noted up to the entry before the new ones.
 """
 _MAX_TRIES = 8
-"""Number of times that a put makes room before it gives up. Other writers may use the room first."""
+"""Maximum number of times that a put makes room. Other writers may use the room first."""
 _SPARE_BYTES = 2**20
-"""Maximum size of a reply, in bytes, in addition to its entries."""
+"""Maximum size of a reply without its entries, in bytes."""
 
 
 class _NewEntry(NamedTuple):
@@ -86,9 +86,9 @@ class _NewEntry(NamedTuple):
 class Redis(SingleTierBackend):
     """A backend that keeps entries on the server at ``url`` (redis://, rediss:// or unix://).
 
-    ``max_bytes`` is a hard budget for their bytes. ``ttl`` is the number of seconds after which an unused entry expires. ``timeout`` is the
-    maximum number of seconds per request, plus one second for each MiB of the reply. Raises InvalidParameter for an invalid URL and for a
-    server with another protocol, and MissingPackage if the package redis is not installed.
+    ``max_bytes`` is a hard budget for the entries' bytes. ``ttl`` is the number of seconds after which an unused entry expires. ``timeout``
+    is the maximum number of seconds per request, plus one second for each MiB of the reply. Raises InvalidParameter for an invalid URL and
+    for a server with another protocol, and MissingPackage if the package redis is not installed.
     """
 
     is_private = False
@@ -234,7 +234,7 @@ class Redis(SingleTierBackend):
         return self._abouts.read(None if also is None else kind_text(also))
 
     def set_descriptions(self, texts: Sequence[tuple[bytes, str]]) -> None:
-        """Store the descriptive texts of entries, given as pairs (key, text)."""
+        """Store the descriptive texts of entries. ``texts`` contains pairs (key, text)."""
         self._abouts.add(texts)
 
     def pin(self, keys: Sequence[bytes], hold: PinTerms) -> bool:
@@ -274,7 +274,10 @@ class Redis(SingleTierBackend):
         self._client.close()
 
     def _put(self, chain: Sequence[bytes], entries: Mapping[int, _NewEntry]) -> dict[int, bool]:
-        """Return, for each entry of one request, True if it is stored. ``entries`` are keyed by their position in ``chain``."""
+        """Store the entries of one request. Returns, for each, whether it is stored now.
+
+        ``entries`` are keyed by their position in ``chain``.
+        """
         results_by_position = {position: False for position, entry in entries.items() if len(entry.data) > self._form.max_bytes}
         self._counters.add("refused_chunks", len(results_by_position))
         replaced: set[int] = set()
@@ -320,9 +323,9 @@ class Redis(SingleTierBackend):
         return {position: results_by_position.get(position, False) for position in entries}
 
     def _interpret_reply(self, position: int, result: Any, replaced: set[int]) -> bool | None:
-        """Return True if the script's reply means that the entry is stored, False if it was refused, and None if it must be tried again.
+        """Return True if the script's reply means that the entry is stored, False if it was rejected, and None if the put must be repeated.
 
-        Positions of entries to replace are added to ``replaced``.
+        The position of an entry to replace is added to ``replaced``.
         """
         if not isinstance(result, tuple):
             return {_REFUSED: False, _STORED: True}.get(result)
@@ -333,7 +336,7 @@ class Redis(SingleTierBackend):
         return kind is Kind.READABLE
 
     def _group_for_script(self, positions: Sequence[int], entries: Mapping[int, _NewEntry], replaced: set[int]) -> Sequence[Sequence[int]]:
-        """Split entries, given by position, into groups for one call each of the put script, which blocks all other clients."""
+        """Split the positions of entries into groups. Each is one call of the put script, which blocks all other clients."""
         sizes = [(position, len(entries[position].data)) for position in positions]
         return [
             [*same]
@@ -342,7 +345,7 @@ class Redis(SingleTierBackend):
         ]
 
     def _touch_calls(self, chain: Sequence[bytes]) -> Sequence[Call]:
-        """Return script calls that note the use of a chain. Each call takes the server only a short time."""
+        """Return script calls that note a use of ``chain``. Each call takes the server only a short time."""
         # The server's clock is used, because clients' clocks may differ. A long chain's end goes first: its beginning must be newer.
         starts = range(0, len(chain), _KEYS_AT_ONCE)
         return [("touch", b"".join(chain[start : start + _KEYS_AT_ONCE]), _argument(self._ttl), start) for start in reversed(starts)]
@@ -381,7 +384,7 @@ class Redis(SingleTierBackend):
         return ("put", b"".join(chain[: group[-1] + 1]), _argument(self._max_bytes), _argument(self._ttl), *settings, *added)
 
     def _make_room(self, chain: Sequence[bytes], sizes: Sequence[int]) -> bool:
-        """Evict page by page until entries of ``sizes`` fit, or those of them that the budget allows. Returns True if they do."""
+        """Evict entries until entries of ``sizes`` bytes fit, or the first of them that the budget allows. Returns True if they do."""
         assert self._max_bytes is not None
         needed = 0
         for size in sizes:
@@ -413,9 +416,9 @@ class Redis(SingleTierBackend):
         return size > 0
 
     def _sizes_and_fronts(self, keys: Sequence[bytes], count: int = FRONT_BYTES) -> Sequence[tuple[int, bytes]]:
-        """Return the size and the first ``count`` bytes of each entry.
+        """Return the size and the first ``count`` bytes of the entry of each of ``keys``.
 
-        Keys that are missing, not strings, or unanswered have size 0 and no bytes.
+        The size is 0 and there are no bytes for a key that is missing, that is not a string, or for which there is no reply.
         """
         result: list[tuple[int, bytes]] = []
         for part in _split(keys, _KEYS_AT_ONCE):
@@ -432,7 +435,7 @@ class Redis(SingleTierBackend):
         return [*result, *[(0, b"")] * (len(keys) - len(result))]
 
     def _fetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:
-        """Return the bytes of entries, up to the first whose size differs from ``sizes``. Never fetches more bytes than ``sizes``."""
+        """Return the bytes of entries, up to the first one whose size is not the expected one in ``sizes``. Never fetches more bytes."""
         ranges = [
             (index, begin, min(begin + _BYTES_AT_ONCE, size))
             for index, size in enumerate(sizes)
@@ -468,12 +471,12 @@ class _RedisLease:
 
 
 def is_redis(location: str | os.PathLike[str]) -> bool:
-    """Return True if a location is the URL of a Redis server."""
+    """Return True if ``location`` is the URL of a Redis server."""
     return isinstance(location, str) and location.startswith(SCHEMES)
 
 
 def _argument(limit: int | None) -> int | str:
-    """Return the script argument for ``limit``."""
+    """Return the script argument that represents ``limit``."""
     return "" if limit is None else limit
 
 
@@ -484,7 +487,7 @@ def _split(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
 
 
 def _pad_with_zeros(parts: Sequence[bytes], size: int, end: int) -> Data | None:
-    """Return ``size`` bytes that begin with ``parts``, which must have ``end`` bytes. Returns None if they are incomplete.
+    """Return ``size`` bytes that begin with ``parts``, or None if these have fewer than ``end`` bytes.
 
     The remaining bytes are zeros, which take no memory until they are read.
     """

@@ -1,4 +1,4 @@
-"""A client of a Redis server with pipelined requests, scripts by digest, a check of each reply, and limits on its bytes and time.
+"""A client of a Redis server. It pipelines requests, calls scripts by digest, checks each reply, and limits its size and duration.
 
 The limits apply even if the server sends only a byte now and then.
 """
@@ -48,7 +48,7 @@ _SCRIPTS = {
     **{"totals": TOTALS, "missing": MISSING, "describe": DESCRIBE},
 }
 FRONTS_BYTES = 64 * 1024
-"""Maximum number of bytes of an entry in the reply of the script that returns fronts. Most headers are smaller."""
+"""Maximum number of bytes of an entry in a reply of the script that returns fronts. Most headers are smaller."""
 _REPLY_CHECKS: dict[str, Callable[[Any], Any]] = {
     "put": put_results_check(FRONT_BYTES),
     "room": integers(4),
@@ -65,7 +65,7 @@ _REPLY_CHECKS: dict[str, Callable[[Any], Any]] = {
     "missing": parse_entry_page,
     "describe": integer,
 }
-"""Check for each script's reply."""
+"""The check of each script's reply."""
 _OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"][A-Za-z0-9<\\]""")
 """Pattern of redis-py's message for a reply that begins like HTTP, TLS, SSH or memcached, and is not valid Redis."""
 _UNKNOWN_OPTION = re.compile(r"unexpected keyword argument '(.*)'", re.DOTALL)
@@ -77,11 +77,11 @@ _URL_OPTIONS = {
     *("socket_connect_timeout", "socket_keepalive", "socket_timeout", "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path", "ssl_cert_reqs"),
     *("ssl_certfile", "ssl_check_hostname", "ssl_ciphers", "ssl_keyfile", "ssl_password", "username"),
 }
-"""Options that text can specify. redis-py accepts others, whose values are Python objects, and fails later."""
+"""Options that a URL may contain. Others that redis-py accepts have Python objects as values, so text for them would fail later."""
 _DATABASE = re.compile(r"/?[0-9]*")
-"""Pattern of the path of a URL. redis-py interprets any other path as database 0."""
+"""Pattern of the path of a URL. redis-py would interpret any other path as database 0."""
 _UNKNOWN_COMMAND = "unknown command"
-"""Beginning of a server's message about a command that it does not have."""
+"""Beginning of a server's error message for a command that it does not have."""
 _CALLER_STACK_LEVEL = 8
 """Number of stack frames between the warning and the caller that opens a store."""
 BYTES_PER_SECOND = 2**20
@@ -96,9 +96,9 @@ _SHOWN_BYTES = 40
 class Client:
     """A client of the server at ``url``. Replies have at most ``max_bytes`` bytes. ``timeout`` is the number of seconds for a request.
 
-    ``uses_ttl`` is True if entries expire; servers with some policies evict these first. Methods do not raise for faults of the server, but
-    count them. The constructor raises InvalidParameter for an invalid URL and for a server with another protocol, and MissingPackage if the
-    package redis is not installed.
+    ``uses_ttl`` is True if entries expire: servers with some policies evict these first. Methods do not raise if the server fails, but
+    count the fault. The constructor raises InvalidParameter for an invalid URL and for a server with another protocol, and MissingPackage
+    if the package redis is not installed.
     """
 
     def __init__(self, url: str, counters: Counters, timeout: float, max_bytes: int, *, uses_ttl: bool) -> None:
@@ -141,24 +141,25 @@ class Client:
         self._check_server(uses_ttl)
 
     def send(self, operation: str, *command: Any, check: Callable[[Any], Any], default: Any = None) -> Any:
-        """Return the checked reply to one command, or ``default`` after a fault."""
+        """Send one command. Returns its reply, which ``check`` has checked, or ``default`` after a fault."""
         return self._guard.request(operation, lambda: check(self._client.execute_command(*command)), default)
 
     def send_all(self, operation: str, commands: Sequence[Command]) -> Sequence[Any]:
-        """Return the server's replies to one request, or an empty list if there is no reply.
+        """Send commands in one request. Returns the server's replies, or an empty list if there is none.
 
-        A reply is None for a refused command, such as one for a key of another type. Each command is preceded by the check of its reply.
+        Each of ``commands`` begins with the function that checks its reply. The reply is None if the server rejects the command, for
+        example because a key has another type.
         """
         return self._count_faults(operation, self._send_pipeline(operation, commands))
 
     def call(self, script: str, *arguments: Any) -> Any:
-        """Return the checked reply of one script, or None after a fault."""
+        """Call one script. Returns its checked reply, or None after a fault."""
         return next(iter(self.call_each(script, [(script, *arguments)])), None)
 
     def call_each(self, operation: str, calls: Sequence[Call]) -> Sequence[Any]:
-        """Run scripts like ``send_all``, in one request, or in two if the server does not have one of them yet.
+        """Call scripts in one request, or in two if the server has not cached all of them yet. Returns the replies as ``send_all`` does.
 
-        A call is a script's name and its arguments.
+        Each of ``calls`` is the name of a script and its arguments.
         """
         commands: list[Command] = [
             (_REPLY_CHECKS[script], "EVALSHA", self._digests[script], len(KEYS), *KEYS, *arguments) for script, *arguments in calls
@@ -192,9 +193,9 @@ class Client:
         return [None if isinstance(reply, Exception) else reply for reply in replies]
 
     def _check_server(self, uses_ttl: bool) -> None:
-        """Load the scripts, and warn about a server that evicts on its own. A server that does not answer now may answer later.
+        """Load the scripts, and warn about a server that evicts entries on its own. Does nothing if the server does not answer.
 
-        Raises InvalidParameter if the server speaks another protocol, or refuses the URL's user or database.
+        Raises InvalidParameter if the server speaks another protocol, or rejects the URL's user or database.
         """
         import redis
 
@@ -231,7 +232,7 @@ class Client:
 
 
 def _check_url(url: str) -> None:
-    """Raise InvalidParameter for an option that cannot be set in a URL, or a path that names no database or socket."""
+    """Raise InvalidParameter for an option that cannot be set in a URL, and for a path that is not a database or a socket."""
     try:
         parts = urlsplit(url)
     except ValueError as error:
@@ -250,7 +251,7 @@ def _check_url(url: str) -> None:
 
 
 def _check_not_refused(replies: Sequence[Any]) -> None:
-    """Raise InvalidParameter for a permanent refusal: the server or its user lacks a command, or the keys are on another node."""
+    """Raise InvalidParameter if a request can never succeed: the server or its user lacks a command, or the keys are on another node."""
     from redis.exceptions import MovedError, NoPermissionError
 
     for reply in replies:
@@ -268,7 +269,8 @@ def _check_not_refused(replies: Sequence[Any]) -> None:
 
 
 def limit_connection(connection: type[Any], max_bytes: int) -> type[Any]:
-    """Return a subclass of redis-py's class ``connection`` that limits the duration of requests, and replies to ``max_bytes`` bytes."""
+    """Return a subclass of redis-py's class ``connection`` that limits the duration of requests, and the size of replies to ``max_bytes``.
+    """
 
     class LimitedConnection(connection):  # type: ignore[misc]
         """A connection that limits the duration and the size of each reply."""
@@ -302,7 +304,7 @@ class _Exchange:
         self._socket.settimeout(self._seconds)
 
     def sendall(self, data: Any, *flags: Any) -> None:
-        """Send ``data`` like ``socket.sendall``, but with one time limit for the whole request. Raises TimeoutError."""
+        """Send ``data`` as ``socket.sendall`` does, but with one time limit for the whole request. Raises TimeoutError."""
         view = memoryview(data).cast("B")
         while len(view):
             self._apply_deadline(f"a request, of which {self._sent} bytes are sent,")
@@ -311,7 +313,7 @@ class _Exchange:
             view = view[count:]
 
     def recv(self, count: int, *flags: Any) -> bytes:
-        """Receive like ``socket.recv``, within the limits. Raises TimeoutError, InvalidResponse, or OSError for too many bytes."""
+        """Receive bytes as ``socket.recv`` does, within the limits. Raises TimeoutError, InvalidResponse, or OSError for too many bytes."""
         # With a timeout of 0, the client only checks whether an idle connection has something to read.
         if self._socket.gettimeout() != 0:
             self._apply_deadline(f"a reply, of which {self._received} bytes have arrived,")
@@ -334,7 +336,7 @@ class _Exchange:
             raise InvalidResponse(f"Protocol Error: 'a line of more than {_MAX_LINE_BYTES} bytes'")
 
     def _apply_deadline(self, description: str) -> None:
-        """Set the socket's timeout to the remaining time. Raises TimeoutError if there is none, with ``description`` in the message."""
+        """Set the socket's timeout to the remaining time. If none remains, raises TimeoutError with ``description`` in the message."""
         if self._seconds is not None:
             remaining = self._start + self._seconds + (self._sent + self._received) / BYTES_PER_SECOND - time.monotonic()
             if remaining <= 0:
@@ -342,7 +344,7 @@ class _Exchange:
             self._socket.settimeout(min(remaining, self._seconds))
 
     def recv_into(self, buffer: Any, *args: Any) -> int:
-        """Receive into ``buffer``, like ``socket.recv_into``. Raises the same errors as ``recv``."""
+        """Receive bytes into ``buffer`` as ``socket.recv_into`` does. Raises the same errors as ``recv``."""
         room = memoryview(buffer).cast("B")
         data = self.recv(min(len(room), args[0]) if args and args[0] else len(room), *args[1:])
         room[: len(data)] = data

@@ -1,4 +1,4 @@
-"""Counting of the entries on a Redis server, page by page, so that no call takes long and other clients are served in between.
+"""Counts the entries on a Redis server page by page, so that no call takes long and other clients are served in between.
 
 All writers share one count, whose state is on the server: the keys counted so far, the sum of their sizes, and the cursor. Every script
 that changes a counted entry also changes the sum, so the sum is exact once the last page has been counted.
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from .redis_client import Client
 
 SUM_SECONDS = 600.0
-"""Age in seconds at which sizes are summed again, because any user of the server may have changed the sum."""
+"""Time in seconds after which sizes are summed again, because any user of the server may have changed the sum."""
 WAIT_SECONDS = 0.05
-"""Time in seconds for which one put continues a count. Until the count is complete, entries are exchanged (redis_scripts.py)."""
+"""Time in seconds for which one put continues a count. Until it is complete, a new entry replaces older ones (redis_scripts.py)."""
 TIME_SHARE = 0.25
 """Maximum share of the time that a client spends on counting, so that a put with several requests does not wait in each of them."""
 NAMES_AT_ONCE = 300
 SIZES_AT_ONCE = 250
-"""Number of server keys, and of sizes, in one page."""
+"""Number of server keys, or of sizes, in one page."""
 MAX_PAGES = 2**20
 """Maximum number of pages in a scan, enough for a server with 300 million keys."""
 MIN_RECOUNT_SECONDS = 60.0
-"""Age in seconds at which a put that finds no room counts again, because another program may have changed the sum."""
+"""Minimum time in seconds between counts for puts that find no room. Another program may have changed the sum."""
 
 _PHASES = ("sizes", "used", "names")
 """Phases of a complete count: check the entries with a size, check those with a last use, and add entries that have neither."""
 _BEGIN = b"0"
-"""Cursor of the first page, which is also returned with the last page."""
+"""Cursor of the first page. The last page returns it, too."""
 _DONE, _UNSOUND = 1, -1
 """Results of the script that sums sizes: the sum is complete, or the counts on the server are inconsistent."""
 
@@ -57,7 +57,7 @@ class EntryCount:
         return self._summed is not None
 
     def advance(self) -> None:
-        """Continue a count for at most ``WAIT_SECONDS``. If the sum is merely old, continue by one page only, and use the sum."""
+        """Continue a count for at most ``WAIT_SECONDS``. If the sum is known but old, continue by only one page."""
         with self._lock:
             if self._summed is None:
                 self._step(partial(self._sum, trusted=True))
@@ -71,16 +71,16 @@ class EntryCount:
                     self._step(self._recount)
 
     def sum_again(self) -> bool:
-        """Sum the sizes again, unless that was done in the last ``MIN_RECOUNT_SECONDS``. Returns True if they have been summed now."""
+        """Sum the sizes again, unless that was done in the last ``MIN_RECOUNT_SECONDS``. Returns True if the new sum is complete."""
         with self._lock:
             if self._summed is None or time.monotonic() - self._summed < MIN_RECOUNT_SECONDS:
                 return False
             return self._step(self._sum)
 
     def recount(self) -> bool:
-        """Count the entries by scanning the server's keys, because their sum was lost. Returns True if it is known now.
+        """Forget the sum of sizes, and count the entries by scanning the server's keys. Returns True if the sum is known now.
 
-        Otherwise, the server did not answer or the time was up, and later puts continue.
+        Otherwise, the server did not answer or the time was up, and later puts continue the count.
         """
         with self._lock:
             self._summed = None
@@ -93,7 +93,7 @@ class EntryCount:
             return self._recount(float("inf"))
 
     def _step(self, count: Callable[[float], bool]) -> bool:
-        """Call ``count`` with a deadline. Returns its result, which is True for a complete count, or False if it is too early to count."""
+        """Call ``count`` with a deadline, unless it is too early to count. Returns True if the count is complete."""
         begun = time.monotonic()
         if begun < self._due:
             return False

@@ -1,10 +1,10 @@
-"""Descriptions of the entries on a Redis server, so that their totals by model and recipe are known without reading headers.
+"""Descriptions of the entries on a Redis server, which provide their totals by model and recipe without reading headers.
 
     {kvpack}:about    a hash by key: 12 hexadecimal digits of the SHA-1 of the entry's descriptive text, a space, and the entry's size
-    {kvpack}:abouts   a hash by those digits: the text, and the number and the bytes of the entries that it describes
+    {kvpack}:abouts   a hash by those digits: the text, and the number and total size of the entries that it describes
 
 Every script that puts or removes an entry changes them (redis_scripts.py). They are only a hint, because earlier versions of kvpack do not
-change them. They are used only if they add up to the counts of all entries; otherwise, they are corrected page by page.
+change them. They are used only if they add up to the counts of all entries. Otherwise, they are corrected page by page.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AT_ONCE = 100
 _MAX_PAGES = 2**20
 _ID_DIGITS = 12
 _MAX_TRIES = 5
-"""Number of attempts to read totals, because other programs may change them in between."""
+"""Maximum number of attempts to read totals, because other programs may change them in between."""
 
 
 class RedisDescriptions:
@@ -69,13 +69,13 @@ class RedisDescriptions:
         ]
 
     def add(self, texts: Sequence[tuple[bytes, str]]) -> None:
-        """Store the texts of entries, given as pairs (key, text)."""
+        """Store the texts of entries. ``texts`` contains pairs (key, text)."""
         for start in range(0, len(texts), _AT_ONCE):
             self._client.call_each("list", [("describe", *(word for pair in texts[start : start + _AT_ONCE] for word in pair))])
 
 
 def _parse_totals(fields: Mapping[bytes, bytes]) -> list[tuple[str, int, int]] | None:
-    """Return (text, entries, bytes) for each text in the hash ``fields``, or None if another program has changed it."""
+    """Return (text, entries, bytes) for each text in the hash ``fields``, or None if another program has made it inconsistent."""
     result: list[tuple[str, int, int]] = []
     try:
         for field, value in fields.items():
@@ -88,7 +88,7 @@ def _parse_totals(fields: Mapping[bytes, bytes]) -> list[tuple[str, int, int]] |
 
 
 def list_pages(client: Client, script: str, *before: str, at_once: int, after: Sequence[str] = ()) -> Iterator[StoredEntry]:
-    """Yield the entries on the pages of a scan by ``script``. Each entry is yielded once."""
+    """Scan the server's entries with ``script``, page by page, and yield each entry once."""
     listed: set[bytes] = set()
     cursor = b"0"
     for _ in range(_MAX_PAGES):

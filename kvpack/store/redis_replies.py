@@ -1,6 +1,6 @@
-"""Checks of server replies. A server that is not Redis, or whose keys another program has changed, may reply with anything.
+"""Checks of a server's replies. A server that is not Redis, or whose keys another program has changed, may reply with anything.
 
-Each check returns the reply, or raises NotRedis, which counts like a server that does not reply.
+Each check returns the reply, or raises NotRedis, which counts as if the server had not replied.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MAX_INTEGER = 2**53
-"""Largest integer up to which Lua's numbers, which are binary64, represent all integers exactly."""
+"""Largest integer up to which Lua's numbers, which are doubles, represent all integers exactly."""
 _MESSAGE_BYTES = 2**16
 _CURSOR_DIGITS = 20
 _PAGE_BYTES = 2**20
 LISTED_BYTES = KEY_BYTES + 16
-"""Size of an entry in a page: its key, and 8 bytes each for its size and its last use in microseconds."""
+"""Size in bytes of an entry in a page: its key, and 8 bytes each for its size and its last use in microseconds."""
 
 
 class NotRedis(Exception):
@@ -26,19 +26,19 @@ class NotRedis(Exception):
 
 
 def integer(reply: Any) -> int:
-    """Check that the reply is an integer from 0 to 2^53."""
+    """Return the reply, which must be an integer from 0 to 2^53."""
     if type(reply) is not int or not 0 <= reply <= _MAX_INTEGER:
         raise _unexpected_reply(reply, "an integer from 0 to 2^53")
     return reply
 
 
 def integers(count: int) -> Callable[[Any], list[int]]:
-    """Return a check for ``count`` integers."""
+    """Return a check that accepts only a list of ``count`` integers."""
     return lambda reply: [integer(item) for item in _check_list(reply, f"{count} integers", count)]
 
 
 def bytes_up_to(max_bytes: int) -> Callable[[Any], bytes]:
-    """Return a check for at most ``max_bytes`` bytes."""
+    """Return a check that accepts only at most ``max_bytes`` bytes."""
 
     def check(reply: Any) -> bytes:
         if type(reply) is not bytes or len(reply) > max_bytes:
@@ -49,7 +49,7 @@ def bytes_up_to(max_bytes: int) -> Callable[[Any], bytes]:
 
 
 def byte_strings(reply: Any) -> list[bytes]:
-    """Check that the reply is a list of bytes."""
+    """Return the reply, which must be a list of bytes."""
     result = _check_list(reply, "a list of bytes")
     for item in result:
         if type(item) is not bytes:
@@ -58,7 +58,7 @@ def byte_strings(reply: Any) -> list[bytes]:
 
 
 def member_list(reply: Any) -> list[bytes]:
-    """Check that the reply is a list of keys."""
+    """Return the reply, which must be a list of keys."""
     result = byte_strings(reply)
     if any(len(key) != KEY_BYTES for key in result):
         raise _unexpected_reply(reply, f"keys of {KEY_BYTES} bytes")
@@ -66,7 +66,7 @@ def member_list(reply: Any) -> list[bytes]:
 
 
 def fronts_check(max_bytes: int) -> Callable[[Any], list[Any]]:
-    """Return a check for a number, followed, for each entry, by a size and at most ``max_bytes`` bytes or an error."""
+    """Return a check that accepts only a number, followed, for each entry, by a size and at most ``max_bytes`` bytes or an error."""
     check_bytes = bytes_up_to(max_bytes)
 
     def check(reply: Any) -> list[Any]:
@@ -82,19 +82,19 @@ def fronts_check(max_bytes: int) -> Callable[[Any], list[Any]]:
 
 
 def two_integers(reply: Any) -> list[int]:
-    """Check that the reply is a list of two integers, or of only -1."""
+    """Return the reply, which must be a list of two integers, or [-1]."""
     return reply if reply == [-1] and type(reply[0]) is int else integers(2)(reply)
 
 
 def sum_progress(reply: Any) -> int:
-    """Check that the reply is 0, 1 or -1."""
+    """Return the reply, which must be 0, 1 or -1."""
     if type(reply) is not int or not -1 <= reply <= 1:
         raise _unexpected_reply(reply, "0, 1 or -1")
     return reply
 
 
 def parse_count_page(reply: Any) -> tuple[bytes, int]:
-    """Check the reply of the script that counts entries. Returns its cursor, as text, and a number."""
+    """Check the reply of the script that counts entries. Returns its cursor and its number."""
     result = _check_list(reply, "a cursor and a number", 2)
     return _cursor(result[0]), integer(result[1])
 
@@ -107,9 +107,9 @@ def parse_set_reply(reply: Any) -> bool:
 
 
 def put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
-    """Return a check for the reply of the script that puts entries.
+    """Return a check for replies of the script that puts entries.
 
-    The reply is either only -1, or the evicted entries and bytes, a message, and a result for each entry.
+    The reply is only -1, or the number and size of the evicted entries, a message, and a result for each entry.
     """
 
     def result(item: Any) -> Any:
@@ -129,7 +129,7 @@ def put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
 
 
 def parse_entry_page(reply: Any) -> tuple[bytes, bytes]:
-    """Check the reply of a script that lists a page of entries. Returns its cursor, as text, and the entries."""
+    """Check the reply of a script that lists a page of entries. Returns its cursor and the bytes of the entries."""
     result = _check_list(reply, "a cursor and entries", 2)
     entries = bytes_up_to(_PAGE_BYTES)(result[1])
     if len(entries) % LISTED_BYTES:
@@ -138,7 +138,7 @@ def parse_entry_page(reply: Any) -> tuple[bytes, bytes]:
 
 
 def parse_totals(reply: Any) -> tuple[int, int, int, dict[bytes, bytes]] | None:
-    """Check the reply of the script that returns totals: three numbers and a hash. Returns None for an empty reply."""
+    """Check the reply of the script that returns totals. Returns its three numbers and its hash, or None for an empty reply."""
     found = _check_list(reply, "numbers, and fields with values")
     if not found:
         return None

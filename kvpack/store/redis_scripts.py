@@ -1,4 +1,4 @@
-"""The Lua scripts that the Redis backend runs on the server. Each is atomic for all other users. The keys are listed in redis.py.
+"""The Lua scripts that the Redis backend runs on the server. Each is atomic for all other clients. redis.py lists the keys.
 
 Only the entries are authoritative. Any user of the server may overwrite or remove the counts, so every script first removes values of the
 wrong type, and ``sound`` checks that the counts are consistent. If they are not, ``PUT`` requests a new count.

@@ -1,4 +1,4 @@
-"""Selection of entries to remove from a store by model, recipe, age or tenant, based on their headers.
+"""Selects the entries to remove from a store by model, recipe, age or tenant, based on their headers.
 
 Entries do not contain their tenant. They are found by the roots of their chains, whose hashes include the tenant.
 """
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EntryFilter:
-    """A filter for entries by ``model``, canonical ``recipe``, ``tenant`` and last use before ``used_before_ns``. None matches all."""
+    """A filter for entries by ``model``, canonical ``recipe``, ``tenant``, and last use before ``used_before_ns``.
+
+    None matches everything.
+    """
 
     model: str | None = None
     recipe: str | None = None
@@ -30,7 +33,7 @@ class EntryFilter:
     used_before_ns: int | None = None
 
     def keys(self, catalog: Catalog) -> set[bytes]:
-        """Return the keys of matching chunks and of the states after them. A filter by age alone also matches engines' pages."""
+        """Return the keys of matching chunks and of the states after them. A filter only by age also matches serving engines' pages."""
         candidates = catalog.entries.keys() if self.tenant is None else _tenant_keys(catalog, self.tenant)
         selected = {key for key in candidates if self._matches(catalog.entries[key])}
         selected |= {catalog.states[key].stored.key for key in selected & set(catalog.states)}
@@ -48,7 +51,7 @@ class EntryFilter:
 
 
 def chain_keys(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
-    """Return the keys of the chunks that are connected to one of ``roots`` by their ancestors."""
+    """Return the keys of the chunks that descend from one of ``roots`` without a missing ancestor."""
     children = defaultdict(list)
     for key, entry in catalog.entries.items():
         children[entry.fields.parent].append(key)
@@ -62,12 +65,12 @@ def chain_keys(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
 
 
 def roots_of(identity: Identity) -> tuple[bytes, bytes]:
-    """Return the two possible parent keys of the first chunks of ``identity``: without states, and with states."""
+    """Return the two possible parent keys of the first chunks of ``identity``: for models without states, and with states."""
     return identity.digest, states_key(identity.digest)
 
 
 def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinned: bool) -> int:
-    """Remove the entries of ``keys`` and return the number removed.
+    """Remove the entries of ``keys`` and return how many were removed.
 
     Pinned entries are removed, with their pins, only if ``pinned`` is True.
     """
@@ -82,7 +85,7 @@ def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinne
 
 
 def unpin_chains(backend: Backend, keys: set[bytes]) -> None:
-    """Undo the pins of chains that contain one of ``keys``. Without that entry, the rest is unreachable and must not stay pinned."""
+    """Remove the pins of chains that contain one of ``keys``. Without that entry, the rest of the chain is unreachable."""
     for pin in backend.pins():
         if not keys.isdisjoint(pin.chain):
             backend.unpin([pin.key])

@@ -1,5 +1,4 @@
-"""Conversion of the states after a chunk to an entry's bytes and back. The entry is a kvpack file without tokens (spec/store.md, States).
-"""
+"""Conversion between the states after a chunk and an entry's bytes. The entry is a kvpack file without tokens (spec/store.md, States)."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
     from .backend import Data
 
 FEATURE = "prefix-states"
-"""Ignorable feature of an entry with states: its key, the key of the chunk that the states follow, and the digest of its payload."""
+"""The ignorable feature of an entry with states: its key, the key of the chunk that the states follow, and the digest of its payload."""
 
 
 @dataclass(frozen=True)
 class StatesFields:
-    """The fields of an entry's header that describe its states."""
+    """The fields in an entry's header that describe its states."""
 
     key: bytes
     chunk: bytes
@@ -38,7 +37,7 @@ class StatesFields:
     def of(cls, file: container.File) -> StatesFields:
         """Parse the header of an entry with states.
 
-        Raises InvalidHeader unless it has states of one sequence, no keys and values, and the key that follows from its chunk.
+        Raises InvalidHeader unless it has states of one sequence, no keys and values, and the key that follows from its chunk's key.
         """
         header, where = file.header, file.where
         feature = header.ignorable.get(FEATURE, b"")
@@ -59,12 +58,12 @@ class StatesFields:
 
 
 def is_states(file: container.File) -> bool:
-    """Return True if an open entry contains states, judging by its header."""
+    """Return True if an open entry contains states, according to its header."""
     return FEATURE in file.header.ignorable
 
 
 def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, str], recipe: str) -> list[memoryview]:
-    """Return the pieces of the entry with a model's states after the chunk with the key ``chunk``, which ends at ``position``."""
+    """Return the pieces of the entry with a model's states after a chunk. ``chunk`` is the chunk's key, and ``position`` its end."""
     from kvpack.cache import files
     from kvpack.cache.cache import Cache
     from kvpack.cache.layer import Layer
@@ -77,9 +76,9 @@ def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, s
 
 
 def read(data: Data, chunk: bytes, position: int, model: Mapping[str, str], recipe: str) -> States:
-    """Return the checked states in the entry ``data``, as views of it.
+    """Check the entry ``data`` and return its states, as views of it.
 
-    Raises the errors of ``container.open_bytes``, and InvalidHeader if they are not the states after the chunk.
+    Raises the errors of ``container.open_bytes``, and InvalidHeader if they are not the states after ``chunk``.
     """
     from kvpack.cache import files
     from kvpack.cache.states import collect_states

@@ -1,4 +1,4 @@
-"""Store: packed prefixes that processes share, split into chunks of tokens. Each chunk is one entry."""
+"""The class ``Store``: packed prefixes that processes share, split into chunks of tokens. Each chunk is one entry."""
 
 from __future__ import annotations
 
@@ -214,12 +214,15 @@ class Store:
         the shorter length.
 
         For layers that keep states, ``cache`` must have states at the end of some chunk (see ``kvpack.prefill`` and
-        ``KvpackCache.snapshot_states``). Chunks after the last such state are not stored.  Raises InvalidParameter for a wrong number of
-        ids, and for ids that differ from the cache's own. It also raises InvalidParameter for a cache with another recipe or model, that
-        does not start at position 0, that has several sequences, or that lacks states. The same applies if a sliding window has dropped
-        tokens whose chunks are not stored (``KvpackCache(..., keep_all=True)`` keeps all tokens), if the cache depends on more than token
-        ids (``Cache.inputs``) but ``inputs`` is missing, and if the cache is so long that the model's RoPE uses different frequencies than
-        for shorter sequences (``match`` and ``load`` find nothing for such ids).
+        ``KvpackCache.snapshot_states``). Chunks after the last such state are not stored.
+
+        Raises InvalidParameter for a wrong number of ids, for ids that differ from the cache's own, and for a cache that has another recipe
+        or model, does not start at position 0, has several sequences, or lacks states. Also raises it in the following cases:
+
+        - A sliding window has dropped tokens whose chunks are not stored. ``KvpackCache(..., keep_all=True)`` keeps all tokens.
+        - The cache depends on more than token ids (``Cache.inputs``), but ``inputs`` is missing.
+        - The cache is so long that the model's RoPE uses other frequencies than for shorter sequences. ``match`` and ``load`` find nothing
+          for such ids.
         """
         cache = getattr(cache, "packed", cache)
         check_cache(cache, self.identity)
@@ -256,7 +259,7 @@ class Store:
                 self._leases.release(requested)
 
     def _log_short_prefix(self, tokens: int) -> None:
-        """Log the first prefix that is too short to be stored, because later lookups of it will all be misses."""
+        """Log a warning about the first prefix that is too short to be stored, because later lookups of it always miss."""
         if not self._has_logged_short_prefix:
             self._has_logged_short_prefix = True
             log.warning(
@@ -306,7 +309,7 @@ class Store:
         return self._states.save(states, chain, ends, now)
 
     def _chain(self, keys: Sequence[bytes], states: StatesAt) -> tuple[list[bytes], list[int]]:
-        """Return the keys of all entries of a prefix, and the index in them of each chunk and of the end.
+        """Return the keys of all entries of a prefix, and the index in this list of each chunk, followed by the list's length.
 
         States follow their chunk, so that they are evicted after the next chunk but before their own.
         """
@@ -329,7 +332,7 @@ class Store:
         return map(dict, batches(encoded(), BATCH_ENTRIES, BATCH_BYTES))
 
     def _pieces(self, cache: Cache, index: int, link: ChunkLink) -> list[memoryview] | None:
-        """Return the pieces of one chunk's entry. If it cannot be encoded, the fault is counted and None is returned."""
+        """Return the pieces of the entry of the chunk ``index``, or None if it cannot be encoded, which is counted as a fault."""
         key, parent, chunk_ids, digest = link
         try:
             chunk = self._with_identity(cache[:, index * self.chunk : (index + 1) * self.chunk])
@@ -357,20 +360,20 @@ class Store:
         return len(usable) * self.chunk if usable and self._backend.pin([*before, *self._with_states(usable)], hold) else 0
 
     def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None) -> bool:
-        """Undo ``pin`` of the same prefix, by ``owner`` or by all owners. Returns True if it was pinned. Raises InvalidParameter."""
+        """Undo ``pin`` of the same prefix by ``owner`` (None for all owners). Returns True if it was pinned. Raises InvalidParameter."""
         keys, owner = self.keys(token_ids, inputs=inputs), validate_owner(owner)
         pinned = {pin.key for pin in self._backend.pins() if owner in (None, pin.owner)}
         chains = (self._with_states(keys[:count]) for count in range(len(keys), 0, -1))
         return any(chain[-1] in pinned and self._backend.unpin(chain, owner) for chain in chains)
 
     def _with_states(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the keys of a prefix's entries: those of its chunks and, for a model that keeps states, of the states after the last."""
+        """Return the keys of a prefix's entries: its chunks and, for a model that keeps states, the states after the last chunk."""
         return list(keys) if self._states is None else [*keys, states_key(keys[-1])]
 
     def delete(self, token_ids: Any, *, start: int = 0, inputs: Sequence[bytes] | None = None) -> int:
-        """Remove the stored chunks of a prefix from token ``start`` on, with their pins, and return the number of chunks removed.
+        """Remove the stored chunks of a prefix from token ``start`` on, with their pins, and return how many chunks were removed.
 
-        Longer prefixes that continue them are no longer found or pinned, and are evicted when room is needed.
+        Longer prefixes that continue these chunks are no longer found or pinned, and are evicted when room is needed.
         """
         start = as_integer(start, "start")
         if start < 0:
@@ -384,10 +387,10 @@ class Store:
         return count
 
     def clear(self) -> int:
-        """Remove every stored prefix of this identity, with its pins, and return the number of entries removed.
+        """Remove every stored prefix of this identity, with its pins, and return how many entries were removed.
 
-        This reads the header of every entry. Neither this method nor ``load`` finds chunks with a missing ancestor, which are eventually
-        evicted.
+        This reads the header of every entry. Chunks with a missing ancestor are found neither here nor by ``load``. They are evicted in
+        time.
         """
         catalog = read_catalog(self._backend, cipher=self._cipher, max_entry_bytes=self._max_entry_bytes)
         keys = chain_keys(catalog, [self._root])
@@ -401,20 +404,20 @@ class Store:
     def collect(self) -> None:
         """Remove files of dead writers, and bases that no entry has needed for an hour.
 
-        Afterwards, recount the remaining entries, and evict entries until they fit the budget.
+        Afterward, the remaining entries are counted again, and entries are evicted until the rest fits the budget.
         """
         reclaim(self._backend, self._counters, self._cipher, max_entry_bytes=self._max_entry_bytes)
         self._backend.collect()
 
     def counters(self) -> dict[str, Any]:
-        """Return the counters of this store since it was opened: counts by name, and ``faults`` by operation and reason."""
+        """Return the counters of this store since it was opened: counts by name, and ``faults``, a dict by operation and reason."""
         return self._counters.as_dict()
 
     def stats(self) -> dict[str, Any]:
         """Return ``counters``, plus the ``entries`` and ``bytes`` stored at its location.
 
-        They are counted by listing the location. In a directory, only folders that have changed since the last count are listed. A store
-        with tiers also has ``tiers``, a list with the stats of each tier.
+        They are counted by listing the location. In a folder, only subfolders that have changed since the last count are listed. A store
+        with tiers also returns ``tiers``, a list of each tier's stats.
         """
         entries, size = self._backend.size()
         tiers = {"tiers": self._backend.stats()} if isinstance(self._backend, Tiers) else {}
@@ -437,7 +440,7 @@ class Store:
         return load() if self._leases is None else self._leases.load(keys, load, self.chunk)
 
     def _has_basis(self, keys: Sequence[bytes]) -> bool:
-        """Return True if the first entry exists and the basis is available. The basis is read from the store if needed."""
+        """Return True if the first entry exists and the basis, if needed, is available. It is read from the store if necessary."""
         if self._stored_basis is None or self._reader.basis is not None:
             return True
         if not self._backend.count_present(keys[:1]):
@@ -452,7 +455,7 @@ class Store:
         return self._max_sequence is None or len(ids) // ID_BYTES < self._max_sequence
 
     def _move_cache(self, cache: Cache, device: torch.device | str) -> Cache | None:
-        """Copy the cache to ``device``. If the device lacks memory, the fault is counted and None is returned."""
+        """Return the cache on ``device``, or None if the device lacks memory, which is counted as a fault."""
         import torch
 
         try:

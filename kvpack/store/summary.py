@@ -45,7 +45,7 @@ class Summary:
         return [(dict(model), recipe, count) for (model, recipe), count in sorted(self.chunks.items())]
 
     def add(self, text: dict[str, Any], entries: int, size: int) -> None:
-        """Add ``entries`` entries of ``size`` bytes in total, described by ``text``, to the counts."""
+        """Add to the totals: ``entries`` entries of ``size`` bytes in total, which ``text`` describes."""
         if text["kind"] != "chunk":
             self.kinds[text["kind"]].update(entries=entries, bytes=size)
             return
@@ -56,7 +56,7 @@ class Summary:
 def summarize(
     backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Summary:
-    """Return the totals of a location. The arguments are as for ``read_catalog``."""
+    """Return the totals of a location. ``read_catalog`` describes the parameters."""
     summary = Summary()
     # Descriptions ignore encryption keys and size limits, so they are used only without them.
     known = backend.read_descriptions() if _has_descriptions(backend) and cipher is None and max_entry_bytes == MAX_ENTRY_BYTES else None

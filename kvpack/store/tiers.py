@@ -1,8 +1,8 @@
-"""Several tiers as one backend, fastest first, such as memory, a folder and a server.
+"""A backend that combines several tiers, fastest first, such as memory, a folder and a server.
 
-An entry read from a slower tier is copied to the faster tiers once it has been checked. A saved entry is either written to all tiers before
-``save`` returns (write-through), or to the first tier, and to the others in the background (write-back). Each tier evicts by its own
-budget.
+An entry read from a slower tier is copied to the faster tiers once it has been checked. A saved entry is written either to all tiers before
+``save`` returns (write-through), or to the first tier at first and to the others in the background (write-back). Each tier evicts by its
+own budget.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 TierStats = list[dict[str, Any]]
 
 USE_RECORD_SECONDS = 60.0
-"""Interval in seconds between records of a prefix's use in a tier that was not queried. A record may cost a request."""
+"""Interval in seconds between records of a prefix's use in a tier that was not queried. Each record may cost a request."""
 _MAX_NOTED = 4096
 
 
 class Tiers:
-    """A backend that combines several tiers. ``tiers`` are pairs (backend, its counters), fastest first.
+    """A backend that combines several tiers. ``tiers`` contains pairs (backend, its counters), fastest first.
 
     ``counters`` are the store's. With ``write_back``, tiers other than the first are written in the background.
     """
@@ -185,7 +185,7 @@ class Tiers:
             backend.close()
 
     def stats(self) -> TierStats:
-        """Return counters, entries and bytes of every tier, fastest first."""
+        """Return the counters, entries and bytes of every tier, fastest first."""
         sizes = [backend.size() for backend in self._backends]
         return [
             {**counts.as_dict(), "entries": entries, "bytes": size}
@@ -214,7 +214,7 @@ class Tiers:
     def _put_in(
         self, backends: Sequence[Backend], chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int
     ) -> Sequence[bool]:
-        """Put entries into all ``backends``, and return True for each entry that any of them has stored."""
+        """Put entries into all ``backends``. Returns, for each entry, whether any backend has stored it."""
         answers = []
         for backend in backends if entries else ():
             with self._time_operation(backend, "save"):
@@ -224,7 +224,7 @@ class Tiers:
     def _query_in_turn(
         self, keys: Sequence[bytes], query: Callable[[Backend, Sequence[bytes]], Any], count_keys: Callable[[Any], int], beyond: int = -1
     ) -> Iterator[tuple[int, Any]]:
-        """Query tiers for ``keys`` in order. Yields (tier, reply) as long as some tier has the next key.
+        """Query the tiers for ``keys``, in order. Yields (tier, reply) as long as some tier has the next key.
 
         ``count_keys`` counts the keys in a reply. Each time, the fastest tier is queried first, but no tier is queried twice for a key that
         it lacks. For the first key, only tiers slower than ``beyond`` are queried.
@@ -265,5 +265,5 @@ def prometheus_text(counters: Counters, backend: Backend, gauges: Mapping[str, t
 
 
 def _call_each(backends: Sequence[Backend], call: Callable[[Backend], bool]) -> bool:
-    """Call every backend. Returns True if any call returned True."""
+    """Call ``call`` with every backend. Returns True if any call returned True."""
     return True in [call(backend) for backend in backends]

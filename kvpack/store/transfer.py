@@ -1,4 +1,4 @@
-"""Export and import of one prefix as a single kvpack file (spec/store.md, Exported prefixes)."""
+"""Exports and imports one prefix as a single kvpack file (spec/store.md, Exported prefixes)."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     from .options import StoreOptions
 
 TOKEN_CHUNKS_FEATURE = "token-chunks"
-"""Feature that replaces ``IDS_FEATURE`` if a chunk has a digest of other inputs in addition to its token ids."""
+"""Feature used instead of ``IDS_FEATURE`` if a chunk has a digest of other inputs in addition to its token ids."""
 MAX_TOKENS_BYTES = 2**26
 """Maximum size in bytes of a JSON file of token ids."""
 _CHUNK_BYTES = 4
-"""Size in bytes of the field before the chunks, which contains the number of tokens per chunk, little-endian."""
+"""Size in bytes of the field before the chunks: the number of tokens per chunk, little-endian."""
 CHUNK_SIZE_FEATURE = "chunk-tokens"
-"""Name of the same field in a file with ``IDS_FEATURE``."""
+"""Feature with the number of tokens per chunk in a file with ``IDS_FEATURE``, encoded in the same way."""
 
 
 @dataclass(frozen=True)
 class ExportedPrefix:
     """An exported prefix and its identity, which contains the basis. ``inputs``, if any, has one digest for every ``chunk`` tokens.
 
-    ``chunk`` is None if the file does not contain it.
+    ``chunk`` is None if the file does not contain the chunk size.
     """
 
     identity: Identity
@@ -69,7 +69,7 @@ def export_prefix(
 
     ``states`` is the entry of the states after its last chunk, for a model that keeps states. The file names the ``basis`` that its entries
     need but does not contain it. Raises InvalidParameter for a prefix whose beginning is missing, WriteFailed, and the errors of reading
-    its entries.
+    the entries.
     """
     from kvpack.cache import files
     from kvpack.cache.cache import concat
@@ -114,7 +114,7 @@ def _features(prefix: Prefix) -> dict[str, bytes]:
 
 
 def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str, source: str | None = None) -> ExportedPrefix:
-    """Read the prefix in a kvpack file. ``tokens`` is a JSON file of its token ids, for files that do not contain them.
+    """Read the prefix in a kvpack file. ``tokens`` is the path of a JSON file of its token ids, for files that do not contain them.
 
     ``source`` is the path of the basis that the file needs, or of a folder that contains it. Raises InvalidParameter if there are no ids,
     MissingFile, MissingBasis, and the errors of loading a file.
@@ -152,7 +152,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
 
 
 def chunk_at(location: Any, exported: ExportedPrefix, options: StoreOptions) -> int | None:
-    """Return the chunk size, in tokens, in which a location stores the beginning of a prefix, or None if it is not stored.
+    """Return the chunk size, in tokens, with which a location stores the beginning of a prefix, or None if it does not store it.
 
     The location is not changed. Raises the errors of opening the location.
     """
@@ -164,7 +164,7 @@ def chunk_at(location: Any, exported: ExportedPrefix, options: StoreOptions) -> 
 
 
 def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:
-    """Return (tokens per chunk, digest of each chunk, all token ids) from the features ``TOKEN_CHUNKS_FEATURE``. Raises InvalidHeader."""
+    """Parse the feature ``TOKEN_CHUNKS_FEATURE``. Returns (tokens per chunk, digest of each chunk, all token ids). Raises InvalidHeader."""
     chunk = int.from_bytes(data[:_CHUNK_BYTES], "little")
     digests, ids, offset = [], [], _CHUNK_BYTES
     while offset < len(data):

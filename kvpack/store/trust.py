@@ -26,7 +26,7 @@ _GROUP_FOLDER, _GROUP_FILE = 0o2770, 0o660
 _MAX_GID = 2**32 - 2
 
 _PERMANENT_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-"""Errors which mean that a path can never be a store for this user, unlike errors that a faulty disk causes."""
+"""Errors which mean that a path can never be a store for this user. A faulty disk causes other errors."""
 
 
 class Untrusted(PermissionError):
@@ -37,18 +37,17 @@ class Untrusted(PermissionError):
 
 
 class NotAnEntry(OSError):
-    """Error for a folder, a link, a FIFO or a device at the path of an entry."""
+    """Error for a folder, a link, a FIFO or a device at an entry's path."""
 
     def __init__(self, path: str) -> None:
         super().__init__(errno.EINVAL, f"{path} is not a regular file")
 
 
 class Trust:
-    """Check of the users who may write to the folder ``root``. If the folder does not exist yet, its ``owner`` is this user.
+    """The check of which users may write to the folder ``root``. If the folder does not exist yet, its ``owner`` is this user.
 
-    ``trusted_group`` is the number or name of a group whose members may write there and are trusted like the owner. Raises InvalidParameter
-    if ``root`` cannot be a store, because others may write to it, it is not a folder, or it cannot be accessed, or if this user is not in
-    the trusted group.
+    ``trusted_group`` is the id or name of a group whose members may write there and are trusted like the owner. Raises InvalidParameter if
+    this user is not in that group, or if ``root`` cannot be a store: it is not a folder, others may write to it, or it is not accessible.
     """
 
     def __init__(self, root: str, trusted_group: int | str | None = None) -> None:
@@ -132,9 +131,9 @@ class Trust:
             folder = os.path.dirname(folder)
 
     def assign_owner(self, descriptor: int) -> None:
-        """Assign a file or folder that this user has just created to the store's owner, and to the trusted group if there is one.
+        """Assign a file or folder that this user has just created to the store's owner and, if there is one, to the trusted group.
 
-        Raises OSError, or Untrusted if it belongs to an untrusted user.
+        Raises OSError, or Untrusted if the file or folder belongs to an untrusted user.
         """
         if self.trusted_group is None and (self._user != 0 or self.owner == 0):
             return
@@ -182,12 +181,12 @@ class Trust:
             raise Untrusted(f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, so users other than its owner can write to it")
 
     def _forbidden_bits(self, status: os.stat_result) -> int:
-        """Return the mode bits that would let an untrusted user write."""
+        """Return the mode bits that must be unset so that no untrusted user can write."""
         return stat.S_IWOTH if self.trusted_group is not None and status.st_gid == self.trusted_group else OTHERS_WRITE
 
 
 def _group_number(group: int | str) -> int:
-    """Return the number of a group to which this process belongs. Raises InvalidParameter."""
+    """Return the id of a group of which this process is a member. Raises InvalidParameter."""
     number: Any = group
     if isinstance(group, str):
         try:

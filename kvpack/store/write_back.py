@@ -1,4 +1,4 @@
-"""A bounded queue of entries that are written to slower tiers in the background. Losing one only costs a miss there."""
+"""A bounded queue of entries that are written to slower tiers in the background. A lost entry is only a miss there."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WriteBack:
         self._reset()
 
     def add(self, chain: Sequence[bytes], data: bytes, now_ns: int) -> None:
-        """Queue an entry, or drop it and count the drop."""
+        """Queue an entry. If it does not fit, it is dropped and counted."""
         self._reset_in_child()
         with self._condition:
             if self._bytes + len(data) > QUEUE_BYTES:
@@ -53,7 +53,7 @@ class WriteBack:
             self._condition.notify_all()
 
     def cancel(self, keys: Iterable[bytes]) -> None:
-        """Drop queued entries with ``keys``, and wait if one of them is being written."""
+        """Drop the queued entries of ``keys``, and wait if one of them is being written."""
         self._reset_in_child()
         forgotten = set(keys)
         with self._condition:
@@ -64,7 +64,7 @@ class WriteBack:
             self._condition.notify_all()
 
     def close(self) -> None:
-        """Write the queued entries for at most ``FLUSH_SECONDS``. The remaining entries are dropped and counted."""
+        """Write queued entries for at most ``FLUSH_SECONDS``. The rest is dropped and counted."""
         self._reset_in_child()
         deadline = time.monotonic() + FLUSH_SECONDS
         with self._condition:

@@ -44,7 +44,7 @@ _MIN_NORMAL = 2.0**-126
 
 @dataclass(frozen=True)
 class Angle(CodecFamily):
-    """Codec that stores pairs of consecutive values. Bin k has the angle 2 pi (k + 1/2) / ``bins``.
+    """Codec that stores each pair of consecutive values as an angle bin and a norm. Bin k has the angle 2 pi (k + 1/2) / ``bins``.
 
     ``norm`` selects how the norm r of a pair is stored: fp32 stores r itself, linear stores codes of ``norm_bits`` bits with r = minimum +
     step * code, and log stores codes with r = 2^(minimum + step * code). Each token of a head has one step and one minimum, stored in the
@@ -189,7 +189,7 @@ class Angle(CodecFamily):
 
 
 def _unbiased_factor(norms: torch.Tensor, projected: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """Return the factor by which norm_rule=unbiased multiplies the norms ``[..., pair]`` of each token: ``[..., 1]``."""
+    """Return the factor ``[..., 1]`` by which norm_rule=unbiased multiplies a token's norms. All arguments are ``[..., pair]``."""
     largest = norms.amax(-1, keepdim=True).clamp_min_(_MIN_NORMAL)
     product, squares, length = (
         (left / largest).mul_(other / largest).sum(-1, keepdim=True)

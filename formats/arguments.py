@@ -46,7 +46,7 @@ def prefix_errors(where: str, kind: type[KvpackError] = KvpackError) -> Iterator
 
 
 def as_integer(value: Any, name: str) -> int:
-    """Convert ``value`` to an integer. Raises InvalidType; the message calls the value ``name``."""
+    """Return ``value`` as an int. Raises InvalidType if it is not an integer; the message calls it ``name``."""
     if type(value) is int:
         return value
     try:
@@ -75,7 +75,10 @@ def check_mapping(value: Any, name: str, example: str) -> None:
 
 
 def as_list(value: Any, name: str, expected: str) -> list[Any]:
-    """Return the items of a list, tuple, array or other sequence. Raises InvalidType; ``expected`` describes the items in the message."""
+    """Return the items of a list, tuple, array or other sequence.
+
+    Raises InvalidType for anything else; ``expected`` describes the items in the message.
+    """
     if not isinstance(value, str | bytes | bytearray | memoryview | Mapping | Set | type):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             return list(value)

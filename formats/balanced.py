@@ -28,15 +28,16 @@ OPTION = "frame"
 """Recipe option that requests a frame, as in ``frame=balanced``."""
 
 FRAMES = ("balanced", "centered")
-"""Kinds of frames in a basis: for whole keys, and for keys minus their mean, if the mean is stored separately."""
+"""Sidecar that maps keys into a calibrated frame of one of the kinds in ``FRAMES``.
+
+The frames of this kind (``frame``) are those of ``layer`` in the basis whose SHA-256 is ``basis``. ``source`` contains them once the codec
+has received its basis; it is not stored.
+"""
 
 
 @dataclass(frozen=True)
 class FrameMap(ValueMap):
-    """Sidecar that maps keys into the frames ``frame`` (one of ``FRAMES``) of ``layer`` in the basis with SHA-256 ``basis``.
-
-    ``source`` contains the frames once the codec has received its basis; it is not stored.
-    """
+    """Description, for messages, of the frames that the codec needs from the basis."""
 
     name: ClassVar[str] = "balanced"
     words: ClassVar[tuple[str, ...]] = (OPTION,)
@@ -97,8 +98,9 @@ class FrameMap(ValueMap):
         return f"{self.frame} frames of the keys of layer {self.layer} of the basis {self.basis.hex()}"
 
     def source_for(self, heads: int) -> BalancedFrames:
-        """Return the frames of the basis. Raises MissingBasis if the codec has none, or InvalidParameter if they are not for ``heads``
-        heads.
+        """Return the frames of the basis.
+
+        Raises MissingBasis if the codec has not received its basis, or InvalidParameter if the frames are for another number of heads.
         """
         if self.source is None:
             raise missing_basis_error(self.basis_location)
@@ -117,7 +119,7 @@ class FrameMap(ValueMap):
         return plain_product(q, self.source_for(q.shape[1]).on_device(q.device).matrices.transpose(1, 2))
 
     def rotated_query(self, q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Apply ``query`` and then ``rotation`` to queries with a single matrix product."""
+        """Map queries by ``query`` and then rotate them by ``rotation``, with one matrix product."""
         matrices = self.source_for(q.shape[1]).on_device(q.device).query_matrices(rotation)
         # A three-dimensional product has less overhead than a broadcast one.
         return plain_product(q[0], matrices)[None] if len(q) == 1 else plain_product(q, matrices)

@@ -17,7 +17,7 @@ MAX_GROWTH = 2.0**10
 
 
 class BalancedFrames:
-    """Balanced frames of one layer's keys: float32 ``[kv_head, column, channel]``, each column as a vector in the original frame."""
+    """Balanced frames of one layer's keys: float32 ``[kv_head, column, channel]``, each column a vector in the original frame."""
 
     def __init__(self, matrices: torch.Tensor) -> None:
         self.matrices = matrices
@@ -33,7 +33,7 @@ class BalancedFrames:
         return self.matrices.shape[2]
 
     def check_heads(self, heads: int) -> BalancedFrames:
-        """Return these frames. Raises InvalidParameter unless they are for ``heads`` heads."""
+        """Return self. Raises InvalidParameter unless there is one frame for each of ``heads`` heads."""
         if self.heads != heads:
             raise InvalidParameter(f"the frames are for {self.heads} heads, but the values have {heads}: use the basis of this model")
         return self
@@ -54,9 +54,9 @@ class BalancedFrames:
         return result.to(self.matrices.device)
 
     def query_matrices(self, rotation: Rotation) -> torch.Tensor:
-        """Return the matrices that map queries to the coded frame of ``rotation``, float32 ``[kv_head, channel, column]``, rounded once.
+        """Return the matrices that map queries to the coded frame of ``rotation``, float32 ``[kv_head, channel, column]``.
 
-        They combine the map and the rotation. The result is cached.
+        Each matrix combines the map and the rotation, and is rounded only once. The matrices are cached.
         """
         if rotation not in self._query_matrices:
             with torch.inference_mode(False):
@@ -79,7 +79,10 @@ class BalancedFrames:
 
 
 class CalibratedFrames(NamedTuple):
-    """Calibration data for one layer's keys: ``frames``, or mean squared ``queries``, and the SHA-256 of the basis that contains them."""
+    """Calibration data for one layer's keys, from the basis with SHA-256 ``digest``.
+
+    It is either ``frames``, or ``queries``, the mean square of each query channel.
+    """
 
     digest: bytes
     layer: int

@@ -45,9 +45,9 @@ Unpacker = Callable[[Columns, Sequence["torch.Tensor"]], list["torch.Tensor"]]
 
 
 class _Checks(NamedTuple):
-    """Inputs of a codec's checks.
+    """Checks of a codec's stored streams, and the stream names that they need.
 
-    ``code_streams`` lists the name, packing and planes of each code stream. ``finite_streams`` must contain finite numbers.
+    ``packed`` lists the name, packing and planes of each code stream. ``finite`` lists the streams that must contain finite numbers.
     ``batch_stream`` is the name of a stream whose first axis is the batch.
     """
 
@@ -73,7 +73,7 @@ class Codec(EntryStreams, ABC):
 
     id: ClassVar[str]
     supports_all_sidecars: ClassVar[bool] = True
-    """True if the codec, unless it is lossless, supports all sidecars. Otherwise it supports only those with ``supports_every_codec``."""
+    """True if the codec supports every sidecar, False if only those with ``supports_every_codec``. Lossless codecs support none."""
     dim: int
     sidecars: tuple[Any, ...] = ()
     raw_positions: Any = None
@@ -98,7 +98,7 @@ class Codec(EntryStreams, ABC):
 
     @property
     def spreads_channels(self) -> bool:
-        """True if values are rotated without a step before that evens out channels, so that one large channel costs all precision."""
+        """True if values are rotated without first evening out the channels, so that one large channel costs all channels precision."""
         return self.rotation.kind != "none"
 
     def coded_norms(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
@@ -116,14 +116,11 @@ class Codec(EntryStreams, ABC):
 
     @property
     def error_spread(self) -> float:
-        """How many times larger an ordinary token's ``error_sizes`` can be than the typical value.
-
-        0 if errors are proportional to the coded norm.
-        """
+        """Largest ratio of an ordinary token's ``error_sizes`` to the typical value."""
         return 0.0
 
     def min_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Return the smallest root mean square that the run's shared scale encodes well: float32 ``[batch, kv_head or 1, 1]``.
+        """Return the smallest root mean square of a token that the run's shared scale encodes well: float32 ``[batch, kv_head or 1, 1]``.
 
         Tokens below it have more than twice the typical relative error. Returns None if the run shares no scale.
         """
@@ -131,7 +128,7 @@ class Codec(EntryStreams, ABC):
 
     @property
     def features(self) -> frozenset[str]:
-        """Features that a reader of a file with this codec must support, beyond those of the first readers of version 1."""
+        """Features that a reader must support to read files with this codec, beyond the original features of version 1."""
         return frozenset()
 
     @property
@@ -150,7 +147,7 @@ class Codec(EntryStreams, ABC):
 
     @cached_property
     def rotation(self) -> Rotation:
-        """Rotation from the original to the coded frame, given by ``rotation_kind`` and ``seed``; the identity by default."""
+        """Rotation from the original to the coded frame, defined by ``rotation_kind`` and ``seed``. The default is the identity."""
         return rotation_of(getattr(self, "rotation_kind", "none"), self.dim, getattr(self, "seed", 0))
 
     @property
@@ -160,7 +157,7 @@ class Codec(EntryStreams, ABC):
 
     @property
     def token_group(self) -> int:
-        """Number of tokens that are encoded together. New tokens are encoded in multiples of it."""
+        """Number of tokens that are encoded together. New tokens are encoded in multiples of this number."""
         return 1
 
     @property
@@ -187,8 +184,8 @@ class Codec(EntryStreams, ABC):
 
         Args:
             run: The values.
-            before: Streams of the preceding run of the same layer's keys or values, or None. Runs whose streams with one row per run are
-                equal can be joined later.
+            before: Streams of the preceding run of the same layer's keys or values, or None. Runs can be joined
+                later if their streams with one row per run are equal.
 
         Raises:
             OutOfRange: A scale does not fit its stored dtype.
@@ -236,19 +233,21 @@ class Codec(EntryStreams, ABC):
         return streams[name].shape[2]
 
     def stored_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the values ``[batch, kv_head, token, dim]`` bit for bit. Only codecs with an ``exact_dtype`` implement it; the result has
-        that dtype.
+        """Return the stored values, ``[batch, kv_head, token, dim]`` in ``exact_dtype``, bit for bit.
+
+        Only codecs with an ``exact_dtype`` implement it.
         """
         raise NotImplementedError
 
     def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> Mapping[str, torch.Tensor]:
-        """Shorten the last token group of ``streams`` to its first ``tokens`` tokens, and return the streams that an encoder would have
-        produced.
+        """Shorten the last token group of ``streams`` to its first ``tokens`` tokens.
+
+        Returns the streams that an encoder would have produced for the remaining tokens.
         """
         return streams
 
     def coded_frame(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map float32 ``[batch, kv_head, row, dim]`` from the original frame to the run's coded frame; inverts ``original``."""
+        """Map float32 ``[batch, kv_head, row, dim]`` from the original frame to the run's coded frame. Inverse of ``original``."""
         return self.rotation.forward(x)
 
     def original(self, u: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -256,8 +255,9 @@ class Codec(EntryStreams, ABC):
         return self.rotation.inverse(u)
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map queries so that their products with coded keys equal the products of ``q`` with the original keys: the transpose of
-        ``original``.
+        """Map queries to the coded frame, so that their products with coded keys equal the products in the original frame.
+
+        This is the transpose of ``original``.
         """
         return self.rotation.forward(q)
 
@@ -276,7 +276,7 @@ class Codec(EntryStreams, ABC):
         return layout | self.scales(batch, heads, tokens)
 
     def run_layouts(self, batch: int, heads: int) -> Mapping[str, Layout]:
-        """Return the layouts of all streams for 0 tokens: complete for streams with one row per run, and without rows for all others."""
+        """Return the layouts of all streams for 0 tokens. Only streams with one row per run have rows."""
         if (batch, heads) not in self.derived_values:
             self.derived_values[batch, heads] = self.layout(batch, heads, 0)
         layouts: Mapping[str, Layout] = self.derived_values[batch, heads]
@@ -323,7 +323,7 @@ class Codec(EntryStreams, ABC):
         return {f"{stream}.{plane}": words for plane, words in enumerate(self.packings()[stream].pack(digits))}
 
     def unpack(self, stream: str, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> list[torch.Tensor]:
-        """Unpack the digits of one code stream: int32 ``[batch, kv_head, token, symbol]`` each."""
+        """Unpack one code stream into its digits, int32 ``[batch, kv_head, token, symbol]`` each."""
         packing = self.packings()[stream]
         return unpacker(packing, [streams[f"{stream}.{plane}"] for plane in range(len(packing.planes))])
 
@@ -347,7 +347,7 @@ class Codec(EntryStreams, ABC):
         return packed
 
     def pack_factored(self, stream: str, digit: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Pack a digit as ``stream``, or as the two streams ``stream_low`` and ``stream_high`` if this codec splits it."""
+        """Pack ``digit`` as ``stream``, or as two streams, ``stream_low`` and ``stream_high``, if this codec splits it."""
         packings = self.packings()
         if stream in packings:
             return self.pack(stream, digit)
@@ -363,13 +363,13 @@ class Codec(EntryStreams, ABC):
         return high << packings[f"{stream}_low"].bases[0].bit_length() - 1 | low
 
     def same_codes(self, other: Codec) -> bool:
-        """Return True if ``other`` stores the same codes, though perhaps packed differently."""
+        """Return True if ``other`` stores the same codes. It may pack them differently."""
         params, other_params = self.params(), other.params()
         compared = params.keys() - _PACKING_PARAMETERS
         return params.keys() == other_params.keys() and all(params[name] == other_params[name] for name in compared)
 
     def repack(self, streams: Mapping[str, torch.Tensor], other: Codec) -> dict[str, torch.Tensor]:
-        """Repack the streams for ``other``, which must have the ``same_codes``. No value is decoded, so none changes."""
+        """Repack the streams for ``other``, which must store the same codes (``same_codes``). The decoded values do not change."""
         scales = {name: streams[name] for name in self.scales(1, 1, 0)}
         return other.pack_digits(*self.digits(streams)) | scales
 
@@ -417,7 +417,9 @@ class Codec(EntryStreams, ABC):
         return ()
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
-        """Raise InvalidPayload for errors that are visible only if the number of tokens in each run is known. ``check`` must have passed.
+        """Raise InvalidPayload for errors that are visible only if the number of tokens in each run is known.
+
+        Call it after ``check`` has passed.
         """
         for rule in self._checks.run_rules:
             rule(arrays, runs, self.batch_size(arrays), where)
@@ -428,7 +430,8 @@ class Codec(EntryStreams, ABC):
         return batch
 
     def check_chunks(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload for errors that are visible only after all symbols are decoded. The other checks must have passed."""
+        """Raise InvalidPayload for errors that are visible only after all symbols are decoded. Call it after the other checks have passed.
+        """
         for rule in self._checks.chunk_rules:
             rule(arrays, where)
 
@@ -454,21 +457,20 @@ class PlainCodec(Codec):
 
     @property
     def run_values(self) -> int:
-        """Number of values per head that decoding materializes from streams with one row per run.
+        """Number of values per head that a decoder computes from streams with one row per run.
 
-        Readers count them against a memory limit.
+        Readers count them toward their memory limit.
         """
         return 0
 
     @property
     def shared_scales(self) -> frozenset[str]:
-        """Kinds of scales, proportional to norms, that heads or tokens share: a subset of ``token_norms.HEADS`` and ``token_norms.TOKENS``.
-        """
+        """Units that share a scale proportional to norms: ``token_norms.HEADS``, ``token_norms.TOKENS``, both or neither."""
         return frozenset()
 
     @property
     def direction_spread(self) -> float:
-        """How much larger an ordinary token's relative error can be than the typical relative error.
+        """Largest ratio of an ordinary token's relative error to the typical relative error.
 
         0 for codecs whose errors depend on value sizes. For all other codecs, errors depend on direction and cannot be derived from the
         streams, so encoders measure them.
@@ -477,15 +479,15 @@ class PlainCodec(Codec):
 
     @property
     def min_error(self) -> float:
-        """Typical relative error of a token, for codecs with a ``direction_spread``. Smaller errors are raised to this value.
+        """Typical relative error of a token, for codecs with a ``direction_spread``. Smaller errors count as this value.
 
-        Without this minimum, tokens that are encoded again without error would make the errors of all other tokens seem large.
+        Without this minimum, values that were already quantized, and are encoded again without error, would make the errors of other tokens
+        seem large.
         """
         return 0.0
 
     def error_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return an estimate, computed from stored streams, that is proportional to each token's error: float32 ``[batch, kv_head,
-        token]``.
+        """Estimate each token's error from stored streams: float32 ``[batch, kv_head, token]``, proportional to the error.
 
         Only codecs with a nonzero ``error_spread`` implement it.
         """

@@ -1,4 +1,4 @@
-"""Rows of a basis: the calibrated frame of a model's keys or values in one layer (spec/basis.md).
+"""Rows of a basis, which define the calibrated frame of a layer's keys or values (spec/basis.md).
 
 The rows of a head are the mean in the coded frame, the matrix from the coded to the original frame, the weights of the columns, and the
 tables of every run of columns at every width.
@@ -28,22 +28,22 @@ TABLE_VALUES = (2 << MAX_WIDTH) - 2
 """Number of values in the tables of one run: 2 for one bit, then 4 for two bits, and so on."""
 
 MEAN_UNIT = 256.0
-"""Unit of the row of means. Columns that hardly vary may have a mean many times their spread."""
+"""Factor by which stored means are multiplied. A column that hardly varies may have a mean many times its spread."""
 
 DIGEST_BYTES = 32
 """Number of bytes of the SHA-256 that identifies a basis file."""
 
 MAX_LAYER = 4095
-"""Largest layer of a basis that a codec or sidecar may name."""
+"""Largest layer index of a basis."""
 
 
 def missing_basis_error(location: str) -> MissingBasis:
-    """Create the error for a codec that has no basis. ``location`` is the part of the basis that it needs."""
+    """Return the error for a codec without its basis. ``location`` describes the part of the basis that it needs."""
     return MissingBasis(f"the {location} are needed, but no basis was passed: pass basis= when loading or converting the cache")
 
 
 MAX_GAIN = 65504.0
-"""Maximum gain of a token: the largest finite binary16."""
+"""Maximum gain of a token: the largest finite float16."""
 
 
 def run_count(dim: int) -> int:
@@ -57,15 +57,12 @@ def row_count(dim: int) -> int:
 
 
 def run_columns(run: int, dim: int) -> slice:
-    """Return the columns of a run."""
+    """Return the columns of a run as a slice."""
     return slice(RUN_COLUMNS * run, min(RUN_COLUMNS * (run + 1), dim))
 
 
 class BasisRows:
-    """The rows of one layer's keys or values, float32 ``[batch or 1, kv_head, row, dim]``, and views of their parts.
-
-    Raises InvalidParameter for fewer than ``row_count(dim)`` rows.
-    """
+    """The basis rows of one layer's keys or values, float32 ``[batch or 1, kv_head, row, dim]``."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         if rows.dim() != 4 or rows.shape[2] < row_count(rows.shape[3]):
@@ -85,7 +82,7 @@ class BasisRows:
         return self.rows.shape[3]
 
     def check_heads(self, heads: int) -> BasisRows:
-        """Return these rows. Raises InvalidParameter unless they are for ``heads`` heads."""
+        """Return self. Raises InvalidParameter unless there are rows for exactly ``heads`` heads."""
         if self.heads != heads:
             raise InvalidParameter(f"the basis is for {self.heads} heads, but the values have {heads}: use the basis of this model")
         return self
@@ -102,7 +99,7 @@ class BasisRows:
 
     @cached_property
     def weights(self) -> torch.Tensor:
-        """Cost of an error in each column, in one unit for all columns of a basis: float32 ``[batch, kv_head, 1, column]``."""
+        """Cost of an error in each column, float32 ``[batch, kv_head, 1, column]``. All columns of a basis use the same unit."""
         return self.rows[:, :, 1 + self.dim, None].to(torch.float32)
 
     @cached_property
@@ -116,10 +113,9 @@ class BasisRows:
         return self._tables[:, :, run, (1 << width) - 2 : (2 << width) - 2]
 
     def head_tables(self, heads: Sequence[int], runs: Sequence[int], width: int) -> torch.Tensor:
-        """Return the decoded values of codes of ``width`` bits, for the runs of 8 columns ``runs`` of ``heads``: float32 ``[batch, run,
-        code]``.
+        """Return the decoded values of all codes of ``width`` bits for runs of 8 columns: float32 ``[batch, run, code]``.
 
-        Two runs of 8 columns share the tables of one run of ``RUN_COLUMNS``.
+        ``heads`` and ``runs`` are the head and the index of each run. Two runs of 8 columns share the tables of one run of ``RUN_COLUMNS``.
         """
         result = self._tables[:, list(heads), [run // 2 for run in runs]]
         return result[..., (1 << width) - 2 : (2 << width) - 2]
@@ -128,7 +124,7 @@ class BasisRows:
     def inverse(self) -> torch.Tensor:
         """Inverse of ``matrix``, float32 ``[batch, kv_head, channel, column]``, for encoders.
 
-        Raises the errors of ``check_decoded_range`` and ``invert_for_encoding``.
+        Raises OutOfRange if a token could decode to infinity, or if the inverse is not accurate.
         """
         largest = self._tables.abs().amax(-1).repeat_interleave(RUN_COLUMNS, -1)[..., : self.dim]
         check_decoded_range(MAX_GAIN * largest.to(torch.float64) + self.mean[:, :, 0].abs(), self.matrix, None, "the rows of the basis")

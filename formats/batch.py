@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 
 def select_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the streams of the sequences ``indices``, int64 ``[row]``, in that order.
+    """Return the streams of the sequences at ``indices``, int64 ``[row]``, in that order.
 
-    Indices must be within the batch and on the streams' device. Rows are copied without decoding them. A repeated index repeats its
-    sequence.
+    Indices must be within the batch and on the streams' device. Rows are copied without decoding. A repeated index repeats its sequence.
     """
     counts, named = codec.entries(streams), codec.select_sequences(streams, indices)
     result = {}
@@ -31,7 +30,9 @@ def select_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], indices:
 
 
 def split_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tensor]]:
-    """Split the sequences into ``parts`` equal parts, and return the streams of each. Only raw tokens by position may be stored as entries.
+    """Split the sequences into ``parts`` equal parts, and return the streams of each part.
+
+    The only streams with one row per entry that are supported are raw tokens by position.
     """
     layouts, raw = codec.row_layouts, codec.raw_positions
     by_stream = {name: streams[name].chunk(parts, 0) for name, layout in layouts.items() if layout.batch_axis == 0}
@@ -44,9 +45,9 @@ def split_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], parts: in
 
 
 def _entry_indices(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return the entry numbers of the sequences ``indices``, ordered by token and then by position in ``indices``.
+    """Return the indices of the entries of the sequences at ``indices``, ordered by token and then by position in ``indices``.
 
-    ``counts`` ``[token, batch]`` are the numbers of entries.
+    ``counts`` ``[token, batch]`` is the number of entries of each token.
     """
     first = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
     chosen, starts = counts[:, indices].flatten(), first[:, indices].flatten()
@@ -57,7 +58,7 @@ def _entry_indices(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def take_rows(stream: torch.Tensor, axis: int, rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows with numbers ``rows``, int64 on the stream's device, of ``stream`` along ``axis``, in that order."""
+    """Return the rows of ``stream`` along ``axis`` at the indices ``rows``, int64 on the stream's device."""
     # Not every device, and not every version of PyTorch, indexes uint16.
     if stream.dtype == torch.uint16:
         return stream.view(torch.int16).index_select(axis, rows).view(torch.uint16)

@@ -65,5 +65,5 @@ class BlockRotation(ValueMap):
 
 
 def read_block_size(options: Options) -> int:
-    """Return the block size that a recipe requests, or 0 if it requests none. Raises InvalidParameter if it is out of range."""
+    """Return the block size that a recipe requests, or 0 if none. Raises InvalidParameter if it is out of range."""
     return options.integer("block_rotation", 0, 2, MAX_DIM)

@@ -40,7 +40,9 @@ _MIN_WEIGHT = 2.0**-10
 """Minimum weight of a channel, relative to the average. Its inverse is the maximum balanced factor."""
 
 _MAX_MEAN_RATIO = 8.0
-"""Maximum ratio assumed between a channel's mean square with and without page means. Key biases do not predict the size of queries."""
+"""Maximum ratio assumed between a channel's mean square with and without page means. Larger ratios come from key biases, which do not
+predict the size of queries.
+"""
 
 _SPAN_TOKENS = 16
 """Number of tokens per span. The root mean square of a span is one sample."""
@@ -97,8 +99,8 @@ class ChannelScale(ValueMap):
         """Return a run's factors ``[batch, kv_head, 1, dim]``: max(1, r / 4), where r is a channel's rms relative to the median channel's.
 
         The rms of a channel is the median over spans of 16 tokens, because an outlier in one token would otherwise scale all others. If
-        page means are subtracted, the factors are max(1, min((r / 10)^6, 3 sqrt(r))), times those of ``_mean_factors``. Balanced factors
-        are proportional to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
+        page means are subtracted, the factors are max(1, min((r / 10)^6, 3 sqrt(r))), multiplied by the result of ``_mean_factors``.
+        Balanced factors are proportional to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
         """
         squares = _span_squares(run, run.blocks)
         if self.queries is not None:
@@ -158,11 +160,11 @@ def _span_squares(run: Run, blocks: Callable[[], Iterator[torch.Tensor]]) -> tor
 
 
 def _mean_factors(rest: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return factors from the mean squares of keys without (``rest``) and with (``whole``) their page means, ``[batch, kv_head, 1, dim]``
-    each.
+    """Return factors computed from the mean squares of keys.
 
-    Queries are unknown, but in each pair of channels that RoPE rotates, they are about as large as whole keys. Balanced factors are
-    therefore proportional to (``rest`` / ``whole``)^(1/4). The smallest factor is 1.
+    ``rest`` are the mean squares without page means, ``whole`` those with page means, ``[batch, kv_head, 1, dim]`` each. Queries are
+    unknown, but in each pair of channels that RoPE rotates, they are about as large as whole keys. Balanced factors are therefore
+    proportional to (``rest`` / ``whole``)^(1/4). The smallest factor is 1.
     """
     rest, whole = (torch.stack(squares.chunk(2, 3)).sum(0).repeat(1, 1, 1, 2) for squares in (rest, whole))
     share = torch.where(whole > 0, rest / whole, 1.0).clamp(1 / _MAX_MEAN_RATIO, 1.0)
@@ -170,9 +172,10 @@ def _mean_factors(rest: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _balanced_factors(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Return the balanced factors for mean squared keys ``[batch, kv_head, 1, dim]``. Values below 2^-10 of the average are raised to it.
+    """Return the balanced factors for mean squared keys ``[batch, kv_head, 1, dim]``.
 
-    Raises InvalidParameter if ``queries`` has a different number of heads.
+    Mean squares below 2^-10 of the average count as 2^-10 of the average. Raises InvalidParameter if ``queries`` has a different number of
+    heads.
     """
     if len(queries) != keys.shape[1]:
         raise InvalidParameter(

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from .value_blocks import Array
 
 MAX_BASE = 1 << 16
-"""The largest base of a digit."""
+"""Largest base of a digit."""
 
 MAX_COLUMN_BYTES = 16
 """Maximum number of bytes of a column if every base is a power of two."""
 
 MAX_COLUMN_VALUES = 1 << 53
-"""Maximum number of values of a column if some base is not a power of two. Binary64 represents each of them exactly."""
+"""Maximum number of values of a column if some base is not a power of two. A float64 represents each of them exactly."""
 
 MAX_FIELDS = 8 * MAX_COLUMN_BYTES
 """Maximum number of fields of a column, reached by one-bit symbols in the widest column."""
@@ -48,7 +48,7 @@ def is_power_of_two(value: int) -> bool:
 
 
 def factors_of_two(value: int) -> int:
-    """Return the exponent k in ``value`` = 2^k m with odd m."""
+    """Return the exponent of the largest power of two that divides ``value``."""
     return (value & -value).bit_length() - 1
 
 
@@ -295,7 +295,7 @@ class Columns:
                 self._check_rows(blocks, _RowPosition(where, first, planes[0].shape[:-1]))
 
     def word_rules(self) -> list[WordRule | None] | None:
-        """Return the constraints that ``check`` puts on the words of each plane, or None if some errors are not visible in single words."""
+        """Return the limits that ``check`` puts on the words of each plane, or None if some errors are not visible in single words."""
         if self.binary and self.alphabets == self.bases:
             return [
                 WordRule(tuple(self._spare_bits[number].tolist()), (0xFFFF,) * words) if number in self._spare_bits else None
@@ -306,7 +306,7 @@ class Columns:
         return [WordRule((0,) * self.width, tuple(self._column_limits.tolist()))]
 
     def _are_valid(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> bool:
-        """Return True if reductions over the rows prove ``planes`` valid. Otherwise, each value must be checked."""
+        """Return True if reductions over the rows prove ``planes`` valid. If it returns False, check each value."""
         if self.binary:
             return self.alphabets == self.bases and not self._wrong_planes(planes)
         return self._column_limits is not None and bool((reduce_rows(planes[0], numpy.maximum) <= self._column_limits).all())
@@ -361,8 +361,9 @@ class Columns:
         return numpy.array([self.bases[0] ** self.used_fields(c) - 1 for c in range(self.width)], dtype=numpy.uint16)
 
     def symbol_bits(self, first: int) -> list[list[int]]:
-        """Return a mask, for each word of each plane, of the bits that belong to symbol ``first`` and later symbols. All bases must be
-        powers of two.
+        """Return a mask for each word of each plane: the bits of symbol ``first`` and all later symbols.
+
+        All bases must be powers of two.
         """
         digits = list(zip(self.bases, self.place_values, strict=True))
         columns = [
@@ -385,7 +386,8 @@ def _join_words(words: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _fold(fields: torch.Tensor, base: int) -> torch.Tensor:
-    """Return sum_k base^k fields[..., k, :]. Each step halves the number of fields, so few passes run over long contiguous rows."""
+    """Return sum_k base^k fields[..., k, :]. The number of fields is halved repeatedly, so that every pass runs over long contiguous rows.
+    """
     count = fields.shape[-2]
     if count == 1:
         return fields[..., 0, :]
@@ -403,7 +405,10 @@ def _bits_at(words: Sequence[numpy.ndarray[Any, Any]], position: int) -> numpy.n
 
 
 def reduce_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.ndarray[Any, Any]:
-    """Combine each word over all rows. Many rows are combined at once, so that the reduction runs along contiguous memory."""
+    """Reduce each word of ``plane`` over all rows with ``combine``.
+
+    Many rows are reduced together, so that the reduction runs along contiguous memory.
+    """
     rows = plane.reshape(-1, plane.shape[-1])
     at_once = max(1, _WORDS_AT_ONCE // max(1, rows.shape[1]))
     whole = len(rows) // at_once * at_once
@@ -421,8 +426,9 @@ class WordRule(NamedTuple):
 
 
 class _RowPosition(NamedTuple):
-    """Position of a block of rows, for messages: it starts at row ``first`` of the stream ``where``, whose shape without the last axis is
-    ``axes``.
+    """Position of a block of rows, for messages.
+
+    The block starts at row ``first`` of the stream ``where``. ``axes`` is the shape of the stream without its last axis.
     """
 
     where: str

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from .options import Options
 
 OPTIONAL = {"optional": True}
-"""Metadata of a parameter that is stored only if it differs from its default."""
+"""Metadata of a parameter that is stored only if its value is not the default."""
 ENCODER_ONLY = {"stored": False}
 """Metadata of a parameter that affects only the encoder and is never stored."""
 
 
 def in_range(low: int, high: int) -> dict[str, Any]:
-    """Return the metadata of an integer parameter from ``low`` to ``high``, both included."""
+    """Return the metadata of an integer parameter from ``low`` to ``high``, inclusive."""
     return {"range": (low, high)}
 
 
@@ -129,7 +129,7 @@ class CodecFamily(PlainCodec):
 
     @property
     def features(self) -> frozenset[str]:
-        """Required features of the stored form of norms, if the codec has a parameter ``norm``. Subclasses with other features add them."""
+        """Features that readers of the stored norms need, if the codec has a parameter ``norm``. Subclasses add other features."""
         return norm_features(getattr(self, "norm", ""))
 
     def params(self) -> dict[str, Any]:

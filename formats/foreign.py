@@ -27,10 +27,10 @@ def is_foreign(codec: Any) -> bool:
 
 
 def begin_run(codec: Any, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
-    """Return ``codec.begin(run, before)`` for a codec without sidecars.
+    """Return ``codec.begin(run, before)`` for a codec without sidecars, with checks if the codec is foreign.
 
-    If it is a foreign codec, its encoder raises InvalidParameter for streams that do not match the codec's layout or that readers would
-    refuse, and for decoded values of another dtype or shape.
+    The encoder of a foreign codec raises InvalidParameter for streams that do not match the codec's layout or that readers would reject,
+    and for decoded values of the wrong dtype or shape.
     """
     encoder: RunEncoder = codec.begin(run, before)
     if not is_foreign(codec):
@@ -56,7 +56,7 @@ def check_layouts(codec: Any, layouts: Mapping[str, Layout]) -> None:
 
 
 def check_digits(codec: Any, stream: str, digits: Sequence[torch.Tensor]) -> None:
-    """Raise InvalidParameter if ``digits`` cannot be packed as the code ``stream``."""
+    """Raise InvalidParameter if ``digits`` cannot be packed into the code stream ``stream``."""
     where, packing = f"codec {codec.id}: encode packs stream {stream!r}", codec.packings().get(stream)
     if packing is None:
         raise InvalidParameter(f"{where}, which is missing from packings: add it to packings")
@@ -73,7 +73,7 @@ def check_digits(codec: Any, stream: str, digits: Sequence[torch.Tensor]) -> Non
 
 
 def check_decoded(codec: Any, values: torch.Tensor, shape: Sequence[int | str] = ("batch", "kv_head", "token")) -> None:
-    """Raise InvalidParameter for decoded ``values`` of another dtype or shape. Axes that ``shape`` gives by name may have any size."""
+    """Raise InvalidParameter unless decoded ``values`` are float32 ``[*shape, dim]``. Axes that are names may have any size."""
     for axes in dict.fromkeys((("batch", "kv_head", "token"), tuple(shape))):
         expected = [*axes, codec.dim]
         sizes = [size if isinstance(axis, int) else axis for size, axis in zip(values.shape, expected, strict=False)]
@@ -84,7 +84,10 @@ def check_decoded(codec: Any, values: torch.Tensor, shape: Sequence[int | str] =
 
 
 def _check_streams(codec: Any, streams: Mapping[str, torch.Tensor], shape: Sequence[int]) -> None:
-    """Raise InvalidParameter if ``streams``, encoded from values of ``shape``, do not match the layout, or readers would refuse them."""
+    """Raise InvalidParameter if encoded ``streams`` do not match the layout, or if readers would reject them.
+
+    ``shape`` is the shape of the values.
+    """
     layout = codec.layout(*shape[:3])
     for name in {**layout, **streams}:
         entry, stream = layout.get(name), streams.get(name)

@@ -1,8 +1,7 @@
-"""Frames of a basis: the coordinates in which the ``transform`` codec represents the keys or values of one layer (spec/basis.md, Transform
-matrices).
+"""Frames of a basis: the coordinates in which the ``transform`` codec represents one layer's keys or values.
 
-A frame consists of a mean and, for each column, a vector of channels, a scale (the column's spread), and the index of the symbol table
-that fits the scale. Keys are represented as they are before RoPE.
+A frame consists of a mean and, for each column, a vector of channels, a scale (the column's spread), and the index of the symbol table that
+fits the scale. Keys are represented as they are before RoPE. Source: spec/basis.md, Transform matrices.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ PAIRINGS = ("halves", "neighbours")
 MAX_TABLES = 64
 MAX_ALPHABET = 256
 MAX_FREQUENCY = 2.0
-"""Maximum frequency in radians per position. Up to it, binary64 is precise enough for the angles of all positions."""
+"""Maximum frequency in radians per position. At lower frequencies, float64 is precise enough for the angles of all positions."""
 
 SCALES_PER_TABLE = 4
 """Number of consecutive scales that share a table; an octave has 16."""
 
 SCALES_PER_OCTAVE = 16
-"""Number of scales, and of the codec's steps, that correspond to a factor of 2 in size."""
+"""Number of scales per factor of 2 in size. The codec's steps have the same spacing."""
 
 MAX_LEVEL = 2**31 - 1
-"""Maximum level of a column, in steps of at most 1."""
+"""Maximum magnitude of a column's level (a number of steps)."""
 
 _ROTATED_TOKENS = 1 << 12
-"""Number of tokens that are rotated at once. The angles of later tokens are computed from the first tokens' angles."""
+"""Number of tokens that are rotated together. Angles of later tokens are computed from the angles of the first tokens."""
 
 
 class Rope(NamedTuple):
     """Rotary embedding of keys: ``frequencies`` in radians per position, float32, for the channel pairs that ``pairing`` selects.
 
-    The model uses different frequencies for sequences of more than ``longest`` tokens.
+    For sequences longer than ``longest`` tokens, the model uses other frequencies.
     """
 
     frequencies: tuple[float, ...]
@@ -51,9 +50,9 @@ class Rope(NamedTuple):
     longest: int | None = None
 
     def rotate(self, x: torch.Tensor, first: int, *, back: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply the embedding for positions from ``first`` on to ``x``, float32 ``[..., token, dim]``, or invert it if ``back``.
+        """Apply the embedding to ``x``, float32 ``[..., token, dim]``, or invert it if ``back``.
 
-        Writes to ``out`` if given.
+        ``first`` is the position of the first token. If ``out`` is not None, the result is written to it.
         """
         pairs = len(self.frequencies)
         sign = -1 if back else 1
@@ -69,7 +68,7 @@ class Rope(NamedTuple):
         return out
 
     def _cos_sin(self, first: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cosines and sines for up to ``_ROTATED_TOKENS`` positions from ``first`` on, float32 ``[token, pair]``."""
+        """Return the cosines and sines for up to ``_ROTATED_TOKENS`` positions, starting with ``first``: float32 ``[token, pair]`` each."""
         cos, sin = (table[:tokens] for table in first_cos_sin(self.frequencies))
         # Angles at large positions need binary64, but sums and products of their cosines and sines do not.
         at = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu") * first
@@ -79,17 +78,17 @@ class Rope(NamedTuple):
 
 @lru_cache(MAX_CACHED_TABLES)
 def first_cos_sin(frequencies: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosines and sines for the first ``_ROTATED_TOKENS`` positions, float32 ``[token, pair]``."""
+    """Return the cosines and sines for the first ``_ROTATED_TOKENS`` positions, float32 ``[token, pair]`` each."""
     angles = torch.arange(_ROTATED_TOKENS, dtype=torch.float64, device="cpu")[:, None]
     angles = angles * torch.tensor(frequencies, dtype=torch.float64, device="cpu")
     return angles.cos().to(torch.float32), angles.sin().to(torch.float32)
 
 
 class SymbolTables:
-    """Tables for entropy coding: the ``frequencies`` of symbols, int64 ``[table, symbol]``, and their decoded ``values`` in steps.
+    """Tables for entropy coding.
 
-    The frequencies of a table sum to 2^12. Symbol 0 is the escape. ``values``, float32 ``[table, symbol - 1]``, are for the levels from
-    -``max_level`` to ``max_level``.
+    ``frequencies``, int64 ``[table, symbol]``, sum to 2^12 in each table. Symbol 0 is the escape. ``values``, float32 ``[table, symbol -
+    1]``, are what the levels from -``max_level`` to ``max_level`` decode to, in steps.
     """
 
     def __init__(self, frequencies: Numbers, values: torch.Tensor) -> None:
@@ -122,14 +121,13 @@ class SymbolTables:
 
 
 ESCAPE_BITS = 32
-"""Number of bits, after the escape symbol, of a level that has no symbol of its own."""
+"""Number of bits that follow an escape symbol: a level that has no symbol of its own."""
 
 
 class Frames:
-    """Frames of one layer's keys or values: ``rows`` float32 ``[frame, 1 + column, channel]``, mean first, and ``scales`` ``[frame,
-    column]``.
+    """Frames of one layer's keys or values, one per head, or a single frame over all channels of all heads.
 
-    There is one frame per head, or a single frame over all channels of all heads.
+    ``rows`` are float32 ``[frame, 1 + column, channel]``, mean first. ``scales`` are ``[frame, column]``.
     """
 
     def __init__(self, rows: torch.Tensor, scales: Numbers, tables: SymbolTables, rope: Rope | None = None) -> None:
@@ -152,7 +150,7 @@ class Frames:
         return self.count * self.columns // dim
 
     def check_heads(self, heads: int, dim: int) -> Frames:
-        """Return these frames. Raises InvalidParameter unless they are for ``heads`` heads."""
+        """Return self. Raises InvalidParameter unless the frames are for exactly ``heads`` heads of ``dim`` channels."""
         if self.heads(dim) != heads:
             raise InvalidParameter(f"the frames are for {self.heads(dim)} heads, but the values have {heads}: use the basis of this model")
         return self
@@ -169,14 +167,14 @@ class Frames:
     def inverse(self) -> torch.Tensor:
         """Inverse of the column rows, float32 ``[frame, channel, column]``, for encoders.
 
-        Raises the errors of ``check_decoded_range`` and ``invert_for_encoding``.
+        Raises OutOfRange if a token could decode to infinity, or if the inverse is not accurate.
         """
         largest = self.rows.new_full(self.rows[:, 1:, 0].shape, MAX_LEVEL)
         check_decoded_range(largest, self.rows[:, 1:], self.rows[:, 0], "the frames of the basis")
         return invert_for_encoding(self.rows[:, 1:], "a frame of the basis")
 
     def tables_at(self, step: int) -> Numbers:
-        """Return the table number of every column at ``step``, int64 ``[frame, column]``."""
+        """Return the index of the table that each column uses at ``step``, int64 ``[frame, column]``."""
         result: Numbers = numpy.clip((step - self.scales) // SCALES_PER_TABLE, 0, self.tables.count - 1)
         return result
 

@@ -1,4 +1,4 @@
-"""The pseudo-random generator. It uses only integer and correctly rounded binary64 operations (spec/packing.md, Generator)."""
+"""Pseudo-random generator that uses only integer and correctly rounded float64 operations (spec/packing.md, Generator)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Generator:
 
 @lru_cache(maxsize=64)
 def signs(seed: int, count: int) -> tuple[int, ...]:
-    """Return ``count`` signs, +1 or -1. Sign i is bit i mod 64, counted from the lowest, of word i div 64; a set bit means -1."""
+    """Return ``count`` signs, +1 or -1. Sign i is bit i mod 64 of word i div 64, lowest bit first; a set bit means -1."""
     generator = Generator(seed)
     words = [generator.word() for _ in range(-(-count // 64))]
     return tuple(-1 if words[i // 64] >> i % 64 & 1 else 1 for i in range(count))
 
 
 def unit_quaternions(seed: int, count: int) -> numpy.ndarray[Any, Any]:
-    """Return ``count`` unit quaternions (w, x, y, z), uniform on the 3-sphere: binary64 ``[count, 4]``.
+    """Return ``count`` unit quaternions (w, x, y, z), uniform on the 3-sphere: float64 ``[count, 4]``.
 
     Source: Marsaglia 1972, from two points of the unit disc with only +, -, x, / and square root.
     """
@@ -47,7 +47,7 @@ def unit_quaternions(seed: int, count: int) -> numpy.ndarray[Any, Any]:
 def _disc_points(seed: int, count: int) -> list[numpy.ndarray[Any, Any]]:
     """Sample ``count`` points uniformly from the open unit disc by rejection. Returns x, y and the squared radius, which is never 0.
 
-    Each coordinate uses the top 53 bits of a word, so it is exact in binary64.
+    Each coordinate uses the top 53 bits of a word, so it is exact in float64.
     """
     result: list[list[numpy.ndarray[Any, Any]]] = []
     drawn, missing = 0, count

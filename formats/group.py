@@ -37,27 +37,29 @@ PER_HEAD = "-per-head"
 TOKEN_SCALE_DTYPES = {"fp16": "F16", "fp32": "F32", f"fp16{PER_HEAD}": "F16", f"fp32{PER_HEAD}": "F32"}
 TOKEN_SCALES = ("none", *TOKEN_SCALE_DTYPES)
 TOKEN_SCALE_FEATURE = "token-scale-per-head"
-"""Required feature of codecs with token scales per head."""
+"""Feature that readers of codecs with token scales per head must support."""
 
 SCALE_DTYPES = ("fp16", "u8")
 CENTERS = ("middle", "zero")
 MIN_HALF = 2.0**-24
-"""The smallest positive binary16."""
+"""The smallest positive float16."""
 
 
 _MAX_SCALE_RATIO, _WIDE_GROUP = 1.75, 64
-"""Scales of groups of ordinary channels are less than ``_MAX_SCALE_RATIO`` times the typical scales. In groups of ``_WIDE_GROUP`` channels
-or more, an outlier doubles the typical error."""
+"""Scales of groups of ordinary channels are less than ``_MAX_SCALE_RATIO`` times the typical scales.
+
+In groups of ``_WIDE_GROUP`` or more channels, an outlier doubles the typical error.
+"""
 
 
 @dataclass(frozen=True)
 class Group(CodecFamily):
     """Codec that stores ``bits`` bits per value in groups of ``size`` along ``axis``: x = (code - (2^bits - 1) / 2) * scale + center.
 
-    A ``token_scale`` other than none adds OScaR's factor, one per token over all heads, stored in that dtype. With the suffix
-    ``-per-head``, every head has its own factor, so that a head with a large key costs the other heads no precision. ``scale_dtype`` u8
-    stores scales and centers in 8 bits, with one range per head and run. ``centre`` selects the center of a group, the middle of its range
-    or zero (symmetric). ``centre`` and ``norm_rule`` affect only the encoder and are not stored.
+    ``token_scale`` is the dtype of OScaR's factor, one per token over all heads, or none. With the suffix ``-per-head``, every head has its
+    own factor, so that a head with a large key costs the other heads no precision. ``scale_dtype`` u8 stores scales and centers in 8 bits,
+    with one range per head and run. ``centre`` selects the center of a group, the middle of its range or zero (symmetric). ``centre`` and
+    ``norm_rule`` affect only the encoder and are not stored.
     """
 
     id: ClassVar[str] = "group"
@@ -177,13 +179,15 @@ class Group(CodecFamily):
         return self.pack("codes", codes) | {"scales": torch.stack([stored_scale, stored_center], -1)} | streams
 
     def _unbiased_scales(self, factor: torch.Tensor, u: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        """Return the token scales that norm_rule=unbiased stores for tokens ``u``, which are already divided by ``factor``."""
+        """Return the token scales that norm_rule=unbiased stores for ``u``, tokens that are already divided by ``factor``."""
         pairs = ((u, u), (u, decoded), (decoded, decoded))
         squares, product, length = ((a * b).sum(self._token_scale_axes, keepdim=True)[..., 0] for a, b in pairs)
         return unbiased_factor(factor.to(torch.float32), product, length, TOKEN_SCALE_DTYPES[self.token_scale], squares).to(factor.dtype)
 
     def _divide_by_token_scale(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Map ``x`` to the coded frame and divide it by its token scales, if the codec has them. Also returns the stream of token scales.
+        """Map ``x`` to the coded frame, and divide it by its token scales if the codec has any.
+
+        Returns the divided values, and the stream of token scales, if any.
         """
         u = self.rotation.forward(x)
         if self.token_scale == "none":
@@ -211,7 +215,10 @@ class Group(CodecFamily):
         return 3 if self.axis == "token" else 4
 
     def with_fp16_scales(self, streams: Mapping[str, torch.Tensor]) -> tuple[Group, dict[str, torch.Tensor]]:
-        """Return an equivalent codec with binary16 scales, and streams for it that decode to the same bits. 8-bit scales are looked up."""
+        """Return an equivalent codec with float16 scales, and the streams for it, which decode to the same bits.
+
+        8-bit scales become the float16 values that they stand for.
+        """
         if self.scale_dtype == "fp16":
             return self, dict(streams)
         pairs = scale_range.decode_pairs(streams["scales"], streams["scale_range"])
@@ -259,7 +266,7 @@ class Group(CodecFamily):
         return u if self.token_scale == "none" else u * streams["token_scale"].to(torch.float32)[..., None]
 
     def _values(self, codes: torch.Tensor, scale: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
-        """Decode ``codes`` with these scales and centers, without the token scale."""
+        """Decode ``codes`` with their scales and centers. The token scale is not applied."""
         dim = self._member_axis
         grouped = self._group_values(codes.to(torch.float32, copy=True).sub_(self._middle))
         grouped = grouped.mul_(scale.unsqueeze(dim)).add_(center.unsqueeze(dim))

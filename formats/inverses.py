@@ -11,14 +11,11 @@ MAX_DECODED = (2 - 2.0**-23) * 2.0**127
 """The largest float32."""
 
 MAX_INVERSE_ERROR = 2.0**-8
-"""Maximum error of a value after the inverse and the matrix, relative to the token's largest value (rule basis-19)."""
+"""Maximum error of a value multiplied by the inverse and then by the matrix, relative to the token's largest value (rule basis-19)."""
 
 
 def invert_for_encoding(matrices: torch.Tensor, name: str) -> torch.Tensor:
-    """Invert ``matrices`` ``[..., column, channel]``, and return float32 on the CPU. ``name`` names them in errors.
-
-    Raises OutOfRange if a matrix has no inverse, or if the inverse changes values by more than ``MAX_INVERSE_ERROR``.
-    """
+    """Return the inverse of ``matrices`` ``[..., column, channel]``, float32 on the CPU. ``name`` describes the matrices in errors."""
     # PyTorch 2.13 inverts batches incorrectly, or hangs, if its number of threads differs from OpenMP's.
     exact = matrices.to(torch.float64).cpu().numpy()
     try:
@@ -37,7 +34,8 @@ def invert_for_encoding(matrices: torch.Tensor, name: str) -> torch.Tensor:
 def check_decoded_range(largest: torch.Tensor, matrices: torch.Tensor, mean: torch.Tensor | None, name: str) -> None:
     """Raise OutOfRange if a token could decode to infinity when its columns are at most ``largest`` ``[..., column]`` (rule basis-20).
 
-    ``matrices`` are ``[..., column, channel]``. ``mean`` ``[..., channel]`` is added to the channels. ``name`` names the matrices.
+    ``matrices`` are ``[..., column, channel]``. ``mean`` ``[..., channel]`` is added to the decoded channels. ``name`` describes the
+    matrices in errors.
     """
     reach = (largest.to(torch.float64)[..., None] * matrices.to(torch.float64).abs()).sum(-2)
     reach = reach if mean is None else reach + mean.to(torch.float64).abs()

@@ -1,8 +1,8 @@
 """key_mean: the mean of each page of keys, stored separately from the encoded differences (spec/side-cars.md).
 
 The keys of a head share a large component, which in many models has most of their energy. A codec that encodes it in every token spends its
-precision on what the tokens have in common. Stored once per page, it costs a few hundredths of a bit per value, and attention adds one
-product with the query to the scores of a page.
+precision on what the tokens have in common. Stored once per page, the component costs a few hundredths of a bit per value, and attention
+adds one product with the query to the scores of a page.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ BITS = (4, 8)
 """Allowed numbers of bits per channel of a mean."""
 
 _CLIPPED = 0.4
-"""Steps by which the largest channel of a mean may exceed its code. Rounding can cause a larger error; this one makes all steps smaller."""
+"""Number of steps by which the largest channel of a mean may exceed its code.
+
+Clipping costs less than rounding, which can cause an error of half a step, and it makes all steps smaller.
+"""
 
 
 @dataclass(frozen=True)
 class KeyMean(PageVector):
-    """Sidecar that stores the mean of every ``tokens`` keys of a head in the coded frame, with ``bits`` per channel and a binary16 scale.
+    """Sidecar that stores the mean of every ``tokens`` keys of a head in the coded frame, with ``bits`` per channel and a float16 scale.
 
     ``share``, by which an encoder multiplies the means, is not stored.
     """
@@ -109,7 +112,8 @@ class KeyMean(PageVector):
         }
 
     def begin(self, run: Run, rotation: Rotation) -> RunStep:
-        """Subtract the mean of each page from the blocks of ``run``. Because means are rounded, a small mean may remain."""
+        """Return the step that subtracts the mean of each page from the blocks of ``run``. Means are rounded, so a small mean may remain.
+        """
 
         def encode(block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             streams = self.encode_means(rotation.forward(self.page_means(block)))
@@ -132,7 +136,7 @@ class KeyMean(PageVector):
         return x - self._expand_to_tokens(self.page_means(x), x.shape[2])
 
     def encode_means(self, mean: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode means ``[batch, kv_head, page, dim]`` in the coded frame. Raises OutOfRange if a scale does not fit in binary16.
+        """Encode means ``[batch, kv_head, page, dim]`` in the coded frame. Raises OutOfRange if a scale does not fit in float16.
 
         The sign of the scale makes the channel of the largest magnitude negative, because there is one more negative code.
         """

@@ -57,12 +57,12 @@ WIDTH_SCOPES = ("shared", "heads")
 
 @dataclass(frozen=True)
 class Klt(CodecFamily):
-    """Codec that stores columns of the basis with SHA-256 ``basis``, for ``side`` of ``layer``. ``widths`` has the bits of each run of 16
-    columns.
+    """Codec that stores columns of a calibrated basis, with a number of bits per run of columns.
 
-    If ``fields`` names the stream ``codes``, ``widths`` has the bits of each run of 8 columns of each head instead. ``rows`` selects where
-    the rows of the basis are stored: in their own file (``basis``), or in the stream ``rows`` as fp16 or fp32. ``source`` contains the rows
-    once the codec has received its basis; it is not stored.
+    ``basis`` is the SHA-256 of the basis; ``layer`` and ``side`` select a part of it. ``widths`` has the bits of each run of 16 columns or,
+    if ``fields`` names the stream ``codes``, of each run of 8 columns of each head. ``rows`` selects where the rows of the basis are
+    stored: in their own file (``basis``), or in the stream ``rows`` as fp16 or fp32. ``source`` contains the rows once the codec has
+    received its basis; it is not stored.
     """
 
     id: ClassVar[str] = "klt"
@@ -124,9 +124,10 @@ class Klt(CodecFamily):
         *,
         per_head: bool = False,
     ) -> Self:
-        """Create the codec for heads that share the ``widths`` of runs of 16 columns, with the default number of fields for every stream.
+        """Create the codec with the default number of fields for every stream.
 
-        With ``per_head``, heads have their own widths of runs of 8 columns, listed head by head.
+        ``widths`` are the bits of runs of 16 columns, which all heads share. With ``per_head``, they are the bits of runs of 8 columns,
+        head by head.
         """
         if per_head:
             return cls(dim, basis, layer, side, rows, widths, gain, ((CODES, HEAD_RUN_COLUMNS),), source)
@@ -149,7 +150,7 @@ class Klt(CodecFamily):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the codes of all heads of a token if each head has its own widths; otherwise 0."""
+        """Number of bytes per token of the codes of all heads, if each head has its own widths; otherwise 0."""
         return sum(count for part in self.runs for count in part.byte_counts)
 
     @property
@@ -163,7 +164,7 @@ class Klt(CodecFamily):
 
     @property
     def runs(self) -> tuple[RunsOfWidth, ...]:
-        """The runs that have codes, grouped by width, if each head has its own widths; otherwise empty."""
+        """The runs with at least one bit, grouped by width, if each head has its own widths; otherwise empty."""
         return () if self.fixed_heads is None else _runs_by_width(self.widths, self.dim)
 
     @property
@@ -193,7 +194,9 @@ class Klt(CodecFamily):
         return result
 
     def basis_rows(self, streams: Mapping[str, torch.Tensor]) -> BasisRows:
-        """Return the basis rows for ``streams``, on their device. Raises MissingBasis, or InvalidParameter if the number of heads is wrong.
+        """Return the basis rows for ``streams``, on their device.
+
+        Raises MissingBasis if the codec has not received its basis, or InvalidParameter if the number of heads is wrong.
         """
         if "rows" in streams:
             return BasisRows(streams["rows"][:, :, 0])
@@ -201,9 +204,10 @@ class Klt(CodecFamily):
         return self.source_for(self.fixed_heads or stream.shape[1]).on_device(stream.device)
 
     def with_basis_rows(self, streams: Mapping[str, torch.Tensor]) -> Klt:
-        """Return an equal codec with its rows as ``source``. Rows stored in ``streams`` get their own digest as the name of the basis.
+        """Return an equivalent codec whose ``source`` contains the rows. If the rows are stored in ``streams``, ``basis`` becomes their
+        digest.
 
-        Raises MissingBasis, or InvalidParameter if the number of heads is wrong.
+        Raises MissingBasis if the codec has not received its basis, or InvalidParameter if the number of heads is wrong.
         """
         parts = self.basis_rows(streams)
         if "rows" not in streams:
@@ -213,7 +217,9 @@ class Klt(CodecFamily):
         return replace(self, rows="basis", basis=digest, source=BasisRows(stored))
 
     def source_for(self, heads: int) -> BasisRows:
-        """Return the rows of the basis. Raises MissingBasis if the codec has none, or InvalidParameter if they are not for ``heads`` heads.
+        """Return the rows of the basis.
+
+        Raises MissingBasis if the codec has not received its basis, or InvalidParameter if the rows are for another number of heads.
         """
         if self.source is None:
             raise missing_basis_error(self.basis_location)
@@ -304,7 +310,7 @@ class Klt(CodecFamily):
         return streams
 
     def head_codes(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[RunsOfWidth, torch.Tensor]]:
-        """Yield the runs of each width and their codes, int64 ``[batch, run, token, column]``, if each head has its own widths."""
+        """Yield the runs of each width, and their codes, int64 ``[batch, run, token, column]``. Each head must have its own widths."""
         codes = streams[CODES][:, 0]
         for part in self.runs:
             places = torch.tensor(part.places, dtype=torch.int64, device=codes.device)
@@ -374,7 +380,7 @@ def used_widths(widths: bytes) -> list[int]:
 
 
 def columns_by_width(widths: bytes, dim: int) -> dict[int, list[int]]:
-    """Return the columns, ascending, that have each of the ``used_widths``."""
+    """Return the columns of each of the ``used_widths``, ascending."""
     result: dict[int, list[int]] = {width: [] for width in used_widths(widths)}
     for run, width in enumerate(widths):
         if width:
@@ -386,8 +392,8 @@ def columns_by_width(widths: bytes, dim: int) -> dict[int, list[int]]:
 class RunsOfWidth(NamedTuple):
     """Runs of 8 columns that have the same ``width``, if each head has its own widths.
 
-    ``columns`` is the number of columns of every run, ``heads`` and ``runs`` are the head and the number of each run, and ``places`` are
-    its positions in a row of bytes.
+    ``columns`` is the number of columns of every run, ``heads`` and ``runs`` are the head and the index of each run. ``places`` are the
+    positions of the run's bytes in a token's row.
     """
 
     width: int
@@ -433,7 +439,7 @@ def _pack_codes(digits: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _unpack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """Unpack the result of ``_pack_codes`` to int64 ``[..., 8]``. Missing bytes at the end count as zeros."""
+    """Unpack the bytes that ``_pack_codes`` returns into codes, int64 ``[..., 8]``. Missing bytes at the end count as zeros."""
     shifts = torch.arange(0, 8 * codes.shape[-1], 8, device=codes.device)
     words = (codes.to(torch.int64) << shifts).sum(-1)[..., None]
     return words >> torch.arange(0, HEAD_RUN_COLUMNS * width, width, device=codes.device) & (1 << width) - 1
@@ -465,10 +471,10 @@ def _check_widths(widths: bytes, dim: int) -> None:
 
 
 def _nearest(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes, int32, of the ``table`` entries nearest to ``values``, and those entries. ``table`` is ``[batch or 1, kv_head,
-    code]``.
+    """Return the codes, int32, of the table entries nearest to ``values``, and these entries.
 
-    Ties between equal entries are broken by a stable sort; otherwise, devices would differ.
+    ``table`` is ``[batch or 1, kv_head, code]``. A stable sort breaks ties between equal entries, so that all devices return the same
+    codes.
     """
     batch, heads, _, _ = values.shape
     ordered, codes = table.expand(batch, heads, -1).sort(dim=-1, stable=True)
@@ -478,11 +484,11 @@ def _nearest(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _gains(squared_length: torch.Tensor, product_sum: torch.Tensor, decoded_length: torch.Tensor) -> torch.Tensor:
-    """Return the gains of tokens, float32.
+    """Return the gain of each token, float32.
 
-    ``squared_length`` is the weighted squared length of a token x, ``decoded_length`` that of the decoded token d, and ``product_sum`` is
-    <x, d>. The gain |x|^2 / <x, d> makes products with the token right on average (formats/norm_rule.py). If x and d are more than 45
-    degrees apart, that no longer holds, and the gain with the smallest error is stored.
+    ``squared_length`` is the weighted squared length of a token x, ``decoded_length`` the weighted squared length of the decoded token d,
+    and ``product_sum`` is <x, d>. The gain |x|^2 / <x, d> makes products with the token right on average (formats/norm_rule.py). If x and d
+    are more than 45 degrees apart, that no longer holds, and the gain with the smallest error is stored.
     """
     near = (product_sum > 0) & (squared_length * decoded_length <= 2 * product_sum.square())
     gains = torch.where(near, squared_length / product_sum, product_sum.clamp_min(0) / decoded_length)

@@ -1,4 +1,4 @@
-"""Lloyd-Max tables for known densities, in binary64. Headers store the tables, so readers do not need this module."""
+"""Lloyd-Max tables for known densities, in float64. Headers store the tables, so readers do not need this module."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _STEPS = 100
 def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
     """Return the ``levels`` centroids, ascending, that minimize the mean squared error of a density.
 
-    ``edges`` is float64 ``[cells + 1]``, ascending, and ``masses`` float64 ``[cells]``; the density is constant within a cell. The result
-    is a fixed point of Lloyd's iteration: every centroid is the mean of its cell between midpoints. Newton's method finds it, starting from
-    the companding quantizer, whose point density is the cube root of the density (Panter and Dite 1951). Raises InvalidParameter if 100
-    steps do not bring it within 1e-10, or if a cell loses all its mass.
+    ``edges``, float64 ``[cells + 1]``, are the ascending bounds of the density's cells, and ``masses``, float64 ``[cells]``, their masses.
+    The density is constant within a cell. The centroids are a fixed point of Lloyd's iteration: every centroid is the mean of the interval
+    between its neighboring midpoints. Newton's method finds it, starting from the companding quantizer, whose point density is the cube
+    root of the density (Panter and Dite 1951). Raises InvalidParameter if 100 steps do not bring it within 1e-10, or if a cell loses all
+    its mass.
     """
     midpoints = (edges[1:] + edges[:-1]) / 2
     masses = masses / masses.sum()
@@ -89,7 +90,7 @@ def polar_angle_masses(edges: Array, first: int, second: int) -> Array:
 
 
 def _ignore_underflow() -> numpy.errstate:
-    """Return a context that allows underflow: the tails of densities underflow, and the process may make NumPy raise on underflow."""
+    """Return a context that allows underflow, which the tails of densities cause even if NumPy is set to raise on it."""
     return numpy.errstate(under="ignore")
 
 

@@ -37,7 +37,7 @@ CHUNK_SIZES = (16, 32, 64, 128, 256)
 
 _CHECKED_WORDS = 1 << 20
 _CHECKED_CHUNKS = 1 << 10
-"""Maximum number of words and of chunks that a check decodes at once. A single chunk may have 2^16 words."""
+"""Maximum number of words and of chunks that a check decodes together. A single chunk may have 2^16 words."""
 
 _EXTRA_BELOW, _EXTRA_ABOVE = 4, 1
 """Number of exponents that a run's table can encode below the run's smallest exponent and above its largest, in addition to 0.
@@ -134,10 +134,7 @@ class Lossless(CodecFamily):
         return RunEncoder({"frequencies": stored}, lambda block, _: self.encode_with_tables(block, tables))
 
     def tables_for(self, counts: Numbers, before: Mapping[str, torch.Tensor] | None) -> Numbers:
-        """Return the frequencies for exponents with these ``counts``, int64 ``[batch · kv_head, symbol]``.
-
-        The tables of the run ``before`` are reused if new tables would not save more than the space they take.
-        """
+        """Return the frequencies for a run whose exponents have these ``counts``: int64 ``[batch · kv_head, symbol]``."""
         tables = rans.frequencies(_add_unseen(counts))
         if before is not None:
             last = _to_numpy(before["frequencies"]).reshape(counts.shape).astype(numpy.int64)
@@ -196,7 +193,7 @@ class Lossless(CodecFamily):
         return (bits >> exponent & 1 << fraction | bits & (1 << fraction) - 1).to(torch.int32)
 
     def _lengths(self, runs: Sequence[int]) -> Numbers:
-        """Return the number of symbols in every chunk of a head, int64, given the number of tokens in each run."""
+        """Return the number of symbols in every chunk of a head, int64. ``runs`` are the numbers of tokens in each run."""
         tokens = [min(self.chunk, run - first) for run in runs for first in range(0, run, self.chunk)]
         return numpy.array(tokens, numpy.int64) * self.dim
 
@@ -303,7 +300,7 @@ class Lossless(CodecFamily):
 
 
 def _chunk_ranges(ends: Numbers) -> Iterator[tuple[int, int]]:
-    """Yield ranges of chunks to decode together, given the position in the words where each chunk ends."""
+    """Yield ranges (first, last) of chunks to decode together. ``ends`` are the positions in the words where chunks end."""
     first = 0
     while first < len(ends):
         begin = int(ends[first - 1]) if first else 0
@@ -340,7 +337,7 @@ def _to_stream(numbers: Numbers, device: torch.device) -> torch.Tensor:
 
 
 def _replace_last(stream: torch.Tensor, rows: int, new: torch.Tensor) -> torch.Tensor:
-    """Replace the last ``rows`` rows of ``stream`` by ``new``."""
+    """Replace the last ``rows`` rows of ``stream`` with ``new``."""
     return torch.cat([stream[:, :, : stream.shape[2] - rows], new], 2)
 
 

@@ -75,7 +75,7 @@ _MIN_SIZE_FACTOR = 0.35
 """Root mean square of normally distributed values, relative to the smallest normal element, at which subnormal elements double their error.
 """
 _MIN_BLOCK_SIZE_FACTOR = 0.009
-"""The same bound, relative to the run's scale, if blocks have e4m3 scales: below it, those scales are subnormal."""
+"""The same bound relative to the run's scale, for blocks with e4m3 scales. Below it, the block scales are subnormal."""
 
 _MAX_HEADROOM = 16.0
 _GROWTH_FACTOR = 2.0
@@ -126,7 +126,7 @@ class Minifloat(CodecFamily):
 
     @property
     def format(self) -> Element:
-        """Format of the elements."""
+        """Format of each element."""
         return ELEMENTS[self.element]
 
     @property
@@ -353,15 +353,12 @@ def floor_log2(value: float) -> int:
 
 
 def max_quotient(codec: Minifloat) -> float:
-    """Return the largest ratio of a value to its run's scale."""
+    """Return the largest supported ratio of a value to its run's scale."""
     return codec.format.largest * (ELEMENTS["e4m3"].largest if codec.granularity == "block" else 1)
 
 
 def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
-    """Return the scales of a run whose values are at most ``largest``, ``[batch, kv_head or 1, 1]``. Scales that do not fit are infinite.
-
-    The preceding run's scales, ``last``, are kept unless they are too small or far too large, because runs with equal scales can be joined.
-    A larger scale leaves room to grow, so that later runs seldom need another. A scale of 0 means that all values so far are 0.
+    """Return the scales of a run whose largest values are ``largest``, ``[batch, kv_head or 1, 1]``. Scales that do not fit are infinite.
     """
     quotient_limit = max_quotient(codec)
     half = codec.scale_dtype == "fp16"
@@ -374,7 +371,7 @@ def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | Non
 
 
 def _scale_for(largest: torch.Tensor, quotient_limit: float, half: bool) -> torch.Tensor:
-    """Return ``largest`` / ``quotient_limit`` in binary16 (``half``) or float32.
+    """Return ``largest`` / ``quotient_limit`` in float16 (``half``) or float32.
 
     The result is one unit larger if a subnormal scale would saturate values.
     """

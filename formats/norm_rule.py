@@ -42,7 +42,7 @@ def read_norm_rule(options: Options) -> str:
 
 
 def error_spread(bits: float, dim: int) -> float:
-    """Return the ratio to the typical relative error that fewer than 1 in 60,000 tokens exceed, for random directions.
+    """Return the relative error, divided by the typical one, that fewer than 1 in 60,000 tokens of random direction exceed.
 
     With more bits, the error of a coordinate beyond the last level grows relative to the other errors. With more channels, it matters less.
     Measured for scalar, octahedral, polar, angle and quaternion from 16 to 128 channels.
@@ -60,7 +60,7 @@ def typical_error(bits: float) -> float:
 def relative_errors(codec: Codec, streams: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Return the norm of each token's error relative to the token's norm. The error is the decoded ``streams`` minus ``x``.
 
-    ``x`` is ``[batch, kv_head, token, dim]`` and the result float32 ``[batch, kv_head, token]``. It is 0 for tokens of zeros.
+    ``x`` is ``[batch, kv_head, token, dim]``. The result is float32 ``[batch, kv_head, token]``, and 0 for tokens of zeros.
     """
     return (norms_per_head(codec.decode(streams).sub_(x)) / norms_per_head(x)).nan_to_num_(0.0, posinf=0.0)
 
@@ -76,8 +76,9 @@ def normalize_rows(rows: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor
 
 
 def unbiased_norm(norm: torch.Tensor, unit: torch.Tensor, decoded: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return ``unbiased_factor`` for the unit rows that ``normalize_rows`` returned with ``norm``, and that decode to ``decoded`` ``[row,
-    dim]``.
+    """Return the factors to store as ``dtype`` for rows that ``normalize_rows`` returned (see ``unbiased_factor``).
+
+    ``unit`` are the unit rows, ``norm`` their original norms, and ``decoded`` ``[row, dim]`` what the unit rows decode to.
     """
     product = (unit * decoded).sum(-1) / (norm / norm.clamp(min=_MIN_NORMAL))
     return unbiased_factor(norm, product, decoded.square().sum(-1), dtype)

@@ -45,7 +45,7 @@ _DIRECT_MULTIPLE = 24
 _ONE_DIGIT_BITS = 8
 _SIGN_PATTERNS = 4
 _MAX_SCALED_DIRECTIONS = 1 << 14
-"""Maximum number of pairs of a direction and a norm for which a table stores all products."""
+"""Maximum number of (direction, norm) pairs for which a table stores all products."""
 _MIN_NORMAL = 2.0**-126
 _SAFE_NORMS = (2.0**-40, 2.0**40)
 _CHUNK_ROWS = 4096
@@ -181,7 +181,7 @@ class Octahedral(CodecFamily):
 
     @property
     def _directions(self) -> int:
-        """Number of directions in the quarter square, which is also the place value of the digit's bits above the direction."""
+        """Number of directions in the quarter square. The digit's bits above the direction have this place value."""
         return int(4 ** (self.b_dir - 1))
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:

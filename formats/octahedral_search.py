@@ -38,7 +38,7 @@ def octahedral_coordinates(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) ->
 def codebook_directions(table: bytes) -> torch.Tensor:
     """Return the unit directions of all pairs of magnitudes, float32 ``[3, levels^2]``. Entry i + levels * j has xi = c_i and eta = c_j.
 
-    ``table`` contains the ascending magnitudes c, little-endian float32. Source: OCTOPUS Eq. 6, in binary64.
+    ``table`` contains the ascending magnitudes c, little-endian float32. Source: OCTOPUS Eq. 6, in float64.
     """
     magnitudes = numpy.frombuffer(table, "<f4").astype(numpy.float64)
     eta, xi = (axis.ravel() for axis in numpy.meshgrid(magnitudes, magnitudes, indexing="ij"))
@@ -54,7 +54,7 @@ def midpoints(table: bytes) -> list[float]:
 
 
 def nearest_level(values: torch.Tensor, bounds: list[float]) -> torch.Tensor:
-    """Return the number of ascending ``bounds`` below each value, float32 in the shape of ``values``."""
+    """Return, for each value, how many of the ascending ``bounds`` are below it: float32 in the shape of ``values``."""
     if len(bounds) > _MAX_COMPARISONS:
         return torch.bucketize(values, torch.tensor(bounds, dtype=torch.float32, device=values.device)).to(torch.float32)
     # A few comparisons are up to ten times faster than one binary search per element.
@@ -99,7 +99,7 @@ class Codebook:
         return nx.mul_(x).addcmul_(ny, y).addcmul_(nz, z)
 
     def local_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, rounding: str) -> torch.Tensor:
-        """Search as in OCTOPUS Algorithm 1, for every rounding except full; see ``nearest``."""
+        """Search with every rounding except full, as in OCTOPUS Algorithm 1 (see ``nearest``)."""
         columns, rows = self._candidates(torch.stack(octahedral_coordinates(x, y, z)), rounding).unbind(1)
         index = torch.add(columns, rows.unsqueeze(1), alpha=self.levels).flatten(0, 1)
         if rounding == "scalar":
@@ -124,7 +124,7 @@ class Codebook:
         return torch.cat([product(chunk, self._directions).argmax(-1) for chunk in chunks]).to(torch.int32).view(x.shape)
 
     def _grid_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Look up the result of the local 3x3 search in a grid. Only directions in cells that codewords share are searched."""
+        """Return the result of the local 3x3 search from a grid. Only directions in cells that codewords share are searched."""
         xi, eta = (coordinate.mul_(self._cells).floor_() for coordinate in octahedral_coordinates(x, y, z))
         cell = xi.add_(eta, alpha=self._cells + 1).to(torch.int32).view(-1)
         index = self._grid.index_select(0, cell).to(torch.int32)

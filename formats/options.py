@@ -29,9 +29,9 @@ class InvalidOption(InvalidParameter):
 class Options:
     """The options ``name=value`` that a recipe gives to one codec.
 
-    Every method that reads an option specifies its range and its default. If a recipe without the option means a value other than the
-    default, the argument ``omitted`` is that value, or None if it depends on the head dim or on the values. This meaning never changes,
-    because stored recipes omit such options.
+    Every method that reads an option specifies its range and its default. A recipe without the option means the default, unless the
+    argument ``omitted`` is another value, or None if the value depends on the head dim or on the data. This meaning never changes, because
+    stored recipes omit such options.
 
     Args:
         codec: Codec id.
@@ -98,8 +98,9 @@ class Options:
         return value
 
     def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
-        """Read one or more integers from ``low`` to ``high``, separated by dots. Raises InvalidOption if one is out of range or none is
-        given.
+        """Read one or more integers from ``low`` to ``high``, separated by dots.
+
+        Raises InvalidOption if an integer is out of range or the list is empty.
         """
         text = self._read(name)
         if text is None:
@@ -163,7 +164,7 @@ class Options:
             raise InvalidOption(f"codec {self.codec} has no option {name!r}; its options are {names}", f"{name}={value}")
 
     def _record(self, name: str, text: str, omitted: str | None) -> None:
-        """Record the spelling ``text`` of a given option, unless omitting the option means the same."""
+        """Record ``text`` as the spelling of an option in the recipe. Nothing is recorded if omitting the option means the same."""
         self.respell({name: None if text == omitted else text})
 
     def _read(self, name: str) -> str | None:

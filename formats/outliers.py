@@ -1,4 +1,4 @@
-"""outliers: chunks of four values that are far larger than the rest, stored in binary16 (spec/side-cars.md).
+"""outliers: chunks of four values that are far larger than the rest, stored in float16 (spec/side-cars.md).
 
 Source: HQMQ Sec. 3, median-multiplier outlier extraction (Med3x with a multiplier of 3).
 """
@@ -27,17 +27,17 @@ FLAGS, VALUES = "outlier_flags", "outliers"
 CHUNK = 4
 
 _MIN_NORM = 2.0**-13
-"""Minimum norm of an outlier. Below 2^-14, binary16 has less and less precision, so the codec encodes smaller chunks."""
+"""Minimum norm of an outlier. Below 2^-14, float16 has less and less precision, so the codec encodes smaller chunks."""
 
 _MAX_MULTIPLIER = 1000
 
 
 @dataclass(frozen=True)
 class Outliers(FramePart):
-    """Sidecar that stores outlier chunks of the coded frame in binary16: chunks with a norm above ``multiplier`` times the median of their
-    head.
+    """Sidecar that stores outlier chunks of the coded frame in float16.
 
-    The median excludes zero chunks, because padding would lower it.
+    Outliers are chunks with a norm above ``multiplier`` times their head's median. The median excludes zero chunks, because padding would
+    lower it.
     """
 
     name: ClassVar[str] = "outliers"
@@ -99,9 +99,8 @@ class Outliers(FramePart):
         return (self.multiplier * median).clamp_min(_MIN_NORM)[:, None, None]
 
     def encode(self, u: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Set the outliers of ``u`` ``[batch, kv_head, token, dim]`` to zero. Returns the result, and the streams with the outliers.
-
-        Raises OutOfRange if an outlier does not fit in binary16.
+        """Set the outliers of ``u`` ``[batch, kv_head, token, dim]`` to zero. Returns the remaining values, and the streams with the
+        outliers.
         """
         chunks = _chunks(u)
         flagged = _norms(chunks) > threshold
@@ -137,7 +136,7 @@ class Outliers(FramePart):
 
 
 def _reject_too_large(chunks: torch.Tensor, flagged: torch.Tensor) -> NoReturn:
-    """Raise OutOfRange, naming the first outlier that does not fit in binary16."""
+    """Raise OutOfRange for the first outlier that does not fit in float16."""
     batch, head, token, chunk, k = torch.nonzero(flagged[..., None] & ~(chunks.abs() < HALF_LIMIT))[0].tolist()
     raise OutOfRange(
         f"the outlier at batch {batch}, head {head}, token {token}, channel {CHUNK * chunk + k} of the coded frame is "

@@ -39,9 +39,9 @@ _HEAD_TOKENS_PER_BLOCK = 1 << 11
 
 @dataclass(frozen=True)
 class Level:
-    """One level of the tree: the ``bits`` of an angle, and the number of angles (``counts``) for each kind of pair in ``pairs``.
+    """One level of the tree. An angle has ``bits`` bits, and ``counts`` are the numbers of angles for each kind of pair in ``pairs``.
 
-    An item of ``pairs`` is the number of channels below the first and the second radius. They differ only in an unequal last pair.
+    A kind of pair is defined by the number of channels below its first and second radius. The numbers differ only in an unequal last pair.
     """
 
     bits: int

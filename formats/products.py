@@ -7,13 +7,13 @@ from typing import Any
 from .lazy import torch
 
 MIN_ROWS = 16
-"""Minimum number of rows of a product on the CPU. For fewer rows, libraries use different kernels, which add in a different order."""
+"""Minimum number of rows of a product on the CPU. For fewer rows, libraries use other kernels, which add in a different order."""
 
 
 def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return ``rows @ matrix`` for float32 ``[..., row, k]`` and ``[..., k, column]``, with the rounding error of float32 sums.
 
-    If the process allows products to round their factors to tf32 or bf16, the product is computed in binary64. On the CPU, the result of a
+    If the process allows products to round their factors to tf32 or bf16, the product is computed in float64. On the CPU, the result of a
     row does not depend on the number of rows.
     """
     if rows.device.type != "cpu" or may_round_factors("cpu"):
@@ -25,7 +25,10 @@ def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def plain_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Compute ``product`` for attention and searches, where the result of a row may depend on the number of rows."""
+    """Return ``rows @ matrix`` as ``product`` does, but let the result of a row depend on the number of rows.
+
+    Attention and searches use it.
+    """
     if may_round_factors(rows.device.type):
         return (rows.to(torch.float64) @ matrix.to(torch.float64)).to(torch.float32)
     return rows @ matrix

@@ -39,7 +39,7 @@ DEFAULT_SEED = 435
 """Default seed. Errors vary by 2 to 5% between seeds; with this one, the table in the specification holds for S = 24, 48, 96 and 192."""
 
 _QUATERNIONS_AT_ONCE = 128
-"""Number of secondary quaternions whose codewords are computed at once."""
+"""Number of secondary quaternions whose codewords are computed together."""
 _HEAD_TOKENS_PER_BLOCK = 1 << 12
 _EXPONENT_BITS = 0x7F800000
 _MIN_NORMAL = 2.0**-126

@@ -51,7 +51,7 @@ class Search:
         self._expected = 0
 
     def announce(self, chunks: int, device: torch.device) -> None:
-        """Announce that ``chunks`` more chunks will be searched on ``device``. The grid is built once their total justifies it.
+        """Announce a search of ``chunks`` more chunks on ``device``. The grid is built once it pays for the chunks announced so far.
 
         The grid is built before a search, never during one, so the codewords do not depend on blocks or threads.
         """
@@ -156,10 +156,7 @@ class Grid:
         return winner.index_copy_(0, longer, result)
 
     def _nearest_of_longer(self, planes: Planes, row: torch.Tensor, winner: torch.Tensor) -> torch.Tensor:
-        """Return the nearest codewords for chunks with longer lists, starting from the nearer of their first two.
-
-        Chunks drop out as lists end.
-        """
+        """Return the nearest codewords for chunks with longer lists. ``winner`` is the nearer of a chunk's first two codewords."""
         best = _weighted_sum(planes, _gather(self._codebook, winner))
         places = torch.arange(len(row), device=row.device)
         nearest = winner.clone()
@@ -180,7 +177,7 @@ def _gather(rows: torch.Tensor | Planes, index: torch.Tensor) -> list[torch.Tens
 
 
 def _build_lists(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Divide the cells until there are ``resolution`` along each axis, except cells that have at most two codewords left.
+    """Divide the map into cells, ``resolution`` along each axis, except that cells with at most two codewords are not divided further.
 
     Returns the row number of every cell, ``[resolution] * 3``, the list of every row, ``[row, longest]``, and its length.
     """

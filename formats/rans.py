@@ -42,8 +42,9 @@ class Chunks(NamedTuple):
 
 
 class DecodedChunks(NamedTuple):
-    """Decoded ``symbols``, uint8 ``[chunk, symbol]``. For each chunk, ``read`` is the number of words read, and ``states`` are the final
-    states.
+    """Decoded ``symbols``, uint8 ``[chunk, symbol]``.
+
+    ``read`` is the number of words that each chunk has read, and ``states`` are the final states of its lanes.
     """
 
     symbols: Numbers
@@ -78,9 +79,9 @@ def frequencies(counts: Numbers) -> Numbers:
 
 
 def cost_bits(counts: Numbers, table: Numbers) -> Numbers:
-    """Return the number of bits, ``[table]``, that ``counts`` ``[table, symbol]`` cost with ``table``.
+    """Return the number of bits that symbols with these ``counts`` cost with the frequencies ``table``: ``[table]``.
 
-    The result is infinite if a symbol that occurs has frequency 0.
+    Both arguments are ``[table, symbol]``. The cost is infinite if a symbol that occurs has frequency 0.
     """
     with numpy.errstate(divide="ignore"):
         bits = PRECISION - numpy.log2(table.astype(numpy.float64))
@@ -99,10 +100,10 @@ def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) 
 
 
 def encode_in_numpy(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
-    """Encode the first ``lengths`` ``[chunk]`` of ``symbols`` ``[chunk, symbol]`` with the frequencies ``tables`` ``[table, symbol]``.
+    """Encode the first ``lengths[i]`` symbols of each chunk i with the frequencies ``tables``, ``[table, symbol]``.
 
-    ``table`` is the table number of each chunk, ``[chunk]``, or of each symbol, ``[chunk, symbol]``. Every symbol must have a frequency
-    above 0.
+    ``symbols`` are ``[chunk, symbol]``, and ``lengths`` are ``[chunk]``. ``table`` is the table number of each chunk, ``[chunk]``, or of
+    each symbol, ``[chunk, symbol]``. Every symbol must have a frequency above 0.
     """
     chunks, longest = len(symbols), int(lengths.max(initial=0))
     steps = -(-longest // LANES)
@@ -135,10 +136,11 @@ def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) ->
 
 
 def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> DecodedChunks:
-    """Decode the first ``lengths`` ``[chunk]`` symbols of each chunk to uint8. Symbols after a chunk's last one are undefined.
+    """Decode the first ``lengths[i]`` symbols of each chunk i to uint8. Symbols after a chunk's last one are undefined.
 
-    ``tables`` ``[table, symbol]`` sum to ``TOTAL``. ``table`` is the table number of each chunk, ``[chunk]``, or of each symbol, ``[chunk,
-    symbol]``. Any words, counts and states are safe to decode; ``DecodedChunks.faulty_chunks`` reports those that no encoder produces.
+    The frequencies ``tables``, ``[table, symbol]``, sum to ``TOTAL`` in each table. ``table`` is the table number of each chunk,
+    ``[chunk]``, or of each symbol, ``[chunk, symbol]``. Any words, counts and states are safe to decode; ``DecodedChunks.faulty_chunks``
+    reports those that no encoder produces.
     """
     count, longest = len(lengths), int(lengths.max(initial=0))
     steps, shortest = -(-longest // LANES), int(lengths.min(initial=longest))
@@ -181,8 +183,9 @@ def _step_tables(table: Numbers, step: int) -> Numbers:
 
 
 def slot_table(tables: Numbers) -> Numbers:
-    """Return all slots of all tables, flat uint32: the symbol in bits 0 to 7, its frequency - 1 from bit 8 on, its first slot from bit 20
-    on.
+    """Return all slots of all tables, flat uint32.
+
+    Bits 0 to 7 of a slot are its symbol; bits 8 to 19 are the symbol's frequency - 1; the bits from 20 on are the symbol's first slot.
     """
     tables = tables.astype(numpy.int64)
     starts = numpy.cumsum(tables, 1) - tables

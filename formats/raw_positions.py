@@ -69,7 +69,7 @@ class RawPositions(WholeTokens):
     in one head is above ``high_norm`` times that head's median, or if they do not fit the scales that heads or tokens share
     (``token_norms.measure_fit_errors``). These two rules apply only to pages with few such tokens.
 
-    The norms are those of a token's keys, for values too, if the encoder receives the keys (``Run.norms``).
+    If the encoder receives the norms of keys (``Run.norms``), they also select the raw tokens of values.
     """
 
     name: ClassVar[str] = "raw_positions"
@@ -122,9 +122,9 @@ class RawPositions(WholeTokens):
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group, start))
 
     def selection_norms(self, keys: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
-        """Return the norms from which ``choose`` selects tokens: those of ``keys``, but 0 for tokens whose ``values`` are near zero.
+        """Return the norms from which ``choose`` selects tokens: ``keys``, with 0 for tokens whose ``values`` are near zero.
 
-        Both are norms ``[batch, kv_head, token]``; ``values`` is None if they are unknown.
+        Both arguments are norms ``[batch, kv_head, token]``; ``values`` is None if unknown.
         """
         if values is None or not self.low_norm:
             return keys
@@ -133,10 +133,10 @@ class RawPositions(WholeTokens):
         return keys.masked_fill(near_zero[:, None], 0.0)
 
     def choose(self, norms: torch.Tensor, position: int | None = None, continues: bool = False) -> torch.Tensor:
-        """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``, given ``norms`` ``[batch, kv_head, token]``.
+        """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``.
 
-        ``position`` is the position of the first token. If it is None, the run begins the sequence unless it ``continues`` another run.
-        Tokens that do not fit the codec are added later by ``mark_poor_fits``.
+        ``norms`` are ``[batch, kv_head, token]``. ``position`` is the position of the first token. If it is None, the run begins the
+        sequence unless it ``continues`` another run. Tokens that do not fit the codec are added later by ``mark_poor_fits``.
         """
         batch, _, tokens = norms.shape
         chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=norms.device)
@@ -159,16 +159,18 @@ class RawPositions(WholeTokens):
     def encode(
         self, x: torch.Tensor, chosen: torch.Tensor, token_group: int, start: int = 0
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replace_tokens``). Also returns the streams of
-        those tokens.
+        """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replace_tokens``).
 
-        ``start`` is the number of the first token within its run. Raises OutOfRange if a value does not fit the dtype.
+        Returns the replaced values, and the streams that store the tokens. ``start`` is the number of the first token within its run.
+        Raises OutOfRange if a value does not fit the dtype.
         """
         token, sequence = chosen.T.nonzero().unbind(1)
         return replace_tokens(x, token, sequence, chosen, token_group), self.encode_tokens(x, token, sequence, start)
 
     def encode_tokens(self, x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, start: int = 0) -> dict[str, torch.Tensor]:
-        """Return the streams for each ``token`` of a ``sequence`` of ``x``; for the arguments, see ``encode``."""
+        """Return the streams that store the tokens of ``x`` at each pair of ``token`` and ``sequence``. ``x`` and ``start`` are as in
+        ``encode``.
+        """
         values = gather_raw_values(x, token, sequence, self.dtype, "choose a wider raw_dtype")
         return {POSITIONS: encode_positions(token + start, sequence)[None, None], VALUES: values[None, None]}
 
@@ -197,7 +199,7 @@ class RawPositions(WholeTokens):
         return {POSITIONS: encode_positions(token[entry], row)[None, None], VALUES: streams[VALUES].index_select(2, entry)}
 
     def split_sequences(self, streams: Mapping[str, torch.Tensor], parts: int, batch: int) -> list[dict[str, torch.Tensor]]:
-        """Split ``batch`` sequences into ``parts`` equal parts, and return the streams of each in order.
+        """Split ``batch`` sequences into ``parts`` equal parts, and return the streams of each part.
 
         No entry of ``streams`` may be unused.
         """
@@ -209,7 +211,7 @@ class RawPositions(WholeTokens):
         return [{POSITIONS: position.clone(), VALUES: values.clone()} for position, values in zip(*both, strict=True)]
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload unless the numbers of positions and of raw tokens are equal. All values are valid."""
+        """Raise InvalidPayload unless there are as many positions as raw tokens. The raw values need no check, because all are valid."""
         positions, rows = arrays[POSITIONS].shape[2], arrays[VALUES].shape[2]
         if positions != rows:
             raise InvalidPayload(f"{where}.{POSITIONS}: there are {positions} positions, but {where}.{VALUES} has {rows} raw tokens")
@@ -246,9 +248,9 @@ class RawPositions(WholeTokens):
 
 
 def mark_poor_fits(chosen: torch.Tensor, fit_errors: torch.Tensor) -> torch.Tensor:
-    """Add to ``chosen``, bool ``[batch, token]``, the tokens with ``fit_errors`` above 1, in pages with few of them.
+    """Return ``chosen``, bool ``[batch, token]``, plus the tokens with ``fit_errors`` above 1.
 
-    ``fit_errors`` are those of ``token_norms.measure_fit_errors``.
+    They are added only in pages with few such tokens. ``fit_errors`` are the result of ``token_norms.measure_fit_errors``.
     """
     return chosen | drop_crowded_pages((fit_errors > 1) & ~chosen)
 
@@ -269,7 +271,7 @@ class Slots:
 
 
 def slot_count(tokens: int, minimum: int = 0) -> int:
-    """Return the number of raw tokens that fit in the row of a page of ``tokens`` tokens, but at least ``minimum``."""
+    """Return the number of raw tokens that fit in the row of a page of ``tokens`` tokens, or ``minimum`` if that is more."""
     return max(minimum, tokens // TOKENS_PER_SLOT)
 
 
@@ -307,11 +309,10 @@ def store_in_slots(
 def choose_slot_tokens(
     raw: RawPositions, norms: torch.Tensor, token_group: int, slots: int, fit_errors: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the raw tokens of pages by ``norms`` ``[page, kv_head, token]``. Returns them, and all tokens that should be raw.
+    """Choose the raw tokens of pages by ``norms`` ``[page, kv_head, token]``. Returns the tokens with a slot, and masks of all candidates.
 
-    The tokens are int64 ``[page, slot]``, ascending; unused slots contain the number of tokens. The second result is bool ``[2, page,
-    token]``: first a mask of all tokens that should be raw, with or without a slot, then a mask of those that would cost other tokens
-    precision.
+    The tokens are int64 ``[page, slot]``, ascending; unused slots contain the number of tokens. The masks are bool ``[2, page, token]``:
+    first all tokens that should be raw, with or without a slot, then those that would cost other tokens precision.
     """
     tokens = norms.shape[2]
     low = replace(raw, high_norm=0.0).choose(norms, raw.first)
@@ -327,24 +328,26 @@ def choose_slot_tokens(
 
 
 def slot_mask(token: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return the mask, bool ``[page, token]``, of the raw tokens that ``choose_slot_tokens`` returned for pages of ``tokens`` tokens."""
+    """Return a mask, bool ``[page, token]``, of the raw ``token`` numbers that ``choose_slot_tokens`` returned for pages of ``tokens``
+    tokens.
+    """
     return torch.zeros(len(token), tokens + 1, dtype=torch.bool, device=token.device).scatter_(1, token, True)[:, :tokens]
 
 
 def count_left_out(needs_raw: torch.Tensor, chosen: torch.Tensor, fit_errors: torch.Tensor | None = None) -> torch.Tensor:
-    """Count the tokens that should be raw but are not ``chosen``, and those that lose precision. Returns int64 ``[2]``.
+    """Count the tokens that should be raw but are not ``chosen``. Returns int64 ``[2]``: all such tokens, and those that cost precision.
 
-    ``chosen`` is bool ``[page, token]``, ``needs_raw`` is the second result of ``choose_slot_tokens``, and ``fit_errors``, ``[2, page,
-    token]``, is the result of ``token_errors.excess_losses``. A token in both is counted only once.
+    ``chosen`` is bool ``[page, token]``, and ``needs_raw`` is the second result of ``choose_slot_tokens``. Tokens with ``fit_errors``,
+    ``[2, page, token]`` from ``token_errors.excess_losses``, above 1 also count. No token is counted twice.
     """
     left = needs_raw if fit_errors is None else needs_raw | (fit_errors > 1)
     return (left & ~chosen).sum((1, 2))
 
 
 def restore_slot_tokens(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a copy of the pages ``values`` ``[page, kv_head, token, dim]`` with the raw tokens of ``streams`` ``[page, slot, ...]``.
+    """Return a copy of the pages ``values`` with their raw tokens put back.
 
-    The host does not wait for the device.
+    ``values`` are ``[page, kv_head, token, dim]``, and ``streams`` are ``[page, slot, ...]``. The host does not wait for the device.
     """
     tokens = values.shape[2]
     words = streams[POSITIONS].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
@@ -357,9 +360,9 @@ def restore_slot_tokens(values: torch.Tensor, streams: Mapping[str, torch.Tensor
 
 
 def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, dtype: str, remedy: str) -> torch.Tensor:
-    """Return the values of ``x`` at each pair of ``token`` and ``sequence`` in ``dtype``: ``[entry, kv_head, dim]``.
+    """Return the tokens of ``x`` at each pair of ``token`` and ``sequence``, as ``dtype``: ``[entry, kv_head, dim]``.
 
-    ``x`` is ``[batch, kv_head, token, dim]``. Raises OutOfRange, with the ``remedy``, if a finite value does not fit the dtype.
+    ``x`` is ``[batch, kv_head, token, dim]``. Raises OutOfRange if a finite value does not fit the dtype; the message ends with ``remedy``.
     """
     exact = x.permute(2, 0, 1, 3)[token, sequence]
     values = exact.to(getattr(torch, TORCH_DTYPE_NAMES[dtype]))
@@ -377,10 +380,10 @@ def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tens
 
 
 def replace_tokens(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chosen: torch.Tensor, token_group: int) -> torch.Tensor:
-    """Replace the values of ``x`` ``[batch, kv_head, token, dim]`` at each pair of ``token`` and ``sequence``.
+    """Return ``x`` ``[batch, kv_head, token, dim]`` with new values at each pair of ``token`` and ``sequence``.
 
-    ``chosen`` is the mask of these tokens. The new value is the mean of the other tokens of the token group, which does not widen the
-    group's range, or zero if there are none.
+    ``chosen`` is the mask of these tokens. The new value is the mean of the other tokens in the token group, or zero if there are none. It
+    does not widen the group's range.
     """
     if not len(token):
         return x
@@ -401,7 +404,7 @@ def replace_tokens(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor,
 
 
 def _replace_in_run(run: Run, chosen: torch.Tensor, token_group: int) -> Run:
-    """Return ``run`` after applying ``replace_tokens`` to its ``chosen`` tokens."""
+    """Return ``run`` with its ``chosen`` tokens replaced by ``replace_tokens``."""
 
     def blocks() -> Iterator[torch.Tensor]:
         start = 0

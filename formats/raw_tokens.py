@@ -31,7 +31,9 @@ _MAX_RAW_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class RawTokens(WholeTokens):
-    """Sidecar that stores the ``first`` tokens, and the ``low_norm`` tokens of the first run with the smallest norms, as ``dtype``."""
+    """Sidecar that stores some tokens as ``dtype``: the ``first`` ones, and the ``low_norm`` tokens of the first run with the smallest
+    norms.
+    """
 
     name: ClassVar[str] = "raw_tokens"
     words: ClassVar[tuple[str, ...]] = ("raw_tokens", "sinks", "low_norm_tokens")
@@ -86,10 +88,9 @@ class RawTokens(WholeTokens):
         return chosen
 
     def encode(self, x: torch.Tensor, chosen: torch.Tensor, token_group: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replace_tokens``). Also returns the streams of
-        those tokens.
+        """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replace_tokens``).
 
-        Raises OutOfRange if a value does not fit the dtype.
+        Returns the replaced values, and the streams that store the tokens. Raises OutOfRange if a value does not fit the dtype.
         """
         token, sequence = chosen.T.nonzero().unbind(1)
         values = gather_raw_values(x, token, sequence, self.dtype, "choose a wider dtype for raw_tokens")
@@ -104,7 +105,7 @@ class RawTokens(WholeTokens):
         return streams[VALUES][0, 0].to(torch.float32)
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload for a flag above 1, or if the flags do not match the number of raw tokens. All values are valid."""
+        """Raise InvalidPayload for a flag above 1, or if the flags do not match the number of raw tokens."""
         flags, rows = arrays[FLAGS], arrays[VALUES].shape[2]
         count = 0
         for first, block in value_blocks(flags):

@@ -54,7 +54,7 @@ def _character(prime: int) -> list[int]:
 
 
 def _paley_first(prime: int) -> tuple[tuple[int, ...], ...]:
-    """Build Paley's first construction for a prime = 3 mod 4: I + S with S = [[0, 1], [-1, Q]] and Q_ij = chi(i - j)."""
+    """Return Paley's first construction for a ``prime`` = 3 mod 4: I + S with S = [[0, 1], [-1, Q]] and Q_ij = chi(i - j)."""
     chi = _character(prime)
     rows = [(1,) * (prime + 1)]
     rows += [(-1, *(chi[(i - j) % prime] + (i == j) for j in range(prime))) for i in range(prime)]
@@ -62,7 +62,7 @@ def _paley_first(prime: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _paley_second(prime: int) -> tuple[tuple[int, ...], ...]:
-    """Build Paley's second construction for a prime = 1 mod 4, from C = [[0, 1], [1, Q]] with Q_ij = chi(i - j).
+    """Return Paley's second construction for a ``prime`` = 1 mod 4, from C = [[0, 1], [1, Q]] with Q_ij = chi(i - j).
 
     Each entry c = +1 or -1 of C becomes c x [[1, 1], [1, -1]], and 0 becomes [[1, -1], [-1, -1]].
     """
@@ -117,7 +117,7 @@ class Rotation:
 
 @lru_cache(maxsize=MAX_CACHED_TABLES)
 def rotation_of(kind: str, dim: int, seed: int = 0) -> Rotation:
-    """Return a rotation that all codecs with these parameters share. Raises the errors of ``Rotation``."""
+    """Return a rotation that all codecs with these parameters share. Raises InvalidParameter like ``Rotation``."""
     return Rotation(kind, dim, seed)
 
 

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 MIN_DIM = 2
-"""Minimum head dim. For a smaller head dim, a coordinate of a unit vector has no density."""
+"""Minimum head dim. A coordinate of a shorter unit vector has no density."""
 
 ROUNDINGS = ("nearest", "scaled")
-"""Methods of choosing codes: those nearest to the unit vector, or those of its multiple whose decoded direction is nearest."""
+"""How codes are chosen: the codes nearest to the unit vector, or to the multiple of it that decodes to the nearest direction."""
 
 SCALES = (0.85, 0.95, 1.05, 1.15)
 """The multiples of a unit vector that ``rounding=scaled`` tries. The kernels in ``kernels/`` try the same ones."""
@@ -56,9 +56,9 @@ class Scalar(CodecFamily):
     """Codec that stores ``bits`` bits per value, including the sign, and ``bits_high`` in the channels that ``high_channels`` selects.
 
     ``magnitude_table`` contains the 2^(bits - 1) magnitudes of a coordinate of a unit vector, ascending, little-endian float32.
-    ``high_magnitude_table`` contains those for ``bits_high``. ``high_channels`` has one bit per channel of the coded frame, lowest bit
-    first. Without a second width, ``bits_high`` is 0 and the other two are empty. ``norm_rule`` and ``rounding`` affect only the encoder
-    and are not stored.
+    ``high_magnitude_table`` contains the magnitudes for ``bits_high``. ``high_channels`` has one bit per channel of the coded frame, lowest
+    bit first. Without a second width, ``bits_high`` is 0 and the other two are empty. ``norm_rule`` and ``rounding`` affect only the
+    encoder and are not stored.
     """
 
     id: ClassVar[str] = "scalar"
@@ -170,8 +170,8 @@ class Scalar(CodecFamily):
     def _squared_sine(self, unit: torch.Tensor, scale: float, codes: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the squared sine of the angle between each row of ``unit`` and its decoded codes, as a fraction.
 
-        ``codes`` are those of the rows times ``scale``. The result is a numerator and a denominator ``[row]``; the denominator is the sum
-        of squares of the decoded values.
+        ``codes`` encode the rows times ``scale``. Returns a numerator and a denominator ``[row]``; the denominator is the sum of squares of
+        the decoded values.
         """
         # Compare errors, not cosines: with 8 bits, cosines differ by less than the rounding of binary32 sums.
         error, whole = unit * scale - self._decode_unit(codes), unit.square().sum(-1)

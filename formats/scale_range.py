@@ -18,23 +18,26 @@ if TYPE_CHECKING:
     from .value_blocks import Array
 
 SCALE, CENTER = 0, 1
-"""Indices of the scale and the center in a pair, and in a range, which contains the step and the minimum of the root for each of them."""
+"""Indices of the scale and the center in a pair.
+
+A range has the same order: for each, the step and the minimum of the square root.
+"""
 
 MAX_ENCODED = 255.0**2
-"""Largest scale or center that is encoded. However a range is rounded, decoded values stay below the largest binary16."""
+"""Largest scale or center that is encoded. Even if the range is rounded up, decoded values stay below the largest float16."""
 
 _STEPS = 255
 _HALF_LIMIT = 65520.0
 _HEADROOM = 1 / 8
 _GROWTH = 1 / 2
 _MIN_SIZE_FACTOR = 0.13
-"""Factor at which the measured error of normally distributed values is twice the typical error."""
+"""Ratio to a range's resolution at which the measured error of normally distributed values is twice the typical error."""
 
 
 def decode_pairs(codes: torch.Tensor, scale_range: torch.Tensor) -> torch.Tensor:
-    """Decode ``codes``, uint8 ``[batch, kv_head, row, group, 2]``, to binary16 pairs of scale and center.
+    """Decode ``codes``, uint8 ``[batch, kv_head, row, group, 2]``, to float16 pairs of scale and center.
 
-    ``scale_range`` is the range of the run, binary16 ``[batch, kv_head, 1, 4]``.
+    ``scale_range`` is the range of the run, float16 ``[batch, kv_head, 1, 4]``.
     """
     return torch.stack([_decode_values(codes[..., member], scale_range, member) for member in (SCALE, CENTER)], -1).to(torch.float16)
 
@@ -69,11 +72,11 @@ def _signed_root(values: torch.Tensor) -> torch.Tensor:
 def choose_range(
     blocks: Iterable[tuple[torch.Tensor, torch.Tensor]], before: torch.Tensor | None, empty: torch.Tensor, middle: float
 ) -> torch.Tensor:
-    """Choose the range for a run, given the scales and centers of its ``blocks``, each ``[batch, kv_head, row, group]``.
+    """Choose the range for a run from the scales and centers of its ``blocks``, each ``[batch, kv_head, row, group]``.
 
     ``before`` is the range of the preceding run. It is kept if all values fit, so that the runs can be joined. Otherwise it is widened, so
     that repeated appends seldom need another range. ``empty`` is returned if there are no values. ``middle`` is half the width of a group,
-    in multiples of its scale. Raises OutOfRange, naming the position, for a value above ``MAX_ENCODED``.
+    in multiples of its scale. Raises OutOfRange for a value above ``MAX_ENCODED``, with its position.
     """
     ends: list[torch.Tensor] = []
     for scale, center in blocks:
@@ -108,8 +111,8 @@ def choose_range(
 def min_sizes(scale_range: torch.Tensor, steps: int) -> torch.Tensor:
     """Return the smallest root mean square of values that a range encodes well: float32 ``[batch, kv_head, 1]``.
 
-    ``steps`` is the number of scales in a group. The error of a center is its root times the step of the roots; for smaller values, that
-    error exceeds the error due to the scale.
+    ``steps`` is the number of scales in a group. The error of a center is its root times the step of the roots; for smaller values, it
+    exceeds the error of the scale.
     """
     step = scale_range[..., 0::2].to(torch.float32).amax(-1)
     return (step * steps).square() * _MIN_SIZE_FACTOR
@@ -125,7 +128,7 @@ def _check_size(values: torch.Tensor, name: str) -> None:
 
 
 def check(arrays: Mapping[str, Array], where: str) -> None:
-    """Raise InvalidPayload if a code of a range ``[batch, kv_head, run, 4]`` decodes to a value that is infinite in binary16."""
+    """Raise InvalidPayload if a code of a range ``[batch, kv_head, run, 4]`` decodes to a value that is infinite in float16."""
     where, scale_range = f"{where}.scale_range", arrays["scale_range"]
     for first, (rows,) in row_blocks(scale_range):
         step, minimum = rows[:, 0::2].astype(numpy.float32), rows[:, 1::2].astype(numpy.float32)

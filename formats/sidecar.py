@@ -1,6 +1,6 @@
 """The interface of sidecars: additional data that a codec stores next to its codes (spec/side-cars.md).
 
-Each sidecar's file defines one frozen dataclass of one of five kinds. A run is encoded in this order of kinds:
+Each sidecar is a frozen dataclass in its own file, of one of five kinds. Encoding applies the kinds in this order:
 
 1. ``WholeTokens`` removes some tokens entirely from the values. 2. ``ValueMap`` maps the values of each head linearly, before the codec
 rotates them into the coded frame. 3. ``PageVector`` subtracts a vector that the tokens of a page share. 4. ``FramePart`` removes a part of
@@ -8,7 +8,7 @@ the values from the coded frame; the codec encodes the rest. 5. ``ResidualSketch
 
 Decoding puts the parts back in the coded frame, adds the page vectors and the sketched residuals, inverts the rotation and the maps, and
 puts back the kept tokens. Sidecars of one kind apply in the order of the table ``formats.SIDECARS``; parts are put back, and maps are
-inverted, in reverse order. Their keys and streams in a file have the same order.
+inverted, in reverse order. Keys and streams in a file have the order of the table.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunStep:
-    """Step that a sidecar applies to one run before the codec.
+    """A sidecar's step for one run, before the codec.
 
-    ``streams`` have one row per run; ``encode(block, start)`` is called per block. A block is finite float32 ``[batch, kv_head, token,
-    dim]``; the number of its first token, ``start``, is a multiple of the token group. ``encode`` returns the block for the next step, and
-    the streams with one row per token or entry.
+    ``streams`` have one row per run. ``encode(block, start)`` returns the block for the next step, and the streams with one row per token
+    or entry. A block is finite float32 ``[batch, kv_head, token, dim]``; the number of its first token, ``start``, is a multiple of the
+    token group.
     """
 
     streams: Mapping[str, torch.Tensor]
@@ -60,7 +60,7 @@ class Sidecar(EntryStreams, ABC):
     words: ClassVar[tuple[str, ...]]
     """Recipe options that request and configure the sidecar."""
     supports_every_codec: ClassVar[bool] = False
-    """True if every lossy codec supports this sidecar, even one that supports no other."""
+    """True if every lossy codec supports this sidecar, even codecs that support no other."""
     keys_only: ClassVar[bool] = False
     """True if a codec with this sidecar encodes keys but not values."""
     feature: ClassVar[str] = ""
@@ -94,19 +94,21 @@ class Sidecar(EntryStreams, ABC):
         return {}
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload for stored bytes that no writer produces. ``arrays`` are all streams of the layer's keys or values.
+        """Raise InvalidPayload for stored bytes that no writer produces. ``arrays`` are all streams of one layer's keys or values.
 
-        By default, this checks that binary16 and float32 values are finite.
+        By default, this checks that float16 and float32 values are finite.
         """
         for name in self.finite_streams():
             check_finite(f"{where}.{name}", arrays[name], "scales and norms")
 
     def finite_streams(self) -> list[str]:
-        """Return the names of the streams with binary16 or float32 values."""
+        """Return the names of the streams with float16 or float32 values."""
         return [name for name, layout in self.layout(1, 1, 0).items() if layout.dtype in ("F16", "F32")]
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Raise InvalidPayload for errors that are visible only if the number of tokens in each run is known. ``check`` must have passed.
+        """Raise InvalidPayload for errors that are visible only if the number of tokens in each run is known.
+
+        Call it after ``check`` has passed.
         """
         return
 
@@ -128,53 +130,59 @@ class WholeTokens(Sidecar):
 
     @abstractmethod
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
-        """Choose the tokens of ``run`` to keep. ``before`` contains the streams of the preceding run of the same layer's keys or values.
+        """Return the step that keeps some tokens of ``run`` and replaces them by values that do not widen the codec's token groups.
 
-        The step replaces the tokens by values that do not widen the token groups that ``codec`` encodes together.
+        ``before`` contains the streams of the preceding run of the same layer's keys or values.
         """
 
     @abstractmethod
     def token_positions(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the token number and the sequence number of each kept token, int64 ``[entry]`` each, in the order of the entries."""
+        """Return the token number and the sequence number of each kept token, int64 ``[entry]`` each, in stored order."""
 
     @abstractmethod
     def kept_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the values of the kept tokens, float32 ``[entry, kv_head, dim]``."""
 
     def put(self, x: torch.Tensor, tokens: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Put the kept ``tokens`` ``[entry, kv_head, dim]``, in the frame of ``x``, back into ``x`` ``[batch, kv_head, token, dim]``."""
+        """Return ``x`` ``[batch, kv_head, token, dim]`` with the kept tokens put back.
+
+        ``tokens`` ``[entry, kv_head, dim]`` are the kept tokens in the frame of ``x``.
+        """
         result = x.clone()
         result.permute(2, 0, 1, 3)[self.token_positions(streams)] = tokens
         return result
 
 
 class ValueMap(Sidecar):
-    """Sidecar that maps the values of each head linearly. Its streams, if any, have one row per run.
+    """Sidecar that maps the values of each head linearly. Any streams that it has contain one row per run.
 
     Attention maps the queries instead of the keys, and the sums of values instead of the values, so the map must be linear.
     """
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """Return the map's streams for ``run``, whose blocks have passed the preceding maps."""
+        """Return the map's streams for ``run``. Preceding maps are already applied to its blocks."""
         return {}
 
     @abstractmethod
     def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map float32 ``[batch, kv_head, row, dim]``, with the map in the run's ``streams``."""
+        """Apply the map that the run's ``streams`` describe to float32 ``[batch, kv_head, row, dim]``."""
 
     @abstractmethod
     def inverse(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Invert ``forward``."""
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map queries by the transpose of ``inverse``, so that products with mapped keys equal those of ``q`` with the original keys.
+        """Map queries by the transpose of ``inverse``, so that their products with mapped keys equal the original products.
 
         For an orthogonal map this is ``forward``; other maps override it.
         """
         return self.forward(q, streams)
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
-        """Reuse the streams of the run ``before``, so that the runs can be joined, or measure ``run`` if there is none."""
+        """Return the step that maps ``run`` with the streams of the run ``before``, so that the runs can be joined.
+
+        Without such a run, the streams are measured.
+        """
         names = self.layout(1, 1, 0)
         if before is not None and all(name in before for name in names):
             streams = {name: before[name] for name in names}
@@ -186,8 +194,8 @@ class ValueMap(Sidecar):
 class PageVector(Sidecar):
     """Sidecar that subtracts one vector per page from the tokens, in the coded frame.
 
-    A page is ``page_tokens`` tokens of a run; the last one may be shorter. It is also a token group: kept tokens are replaced by the mean
-    of the others, so that the vector does not depend on them.
+    A page is ``page_tokens`` tokens of a run; the last one may be shorter. It is also a token group: the mean of the other tokens replaces
+    kept tokens, so that the vector does not depend on them.
     """
 
     @property
@@ -197,7 +205,7 @@ class PageVector(Sidecar):
 
     @abstractmethod
     def begin(self, run: Run, rotation: Rotation) -> RunStep:
-        """Subtract the vectors from the blocks of ``run``. ``rotation`` maps them to the coded frame."""
+        """Return the step that subtracts the vectors from the blocks of ``run``. ``rotation`` maps the blocks to the coded frame."""
 
     @abstractmethod
     def without_vectors(self, x: torch.Tensor) -> torch.Tensor:
@@ -215,7 +223,7 @@ class PageVector(Sidecar):
         return frame + self._expand_to_tokens(self.vectors(streams), frame.shape[2])
 
     def _expand_to_tokens(self, vectors: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Return the vector of each token, given those of the pages."""
+        """Repeat each page's vector for the tokens of the page."""
         return vectors.repeat_interleave(self.page_tokens, 2)[:, :, :tokens]
 
 
@@ -224,9 +232,9 @@ class FramePart(Sidecar):
 
     @abstractmethod
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
-        """Measure ``run``, whose blocks are in the coded frame. ``before`` contains the streams of the preceding run, if any.
+        """Return the step that removes and stores the part. ``before`` contains the streams of the preceding run, if any.
 
-        The step returns the values without the part, and the streams that contain the part.
+        The blocks of ``run`` are in the coded frame. The step returns the remaining values, and the streams that contain the part.
         """
 
     @abstractmethod
@@ -239,7 +247,9 @@ class ResidualSketch(Sidecar):
 
     @abstractmethod
     def encode(self, residual: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode a ``residual``, float32 ``[batch, kv_head, token, dim]`` in the coded frame. It is 0 where a part is stored exactly."""
+        """Return the streams of a ``residual``, float32 ``[batch, kv_head, token, dim]`` in the coded frame, 0 where a part is stored
+        exactly.
+        """
 
     @abstractmethod
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -254,7 +264,8 @@ def parse_choice(sidecar: str, value: Any, choices: Mapping[str, str]) -> str:
 
 
 def parse_map(sidecar: str, value: Any, types: dict[str, type]) -> dict[str, Any]:
-    """Return ``value`` if it is a map with the keys of ``types`` in order, and values of these types. Raises InvalidParameter otherwise."""
+    """Return ``value`` if it is a map with the keys of ``types``, in order, and values of those types. Raises InvalidParameter otherwise.
+    """
     if type(value) is not dict or tuple(value) != tuple(types) or any(type(value[key]) is not kind for key, kind in types.items()):
         expected = ", ".join(f"{key}: {kind.__name__}" for key, kind in types.items())
         raise InvalidParameter(f"sidecar {sidecar} is {value!r}, expected a map {{{expected}}}")

@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     Observer = Callable[[torch.Tensor, int, Streams], None]
 
 _SAFE_MAGNITUDE = 2.0**100
-"""Bound below which no sidecar turns a codec's decoded value into infinity."""
+"""Magnitude below which no sidecar turns a codec's decoded value into infinity."""
 
 
 @dataclass(frozen=True)
 class CodecWithSidecars(Codec):
     """Codec that combines ``codec`` with one or more ``sidecars``, in the order of the table ``formats.SIDECARS``.
 
-    Raises InvalidParameter for a lossless codec, which has no error for a sidecar to reduce; for a sidecar without
-    ``supports_every_codec`` if the codec does not support all sidecars; and for page vectors if the codec encodes tokens together.
+    Raises InvalidParameter for a lossless codec, which has no error for a sidecar to reduce. Codecs that do not support all sidecars accept
+    only those with ``supports_every_codec``. Codecs that encode tokens together do not accept page vectors.
     """
 
     id: ClassVar[str] = ""
@@ -88,8 +88,7 @@ class CodecWithSidecars(Codec):
 
     @cached_property
     def folded_frame(self) -> FrameMap | None:
-        """The codec's value map, if it is the only one and can be combined with the rotation into one product for queries; otherwise None.
-        """
+        """The codec's only value map, if one matrix product can apply it and the rotation to queries; otherwise None."""
         (value_map,) = self.value_maps if len(self.value_maps) == 1 else (None,)
         return value_map if isinstance(value_map, FrameMap) and type(self.codec).query is Codec.query else None
 
@@ -207,11 +206,10 @@ class CodecWithSidecars(Codec):
         return {**encoder.streams, **encoder.encode(x, 0)}
 
     def begin(self, run: Run, before: Streams | None, kernel: Kernel | None = None, watch: Observer | None = None) -> RunEncoder:
-        """Begin a run as in ``Codec.begin``.
+        """Return the encoder of ``run``, as ``Codec.begin`` does.
 
-        ``kernel(codec, block, start)`` returns the codec's streams, or None if the codec must encode the block itself.
-        ``watch(block, start, streams)`` is called with each block of the codec's input and its streams. ``start`` is the number of a
-        block's first token.
+        ``kernel(codec, block, start)`` returns the codec's streams, or None if the codec must encode the block itself. ``watch(block,
+        start, streams)`` is called with each block of the codec's input and its streams. ``start`` is the number of a block's first token.
         """
         steps, run_streams = self._begin_steps(run, before, self.whole_tokens)
         inner = begin_run(self.codec, steps.run(), before)
@@ -233,10 +231,7 @@ class CodecWithSidecars(Codec):
     def _begin_steps(
         self, run: Run, before: Streams | None, token_sidecars: Sequence[WholeTokens]
     ) -> tuple[_Steps, dict[str, torch.Tensor]]:
-        """Return the steps before the codec for the blocks of ``run``, and the streams with one row per run.
-
-        The ``token_sidecars`` remove their tokens first.
-        """
+        """Return the steps before the codec, and the streams with one row per run. The ``token_sidecars`` remove their tokens first."""
         steps = _Steps(run)
         run_streams: dict[str, torch.Tensor] = {}
 
@@ -260,7 +255,7 @@ class CodecWithSidecars(Codec):
         return steps, run_streams
 
     def _subtract_vectors(self, run: Run) -> Run:
-        """Subtract the page vectors from ``run``, because maps must be measured on the values that the codec will encode."""
+        """Return ``run`` without page vectors, because maps must be measured on the values that the codec will encode."""
         if self.page_vectors:
             run = replace(run, whole=run.blocks)
         for vector in self.page_vectors:
@@ -293,7 +288,7 @@ class CodecWithSidecars(Codec):
         return self.complete(self.codec.decode_digits(digits, streams), streams)
 
     def complete(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Apply all sidecars to the codec's decoded ``frame``, and stay in the coded frame."""
+        """Apply all sidecars to the codec's decoded ``frame``. Returns values in the coded frame."""
         frame = self._apply_sidecars(frame, streams)
         for tokens in self.whole_tokens:
             sequences = tokens.token_positions(streams)[1]
@@ -316,7 +311,7 @@ class CodecWithSidecars(Codec):
         return self.complete_original(self.codec.decode_frame(streams), streams)
 
     def complete_original(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Apply all sidecars to the codec's decoded ``frame``, and return values in the original frame."""
+        """Apply all sidecars to the codec's decoded ``frame``. Returns values in the original frame."""
         values = self.original(self._apply_sidecars(frame, streams), streams)
         for tokens in self.whole_tokens:
             values = tokens.put(values, tokens.kept_values(streams), streams)
@@ -343,8 +338,7 @@ class CodecWithSidecars(Codec):
         return self.codec.query(self.inner_query(q, streams), streams)
 
     def inner_query(self, q: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Map queries ``[batch, kv_head, row, dim]`` so that products with the codec's decoded values equal those of ``q`` with the keys.
-        """
+        """Map queries ``[batch, kv_head, row, dim]`` so that their products with the codec's decoded values equal ``q`` times the keys."""
         for value_map in self.value_maps:
             q = value_map.query(q, streams)
         return q
@@ -384,7 +378,7 @@ def _map_blocks(change: Callable[[torch.Tensor], torch.Tensor], blocks: Callable
 
 
 class _Steps:
-    """The steps that are applied to the blocks of ``run`` before the codec."""
+    """Steps that are applied, in order, to the blocks of ``run`` before the codec."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -394,11 +388,14 @@ class _Steps:
         self._steps.append(step)
 
     def encode(self, block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Pass a block, whose first token is number ``start``, through all steps. Returns the block and the steps' streams."""
+        """Apply all steps to a block. Returns the block for the codec, and the streams of all steps.
+
+        ``start`` is the number of the block's first token.
+        """
         return _apply_steps(tuple(self._steps), block, start)
 
     def run(self) -> Run:
-        """Return the run after the steps added so far. Errors name the tokens of a block."""
+        """Return the run after the steps added so far. Errors give token positions."""
         if not self._steps:
             return self._run
         steps = tuple(self._steps)
@@ -424,7 +421,7 @@ def _apply_steps(steps: tuple[Encode, ...], block: torch.Tensor, start: int) -> 
 
 
 def _require_finite(x: torch.Tensor, operation: str) -> torch.Tensor:
-    """Return ``x`` ``[batch, kv_head, token, dim]``. Raises OutOfRange, naming the operation ``operation``, if a value is not finite."""
+    """Return ``x`` ``[batch, kv_head, token, dim]``. Raises OutOfRange if a value is not finite; the message contains ``operation``."""
     # The sum is one cheap pass; every value is checked only if it is not finite.
     if not torch.isfinite(x.sum()) and not torch.isfinite(x).all():
         batch, head, token, channel = torch.nonzero(~torch.isfinite(x))[0].tolist()

@@ -1,4 +1,4 @@
-"""Stored streams: their dtypes and layouts, and rounding of values to a stored dtype."""
+"""Dtypes and layouts of stored streams."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 HALF_LIMIT = 65520.0
-"""The smallest number that rounds to infinity in binary16. The largest finite binary16 is 65504."""
+"""Smallest number that rounds to infinity in float16. The largest finite float16 is 65504."""
 
 DTYPE_BYTES = {"U8": 1, "U16": 2, "F16": 2, "BF16": 2, "F32": 4}
 """Bytes per value of each stored dtype, by safetensors name."""
 NUMPY_DTYPES = {"U8": "u1", "U16": "<u2", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
-"""NumPy dtype of each stored dtype. Bfloat16 is read as unsigned integers."""
+"""NumPy dtype of each stored dtype. Bfloat16 is read as uint16."""
 
 NORMS = {"fp16": "F16", "fp32": "F32"}
 """Stored dtypes of norms and factors, by parameter value."""
@@ -62,7 +62,7 @@ class Layout:
             data: The stored bytes, little-endian.
 
         Returns:
-            A view of ``data`` with the dtype that ``NUMPY_DTYPES`` names; bfloat16 as unsigned integers.
+            A view of ``data`` with the dtype that ``NUMPY_DTYPES`` names; bfloat16 is viewed as uint16.
         """
         array: numpy.ndarray[Any, Any] = numpy.frombuffer(data, NUMPY_DTYPES[self.dtype]).reshape(self.shape)
         return array
@@ -88,21 +88,22 @@ class EntryStreams:
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the number of rows per token and sequence of each stream with one row per entry: integers ``[token, batch]``.
 
-        If an entry covers ``tokens_per_row`` tokens, it counts once for all of them: integers ``[row, batch]``.
+        An entry that covers ``tokens_per_row`` tokens counts once: integers ``[row, batch]``.
         """
         return {}
 
     def entry_tokens(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the token number of each used entry, int64 and ascending, for each stream whose entries store token numbers."""
+        """Return the token numbers of used entries, int64 and ascending, for each stream whose entries store token numbers."""
         return {}
 
     def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int | torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of ``entry_tokens`` with token numbers increased by ``tokens``, which may be int64 ``[entry]``.
+        """Return the streams of ``entry_tokens`` with ``tokens`` added to the token numbers. ``tokens`` is one integer, or int64
+        ``[entry]``.
 
         Unused entries are dropped.
         """
         return {}
 
     def select_sequences(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of ``entry_tokens`` for the sequences ``indices``, int64 ``[row]``, in that order."""
+        """Return the streams of ``entry_tokens`` for the sequences at ``indices``, int64 ``[row]``, in that order."""
         return {}

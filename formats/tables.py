@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_CACHED_TABLES = 64
-"""Maximum number of cached small tables and packings of each kind. File headers request them, so the number needs a bound."""
+"""Maximum number of cached small tables and packings of each kind. File headers determine which are needed, so a bound is required."""
 
 _MAX_ENTRIES = 1024
 """Maximum number of entries of ``BoundedCache``."""
 MAX_CACHED_BYTES = 1 << 24
-"""Maximum number of bytes of all cached tensors. Each header may request another table of several megabytes."""
+"""Maximum number of bytes of all cached tensors. Each file header may need another table of several megabytes."""
 
 _cached: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
 _cached_bytes = 0
@@ -26,10 +26,7 @@ _lock = threading.Lock()
 
 
 def cache_per_device(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Cache the results of ``compute`` by argument. The returned function takes ``device`` as an additional last argument.
-
-    Up to ``MAX_CACHED_BYTES`` of tables are kept; the least recently used ones are dropped first.
-    """
+    """Cache the tensors that ``compute`` returns, by argument and device. ``device`` is an additional last argument."""
 
     def table(*arguments: Any) -> torch.Tensor:
         device = str(arguments[-1])
@@ -59,7 +56,7 @@ def _store(key: tuple[Any, ...], tensor: torch.Tensor) -> None:
 
 
 def _replace_lock() -> None:
-    """Replace the lock in a forked child, where a parent thread that holds the lock does not exist."""
+    """Replace the lock in a forked child, because a parent's thread may have held it."""
     global _lock
     _lock = threading.Lock()
 

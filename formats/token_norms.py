@@ -1,6 +1,6 @@
 """Norms of tokens: their stored forms (spec/packing.md, Norms of 8 bits), and tokens with unusual norms (spec/writers.md, Raw tokens).
 
-A norm is stored as binary16, float32, or one byte for its logarithm. The typical norm of a token is the median norm of its page,
+A norm is stored as float16, float32, or one byte that codes its logarithm. The typical norm of a token is the median norm of its page,
 ``PAGE_TOKENS`` consecutive tokens of a run.
 """
 
@@ -23,7 +23,7 @@ TOKEN_NORMS = {**NORMS, LOG8: "U8"}
 """Stored dtypes of token norms, by parameter value."""
 
 LOG_NORMS_FEATURE = "log-norms"
-"""Required feature of codecs that store norms as bytes."""
+"""Feature that readers need for norms stored as bytes."""
 
 STEPS_PER_OCTAVE, MIN_LOG2 = 16, -7
 """Number of codes per octave, and the base-2 logarithm of the smallest nonzero norm, which has code 1."""
@@ -31,21 +31,22 @@ STEPS_PER_OCTAVE, MIN_LOG2 = 16, -7
 _CODES = 256
 
 PAGE_TOKENS = 128
-"""Number of tokens per page, counted from the first token of a run. Tokens at the end that do not fill a page use the last ``PAGE_TOKENS``
-tokens instead.
+"""Number of tokens per page, counted from the first token of a run.
+
+The tokens of a partial last page are compared with the last ``PAGE_TOKENS`` tokens instead.
 """
 
 HEADS, TOKENS = "heads", "tokens"
-"""Kinds of shared scales: one scale may serve all heads of a token, or all tokens of a group."""
+"""Units that may share a scale: all heads of a token, or all tokens of a group."""
 
 SHARED_RATIO = 1.5
 """Factor by which a shared scale may exceed the scale for a head's own norm before the head loses precision."""
 
 GROUP_RATIO = 2.0
-"""Multiple of the typical norm in a head above which a token costs the other tokens of its group precision."""
+"""Multiple of the typical norm in a head above which a token costs the rest of its group precision."""
 
 MAX_PER_PAGE = 4
-"""Maximum number of tokens per page that are kept raw because of one head. If there are more, they are not outliers."""
+"""Maximum number of tokens per page that are kept raw because of one head. If more qualify, they are not outliers."""
 
 
 compiled_has_large_size: Callable[[torch.Tensor, float], bool | None] = lambda sizes, ratio: None  # noqa: E731
@@ -53,7 +54,7 @@ compiled_has_large_size: Callable[[torch.Tensor, float], bool | None] = lambda s
 
 
 def norm_features(norm: str) -> frozenset[str]:
-    """Return the required features of a codec that stores norms as ``norm``."""
+    """Return the features that readers need if a codec stores norms as ``norm``."""
     return frozenset({LOG_NORMS_FEATURE} if norm == LOG8 else ())
 
 
@@ -82,7 +83,7 @@ def log8_values() -> torch.Tensor:
 def log8_bounds() -> torch.Tensor:
     """Return the smallest norm that each code from 1 on encodes, float32 ``[255]``.
 
-    The first is half of the smallest nonzero norm; the others are midpoints between codes.
+    The first bound is half of the smallest nonzero norm; the other bounds are midpoints between codes.
     """
     return torch.tensor([_code_norm(0) / 2, *(_code_norm(place - 0.5) for place in range(1, _CODES - 1))], dtype=torch.float32)
 
@@ -117,7 +118,7 @@ def stored_norm(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
 
 
 def encode_norms(values: torch.Tensor, norm: str, name: str) -> torch.Tensor:
-    """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange if one does not fit; the message calls it ``name``."""
+    """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange if a value does not fit; the message calls it ``name``."""
     if norm != LOG8:
         return stored_norm(values, NORMS[norm], name)
     if values.numel() and not values.amax().item() < LOG8_LIMIT:
@@ -156,25 +157,25 @@ def median_norms(norms: torch.Tensor) -> torch.Tensor:
 
 
 def large_size_mask(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
-    """Return a mask of ``sizes`` ``[..., token]`` above ``ratio`` times the typical size, or None if no size is so large.
+    """Return a mask of the ``sizes`` ``[..., token]`` that are above ``ratio`` times the typical size, or None if there are none.
 
     If the typical size is 0, no size counts as large: among zero tokens, such as padding, every other token is far from the median. NaN
-    sizes are ignored, and are not in the mask.
+    sizes are ignored, and the mask is False for them.
     """
     return mark_large(sizes, ratio) if has_large_size(sizes, ratio) else None
 
 
 def mark_large(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Return the mask of ``large_size_mask`` without waiting for a device. The mask is returned even if no size is large."""
+    """Return the mask of ``large_size_mask``, even if no size is large. The host does not wait for the device."""
     medians = median_norms(sizes)
     return (sizes > ratio * medians) & (medians > 0)
 
 
 def measure_fit_errors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
-    """Return a measure of how poorly each token fits the scales that it shares: float32 ``[batch, token]``.
+    """Return how poorly each token fits the scales that it shares: float32 ``[batch, token]``. A fit above 1 is unacceptable.
 
-    Above 1, the fit is unacceptable. ``norms`` ``[batch, kv_head, token]`` are the norms from which scales are measured. ``shared`` lists
-    the kinds of shared scales: ``HEADS``, ``TOKENS`` or both.
+    ``norms`` ``[batch, kv_head, token]`` are the norms from which scales are measured. ``shared`` contains the units that share scales:
+    ``HEADS``, ``TOKENS`` or both.
     """
     result = torch.zeros_like(norms[:, 0]) if HEADS not in shared else shared_scale_factors(norms) / SHARED_RATIO
     return result if TOKENS not in shared else torch.maximum(result, widening_factors(norms, shared) / GROUP_RATIO)
@@ -198,11 +199,11 @@ def widening_factors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tens
 
 
 def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:
-    """Return the factor by which a scale shared by heads is too large for the head with the worst fit: float32 ``[batch, token]``.
+    """Return the factor by which a scale shared by all heads is too large for the head that it fits worst: float32 ``[batch, token]``.
 
-    ``norms`` are the norms per head. The scale is proportional to the norm over all heads. A head needs the typical scale, or a
-    proportionally larger scale if its norm exceeds its typical norm. The factor is 0 for tokens whose scale is at most ``SHARED_RATIO``
-    times the typical scale.
+    ``norms`` are the norms per head. The shared scale is proportional to the norm over all heads. A head needs the typical scale, or a
+    larger one in proportion to its norm if that exceeds the typical norm. The factor is 0 for tokens whose shared scale is at most
+    ``SHARED_RATIO`` times the typical scale.
     """
     scale = norms_over_heads(norms)
     medians = median_norms(scale)
@@ -226,7 +227,7 @@ def drop_crowded_pages(chosen: torch.Tensor, max_per_page: int = MAX_PER_PAGE) -
 
 
 def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield pages of norms ``[..., page, token]``, each with the number of its last tokens that are compared with its median."""
+    """Yield pages of norms ``[..., page, token]``, each with a number n: only its last n tokens are compared with its median."""
     tokens = norms.shape[-1]
     whole = tokens // PAGE_TOKENS * PAGE_TOKENS
     if whole:
@@ -238,7 +239,7 @@ def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
 def has_large_size(sizes: torch.Tensor, ratio: float) -> bool:
     """Return True if any of ``sizes`` ``[..., token]`` is above ``ratio`` times the median of its page. NaN sizes are ignored.
 
-    No median is computed: a size is above ``ratio`` times the median if it is above ``ratio`` times more than half of the other sizes.
+    No median is computed. A size is large if, for more than half of the other sizes, it is above ``ratio`` times that size.
     """
     answer = compiled_has_large_size(sizes, ratio)
     if answer is not None:

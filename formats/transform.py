@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 SIDES = ("k", "v")
 SCOPES = ("head", "layer")
-"""Scopes of a frame: the channels of one head, or those of all heads of a layer."""
+"""Scopes of a frame: the channels of one head, or the channels of all heads of a layer."""
 CHUNK_SIZES = (16, 32, 64, 128, 256)
 MAX_STEP = 255
 
@@ -54,15 +54,18 @@ _COUNT_STREAMS = ("columns", "tokens", "word_counts")
 _POSITIONS = 1 << 32
 _TYPICAL_BITS = 0.5
 _SYMBOLS_AT_ONCE = 1 << 22
-"""Maximum number of symbols decoded at once, except that no sequence of a token group is split. A small chunk may decode to many tokens."""
+"""Maximum number of symbols decoded together, because even a small chunk may decode to many tokens.
+
+The sequences of a token group are never split, even if one has more symbols.
+"""
 
 
 @dataclass(frozen=True)
 class Transform(CodecFamily):
-    """Codec that quantizes keys or values (``side``) of ``layer`` in a frame of a basis, with steps of size 2^(-``step`` / 16).
+    """Codec that quantizes keys or values in a frame of a calibrated basis, with steps of size 2^(-``step`` / 16).
 
-    ``basis`` is the SHA-256 of the basis. ``chunk`` tokens are encoded together. ``source`` contains the frames once the codec has received
-    its basis; it is not stored.
+    ``side`` and ``layer`` select the frame in the basis with SHA-256 ``basis``. ``chunk`` tokens are encoded together. ``source`` contains
+    the frames once the codec has received its basis; it is not stored.
     """
 
     id: ClassVar[str] = "transform"
@@ -106,7 +109,7 @@ class Transform(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        """Bits per value that the basis predicts. If the codec has no basis, the typical number for a recipe."""
+        """Bits per value that the basis predicts, or the typical number for a recipe if the codec has not received its basis."""
         return _TYPICAL_BITS if self.source is None else self.source.expected_bits(self.step)
 
     @property
@@ -150,8 +153,9 @@ class Transform(CodecFamily):
         return {"words": (pairs[..., 0] + (pairs[..., 1] << 16)).sum(1).T}
 
     def source_for(self, heads: int) -> Frames:
-        """Return the frames of the basis. Raises MissingBasis if the codec has none, or InvalidParameter if they are not for ``heads``
-        heads.
+        """Return the frames of the basis.
+
+        Raises MissingBasis if the codec has not received its basis, or InvalidParameter if the frames are for another number of heads.
         """
         if self.source is None:
             raise missing_basis_error(self.basis_location)
@@ -161,7 +165,7 @@ class Transform(CodecFamily):
             raise InvalidParameter(f"the {self.basis_location}: {error}") from None
 
     def side_rope(self, source: Frames) -> Rope | None:
-        """Return the RoPE of the keys, or None for values and for models without RoPE."""
+        """Return the RoPE of the keys. None for values, and for models without RoPE."""
         return source.rope if self.side == "k" else None
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
@@ -214,24 +218,23 @@ class Transform(CodecFamily):
         return {name: to_stream(streams[name], x.device) for name in self.row_layouts}
 
     def column_tables(self, source: Frames, heads: int) -> Numbers:
-        """Return the table number of every column of every block, uint8 ``[kv_head, column]``."""
+        """Return the index of the table for every column, uint8 ``[kv_head, column]``."""
         result = source.tables_at(self.step).astype(numpy.uint8)
         return result if self.scope == "head" else result.reshape(self.dim, heads).T
 
     def encode_levels(self, groups: Sequence[Numbers], source: Frames, shape: tuple[int, int]) -> dict[str, Numbers]:
-        """Encode levels, int64 ``[batch, kv_head, column of the block, token]`` for each token group. Returns all streams except
-        ``positions``.
+        """Encode levels to all streams except ``positions``.
 
-        ``source`` contains the frames of all heads; ``shape`` is batch and kv_head. Raises OutOfRange for levels that a table cannot
-        encode.
+        ``groups`` contains, for each token group, the levels, int64 ``[batch, kv_head, column of the block, token]``. ``source`` contains
+        the frames of all heads; ``shape`` is batch and kv_head. Raises OutOfRange for levels that a table cannot encode.
         """
         return encode_chunks(groups, source.tables, self.column_tables(source, shape[1]), shape)
 
     def symbols(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Symbols]]:
-        """Decode the symbols of ``streams`` in parts, each yielded with the number of its first chunk. A part never splits a sequence of a
-        token group.
+        """Decode the symbols of ``streams`` in parts. Yields the number of each part's first chunk, and its symbols.
 
-        Parts are ordered by token group, sequence and head. Raises the errors of ``source_for``.
+        Chunks are ordered by token group, sequence and head. The heads of a sequence are never split between parts. Raises MissingBasis, or
+        InvalidParameter for the wrong number of heads.
         """
         batch, heads, rows = streams["columns"].shape
         source = self.source_for(heads)
@@ -241,7 +244,7 @@ class Transform(CodecFamily):
             yield first, chunks.symbols(first, min(first + at_once, batch * heads * rows), source.tables)
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Decode all tokens in the chunks of ``streams``. A shortened chunk decodes to its first tokens."""
+        """Decode all tokens of ``streams``. A shortened chunk decodes to its first tokens."""
         batch, heads, _ = streams["columns"].shape
         device, source = streams["columns"].device, self.source_for(heads)
         tokens = numpy.minimum(flatten_chunks(streams["tokens"])[::batch], self.chunk)
@@ -263,7 +266,7 @@ class Transform(CodecFamily):
         return out
 
     def _values(self, symbols: Symbols, source: Frames) -> list[torch.Tensor]:
-        """Decode the symbols of every chunk to float32 ``[column, token]``."""
+        """Return the decoded values of every chunk, float32 ``[column, token]``."""
         tables = source.tables
         by_symbol = (tables.symbol_values * self.step_size).numpy()
         places = numpy.multiply(symbols.table, tables.alphabet, dtype=numpy.intp)
@@ -277,7 +280,7 @@ class Transform(CodecFamily):
     def _token_group(
         self, values: Sequence[torch.Tensor], columns: Numbers, tokens: int, source: Frames, device: torch.device
     ) -> torch.Tensor:
-        """Return the first ``tokens`` tokens of a sequence in one token group, before RoPE: float32 ``[kv_head, token, dim]``."""
+        """Return the first ``tokens`` tokens of a sequence's token group, before RoPE is applied: float32 ``[kv_head, token, dim]``."""
         heads, rows = len(values), source.rows_on_device(device)
         if self.scope == "head":
             return torch.stack(
@@ -350,7 +353,7 @@ class Transform(CodecFamily):
         return (self._check_symbols,)
 
     def _check_symbols(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Reject chunks that no encoder produces. The check needs the basis, and passes without it."""
+        """Reject chunks that no encoder produces. Without the basis, this check always passes."""
         batch, heads, rows = arrays["columns"].shape
         if self.source is None or not rows:
             return
@@ -377,9 +380,9 @@ class Transform(CodecFamily):
             self.check_ends(rans.DecodedChunks(result.symbols, result.read, result.states), result.counts, (batch, heads), where, first)
 
     def check_ends(self, decoded: rans.DecodedChunks, counts: Numbers, shape: tuple[int, int], where: str, first: int = 0) -> None:
-        """Apply ``rans_checks.check_ends`` to chunks, ordered by token group, sequence and head.
+        """Check the ends of chunks as ``rans_checks.check_ends`` does. Chunks are ordered by token group, sequence and head.
 
-        ``first`` is the number of the first chunk. The words of escapes count as read. ``shape`` is batch and kv_head.
+        ``first`` is the number of the first chunk. Words that store escaped levels count as read. ``shape`` is (batch, kv_head).
         """
         batch, heads = shape
 

@@ -1,4 +1,4 @@
-"""Chunks of the codec transform: encoding of column levels to streams, and decoding to symbols (spec/codecs/transform.md).
+"""Encoding of column levels into chunks, and decoding of chunks to symbols, for the codec transform (spec/codecs/transform.md).
 
 Everything here is exact integer arithmetic; ``transform.py`` interprets the symbols.
 """
@@ -22,11 +22,11 @@ ESCAPE_WORDS = 2
 
 
 class Symbols(NamedTuple):
-    """The symbols of chunks, uint8 ``[chunk, symbol]``, in column order. ``columns`` and ``tokens`` are the sizes of each chunk.
+    """Decoded symbols of chunks, uint8 ``[chunk, symbol]``, in column order.
 
-    ``table`` is the table number of every symbol, uint8 ``[chunk, symbol]``. ``escaped`` contains the levels that follow escape symbols, in
-    the order of the symbols of all chunks. For each chunk, ``read`` is the number of words read, ``counts`` the number of words stored, and
-    ``states`` are the final states.
+    ``columns`` and ``tokens`` are the numbers of columns and tokens of each chunk. ``table`` is the table number of every symbol, uint8
+    ``[chunk, symbol]``. ``escaped`` contains the levels that follow escape symbols, in the order of the symbols of all chunks. For each
+    chunk, ``read`` is the number of words read, ``counts`` the number of words stored, and ``states`` are the final states.
     """
 
     symbols: Numbers
@@ -40,10 +40,10 @@ class Symbols(NamedTuple):
 
 
 def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, numbers: Numbers, shape: tuple[int, int]) -> dict[str, Numbers]:
-    """Encode levels, int64 ``[batch, kv_head, column of the block, token]`` for each token group. Returns all streams except ``positions``.
+    """Encode levels to all streams except ``positions``.
 
-    ``numbers`` ``[kv_head, column]`` are the table numbers of the columns; ``shape`` is batch and kv_head. Raises OutOfRange for levels
-    that a table cannot encode.
+    ``groups`` contains, for each token group, the levels, int64 ``[batch, kv_head, column of the block, token]``. ``numbers`` ``[kv_head,
+    column]`` are the table numbers of the columns. ``shape`` is (batch, kv_head). Raises OutOfRange for levels that a table cannot encode.
     """
     batch, heads = shape
     chunks = [(levels[b, h], numbers[h]) for levels in groups for b in range(batch) for h in range(heads)]
@@ -70,7 +70,7 @@ def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, numbers: Numb
     counts = encoded.counts + numpy.array([len(escaped) for escaped in escapes], numpy.int64)
 
     def arrange_rows(values: Numbers) -> Numbers:
-        """Arrange rows of chunks, ordered by token group, sequence and head, as ``[batch, kv_head, row, ...]``."""
+        """Return rows, ordered by token group, sequence and head, as ``[batch, kv_head, row, ...]``."""
         return numpy.moveaxis(values.reshape(len(groups), batch, heads, *values.shape[1:]), 0, 2)
 
     return {
@@ -100,7 +100,7 @@ class ChunkList(NamedTuple):
 
     @classmethod
     def from_streams(cls, streams: Mapping[str, torch.Tensor], tables: Numbers, chunk: int) -> ChunkList:
-        """List the chunks of ``streams``, which have at most ``chunk`` tokens each."""
+        """Return the chunks of ``streams``. ``chunk`` is the maximum number of tokens per chunk."""
         batch, heads, rows = streams["columns"].shape
         columns = numpy.minimum(flatten_chunks(streams["columns"]), tables.shape[1])
         counts = join_halves(flatten_chunks(streams["word_counts"]))
@@ -164,13 +164,13 @@ def _used_columns(levels: Numbers) -> int:
 
 
 def flatten_chunks(stream: torch.Tensor) -> Numbers:
-    """Sort rows ``[batch, kv_head, row, ...]`` of 16-bit numbers by row, then sequence, then head. Returns int64."""
+    """Return rows ``[batch, kv_head, row, ...]`` of 16-bit numbers as int64, ordered by row, then sequence, then head."""
     result: Numbers = numpy.moveaxis(stream.cpu().numpy().astype(numpy.int64), 2, 0)
     return result.reshape(-1, *result.shape[3:])
 
 
 def join_halves(pairs: Numbers) -> Numbers:
-    """Join low and high 16-bit halves ``[..., 2]`` to 32-bit numbers, int64."""
+    """Join low and high 16-bit halves ``[..., 2]`` into 32-bit numbers, as int64."""
     result: Numbers = pairs[..., 0] | pairs[..., 1] << 16
     return result
 

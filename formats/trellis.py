@@ -40,17 +40,17 @@ STATE_BITS = (8, 10)
 WORD_BITS = 16
 
 _TABLES = Path(__file__).with_name("trellis_tables.bin")
-"""Trained tables for unit variance, binary16: for each of ``STATE_BITS``, the tables of 1 to ``MAX_BITS`` bits per value."""
+"""Trained tables for unit variance, float16: for each of ``STATE_BITS``, the tables of 1 to ``MAX_BITS`` bits per value."""
 
 _CPU_ROWS, _DEVICE_ROWS = 64, 4096
-"""Number of rows encoded together on the CPU, where the costs of all their states fit in a core's cache, and on other devices."""
+"""Numbers of rows encoded together on the CPU and on other devices. On the CPU, the costs of all states fit in a core's cache."""
 
 
 @dataclass(frozen=True)
 class Trellis(CodecFamily):
     """Codec that stores ``bits`` bits per value, including the sign. A window of ``state_bits`` bits selects each value from a table.
 
-    ``table`` contains the value of each window within a unit vector, little-endian binary16. ``norm_rule`` affects only the encoder and is
+    ``table`` contains the value of each window within a unit vector, little-endian float16. ``norm_rule`` affects only the encoder and is
     not stored.
     """
 
@@ -101,7 +101,7 @@ class Trellis(CodecFamily):
         return self.encode_with(x, nearest_path, _CPU_ROWS if x.device.type == "cpu" else _DEVICE_ROWS)
 
     def encode_with(self, x: torch.Tensor, search: Search, rows_at_once: int) -> dict[str, torch.Tensor]:
-        """Encode ``x``, ``rows_at_once`` rows at a time. ``search`` has the results of ``nearest_path``."""
+        """Encode ``x``, ``rows_at_once`` rows at a time. ``search`` is ``nearest_path`` or an equivalent kernel."""
         streams = encode_by_rows(x, rows_at_once, partial(self._encode_rows, search))
         return streams | {"norm": encode_norms(streams["norm"], self.norm, "norm of a token")}
 
@@ -129,10 +129,10 @@ class Trellis(CodecFamily):
 
 
 def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
-    """Find a circular string of ``bits`` bits per channel with values near ``x`` ``[row, dim]``. Returns its windows, int64 ``[row, dim]``.
+    """Return the windows of a circular string with values near ``x`` ``[row, dim]``: int64 ``[row, dim]``.
 
-    ``table`` is float32 ``[2^window bits]``. A first search, with the row rotated by half its length, finds the bits that windows share
-    across the ends. The second search keeps these bits fixed (QTIP, Sec. 3.2).
+    The string has ``bits`` bits per channel. ``table`` is float32 ``[2^window bits]``. A first search, with the row rotated by half its
+    length, finds the bits that windows share across the ends. The second search keeps these bits fixed (QTIP, Sec. 3.2).
     """
     half = x.shape[-1] // 2
     rotated_path = viterbi(x.roll(-half, -1), table, bits, None)
@@ -142,7 +142,7 @@ def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tenso
 def viterbi(x: torch.Tensor, table: torch.Tensor, bits: int, shared: torch.Tensor | None) -> torch.Tensor:
     """Return the path with the smallest squared error: windows, int64 ``[row, dim]``.
 
-    If ``shared`` is given, the low bits of the first window and the high bits of the last window must both equal it.
+    Unless ``shared`` is None, the low bits of the first window and the high bits of the last window must both equal ``shared``.
     """
     rows, dim = x.shape
     states, symbols = table.numel(), 1 << bits
@@ -173,7 +173,7 @@ def viterbi(x: torch.Tensor, table: torch.Tensor, bits: int, shared: torch.Tenso
 
 
 def _pack_words(symbols: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack the string of ``symbols``, integers ``[row, dim]``, into words: int32 ``[row, word]``."""
+    """Pack the circular strings of ``symbols``, integers ``[row, dim]``, into words, int32 ``[row, word]``."""
     string = symbols[..., None] >> torch.arange(bits, device=symbols.device) & 1
     weights = 1 << torch.arange(WORD_BITS, device=symbols.device)
     return (string.view(len(symbols), symbols.shape[-1] * bits // WORD_BITS, WORD_BITS) * weights).sum(-1).to(torch.int32)
@@ -197,7 +197,7 @@ def _check_table(table: bytes, entries: int) -> None:
 
 @cache
 def unit_table(dim: int, bits: int, state_bits: int) -> bytes:
-    """Return the trained table for unit vectors in ``dim`` dimensions, little-endian binary16."""
+    """Return the trained table for unit vectors in ``dim`` dimensions, little-endian float16."""
     data, entries = _TABLES.read_bytes(), 1 << state_bits
     before = sum(MAX_BITS << smaller for smaller in STATE_BITS if smaller < state_bits) + (bits - 1) * entries
     values = struct.unpack_from(f"<{entries}e", data, 2 * before)

@@ -43,7 +43,9 @@ def block_factor(device: torch.device) -> int:
 
 
 def arrays_in_memory(arrays: Sequence[Array]) -> list[numpy.ndarray[Any, Any]] | None:
-    """Return the arrays if all of them are in memory, otherwise None. On these, a few reductions that release the GIL suffice."""
+    """Return the arrays if all of them are in memory, otherwise None. Arrays in memory can be checked by a few reductions that release the
+    GIL.
+    """
     whole = []
     for array in arrays:
         if not isinstance(array, numpy.ndarray):
@@ -60,9 +62,9 @@ def value_blocks(array: Array) -> Iterator[tuple[int, numpy.ndarray[Any, Any]]]:
 
 
 def row_blocks(*arrays: Array) -> Iterator[tuple[int, list[numpy.ndarray[Any, Any]]]]:
-    """Yield the number of the first row, and a block of rows ``[row, value]`` of each of the ``arrays``. A row is the last axis.
+    """Yield the index of a block's first row, and the block's rows, ``[row, value]``, of each of the ``arrays``.
 
-    The arrays must have the same number of rows.
+    A row is the last axis. All arrays must have the same number of rows.
     """
     first, widest = arrays[0].shape, 1
     for array in arrays:
@@ -78,12 +80,12 @@ def row_blocks(*arrays: Array) -> Iterator[tuple[int, list[numpy.ndarray[Any, An
 
 
 def read_values(array: Array, start: int, stop: int) -> numpy.ndarray[Any, Any]:
-    """Return the values ``[start:stop]`` of the flattened array. They are valid until other values of the array are read."""
+    """Return the values ``[start:stop]`` of the flattened array. Reading other values of the array may overwrite them."""
     return array.reshape(-1)[start:stop] if isinstance(array, numpy.ndarray) else array.flat(start, stop)
 
 
 def take_rows(array: Array, width: int, numbers: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
-    """Copy the rows ``numbers``, in that order. A row has ``width`` values."""
+    """Return a copy of the rows with the indices ``numbers``, in that order. A row has ``width`` values."""
     if isinstance(array, numpy.ndarray):
         result: numpy.ndarray[Any, Any] = array.reshape(-1, width)[numbers]
         return result
@@ -96,7 +98,8 @@ def first_index(wrong: numpy.ndarray[Any, Any], first: int, shape: Sequence[int]
 
 
 def check_finite(where: str, array: Array, name: str) -> None:
-    """Raise InvalidPayload unless all binary16 or binary32 values are finite. The message calls them ``name`` and shows the position."""
+    """Raise InvalidPayload unless all float16 or float32 values are finite. The message shows the position and calls the values ``name``.
+    """
     if isinstance(array, numpy.ndarray) and _all_finite(array):
         return
     for first, block in value_blocks(array):
@@ -107,7 +110,7 @@ def check_finite(where: str, array: Array, name: str) -> None:
 
 
 def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:
-    """Return True if all binary16 or binary32 values are finite.
+    """Return True if all float16 or float32 values are finite.
 
     Two reductions over the bit patterns are many times faster than isfinite. The patterns of nonfinite values are the largest positive
     signed and the largest unsigned integers.

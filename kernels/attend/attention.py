@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from kvpack.kernels.tiles.layers import Layer
 
 MAX_DUAL_ROWS = 8
-"""Maximum number of query rows per KV head for dual tiles, whose rows contain two tokens: they need a copy of the query rows per token."""
+"""Maximum number of query rows per KV head for dual tiles, which need a copy of the query rows for each of their two tokens."""
 
 MAX_SPLIT_ROW_BLOCKS, MAX_ROW_BLOCKS, MAX_BLOCK_TOKENS = 6, 32, 6 << 16
-"""Limits of the split kernel: row blocks always allowed, maximum row blocks, and maximum product of row blocks and tokens.
+"""Limits of the split kernel: row blocks that are always supported, maximum row blocks, and maximum row blocks times tokens.
 
 The kernel decodes the layer once per block of query rows. Calls above the limits use ``many_queries``, which decodes the tokens to a
 scratch buffer first. On an H200, 65,536 tokens took 28 us (4-bit groups) to 45 us (octahedral) per block, and 250 us with a scratch buffer.
-Most of those 250 us are spent on the host, even with fewer tokens.
+Most of the 250 us is host time, even with fewer tokens.
 """
 
 _prepared: WeakKeyDictionary[Layer, dict[Any, PreparedCall]] = WeakKeyDictionary()
@@ -46,9 +46,9 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
 
 
 def prepare(q: torch.Tensor, layer: Layer, options: Options) -> PreparedCall:
-    """Prepare softmax(scale q k^T) v over a supported layer for queries shaped like ``q``. The result is cached with the layer.
+    """Prepare softmax(scale q k^T) v over a supported layer for queries shaped like ``q``. The prepared call is cached with the layer.
 
-    Tiles are binary16 (raw tokens keep their dtype) and sums are float32. The relative error in the 2-norm is at most 2e-3 if no decoded
+    Tiles are float16 (raw tokens keep their dtype), and sums are float32. The relative error in the 2-norm is at most 2e-3 if no decoded
     value exceeds 65504. The prepared call never synchronizes with the device, so CUDA graphs can capture it.
     """
     calls = _prepared.setdefault(layer, {})

@@ -1,4 +1,4 @@
-"""Token factors: the scale of each token's decoded values. Scores and softmax weights are multiplied by it."""
+"""Token factors: one scale per token, by which scores and softmax weights are multiplied instead of decoded values."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -26,7 +26,7 @@ def tile_factors(
 ) -> tl.tensor:
     """Return the token factors in element ``AT`` of each ``loaded`` tile: ``[warp, token]``, or ``[warp, token, row]`` for dual tiles.
 
-    With ``PAIRED``, ``FACTOR`` returns a tuple of two tensors ``[warp, token]``, or of one tensor ``[warp, token, 2]``.
+    ``FACTOR`` is the loader's function. With ``PAIRED``, it returns two tensors ``[warp, token]``, or one tensor ``[warp, token, 2]``.
     """
     factor = FACTOR(loaded[0][AT], CONSTANTS, FAST)
     if PAIRED and len(factor) == 1:
@@ -69,10 +69,7 @@ def power_and_quotients(
     V: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return e, 2^-e, and the token factor divided by 2^e. With signs or outliers, also return the factor of the signs divided by 2^e.
-
-    e is the exponent of the larger factor (``_power_and_quotient``).
-    """
+    """Return e, 2^-e, and the token factor divided by 2^e. With signs or outliers, also return the signs' factor divided by 2^e."""
     CONSTANTS: tl.constexpr = V.constants
     SIGNS: tl.constexpr = V.signs
     if V.factor is None:

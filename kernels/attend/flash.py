@@ -27,7 +27,7 @@ MERGED_ROWS = 16
 
 
 class FlashBlock(NamedTuple):
-    """Launch shape of ``_attend``: the rows and tokens of a score tile, and the program's warps and pipeline stages."""
+    """Launch shape of ``_attend``: the query rows and tokens of a tile of scores, and the program's warps and pipeline stages."""
 
     rows: int
     tokens: int
@@ -36,10 +36,7 @@ class FlashBlock(NamedTuple):
 
 
 def block_shape(dim: int, room: int) -> FlashBlock:
-    """Return the launch shape for head dims up to ``dim``, a power of two, that fits ``room`` bytes of shared memory.
-
-    A program's shared memory contains the queries, and the keys and values of one tile per stage.
-    """
+    """Return a launch shape for head dims up to ``dim``, a power of two, that needs at most ``room`` bytes of shared memory."""
     if dim <= 64:
         return FlashBlock(128, 64, 4, 3)
     block = FlashBlock(128, 64, 8, 3) if dim <= 128 else FlashBlock(64, 32, 8, 2)
@@ -66,11 +63,11 @@ def attend(
     """Compute attention of ``q`` ``[batch, q_head, query, dim]`` over 16-bit ``k`` and ``v`` ``[batch, kv_head, token, dim]``.
 
     ``k`` and ``v`` begin at token ``first_token`` of a layer with ``tokens`` tokens. The first query is ``remaining_queries - 1`` positions
-    before the layer's last token. ``lengths`` and ``starts``, int32 ``[batch]`` on the device, are the sequence lengths and the first token
-    that queries see. Channels must be contiguous.
+    before the layer's last token. ``lengths`` and ``starts``, int32 ``[batch]`` on the device, are each sequence's length and the first
+    token that its queries see. Channels must be contiguous.
 
-    Returns float32 ``[batch, q_head, query, dim]``, and the natural log-sum-exp of the scores ``[batch, q_head, query]``. A query that sees
-    no token gets zeros and minus infinity. If ``outputs`` is given, the results are written to that pair.
+    Returns the output, float32 ``[batch, q_head, query, dim]``, and the natural log-sum-exp of the scores ``[batch, q_head, query]``. A
+    query that sees no token gets zeros and minus infinity. Unless ``outputs`` is None, both are written to that pair of tensors.
     """
     if outputs is None:
         sums = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
@@ -128,9 +125,9 @@ def _attend_launch(
 def merge(sums: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, splits: int = 1, first: bool = False) -> None:
     """Merge partial results over ``splits`` token ranges into ``sums`` ``[batch, head, row, dim]`` float32 and ``lse``, in place.
 
-    ``part`` ``[batch * splits, head, row, dim]`` and ``part_lse`` ``[batch * splits, head, row]`` are results of ``attend``. Channels are
-    contiguous; other axes may have any strides. If ``sums`` and ``lse`` are contiguous, one head of ``part`` may contain the rows of
-    several of their heads. With ``first``, the contents of ``sums`` and ``lse`` are ignored.
+    ``part`` ``[batch * splits, head, row, dim]`` and ``part_lse`` ``[batch * splits, head, row]`` are results of ``attend``. Only the
+    channels must be contiguous. If ``sums`` and ``lse`` are contiguous, a head of ``part`` may contain the rows of several heads of
+    ``sums``. With ``first``, the contents of ``sums`` and ``lse`` are ignored.
     """
     batch, heads, rows, dim = part.shape[0] // splits, *part.shape[1:]
     own: tuple[int, ...] = (heads * rows * dim, rows * dim, dim, heads * rows, rows, 1)
@@ -198,7 +195,7 @@ def _attend(
     TOKENS: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Attend with ``ROWS`` queries of one head over ``count`` tokens, in tiles ``[row, token]`` of base-2 scores.
+    """Compute attention of ``ROWS`` queries of one head over ``count`` tokens, in tiles ``[row, token]`` of base-2 scores.
 
     With ``WIDE``, tiles are converted to float32, because the interpreter cannot multiply bfloat16.
     """

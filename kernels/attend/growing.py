@@ -1,4 +1,4 @@
-"""Attention over a growing layer: CUDA graphs capture launches that never change, and only their work tables are updated."""
+"""Attention over a growing layer. Its launches never change, so CUDA graphs can capture them; only work tables are updated."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 CAPACITY_STEP = 8
-"""Granularity of the capacity of work tables, in rows, so that not every new page changes the launches."""
+"""Number of rows by which the capacity of work tables grows, so that most new pages do not change the launches."""
 
 
 class GrowingCall:
     """A prepared attention call for queries shaped like ``q`` over a growing ``layer``, whose tails include spare capacity.
 
-    ``supports`` must return True for ``layer``. Each call passes the sequence lengths, int32 ``[batch]``, and, with ``options.starts``, the
-    first token that each sequence's queries see. Sliding windows are computed on the device because they move with every call.
+    ``supports`` must return True for ``layer``. Every call needs the sequence lengths, int32 ``[batch]``. With ``options.starts``, it also
+    needs the first token that each sequence's queries see. Sliding windows are computed on the device because they move with every call.
     """
 
     def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
@@ -70,7 +70,7 @@ class GrowingCall:
     def __call__(
         self, q: torch.Tensor, lengths: torch.Tensor, sink_logits: torch.Tensor | None = None, starts: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Attend with ``q`` ``[batch, q_head, q_len, dim]``, whose queries are the last tokens of each sequence."""
+        """Return the attention output of ``q`` ``[batch, q_head, q_len, dim]``. The queries are the last tokens of each sequence."""
         return self._prepared(q, sink_logits, lengths, starts)
 
     def _plan_launches(self, layer: Layer) -> list[Launch]:
@@ -91,10 +91,10 @@ class GrowingCall:
 
 
 def _work_capacity(launch: Launch) -> int:
-    """Return the capacity of a launch's work table, in rows.
+    """Return the number of rows to allocate for a launch's work table.
 
-    A launch over only the tail needs no spare rows. For pages, it is the number of programs that run at once, or, if there are more rows,
-    the next multiple of ``CAPACITY_STEP``.
+    A launch over only the tail needs no spare rows. Other launches get one row per concurrent program or, if they have more rows, the next
+    multiple of ``CAPACITY_STEP``.
     """
     rows: int = launch.work.shape[0]
     if launch.tail_only or rows <= launch.programs:
@@ -103,7 +103,7 @@ def _work_capacity(launch: Launch) -> int:
 
 
 def _has_room(old: Launch, new: Launch) -> bool:
-    """Return True if the work table of ``old`` has room for that of ``new``."""
+    """Return True if the work table of ``new`` fits in the work table of ``old``."""
     return new.work.shape[0] <= old.work.shape[0]
 
 
@@ -142,5 +142,5 @@ class AppendCall:
         return [(k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)] == self._expected
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, packed: torch.Tensor, not_finite: torch.Tensor) -> None:
-        """Append ``k`` and ``v`` ``[batch, kv_head, token, dim]`` (``append.append_tokens``)."""
+        """Append ``k`` and ``v`` ``[batch, kv_head, token, dim]`` to the tails. For the other arguments, see ``append.append_tokens``."""
         self._chain((k.contiguous(), v.contiguous(), lengths, packed, not_finite))

@@ -1,4 +1,4 @@
-"""Prepared calls shared by layers of the same kind: calls with many queries are prepared once per model, except for stream addresses."""
+"""Sharing of prepared calls between layers of the same kind, whose calls differ only in stream addresses."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     Integers = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 MAX_KINDS = 256
-"""Maximum number of distinct page kinds to remember."""
+"""Maximum number of distinct page kinds to cache."""
 
 MAX_PAGES = 64
-"""Maximum number of pages of a layer's keys or values for sharing calls with other layers."""
+"""Maximum number of pages of keys, and of values, for which layers share calls."""
 
 ALIGNMENT = 16
-"""Alignment in bytes that distinguishes kinds: kernels are compiled for each stream address modulo this number."""
+"""Alignment in bytes. Layers of the same kind have equal stream addresses modulo this number, because kernels are compiled for it."""
 
 _ALIGNMENT_INTEGERS = ALIGNMENT // 8
 """Tables are padded to multiples of this many int64 values, so that the next table is aligned."""
@@ -43,7 +43,10 @@ _VALUE_DEPENDENT_CODECS = (CodecWithSidecars, Klt, Minifloat)
 
 
 class _PageKind(NamedTuple):
-    """The kind of a list of pages, and the addresses of all streams, page by page. Lists that differ only in addresses have equal kinds."""
+    """Kind of a list of pages, and the addresses of all streams, page by page.
+
+    Lists that differ only in addresses have the same number ``kind``.
+    """
 
     kind: int
     addresses: tuple[int, ...]
@@ -60,7 +63,10 @@ _model_layers: WeakKeyDictionary[Sequence[PackedRun], list[tuple[ref[Sequence[Pa
 
 
 def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]]) -> None:
-    """Determine the kinds of the pages of all ``layers`` of a model at once, which is faster than doing so layer by layer."""
+    """Determine the kinds of all ``layers`` of a model together, which is faster than layer by layer.
+
+    A layer is its key pages and its value pages.
+    """
     model_layers = []
     for k, v in layers:
         _known_pages(k)
@@ -109,7 +115,7 @@ def kind_key(layer: Layer) -> Hashable | None:
 
 
 class WorkTables:
-    """Concatenated work tables of a call's token blocks, without addresses. ``bind`` adds the addresses of any layer like ``layer``."""
+    """Concatenated work tables for the token blocks of a call. ``bind`` adds the addresses of any layer of the same kind as ``layer``."""
 
     def __init__(self, layer: Layer) -> None:
         self._ends, self._streams, first = [], [], 0
@@ -125,7 +131,7 @@ class WorkTables:
             self._streams.append(numpy.array(indices, numpy.int64))
         self._source_addresses = _addresses(*(side.runs for side in keys_and_values(layer)))
         self._rows = numpy.zeros(0, numpy.int64)
-        """All tables, with stream addresses set to 0."""
+        """All work tables, with 0 in place of stream addresses."""
         self._address_positions = self._stream_indices = self._rows
         """Position of each address in the tables, and the index of its stream among all streams of a layer."""
         self._device_tables: WeakKeyDictionary[Sequence[PackedRun], tuple[ref[Sequence[PackedRun]], torch.Tensor, int]] = (
@@ -150,7 +156,7 @@ class WorkTables:
         return offset
 
     def bind(self, layer: Layer, device: torch.device) -> tuple[torch.Tensor, int]:
-        """Return a one-dimensional int64 tensor on ``device`` that contains the tables for ``layer``, and their offset in it.
+        """Return the work tables of ``layer``, as part of an int64 tensor on ``device``, and their offset in this tensor.
 
         The tables of all layers of the same model and kind are built together.
         """

@@ -48,7 +48,7 @@ LIBRARY_PROGRAM_ROWS = 128
 """Number of query rows that one program of cuDNN or FlashAttention processes."""
 
 MAX_LIBRARY_CHOICES = 256
-"""Maximum size of the scratch buffer. It has room for 65,536 tokens of eight heads with 128 channels; a smaller one means more launches."""
+"""Maximum number of cached choices of an attention library."""
 
 MIN_SPLIT_TOKENS, MAX_SPLITS = 1024, 16
 """Minimum tokens per split, and maximum splits, of a block that is split because it has fewer programs than multiprocessors."""
@@ -57,11 +57,11 @@ MIN_SPLIT_TOKENS, MAX_SPLITS = 1024, 16
 MAX_SINGLE_CALL_TOKENS, MAX_SINGLE_CALL_SCORES = 1 << 14, 1 << 28
 """Maximum number of tokens, and of scores of all heads, for one FlashAttention call over all tokens.
 
-Up to these, saving calls on the host gains more than using cuDNN.
+Below these limits, fewer calls on the host save more time than cuDNN does.
 """
 
 MAX_WHOLE_CONTEXT_QUERIES = 128
-"""Maximum number of queries for which ``flash`` handles the causal triangle of their own tokens: the rows of one of its programs."""
+"""Maximum number of queries for which ``flash`` handles the queries' own tokens (the causal triangle): one program's rows."""
 
 MAX_CACHED_CALLS = 64
 """Maximum number of cached calls per layer, and of templates."""
@@ -73,15 +73,18 @@ _templates: dict[Any, ManyQueriesCall | None] = {}
 
 
 def supports(q: torch.Tensor, layer: Layer) -> bool:
-    """Return True if these kernels support ``q`` and ``layer``: on one device, with 16-bit queries and head dims up to ``MAX_DIM``."""
+    """Return True if these kernels support the call.
+
+    ``q`` must have a 16-bit dtype and be on the layer's device. Head dims may be up to ``MAX_DIM``.
+    """
     k, v = keys_and_values(layer)
     return q.device == k.device == v.device and q.dtype in DTYPES and max(k.dim, v.dim) <= MAX_DIM
 
 
 def prepare(q: torch.Tensor, layer: Layer, options: Options) -> ManyQueriesCall:
-    """Prepare a call for queries like ``q``. The result is cached with the layer.
+    """Prepare a call for queries shaped like ``q``. The prepared call is cached with the layer.
 
-    Decoded keys and values, and rotated queries, are rounded to the queries' dtype, so the result is as accurate as attention over an
+    Decoded keys and values, and rotated queries, are rounded to the queries' dtype, so the output is as accurate as attention over an
     unpacked layer. Besides the output, a call allocates at most ``SCRATCH_BYTES`` and the sums of ``MAX_QUERIES`` queries.
     """
     calls = _calls.setdefault(layer, {})
@@ -94,7 +97,7 @@ def prepare(q: torch.Tensor, layer: Layer, options: Options) -> ManyQueriesCall:
 
 
 def create_call(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable | None) -> ManyQueriesCall:
-    """Create a call over ``layer``, from the template of a layer with the same ``kind`` (``layer_sharing.kind_key``) if there is one."""
+    """Create a call over ``layer``, from the template for layers of this ``kind`` (``layer_sharing.kind_key``) if there is one."""
     if kind is None:
         return ManyQueriesCall(q, layer, options)
     key = (kind, q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
@@ -109,10 +112,10 @@ def create_call(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable 
 
 
 class _TokenBlock(NamedTuple):
-    """A block of tokens ``[start, stop)`` in one pass of queries.
+    """A block of tokens ``[start, stop)`` for one pass of queries.
 
-    Every query sees the first ``seen`` tokens, a multiple of ``splits``; an attention library handles them. It also handles the tokens from
-    layer position ``own`` on, where the causal triangle begins. ``flash`` handles the tokens in between.
+    All queries see the first ``seen`` tokens, a multiple of ``splits``; an attention library handles them. A library also handles the
+    causal triangle, which begins at layer position ``own``. ``flash`` handles the tokens in between.
     """
 
     start: int
@@ -125,7 +128,7 @@ class _TokenBlock(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A range of ``queries`` queries in one pass over the tokens, and the token blocks they see.
+    """A range of ``queries`` queries that are handled together, and the token blocks that they see.
 
     The range begins with query ``first`` of the call, which is at token ``position``.
     """
@@ -137,7 +140,7 @@ class _Pass(NamedTuple):
 
 
 class ManyQueriesCall:
-    """A prepared call of ``attend`` for queries shaped like ``q``. Everything that does not depend on their values is computed once."""
+    """A prepared call of ``attend`` for queries shaped like ``q``. Everything that depends only on their shape is computed once."""
 
     def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
         k, v = keys_and_values(layer)
@@ -158,7 +161,7 @@ class ManyQueriesCall:
         self._passes = [self._pass(first, k, v) for first in range(0, q.shape[2], MAX_QUERIES)]
         self._elements = max(part.keys.elements + part.values.elements for pass_ in self._passes for part in pass_.parts)
         self._single_call: dict[bool, bool] = {}
-        """Cached result of ``_fits_single_call``. The key is True if PyTorch's settings allow FlashAttention."""
+        """Cached results of ``_fits_single_call``. The key is True if PyTorch's settings allow FlashAttention."""
 
     def make_template(self, layer: Layer) -> ManyQueriesCall | None:
         """Return a call that ``bind`` can bind to any layer of the same kind as ``layer``, or None if this kind cannot be shared."""
@@ -203,7 +206,7 @@ class ManyQueriesCall:
         lengths: torch.Tensor | None = None,
         starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend with ``q`` ``[batch, q_head, q_len, dim]`` and return ``[batch, q_head, q_len, dim_v]`` of the same dtype.
+        """Return attention of ``q`` ``[batch, q_head, q_len, dim]``: ``[batch, q_head, q_len, dim_v]`` of the same dtype.
 
         ``sink_logits`` are floating point ``[q_head]``; ``lengths`` and ``starts`` are integers ``[batch]``.
         """
@@ -318,7 +321,10 @@ class ManyQueriesCall:
     def _add_causal_block(
         self, sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ahead: int, empty: bool
     ) -> None:
-        """Add the causal tokens ``k`` and ``v``, which begin ``ahead`` positions after the first query, to ``sums`` and ``lse``."""
+        """Add attention to the tokens ``k`` and ``v``, causally masked, to ``sums`` and ``lse``.
+
+        The tokens begin ``ahead`` positions after the first query.
+        """
         tokens, queries = k.shape[2], q.shape[2]
         if ahead == 0 and tokens == queries:
             flash.merge(sums, lse, *attend_dense(q, k, v, self._scale, True), first=empty)
@@ -332,9 +338,9 @@ class ManyQueriesCall:
     def _add_visible_tokens(
         self, sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, part: _TokenBlock, memory: torch.Tensor, empty: bool
     ) -> None:
-        """Add the first ``part.seen`` tokens, which every query sees, to ``sums`` and ``lse``.
+        """Add attention to the first ``part.seen`` tokens, which every query sees, to ``sums`` and ``lse``.
 
-        The query heads of a KV head become rows of one head, and the tokens are split into ``part.splits`` ranges.
+        The rows of all query heads of a KV head are handled as one head. The tokens are split into ``part.splits`` ranges.
         """
         q = q.reshape(self._batch, self._heads, -1, q.shape[3])
         if part.splits > 1:
@@ -344,12 +350,12 @@ class ManyQueriesCall:
 
 
 def _decoded_tokens(part: _TokenBlock, memory: torch.Tensor, start: int, stop: int, splits: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the decoded keys and values of tokens ``[start, stop)`` of a block in ``memory``."""
+    """Return the keys and values of tokens ``[start, stop)`` of a block that was decoded to ``memory``."""
     return part.keys.tokens(memory, 0, start, stop, splits), part.values.tokens(memory, part.keys.elements, start, stop, splits)
 
 
 def _split_count(programs: int, tokens: int, device: torch.device) -> int:
-    """Return the number of splits of a block, a power of two that yields about one program per multiprocessor."""
+    """Return the number of splits, a power of two, with which a block has about one program per multiprocessor."""
     most = max(1, tokens // MIN_SPLIT_TOKENS)
     return min(next_power_of_two(max(1, gpu(device).multiprocessors // programs)), 1 << (most.bit_length() - 1), MAX_SPLITS)
 
@@ -390,7 +396,7 @@ def attend_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale:
 
 
 def _library_name(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> str | None:
-    """Return the fastest library that supports these tensors, "cudnn" or "flash", or None. On an H200, cuDNN was the fastest."""
+    """Return the fastest library that supports these tensors, "cudnn" or "flash", or None. On an H200, cuDNN is the fastest."""
     if q.device.type != "cuda" or k.shape[3] != v.shape[3] or k.shape[3] % 8 or k.shape[2] < q.shape[2] * causal:
         return None
     switches: Any = torch.backends.cuda

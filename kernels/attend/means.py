@@ -1,4 +1,4 @@
-"""Attention over pages with a mean key (sidecar key_mean). A program multiplies its query rows by each page's mean only once."""
+"""Attention over pages with a mean key (sidecar key_mean). A program multiplies its query rows by the mean of each page once."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005, SIM108
@@ -13,12 +13,12 @@ from kvpack.kernels.loaders.key_mean import store_products
 from kvpack.kernels.tiles.work import POSITION_BIAS
 
 PAGES = tl.constexpr(16)
-"""Number of pages that each warp of a program multiplies at once."""
+"""Number of pages that each warp of a program multiplies together."""
 
 
 @triton.jit
 def _page_numbers(begin: tl.tensor, WARPS: tl.constexpr) -> tl.tensor:
-    """Return the numbers of the pages that are multiplied at once, beginning with page ``begin``, int32 ``[page]``."""
+    """Return the numbers of the pages that are multiplied together, starting with page ``begin``: int32 ``[page]``."""
     return tl.arange(0, WARPS * PAGES) + POSITION_BIAS + (begin - POSITION_BIAS)
 
 
@@ -26,9 +26,9 @@ def _page_numbers(begin: tl.tensor, WARPS: tl.constexpr) -> tl.tensor:
 def load_means(
     streams: tl.tuple, first: tl.tensor, begin: tl.tensor, count: tl.tensor, MEANS: tl.constexpr, WARPS: tl.constexpr
 ) -> tl.tuple:
-    """Load the scales and the codes of the means that are multiplied at once, beginning with page ``begin``.
+    """Load the scales and codes of the means of the pages that are multiplied together, starting with page ``begin``.
 
-    Pages are counted from page ``first``. Instead of pages from ``count`` on, the last page is loaded.
+    Page numbers are relative to page ``first``. For numbers of ``count`` and above, the last page is loaded.
     """
     BYTES: tl.constexpr = MEANS.dim * MEANS.bits // 8
     BLOCK: tl.constexpr = max(16, triton.next_power_of_2(BYTES))
@@ -58,11 +58,11 @@ def multiply_pages(
     WARPS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """Write the products of ``ROWS`` query rows and the means of ``count`` pages, starting at page ``first``: float32 ``[page, row]``.
+    """Write the products of ``ROWS`` query rows and the means of ``count`` pages from page ``first`` on to ``products``.
 
-    ``q`` is binary16 ``[half, padded row, channel]`` (``rotation.rotate_queries``). ``loaded`` is the result of ``load_means`` for page
-    ``begin``, 0, and ``streams`` are the codes and the scales of the means. The caller must execute a ``tl.debug_barrier`` before it reads
-    the products.
+    ``products`` are float32 ``[page, row]``. ``q`` is float16 ``[half, padded row, channel]`` (``rotation.rotate_queries``). ``loaded`` is
+    the result of ``load_means`` for page 0 (``begin``). ``streams`` are the codes and the scales of the means. The caller must execute a
+    ``tl.debug_barrier`` before it reads the products.
     """
     BYTES: tl.constexpr = MEANS.dim * MEANS.bits // 8
     BLOCK: tl.constexpr = max(16, triton.next_power_of_2(BYTES))
@@ -93,7 +93,10 @@ def _store_products(
     WARPS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """Multiply the ``loaded`` means of pages from ``begin`` on by ``queries``, the halves of each channel part, and store the products."""
+    """Store the products of ``queries`` and the ``loaded`` means, which start with page ``begin``.
+
+    ``queries`` contains, for each part of the channels, the high and the low half.
+    """
     page = _page_numbers(begin, WARPS)
     product = _multiply(_centered(loaded[1], 0, MEANS.bits, FAST), queries[0])
     if MEANS.bits == 4:
@@ -104,7 +107,7 @@ def _store_products(
 
 @triton.jit
 def _load_halves(q: tl.tensor, stride: tl.tensor, byte: tl.tensor, BYTES: tl.constexpr) -> tl.tuple:
-    """Load the high and the low halves of a query, which are ``stride`` values apart, for the channels of the first ``BYTES`` bytes."""
+    """Load the high and low halves of a query for the channels of the first ``BYTES`` bytes. The halves are ``stride`` values apart."""
     if byte.shape[0] == BYTES:
         halves = tl.load(q), tl.load(q + stride)
     else:
@@ -115,7 +118,7 @@ def _load_halves(q: tl.tensor, stride: tl.tensor, byte: tl.tensor, BYTES: tl.con
 
 @triton.constexpr_function
 def _centered_ptx(position: int, bits: int) -> str:
-    """Return PTX that converts the codes of ``bits`` bits at bit ``position`` of four bytes to binary16, minus the middle code."""
+    """Return PTX that converts the codes of ``bits`` bits at bit ``position`` of each of four bytes, minus the middle code, to float16."""
     middle = 1024 + (1 << bits - 1)
     codes = "mov.b32 codes, $2;" if bits == 8 else f"shr.b32 codes, $2, {position}; and.b32 codes, codes, 0x0F0F0F0F;"
     # The lowest bits of binary16 numbers from 1024 to 2047 represent integers, in steps of 1.
@@ -126,7 +129,7 @@ def _centered_ptx(position: int, bits: int) -> str:
 
 @triton.jit
 def _centered(code: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the codes of ``BITS`` bits at bit ``POSITION`` of int8 ``code``, minus the middle code, as binary16."""
+    """Return the codes of ``BITS`` bits at bit ``POSITION`` of each int8 in ``code``, minus the middle code, as float16."""
     if FAST:
         value = tl.inline_asm_elementwise(_centered_ptx(POSITION, BITS), "=r,=r,r", [code], dtype=tl.float16, is_pure=True, pack=4)
     else:
@@ -136,5 +139,5 @@ def _centered(code: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST:
 
 @triton.jit
 def _multiply(codes: tl.tensor, query: tl.tuple) -> tl.tensor:
-    """Return the products of binary16 ``codes`` ``[page, byte]`` and a query, as two halves."""
+    """Return the products of float16 ``codes`` ``[page, byte]`` and a query that is split into two halves."""
     return tl.dot(codes, query[0]) + tl.dot(codes, query[1])

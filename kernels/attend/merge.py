@@ -15,7 +15,7 @@ from .softmax import NO_SCORE
 def _add_parts(largest_score: tl.tensor, weight_sum: tl.tensor, part_largest: tl.tensor, weight: tl.tensor) -> tl.tuple:
     """Add partial results to a row's softmax.
 
-    Returns its largest score, its sum of weights, and the scales of the earlier sums and of the added sums.
+    Returns the row's largest score, its sum of weights, and the factors by which to rescale the earlier sums and the added sums.
     """
     new_largest = tl.maximum(largest_score, tl.max(part_largest, 0))
     rescale = tl.exp2(largest_score - new_largest)
@@ -25,7 +25,7 @@ def _add_parts(largest_score: tl.tensor, weight_sum: tl.tensor, part_largest: tl
 
 @triton.jit
 def _add_sink(largest_score: tl.tensor, weight_sum: tl.tensor, sink: tl.tensor) -> tl.tuple:
-    """Add a head's sink logit to a row's softmax. Returns the sum of weights and the scale of earlier sums."""
+    """Add a head's sink logit to a row's softmax. Returns the sum of weights, and the factor by which to rescale earlier sums."""
     new_largest = tl.maximum(largest_score, sink)
     rescale = tl.exp2(largest_score - new_largest)
     return weight_sum * rescale + tl.exp2(sink - new_largest), rescale
@@ -58,9 +58,10 @@ def merge(
     """Merge the partial results of one query row into ``out``, float32 ``[batch, head, row, DIM]``.
 
     Each partial result is scaled by its largest score, and the sum is divided by the total weight. Column blocks before ``second_block``
-    sum parts ``[first_part, second_part)``; the others sum parts ``[second_part, last_part)``. ``channels``, int32, contains the channel of
-    each column, padded to whole blocks; ``DIM`` marks columns without a channel. ``sink_logits``, float32 ``[kv_head, query head of the KV
-    head]``, are base-2 logarithms of weights without a value; they are read only with ``SINK_LOGITS``. A row that sees no token is 0.
+    sum parts ``[first_part, second_part)``; the others sum parts ``[second_part, last_part)``. ``channels``, int32, is the channel of each
+    column, or ``DIM`` for columns without a channel; it is padded to whole blocks. ``sink_logits``, float32 ``[kv_head, query head of the
+    KV head]``, are base-2 logarithms of weights that have no value; they are read only with ``SINK_LOGITS``. The output of a row that sees
+    no token is 0.
     """
     program = tl.program_id(0)
     row = (program // rows * padded + program % rows).to(tl.int64) * parts
@@ -119,11 +120,12 @@ def merge_originals(
     ROTATED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Merge one query row like ``merge``, and rotate the result to the original frame: ``out`` is ``[batch, head, row, DIM]``.
+    """Merge one query row as ``merge`` does, and rotate it to the original frame: ``out`` is ``[batch, head, row, DIM]``.
 
     The values have one or two coded frames: parts ``[0, second_part)`` have ``WIDTHS[0]`` columns of the first frame, and the others
-    ``WIDTHS[1]`` columns of the second. ``matrix`` is float32 ``[matrices, frame, BLOCK_COLUMNS, DIM]``, padded to ``BLOCK_COLUMNS``
-    (``frame_columns.value_matrix``). Without ``ROTATED``, it is not read and columns are channels. A program writes ``BLOCK_DIM`` channels.
+    ``WIDTHS[1]`` columns of the second. ``matrix``, float32 ``[matrices, frame, BLOCK_COLUMNS, DIM]``, is the result of
+    ``frame_columns.value_matrix``, padded to ``BLOCK_COLUMNS``. Without ``ROTATED``, columns are channels, and ``matrix`` is not read. A
+    program writes ``BLOCK_DIM`` channels.
     """
     FRAME_WIDTHS: tl.constexpr = WIDTHS
     FRAMES: tl.constexpr = len(FRAME_WIDTHS) if ROTATED else 1

@@ -1,4 +1,7 @@
-"""Outliers of a page in the format that tile loaders read: sorted by sequence and head, minus the decoded values they replace."""
+"""Conversion of a page's outliers to the format that tile loaders read.
+
+Entries are sorted by sequence and head. The decoded values that they replace are subtracted from them.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,16 @@ MAX_REPLACED_NORM = 2.0
 """Maximum norm of the decoded values that outliers replace, relative to the token's norm; subtracting more would lose precision."""
 
 MIN_NORM = 2.0**-20
-"""Minimum nonzero norm of a token, because weights of outliers and of other values share a power of two (``softmax``)."""
+"""Minimum nonzero norm of a token, because the weights of outliers and of all other values share a power of two (see ``softmax``)."""
 
 _entries: WeakKeyDictionary[PackedRun, dict[tuple[int, int], Mapping[str, torch.Tensor] | None]] = WeakKeyDictionary()
 
 
 def page_entries(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
-    """Return the streams that ``loaders.outliers`` reads for tokens ``[start, stop)``, except its columns.
+    """Return the streams, except columns, that ``loaders.outliers`` reads for tokens ``[start, stop)``.
 
-    The result is cached with the page. Returns an empty mapping if the page has no outliers there, and None if the entries would be
-    inexact, which no encoder causes.
+    The streams are cached with the page. Returns an empty mapping if there are no outliers, and None if the entries would be inexact, which
+    is never the case for pages that kvpack encoded.
     """
     cached = _entries.setdefault(page, {})
     if (start, stop) not in cached:

@@ -1,4 +1,4 @@
-"""Loads of outliers of keys and values, which are added to tiles. Empty if keys or values have no outliers."""
+"""Loading of the outliers of keys and values, which are added to tiles. Sides without outliers have empty results."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -23,7 +23,7 @@ def begin_patches(
     AHEAD: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the constants (``prepare_patches``) and the first loads (``first_entries``) for keys and values."""
+    """Return the constants (``prepare_patches``) and the first loads (``first_entries``) for the outliers of keys and values."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_ready = prepare_patches(work.k.streams, numbers, K_OUTLIERS, WARPS, TOKENS, False, AHEAD, FAST)
@@ -45,7 +45,10 @@ def next_patches(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Return the outliers of each warp's ``TOKENS`` tokens from token ``offset`` of the work on, and the loads for the next call."""
+    """Return the outliers of each warp's next ``TOKENS`` tokens, and the loads for the next call.
+
+    The tokens begin at token ``offset`` of the work.
+    """
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_first = work.k.first + offset
@@ -67,7 +70,7 @@ def load_patches(
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> tl.tuple:
-    """Load the outliers of each warp's ``TOKENS`` tokens, starting at token ``offset`` of the work, without prefetching the next ones."""
+    """Return the outliers of each warp's ``TOKENS`` tokens, which begin at token ``offset`` of the work, without prefetching."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_first = work.k.first + offset

@@ -1,7 +1,7 @@
 """Planning of attention launches: which tokens each program attends to, and with which loaders.
 
-A layer's tokens are cut where a page of keys or values begins or ends, and into pieces for programs. All segments with the same two codecs
-form one launch; the raw tail counts as a page of raw values. A launch's work is a table on the device with one row per program.
+A layer's tokens are cut at the bounds of key pages and value pages, and then into pieces for programs. All segments with the same two
+codecs form one launch; the raw tail counts as a page of raw values. A launch's work is a table on the device with one row per program.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ PREFETCHED_WITH_SIGNS = 1500
 """Minimum number of tokens per multiprocessor at which prefetching pays off for keys with QJL signs."""
 
 MASKED_TILES = 3
-"""Extra cost of a masked tile, in unmasked tiles. Masked tiles are slower because neither their data nor their code is prefetched."""
+"""Extra cost of a masked tile, in unmasked tiles. For masked tiles, neither data nor code is prefetched."""
 
 
 PROGRAM_TILES = 3
 """Fixed cost of a program, in tiles."""
 
 MAX_ROUNDS, MIN_TILES = 4, 8
-"""Maximum rounds of concurrent programs, and minimum tiles per program if there is more than one."""
+"""Maximum rounds of concurrent programs, and minimum tiles per program of a launch with several programs."""
 
 MIN_MEAN_PAGES, MAX_MEAN_PAGES = 32, 64
-"""Numbers of pages of means for whose products a program has room at least, and about at most."""
+"""Minimum, and approximate maximum, number of pages for whose products with means a program has room."""
 
 
 class LaunchKey(NamedTuple):
-    """Key that groups segments into launches: the frames of keys and values, and whether each is decoded beforehand."""
+    """Key that groups segments into launches: the frames of keys and values, and whether their tokens are decoded beforehand."""
 
     k: Frame
     v: Frame
@@ -67,9 +67,9 @@ _plans: WeakKeyDictionary[Layer, dict[Any, list[Launch]]] = WeakKeyDictionary()
 class Launch:
     """A launch of ``split.attend_split`` over all segments with the same two codecs: its ``work`` table and compile-time constants.
 
-    ``keep_alive`` contains the tensors whose addresses are in the work. The device runs ``programs`` programs at once per sequence and
-    block of rows. ``has_tail`` is True if some tokens are in a raw tail, and ``tail_only`` if all are. ``balanced`` is True if the programs
-    are distributed evenly over the multiprocessors, even while another kernel finishes on some of them.
+    ``keep_alive`` contains the tensors whose addresses are in the work. The device runs ``programs`` programs concurrently per sequence and
+    block of rows. ``has_tail`` is True if some tokens are in a raw tail, and ``tail_only`` if all tokens are. ``balanced`` is True if the
+    programs are distributed evenly over the multiprocessors, even while another kernel finishes on some of them.
     """
 
     k: Frame
@@ -91,13 +91,12 @@ class Launch:
 
     @property
     def dual(self) -> bool:
-        """True if one score row covers two tokens (``split``)."""
+        """True if one score row covers two tokens (see ``split``)."""
         return bool(self.constants["K"].dual or self.constants["V"].dual)
 
 
 def _choose_loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
-    """Return the tile loaders of keys and values. Dual loaders for neighboring tokens are chosen if the loaders and token groups allow it.
-    """
+    """Return the tile loaders of keys and values. Dual loaders for neighboring tokens are used if both sides support them."""
     keys, values = loader(k, dual), loader(v, dual)
     result = keys.keys or keys, values.values or values
     if all(tiles.dual and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in result):
@@ -109,9 +108,9 @@ def _choose_loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
 
 
 def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool) -> list[Launch]:
-    """Return the launches that attend to tokens ``[begin, end)``. The result is cached with the layer.
+    """Return the launches that attend to tokens ``[begin, end)``. They are cached with the layer.
 
-    Every query sees all tokens of the range ``whole``. ``dual`` allows tiles with two tokens per row, for few query rows.
+    Every query sees all tokens in the range ``whole``. ``dual`` allows tiles with two tokens per row, for few query rows.
     """
     cached = _plans.setdefault(layer, {})
     key = (begin, end, whole, row_blocks, dual, addresses.uses_assembly(k.device))
@@ -123,7 +122,7 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
 def plan_launches(
     k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool, growing: bool = False
 ) -> list[Launch]:
-    """Plan launches for ``launches``, without caching. For a ``growing`` layer, work tables stay on the host."""
+    """Return the launches as ``launches`` does, but without caching. For a ``growing`` layer, work tables stay on the host."""
     fast = addresses.uses_assembly(k.device)
     by_kernel: dict[LaunchKey, list[Segment]] = {}
     for segment in segments.layer_segments(segments.side_segments(k).segments, segments.side_segments(v).segments, begin, end):
@@ -210,7 +209,7 @@ def _launch(
 
 
 def choose_programs(shape: LaunchShape, tokens: int, tile: int, sequences: int, multiprocessors: int) -> int:
-    """Return the number of programs per sequence that minimizes the time for ``tokens`` tokens in steps of ``tile``.
+    """Return the number of programs per sequence with the shortest estimated time for ``tokens`` tokens, in steps of ``tile``.
 
     All programs run in one round, or in several rounds if that leaves less of the device idle in the last round.
     """
@@ -233,10 +232,10 @@ def build_work(
     whole: tuple[int, int],
     keep_alive: list[torch.Tensor],
 ) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
-    """Return the work table of ``programs`` programs per sequence, int64 ``[item, column]`` (``work.load_work``).
+    """Return the work table, int64 ``[item, column]`` (see ``work.load_work``), of ``programs`` programs per sequence.
 
-    Tensors whose addresses it contains are appended to ``keep_alive``. A program processes its tokens in steps of ``tile``. Every query
-    sees all tokens of the range ``whole``.
+    Tensors whose addresses the table contains are appended to ``keep_alive``. A program processes its tokens in steps of ``tile``. Every
+    query sees all tokens in the range ``whole``.
     """
     tokens = sum(segment.tokens for segment in segments)
     work: list[numpy.ndarray[Any, numpy.dtype[numpy.int64]]] = []

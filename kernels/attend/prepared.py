@@ -1,7 +1,7 @@
-"""Prepared attention calls, which do the work that is the same for all queries of one shape over one layer only once.
+"""Prepared attention calls: everything that is the same for all queries of one shape over one layer is computed once.
 
-A call then needs two allocations and usually three launches: one that rotates the queries into the coded frames, the split kernel, and one
-that merges the results and rotates them back. A raw tail adds another launch of the split kernel.
+A call then needs two allocations and usually three launches. The first rotates the queries into the coded frames. The second is the split
+kernel. The third merges the partial results and rotates the sums back. A raw tail adds another launch of the split kernel.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ MAX_PARTS = 32
 """Maximum number of parts that one warp merges, with 4 columns per lane."""
 
 MAX_ROTATED_ROWS = 64
-"""Maximum number of query rows of all sequences for a merge that also rotates, row by row.
+"""Maximum number of query rows, over all sequences, for which the merge also rotates, row by row.
 
-On an H200, that took 26 us for 256 rows, while a merge and separate matrix products took 10 us for 768 rows.
+On an H200, it took 26 us for 256 rows, while a merge and separate matrix products took 10 us for 768 rows.
 """
 
 MANY_ROWS, ROTATED_ROWS = 1024, 64
-"""Minimum number of padded rows at which a program of ``rotate_queries`` covers several sequences, and its rows in that case."""
+"""Minimum number of padded rows at which a program of ``rotate_queries`` covers several sequences, and the rows of such a program."""
 
 ROW_VALUES, ROW_CHANNELS, ROW_WARPS = 1 << 15, 32, 8
-"""Values in registers at once (parts times columns), channels written, and warps of a program of ``merge.merge_originals``."""
+"""Limits of a program of ``merge.merge_originals``: values in registers (parts times columns), channels written, and warps."""
 
 ORDERED_ROWS, ORDERED_PARTS, ORDERED_WARP_PARTS = 256, 512, 32
 """Limits of ``merge.merge_originals`` without a rotation: maximum query rows, maximum parts loaded at once, and parts per warp."""
@@ -60,12 +60,12 @@ ORDERED_ROWS, ORDERED_PARTS, ORDERED_WARP_PARTS = 256, 512, 32
 SCRATCH, QUERY, OUT, LENGTHS, STARTS, SINKS, MAPPED = range(7)
 """Indices of a call's tensors in the arguments of launches.
 
-The tensors from MAPPED on are the queries of pages that transform values, followed by the sums.
+From MAPPED on, the tensors are the queries for pages that transform values, followed by the sums.
 """
 
 LOG2_E = math.log2(math.e)
 UNLIMITED = 1 << 30
-"""A number of tokens larger than any layer, for calls without a window or a causal mask."""
+"""Number of tokens that no layer reaches, for calls without a window or a causal mask."""
 
 
 class QueryShape(NamedTuple):
@@ -84,7 +84,7 @@ class QueryShape(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Number of query rows per program."""
+        """Number of query rows that a program processes."""
         return min(MAX_ROWS, max(MIN_ROWS, next_power_of_two(self.rows)))
 
     @property
@@ -99,7 +99,10 @@ class QueryShape(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Options of a ``kvpack.attend`` call. ``lengths``, ``starts`` and ``sink_logits`` are True if calls pass these tensors."""
+    """Options of a ``kvpack.attend`` call.
+
+    ``lengths``, ``starts`` and ``sink_logits`` are True if the call has these arguments.
+    """
 
     scale: float
     causal: bool = True
@@ -114,8 +117,8 @@ class PreparedCall:
     """A prepared attention call: all launches over one layer for queries of ``shape`` and ``dtype``.
 
     ``launches`` with the same value frame must be adjacent. ``position`` is the position of the first query in a sequence of full length.
-    ``masked`` is True for each launch that reads the sequence lengths. ``cut`` is True if the device skips tokens before each sequence's
-    window or start. ``dual`` allows two tokens per tile row.
+    ``masked`` lists, for each launch, whether it reads the sequence lengths. ``cut`` is True if the device skips tokens before each
+    sequence's window or start. ``dual`` allows two tokens per tile row.
     """
 
     def __init__(
@@ -178,7 +181,7 @@ class PreparedCall:
         lengths: torch.Tensor | None = None,
         starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend with ``q`` ``[batch, q_head, q_len, dim]`` and return ``[batch, q_head, q_len, dim_v]`` of the same dtype.
+        """Return attention of ``q`` ``[batch, q_head, q_len, dim]``: ``[batch, q_head, q_len, dim_v]`` of the same dtype.
 
         ``sink_logits`` are floating point ``[q_head]``; ``lengths`` and ``starts`` are integers ``[batch]``.
         """
@@ -235,7 +238,7 @@ class PreparedCall:
         return self._sum_frames(sums).reshape(shape.batch, shape.q_heads, shape.q_len, self.dim_v)
 
     def _sum_frames(self, sums: dict[Frame, torch.Tensor]) -> torch.Tensor:
-        """Return the total of ``sums`` over all frames in the original frame, ``[batch, kv_head, row, dim]``."""
+        """Return the sum over all frames of ``sums``, rotated to the original frame: ``[batch, kv_head, row, dim]``."""
         out = None
         for index, (frame, merged) in enumerate(sums.items(), 1):
             if frame.page is not None:
@@ -265,7 +268,7 @@ class PreparedCall:
         return [frame for frame in self._k_frames if frame.query_codec is not None]
 
     def _frame_columns(self, frame: Frame) -> list[tuple[int, ...]]:
-        """Return the channels of the columns of rotated queries: the loader's, and for products with page means all in order."""
+        """Return the channels of the columns of rotated queries: in the loader's order, then in channel order if pages have means."""
         columns = [frame_columns.columns(frame.codec, self._dual)]
         if frame.codec.sidecar(KeyMean) is not None:
             columns.append(tuple(range(frame.codec.dim)))
@@ -371,7 +374,7 @@ class PreparedCall:
         return launch, [(OUT, 0), *self._partials, (matrix, 0), (SINKS, 0)]
 
     def _prepare_frame_merges(self) -> list[_LaunchTensors]:
-        """Return one launch of ``merge.merge`` per value frame. Each launch writes that frame's sums."""
+        """Return one launch of ``merge.merge`` per value frame, which writes the sums of the frame."""
         first = MAPPED + len(self._mapped_frames)
         result = []
         for tensor_index, (frame, (start, stop)) in enumerate(self._v_frames.items(), first):
@@ -409,8 +412,8 @@ class PreparedCall:
     ) -> _LaunchTensors:
         """Return a launch of ``merge.merge`` that writes to tensor number ``out``, which has ``dim`` channels.
 
-        It merges parts ``[first, second)`` of the first frame and parts ``[second, last)`` of the second; ``channels_of_frames`` contains
-        the channel of each column, per frame.
+        It merges parts ``[first, second)`` of the first frame and parts ``[second, last)`` of the second frame. ``channels_of_frames``
+        contains, for each frame, the channel of each column.
         """
         shape = self.shape
         block_parts = min(MERGE_PARTS, next_power_of_two(self._parts))
@@ -432,7 +435,7 @@ class PreparedCall:
 
 
 class _ScratchAllocator:
-    """An allocator of offsets in one scratch buffer, in elements."""
+    """Allocator of offsets in one scratch buffer. Sizes and offsets are in elements."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -445,20 +448,20 @@ class _ScratchAllocator:
 
 
 def _global_mean_pages(launch: Launch) -> int:
-    """Return the number of pages for whose products with means each program of ``launch`` needs room in global memory."""
+    """Return the number of pages whose products with means each program of ``launch`` stores in global memory."""
     means = launch.constants["K"].means
     return 0 if means is None or launch.constants["FAST"] else means.pages
 
 
 def _page_query(q: torch.Tensor, frame: Frame) -> torch.Tensor:
-    """Return the query in the codec's inner frame, with the channel scales and order of the frame's page."""
+    """Return ``q`` in the codec's inner frame, after the value maps of the frame's page."""
     assert frame.page is not None
     assert isinstance(frame.page.codec, CodecWithSidecars)
     return frame.page.codec.inner_query(q.to(torch.float32), frame.page.streams)
 
 
 def _add_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """Add the sums of QJL signs, which are in the last columns, to the other sums in ``codec``'s frame.
+    """Return ``sums`` in the codec's frame, with the sums of QJL signs, which are in the last columns, added.
 
     Without signs, ``sums`` is unchanged.
     """

@@ -26,7 +26,7 @@ class Queries(NamedTuple):
     - ``scale``: factor of the row's scores;
     - ``position``: the token position of the row's query;
     - ``second``: True if the row's scores belong to the second token of a dual tile's rows;
-    - ``products``: place of the row's product with the mean of the program's first page, one of ``pages`` pages that are ``stride``
+    - ``products``: address of the row's product with the mean of the program's first page, one of ``pages`` pages that are ``stride``
       products apart (``key_mean.load_products``); unused without means.
     """
 
@@ -101,7 +101,7 @@ def load_queries(
 
 @triton.jit
 def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
-    """Return ``queries`` with int32 positions relative to ``token``."""
+    """Return ``queries`` with positions relative to ``token``, as int32."""
     position = (queries.position - token).to(tl.int32)
     return Queries(
         queries.tiles, queries.half_sum, queries.offset, queries.scale, position, queries.second,
@@ -130,8 +130,8 @@ def _query_tiles(
 ) -> tl.tuple:
     """Load the query as tiles ``[warp, column, row]`` in the column order of key tiles.
 
-    For bf16 keys, there are two tiles: its high and low halves. With ``DUAL``, rows belong to the first or ``second`` token of a tile row.
-    For dual keys, the other token's columns are 0; otherwise each token has its own set of tiles.
+    For bf16 keys, there are two tiles: the query's high and low halves. With ``DUAL``, rows belong to the first or ``second`` token of a
+    tile row. For dual keys, the columns of the other token are 0; otherwise each token has its own set of tiles.
     """
     WIDTHS: tl.constexpr = K.widths
     tiles = ()
@@ -167,8 +167,8 @@ def _query_tile(
 ) -> tl.tensor:
     """Load one tile of the query, ``[warp, column, row]``.
 
-    With ``DUAL``, only ``selected`` rows are nonzero. With ``DUAL_KEYS``, ``selected`` rows are nonzero in the first token's columns and
-    the others in the second token's columns.
+    With ``DUAL``, only ``selected`` rows are nonzero. With ``DUAL_KEYS``, ``selected`` rows are nonzero in the first token's columns, and
+    all other rows in the second token's columns.
     """
     column = tl.arange(0, 2 * WIDTH if DUAL_KEYS else WIDTH)[None, :, None]  # [1, column, 1]
     source_column = column // (2 * INTERLEAVE) * INTERLEAVE + column % INTERLEAVE if DUAL_KEYS else column

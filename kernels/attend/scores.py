@@ -20,14 +20,16 @@ from .factors import broadcast_over_rows, tile_factors
 
 
 class DecodeConstants(NamedTuple):
-    """Run-time constants for decoding tiles: column fields (``bitfields.load_column_fields``), and the lookup table in global memory."""
+    """Constants for decoding tiles that are not known at compile time: column fields (``bitfields.load_column_fields``), and the lookup
+    table in global memory.
+    """
 
     column_fields: Any
     table: Any
 
 
 class VisibleTokens(NamedTuple):
-    """The range of tokens that a query sees: those before ``end``, up to ``ahead`` positions after the query, and within its ``window``.
+    """The tokens that a query sees: before ``end``, at most ``ahead`` positions after the query, and within its ``window``.
 
     ``first`` is the first visible token, or None if only the window limits the range.
     """
@@ -56,7 +58,7 @@ def score(
 ) -> tl.tuple:
     """Return base-2 scores ``[warp, token, row]`` for each ``loaded`` tile. With ``MASKED``, the scores of invisible tokens are -inf.
 
-    ``token`` ``[warp, token]`` contains the tokens of each warp's first tile. ``first`` is the first warp's first token, counted from the
+    ``token`` ``[warp, token]`` are the token numbers in each warp's first tile. ``first`` is the first warp's first token, counted from the
     start of the program's first page of means. With ``DUAL``, scores in ``queries.second`` rows belong to the token that is
     ``tile_layout.second_token_offset`` tokens later; if key tiles are not dual, each token then has its own tile.
     """

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
 DECODED_BYTES = 64 << 20
-"""Maximum bytes of float32 values that PyTorch decodes at once if there is no fused kernel."""
+"""Maximum bytes of float32 values that PyTorch decodes together if there is no fused kernel."""
 
 ALIGNMENT = 64
 """Block sizes are multiples of this many elements."""
 
 
 class DecodedFrame(NamedTuple):
-    """The frame that keys or values are decoded to: the original frame, or ``codec``'s coded frame if it is not None.
+    """The frame that keys or values are decoded to: the coded frame of ``codec``, or the original frame if ``codec`` is None.
 
-    ``page`` is the page whose value maps come before the coded frame, if any.
+    If value maps precede the coded frame, ``page`` is the page that they belong to.
     """
 
     codec: Codec | None = None
@@ -53,9 +53,9 @@ class DecodedFrame(NamedTuple):
         return dim if self.codec is None else len(frame_columns.columns(self.codec, False))
 
     def query_map(self, heads: int, dtype: torch.dtype, device: torch.device) -> tuple[TensorFunction, float]:
-        """Return a function that maps 16-bit queries ``[batch, q_head, query, dim]`` to this frame, and the factor of their scores.
+        """Return a function that maps queries to this frame, and the factor of their scores.
 
-        The keys have ``heads`` heads.
+        The queries are 16-bit ``[batch, q_head, query, dim]``. The keys have ``heads`` heads.
         """
         if self.codec is not None and self.page is not None:
             return partial(_page_queries, self.codec, self.page, heads), 1.0
@@ -63,9 +63,9 @@ class DecodedFrame(NamedTuple):
         return _dense_channels if matrix is None else lambda q: torch.matmul(q, matrix), factor
 
     def sum_map(self, heads: int, dtype: torch.dtype, device: torch.device) -> TensorFunction:
-        """Return a function that maps float32 sums of values ``[batch, q_head, query, column]`` to the original frame, in ``dtype``.
+        """Return a function that maps sums of values to the original frame, in ``dtype``.
 
-        The values have ``heads`` heads.
+        The sums are float32 ``[batch, q_head, query, column]``. The values have ``heads`` heads.
         """
         if self.codec is not None and self.page is not None:
             return partial(_page_originals, self.codec, self.page, heads, dtype)
@@ -92,7 +92,7 @@ class DecodedFrame(NamedTuple):
     def store_function(
         self, batch: int, heads: int, dtype: torch.dtype, device: torch.device
     ) -> Callable[[torch.Tensor, torch.Tensor], object]:
-        """Return a function (x, out) that writes values ``x`` ``[batch, kv_head, token, dim]`` to ``out`` in this frame and ``dtype``."""
+        """Return a function (x, out) that maps values ``x`` ``[batch, kv_head, token, dim]`` to this frame and writes them to ``out``."""
         matrix = None
         if self.codec is not None and self.page is None:
             matrix, factor = _matrix(self.codec, dtype, str(device))
@@ -126,7 +126,7 @@ def _page_originals(codec: Codec, page: PackedRun, heads: int, dtype: torch.dtyp
 
 @lru_cache(maxsize=256)
 def _channels(codec: Codec) -> torch.Tensor:
-    """Return the channel of each column, int64; columns without a channel have the head dim instead."""
+    """Return the channel of each column, int64, or the head dim for columns without a channel."""
     channels = [channel if channel >= 0 else codec.dim for channel in frame_columns.columns(codec, False)]
     return torch.tensor(channels, dtype=torch.int64, device="cpu")
 
@@ -139,9 +139,9 @@ def _column_channels(codec: Codec, device: str) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor | None, float]:
-    """Return the matrix from channels to columns as a matrix of signs ``[dim, column]`` in ``dtype``, and the magnitude of its entries.
+    """Return the matrix from channels to columns as its signs, ``[dim, column]`` in ``dtype``, and the magnitude of all entries.
 
-    The matrix is None for the identity.
+    The signs are None for the identity.
     """
     with torch.inference_mode(False):
         signs, size = frame_columns.column_signs(codec)
@@ -172,7 +172,7 @@ def frame_of(side: Side) -> DecodedFrame:
 
 
 class DecodedBlock:
-    """A block of tokens ``[start, stop)`` of keys or values. Its launches are prepared once, and each call decodes it again."""
+    """A block of tokens ``[start, stop)`` of keys or values. Its launches are prepared once; each call decodes the block again."""
 
     def __init__(self, side: Side, frame: DecodedFrame, start: int, stop: int, dtype: torch.dtype) -> None:
         self._frame, self._dtype, self._stop = frame, dtype, stop
@@ -196,7 +196,7 @@ class DecodedBlock:
     def make_template(self, side: Side, values: bool, tables: layer_sharing.WorkTables) -> DecodedBlock | None:
         """Return a block that decodes any side of the same kind as ``side``, or None if sides of this kind cannot share it.
 
-        Its work table is added to ``tables``, for values if ``values`` is True, else for keys.
+        The block's work table is added to ``tables``, as values or as keys.
         """
         block = object.__new__(DecodedBlock)
         block.__dict__.update(self.__dict__)
@@ -229,10 +229,10 @@ class DecodedBlock:
             self._store(tail.to(self._dtype), scratch.as_strided(self._raw, self._strides, offset + self._raw_at))
 
     def tokens(self, scratch: torch.Tensor, offset: int, start: int, stop: int, splits: int = 1) -> torch.Tensor:
-        """Return tokens ``[start, stop)`` of the block, decoded to ``scratch`` at element ``offset``.
+        """Return tokens ``[start, stop)`` of the block, which was decoded to ``scratch`` at element ``offset``.
 
-        The result is ``[batch * splits, kv_head, token / splits, channel or column]``: a view, unless several sequences are split and
-        only some of the tokens are requested.
+        The shape is ``[batch * splits, kv_head, token / splits, channel or column]``. The tensor is a view, unless only some tokens are
+        requested and several sequences are split.
         """
         batch, heads, tokens, width = self._shape
         by_batch, by_head, by_token, _ = self._strides
@@ -265,7 +265,9 @@ def _group_start(side: Side, token: int) -> int:
 
 
 def _decode_in_parts(side: Side, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Decode tokens ``[start, stop)`` with PyTorch in parts of at most ``DECODED_BYTES``. Yields the start, stop and values of each part.
+    """Decode tokens ``[start, stop)`` with PyTorch, in parts of at most ``DECODED_BYTES``.
+
+    Yields the start, the end and the values of each part.
     """
     first = 0
     max_tokens = max(1, DECODED_BYTES // (4 * side.batch * side.heads * side.dim))

@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 RAW_TOKENS, MAX_RAW_TOKENS = (64, 16), 4096
-"""Possible sizes of the token blocks that are decoded first because they contain raw tokens, and the limit for the larger size.
+"""Possible sizes of the token blocks that are decoded beforehand because they contain raw tokens, and the limit for the larger size.
 
-The smaller size is used if the larger one would decode more tokens than both the limit and half of the page.
+The smaller size is used if the larger one would decode more tokens than the limit, and more than half of the page.
 """
 
 MAX_HALF_ERROR = 2**-11
-"""Maximum relative error, in the 2-norm, of rounding to binary16 without overflow or underflow."""
+"""Maximum relative error, in the 2-norm, of rounding to float16 without overflow or underflow."""
 
 MAX_DECODED_VALUES = 1 << 22
-"""Maximum number of values to decode at once (16 MiB in float32). At least one block of tokens is always decoded."""
+"""Maximum number of values to decode together (16 MiB in float32). At least one block of tokens is always decoded."""
 
 _side_segments: WeakKeyDictionary[Side, SideSegments] = WeakKeyDictionary()
 _decoded_blocks: WeakKeyDictionary[PackedRun, dict[tuple[int, int, torch.dtype | None], torch.Tensor]] = WeakKeyDictionary()
@@ -60,25 +60,25 @@ class SideSegment(NamedTuple):
     tokens: int
     streams: Mapping[str, torch.Tensor]
     frame_page: PackedRun | None = None
-    """The page whose channel scales or order define ``frame``, if any."""
+    """The page whose channel scales or order ``frame`` includes, if any."""
     exact: bool = True
     """True if tile loaders can decode the segment accurately enough."""
     page: PackedRun | None = None
     """The page that contains the tokens, from its token ``start`` on, or None for the raw tail."""
     start: int = 0
     raw: bool = False
-    """True if the segment must be decoded first (``decode_segments``), because some of its tokens are raw."""
+    """True if the segment contains raw tokens, and must therefore be decoded beforehand (``decode_segments``)."""
 
     @property
     def frame(self) -> Frame:
-        """Frame of the queries, or of the sums of values, for this segment."""
+        """Frame of this segment's queries (for keys) or sums (for values)."""
         return Frame(self.codec, self.frame_page)
 
 
 class SideSegments(NamedTuple):
-    """All segments of a side, with properties that every call needs, cached because there may be hundreds of segments.
+    """All segments of a side, and properties of them that every call needs.
 
-    ``supported`` is True if every segment has an accurate tile loader. ``outliers`` is True if some segment has outliers.
+    ``supported`` is True if every segment has an accurate tile loader. ``outliers`` is True if any segment has outliers.
     """
 
     segments: list[SideSegment]
@@ -87,7 +87,7 @@ class SideSegments(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A codec's coded frame; ``page`` is the page whose channel scales or channel order also define it, if any."""
+    """A codec's coded frame. If channel scales or a channel order also define it, ``page`` is the page that stores them."""
 
     codec: Codec
     page: PackedRun | None
@@ -96,7 +96,7 @@ class Frame(NamedTuple):
     def query_codec(self) -> Codec | None:
         """Codec for which a cached matrix maps queries to this frame, or None if the page's value maps must be applied first.
 
-        It includes the page's balanced frame if that is the page's only value map.
+        It includes the page's balanced frame, if this is the page's only value map.
         """
         if self.page is None:
             return self.codec
@@ -108,7 +108,9 @@ class Frame(NamedTuple):
 
     @property
     def channel_factors(self) -> torch.Tensor | None:
-        """The page's channel scales, float32 ``[batch, kv_head, 1, dim]``, if queries need only these and a cached matrix; else None."""
+        """Channel scales of the page, float32 ``[batch, kv_head, 1, dim]``, or None if mapping queries does not need exactly these and a
+        matrix.
+        """
         if self.page is None:
             return None
         assert isinstance(self.page.codec, CodecWithSidecars)
@@ -117,12 +119,12 @@ class Frame(NamedTuple):
         return channel_scale.factors(self.page.streams).contiguous()
 
     def matches(self, other: Frame) -> bool:
-        """Return True if queries and sums need the same matrices for both frames, even if their pages differ."""
+        """Return True if the same matrices map queries and sums for both frames, even if their pages differ."""
         return self == other or (self.query_codec is not None and self.query_codec == other.query_codec)
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens of a layer that are in one segment of the keys and one segment of the values."""
+    """Consecutive tokens of a layer that lie in one key segment and one value segment."""
 
     first: int
     tokens: int
@@ -131,7 +133,7 @@ class Segment(NamedTuple):
 
 
 def side_segments(side: Side) -> SideSegments:
-    """Return the segments of ``side``, including its tail as a segment of raw values. The result is cached with the side."""
+    """Return the segments of ``side``, including its tail as a segment of raw values. They are cached with the side."""
     if side not in _side_segments:
         result, first = [], 0
         for page in side.runs:
@@ -146,9 +148,9 @@ def side_segments(side: Side) -> SideSegments:
 
 
 def _page_segments(page: PackedRun, first: int, dtype: torch.dtype, first_page: PackedRun) -> list[SideSegment]:
-    """Return the segments of ``page``: one, or several if it has raw tokens, whose segments are marked ``raw``.
+    """Return the segments of ``page``: a single one, or several if it has raw tokens. Segments with raw tokens are marked ``raw``.
 
-    Raw segments use the frame of the other segments. With codec klt they are instead decoded to ``dtype`` in the original frame, like the
+    Raw segments use the same frame as the other segments, but with codec klt they are decoded to ``dtype`` in the original frame, like the
     raw tail, because klt's tiles have no room for columns without codes. Pages whose value maps are equal on all pages use ``first_page``'s
     frame.
     """
@@ -184,7 +186,7 @@ def _page_segments(page: PackedRun, first: int, dtype: torch.dtype, first_page: 
 def _segment_with_sidecars(page: PackedRun, first: int, start: int, stop: int, frame: PackedRun | None) -> SideSegment:
     """Return the segment of tokens ``[start, stop)`` of a page with sidecars.
 
-    Its codec keeps the sidecars that tile loaders apply: means, outliers and signs. Queries and sums apply the other sidecars.
+    Its codec keeps the sidecars that tile loaders apply: means, outliers and signs. The other sidecars are applied to queries and sums.
     """
     assert isinstance(page.codec, CodecWithSidecars)
     streams = page.streams if (start, stop) == (0, page.tokens) else page.rows(start, stop, entries=False)
@@ -237,9 +239,10 @@ def _page_segment(codec: Codec, first: int, page: PackedRun, streams: Mapping[st
 
 
 def decode_segments(to_decode: Sequence[Segment], columns: tuple[int, ...], side: str) -> list[Segment]:
-    """Decode the tokens of ``side`` ("k" or "v") in the segments ``to_decode``, in the coded frame and the order of ``columns``.
+    """Decode one side ("k" or "v") of the segments ``to_decode`` in the coded frame, and return segments of decoded values.
 
-    ``columns`` is the result of ``frame_columns.columns``. Values are binary16, like tiles, or float32 if some are too large or too small.
+    ``columns`` is the result of ``frame_columns.columns`` and determines their order. Values are float16, like tiles, or float32 if some
+    are too large or too small.
     """
     both = [(segment.k, segment.v) if side == "k" else (segment.v, segment.k) for segment in to_decode]
     # Decode all that the pages of both sides share, even if the layer segment is shorter, so that every call decodes the same tokens.
@@ -265,10 +268,10 @@ def decode_segments(to_decode: Sequence[Segment], columns: tuple[int, ...], side
 
 
 def _decode_blocks(page: PackedRun, blocks: Sequence[tuple[int, int]], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Decode the token ranges ``blocks`` of ``page``, in ascending order: to ``dtype`` in the original frame, or to the coded frame.
+    """Decode the token ranges ``blocks`` of ``page``, which are ascending: to ``dtype`` in the original frame, or to the coded frame.
 
-    In the coded frame, a block is binary16, or float32 if binary16 is not accurate enough. Blocks are cached with the page, which exists
-    longer than the layer object of a growing layer.
+    In the coded frame, a block is float16, or float32 if float16 is not accurate enough. Blocks are cached with the page, which outlives
+    the layer object of a growing layer.
     """
     cached = _decoded_blocks.setdefault(page, {})
     missing = [block for block in blocks if (*block, dtype) not in cached]

@@ -17,7 +17,7 @@ from kvpack.kernels.loaders.qjl import decode_signs
 from .factors import broadcast_over_rows, power_and_quotients
 
 NO_SCORE = tl.constexpr(-1.0e30)
-"""Largest score of a row that has seen no token: finite, so that differences of two scores are never NaN."""
+"""Initial largest score of a row. It is finite, so that differences of two scores are never NaN."""
 
 
 class Softmax(NamedTuple):
@@ -34,7 +34,10 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def empty_softmax(V: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr) -> tl.tuple:
-    """Return the initial ``Softmax``, before any token; for dual values, its sums have the columns of two tokens."""
+    """Return the initial ``Softmax``, with no tokens added.
+
+    For dual values, it has the columns of two tokens.
+    """
     V_WIDTHS: tl.constexpr = V.widths
     largest = tl.full((WARPS, 1, ROWS), NO_SCORE, tl.float32)
     total = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
@@ -60,11 +63,11 @@ def add(
     V: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Add the ``loaded`` tiles of values, with ``scores`` ``[warp, token, row]`` per tile, to ``softmax`` and return the new state.
+    """Return ``softmax`` after adding the ``loaded`` tiles of values, with ``scores`` ``[warp, token, row]`` for each tile.
 
     Earlier sums are rescaled once for all tiles. A token's factor is split into 2^e and a quotient: e is added to the score and the
-    quotient multiplies the weight, so that weights stay in [-2, 2]. Signs have their own factors and use the last sums; e comes from the
-    larger factor.
+    quotient multiplies the weight, so that weights stay in [-2, 2]. Signs have their own factors, and their sums come last; e is then the
+    exponent of the larger factor.
     """
     STEPS: tl.constexpr = V.steps
     CONSTANTS: tl.constexpr = V.constants
@@ -97,7 +100,7 @@ def add(
 
 @triton.jit
 def _weights(softmax: tl.tuple, scores: tl.tuple, loaded: tl.tuple, second: tl.tensor, V: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the new largest score and total, the weights for values, signs and outliers, and the rescaling factor of earlier sums.
+    """Return the new largest score and total, the weights of values, signs and outliers, and the factor that rescales earlier sums.
 
     Weights are ``[warp, token, row]`` per tile; the factor is ``[warp, 1, row]``.
     """
@@ -135,7 +138,7 @@ def _weights(softmax: tl.tuple, scores: tl.tuple, loaded: tl.tuple, second: tl.t
 
 @triton.jit
 def _add_weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl.constexpr) -> tl.tuple:
-    """Add V^T P^T of ``tiles`` ``[warp, column, token]`` to consecutive sums beginning with index ``FIRST``, and return those sums."""
+    """Return the sums from index ``FIRST`` on, after adding V^T P^T of ``tiles`` ``[warp, column, token]`` to them."""
     added = ()
     for index in tl.static_range(len(tiles)):
         tile = tiles[index]
@@ -156,8 +159,7 @@ def _add_weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl
 
 @triton.jit
 def _tile_weights(weights: tl.tensor, second: tl.tensor, NUMBER: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
-    """Return the weights for value tile ``NUMBER``. If a score row covers two tiles (``EACH`` is 2), the other tile's weights are zeroed.
-    """
+    """Return the weights for value tile ``NUMBER``. If a score row covers two tiles (``EACH`` is 2), weights of the other tile become 0."""
     if EACH == 2:
         weights = tl.where(second == (NUMBER % 2 == 1), weights, 0)
     return weights
@@ -174,16 +176,19 @@ def _largest_of(tiles: tl.tuple) -> tl.tensor:
 
 @triton.jit
 def _round_product(value: tl.tensor, factor: tl.tensor) -> tl.tensor:
-    """Return ``value * factor`` rounded, so that the compiler cannot fuse it with a later addition; ``factor`` is at most 1.
+    """Return ``value * factor``, rounded before any later addition. ``factor`` is at most 1.
 
-    Two lanes add the same two products in opposite order. With fused additions, their sums would differ.
+    Two lanes add the same two products in opposite order. If the compiler fused the additions, their sums would differ.
     """
     return tl.where(factor > 1, 0.0, value * factor)
 
 
 @triton.jit
 def merge_tokens(softmax: tl.tuple, second: tl.tensor, V: tl.constexpr) -> tl.tuple:
-    """Merge the states of the first and second tokens of tile rows. This halves the number of rows and, for dual values, of columns."""
+    """Merge the states of the first and second tokens of tile rows.
+
+    This halves the number of rows and, for dual values, of columns.
+    """
     largest = softmax.largest
     total = softmax.total
     WARPS: tl.constexpr = largest.shape[0]

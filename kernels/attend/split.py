@@ -1,12 +1,12 @@
 """Attention kernel over packed tokens: each program processes one work item, and ``merge`` then combines the results.
 
 A program has a block of query rows (the q_len queries of all query heads of one KV head) and processes its tokens in tiles ``[warp,
-token]``. Each warp has its own tokens, scores and sums, independent of the other warps until the merge. Scores are S^T = K q^T and sums
-O^T = V^T P^T, so that the few query rows are the short side of matrix products.
+token]``. Each warp has its own tokens, scores and sums, independent of the other warps until the merge. Scores are S^T = K q^T and sums O^T
+= V^T P^T, so that the few query rows are the short side of matrix products.
 
 If a token has few words, a tile row contains the words of two tokens (``Tiles.dual``), neighboring or further apart. Each query row then
-occurs twice: once with zeros for the columns of the second token, and once with zeros for those of the first. This separates the two tokens
-on matrix units that would otherwise idle; the two results of a row are added at the end.
+occurs twice: once with zeros for the columns of the second token, and once with zeros for the columns of the first token. This separates
+the two tokens on matrix units that would otherwise idle; the two results of a row are added at the end.
 
 Sources: split-K flash decoding with a log-sum-exp merge; OCTOPUS Eq. 13 for queries and values in the coded frame.
 """
@@ -86,16 +86,16 @@ def attend_split(
     DEPENDENT: tl.constexpr,
     FIRST: tl.constexpr,
 ) -> None:
-    """Attend to one work item for one KV head and one block of query rows; write one partial result per warp.
+    """Attend to one work item for one KV head and one block of query rows, and write one partial result per warp.
 
-    ``work_table`` is int64 ``[item, WORK_ROW]`` (``work.load_work``), ``numbers`` is int16 0, 1, 2, ... for ``load_column_fields``, and
-    ``k_table`` and ``v_table`` are binary16 ``[table, entry, value]``. ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32
+    ``work_table`` is int64 ``[item, WORK_ROW]`` (``work.load_work``), ``numbers`` is int16 0, 1, 2, ... for ``load_column_fields``.
+    ``k_table`` and ``v_table`` are float16 ``[table, entry, value]``. ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32
     ``[batch, head, row]`` are padded to whole row blocks. If keys have means, ``mean_q`` is the query for ``means.multiply_pages``; without
     ``FAST``, ``products`` is room for each program's products with page means, float32 ``[program, page, row]``. The outputs are
     ``sums_out``, float32 ``[batch, head, row, part, column]``, and ``largest_out`` and ``total_out``, ``[batch, head, row, part]``. With
     ``LENGTHS``, ``lengths``, int32 ``[batch]``, contains the sequence lengths; ``position`` is the position of the first query in a
-    sequence of full length. With ``CUT``, the kernel skips tokens before a sequence's windows and before its entry in ``starts``, int32
-    ``[batch]``, if given.
+    sequence of full length. With ``CUT``, the kernel skips tokens before a sequence's windows and, unless ``starts`` is None, before its
+    entry in ``starts``, int32 ``[batch]``.
 
     With ``LATE``, values are loaded after their tokens' scores. With ``PREFETCH``, the rows of the next tokens are prefetched into the L2
     cache; with ``LOADS_AHEAD``, they are loaded into registers.
@@ -262,7 +262,7 @@ def attend_split(
 
 @triton.jit
 def _lookup(numbers: tl.tensor, table: tl.tensor, rows: tl.tuple, SIDE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Return the run-time constants for decoding tiles of ``SIDE``, the keys' or the values' loader."""
+    """Return the ``DecodeConstants`` for tiles of ``SIDE``, the loader of keys or values."""
     FIELDS: tl.constexpr = SIDE.stream_widths
     CONSTANTS: tl.constexpr = SIDE.constants
     if SIDE.load_columns is None:

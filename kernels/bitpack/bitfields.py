@@ -1,8 +1,8 @@
-"""Tiles of packed words with bit fields. Words are loaded as stored; field i of all words contains a block of consecutive channels.
+"""Tiles of packed words with bit fields. Words are loaded as stored; field i of all words is a block of consecutive channels.
 
-Words are int16 tiles, ``[warp, token, column]`` or transposed ``[warp, column, token]``. Two words share a register, and the inline PTX
-(``FAST``) processes both at once; without it, the same functions use plain Triton. The compiler decides which two words share a register:
-in most layouts they are neighbors, in others they are 32 columns apart, so each half uses its own column's constants.
+Words are int16 tiles, ``[warp, token, column]`` or transposed ``[warp, column, token]``. Two words share a register. ``FAST`` permits
+inline PTX, which processes both words together; without it, the same functions use plain Triton. The compiler decides which two words share
+a register: neighbors in most layouts, otherwise words 32 columns apart. Each half therefore uses the constants of its own column.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -56,7 +56,7 @@ def load_words(
 def load_per_token(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, ROW: tl.constexpr, AT: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tensor:
-    """Load element ``AT`` of each token's row of ``ROW`` elements, ``[warp, token]``; rows begin at token ``first``."""
+    """Load element ``AT`` of each token's row of ``ROW`` elements, ``[warp, token]``. Token numbers are relative to ``first``."""
     address = pointer + first * ROW + (token * ROW + AT)
     if MASKED:
         value = tl.load(address, valid, 0)
@@ -77,8 +77,8 @@ def load_planes(
 ) -> tl.tuple:
     """Load all planes of a code stream, each as an int16 tile of ``PACKING.tile_width`` columns.
 
-    A plane of bytes is repeated, for ``expand_planes``. ``PACKING`` is a ``tiles.TilePacking``. ``token`` and ``valid`` are
-    ``[warp, token]``; for dual tiles, ``valid`` is a pair.
+    A plane of bytes is repeated, as ``expand_planes`` expects. ``PACKING`` is a ``tiles.TilePacking``. ``token`` and ``valid`` are ``[warp,
+    token]``; for dual tiles, ``valid`` is a pair.
     """
     FIRST: tl.constexpr = PACKING.stream
     BYTES: tl.constexpr = PACKING.column_bytes
@@ -135,8 +135,8 @@ def extract_field(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, F
 def load_column_fields(numbers: tl.tensor, PACKINGS: tl.constexpr) -> tl.tuple:
     """Load the per-column constants that ``expand_planes`` and ``select_by_field`` need, two tensors per code stream.
 
-    ``PACKINGS`` contains two integers per stream: columns with words, and columns of the tile. The constants could be computed, but are
-    loaded from ``numbers`` (int16 0, 1, 2, ...): only loaded values get the layout of matrix operands before words are decoded, not after.
+    ``PACKINGS`` contains two integers per stream: columns with words, and columns of the tile. They are loaded from ``numbers`` (int16 0,
+    1, 2, ...) instead of computed, because loaded values have the layout of matrix operands already before words are decoded.
     """
     column_fields = ()
     for index in tl.static_range(len(PACKINGS) // 2):
@@ -153,14 +153,14 @@ def _load_stream_fields(numbers: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constex
 BYTES_PTX = tl.constexpr(
     """{ .reg .b32 a, b; shr.u32 a, $2, 3; shr.u32 b, $2, 11; add.u32 a, a, b; add.u32 a, a, 0x4240; prmt.b32 $0, $1, 0, a; }"""
 )
-"""PTX that extracts one byte from each half of a register, at bit 0 or 8, as the corresponding half of another register specifies."""
+"""PTX that extracts one byte from each half of a register. The halves of another register select bit 0 or 8 as its first bit."""
 
 
 @triton.jit
 def expand_planes(
     loaded: tl.tuple, column_fields: tl.tuple, NUMBER: tl.constexpr, PACKING: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Return the planes of code stream ``NUMBER`` as int16 tiles. A plane of bytes is reduced to one byte per column."""
+    """Return the planes of code stream number ``NUMBER`` as int16 tiles. For a plane of bytes, each column gets its own byte."""
     FIRST: tl.constexpr = PACKING.stream
     BYTES: tl.constexpr = PACKING.column_bytes
     expanded = ()
@@ -194,7 +194,7 @@ def select_by_field(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return ``value`` in columns with a field number below ``FIELD``, else ``other``. Both are 16-bit tiles of stream ``NUMBER``."""
+    """Return ``value`` in columns with a field number below ``FIELD``, and ``other`` elsewhere. Both are 16-bit tiles of a stream."""
     column_field = broadcast_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
     if FAST:
         value = tl.inline_asm_elementwise(
@@ -249,8 +249,8 @@ def shift_to_field(
 ) -> tl.tensor:
     """Shift each int16 word right, so that its column's field begins at bit 0.
 
-    The shift is ``POSITION`` in columns of the first field, and ``STRIDE_BITS`` more for each later field. Bits above the field belong to
-    other fields or, with ``FAST``, to the neighboring word.
+    The shift is ``POSITION`` in columns of the first field, and ``STRIDE_BITS`` more for each later field. The bits above are those of
+    other fields or, with ``FAST``, of the neighboring word.
     """
     column_field = broadcast_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
     if FAST:

@@ -1,7 +1,7 @@
 """The packing columns(n, A, F) on the GPU: loading of fields, and unpacking of whole streams (spec/packing.md, Bit packing).
 
-A program processes a tile ``[token, symbol]``, and each thread gathers the words of its symbols. These reads hit the cache, and writes are
-contiguous for any width. Addresses are 64-bit and do not depend on stored codes.
+A program processes a tile ``[token, symbol]``, and each thread gathers the words of its symbols. Reads hit the cache, and writes are
+contiguous. Addresses are 64-bit and do not depend on stored codes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,11 @@ TILE_SYMBOLS = 1 << 11
 """Number of symbols per program, over all its tokens."""
 
 WARPS = 2
-"""Warps per program. With 32 symbols per thread, the latency of loads is hidden."""
+"""Number of warps per program. With 32 symbols per thread, two hide the latency of loads."""
 
 
 def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Unpack uint16 planes ``[batch, kv_head, token, words]`` of any strides to one int32 tensor ``[..., symbols]`` per digit.
-
-    The digits equal those of ``Columns.unpack``, also for words that no writer produces. Raises InvalidParameter if the planes do not match
-    ``packing``.
-    """
+    """Unpack uint16 planes ``[batch, kv_head, token, words]`` to one int32 tensor ``[..., symbols]`` per digit. Strides are arbitrary."""
     batch, heads, tokens = planes[0].shape[:3]
     for words, plane in zip(packing.planes, planes, strict=True):
         check_shape("plane", plane, (batch, heads, tokens, words))
@@ -88,7 +84,7 @@ def device_table(rows: Sequence[Sequence[int]], device: torch.device) -> torch.T
 def launch(
     kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int = WARPS, fusion: bool = False, **constants: Any
 ) -> None:
-    """Launch ``kernel`` on ``device`` with ``programs`` programs, possibly 0.
+    """Launch ``kernel`` on ``device`` with ``programs`` programs. If that is 0, nothing is launched.
 
     Without ``fusion``, products and sums are rounded separately, as in PyTorch.
     """
@@ -105,7 +101,7 @@ def launch(
 def constant_at(constants: Any, *indices: int) -> Any:
     """Return the element at ``indices`` of nested constant tuples.
 
-    Triton accepts only one index at a time, and Triton 3.6 drops field names.
+    It exists because Triton accepts only one index at a time, and Triton 3.6 drops field names.
     """
     for index in indices:
         constants = constants[index]

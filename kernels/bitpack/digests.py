@@ -1,8 +1,8 @@
 """XXH3-128 digests of tensors, computed on their device (spec/container.md, Digests), with two launches for all tensors of a load.
 
-A block of 1,024 bytes adds a sum to the hash's accumulators that does not depend on them, so the first launch computes the sums of all
-blocks in parallel, at memory speed. The second launch combines each tensor's sums in order, a few instructions per block, for all tensors
-in parallel. Above 1 GiB, several such pairs of launches run at once.
+Each block of 1,024 bytes adds a sum to the hash's accumulators. The sum does not depend on the accumulators, so the first launch computes
+the sums of all blocks in parallel, at memory speed. The second launch combines each tensor's sums in order, with a few instructions per
+block, for all tensors in parallel. Above 1 GiB, several such pairs of launches run concurrently.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -37,9 +37,9 @@ WARPS = 4
 STEPS = 32
 """Number of blocks whose sums are loaded before the first sum is used."""
 BLOCKS_AT_ONCE = 1 << 20
-"""Maximum blocks per pair of launches, unless one tensor has more: 1 GiB of data, whose sums take 64 MiB."""
+"""Maximum number of blocks per pair of launches, unless a tensor has more. This is 1 GiB of data, whose sums take 64 MiB."""
 STREAMS = 4
-"""Number of pairs of launches that run at once.
+"""Number of pairs of launches that run concurrently.
 
 The second launch takes as long as its largest tensor needs, and leaves most of the device idle: a 1 GB embedding takes as long as 14 GB of
 smaller weights.
@@ -109,10 +109,7 @@ def digests(ranges: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
 
 @contextmanager
 def _launch_streams(device: torch.device, groups: int) -> Iterator[list[AbstractContextManager[Any]]]:
-    """Yield CUDA stream contexts for ``groups`` pairs of launches. The caller's stream waits for them at the end.
-
-    A single pair runs on the caller's stream.
-    """
+    """Yield CUDA stream contexts for ``groups`` pairs of launches. At the end, the caller's stream waits for all of them."""
     if device.type != "cuda" or groups == 1:
         yield [nullcontext()]
         return
@@ -131,10 +128,7 @@ def _launch_streams(device: torch.device, groups: int) -> Iterator[list[Abstract
 
 @lru_cache(maxsize=16)
 def _device_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Return the device's ``STREAMS`` CUDA streams for digests, the same on every call.
-
-    PyTorch reuses freed memory only on the same stream, so fixed streams bound the memory for sums.
-    """
+    """Return the ``STREAMS`` CUDA streams for digests on ``device``, the same on every call."""
     return [torch.cuda.Stream(device) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
 
 
@@ -154,7 +148,7 @@ def _as_words(address: tl.tensor) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["parts"])
 def _sum_blocks(sums: tl.tensor, table: tl.tensor, constants: tl.tensor, parts: tl.tensor, BLOCKS: tl.constexpr) -> None:
-    """Write the sum that each block of one part of a tensor adds to the accumulators, without the tensor's last stripe."""
+    """Write the sum that each block in one part of a tensor adds to the accumulators. The tensor's last stripe is left out."""
     row = table + (tl.program_id(0) // parts) * TABLE_INTEGERS
     size = tl.load(row + 1)
     block = (tl.program_id(0) % parts).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None, None, None]

@@ -1,7 +1,7 @@
-"""Arithmetic on tiles of binary16 values, and conversion of codes to such tiles.
+"""Arithmetic on tiles of float16 values, and conversion of codes to such tiles.
 
-Two neighboring values share a register (f16x2), and the inline PTX (``FAST``) processes both at once; without it, the same functions use
-plain Triton.
+Two neighboring values share a register (f16x2). ``FAST`` permits inline PTX, which processes both values together; without it, the same
+functions use plain Triton.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -17,7 +17,7 @@ from .bitfields import extract_straddling
 
 @triton.jit
 def code_as_f16(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Convert ``BITS`` bits (at most 10) of each word, beginning at bit ``POSITION``, to binary16."""
+    """Convert ``BITS`` bits (at most 10) of each word, beginning at bit ``POSITION``, to float16."""
     if FAST:
         value = tl.inline_asm_elementwise(_code_ptx(POSITION, BITS), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -35,7 +35,7 @@ def _code_ptx(position: int, bits: int) -> str:
 
 @triton.jit
 def multiply(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Multiply two binary16 tiles element by element."""
+    """Multiply two float16 tiles element by element."""
     if FAST:
         value = tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -45,7 +45,7 @@ def multiply(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tens
 
 @triton.jit
 def exp2(exponent: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Return 2 to the power of each element of a binary16 tile, in binary16."""
+    """Return 2 to the power of each element of a float16 tile, in float16."""
     if FAST:
         value = tl.inline_asm_elementwise("ex2.approx.f16x2 $0, $1;", "=r,r", [exponent], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -60,7 +60,7 @@ def _negate_ptx(position: int) -> str:
 
 @triton.jit
 def negate_by_bit(value: tl.tensor, word: tl.tensor, POSITION: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Flip the signs of binary16 ``value`` wherever bit ``POSITION`` of ``word`` is set."""
+    """Flip the signs of float16 ``value`` wherever bit ``POSITION`` of ``word`` is set."""
     if FAST:
         result = tl.inline_asm_elementwise(_negate_ptx(POSITION), "=r,r,r", [value, word], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -70,7 +70,7 @@ def negate_by_bit(value: tl.tensor, word: tl.tensor, POSITION: tl.constexpr, FAS
 
 @triton.jit
 def split_scales(scales: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """Split int32 ``scales`` into their binary16 scale (low half) and center (high half), the operands of ``affine``."""
+    """Split each int32 of ``scales`` into a float16 scale (low half) and center (high half) for ``affine``."""
     if FAST:
         scale, center = tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
@@ -87,7 +87,7 @@ def split_scales(scales: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
 
 
 FRACTION_BITS = 10
-"""Number of fraction bits of binary16."""
+"""Number of fraction bits of float16."""
 
 
 @triton.constexpr_function
@@ -98,7 +98,7 @@ def middle_code(bits: int) -> float:
 
 @triton.constexpr_function
 def binary16_bits(value: float) -> int:
-    """Return the binary16 bit pattern of ``value``."""
+    """Return the bits of ``value`` as float16."""
     import struct
 
     return int.from_bytes(struct.pack("<e", value), "little")
@@ -106,7 +106,7 @@ def binary16_bits(value: float) -> int:
 
 @triton.constexpr_function
 def _affine_ptx(position: int, bits: int, middle: float) -> str:
-    """Return PTX that computes (code - ``middle``) * scale + center for two words, with each code inserted into a binary16 fraction."""
+    """Return PTX that computes (code - ``middle``) * scale + center for two words, with each code inserted into a float16 fraction."""
     half_bit = int(middle % 1 > 0)
     shared_bits = (FRACTION_BITS - half_bit) // bits * bits
     # Use the same shift for as many fields as possible, so that the assembler merges the shifts.
@@ -138,10 +138,10 @@ def affine(
     MIDDLE: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return (code - ``MIDDLE``) * scale + center in binary16, for ``BITS``-bit codes that begin at bit ``POSITION`` of ``word``.
+    """Return (code - ``MIDDLE``) * scale + center in float16, for ``BITS``-bit codes that begin at bit ``POSITION`` of ``word``.
 
-    ``scale`` and ``center`` are binary16 and broadcast to ``word``. ``MIDDLE`` is ``middle_code``, or that number rounded up, which saves a
-    shift for codes that begin at bit 0.
+    ``scale`` and ``center`` are float16 and broadcast to ``word``. ``MIDDLE`` is ``middle_code``, or that number rounded up: an integer
+    saves a shift for codes that begin at bit 0.
     """
     if FAST:
         value = tl.inline_asm_elementwise(
@@ -163,7 +163,7 @@ def affine_column(
     MIDDLE: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Apply ``affine`` to ``BITS`` bits of each column, beginning at ``BIT``, which may span two planes."""
+    """Apply ``affine`` to ``BITS`` bits of each column, beginning at bit ``BIT``. The bits may span two planes."""
     if BIT % 16 + BITS > 16:
         value = affine(extract_straddling(planes, BIT, BITS, FAST), scale, center, 0, BITS, MIDDLE, FAST)
     else:
@@ -173,7 +173,7 @@ def affine_column(
 
 @triton.jit
 def column_code_as_f16(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Convert ``BITS`` bits of each column, beginning at ``BIT``, to binary16. The bits may span two planes."""
+    """Convert ``BITS`` bits of each column, beginning at bit ``BIT``, to float16. The bits may span two planes."""
     if BIT % 16 + BITS > 16:
         value = code_as_f16(extract_straddling(planes, BIT, BITS, FAST), 0, BITS, FAST)
     else:

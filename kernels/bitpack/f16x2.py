@@ -1,6 +1,6 @@
-"""Arithmetic on f16x2 values: uint32 tensors whose elements contain two binary16 numbers.
+"""Arithmetic on f16x2 values: uint32 tensors whose elements contain two float16 numbers.
 
-With ``FAST``, functions use inline PTX, otherwise plain Triton.
+``FAST`` permits inline PTX; without it, functions use plain Triton.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -36,7 +36,7 @@ def _negate_ptx(low: int, high: int) -> str:
 def negate_f16x2(
     values: tl.tensor, words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, POSITION: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """Flip the low halves of ``values`` if bit ``POSITION`` of a column is set, and the high halves if the next bit is set."""
+    """Flip the signs in f16x2 ``values`` according to a column: the low half's by bit ``POSITION``, the high half's by the next bit."""
     LOW: tl.constexpr = column_pieces(PACKING, COLUMN, POSITION, 1)
     HIGH: tl.constexpr = column_pieces(PACKING, COLUMN, POSITION + 1, 1)
     LOW_BIT: tl.constexpr = constant_at(LOW, 0)
@@ -84,13 +84,13 @@ def scale_f16x2(values: tl.tensor, scales: tl.tensor, WHICH: tl.constexpr, FAST:
 
 @triton.jit
 def broadcast_f16x2(value: tl.tensor) -> tl.tensor:
-    """Round float32 ``value`` to binary16, and return it in both halves of an f16x2."""
+    """Round float32 ``value`` to float16, and return it in both halves of an f16x2."""
     return value.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
 
 
 @triton.constexpr_function
 def _affine_ptx(bits: int) -> str:
-    """Return PTX for ``affine_f16x2``, which inserts each code into the low bits of a binary16 fraction."""
+    """Return PTX for ``affine_f16x2``, which inserts each code into the low bits of a float16 fraction."""
     import struct
 
     bias = int.from_bytes(struct.pack("<e", 1024.0 + (1 << bits >> 1)), "little") * 0x10001

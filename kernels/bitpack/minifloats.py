@@ -1,7 +1,7 @@
-"""Conversion of packed minifloats and their 8-bit scales to binary16 tiles (spec/codecs/minifloat.md).
+"""Conversion of packed minifloats and their 8-bit scales to float16 tiles (spec/codecs/minifloat.md).
 
-Two neighboring values share a register (f16x2), and the inline PTX (``FAST``) processes both at once; without it, the same functions use
-plain Triton.
+Two neighboring values share a register (f16x2). ``FAST`` permits inline PTX, which processes both values together; without it, the same
+functions use plain Triton.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -14,7 +14,7 @@ from triton import language as tl
 from triton.language.target_info import cuda_capability_geq
 
 E2M1_EXPONENT = tl.constexpr(14)
-"""An e2m1 value is 2^14 times the binary16 value with the same exponent and fraction bits."""
+"""Binary exponent of the ratio of an e2m1 value to the float16 value with the same exponent and fraction bits."""
 
 
 @triton.constexpr_function
@@ -46,7 +46,7 @@ def _elements_ptx(element: str, position: int, converts: bool) -> str:
 
 @triton.jit
 def elements_as_f16(word: tl.tensor, POSITION: tl.constexpr, ELEMENT: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Convert the element at bit ``POSITION`` of each word to binary16.
+    """Convert the element at bit ``POSITION`` of each word to float16.
 
     e2m1 results are too small by a factor of 2^E2M1_EXPONENT. With ``FAST``, zeros may have either sign.
     """
@@ -70,7 +70,7 @@ def elements_as_f16(word: tl.tensor, POSITION: tl.constexpr, ELEMENT: tl.constex
 
 @triton.jit
 def e4m3_as_f16(byte: tl.tensor) -> tl.tensor:
-    """Convert unsigned e4m3 values, stored as int32, to binary16."""
+    """Convert unsigned e4m3 values, stored as int32, to float16."""
     half = (byte << 7).to(tl.int16).to(tl.float16, bitcast=True)
     return half * 256.0
 
@@ -86,7 +86,7 @@ FOUR_E4M3_PTX = tl.constexpr(
 
 @triton.jit
 def four_e4m3_as_f16(word: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """Convert the four unsigned e4m3 bytes of each int32 word to binary16, and return four tiles."""
+    """Convert the four unsigned e4m3 bytes of each int32 word to float16, and return four tiles."""
     CONVERTS: tl.constexpr = FAST and cuda_capability_geq(8, 9)
     if CONVERTS:
         result = tl.inline_asm_elementwise(
@@ -130,7 +130,7 @@ def _four_powers_ptx(lowered: int) -> str:
 
 @triton.jit
 def four_powers_as_f16(word: tl.tensor, LOWERED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the four e8m0 scales of each int32 word, divided by the word's largest scale, times 2^``LOWERED``, as binary16 tiles."""
+    """Return the four e8m0 scales of each int32 word, divided by the word's largest scale, times 2^``LOWERED``, as float16 tiles."""
     PACKS: tl.constexpr = FAST and cuda_capability_geq(9, 0)
     if PACKS:
         result = tl.inline_asm_elementwise(
@@ -155,7 +155,7 @@ def four_powers_as_f16(word: tl.tensor, LOWERED: tl.constexpr, FAST: tl.constexp
 
 @triton.jit
 def power_as_f16(exponent: tl.tensor) -> tl.tensor:
-    """Return 2^``exponent`` as binary16; exponents are int32, at most 15, and exponents below -14 yield 0."""
+    """Return 2^``exponent`` as float16. Exponents are int32, at most 15; exponents below -14 yield 0."""
     return (tl.maximum(exponent + 15, 0) << 10).to(tl.int16).to(tl.float16, bitcast=True)
 
 

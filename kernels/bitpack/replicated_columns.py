@@ -1,4 +1,4 @@
-"""Tiles of the same width for code streams of different widths, if codes are bit fields and the numbers of columns are powers of two.
+"""Tiles of equal width for code streams of different widths. Codes must be bit fields, and numbers of columns powers of two.
 
 A step covers one symbol per column of the widest stream. The rows of a narrower stream are loaded once and replicated side by side in
 registers, and each copy is shifted to a different field.
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class ReplicatedPacking(NamedTuple):
     """The layout of one stream's columns in replicated tiles, for ``load_stream`` and ``stream_step_words``.
 
-    The first six fields are those of ``tiles.TilePacking``; ``tile_width`` counts the loaded columns. A tile has ``copies`` copies of
-    these, which show ``fields_per_tile`` fields of ``bits`` bits each.
+    The first six fields have the meaning they have in ``tiles.TilePacking``, except that ``tile_width`` counts the loaded columns. A tile
+    has ``copies`` copies of the loaded columns, which cover ``fields_per_tile`` fields of ``bits`` bits each.
     """
 
     stream: int
@@ -47,7 +47,7 @@ class ReplicatedPacking(NamedTuple):
 
 
 def common_tile_width(packings: Sequence[Columns]) -> int | None:
-    """Return the tile width that all streams can share, or None.
+    """Return the tile width that all streams can share, or None if there is none.
 
     All streams must have bit fields, and their widths must be equal or all be powers of two.
     """
@@ -85,13 +85,13 @@ def replicated_packings(packings: Sequence[Columns], columns: int) -> list[Repli
 
 
 def stream_widths(packings: Sequence[ReplicatedPacking], columns: int) -> tuple[int, ...]:
-    """Return the widths argument of ``bitfields.load_column_fields``: two pairs per stream, for loaded columns and for tile columns."""
+    """Return the widths for ``bitfields.load_column_fields``: two pairs per stream, for loaded columns and for tile columns."""
     return tuple(number for packing in packings for number in (packing.width, packing.tile_width, packing.width, columns))
 
 
 @triton.constexpr_function
 def step_bit(packing: ReplicatedPacking, step: int, at: int) -> int:
-    """Return the bit at which the digits of ``step`` begin in the result of ``stream_step_words``; copies begin at bit ``at``."""
+    """Return the bit at which the digits of ``step`` begin in the words of ``stream_step_words``. In replicated tiles, it is ``at``."""
     return step * packing.bits if packing.fields_per_tile == 1 else at
 
 
@@ -111,8 +111,8 @@ def load_columns(
 ) -> tl.tensor:
     """Load a tile with one word per column from the rows of ``token``, counted from token ``first``. A row has ``ROW`` words.
 
-    ``word``, ``[1, column]``, is each column's index in the row; ``second`` is as in ``tile_layout.column_tokens``. ``COPIED`` is True if
-    the tile will be replicated in registers.
+    ``word``, ``[1, column]``, is the index in the row of each column's word. ``second`` is as in ``tile_layout.column_tokens``. ``COPIED``
+    is True if the tile will be replicated in registers.
     """
     # With warps as the outermost axis, the compiler would store a transposed tile in shared memory in the order of its reads, and could
     # then not copy its rows there ahead of time.
@@ -178,7 +178,7 @@ def stream_step_words(
 ) -> tl.tuple:
     """Return the words with the digits of step ``STEP`` of stream ``NUMBER`` as int16 tiles, low words first.
 
-    In replicated tiles, the digits begin at bit ``AT``; otherwise at ``step_bit``.
+    The digits begin at bit ``AT`` in replicated tiles, otherwise at bit ``step_bit``.
     """
     words = expand_planes(loaded, column_fields, 2 * NUMBER, PACKING, TRANSPOSED, FAST)
     if PACKING.fields_per_tile > 1:

@@ -79,7 +79,7 @@ class CodeRegisters(NamedTuple):
     first: tuple[int, ...]
 
     def place(self, column: int, byte: int) -> RegisterByte:
-        """Return the position of byte ``byte`` of column ``column``."""
+        """Return where byte ``byte`` of column ``column`` is in the registers."""
         plane, high = divmod(byte, 2)
         word = column
         if plane == self.packing.column_bytes // 2:
@@ -93,8 +93,8 @@ class CodeRegisters(NamedTuple):
 def byte_selectors(places: Sequence[Sequence[RegisterByte]], registers: Sequence[int]) -> list[list[int]]:
     """Return the selectors with which ``permute_bytes`` gathers each column's bytes from ``registers``.
 
-    There is one list of selectors, one per column, for each register after the first. ``places`` contains the bytes of each column, which
-    become the lowest bytes of the result; the other bytes are arbitrary.
+    Each register after the first has a list with one selector per column. ``places`` contains the positions of each column's bytes, which
+    become the lowest bytes of the gathered word; its other bytes are arbitrary.
     """
     result = []
     for index in range(1, len(registers)):
@@ -111,9 +111,9 @@ def byte_selectors(places: Sequence[Sequence[RegisterByte]], registers: Sequence
 
 
 def select_upper_half(step: Sequence[int], index: int, half: int) -> list[int]:
-    """Change the selectors ``step`` (number ``index`` of ``byte_selectors``) to read the upper half of register ``half``.
+    """Return the selectors ``step``, changed so that they read the upper 16 bits of register ``half`` instead of the lower 16 bits.
 
-    The result reads the same bytes from the upper 16 bits instead of the lower 16 bits.
+    ``step`` is number ``index`` of the lists that ``byte_selectors`` returns.
     """
     if half != index and not (half == 0 and index == 1):
         return list(step)
@@ -170,7 +170,7 @@ def load_parities(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOADS
     """Return, for each 16-bit load, the bit at which each token's half begins in its word, int32 ``[1, token]``.
 
     All tiles share the result, because they begin an even number of rows after row ``first``. Rows have an odd number of halves. If
-    ``TOKENS`` is 0, the result covers only the first token. ``halves`` points to 0, 16, 0, 16, ...
+    ``TOKENS`` is 0, only the first token's bit is returned. ``halves`` points to 0, 16, 0, 16, ...
     """
     result = ()
     for index in tl.static_range(len(LOADS)):
@@ -201,9 +201,9 @@ def read_register(loaded: tl.tuple, parities: tl.tuple, REGISTER: tl.constexpr) 
 
 @triton.jit
 def permute_bytes(low: tl.tensor, high: tl.tensor, selector: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Build each result byte from a byte of ``low`` (0 to 3) or ``high`` (4 to 7). Four bits of ``selector`` select each, lowest first.
+    """Select each byte of the result from the bytes of ``low`` (0 to 3) and ``high`` (4 to 7), by four bits of ``selector``, lowest first.
 
-    All operands are 32-bit integers that broadcast to a tile; the result is uint32.
+    All operands are 32-bit integers that broadcast to a tile. The result is uint32.
     """
     if FAST:
         value = tl.inline_asm_elementwise(

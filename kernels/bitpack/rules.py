@@ -36,7 +36,9 @@ TABLE_INTEGERS = tl.constexpr(3)
 
 @lru_cache(maxsize=256)
 def stream_rules(codec: Codec) -> Mapping[str, WordRule | str] | None:
-    """Return the rule of each stream that has one; for float streams, this is the dtype name. None if a stream has rules not covered here.
+    """Return the rule of each stream that has one, or None if some rule cannot be checked here.
+
+    The rule of a float stream is its dtype name.
     """
     result: dict[str, WordRule | str] = {}
     for stream, packing in codec.packings().items():
@@ -49,10 +51,7 @@ def stream_rules(codec: Codec) -> Mapping[str, WordRule | str] | None:
 
 
 def find_invalid_sides(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor]]]) -> Callable[[], list[int]]:
-    """Start checking all ``sides``, and return a function that waits for the result and returns the indices of the invalid ones.
-
-    Every side must have rules (``stream_rules``), and contiguous streams on one device.
-    """
+    """Start checking all ``sides``. Returns a function that waits for the device and returns the indices of the invalid sides."""
     streams: dict[WordRule | str, list[tuple[int, int, int]]] = {}
     keep_alive = [stream for _, tensors in sides for stream in tensors.values()]
     for index, (codec, tensors) in enumerate(sides):

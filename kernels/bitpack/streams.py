@@ -21,7 +21,7 @@ RUN_TOKENS = 1 << 30
 class Stream:
     """A stored stream as a loader reads it: ``row`` elements of ``bits`` bits (8 to 128) for every ``tokens`` tokens.
 
-    A pair of binary16 numbers is one 32-bit element.
+    A pair of float16 numbers is one 32-bit element.
     """
 
     name: str

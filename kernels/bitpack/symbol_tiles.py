@@ -1,7 +1,7 @@
 """Tiles of symbols, built from rows in one thread's registers, in the layout of matrix-product results.
 
-That layout is also valid for operands, so symbols can be looked up after the tile is built: two bytes per symbol pass through shared
-memory, instead of several decoded values.
+That layout is also valid for operands, so symbols can be looked up after the tile is built. Only two bytes per symbol then pass through
+shared memory, instead of several decoded values.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -41,7 +41,7 @@ def load_symbol_tile(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Build the tile of symbols of step ``STEP`` from ``loaded`` rows: int16 ``[warp, token, column]``, or ``[warp, column, token]``.
+    """Return the tile of symbols of step ``STEP``: int16 ``[warp, token, column]``, or transposed ``[warp, column, token]``.
 
     ``TWO(words, symbol, CONSTANTS, FAST)`` must return a symbol and the next one, 16 bits apart.
     """
@@ -58,7 +58,7 @@ def load_symbol_tile(
 
 @triton.jit
 def _use_sums_layout(tile: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return ``tile`` in the layout of a matrix product's result, by combining it with the result of an unused product."""
+    """Return ``tile`` in the layout of matrix-product results, which it takes from an unused product."""
     WARPS: tl.constexpr = tile.shape[0]
     square = tl.zeros((WARPS, WIDTH, WIDTH), tl.float16)
     zeros = tl.zeros(tile.shape, tl.float16)

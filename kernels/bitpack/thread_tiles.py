@@ -85,7 +85,7 @@ def _join_halves(values: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def assemble_tile(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Assemble f16x2 registers into a binary16 tile ``[warp, token, column]``, or transposed ``[warp, column, token]``.
+    """Assemble f16x2 registers into a float16 tile ``[warp, token, column]``, or transposed ``[warp, column, token]``.
 
     ``first`` and ``second`` are the registers for the first and the second half of every warp's tokens, uint32 ``[warp * token / 2]`` each.
     """

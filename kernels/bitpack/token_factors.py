@@ -1,4 +1,4 @@
-"""Token factors: one norm or scale per token, stored as binary16, as float32, or as a byte with the logarithm of a norm.
+"""Token factors: one norm or scale per token, stored as float16, as float32, or as a byte with the logarithm of a norm.
 
 Factors are loaded with the rows of a tile, and then converted to float32 ``[warp, token]``.
 """

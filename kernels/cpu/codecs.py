@@ -144,7 +144,7 @@ def _describe_raw(codec: Raw) -> CodecDescription | None:
 
 
 SCALE_TABLE = "scale_table"
-"""Name of a derived stream: the scale and center for each scale byte, binary16 ``[batch, kv_head, 1, 256, 2]``."""
+"""Name of a derived stream: the scale and center for each scale byte, float16 ``[batch, kv_head, 1, 256, 2]``."""
 
 
 def _describe_group(codec: Group) -> CodecDescription | None:
@@ -323,7 +323,7 @@ OUTLIER_FIRST, OUTLIER_CHUNKS = "outlier_first", "outlier_chunks"
 """Names of two derived streams for outliers.
 
 The first contains the index of each token's first outlier chunk, int64 ``[batch, kv_head, token + 1]``. The second contains the chunks,
-int16 ``[1, 1, chunk, 5]``: four binary16 values and the chunk's index in its token.
+int16 ``[1, 1, chunk, 5]``: four float16 values and the chunk's index in its token.
 """
 
 

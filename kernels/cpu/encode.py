@@ -74,7 +74,7 @@ _TABLES, _ROTATION = "tables of the C encoder", "matrix of the rotation"
 def supports(codec: Codec) -> bool:
     """Return True if the C kernels can encode values of ``DTYPES`` with ``codec``.
 
-    Groups are supported only without a rotation and token scales, with binary16 scales, and with fully used columns of up to 32 bits.
+    Groups are supported only without a rotation and token scales, with float16 scales, and with fully used columns of up to 32 bits.
     Minifloats are supported only without token scales and with fully used words. The only supported sidecar is a key mean whose pages are a
     multiple of a vector register.
     """

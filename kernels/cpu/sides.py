@@ -315,7 +315,7 @@ def _address_and_strides(stream: torch.Tensor) -> tuple[int, int, int, int] | No
 
 
 def _scale_tables(ranges: torch.Tensor) -> torch.Tensor:
-    """Return the scale and center of each scale byte for every page's range, binary16 ``[batch, kv_head, run, 256, 2]``."""
+    """Return the scale and center of each scale byte for every page's range, float16 ``[batch, kv_head, run, 256, 2]``."""
     codes = torch.arange(256, dtype=torch.uint8, device="cpu")[:, None].expand(256, 2)
     batch, heads, runs, _ = ranges.shape
     all_codes = codes.expand(batch, heads, 1, 256, 2)

@@ -21,7 +21,7 @@ MAX_TOKEN_STRIDE = 1 << 20
 """Exclusive upper bound of an output's token stride, in elements, because offsets within a block are 32-bit."""
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
-"""Output dtypes for which kernels also apply inverse rotations. Their matrix products are binary16."""
+"""Output dtypes for which kernels also apply inverse rotations. Their matrix products are float16."""
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

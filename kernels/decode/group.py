@@ -68,13 +68,13 @@ def _view_pairs(scales: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _half_as_float32(bits: tl.tensor) -> tl.tensor:
-    """Convert the low 16 bits of ``bits``, a binary16 number, to float32."""
+    """Convert the low 16 bits of ``bits``, a float16 number, to float32."""
     return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _dequantize_scale(code: tl.tensor, range_row: tl.tensor, AT: tl.constexpr) -> tl.tensor:
-    """Return the scale or center of an 8-bit code, rounded to binary16, as float32; element ``AT`` of the range is its step."""
+    """Return the scale or center of an 8-bit code, rounded to float16, as float32; element ``AT`` of the range is its step."""
     root = as_float32(tl.load(range_row + (AT + 1))) + as_float32(tl.load(range_row + AT)) * (code & 0xFF).to(tl.float32)
     return (root * tl.abs(root)).to(tl.float16).to(tl.float32)
 

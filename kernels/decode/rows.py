@@ -350,7 +350,7 @@ def load_per_token(pointer: tl.tensor, count: tl.tensor, TILE: tl.constexpr, ROW
 
 @triton.jit
 def as_float32(bits: tl.tensor) -> tl.tensor:
-    """Return the float32 values of stored bits: binary16 in int16, or float32 in int32."""
+    """Return the float32 values of stored bits: float16 in int16, or float32 in int32."""
     if bits.dtype == tl.int16:
         value = bits.to(tl.float16, bitcast=True).to(tl.float32)
     else:

@@ -68,7 +68,7 @@ def load_signs(matrix: tl.tensor, CHANNELS: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def rotate_back(value: tl.tensor, signs: tl.tuple, DIM: tl.constexpr) -> tl.tensor:
-    """Apply the inverse rotation to float32 ``value`` ``[token, channel]``, with binary16 products of rows scaled to at most 1.
+    """Apply the inverse rotation to float32 ``value`` ``[token, channel]``, with float16 products of rows scaled to at most 1.
 
     The relative error in the 2-norm is below 2^-11, about an eighth of the error of rounding to bfloat16.
     """

@@ -1,7 +1,7 @@
 """Decoding of packed rows with attention's tile loaders, to 16-bit values in the coded frame and the loaders' column order.
 
 Attention with many queries uses it. The values in its scratch buffer need neither channel order nor the original frame, because queries and
-sums of values are rotated instead. Values are as accurate as binary16 tiles, rounded to the output dtype.
+sums of values are rotated instead. Values are as accurate as float16 tiles, rounded to the output dtype.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.

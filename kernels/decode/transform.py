@@ -1,8 +1,8 @@
 """Decoding of codec transform (spec/codecs/transform.md). Symbols become column factors, which are multiplied by the frames.
 
-Symbols and factors equal those of ``formats/transform.py`` bit for bit. If binary16 can represent the frames and table values, as it can
-for calibrated frames, binary16 products are exact. Otherwise, products use three TF32 parts of 11 bits. Neither depends on PyTorch's
-precision settings.
+Symbols and factors equal those of ``formats/transform.py`` bit for bit. If float16 can represent the frames and table values, as it can for
+calibrated frames, float16 products are exact. Otherwise, products use three TF32 parts of 11 bits. Neither depends on PyTorch's precision
+settings.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _SLOTS = tl.constexpr(TOTAL)
 _MAX_HALF = tl.constexpr(65504)
-"""Largest integer that binary16 can represent."""
+"""Largest integer that float16 can represent."""
 
 MAX_CHANNELS = 128
 """Maximum number of channels in a tile of a matrix product."""

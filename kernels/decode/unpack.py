@@ -238,7 +238,7 @@ def unpack_tiles(
 ) -> None:
     """Decode a block of one page, sequence and head (``tiles.decode_tiles``), and multiply it by ``CHANNELS`` channels of ``matrix``.
 
-    ``matrix`` is binary16 ``[column, PAD]``, and products are scaled by ``SIZE``. With ``JOINED``, all tiles of a token are multiplied at
+    ``matrix`` is float16 ``[column, PAD]``, and products are scaled by ``SIZE``. With ``JOINED``, all tiles of a token are multiplied at
     once; otherwise, each tile is multiplied as soon as it is decoded. With ``SCALED``, channels are multiplied by ``scales``, float32
     ``[page, sequence, PAD]``.
     """

@@ -1,6 +1,6 @@
 """Packing of columns(n, A, F) on the GPU, by matrix products of digits and place values (spec/packing.md, Bit packing).
 
-A column is a sum of digits times place values. Place values are split into limbs that binary16 represents exactly. Limbs have 16 bits if
+A column is a sum of digits times place values. Place values are split into limbs that float16 represents exactly. Limbs have 16 bits if
 bases are powers of two, otherwise 8 bits. Sums of limbs are integers that float32 represents exactly; they are joined with carries.
 """
 
@@ -77,7 +77,7 @@ class Term(NamedTuple):
 class PackingPlan(NamedTuple):
     """Packing of all code streams of a codec: constants per stream, and the limbs of all place values.
 
-    ``places`` is a flat binary16 tensor: ``[piece, limb, symbol, column]`` for one stream after another.
+    ``places`` is a flat float16 tensor: ``[piece, limb, symbol, column]`` for one stream after another.
     """
 
     streams: tuple[StreamPacking, ...]

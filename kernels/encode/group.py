@@ -249,7 +249,7 @@ def _correct_scales(
 
 @triton.jit
 def _round_to_half(value: tl.tensor, flag: tl.tensor) -> tl.tensor:
-    """Round ``value`` to binary16. Values that do not fit become zero and set the flag."""
+    """Round ``value`` to float16. Values that do not fit become zero and set the flag."""
     fits = tl.abs(value) < _HALF_LIMIT
     flag_unless(fits, flag)
     return tl.where(fits, value, 0.0).to(tl.float16)
@@ -282,7 +282,7 @@ def _load_extreme(extremes: tl.tensor, number: tl.constexpr) -> tl.tensor:
 def _choose_range(extremes: tl.tensor, MIDDLE_STEPS: tl.constexpr, LIMIT: tl.constexpr) -> tl.tuple:
     """Choose the range of 8-bit scales as ``formats/scale_range.py`` does for the first tokens of a layer.
 
-    Returns the step and minimum of scales, and then of centers, binary16 ``[1, 1]`` each.
+    Returns the step and minimum of scales, and then of centers, float16 ``[1, 1]`` each.
     """
     high = _signed_root(_load_extreme(extremes, 0))
     high = tl.minimum(high + 0.125 * high, LIMIT)
@@ -302,7 +302,7 @@ def _choose_range(extremes: tl.tensor, MIDDLE_STEPS: tl.constexpr, LIMIT: tl.con
 
 @triton.jit
 def _nearest_scale_code(value: tl.tensor, step: tl.tensor, minimum: tl.tensor) -> tl.tuple:
-    """Return the nearest 8-bit codes, int32, and the binary16 values that they decode to, as ``formats/scale_range.py`` does."""
+    """Return the nearest 8-bit codes, int32, and the float16 values that they decode to, as ``formats/scale_range.py`` does."""
     step = step.to(tl.float32)
     minimum = minimum.to(tl.float32)
     code = nearest_integer(

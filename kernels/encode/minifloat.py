@@ -47,7 +47,7 @@ class ElementFormat(NamedTuple):
 class MinifloatConstants(NamedTuple):
     """Compile-time constants of a codec: the element ``form``, its ``largest`` value with exponent ``emax``, and its ``exponent_carry``.
 
-    ``kind`` is the kind of scales. Each scale covers ``size`` channels; a token has ``blocks`` scales, which are binary16 if ``half``.
+    ``kind`` is the kind of scales. Each scale covers ``size`` channels; a token has ``blocks`` scales, which are float16 if ``half``.
     ``scale_form`` is e4m3. Run scales are chosen so that the largest quotient is ``most``; with ``per_head``, each head has its own.
     Streams are scales and, for ``E4M3_BLOCKS``, run scales. If ``chosen``, run scales are computed from the magnitudes in table 0, float32
     ``[batch, kv_head or 1]``.

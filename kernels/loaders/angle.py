@@ -1,6 +1,6 @@
 """Tile loader of codec angle (spec/codecs/angle.md): two tiles per field, with the cosines and the sines of its pairs times their norms.
 
-Norms are divided by a power of two near the token's largest norm, which becomes the token factor, so that all fit in binary16. This file
+Norms are divided by a power of two near the token's largest norm, which becomes the token factor, so that all fit in float16. This file
 handles the direct arrangement; in the dense one, bins and norm codes have their own streams (``angle_dense``, ``angle_thread``).
 """
 
@@ -72,7 +72,7 @@ def tiles(codec: Angle) -> Tiles | None:
 
 
 def direction_table(codec: Angle) -> torch.Tensor:
-    """Return the cosine and sine of every bin, binary16 ``[entry, 2]``, with the number of entries padded to a power of two."""
+    """Return the cosine and sine of every bin, float16 ``[entry, 2]``, with the number of entries padded to a power of two."""
     entries = torch.zeros(next_power_of_two(codec.bins), VALUES, dtype=torch.float16, device="cpu")
     entries[: codec.bins] = codec.directions
     return entries
@@ -99,7 +99,7 @@ def load(
 def load_range(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """Load the range (step, minimum) of each token, int32 ``[warp, token]``: both binary16 numbers in one int32, or two float32 numbers."""
+    """Load the range (step, minimum) of each token, int32 ``[warp, token]``: both float16 numbers in one int32, or two float32 numbers."""
     words = ()
     for word in tl.static_range(2 - CONSTANTS.half_range):
         words = words + (load_per_token(pointer, first, token, valid, 2 - CONSTANTS.half_range, word, MASKED),)
@@ -108,7 +108,7 @@ def load_range(
 
 @triton.jit
 def _half_as_float32(bits: tl.tensor) -> tl.tensor:
-    """Convert the low 16 bits of ``bits``, a binary16 number, to float32."""
+    """Convert the low 16 bits of ``bits``, a float16 number, to float32."""
     return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -128,8 +128,8 @@ def _range_as_float32(words: tl.tuple) -> tl.tuple:
 def _divisor_exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
     """Return the exponent field of the power of two by which norms of a linear range are divided.
 
-    For binary16 ranges, it is the exponent of the largest step or of 1/256 of the largest minimum, so that divided norms are below 2^11.
-    For float32 ranges, it exceeds all norms except the largest float32 ones.
+    For float16 ranges, it is the exponent of the largest step or of 1/256 of the largest minimum, so that divided norms are below 2^11. For
+    float32 ranges, it exceeds all norms except the largest float32 ones.
     """
     if len(words) == 1:
         high = tl.maximum(words[0] & 0x7C00, ((words[0] >> 16) & 0x7C00) - (8 << 10))
@@ -190,9 +190,9 @@ def norm_affine(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
 
 @triton.constexpr_function
 def _norm_affine_ptx(bits: int) -> str:
-    """Return PTX for ``norm_affine`` of two binary16 ranges.
+    """Return PTX for ``norm_affine`` of two float16 ranges.
 
-    It computes exponents like ``_divisor_exponent``, but without moving them, because exponent fields compare like binary16 numbers.
+    It computes exponents like ``_divisor_exponent``, but without moving them, because exponent fields compare like float16 numbers.
     """
     middle = binary16_bits(middle_norm_code(bits))
     return f"""{{ .reg .b32 step, minimum, high, low, bound;
@@ -206,7 +206,7 @@ def _norm_affine_ptx(bits: int) -> str:
 
 @triton.jit
 def norm_affine_f16(words: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Compute ``norm_affine`` in binary16."""
+    """Compute ``norm_affine`` in float16."""
     if FAST and CONSTANTS.log == 0 and len(words) == 1:
         scale, center = tl.inline_asm_elementwise(
             _norm_affine_ptx(CONSTANTS.norm_bits), "=&r,=&r,r,r", [words[0]], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
@@ -229,7 +229,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return both channels of the pairs of step ``STEP``, divided by the token factor: two binary16 tiles in the layout of the planes."""
+    """Return both channels of the pairs of step ``STEP``, divided by the token factor: two float16 tiles in the layout of the planes."""
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
@@ -248,7 +248,7 @@ def decode(
 
 @triton.jit
 def load_norm_affine(loaded: tl.tuple, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Compute ``norm_affine`` for the ranges in ``loaded``, as binary16 tensors that broadcast to a tile."""
+    """Compute ``norm_affine`` for the ranges in ``loaded``, as float16 tensors that broadcast to a tile."""
     scale, center = norm_affine_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
     return broadcast_tokens(scale, TRANSPOSED), broadcast_tokens(center, TRANSPOSED)
 

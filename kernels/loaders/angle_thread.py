@@ -99,7 +99,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return both channels of the pairs of step ``STEP``, divided by the token factor, as one binary16 tile, possibly transposed."""
+    """Return both channels of the pairs of step ``STEP``, divided by the token factor, as one float16 tile, possibly transposed."""
     REGISTERS: tl.constexpr = CONSTANTS.registers
     return (decode_rows(loaded, table, REGISTERS, STEP, decode_pair, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 

@@ -1,6 +1,6 @@
 """Tile loader of codec group (spec/codecs/group.md), with one affine step per bit field.
 
-In this file, a *scale* is a 32-bit element of the stream of scales, which contains the binary16 scale and center of one group.
+In this file, a *scale* is a 32-bit element of the stream of scales, which contains the float16 scale and center of one group.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -302,7 +302,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return (code - middle) * scale + center for the fields of step ``STEP`` as one binary16 tile, possibly transposed."""
+    """Return (code - middle) * scale + center for the fields of step ``STEP`` as one float16 tile, possibly transposed."""
     PACKING: tl.constexpr = CONSTANTS.packing
     BITS: tl.constexpr = CONSTANTS.bits
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile

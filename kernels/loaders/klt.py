@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kvpack.kernels.tables.shared_tables import SharedTable
 
 MAX_TRUSTED_VALUE = 2.0**15
-"""Largest table entry, and longest row of the scaled matrix, for which binary16 tiles are accurate enough."""
+"""Largest table entry, and longest row of the scaled matrix, for which float16 tiles are accurate enough."""
 
 MAX_TABLE_POWER = 8
 """Maximum exponent of the power of two by which tables are multiplied and queries divided."""
@@ -74,7 +74,7 @@ def table_unit(codec: Klt) -> float:
 
 
 def tiles(codec: Klt) -> Tiles | None:
-    """Return the loader of ``codec``, or None if binary16 is not accurate enough for its tables or its frame. Raises MissingBasis."""
+    """Return the loader of ``codec``, or None if float16 is not accurate enough for its tables or its frame. Raises MissingBasis."""
     source, unit = _source(codec), table_unit(codec)
     own = codec.fixed_heads is not None
     tables = {} if own else {run: source.table(run, width).flatten(0, 1) * unit for run, width in enumerate(codec.widths) if width}
@@ -184,7 +184,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the table entries for the codes of step ``STEP``: one binary16 tile ``[warp, token, column]`` or transposed."""
+    """Return the table entries for the codes of step ``STEP``: one float16 tile ``[warp, token, column]`` or transposed."""
     TILES: tl.constexpr = CONSTANTS.tiles
     TILE: tl.constexpr = constant_at(TILES, STEP)
     REGISTERS: tl.constexpr = CONSTANTS.registers

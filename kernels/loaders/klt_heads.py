@@ -138,7 +138,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the table entries for the codes of step ``STEP``: one binary16 tile ``[warp, token, column]`` or transposed."""
+    """Return the table entries for the codes of step ``STEP``: one float16 tile ``[warp, token, column]`` or transposed."""
     STEPS: tl.constexpr = CONSTANTS.steps
     LAST: tl.constexpr = CONSTANTS.row_bytes - 1
     begin = broadcast_columns(column_fields[STEP], TRANSPOSED)

@@ -139,7 +139,7 @@ class Plan:
         return len(self.constants) - 1
 
     def table(self) -> torch.Tensor:
-        """Return each head's table entries and column constants, binary16 ``[head, entry, 2]``. A constant is a 32-bit integer."""
+        """Return each head's table entries and column constants, float16 ``[head, entry, 2]``. A constant is a 32-bit integer."""
         heads = next(iter(self._bits.values())).shape[0]
         entries = [self._tables] if self.count else []
         constants = [values.expand(heads, COLUMNS.value) for values in self.constants]
@@ -153,7 +153,7 @@ def _code_bytes(words: CodeRegisters, word: int, first: int, bits: int) -> list[
 
 
 def _half_bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of ``values`` rounded to binary16, as int32."""
+    """Return the bits of ``values`` rounded to float16, as int32."""
     return values.to(torch.float16).view(torch.int16).to(torch.int32) & 0xFFFF
 
 

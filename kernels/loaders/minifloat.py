@@ -1,6 +1,6 @@
 """Tile loader of codec minifloat (spec/codecs/minifloat.md).
 
-Elements are converted to binary16 exactly and multiplied by their blocks' scales. A factor that all values of a token share becomes the
+Elements are converted to float16 exactly and multiplied by their blocks' scales. A factor that all values of a token share becomes the
 token factor: the token's scale, or, for e8m0 blocks, its largest power of two. Queries and sums are multiplied by a factor that all tokens
 share.
 """
@@ -50,7 +50,7 @@ With ``PER_STEP``, scales multiply the products of queries and keys.
 """
 
 MIN_HALF_EXPONENT = -24
-"""Exponent of the smallest positive binary16 number, a power of two."""
+"""Exponent of the smallest positive float16 number, a power of two."""
 
 
 class MinifloatConstants(NamedTuple):
@@ -128,7 +128,7 @@ def tiles(codec: Minifloat) -> Tiles | None:
 
 
 def is_exact(codec: Minifloat, streams: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if binary16 tiles can represent every value after division by the largest power of two of its token."""
+    """Return True if float16 tiles can represent every value after division by the largest power of two of its token."""
     if codec.scale_dtype != "e8m0" or not streams["block_scales"].numel():
         return True
     scales = streams["block_scales"].to(torch.int16)
@@ -262,7 +262,7 @@ def _largest_scale(loaded: tl.tuple, AT: tl.constexpr, CONSTANTS: tl.constexpr) 
 
 @triton.jit
 def _block_factor(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the factor for the elements of a block, binary16 ``[warp, token]``.
+    """Return the factor for the elements of a block, float16 ``[warp, token]``.
 
     For e4m3, it is the block scale. For e8m0, it is the block scale divided by the token's largest one, multiplied by 2^E2M1_EXPONENT if
     elements are too small by that factor.
@@ -284,7 +284,7 @@ def _block_factor(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr
 
 @triton.jit
 def _tile_factors(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``_block_factor`` for the values of step ``STEP``, as binary16 that broadcasts to a tile."""
+    """Return ``_block_factor`` for the values of step ``STEP``, as float16 that broadcasts to a tile."""
     AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
     PACKING: tl.constexpr = CONSTANTS.packing
     ELEMENT: tl.constexpr = CONSTANTS.element
@@ -330,7 +330,7 @@ def decode(
 ) -> tl.tuple:
     """Return the elements of step ``STEP``, times the part of their scales that is not in ``factor``.
 
-    The result is one binary16 tile, ``[warp, token, column]`` or transposed.
+    The result is one float16 tile, ``[warp, token, column]`` or transposed.
     """
     PACKING: tl.constexpr = CONSTANTS.packing
     BITS: tl.constexpr = CONSTANTS.bits

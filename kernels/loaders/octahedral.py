@@ -77,7 +77,7 @@ def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
 
 
 def direction_table(codec: Octahedral, whole: bool) -> torch.Tensor:
-    """Return the table of ``decode``, binary16 ``[entry, 4]``: directions (x, y, z, 0), indexed by the first digit of a symbol.
+    """Return the table of ``decode``, float16 ``[entry, 4]``: directions (x, y, z, 0), indexed by the first digit of a symbol.
 
     If that digit includes the norm code, directions are multiplied by the norm; otherwise, one entry per norm follows. If ``whole``,
     entries are indexed by whole symbols, including signs.
@@ -125,7 +125,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the coordinates of the triplets of step ``STEP``, scaled to a unit vector: three binary16 tiles in the planes' layout."""
+    """Return the coordinates of the triplets of step ``STEP``, scaled to a unit vector: three float16 tiles in the planes' layout."""
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits

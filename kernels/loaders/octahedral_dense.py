@@ -102,7 +102,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the coordinates of the triplets of step ``STEP``, scaled to a unit vector, as one binary16 tile, possibly transposed."""
+    """Return the coordinates of the triplets of step ``STEP``, scaled to a unit vector, as one float16 tile, possibly transposed."""
     REGISTERS: tl.constexpr = CONSTANTS.registers
     return (decode_rows(loaded, table, REGISTERS, STEP, decode_triplet, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 

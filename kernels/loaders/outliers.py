@@ -37,10 +37,10 @@ BOUNDS, PLACES, VALUES, POWER, COLUMNS = "outlier_bounds", "outlier_places", "ou
 
 
 def pack_entries(token: torch.Tensor, chunk: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return positions, int32 ``[entry]``, values divided by a power of two, binary16 in int32 ``[entry, 2]``, and that power, float32.
+    """Return positions, int32 ``[entry]``, values divided by a power of two, float16 in int32 ``[entry, 2]``, and that power, float32.
 
     ``values`` are ``[entry, 4]``. The power is about the square root of the largest value. Attention weights are multiplied by it, so that
-    neither values nor weights overflow binary16.
+    neither values nor weights overflow float16.
     """
     power = torch.ldexp(
         torch.ones((), dtype=torch.float32, device=values.device), (torch.frexp(values.abs().amax()).exponent // 2).clamp(-8, 8)
@@ -132,7 +132,7 @@ def _entry_bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.co
 def _load_entries(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: tl.constexpr) -> tl.tuple:
     """Load up to ``ENTRIES`` of the ``counts`` outlier entries per warp that start at index ``begins``; both are ``[warp, 1]``.
 
-    Returns int32 positions (-1 if there is no entry), and values (four binary16 per int64), both ``[warp, entry]``.
+    Returns int32 positions (-1 if there is no entry), and values (four float16 per int64), both ``[warp, entry]``.
     """
     number = tl.arange(0, ENTRIES)[None, :]
     real = number < counts

@@ -1,6 +1,6 @@
 """Tile loader of codec polar (spec/codecs/polar.md). Each thread decodes one token, by multiplying directions down the tree of radii.
 
-Products are binary16, so the top radius is omitted: a single top radius is the token factor, and several are divided by a power of two near
+Products are float16, so the top radius is omitted: a single top radius is the token factor, and several are divided by a power of two near
 the largest. ``polar_steps`` selects the angles that a step looks up, and builds the table.
 """
 
@@ -145,7 +145,7 @@ def _largest_exponent(words: tl.tuple, FAST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _elementwise_max(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Return the larger of two 15-bit numbers in each half. Nonnegative binary16 numbers have the same order as their bits."""
+    """Return the larger of two 15-bit numbers in each half. Nonnegative float16 numbers have the same order as their bits."""
     if FAST:
         value = tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -177,7 +177,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the channels of step ``STEP``, divided by the token factor: one binary16 tile, ``[warp, token, column]`` or transposed."""
+    """Return the channels of step ``STEP``, divided by the token factor: one float16 tile, ``[warp, token, column]`` or transposed."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]

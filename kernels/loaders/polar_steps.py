@@ -81,11 +81,11 @@ def index_of(numbers: tuple[int, ...], number: int) -> int:
 
 @lru_cache(maxsize=256)
 def direction_table(codec: Polar, counts: tuple[frozenset[int], ...]) -> tuple[torch.Tensor, list[tuple[int, int]], float]:
-    """Return the table of cosines and sines, binary16 ``[entry, 4]``, each level's first entries of single and double angles, and a scale.
+    """Return the table of cosines and sines, float16 ``[entry, 4]``, each level's first entries of single and double angles, and a scale.
 
     Each level has entries for one angle (stored twice) or for two angles (the first changes faster), as listed in ``counts``. A level's
-    cosines and sines are multiplied by the scale that minimizes their rounding errors in binary16, because with few angles, errors would
-    add up over levels. Decoded values must be divided by the product of these scales, which is returned.
+    cosines and sines are multiplied by the scale that minimizes their rounding errors in float16, because with few angles, errors would add
+    up over levels. Decoded values must be divided by the product of these scales, which is returned.
     """
     angles = [
         (torch.arange(1 << codec.levels[0].bits, dtype=torch.float64, device="cpu") + 0.5) * (2 * torch.pi / (1 << codec.levels[0].bits))

@@ -2,7 +2,7 @@
 
 Their columns are channels of that rotation: queries have additional columns for them, and sums of values have their own columns.
 
-For keys, signs are not computed. A bit of a word is itself a power of two in binary16, or zero, and the query's column is divided by that
+For keys, signs are not computed. A bit of a word is itself a power of two in float16, or zero, and the query's column is divided by that
 power. Half the sum of these columns, minus their products with the bits, is half the product with the signs.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 QUERY_FACTOR = tl.constexpr(0.25)
-"""Factor of a query's sign columns, which keeps them from overflowing binary16 when they are divided by the power of two of a bit."""
+"""Factor of a query's sign columns, which keeps them from overflowing float16 when they are divided by the power of two of a bit."""
 
 
 class QjlConstants(NamedTuple):
@@ -107,7 +107,7 @@ def load_signs(
 
 @triton.constexpr_function
 def _sign_ptx(position: int) -> str:
-    """Return PTX that turns the bit at ``position`` of each word into the sign of a binary16 1."""
+    """Return PTX that turns the bit at ``position`` of each word into the sign of a float16 1."""
     return f"{{ .reg .b32 a; shl.b32 a, $1, {15 - position}; lop3.b32 $0, a, 0x80008000, 0x3C003C00, 0x6A; }}"
 
 
@@ -119,7 +119,7 @@ def _bit_shift(position: int) -> int:
 
 @triton.constexpr_function
 def _bit_value(position: int) -> float:
-    """Return the binary16 value of the bit at ``position`` after ``_bit_shift``."""
+    """Return the float16 value of the bit at ``position`` after ``_bit_shift``."""
     position += _bit_shift(position)
     return 2.0 ** (position - 24) if position < 10 else 2.0 ** ((1 << position - 10) - 15)
 
@@ -158,7 +158,7 @@ def _sign_words(
 
 @triton.jit
 def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the signs of step ``STEP`` for values, as one binary16 tile ``[warp, column, token]``: -1 for a bit of 1, and 1 for 0."""
+    """Return the signs of step ``STEP`` for values, as one float16 tile ``[warp, column, token]``: -1 for a bit of 1, and 1 for 0."""
     BIT: tl.constexpr = _sign_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
     word = _sign_words(loaded, column_fields, STEP, CONSTANTS, True, FAST)
     if FAST:
@@ -170,7 +170,7 @@ def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, 
 
 @triton.jit
 def decode_bits(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the bits of step ``STEP`` for keys as one binary16 tile ``[warp, token, column]``: a power of two for 1, and 0 for 0."""
+    """Return the bits of step ``STEP`` for keys as one float16 tile ``[warp, token, column]``: a power of two for 1, and 0 for 0."""
     BIT: tl.constexpr = _sign_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
     word = _sign_words(loaded, column_fields, STEP, CONSTANTS, False, FAST)
     if FAST:

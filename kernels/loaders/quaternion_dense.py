@@ -104,7 +104,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the components of the chunks of ``STEP``, unit quaternions times radius codes, as four binary16 tiles.
+    """Return the components of the chunks of ``STEP``, unit quaternions times radius codes, as four float16 tiles.
 
     Tiles are ``[warp, token, chunk]`` or transposed ``[warp, chunk, token]``.
     """

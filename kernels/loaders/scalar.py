@@ -152,7 +152,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the values of the fields of step ``STEP``, scaled to a unit vector: one binary16 tile per field of an index.
+    """Return the values of the fields of step ``STEP``, scaled to a unit vector: one float16 tile per field of an index.
 
     Tiles are in the layout of the planes.
     """

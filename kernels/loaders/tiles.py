@@ -1,4 +1,4 @@
-"""The interface of tile loaders, which turn packed rows into binary16 tiles for matrix products.
+"""The interface of tile loaders, which turn packed rows into float16 tiles for matrix products.
 
 A loader is three Triton functions over tiles ``[warp, token]``. ``load`` only reads the rows of a tile, so that the compiler can prefetch
 them. ``decode`` computes from them the tiles of values ``[warp, token, column]`` of one step. ``factor`` returns the token factors, if any.
@@ -59,8 +59,8 @@ class Tiles:
     """The tile loader of one codec; ``decode`` is called ``steps`` times per tile of tokens.
 
     ``channels`` contains the channel of every column of every tile, or -1 for columns without one. Channels past the head dim belong to
-    another rotation (``qjl``). ``table``, binary16 ``[entries, 2 or 4]``, is the lookup table of ``decode``; with a leading axis, each
-    head, or each sequence and head, has its own table.
+    another rotation (``qjl``). ``table``, float16 ``[entries, 2 or 4]``, is the lookup table of ``decode``; with a leading axis, each head,
+    or each sequence and head, has its own table.
     """
 
     load: Any

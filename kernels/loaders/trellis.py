@@ -148,7 +148,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the values of the windows of 16 symbols, scaled to a unit vector: one binary16 tile ``[warp, token, symbol]`` per window.
+    """Return the values of the windows of 16 symbols, scaled to a unit vector: one float16 tile ``[warp, token, symbol]`` per window.
 
     Tiles are transposed ``[warp, symbol, token]`` with ``TRANSPOSED``.
     """

@@ -18,7 +18,7 @@ from .table_assembly import field_lookup_ptx, register_constraints
 from .thread_lookups import look_up_words, lookup_unit
 
 VALUES = tl.constexpr(4)
-"""Number of binary16 values per entry."""
+"""Number of float16 values per entry."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Tables of at most 8 binary16 values in registers, looked up by byte permutations. They need inline PTX.
+"""Tables of at most 8 float16 values in registers, looked up by byte permutations. They need inline PTX.
 
 Larger tables are in shared memory, which limits the number of programs.
 """
@@ -18,7 +18,7 @@ MAX_BITS = 3
 
 
 def byte_table(values: torch.Tensor) -> tuple[int, ...]:
-    """Arrange at most 8 binary16 values for ``select_four``: two integers with their low bytes, followed by two with their high bytes."""
+    """Arrange at most 8 float16 values for ``select_four``: two integers with their low bytes, followed by two with their high bytes."""
     words = [int(value) & 0xFFFF for value in values.view(torch.int16)]
     words += [0] * (8 - len(words))
     return tuple(

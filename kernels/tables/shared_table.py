@@ -56,7 +56,7 @@ def declare(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 
 @triton.jit
 def fetch(table: tl.tensor, ENTRIES: tl.constexpr, VALUES: tl.constexpr) -> tl.tensor:
-    """Load the entries of a table in global memory for ``fill``. Each entry has ``VALUES`` (2 or 4) binary16 values, loaded as one integer.
+    """Load the entries of a table in global memory for ``fill``. Each entry has ``VALUES`` (2 or 4) float16 values, loaded as one integer.
     """
     number = tl.arange(0, triton.next_power_of_2(ENTRIES))
     if VALUES == 2:
@@ -95,9 +95,9 @@ def look_up(
     ENTRIES: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the ``VALUES`` (2 or 4) binary16 tiles of table entries, indexed by ``BITS`` bits at bit ``POSITION`` of each int16 ``word``.
+    """Return the ``VALUES`` (2 or 4) float16 tiles of table entries, indexed by ``BITS`` bits at bit ``POSITION`` of each int16 ``word``.
 
-    ``table`` is binary16 ``[2^BITS, VALUES]`` in global memory. With inline PTX and nonzero ``COPIES``, copies of its first ``ENTRIES``
+    ``table`` is float16 ``[2^BITS, VALUES]`` in global memory. With inline PTX and nonzero ``COPIES``, copies of its first ``ENTRIES``
     entries at ``OFFSET`` in shared memory are used instead.
     """
     if FAST and COPIES > 0:
@@ -121,7 +121,7 @@ def look_up(
 def halve_entries(shared: SharedTable, first: int, values: int) -> SharedTable:
     """Return the part of a table that begins at entry ``first`` as a table of half entries, with twice the copies.
 
-    Entries have ``values`` binary16 values.
+    Entries have ``values`` float16 values.
     """
     return SharedTable(shared.offset + first * values * 2 * shared.copies, 2 * shared.copies, shared.entries - first)
 

@@ -65,7 +65,7 @@ def fill_ptx(offset: int, entries: int, entry_words: int, copies: int) -> str:
 def tile_lookup_ptx(position: int, bits: int, values: int, offset: int, copies: int, entries: int) -> str:
     """Return PTX that looks up the two 16-bit words of a register. An index is ``bits`` bits of a word, beginning at bit ``position``.
 
-    ``values`` is the number of binary16 values per entry, 2 or 4. An index past ``entries`` selects the last entry.
+    ``values`` is the number of float16 values per entry, 2 or 4. An index past ``entries`` selects the last entry.
     """
     entry_bytes = 2 * values
     stride, own = (entry_bytes * copies).bit_length() - 1, (entry_bytes - 1).bit_length()

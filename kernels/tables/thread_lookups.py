@@ -1,4 +1,4 @@
-"""Lookups in a binary16 table by entry index, for rows in one thread's registers: one or two f16x2 per entry.
+"""Lookups in a float16 table by entry index, for rows in one thread's registers: one or two f16x2 per entry.
 
 The table is in shared memory, as ``shared_table`` stores it. Without inline PTX, the same functions use plain Triton.
 """
@@ -19,7 +19,7 @@ from .table_assembly import entry_lookup_ptx
 
 @triton.constexpr_function
 def lookup_unit(values: int, shared: SharedTable, fast: bool) -> int:
-    """Return the number of units per entry of ``values`` binary16 values in indices for ``look_up_words``.
+    """Return the number of units per entry of ``values`` float16 values in indices for ``look_up_words``.
 
     Units are bytes for a table in shared memory, so that fields are shifted only once, and otherwise entries.
     """
@@ -38,7 +38,7 @@ def look_up_words(
 ) -> tl.tuple:
     """Return the first ``WORDS`` (1 or 2) f16x2 of the entry ``place`` units after entry ``FIRST``.
 
-    Entries have ``VALUES`` (2 or 4) binary16 values. ``SHARED`` is the table's ``SharedTable``. ``place`` must be inside the table.
+    Entries have ``VALUES`` (2 or 4) float16 values. ``SHARED`` is the table's ``SharedTable``. ``place`` must be inside the table.
     """
     if FAST and SHARED.copies > 0:
         ASSEMBLY: tl.constexpr = entry_lookup_ptx(

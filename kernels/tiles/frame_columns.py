@@ -52,11 +52,11 @@ def frame_dim(codec: Codec) -> int:
 def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...], bool], ...], device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the matrix and blocks that ``rotate_queries`` uses for ``frames``.
 
-    A frame is a codec, its columns' channels (-1 for none), and whether queries are written as binary16 halves instead of float32.
+    A frame is a codec, its columns' channels (-1 for none), and whether queries are written as float16 halves instead of float32.
 
     The matrix is float32 ``[matrix, dim, column]``, the contribution of each query channel to each column; each frame is padded to whole
-    blocks of columns. The blocks are int64 ``[block, 4]``: the block's first column in its frame, the frame's number of columns, the
-    number of columns of all frames before it, and 1 for halves. Channels past the head dim are those of qjl's rotation, or klt's offset.
+    blocks of columns. The blocks are int64 ``[block, 4]``: the block's first column in its frame, the frame's number of columns, the number
+    of columns of all frames before it, and 1 for halves. Channels past the head dim are those of qjl's rotation, or klt's offset.
     """
     parts, blocks = [], []
     before = 0

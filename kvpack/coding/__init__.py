@@ -1,1 +1,1 @@
-"""Recipes, encoding and decoding: the selection of the codec for each value, and of the implementation that runs it."""
+"""Recipes, encoding and decoding: which codec stores each value, and which implementation runs it."""

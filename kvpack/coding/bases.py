@@ -1,4 +1,4 @@
-"""Basis files, which describe the keys and values of one model (spec/basis.md), and the bit allocation for recipes that use one."""
+"""Basis files, which describe the keys and values of one model (spec/basis.md), and the bit allocation for recipes that use a basis."""
 
 from __future__ import annotations
 
@@ -36,40 +36,40 @@ if TYPE_CHECKING:
 
 
 LOSSES = "losses.{side}"
-"""Metadata key of the loss measured per layer for keys (side "k") or values ("v"): comma-separated numbers, from the first layer on."""
+"""Metadata key of the losses measured for keys (side "k") or values ("v"): comma-separated numbers, one per layer."""
 
 MIN_BITS, MAX_BITS = 0.25, 8.0
 
 MIN_TRANSFORM_BITS = 0.05
 
 CHUNK_BITS = 1024
-"""Number of bits of entropy-coder state in a chunk of the codec transform, not counting its symbols."""
+"""Number of bits that a chunk of the codec transform takes for the state of its entropy coder, without symbols."""
 
 FILE_TOKENS = 4096
-"""Number of tokens in the file for which bits per value are computed from all bytes. Shorter files need more bits per value."""
+"""Number of tokens of the file for which expected bits per value are computed. Shorter files need more bits per value."""
 
 STREAM_BYTES = {"klt": 200, "transform": 330}
-"""File overhead per stream, in bytes, by codec: header entries, padding and chunk offsets."""
+"""File overhead of a stream in bytes, by codec: header entries, padding and chunk offsets."""
 
 TRANSFORM_STREAMS = 6
 
 RAW_SHARE = 0.003
-"""Minimum share of tokens that recipes such as transform-0.6 keep raw. Measured with SmolLM2-135M: 0.3% to 0.7% of the tokens."""
+"""Fraction of tokens that recipes such as transform-0.6 keep raw. Measured with SmolLM2-135M: 0.3% to 0.7%."""
 
 UNSEEN_TEXT_FACTOR = 1.04
-"""Ratio of symbol bits for text outside the calibration set to the tables' estimate, measured with SmolLM2-135M on a novel."""
+"""Ratio of the bits that symbols take in unseen text to the tables' estimate, measured with SmolLM2-135M on a novel."""
 
 RAW_BITS, RAW_POSITION_BITS = 16, 64
-"""Bits per value and per position of a raw token. Keys and values each store the positions."""
+"""Bits per value of a raw token, and bits of its position, which keys and values both store."""
 
 DISTORTIONS = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000642, 0.000163, 0.0000412)
 """Mean squared error of a normally distributed value with unit variance, quantized to 0 to 8 bits.
 
-Sources: Max 1960, Table I; Panter and Dite above 5 bits.
+Sources: Max 1960, Table I, and Panter and Dite above 5 bits.
 """
 
 _GAINS = tuple(before - after for before, after in pairwise(DISTORTIONS))
-"""Reduction of a column's error by each additional bit."""
+"""Reduction of the error of a column by each additional bit."""
 
 _STEPS = 100
 _LOSS_PATTERN = re.compile(r"[0-9]{1,6}(\.[0-9]{1,12})?(e-[0-9]{2})?")
@@ -81,16 +81,12 @@ class Basis:
     ``kvpack calibrate`` writes a basis file; ``Basis.load`` and ``Basis.of_bytes`` read one.
 
     Attributes:
-        digest: SHA-256 of the file (32 bytes). Recipes and caches name the basis by it.
-        model: Fields that name the model for which the basis was calibrated.
+        digest: SHA-256 of the file (32 bytes). Recipes and caches identify the basis by it.
+        model: Fields that identify the model for which the basis was calibrated.
         layers: Number of layers of the model.
         data: Bytes of the file, read-only.
 
-    >>> basis = kvpack.Basis.load("model.kvbasis")
-    >>> basis.layers
-    2
-    >>> kvpack.pack(past, kvpack.Recipe("klt-2", basis)).tokens
-    64
+    >>> basis = kvpack.Basis.load("model.kvbasis") >>> basis.layers 2 >>> kvpack.pack(past, kvpack.Recipe("klt-2", basis)).tokens 64
     """
 
     def __init__(self, data: bytearray, where: str) -> None:
@@ -120,7 +116,7 @@ class Basis:
 
     @classmethod
     def of_bytes(cls, data: bytes, *, where: str = "basis") -> Self:
-        """Create a basis from the bytes ``data`` of its file. ``where`` names it in error messages. Raises the errors of ``load``."""
+        """Create a basis from ``data``, the bytes of a basis file. ``where`` names it in error messages. Raises the errors of ``load``."""
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidType(f"data is {describe(data)}, expected the bytes of a basis file: to read a path, use Basis.load")
         return cls(bytearray(data), where)
@@ -137,7 +133,7 @@ class Basis:
 
     @property
     def layers_described(self) -> int:
-        """Number of layers up to the last one that has rows or balanced frames."""
+        """Number of layers that the basis describes: one more than the last layer with rows or balanced frames."""
         return 1 + max((layer for layer, _ in (*self._rows, *self._balanced)), default=-1)
 
     @property
@@ -161,7 +157,7 @@ class Basis:
         return cached
 
     def balanced(self, layer: int, frame: str) -> CalibratedFrames:
-        """Return the frames of each key head of ``layer``. ``frame`` is "balanced" or "centered", as in recipes. Raises OutOfBounds."""
+        """Return the frames of each key head of ``layer``. ``frame`` is "balanced" or "centered", as in a recipe. Raises OutOfBounds."""
         cached = self._balanced.get((layer, frame))
         if cached is None:
             raise OutOfBounds(
@@ -171,7 +167,7 @@ class Basis:
 
     @property
     def has_balanced_frames(self) -> bool:
-        """True if the keys of any layer have balanced frames."""
+        """True if the keys of at least one layer have balanced frames."""
         return bool(self._balanced)
 
     def channel_queries(self, layer: int) -> CalibratedFrames:
@@ -179,7 +175,7 @@ class Basis:
         return CalibratedFrames(self.digest, layer, queries=self.queries(layer).diagonal(dim1=1, dim2=2).contiguous())
 
     def queries(self, layer: int) -> torch.Tensor:
-        """Return E[q q^T] over the queries of each key head of ``layer``, float32 ``[kv_head, dim, dim]``. Raises OutOfBounds."""
+        """Return the mean of q q^T over the queries of each key head, float32 ``[kv_head, dim, dim]``. Raises OutOfBounds."""
         return self._key_statistics(self._queries, layer, "second moments of queries")
 
     def mean(self, layer: int) -> torch.Tensor:
@@ -188,7 +184,7 @@ class Basis:
 
     @cached_property
     def losses(self) -> Mapping[tuple[int, str], float]:
-        """Measured loss at one width, by (layer, "k" or "v"). Empty if it was not measured. Raises InvalidHeader."""
+        """Loss measured with all tensors at one width, by (layer, "k" or "v"). Empty if it was not measured. Raises InvalidHeader."""
         return MappingProxyType({(layer, side): loss for side in SIDES for layer, loss in enumerate(_losses(self, side))})
 
     def _key_statistics(self, arrays: Mapping[int, torch.Tensor], layer: int, description: str) -> torch.Tensor:
@@ -201,17 +197,18 @@ class Basis:
         return sorted(self._frames)
 
     def transform_parameters(self, layer: int, side: str, bits: float, raw: bool = False) -> CalibratedRows:
-        """Return the calibrated parameters of the codec transform for an average of ``bits`` bits per value over all keys and values.
+        """Return the parameters of the codec transform for one layer's keys or values (``side`` is "k" or "v").
 
-        With ``raw``, the average includes the tokens that are kept raw. Raises OutOfBounds, or InvalidParameter for bits out of range.
+        ``bits`` is the average number of bits per value over all layers. With ``raw=True``, it includes the tokens that are kept raw.
+        Raises OutOfBounds, or InvalidParameter for bits out of range.
         """
         return CalibratedRows(self.rows(layer, side), self.digest, layer, frames=self.frames(layer, side), step=self.step(bits, raw))
 
     def step(self, bits: float, raw: bool = False) -> int:
         """Return the finest step of the codec transform whose expected average is at most ``bits`` bits per value.
 
-        With ``raw``, the average includes the tokens that are kept raw. All errors are in the same unit, so one step is best for all
-        layers. Raises InvalidParameter if ``bits`` is out of range or too few for the coarsest step.
+        With ``raw=True``, the average includes the tokens that are kept raw. All layers use one step, because all errors are in the same
+        unit. Raises InvalidParameter if ``bits`` is out of range or too few for the coarsest step.
         """
         _check_bits(bits, MIN_TRANSFORM_BITS)
         if (bits, raw) not in self._steps:
@@ -230,14 +227,11 @@ class Basis:
         return {}
 
     def min_transform_bits(self, raw: bool = False) -> float:
-        """Return the minimum bits per value that ``step`` accepts.
-
-        It covers chunk states, the file's streams and raw tokens, but no symbols.
-        """
+        """Return the minimum bits per value that ``step`` accepts: the cost of everything except symbols."""
         return min(self.transform_bits(step, raw) for step in range(MAX_STEP + 1))
 
     def transform_bits(self, step: int, raw: bool = False) -> float:
-        """Return the expected average bits per value of a file encoded with the codec transform at ``step``."""
+        """Return the expected bits per value of a file whose codec is transform with ``step``."""
         bits, values = 0.0, 0
         for place, frames in self._frames.items():
             channels = frames.count * frames.columns
@@ -250,16 +244,16 @@ class Basis:
         return bits / values if values else 0.0
 
     def klt_parameters(self, layer: int, side: str, bits: float, gain: str | None = None, per_head: bool = False) -> CalibratedRows:
-        """Return the calibrated parameters of the codec klt for an average of ``bits`` bits per value over all keys and values.
+        """Return the parameters of the codec klt for one layer's keys or values (``side`` is "k" or "v").
 
-        ``gain`` and ``per_head`` are as for ``widths``. Raises OutOfBounds if the basis has no such layer or side, and InvalidParameter if
-        ``bits`` is out of range.
+        ``bits`` is the average number of bits per value over all layers. ``gain`` and ``per_head`` are as for ``widths``. Raises
+        OutOfBounds if the basis has no such layer or side, and InvalidParameter if ``bits`` is out of range.
         """
         return CalibratedRows(self.rows(layer, side), self.digest, layer, self.widths(bits, gain, per_head)[layer, side])
 
     @cached_property
     def _run_weights(self) -> dict[tuple[int, str, bool], Numbers]:
-        """Mean squared column weight of each run, by (layer, side, per head): runs of 8 columns in a head, or of 16 across all heads."""
+        """Mean squared weight of the columns in each run, by (layer, side, per head). Runs have 8 columns of a head, or 16 of all heads."""
         result = {}
         for place, rows in self._rows.items():
             squares = rows.weights[0, :, 0].to(torch.float64).square()
@@ -270,12 +264,12 @@ class Basis:
         return result
 
     def widths(self, bits: float, gain: str | None = None, per_head: bool = False) -> Mapping[tuple[int, str], bytes]:
-        """Return the width in bits of every run of columns, by (layer, "k" or "v"), with the lowest loss at ``bits`` bits per value.
+        """Return the bit width of each run of columns, by (layer, "k" or "v"), with the lowest loss at ``bits`` bits per value.
 
-        With ``per_head``, each head has its own widths for runs of 8 columns; otherwise, all heads share the widths of runs of 16. Each bit
-        is assigned to the column whose weighted error it reduces most (Shoham and Gersho 1988). ``gain`` is the codec's option, "none" or
-        "fp16"; None selects ``default_gain``. The result exceeds ``bits`` if the gains and one bit each for keys and values already do, as
-        with small head dims. Raises InvalidParameter for bits out of range.
+        With ``per_head=True``, each head has its own widths for runs of 8 columns. Otherwise, all heads share the widths of runs of 16.
+        Each bit is assigned to the column whose weighted error it reduces most (Shoham and Gersho 1988). ``gain`` is the codec's option:
+        "none", "fp16", or None for ``default_gain``. The average exceeds ``bits`` if the gains and one bit each for keys and values already
+        do, as with small head dims. Raises InvalidParameter for bits out of range.
         """
         _check_bits(bits, MIN_BITS)
         key = bits, gain, per_head
@@ -294,7 +288,7 @@ class Basis:
         return {}
 
     def _widths_at_slope(self, slope: float, per_head: bool) -> dict[tuple[int, str], bytes]:
-        """Return the widths with which an additional bit for any column would reduce the weighted error by at most ``slope``."""
+        """Return the widths at which one more bit for a column would reduce the weighted error by at most ``slope``."""
         result = {}
         for place in self._rows:
             weights = self._run_weights[*place, per_head]
@@ -305,7 +299,7 @@ class Basis:
         return result
 
     def average_bits(self, widths: Mapping[tuple[int, str], bytes], gain: str | None = None, per_head: bool = False) -> float:
-        """Return the bits per value of files whose runs of columns have the given ``widths``."""
+        """Return the average bits per value of files with these ``widths`` of column runs."""
         bits, values = 0.0, 0
         for place, run_widths in widths.items():
             rows = self._rows[place]
@@ -323,8 +317,8 @@ class Basis:
     def check_model(self, model: Mapping[str, str], digests: Sequence[str] = ()) -> None:
         """Raise InvalidParameter if ``model``, the identity of a cache's model, differs from the basis's model.
 
-        If both identities have the same kind of weights digest for the cache's dtype, weights and RoPE settings are compared. Otherwise,
-        the names are compared, which may be paths. ``digests`` are additional digests of the weights of the cache's model.
+        Weights and RoPE settings are compared if both identities have the same kind of weights digest for the cache's dtype. Otherwise, the
+        names are compared, which may be paths. ``digests`` are further digests of the weights of the cache's model.
         """
         # The digest of the same weights differs by dtype.
         weights = self.model.get(weights_key(model.get("dtype", "")), self.model.get("weights"))
@@ -359,7 +353,7 @@ def _check_bits(bits: float, minimum: float) -> None:
 class BalancedKeys(NamedTuple):
     """Calibrated statistics of the keys of one layer, float32 ``[kv_head, dim, dim]``.
 
-    ``balanced`` and ``centered`` are frames as in ``BalancedFrames``. ``queries`` is E[q q^T] over the queries of each head after RoPE.
+    ``balanced`` and ``centered`` are frames as in ``BalancedFrames``. ``queries`` is the mean of q q^T over each head's queries after RoPE.
     ``mean``, ``[kv_head, dim]``, is the mean of the keys before the rotation ``rope``, or None if the rotation is unknown.
     """
 
@@ -371,7 +365,7 @@ class BalancedKeys(NamedTuple):
 
 
 def weights_key(dtype: str) -> str:
-    """Return the metadata key of the digest of the model's weights loaded in ``dtype``, which differs from the checkpoint's dtype."""
+    """Return the metadata key for the digest of a model's weights that are loaded in ``dtype`` instead of the checkpoint's dtype."""
     return f"weights.{dtype}"
 
 
@@ -383,11 +377,11 @@ def basis_bytes(
     frames: Mapping[tuple[int, str], Frames] | None = None,
     balanced: Mapping[int, BalancedKeys] | None = None,
 ) -> bytes:
-    """Return the bytes of a basis file for a model of ``layers`` layers.
+    """Return the bytes of a basis file for a model with ``layers`` layers.
 
-    ``rows``, float32 ``[kv_head, row, dim]``, and ``frames`` are keyed by (layer, "k" or "v"), and ``balanced`` by layer. All frames share
-    the same tables. Raises OutOfRange if ``dtype`` ("fp16" or "fp32") cannot represent a value, and LimitExceeded if the file would exceed
-    a limit of the format.
+    ``rows`` maps (layer, "k" or "v") to float32 ``[kv_head, row, dim]``. ``frames`` has the same keys, and ``balanced`` is keyed by layer.
+    All frames share the same tables. Raises OutOfRange if ``dtype`` ("fp16" or "fp32") cannot represent a value, and LimitExceeded if the
+    file would exceed a limit of the format.
     """
     codecs: dict[Codec, int] = {}
     entries, arrays = [], {}
@@ -416,7 +410,7 @@ def basis_bytes(
 
 
 def _states(frames: Mapping[tuple[int, str], Frames], balanced: Mapping[int, BalancedKeys], dtype: str) -> dict[StateEntry, Any]:
-    """Return the state entries for ``frames`` and ``balanced`` frames, with the array of each."""
+    """Return the arrays of all frames by their state entry in the file."""
     result: dict[StateEntry, Any] = {}
 
     def add(layer: int, name: str, stored: str, array: Any) -> None:

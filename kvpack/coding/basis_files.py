@@ -1,4 +1,4 @@
-"""Reading of basis files (spec/basis.md), whole or in part, and of the rows, frames and other states in them."""
+"""Reading of basis files (spec/basis.md): all of their bytes, or their rows, frames and other states."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from kvpack.file.user_files import Source
 
 LONGEST_ROPE = "rope_same_up_to"
-"""Metadata key of the length, in tokens, of the longest sequence for which the model's RoPE uses the frequencies in the basis."""
+"""Metadata key of a sequence length in tokens. For all sequences up to this length, RoPE uses the frequencies stored in the basis."""
 
 MAX_FILE_BYTES = 1 << 32
-"""Maximum number of bytes of a basis file."""
+"""Maximum size of a basis file in bytes."""
 
 SIDES = ("k", "v")
 
@@ -36,7 +36,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class BasisFile:
-    """A basis file opened from the path ``where``. Only its header has been read."""
+    """An open basis file. Only its header has been read. ``where`` is its path."""
 
     def __init__(self, source: Source, where: str) -> None:
         self._source, self.where = source, where
@@ -48,7 +48,7 @@ class BasisFile:
         return data
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of all bytes, reading ``_PIECE_BYTES`` at a time. Raises Truncated or MissingFile."""
+        """Return the SHA-256 of all bytes. Raises Truncated or MissingFile."""
         hasher, piece = hashlib.sha256(), memoryview(bytearray(min(_PIECE_BYTES, self._source.size)))
         for begin in range(0, self._source.size, len(piece)):
             part = piece[: self._source.size - begin]
@@ -63,7 +63,7 @@ class BasisFile:
 
 @contextlib.contextmanager
 def open_basis(path: str | os.PathLike[str]) -> Iterator[BasisFile]:
-    """Open the basis file ``path``. Its size and header are checked before anything else is read."""
+    """Open a basis file. Its size and header are checked before anything else is read."""
     where = path_text(path)
     source = DiskFile(open_regular(where, "a basis"))
     try:
@@ -81,7 +81,7 @@ def check_is_basis(file: container.File) -> None:
 
 
 def read_frames(file: container.File) -> dict[tuple[int, str], Frames]:
-    """Return the frames in the basis by (layer, "k" or "v"), or an empty dict if it has none."""
+    """Return the frames in the basis by (layer, "k" or "v"), or an empty dict if the basis has none."""
     states = {(state.layer, state.name): state for state in file.header.states}
 
     def array(layer: int, name: str) -> Any:
@@ -110,7 +110,7 @@ def read_balanced_frames(file: container.File) -> dict[tuple[int, str], Balanced
 
 
 def states_named(file: container.File, name: str) -> Iterator[tuple[StateEntry, torch.Tensor]]:
-    """Yield each layer's state called ``name`` with its float32 values, without the batch axis."""
+    """Yield the entry and the float32 values, without the batch axis, of each layer's state called ``name``."""
     for state in file.header.states:
         if state.name == name:
             array = state.layout.array(file.read_state(state))[0]

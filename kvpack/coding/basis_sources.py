@@ -1,6 +1,6 @@
-"""Search for a cache's basis, by its SHA-256, among the objects, files and folders that the caller passes.
+"""Search for a cache's basis, by its SHA-256, in the objects, files and folders that the caller passes.
 
-A cache names its basis by digest, not by path, so that no file makes kvpack open another file.
+A cache identifies its basis by digest, not by path, so that no file can make kvpack open another file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def load_basis(source: Basis | str | os.PathLike[str]) -> Basis:
-    """Return ``source``, a basis for packing. If it is a path, the basis is loaded. Raises the errors of ``Basis.load``."""
+    """Return the basis for packing. ``source`` is a basis, or its path. Raises the errors of ``Basis.load``."""
     untyped: Any = source
     if isinstance(untyped, Basis):
         return untyped
@@ -41,9 +41,9 @@ def load_basis(source: Basis | str | os.PathLike[str]) -> Basis:
 
 
 def find(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]], digest: bytes) -> Basis:
-    """Find the basis with SHA-256 ``digest`` in ``source``: bases, paths of bases, or folders of ``*.kvbasis`` files.
+    """Return the basis with SHA-256 ``digest``. ``source`` is a basis, its path, a folder of ``*.kvbasis`` files, or a list of these.
 
-    Files in a folder are tried in ascending order of size; a KvpackWarning names those that cannot be read as a basis. Raises MissingBasis,
+    Files in a folder are tried in ascending order of size. A KvpackWarning names files that cannot be read as a basis. Raises MissingBasis,
     and the errors of reading a file or listing a folder.
     """
     for location in source if isinstance(source, list | tuple) else [source]:
@@ -75,7 +75,7 @@ def _candidates(source: Any, digest: bytes) -> Iterator[Basis]:
 
 
 def _basis_files(folder: str) -> list[str]:
-    """Return the paths of the ``*.kvbasis`` files in a folder in ascending order of size. Raises MissingFile."""
+    """Return the paths of the ``*.kvbasis`` files in a folder, smallest file first. Raises MissingFile."""
     try:
         with os.scandir(folder) as entries:
             result = [(_size(entry), entry.path) for entry in entries if entry.name.endswith(SUFFIX)]
@@ -93,10 +93,10 @@ def _size(entry: os.DirEntry[str]) -> int:
 
 
 def with_bases(header: Header, source: Any = None) -> Header:
-    """Return ``header`` with the bases that its codecs need, found in ``source`` as ``find`` does.
+    """Return ``header`` with the bases that its codecs need, which ``find`` searches for in ``source``.
 
-    A codec whose rows are in the file needs no basis to decode. To encode new tokens, it gets the basis in ``source``, if any. Raises
-    MissingBasis, and InvalidHeader if a layer's keys or values do not fit the basis that their codec names.
+    Codecs whose rows are in the file need no basis to decode, but use one to encode new tokens if ``source`` has it. Raises MissingBasis,
+    and InvalidHeader if a layer's keys or values do not fit the basis that their codec names.
     """
     used = {side.codec for layer in header.layers for _, side in layer.sides()}
     unbound = [part for number in sorted(used) for part in _parts(header.codecs[number]) if part.source is None]
@@ -125,7 +125,7 @@ def with_bases(header: Header, source: Any = None) -> Header:
 
 
 def _parts(codec: Codec) -> tuple[Klt | Transform | FrameMap, ...]:
-    """Return the parts of ``codec`` that name a basis: its family, its balanced keys, both, or neither."""
+    """Return the parts of ``codec`` that may need a basis: its family, its sidecar for key frames, both, or neither."""
     parts = (codec.family, codec.sidecar(FrameMap))
     return tuple(part for part in parts if isinstance(part, Klt | Transform | FrameMap))
 
@@ -173,6 +173,6 @@ def _with_rows(number: int, codec: Codec, family: Klt | Transform, basis: Basis)
 
 
 def bind_bases(where: str, header: Header, source: Any) -> Header:
-    """Return ``with_bases(header, source)``. Error messages are prefixed with ``where``."""
+    """Return ``header`` as ``with_bases`` does. Error messages begin with ``where``."""
     with prefix_errors(where):
         return with_bases(header, source)

@@ -1,8 +1,8 @@
 """Parallel processing of blocks of tokens on all cores.
 
-PyTorch splits each operation over its threads and waits for all of them before the next operation. With many short operations, waiting
-costs more than a second thread saves, especially on a busy machine. Here, each thread processes whole blocks, and PyTorch uses a single
-thread within each.
+PyTorch splits each operation over its threads, and waits for all of them before the next operation. With many short operations, the waiting
+costs more than a second thread saves, especially on a busy machine. Here, each thread processes whole blocks, with PyTorch limited to one
+thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _state = threading.local()
 
 @contextlib.contextmanager
 def single_threaded() -> Iterator[None]:
-    """Make ``for_each_block`` run in the calling thread within this context, without changing PyTorch's thread settings."""
+    """Within this context, make ``for_each_block`` run in the calling thread, without changing PyTorch's thread settings."""
     before = getattr(_state, "single_threaded", False)
     _state.single_threaded = True
     try:
@@ -37,9 +37,9 @@ def single_threaded() -> Iterator[None]:
 
 
 def for_each_block(work: Callable[[int, int], None], blocks: Sequence[Block], device: torch.device) -> None:
-    """Call ``work(start, stop)`` for every block. On the CPU, the blocks are distributed over PyTorch's number of threads.
+    """Call ``work(start, stop)`` for each block. On the CPU, as many threads as PyTorch uses process the blocks.
 
-    The caller must be in ``float32_no_grad``. The threads enter it as well, because modes are per thread. Raises the first error.
+    The caller must be in ``float32_no_grad``. Threads enter it as well, because modes are per thread. Raises the first error.
     """
     threads = 1 if getattr(_state, "single_threaded", False) else torch.get_num_threads()
     if len(blocks) < 2 or device.type != "cpu" or threads < 2:

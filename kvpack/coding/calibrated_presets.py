@@ -1,6 +1,6 @@
-"""kvpack's own presets with a basis: keys in the basis's frames, and bit widths derived from each layer's measured losses.
+"""kvpack's own presets for use with a basis, with keys in the basis's frames and bit widths based on measured losses.
 
-The preset fixes the average width. A tensor (the keys or the values of one layer) with a higher loss than others gets more bits.
+The preset fixes the average width. A tensor (the keys or the values of one layer) with a higher loss gets more bits.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from .bases import Basis
 
     Place = tuple[int, str]
-    """A layer number with "k" for its keys or "v" for its values."""
+    """A layer number, with "k" for its keys or "v" for its values."""
 
 MAX_WIDTH = 8
 
 ADDED_LOSS = 0.1
-"""Share of the mean loss that is added to the loss of every tensor.
+"""Fraction of the mean loss that is added to the loss of every tensor.
 
 Measured losses are noisy, and the smallest ones are not meaningful. Without this addition, tensors that matter for other texts would get
 only one bit.
@@ -29,14 +29,14 @@ only one bit.
 
 
 def calibrated_presets(basis: Basis) -> dict[str, str]:
-    """Return kvpack's own presets as recipe clauses for ``basis``, by name, or an empty dict if the basis has no frames for keys."""
+    """Return kvpack's own presets for ``basis`` as recipe clauses by name, or an empty dict if the basis has no frames for keys."""
     if not basis.has_balanced_frames:
         return {}
     return {name: clauses(basis, preset.bits, trellis=preset.trellis) for name, preset in KVPACK_PRESETS.items()}
 
 
 def clauses(basis: Basis, average: float, *, trellis: bool) -> str:
-    """Return recipe clauses for ``basis`` whose codes take at most ``average`` bits per value on average."""
+    """Return recipe clauses for ``basis``. Their codes take at most ``average`` bits per value, averaged over all tensors."""
     result, average_bits = widths(basis.losses, average), int(average)
     texts = [_clause("", side, average_bits, average_bits, trellis, basis) for side in "kv"]
     for side in "kv":
@@ -53,10 +53,10 @@ def _clause(layers: str, side: str, bits: int, average_bits: int, trellis: bool,
 
 
 def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
-    """Return a width in bits for each tensor. Widths are at least 1, and at most ``average`` on average.
+    """Return a bit width of at least 1 for each tensor. The widths are at most ``average`` on average.
 
-    Each bit is assigned to the tensor whose loss it reduces most (Shoham and Gersho 1988), starting from ``losses``, which were all
-    measured at the same width. A bit divides a tensor's loss by about 4.
+    Each bit is assigned to the tensor whose loss it reduces most (Shoham and Gersho 1988). ``losses`` were all measured at the same width,
+    and each bit divides a tensor's loss by about 4.
     """
     result, raised = dict.fromkeys(losses, 1), increase_losses(losses)
     for _ in range(int((average - 1) * len(losses))):
@@ -66,6 +66,6 @@ def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
 
 
 def increase_losses(losses: Mapping[Place, float]) -> dict[Place, float]:
-    """Return ``losses``, each increased by ``ADDED_LOSS`` times the mean loss."""
+    """Return all losses, each increased by ``ADDED_LOSS`` times the mean loss."""
     added = ADDED_LOSS * fmean(losses.values()) if losses else 0.0
     return {place: loss + added for place, loss in losses.items()}

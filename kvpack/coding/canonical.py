@@ -1,8 +1,8 @@
 """The canonical text of recipes, which is equal for recipes that select the same codecs (spec/store.md, Recipes).
 
-For the keys and for the values, the rules of a recipe are reduced to one codec for all layers, and exceptions for ranges of layers. Ranges
-that count from the first layer are compared only with each other, and so are ranges that count from the last layer: whether one of each
-overlaps depends on the number of layers.
+Separately for keys and values, the rules of a recipe are reduced to one codec for all layers, and exceptions for ranges of layers. A range
+counts from the first layer or from the last. Only ranges of the same kind are compared, because the overlap of different kinds depends on
+the number of layers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ FIRST, LAST, BOTH = range(3)
 
 
 class Range(NamedTuple):
-    """A range of layers, ``begin`` to ``end`` inclusive.
+    """A range of layers, from ``begin`` to ``end`` inclusive.
 
-    ``end`` may be infinity if the range counts from the first layer, and ``begin`` minus infinity if it counts from the last.
+    ``counts`` is FIRST, LAST or BOTH. ``end`` may be infinite if the range counts from the first layer, and ``begin`` minus infinity if it
+    counts from the last.
     """
 
     counts: int
@@ -30,7 +31,7 @@ class Range(NamedTuple):
 
     @classmethod
     def of_item(cls, first: int, last: int) -> Range | None:
-        """Return the range for ``first``-``last`` in a recipe, or None if it means all layers."""
+        """Return the range that a recipe writes as ``first``-``last``, or None if it covers all layers."""
         if first >= 0 and last >= -1:
             result = cls(FIRST, first, last if last >= 0 else math.inf)
             return None if result.is_all else result
@@ -46,11 +47,11 @@ class Range(NamedTuple):
         return (self.begin, self.end) in ((0, math.inf), (-math.inf, -1))
 
     def may_overlap(self, other: Range) -> bool:
-        """Return True if, for some number of layers, both ranges cover the same layer."""
+        """Return True if the ranges overlap for at least one number of layers."""
         return self.counts != other.counts or self.counts == BOTH or (self.begin <= other.end and other.begin <= self.end)
 
     def without(self, other: Range) -> list[Range]:
-        """Return the parts of the range that ``other`` does not cover, whatever the number of layers."""
+        """Return the parts of this range that ``other`` does not cover for any number of layers."""
         if self.counts != other.counts:
             return [self]
         if self.counts == BOTH:
@@ -60,10 +61,10 @@ class Range(NamedTuple):
 
 
 class CodecText(NamedTuple):
-    """The canonical text of a codec: ``text`` includes all options, and ``plain`` omits the options for raw tokens.
+    """The canonical text of a codec. ``text`` has all options, and ``plain`` all except the options for raw tokens.
 
-    ``raw`` is the value of a ``raw=`` clause with the options for raw tokens. It is empty if no token is kept raw, and None for a lossless
-    codec.
+    ``raw`` is the value of a ``raw=`` clause that sets the options for raw tokens. It is empty if no token is kept raw, and None for a
+    lossless codec.
     """
 
     text: str
@@ -72,25 +73,25 @@ class CodecText(NamedTuple):
 
 
 class LayerException(NamedTuple):
-    """Ranges of layers that have the same ``codec``, different from the one for all layers."""
+    """Ranges of layers with a codec that differs from the default one."""
 
     ranges: tuple[Range, ...]
     codec: CodecText
 
     @property
     def layers(self) -> str:
-        """The ranges, as written in a recipe."""
+        """The layer ranges as written in a recipe."""
         return ",".join(map(str, self.ranges))
 
 
 LayerRanges = tuple[tuple[int, int], ...] | None
-"""Layers of a rule as (first, last) pairs, or None for all layers."""
+"""Layers that a rule covers, as (first, last) pairs, or None for all layers."""
 
 
 def canonical_text(rules: Sequence[tuple[str, LayerRanges, dict[str, CodecText]]], window: int) -> str:
-    """Return the canonical text of ``rules`` for a raw tail of ``window`` tokens.
+    """Return the canonical text of a recipe with these ``rules`` and a raw tail of ``window`` tokens.
 
-    Each rule is a tuple of its sides ("k", "v" or "kv"), its layers and its codec by side. Later rules take precedence.
+    Each rule is a tuple of sides ("k", "v" or "kv"), layers, and codecs by side. Later rules take precedence.
     """
     result = {side: _reduce([(items, codecs[side]) for sides, items, codecs in rules if side in sides]) for side in "kv"}
     (k, k_exceptions), (v, v_exceptions) = result["k"], result["v"]
@@ -103,7 +104,7 @@ def canonical_text(rules: Sequence[tuple[str, LayerRanges, dict[str, CodecText]]
 
 
 def _reduce(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[CodecText, list[LayerException]]:
-    """Return the default codec and the exceptions, in order, given the rules for the keys or for the values."""
+    """Reduce the rules for keys, or for values, to a default codec and a list of exceptions in order."""
     ranges: list[tuple[Range | None, CodecText]] = []
     for items, codec in rules:
         ranges += [(Range.of_item(*item), codec) for item in items or ((0, -1),)]
@@ -120,7 +121,10 @@ def _reduce(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[CodecText, 
 
 
 def _exceptions(rules: Sequence[tuple[Range, CodecText]], base: CodecText) -> list[LayerException]:
-    """Drop rules that later rules replace or that repeat ``base``, and sort the others into an order that depends only on their effect."""
+    """Return the exceptions without redundant ones, in an order that depends only on their effect.
+
+    A rule is redundant if later rules replace it, or if it repeats ``base``.
+    """
     remaining: list[tuple[Range, CodecText]] = []
     for items, codec in reversed(rules):
         parts = [items]
@@ -150,7 +154,7 @@ def _exceptions(rules: Sequence[tuple[Range, CodecText]], base: CodecText) -> li
 
 
 def _group(rules: Iterable[tuple[Range, CodecText]]) -> list[LayerException]:
-    """Combine consecutive rules with the same codec, and join adjacent ranges."""
+    """Combine consecutive rules with the same codec, and join their adjacent ranges."""
     groups: list[tuple[list[Range], CodecText]] = []
     for items, codec in rules:
         if groups and groups[-1][1] == codec:
@@ -171,7 +175,7 @@ def _join(ranges: Sequence[Range]) -> list[Range]:
 
 
 def _merge_sides(k: Sequence[LayerException], v: Sequence[LayerException]) -> list[tuple[str, LayerException]]:
-    """Return (sides, exception) pairs. Equal exceptions of keys and values are combined into "kv" if their order allows it."""
+    """Return (sides, exception) pairs in order. Equal exceptions for keys and values become one for "kv" if the order allows it."""
     result: list[tuple[str, LayerException]] = []
     remaining = list(v)
     for exception in k:

@@ -21,7 +21,7 @@ _CLAUSES = ("k", "v", "kv", "layers", "raw", "window", "tail")
 
 
 class InvalidClause(InvalidParameter):
-    """Error for one clause of a recipe. The message contains the ``reason`` and points at the invalid ``word``."""
+    """Error for an invalid clause of a recipe. ``reason`` is the message without the recipe, and ``word`` is the part that it points at."""
 
     def __init__(self, text: str, clause: str, word: str, reason: str) -> None:
         super().__init__(f"recipe {text!r}: {reason}{pointer(text, word, max(0, text.find(clause)))}")
@@ -29,15 +29,15 @@ class InvalidClause(InvalidParameter):
 
 
 def pointer(text: str, word: str, start: int = 0) -> str:
-    """Return ``text`` and a line that underlines ``word`` in it, or an empty string if ``text`` does not contain ``word``."""
+    """Return ``text`` with a second line that underlines ``word``, or an empty string if ``text`` does not contain ``word``."""
     column = text.find(word, start)
     return f"\n  {text}\n  {' ' * column}{'^' * len(word)}" if word and column >= 0 else ""
 
 
 def parse_rule(clause: str, written: str, text: str, presets: Mapping[str, str]) -> Rule:
-    """Parse ``clause`` into a rule. The recipe ``text`` contains it as ``written``. Raises InvalidClause.
+    """Parse ``clause`` into a rule. Raises InvalidClause.
 
-    ``presets`` maps the names of presets and additions to recipe texts.
+    ``text`` is the whole recipe, which contains the clause as ``written``. ``presets`` maps names of presets and additions to recipe texts.
     """
     items, body = None, clause
     if clause.startswith("layers="):
@@ -91,7 +91,7 @@ def parse_rule(clause: str, written: str, text: str, presets: Mapping[str, str])
 
 
 def _replacement_clause(preset: str, body: str, clause: str, presets: Mapping[str, str]) -> str:
-    """Return the replacement for ``clause``, whose ``body`` names a preset instead of a codec."""
+    """Return the advice for a clause that names a preset instead of a codec. ``body`` is the clause without its layers."""
     sides, reason = body.partition("=")[0], "it is a preset, which selects the codecs of keys and values"
     parts = [part.partition("=") for part in presets[preset].split(";")]
     codecs = [codec for name, _, codec in parts if name in (sides, "kv")]
@@ -112,7 +112,7 @@ def _parse_layer_range(item: str, clause: str, text: str) -> tuple[int, int]:
 
 
 def refuse(text: str, word: str, clause: str, message: str, candidates: Sequence[str] = ()) -> NoReturn:
-    """Raise InvalidClause about ``word`` in ``clause``, with the closest of the ``candidates`` words as a suggestion."""
+    """Raise InvalidClause about ``word`` in ``clause``. The message suggests the most similar of ``candidates``."""
     close = difflib.get_close_matches(word.lower(), candidates, 1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise InvalidClause(text, clause, word, f"{message}{hint}")

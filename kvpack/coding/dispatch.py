@@ -1,8 +1,8 @@
 """Selection of the implementation that encodes, decodes and attends: PyTorch operations, Triton kernels or C kernels.
 
 The environment variable KVPACK_KERNELS selects "torch", "triton" or "cpu". By default, tensors on a CUDA device use the Triton kernels if
-Triton is installed (``triton_version.MIN_VERSION`` or newer), and tensors on the CPU use the C kernels if they were built. Otherwise
-kvpack uses PyTorch operations and warns once. On the CPU, Triton kernels run in Triton's interpreter (TRITON_INTERPRET=1).
+Triton is installed (``triton_version.MIN_VERSION`` or newer), and tensors on the CPU use the C kernels if they were built. Otherwise,
+kvpack uses PyTorch operations and warns once. With TRITON_INTERPRET=1, Triton kernels also run on the CPU.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from kvpack.kernels.tiles.layers import Side as _TritonSide
 
     class Side(_CSide, _TritonSide, Protocol):
-        """The keys or the values of a layer, with all attributes that both the C kernels and the Triton kernels need."""
+        """The keys or values of a layer, with all attributes that the C kernels and the Triton kernels need."""
 
 
 VARIABLE = "KVPACK_KERNELS"
 BACKENDS = ("torch", "triton", "cpu")
 
 ASSEMBLY_VARIABLE = "KVPACK_INLINE_ASSEMBLY"
-"""Environment variable that disables inline PTX in the kernels if its value is 0."""
+"""Environment variable that disables inline PTX in the kernels if it is set to 0."""
 
 
 class TokenSizes(NamedTuple):
-    """Output tensors for sizes of tokens that encoders measure in the coded frame: contiguous float32 ``[batch, kv_head, token]``, or None.
+    """Tensors to which encoders write sizes measured in the coded frame, each contiguous float32 ``[batch, kv_head, token]``, or None.
 
-    ``norms`` are ``codec.coded_norms``. ``errors``, which exist only for codecs with ``direction_spread``, are the norms of the tokens'
-    errors relative to ``norms``. They may ignore the rounding of stored norms.
+    ``norms`` are the norms that ``codec.coded_norms`` returns. ``errors`` are the norms of the tokens' errors, relative to ``norms``, and
+    may ignore the rounding of stored norms. Only codecs with ``direction_spread`` have them.
     """
 
     norms: torch.Tensor | None = None
@@ -69,12 +69,12 @@ def encode(
     sizes: TokenSizes = UNMEASURED,
     skipped: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
-    """Encode ``x`` ``[batch, kv_head, token, dim]`` with a kernel and return the streams.
+    """Encode ``x``, ``[batch, kv_head, token, dim]``, with a kernel and return the streams, or None if the codec itself must encode.
 
-    Returns None if the codec itself must encode: if no kernels run, if they do not support the codec, or if ``x`` has values that the codec
-    may reject. ``before`` contains the streams of preceding tokens whose run ``x`` continues. Unless the result is None, sizes are written
-    to the tensors in ``sizes``. The tokens ``skipped``, contiguous bool ``[batch, token]``, are encoded as zeros; the result is also None
-    if the kernels cannot skip them. Raises the errors of ``uses_triton`` and ``uses_c``.
+    Returns None if no kernels run, if they do not support the codec, or if ``x`` has values that the codec may reject. Otherwise, sizes are
+    written to the tensors in ``sizes``. ``before`` contains the streams of the run that ``x`` continues. The tokens in ``skipped``,
+    contiguous bool ``[batch, token]``, are encoded as zeros. If the kernels cannot skip them, None is returned. Raises the errors of
+    ``uses_triton`` and ``uses_c``.
     """
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
@@ -94,10 +94,9 @@ def encode(
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode to float32 ``[batch, kv_head, token, dim]`` in the codec's rotated frame, like ``codec.decode_frame``.
+    """Decode to float32 ``[batch, kv_head, token, dim]`` in the codec's rotated frame, with Triton kernels if they run.
 
-    Triton kernels are used if ``uses_triton`` is True. Raises InvalidParameter if a stream does not have the codec's layout, and the errors
-    of ``uses_triton``.
+    Raises InvalidParameter if a stream does not have the codec's layout, and the errors of ``uses_triton``.
     """
     if isinstance(codec, CodecWithSidecars):
         return codec.complete(decode_frame(codec.codec, streams), streams)
@@ -113,7 +112,7 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode to the original values, ``[batch, kv_head, token, dim]``, in the codec's exact dtype if it has one, otherwise in float32."""
+    """Decode to the original values, ``[batch, kv_head, token, dim]``, in the codec's exact dtype or, if it has none, in float32."""
     if codec.exact_dtype is not None:
         return codec.stored_values(streams)
     if isinstance(codec, CodecWithSidecars):
@@ -135,11 +134,11 @@ def supports_value_checks(codec: Codec, device: torch.device) -> bool:
 
 
 def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequence[int], str]]) -> Callable[[], None]:
-    """Start checking stored keys and values on a device for which ``supports_value_checks`` is True.
+    """Start checking stored keys and values on a device. ``supports_value_checks`` must be True for each codec.
 
-    Each element of ``sides`` is ``(codec, streams, runs, where)``: contiguous streams, the token counts of the encoded runs, and a name for
-    messages. Streams of sidecars are small, and are copied to the host and checked there. Returns a function that waits for the device and
-    raises InvalidPayload about the first element that breaks a rule, as ``codec.check`` and ``codec.check_runs`` do.
+    Each of ``sides`` is ``(codec, streams, runs, where)``: contiguous streams, the number of tokens of each run, and a name for messages.
+    Streams of sidecars are small, and are checked on the host. Returns a function that waits for the device and raises InvalidPayload about
+    the first side that breaks a rule, as ``codec.check`` and ``codec.check_runs`` do.
     """
     if not sides:
         return lambda: None
@@ -171,7 +170,7 @@ def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequen
 def _to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[numpy.ndarray[Any, Any]]]:
     """Start copying ``tensors``, all on one device, to host memory in a single transfer.
 
-    Returns a function that waits for the copy and returns numpy arrays of the same shapes, with bfloat16 as uint16 bit patterns.
+    Returns a function that waits for the copy and returns numpy arrays of the same shapes. bfloat16 becomes uint16 bit patterns.
     """
     if not tensors:
         return list
@@ -199,9 +198,9 @@ def supports_chunk_checks(codec: Codec, device: torch.device) -> bool:
 
 
 def check_chunks(codec: Codec, streams: Mapping[str, torch.Tensor], where: str) -> None:
-    """Run ``codec.check_chunks`` on a device for which ``supports_chunk_checks`` is True, and wait for the result.
+    """Run ``codec.check_chunks`` on a device and wait for it. ``supports_chunk_checks`` must be True.
 
-    Raises InvalidPayload, naming ``where``.
+    Raises InvalidPayload with ``where`` in its message.
     """
     from kvpack.kernels import codecs
 
@@ -216,7 +215,7 @@ def supports_digests(device: torch.device) -> bool:
 
 
 def digests(ranges: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], list[bytes]]:
-    """Start computing the XXH3-128 digests of ``(memory, begin, end)`` ranges of uint8 tensors on a device.
+    """Start computing XXH3-128 digests on a device. Each range is (uint8 tensor, begin, end).
 
     ``supports_digests`` must be True for the device. Returns a function that waits for the digests and returns them in order.
     """
@@ -239,9 +238,9 @@ def digests(ranges: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], lis
 
 
 def norms(x: torch.Tensor) -> torch.Tensor:
-    """Return ``token_norms.norms_per_head(x)``, computed in C if possible.
+    """Return the norm of each token and head, float32 ``[batch, kv_head, token]``, computed in C if possible.
 
-    The last bits may differ, because the C kernels add in a different order.
+    Compared with ``token_norms.norms_per_head``, the last bits may differ, because C adds in a different order.
     """
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
@@ -253,15 +252,15 @@ def norms(x: torch.Tensor) -> torch.Tensor:
 
 
 def environment_key() -> tuple[str | None, str | None]:
-    """Return the values of the environment variables that select kernels, as a cache key."""
+    """Return the environment variables that select kernels, as part of a cache key."""
     return os.environ.get(VARIABLE), os.environ.get(ASSEMBLY_VARIABLE)
 
 
 def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
-    """Decode the tokens of ``side`` that kernels support into ``out`` ``[batch, kv_head, token, dim]``.
+    """Decode into ``out``, ``[batch, kv_head, token, dim]``, the tokens of ``side`` that kernels support.
 
-    Returns the half-open ranges of tokens that the caller still has to write: all tokens if no kernels run. Raises InvalidParameter if a
-    stream does not have the codec's layout, and the errors of ``uses_triton`` and ``uses_c``.
+    Returns the (start, stop) ranges of tokens that the caller still has to write, which are all tokens if no kernels run. Raises
+    InvalidParameter if a stream does not have the codec's layout, and the errors of ``uses_triton`` and ``uses_c``.
     """
     if uses_c(out.device):
         from kvpack.kernels.cpu import lossless, unpack
@@ -282,7 +281,7 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.DecodedChunks | None:
-    """Run ``rans.decode`` in C. Returns None if the C kernels are unavailable or disabled."""
+    """Decode chunks like ``rans.decode``, but in C. Returns None if the C kernels are unavailable or disabled."""
     if not _runs_c():
         return None
     from kvpack.kernels.cpu import rans as c_rans
@@ -291,7 +290,7 @@ def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numb
 
 
 def _encode_chunks(symbols: rans.Numbers, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Chunks | None:
-    """Run ``rans.encode_in_numpy`` in C. Returns None if the C kernels are unavailable or disabled."""
+    """Encode symbols like ``rans.encode_in_numpy``, but in C. Returns None if the C kernels are unavailable or disabled."""
     if not _runs_c():
         return None
     from kvpack.kernels.cpu import rans as c_rans
@@ -303,7 +302,7 @@ rans.compiled_decoder, rans.compiled_encoder = _decode_chunks, _encode_chunks
 
 
 def _add_words(data: memoryview, sum_: int) -> int | None:
-    """Run ``row.checksum`` in C. Returns None if the C kernels are unavailable or disabled."""
+    """Add words to a checksum like ``row.checksum``, but in C. Returns None if the C kernels are unavailable or disabled."""
     if not _runs_c():
         return None
     from kvpack.kernels.cpu import checksum
@@ -315,7 +314,7 @@ row.compiled = _add_words
 
 
 def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
-    """Run ``token_norms.has_large_size`` in C. Returns None if the C kernels are unavailable or disabled."""
+    """Compare sizes like ``token_norms.has_large_size``, but in C. Returns None if the C kernels are unavailable or disabled."""
     if not uses_c(sizes.device):
         return None
     from kvpack.kernels.cpu import encode as c_encode
@@ -324,10 +323,10 @@ def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
 
 
 def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, device: torch.device) -> bool:
-    """Return True if ``token_norms.has_large_size`` is True for ``codec.error_sizes(streams)``.
+    """Return True if a token's ``codec.error_sizes`` exceed ``ratio`` times the typical size.
 
-    The C kernels read the sizes directly from the streams if they can. ``device`` is that of the streams. The result may also be True for a
-    size that reaches ``ratio`` only after rounding.
+    The C kernels read sizes directly from the streams if they can. The streams are on ``device``. Because sizes are rounded, a size
+    slightly below the limit may also count.
     """
     if uses_c(device):
         from kvpack.kernels.cpu import encode as c_encode
@@ -368,7 +367,7 @@ def uses_triton(device: torch.device) -> bool:
 
 
 def uses_c(device: torch.device) -> bool:
-    """Return True if the C kernels process tensors on ``device`` for the codecs that they support.
+    """Return True if the C kernels process tensors on ``device``, for codecs that they support.
 
     Issues a KvpackWarning, once, if ``device`` is the CPU and the C kernels are missing. Raises InvalidParameter if KVPACK_KERNELS has an
     unknown value, or is "cpu" although the C kernels were not built.
@@ -386,7 +385,7 @@ def uses_c(device: torch.device) -> bool:
 
 @cache
 def c_is_built() -> bool:
-    """Return True if the C kernels were built and run on this machine. Without a C compiler, kvpack is installed without them."""
+    """Return True if the C kernels were built and run on this machine. Without a C compiler, kvpack is installed without C kernels."""
     from kvpack.kernels.cpu.library import library
 
     return library() is not None
@@ -412,13 +411,12 @@ def _checked_backend(backend: str) -> str:
 
 
 def backends() -> dict[str, str]:
-    """Describe the implementation that encodes, decodes and attends on each kind of device, "cpu" and "cuda".
+    """Describe the implementation that encodes, decodes and attends, by kind of device ("cpu" and "cuda").
 
-    PyTorch operations replace kernels that do not support a codec. Raises InvalidParameter if the environment variable KVPACK_KERNELS
-    has an unknown value.
+    For codecs that kernels do not support, PyTorch operations are used instead. Raises InvalidParameter if the environment variable
+    KVPACK_KERNELS has an unknown value.
 
-    >>> sorted(kvpack.backends())
-    ['cpu', 'cuda']
+    >>> sorted(kvpack.backends()) ['cpu', 'cuda']
     """
     chosen = _checked_backend(os.environ.get(VARIABLE, ""))
     forced = f"PyTorch operations ({VARIABLE}={chosen})"

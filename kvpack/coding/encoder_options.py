@@ -1,7 +1,7 @@
-"""Lookup of encoder options, such as norm_rule, in the recipe text of a loaded cache, which needs them to encode more tokens.
+"""Encoder options, such as norm_rule, of a loaded cache, which are needed to encode further tokens.
 
-The header's codecs do not store these options. The text is searched instead of parsed, because parsing an untrusted text would create every
-codec in it.
+A header's codecs do not store these options, so they are looked up in its recipe text. The text is searched instead of parsed, because
+parsing an untrusted text would create every codec in it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ENCODER_OPTIONS = {
     )
     for codec_id, codec in CODECS.items()
 }
-"""Names of the options that affect only the encoder, by codec id."""
+"""Names of options that affect only the encoder, by codec id."""
 
 _NAMED = {name: preset.recipe for name, preset in (PUBLISHED | ADDITIONS).items()} | RECORDED
 
@@ -45,10 +45,9 @@ _WORDS = (raw_clause.PREFIX, *(f"{name}=" for name in sorted(frozenset(RawPositi
 
 
 def with_encoder_options(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:
-    """Return a header's ``codec`` with the encoder options from the header's ``recipe`` for one layer's keys or values.
+    """Return ``codec``, from a header, with the encoder options that ``recipe`` sets for one layer's keys or values.
 
-    ``side`` is "k" or "v". The codec is returned unchanged if the text is not a valid recipe or selects another codec, both of which a file
-    may contain.
+    ``side`` is "k" or "v". If the text is not a valid recipe or selects another codec, which a file may contain, the codec is unchanged.
     """
     key = recipe, layer, layers, side
     if key not in codec.derived_values:
@@ -74,7 +73,7 @@ def _apply_options(codec: Codec, recipe: str, layer: int, layers: int, side: str
 
 @lru_cache(maxsize=1024)
 def _options(recipe: str, layer: int, layers: int, side: str, codec_id: str) -> dict[str, str]:
-    """Return the options in the last clause that covers the layer and side, or an empty dict if it selects another codec."""
+    """Return the codec options that apply to one layer's keys or values, or an empty dict if the recipe selects another codec."""
     result: dict[str, str] = {}
     for rule in _rules(recipe):
         if side in rule.sides and rule.covers(layer, layers):
@@ -84,7 +83,7 @@ def _options(recipe: str, layer: int, layers: int, side: str, codec_id: str) -> 
 
 @lru_cache(maxsize=16)
 def _rules(recipe: str) -> tuple[Rule, ...]:
-    """Return the rule of every clause, with presets expanded, or no rules if no clause has encoder options. Invalid words are kept."""
+    """Return the rules of all clauses, with presets expanded, or no rules if no clause has encoder options. Options are not validated."""
     clauses: list[str] = []
     for text in recipe.split(";"):
         clauses += _NAMED.get(text.strip(), text.strip()).split(";")
@@ -109,6 +108,6 @@ def _raw_options(clause: str) -> str:
 
 
 def _with_raw(options: str, raw: str) -> str:
-    """Add the options ``raw`` for raw tokens to a codec's ``options``, unless these already have some."""
+    """Add ``raw``, the options for raw tokens, to a codec's options, unless the codec already sets some of them."""
     has_own = any(option.partition("=")[0] in RawPositions.words for option in options.split(","))
     return ",".join(part for part in (options, "" if has_own else raw) if part)

@@ -1,4 +1,4 @@
-"""Encoding of a whole tensor with a codec, in blocks, into the arrays of the codec's layout."""
+"""Encoding of tensors with a codec, block by block."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 TORCH_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-"""torch dtypes by stored dtype name."""
+"""torch dtypes of stored tensors, by name."""
 
 STATE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-"""Names of stored dtypes by torch dtype."""
+"""Names of stored dtypes, by torch dtype."""
 
 RAW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""torch dtypes of raw tails by their name in headers."""
+"""torch dtypes of raw tails, by their name in headers."""
 
 RAW_NAMES = {dtype: name for name, dtype in RAW_DTYPES.items()}
-"""Names in headers by torch dtype of raw tails."""
+"""Names of the dtypes of raw tails in headers, by torch dtype."""
 
 BLOCK_VALUES = 1 << 19
-"""Number of values encoded at once on the CPU. A block fits in the cache, but is large enough to hide the overhead of a call."""
+"""Number of values per block on the CPU. A block fits in the processor's cache, but is large enough to hide the overhead of a call."""
 
 _GROUP_MULTIPLE = 128
 
 
 class Progress(Protocol):
-    """Callback that receives the completed and the total work, in the same unit."""
+    """Callback for progress. It receives the completed and the total amount of work, in the same unit."""
 
     def __call__(self, done: int, total: int) -> None: ...
 
@@ -72,13 +72,13 @@ def encode(
 
     Args:
         codec: Codec of the run.
-        x: ``[batch, kv_head, token, dim]``, of any float dtype.
-        where: The location to name in messages.
-        before: Streams of the run that this one continues, if there is one.
+        x: Values ``[batch, kv_head, token, dim]`` of any float dtype.
+        where: Name of the values for messages.
+        before: Streams of the run that this one continues, if any.
         position: Position of the first token, if known.
-        norms: Norms of the layer's keys, ``[batch, kv_head, token]`` (``norms_per_head``), if known. Defaults to those of ``x``.
-        layers: Number of layers whose sequences are in ``x``. An error may then be due to another layer's tokens.
-        chosen: Raw tokens, bool ``[batch, token]``, if they have been chosen by norms. Defaults to those that ``norms`` select.
+        norms: Norms of the layer's keys, ``[batch, kv_head, token]`` (``norms_per_head``), if known. Defaults to the norms of ``x``.
+        layers: Number of layers whose sequences are joined in ``x``. An error may then be due to another layer's tokens.
+        chosen: Mask of raw tokens, bool ``[batch, token]``. Defaults to the tokens that ``norms`` select.
 
     Raises:
         InvalidParameter: A value is NaN or infinite (raw and lossless store these too), or ``uses_triton`` raises it.
@@ -123,15 +123,15 @@ def encode(
 
 
 def scale_fit_errors(codec: Codec, x: torch.Tensor, shared: Collection[str], where: str) -> torch.Tensor:
-    """Return ``token_norms.measure_fit_errors`` of ``x`` ``[batch, kv_head, token, dim]`` for the scales that ``shared`` names.
+    """Return how badly the tokens of ``x``, ``[batch, kv_head, token, dim]``, fit their shared scales (``token_norms.measure_fit_errors``).
 
-    Raises the errors of ``encode``.
+    ``shared`` names the axes along which scales are shared. Raises the errors of ``encode``.
     """
     return measure_fit_errors(_coded_norms(codec, x, where, None), shared)
 
 
 def _coded_norms(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
-    """Return ``codec.coded_norms`` of ``x``. Raises the errors of ``encode``."""
+    """Return the norms of ``x`` in the coded frame (``codec.coded_norms``). Raises the errors of ``encode``."""
     if not codec.changes_norms:
         return dispatch.norms(x)
     blocks = _blocks(codec, x)
@@ -147,7 +147,7 @@ def encode_all(
     position: int | None = None,
     sizes: TokenSizes = UNMEASURED,
 ) -> dict[str, torch.Tensor]:
-    """Encode like ``encode``, but with a codec that stores no tokens raw by position, and without warnings about tokens.
+    """Encode ``x`` like ``encode``, but with a codec that has no raw tokens, and without warnings about tokens.
 
     Sizes are written to the tensors in ``sizes``.
     """
@@ -172,7 +172,7 @@ def _encode_others(
     position: int | None,
     sizes: TokenSizes = UNMEASURED,
 ) -> dict[str, torch.Tensor]:
-    """Encode ``x``, but store the tokens ``chosen``, bool ``[batch, token]``, raw. Fills ``sizes`` as ``encode_all`` does.
+    """Encode ``x``, with the tokens in ``chosen``, bool ``[batch, token]``, stored raw. Writes sizes like ``encode_all``.
 
     Raises the errors of ``encode``.
     """
@@ -203,7 +203,10 @@ def _encode_groups_again(
     before: Mapping[str, torch.Tensor] | None,
     sizes: TokenSizes,
 ) -> None:
-    """Re-encode the token groups that have ``chosen`` tokens, bool ``[batch, token]``, without these, into ``streams`` and ``sizes``."""
+    """Re-encode every token group that contains a chosen token, with the chosen tokens left out, into ``streams`` and ``sizes``.
+
+    ``chosen`` is bool ``[batch, token]``.
+    """
     group, tokens = codec.summary.token_group, x.shape[2]
     groups = torch.unique(chosen.any(0).nonzero()[:, 0] // group)
     if not len(groups):
@@ -287,7 +290,7 @@ def _encode_in_blocks(
 
 
 def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the token ranges of the blocks to encode."""
+    """Return the token ranges of the blocks in which ``x`` is encoded."""
     batch, heads, tokens, _ = x.shape
     row = max(1, batch * heads * codec.dim)
     multiple = max(_GROUP_MULTIPLE, codec.summary.token_group)
@@ -299,9 +302,9 @@ def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _values(codec: Codec, x: torch.Tensor, start: int, stop: int, where: str) -> torch.Tensor:
-    """Return tokens ``[start, stop)`` of ``x`` in the dtype in which the codec encodes.
+    """Return tokens ``[start, stop)`` of ``x`` in the dtype that the codec encodes.
 
-    Raises InvalidParameter if a lossy codec gets values that are not finite.
+    Raises InvalidParameter if the codec is lossy and a value is not finite.
     """
     part = x[:, :, start:stop]
     if codec.summary.exact_dtype is None:
@@ -311,7 +314,8 @@ def _values(codec: Codec, x: torch.Tensor, start: int, stop: int, where: str) ->
 
 
 def is_rounded(x: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return True if conversion to another dtype, ``values``, changed any value of ``x`` ``[batch, kv_head, token, dim]``."""
+    """Return True if ``values``, which are ``x`` converted to another dtype, differ from ``x``. Both are ``[batch, kv_head, token, dim]``.
+    """
     if RAW_NAMES[x.dtype] in EXACT_DTYPES[RAW_NAMES[values.dtype]]:
         return False
     size = max(1, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
@@ -324,7 +328,7 @@ def is_rounded(x: torch.Tensor, values: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def rounding_is_shown() -> Iterator[None]:
-    """Suppress RoundedWarning in all threads, for measurements that already include the cost of rounding."""
+    """Suppress RoundedWarning in all threads within this context, for measurements that already include the cost of rounding."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RoundedWarning)
         yield
@@ -333,7 +337,7 @@ def rounding_is_shown() -> Iterator[None]:
 def check_finite(x: torch.Tensor, first: int, where: str) -> None:
     """Raise InvalidParameter if ``x`` has a value that is not finite.
 
-    The message contains ``where``, the value and its position. Tokens of ``x`` are counted from ``first``.
+    The message contains ``where``, the value and its position. The first token of ``x`` is numbered ``first``.
     """
     # The sum is cheap. Only if it is not finite, which may be an overflow, is every value examined.
     if math.isfinite(x.sum().item()) or torch.isfinite(x).all():

@@ -1,4 +1,4 @@
-"""Inspection of a file's header, and verification of all of its bytes."""
+"""Inspection of a file's header, and verification of a whole file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def summarize(file: File) -> dict[str, Any]:
-    """Describe the header of ``file`` as JSON values, except that bytes stay bytes."""
+    """Describe the header of ``file`` as JSON values, except that bytes remain bytes."""
     header = file.header
     inputs = Inputs.from_features(header.ignorable, header.hidden, header.batch, start=header.start, tokens=header.tokens)
     stored: Counter[tuple[int, str]] = Counter()

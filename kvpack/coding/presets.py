@@ -1,8 +1,9 @@
-"""Presets: kvpack's own recipes and configurations published in papers, by name.
+"""Presets: kvpack's own recipes and configurations from papers, by name.
 
 A preset covers the keys and values of every layer. An addition changes some layers, and follows a preset in a recipe. Every lossy preset
-keeps a few tokens raw (``RAW_CLAUSE``), even if its paper does not. Presets that rotate keys and store one norm per token, and those of
-HQMQ, also store key means separately; the former use 8-bit norms for keys of up to 3 bits. Everything else follows the papers.
+keeps a few tokens raw (``RAW_CLAUSE``), even if its paper does not. Two groups of presets also store key means separately: those that
+rotate keys and store one norm per token, and those of HQMQ. The first group uses 8-bit norms for keys of up to 3 bits. Everything else
+follows the papers.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import NamedTuple
 RAW_CLAUSE = "raw=4,0.5,4"
 """Clause for the tokens that lossy presets keep raw: the first of a sequence, and those with key norms far from their page's median.
 
-Tokens with low norms are attention sinks. With 0.6 for 0.5, files need 0.015 bits more per value, without a gain in quality. A token with
-a high norm would raise the scales that it shares with other tokens or heads.
+Tokens with low norms are attention sinks. A limit of 0.6 instead of 0.5 takes 0.015 more bits per value, without a gain in quality. A token
+with a high norm would raise the scales that it shares with other tokens or heads.
 """
 
 CALIBRATED_RAW_CLAUSE = "raw=1,0.6,4"
-"""Clause for the tokens that klt and transform keep raw. Fewer first tokens are raw, because they are costly at so few bits.
+"""Clause for the tokens that klt and transform keep raw. Fewer first tokens are raw, because raw tokens are costly at so few bits.
 
 Later attention sinks are found by their low norms.
 """
@@ -26,10 +27,10 @@ Later attention sinks are found by their low norms.
 
 @dataclass(frozen=True)
 class Preset:
-    """A named recipe and its ``source``.
+    """A named recipe. ``source`` describes where it is from.
 
-    ``codecs`` are its clauses that select codecs, and ``raw`` the clause that selects raw tokens, or an empty string. If it fits only
-    one model, ``layers`` and ``dim`` are the layers and head dim of that model.
+    ``codecs`` are the clauses that select codecs. ``raw`` is the clause that selects raw tokens, or an empty string. ``layers`` and ``dim``
+    are set if the preset fits only one model: its number of layers and its head dim.
     """
 
     codecs: str
@@ -44,7 +45,8 @@ class Preset:
 
 
 class KvpackPreset(NamedTuple):
-    """Settings of one of kvpack's own presets: ``bits`` per code. ``trellis`` is True if codes are paths through a trellis."""
+    """Settings of one of kvpack's own presets. ``bits`` is the width of a code. If ``trellis`` is True, codes are paths through a trellis.
+    """
 
     bits: int
     trellis: bool
@@ -59,18 +61,17 @@ MAX_TRELLIS_BITS = 4
 """Maximum number of bits per value in the codec trellis."""
 
 MAX_LOG8_BITS = 3
-"""Maximum number of bits per key value with which presets use 8-bit norms.
+"""Maximum width of keys, in bits, for which presets use 8-bit norms.
 
 An 8-bit norm is off by 1.3% on average, which scales all scores of its key. At 4 bits and head dim 64, random errors of the codes change a
 score by 1.2%, less than the error of the norm.
 """
 
 MAX_SMALL_TRELLIS_BITS = 2
-"""Maximum number of bits, rounded down, with which presets use trellises of 256 states instead of 1,024.
+"""Maximum average width in bits, rounded down, for which presets use trellises of 256 states instead of 1,024.
 
 With 256 states, encoding is eight times as fast on a CPU, and each codec in a file has a table of 512 bytes instead of 2,048. The squared
-error is 4% larger at 2 bits, 8% larger at 3 bits, and 13% larger at 4 bits. At 4 bits, scalar codes with ``rounding=scaled`` would then be
-as good.
+error is 4% larger at 2 bits, 8% at 3 bits, and 13% at 4 bits. At 4 bits, scalar codes with ``rounding=scaled`` would then be as good.
 """
 
 _MEANS = "mean=32,mean_bits=4"
@@ -86,45 +87,47 @@ _MIXED_KV = {
     "starcoder2-3b": (40, 64, "0-15", 256, 128),
     "olmo-1b": (32, 64, "0-3", 256, 64),
 }
-"""Numbers of bins in the boosted layers, from TurboAngle Tables 2, 3 and 5. All other layers have 128 bins for keys and 64 for values."""
+"""Models with their numbers of bins in boosted layers, from TurboAngle Tables 2, 3 and 5. Other layers have 128 bins for keys and 64 for
+values.
+"""
 
 
 def _turboangle_clauses(k_bins: int, v_bins: int) -> tuple[str, str]:
-    """Return the clauses for keys and values with K8V4-log norms (TurboAngle Sec. 3.3)."""
+    """Return the codec clauses for keys and for values, with K8V4-log norms (TurboAngle Sec. 3.3)."""
     return f"k=angle:n={k_bins},norm=linear8", f"v=angle:n={v_bins},norm=log4"
 
 
 def kvpack_codec(side: str, bits: int, trellis: bool) -> str:
-    """Return the codec for ``side`` in kvpack's own presets, without options for raw tokens.
+    """Return the codec text for ``side`` in kvpack's own presets, without options for raw tokens.
 
-    For keys, it stores the mean of each page separately and scales the channels to similar sizes.
+    The codec for keys stores the mean of each page separately, and scales the channels to similar sizes.
     """
     return f"{_kvpack_words(side, bits, trellis, bits)}{',mean=128,channel_scale=fp16' if side == 'k' else ''}"
 
 
 def calibrated_codec(side: str, bits: int, trellis: bool, average_bits: int | None = None) -> str:
-    """Return ``kvpack_codec`` for use with a basis that has frames for keys.
+    """Return the codec text for ``side`` in kvpack's own presets, for use with a basis that has frames for keys.
 
-    ``average_bits`` is the average width of the recipe, rounded down. Defaults to ``bits``.
+    ``average_bits`` is the recipe's average width, rounded down. Defaults to ``bits``.
     """
     words = _kvpack_words(side, bits, trellis and bits <= MAX_TRELLIS_BITS, bits if average_bits is None else average_bits)
     return f"{words}{',mean=128,frame=centered' if side == 'k' else ''}"
 
 
 def _kvpack_words(side: str, bits: int, trellis: bool, average_bits: int) -> str:
-    """Return the codec for ``side`` in kvpack's own presets, without sidecars."""
+    """Return the codec text for ``side`` in kvpack's own presets, without sidecars."""
     if not trellis:
         return f"scalar:b={bits},rounding=scaled{_norm(side, bits)}"
     return f"trellis:b={bits}{',states=256' if average_bits <= MAX_SMALL_TRELLIS_BITS else ''}{_norm(side, bits)}"
 
 
 def _paper_keys(codec: str, bits: int) -> str:
-    """Return ``codec``, from a paper, with separate key means. Norms have 8 bits if their error is smaller than that of the codes."""
+    """Return ``codec``, from a paper, with options for separate key means and, if precise enough at ``bits`` bits, 8-bit norms."""
     return f"{codec}{_norm('k', bits)},{_MEANS}"
 
 
 def _norm(side: str, bits: int) -> str:
-    """Return the option for 8-bit norms, or an empty string if their error is larger than that of the codes."""
+    """Return the option for 8-bit norms, or an empty string if these would be less precise than the codes."""
     return ",norm=log8" if side == "v" or bits <= MAX_LOG8_BITS else ""
 
 
@@ -135,7 +138,7 @@ def _mixed_kv_recipe(boosted: str, k_bins: int, v_bins: int) -> str:
 
 
 def _basic_presets() -> dict[str, Preset]:
-    """Return lossless presets, kvpack's own presets, and formats used by serving engines."""
+    """Return the lossless presets, kvpack's own presets, and the formats of serving engines."""
     result = {"raw": Preset("kv=raw", "uncompressed, in the dtype of the values", raw="")}
     for name in ("bf16", "fp16", "fp32"):
         result[name] = Preset(f"kv=raw:dtype={name}", f"uncompressed, stored as {name}", raw="")
@@ -152,7 +155,7 @@ def _basic_presets() -> dict[str, Preset]:
 
 
 def _rotation_presets() -> dict[str, Preset]:
-    """Return presets that rotate keys."""
+    """Return the presets that rotate keys."""
     result = {}
     for b in (2, 3, 4):
         result[f"octopus-{b}"] = Preset(
@@ -179,7 +182,7 @@ def _rotation_presets() -> dict[str, Preset]:
 
 
 def _group_presets() -> dict[str, Preset]:
-    """Return presets that quantize groups of values with a scale per group."""
+    """Return the presets that quantize groups of values, with a scale per group."""
     result, rotated = {}, "rotation=hadamard"
     for name, g, window in (("oscar-2", 32, ""), ("oscar-2-g128", 128, ";tail=128")):
         words = f"b=2,g={g},{rotated}"
@@ -205,7 +208,7 @@ def _group_presets() -> dict[str, Preset]:
 
 
 def _direction_presets() -> dict[str, Preset]:
-    """Return presets that encode angles or quaternions."""
+    """Return the presets that encode angles or quaternions."""
     result = {}
     result["turboangle-k8v4"] = Preset(";".join(_turboangle_clauses(128, 64)), "TurboAngle K8V4-log")
     result["turboangle-norm8"] = Preset("k=angle:n=128,norm=linear8;v=angle:n=64,norm=linear8", "TurboAngle with norm8")
@@ -222,7 +225,7 @@ def _direction_presets() -> dict[str, Preset]:
 
 
 def _hqmq_codecs(words: str) -> str:
-    """Return the clauses for HQMQ's codec and separate key means. They have only norms of quadruples, which cannot use 8 bits."""
+    """Return the clauses of an HQMQ preset with separate key means. It stores norms of quadruples, which cannot have 8 bits."""
     return f"k=quaternion:{words},mean=128;v=quaternion:{words}"
 
 

@@ -1,4 +1,4 @@
-"""Parsing and writing of ``raw=<first>,<low norm>,<high norm>,<dtype>``, which keeps tokens raw in all lossy codecs of a recipe.
+"""Parsing and writing of the clause ``raw=<first>,<low norm>,<high norm>,<dtype>``, which keeps tokens raw in all lossy codecs.
 
 The values set the options of ``RawPositions`` in this order. A value that is 0 or missing leaves its option unset.
 """
@@ -18,7 +18,7 @@ PREFIX = "raw="
 
 
 def parse_raw_clause(clause: str) -> dict[str, str]:
-    """Return the options that ``clause`` sets for a codec, or an empty dict for ``raw=0``. Raises InvalidParameter."""
+    """Return the codec options that ``clause`` sets, or an empty dict for ``raw=0``. Raises InvalidParameter."""
     values = clause.removeprefix(PREFIX).split(",")
     if len(values) > len(RawPositions.words):
         raise InvalidParameter(f"{clause!r} has {len(values)} values, expected up to {len(RawPositions.words)}: {_SYNTAX}")
@@ -31,12 +31,12 @@ def parse_raw_clause(clause: str) -> dict[str, str]:
 
 
 def raw_positions_of(words: Mapping[str, str]) -> RawPositions | None:
-    """Return the rule that selects raw tokens, given codec options, or None if no tokens stay raw. Raises InvalidParameter."""
+    """Return the rule that codec options set for raw tokens, or None if no tokens are kept raw. Raises InvalidParameter."""
     return RawPositions.from_options(1, "k", Options("raw", words))
 
 
 def raw_clause_value(words: Mapping[str, str]) -> str:
-    """Return the canonical value of the clause for codec options, or an empty string if they keep no tokens raw."""
+    """Return the canonical value of a ``raw=`` clause that sets these codec options, or an empty string if no tokens are kept raw."""
     chosen = raw_positions_of(words)
     if chosen is None:
         return ""

@@ -26,7 +26,7 @@ MAX_FILE_BYTES = 1 << 16
 
 
 def split_path(recipe: str | os.PathLike[str], presets: Container[str]) -> tuple[str, str] | None:
-    """Split ``recipe`` into the path of a recipe file and the clauses after it. Returns None if it is a recipe and not a path."""
+    """Split ``recipe`` into the path of a recipe file and the clauses after it. Returns None if it is a recipe instead of a path."""
     if not isinstance(recipe, str):
         return os.fsdecode(recipe), ""
     if recipe.startswith("@"):
@@ -39,7 +39,7 @@ def split_path(recipe: str | os.PathLike[str], presets: Container[str]) -> tuple
 
 
 def read_clauses(path: str) -> list[tuple[int, str]]:
-    """Read the clauses of a recipe file. Each is preceded by its line number, starting at 1.
+    """Return the clauses of a recipe file, each as (line number from 1, clause).
 
     Raises MissingFile, or InvalidParameter for a file that is too large, not UTF-8 or without a clause.
     """

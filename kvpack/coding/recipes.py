@@ -6,16 +6,15 @@
     codec   = id [ ":" option { "," option } ]
     list    = item { "," item }                item = layer or first-last; -1 is the last layer
 
-Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1" stands for "layers=0,-1:k=raw".
-"raw=4,0.5,4" sets the options raw_first=4, raw_low_norm=0.6 and raw_high_norm=4 of every lossy codec in the recipe that sets none of them
-itself. Every lossy preset includes it, and "raw=0" after a preset turns it off.
-The codecs raw and lossless store their input's dtype, or round to the option dtype: "k=raw:dtype=bf16".
-The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" stands for "kv=klt:bits=1.75,widths=heads" and
-"transform-0.6" for "kv=transform:bits=0.6", both with "raw=1,0.6,4"; the number is the average of bits per value.
-Other codecs need a basis to encode keys in balanced frames: "k=scalar:b=2,frame=balanced".
-For example "kvpack-3", "octopus-3;layers=0,-1:k=raw;window=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;window=32".
-Wherever a recipe is accepted, "@path" refers to a file of clauses (kvpack/coding/recipe_files.py).
-Files, stores and pages record a recipe's canonical text, which contains no preset names (kvpack/coding/canonical.py).
+Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1" stands for "layers=0,-1:k=raw". "raw=4,0.5,4" sets the
+options raw_first=4, raw_low_norm=0.5 and raw_high_norm=4 of every lossy codec in the recipe that sets none of them itself. Every lossy
+preset includes it, and "raw=0" after a preset turns it off. The codecs raw and lossless store their input's dtype, or round to the option
+dtype: "k=raw:dtype=bf16". The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" stands for
+"kv=klt:bits=1.75,widths=heads" and "transform-0.6" for "kv=transform:bits=0.6", both with "raw=1,0.6,4"; the number is the average of bits
+per value. Other codecs need a basis to encode keys in balanced frames: "k=scalar:b=2,frame=balanced". For example "kvpack-3",
+"octopus-3;layers=0,-1:k=raw;window=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;window=32". Wherever a recipe is accepted,
+"@path" refers to a file of clauses (kvpack/coding/recipe_files.py). Files, stores and pages record a recipe's canonical text, which
+contains no preset names (kvpack/coding/canonical.py).
 """
 
 from __future__ import annotations
@@ -68,17 +67,17 @@ SIDES = ("k", "v")
 MAX_WINDOW = 1 << 20
 
 _ALIAS_WORDS = {"klt": f",widths=heads;{CALIBRATED_RAW_CLAUSE}", "transform": f";{CALIBRATED_RAW_CLAUSE}"}
-"""Text that ``klt-<bits>`` and ``transform-<bits>`` add after the bits. Changing it does not affect clauses that are written out."""
+"""Text that ``klt-<bits>`` and ``transform-<bits>`` append. Changing it does not affect clauses that are written out."""
 _ALIAS = re.compile(rf"({'|'.join(CALIBRATED)})-([0-9]+(?:\.[0-9]+)?)")
 _CODEC = re.compile(r"(?:^|[;:])(?:k|v|kv)=([a-z]+)")
-"""Pattern of a codec id in a recipe."""
+"""Pattern that finds the codec ids in a recipe."""
 _WINDOW = ("window=", "tail=")
 """Prefixes of a window clause. The canonical text, which store keys depend on, uses the second one."""
 
 
 @dataclass(frozen=True, init=False)
 class Recipe:
-    """A parsed recipe, which selects the codec of each layer's keys and values.
+    """A parsed recipe. It selects the codec of each layer's keys and values.
 
     ``text`` is the canonical text. It is the same for every spelling of the recipe, contains no preset names, and includes the SHA-256 of
     the basis. Recipes with the same canonical text are equal.
@@ -91,24 +90,21 @@ class Recipe:
         kv: Codec of all layers' keys and values.
         layers: Codecs of some layers, keyed by a list of layers such as ``"0,-1"``: one codec for keys and values, or a mapping from "k"
             and "v" to codecs.
-        window: Number of raw tokens at the end. Once there are that many, they are encoded together.
+        window: Number of tokens that are encoded together. Until there are that many, the newest tokens stay raw.
 
     Raises:
         InvalidParameter: The recipe is invalid. The message points at the invalid word and lists the valid ones.
         MissingFile: The recipe file or the basis file does not exist.
 
-    >>> kvpack.Recipe("k=scalar:b=4;v=group:b=2,g=32") == kvpack.Recipe("v=group:g=32,b=2;k=scalar:b=4")
-    True
-    >>> from kvpack.codecs import Raw, Scalar
-    >>> kvpack.Recipe(kv=Scalar(b=4), layers={"0,-1": Raw()}).text
-    'kv=scalar:b=4;layers=0,-1:kv=raw'
+    >>> kvpack.Recipe("k=scalar:b=4;v=group:b=2,g=32") == kvpack.Recipe("v=group:g=32,b=2;k=scalar:b=4") True >>> from kvpack.codecs import
+    Raw, Scalar >>> kvpack.Recipe(kv=Scalar(b=4), layers={"0,-1": Raw()}).text 'kv=scalar:b=4;layers=0,-1:kv=raw'
     """
 
     text: str = field(compare=False)
     basis: Basis | None = field(default=None, compare=False, repr=False)
     canonical: str = field(init=False, repr=False)
     _written: str = field(init=False, compare=False, repr=False)
-    """The text as the caller wrote it, with the SHA-256 of the basis added."""
+    """The text as the caller wrote it, with the SHA-256 of the basis inserted."""
     _named: Mapping[str, str] = field(init=False, compare=False, repr=False)
 
     def __init__(
@@ -139,9 +135,9 @@ class Recipe:
 
     @classmethod
     def from_recorded(cls, text: str, basis: Basis | None = None) -> Self:
-        """Parse the recipe text recorded in a file, store entry or page. Presets have the meaning that they had when it was recorded.
+        """Parse a recipe text recorded in a file, store entry or page. Presets mean what they meant when it was recorded.
 
-        ``text`` stays as recorded, for comparison with pages, and ``canonical`` is the text that would be recorded today. Raises
+        ``text`` stays as recorded, for comparison with pages. ``canonical`` is the text that would be recorded today. Raises
         InvalidParameter if the text is not a recipe, which the file format allows.
         """
         recipe = cls.__new__(cls)
@@ -151,7 +147,7 @@ class Recipe:
         return recipe
 
     def _parse(self, named: Mapping[str, str]) -> None:
-        """Parse ``text`` and set all other attributes. ``named`` maps the names of presets and additions to texts."""
+        """Parse ``text`` and set all other attributes. ``named`` maps names of presets and additions to recipe texts."""
         if not isinstance(self.text, str):
             raise InvalidType(f"a recipe must be text, such as 'kvpack-3', but got a {type(self.text).__name__}")
         object.__setattr__(self, "_named", named)
@@ -171,7 +167,7 @@ class Recipe:
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """Rules in the order of the text. If several rules cover a layer's keys or values, the last one applies."""
+        """The rules in the order of the text. If several rules cover a layer's keys or values, the last one applies."""
         result: list[Rule] = []
         words: dict[str, str] = {}
         for clause, written in self._clauses():
@@ -186,22 +182,24 @@ class Recipe:
 
     @property
     def needs_basis(self) -> bool:
-        """True if a clause requires a basis."""
+        """True if a clause of the recipe requires a basis."""
         return any(rule.needs_basis for rule in self.rules)
 
     @property
     def uses_basis(self) -> bool:
-        """True if the recipe can use a basis: if a clause requires one, or if a preset changes when one is passed."""
+        """True if the recipe can use a basis, because a clause requires one or a preset changes with one."""
         return self.needs_basis or self._has_own_preset
 
     @property
     def _has_own_preset(self) -> bool:
-        """True if the text contains one of kvpack's own presets, whose clauses depend on the basis."""
+        """True if the recipe contains one of kvpack's own presets, which change with a basis."""
         return any(written in KVPACK_PRESETS for _, written in self._clauses())
 
     @cached_property
     def window(self) -> int:
-        """Number of raw tokens at the end that are encoded together, or 0 if they are encoded as soon as they fill the codec's token group.
+        """Number of tokens that are encoded together, or 0 to encode tokens as soon as they fill the codec's token group.
+
+        Until a window is full, its tokens stay raw.
         """
         windows = [clause for clause, _ in self._clauses() if clause.startswith(_WINDOW)]
         if not windows:
@@ -227,10 +225,10 @@ class Recipe:
 
         Args:
             layer: Layer number, from 0.
-            layers: Number of layers of the model.
+            layers: Number of the model's layers.
             side: "k" for keys or "v" for values.
             dim: Head dim.
-            dtype: Dtype of the values, "bf16", "fp16" or "fp32". The codecs raw and lossless store it unless their clause sets another.
+            dtype: Dtype of the values, "bf16", "fp16" or "fp32". The codecs raw and lossless store it, unless their clause sets another.
 
         Raises InvalidParameter, listing suitable presets, if the codec does not support the head dim, and InvalidType if it does not
         support the dtype.
@@ -271,7 +269,7 @@ class Recipe:
             raise InvalidParameter(f"{error}{_presets_for(dim, dtype)}") from None
 
     def _get_basis(self, rule: Rule, layers: int) -> Basis:
-        """Return the basis that ``rule`` requires. Raises MissingBasis, or InvalidParameter if it does not have ``layers`` layers."""
+        """Return the basis that ``rule`` requires. Raises MissingBasis, or InvalidParameter if it is for another number of layers."""
         if self.basis is None:
             wanted = dict(rule.words).get("basis")
             named = f"the basis {wanted}" if wanted else "a basis"
@@ -289,7 +287,9 @@ class Recipe:
         return self.basis
 
     def _with_basis(self) -> str:
-        """Return the text with the basis's SHA-256 in every clause that needs a basis. Raises InvalidParameter if a clause names another.
+        """Return the text with the basis's SHA-256 inserted into every clause that needs a basis.
+
+        Raises InvalidParameter if a clause names a different basis.
         """
         assert self.basis is not None
         digest, clauses = self.basis.digest.hex(), []
@@ -308,7 +308,7 @@ class Recipe:
         return ";".join(clauses)
 
     def lossless(self, layers: int, dim: int = CHECKED_DIM) -> tuple[str, ...]:
-        """Return the dtypes among "bf16", "fp16" and "fp32" that the recipe stores exactly in all ``layers`` layers."""
+        """Return the dtypes ("bf16", "fp16" or "fp32") that the recipe stores exactly in each of ``layers`` layers."""
         if not 0 <= as_integer(layers, "layers") <= MAX_LAYERS:
             raise InvalidParameter(f"layers is {describe(layers)}, expected an integer from 0 to {MAX_LAYERS}")
         sides = [(layer, side) for layer in range(layers) for side in SIDES]
@@ -322,7 +322,7 @@ class Recipe:
         return exact is not None and dtype in EXACT_DTYPES[exact]
 
     def check_layers(self, layers: int) -> None:
-        """Raise OutOfBounds if a clause names a layer that does not exist in a cache of ``layers`` layers.
+        """Raise OutOfBounds if a clause names a layer that a cache of ``layers`` layers does not have.
 
         Raises InvalidParameter if the text is too long for a file's header.
         """
@@ -343,7 +343,7 @@ class Recipe:
                 refuse(self._written, rule.written, rule.written, message)
 
     def _clauses(self) -> Iterator[tuple[str, str]]:
-        """Yield (clause, as written) pairs. In the first element, presets, additions and aliases are expanded."""
+        """Yield (clause, text as written) for each clause, after expanding presets, additions and aliases."""
         for text in self._written.split(";"):
             written = text.strip()
             for clause in self._named.get(written, _expand_alias(written)).split(";"):
@@ -374,7 +374,7 @@ def _check_length(text: str) -> None:
 
 
 def _presets_for(dim: int, dtype: str) -> str:
-    """Return the end of an error message that lists presets for head dim ``dim`` and ``dtype``, one per codec."""
+    """Return the end of an error message that lists presets for a head dim and dtype, one per codec, or an empty string."""
     result: dict[str, str] = {}
     for name, preset in PUBLISHED.items():
         rules = Recipe(preset.recipe).rules
@@ -405,7 +405,7 @@ def preset_name(text: str) -> str:
 def basis_digest(recipe: Recipe) -> bytes | None:
     """Return the SHA-256 of the basis that caches with ``recipe`` need, or None if they need none.
 
-    Raises InvalidParameter if a clause that needs a basis does not name one, or if clauses name different bases.
+    Raises InvalidParameter if clauses name different bases, or if a clause that needs a basis names none.
     """
     if not recipe.needs_basis:
         return None
@@ -424,7 +424,7 @@ def _names_file(text: str | os.PathLike[str]) -> bool:
 def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
     """Parse a recipe's text, a preset's name or a recipe file. A Recipe is returned unchanged.
 
-    Raises MissingFile, or InvalidParameter, naming the line if the recipe is a file.
+    Raises MissingFile, or InvalidParameter. For a recipe file, the message names the line.
     """
     if isinstance(recipe, Recipe):
         return recipe
@@ -446,5 +446,5 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
 
 @lru_cache(maxsize=256)
 def _parse_cached(text: str, classes: tuple[type, ...]) -> Recipe:
-    """Parse ``text`` and cache the result, because consecutive caches often have the same recipe and can share its codecs."""
+    """Parse ``text``, or return the cached Recipe. Consecutive caches often have the same recipe, and can share its codecs."""
     return Recipe(text)

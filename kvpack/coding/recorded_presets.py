@@ -1,4 +1,4 @@
-"""Recipes behind the preset names that older versions of kvpack recorded. They never change, even if the presets do."""
+"""Recipe texts of presets as older versions of kvpack recorded them. They never change, even if the presets do."""
 
 from __future__ import annotations
 
@@ -93,4 +93,4 @@ RECORDED: dict[str, str] = {
     "v=group:b=2,g=32,rotation=hadamard,scales=u8",
     "boundary-1": "layers=0,-1:k=raw",
 }
-"""Recipe text by name of the preset or addition."""
+"""Recipe texts by name of the preset or addition."""

@@ -28,27 +28,27 @@ if TYPE_CHECKING:
     from kvpack.formats.basis import CalibratedRows
 
 CHECKED_DIM = 128
-"""Head dim for which a recipe is checked before the model's head dim is known."""
+"""Head dim with which a recipe is checked before the model's head dim is known."""
 
 _DTYPES = {"raw": tuple(DTYPES), "lossless": tuple(FLOAT_FORMATS)}
-"""Supported input dtypes of the codecs that store the input's dtype by default."""
+"""Supported dtypes of the codecs that store values in the input's dtype by default."""
 
 _BALANCED_SCALE = ("channel_scale", BALANCED)
 BASIS_OPTIONS = (f"{OPTION}=", "=".join(_BALANCED_SCALE))
-"""Prefixes of the options that require a basis even if their codec does not."""
+"""Prefixes of the options that require a basis for any codec."""
 
 CALIBRATED = {"klt": ("2", MIN_BITS), "transform": ("0.6", MIN_TRANSFORM_BITS)}
-"""Codecs that need a basis, each with its default (as text) and its minimum bits per value."""
+"""Codecs that need a basis, each with its default (as text) and minimum bits per value."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that selects a codec for ``sides`` ("k", "v" or "kv") of some layers.
+    """A clause of a recipe, which selects a codec for the keys, the values, or both, of some layers.
 
-    ``words`` are the codec's options, ``items`` are the layers as (first, last) pairs (None for all layers), and ``written`` is the clause
-    as written in the recipe.
+    ``sides`` is "k", "v" or "kv". ``words`` are the codec's options. ``items`` are the layers as (first, last) pairs, or None for all
+    layers. ``written`` is the clause as it appears in the recipe.
     """
 
     sides: str
@@ -59,7 +59,7 @@ class Rule:
     _codecs: dict[tuple[int, str, str | None], Codec] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def covers(self, layer: int, layers: int) -> bool:
-        """Return True if the rule covers ``layer`` of ``layers``."""
+        """Return True if the rule covers layer ``layer`` of a cache with ``layers`` layers."""
         if self.items is None:
             return True
         return any(_position(first, layers) <= layer <= _position(last, layers) for first, last in self.items)
@@ -72,7 +72,7 @@ class Rule:
         calibrated: CalibratedRows | None = None,
         balanced: CalibratedFrames | None = None,
     ) -> Codec:
-        """Return the codec for ``side``, for values with head dim ``dim`` and dtype ``dtype``.
+        """Return the codec that the rule selects for ``side``, for values with a head dim and dtype.
 
         ``calibrated`` and ``balanced`` are parameters from a basis, which only some codecs need.
 
@@ -97,7 +97,7 @@ class Rule:
         return self._codecs[request]
 
     def with_raw_tokens(self, words: Mapping[str, str]) -> Rule:
-        """Add the options ``words`` for raw tokens, unless the codec is lossless or the rule already has such options."""
+        """Return the rule with options for raw tokens, unless its codec is lossless or it already has such options."""
         if self.codec_id in _DTYPES or not dict(self.words).keys().isdisjoint(RawPositions.words):
             return self
         return replace(self, words=(*self.words, *words.items()))
@@ -121,12 +121,12 @@ class Rule:
 
     @property
     def needs_basis(self) -> bool:
-        """True if the rule's codec or its encoder requires a basis."""
+        """True if the codec or its encoder requires a basis."""
         return self.codec_id in CALIBRATED or bool(self.frame) or self.balances_channels
 
     @property
     def balances_channels(self) -> bool:
-        """True if key channels are scaled by query statistics, which a basis provides."""
+        """True if key channels are scaled by statistics of queries, which a basis provides."""
         return _BALANCED_SCALE in self.words
 
     @property

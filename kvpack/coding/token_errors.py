@@ -1,7 +1,7 @@
 """Detection of tokens that lose precision or make other tokens lose precision, and warnings about them.
 
-A cheap test of the stored streams finds candidates. Only their pages are decoded to measure their errors. Each call of kvpack issues at
-most one warning, for all sides together.
+A cheap test of the stored streams finds candidates. Only pages with candidates are decoded to measure errors. Each call of kvpack issues at
+most one warning, for all keys and values together.
 """
 
 from __future__ import annotations
@@ -44,48 +44,48 @@ if TYPE_CHECKING:
     Streams = Mapping[str, torch.Tensor]
 
 CODED_SPREAD = 1.4
-"""Maximum ratio of an ordinary token's norm to the typical norm, after value maps and page means are applied."""
+"""Ratio of a token's norm to the typical norm, after value maps and page means, above which the token is examined."""
 
 _DIRECTION_MARGIN = 0.9
-"""Margin for errors in the coded frame, which channel scales may enlarge or reduce."""
+"""Factor of the limit for errors in the coded frame, because channel scales may enlarge or reduce errors."""
 
 _SAMPLED, _MIN_SAMPLES = 32, 4
-"""Sampling rate and minimum number of samples for estimating the typical size of values: one in ``_SAMPLED`` tokens."""
+"""Sampling interval in tokens, and minimum number of samples, for estimating the typical size of values."""
 
 
 MANY_RATIO = 4.0
-"""In a page with many large tokens, a warning counts only tokens that are more than this many times the typical size of a head."""
-
-OWN_RATIO = 1.75
-"""A token is stored raw if its error in a head, both absolute and relative to its norm, is more than this many times the typical error.
+"""In a page with many large tokens, a warning counts only tokens that are more than this many times as large as is typical of their head.
 """
 
+OWN_RATIO = 1.75
+"""A token is stored raw if its absolute and its relative error in a head are more than this many times the typical error."""
+
 OWN_WARNING_RATIO = 2.0
-"""A warning counts tokens whose own error is more than this many times the typical error."""
+"""A warning counts tokens whose error is more than this many times the typical error."""
 
 MANY_OWN_RATIO = 3.0
-"""In a page with many tokens that have large errors themselves, only those above this many times the typical error count.
+"""In a page with many tokens that have large errors, only errors above this many times the typical error count.
 
 In prose and code read by SmolLM2, up to ten tokens per page have 1.8 to 2.5 times the typical error, so such pages are ordinary.
 """
 
 _OWN, _RUN = "own", "run"
-"""Kinds of poor fit: a token may lose precision itself, or make a scale of its run too large for other tokens."""
+"""Kinds of poor fit: a token loses precision itself, or makes a scale of its run too large for other tokens."""
 
 
 @dataclass(frozen=True)
 class PoorFit:
-    """The tokens of an encoded run whose own errors are too large, or that make a shared scale too large.
+    """The tokens of an encoded run that have too large errors, or that make a shared scale too large.
 
     Args:
-        where: The location to name in messages.
+        where: Name of the run for messages.
         shared: What is affected, a key of ``_EFFECTS``.
         count: Number of such tokens, over all sequences.
         tokens: Number of all tokens, over all sequences.
         factor: Factor by which the worst token's error or scale is too large.
         sequence: Sequence of the worst token.
-        token: Number of the worst token in the run.
-        head: Head of the worst token that causes the poor fit.
+        token: Index of the worst token in the run.
+        head: Head in which the worst token fits worst.
         rare: True if the tokens are few enough to be stored raw.
     """
 
@@ -120,20 +120,20 @@ _EFFECTS = {
     _OWN: ("its own values, which the codec fits badly", "has {:.3g} times the typical error"),
     _RUN: ("other tokens, which share a scale of the run with it", "makes the scale {:.3g} times too large for another"),
 }
-"""For each kind of poor fit, a phrase that names what loses precision, and a phrase about the worst token."""
+"""For each kind of poor fit, a phrase about what loses precision, and a phrase about the worst token."""
 
 _REMEDIES = dict.fromkeys((HEADS, TOKENS), f"write token_scale=fp16{PER_HEAD} in the recipe, which gives every head a scale") | {
     _OWN: "use a codec with a rotation, such as octahedral, and omit mean=, channel_scale= and frame= from the recipe",
     _RUN: "give each token its own scale (per=token for minifloat, scales=fp16 for group)",
 }
-"""Advice on how to avoid each kind of poor fit, by whether tokens can be stored raw."""
+"""Advice on how to avoid each kind of poor fit."""
 
 _poor_fits: ContextVar[list[PoorFit] | None] = ContextVar("poor_fits", default=None)
 
 
 @dataclass(frozen=True)
 class EncodedRun:
-    """A run's values and their encoded streams, for measuring errors."""
+    """A run's values and their encoded streams, from which errors are measured. ``kept`` is a mask of the raw tokens."""
 
     codec: Codec
     x: torch.Tensor
@@ -144,7 +144,7 @@ class EncodedRun:
 
 
 def allocate_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
-    """Return uninitialized tensors for the sizes to measure when ``codec``, without raw tokens, encodes ``x``."""
+    """Return uninitialized tensors for the sizes that are measured when ``codec`` encodes ``x`` without raw tokens."""
     summary = codec.summary
     room = partial(torch.empty, x.shape[:3], dtype=torch.float32, device=x.device)
     needs_norms = summary.changes_norms and (not summary.error_spread or bool(summary.shared_scales))
@@ -152,9 +152,9 @@ def allocate_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
 
 
 def losses_of(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
-    """Return the losses of precision of tokens of ``run`` themselves, and those that they cause to others that share a scale.
+    """Return the losses of precision in a run: the tokens' own, and the ones that they cause to others by a shared scale.
 
-    Without ``of_scales``, scales that heads or tokens share are omitted, but not those of the run.
+    If ``of_scales`` is False, scales that heads or tokens share are not examined, but scales of the whole run still are.
     """
     summary, losses = run.codec.summary, []
     if of_scales and (shared := summary.shared_scales):
@@ -175,9 +175,10 @@ def losses_of(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
 
 
 def excess_losses(run: EncodedRun) -> torch.Tensor | None:
-    """Return the factors by which losses of tokens that are not raw exceed their limits, or None if no token can lose precision.
+    """Return how far the losses of tokens that are not raw exceed their limits, or None if no token can lose precision.
 
-    The result is float32 ``[2, batch, token]``: ``Loss.factors`` divided by ``Loss.ratio``, and divided by ``Loss.warned``.
+    The factors are float32 ``[2, batch, token]``: the largest ``Loss.factors / Loss.ratio``, and the largest ``Loss.factors /
+    Loss.warned``. Values above 1 exceed a limit.
     """
     losses = losses_of(run, of_scales=False)
     if not losses:
@@ -190,11 +191,11 @@ def excess_losses(run: EncodedRun) -> torch.Tensor | None:
 
 
 def report_poor_fit(losses: Sequence[Loss], where: str, kept: torch.Tensor | None = None, keeps_large: bool = False) -> None:
-    """Report the largest of ``losses`` over tokens that are not ``kept``, bool ``[batch, token]``, if anything is lost.
+    """Report the largest loss of tokens that are not raw, if it exceeds its limit.
 
-    Within ``collect_poor_fits``, it is added to the list; otherwise, a warning is issued. ``keeps_large`` is True if ``kept`` includes
-    tokens of high norm. A page with many large tokens in a head causes no warning unless they are more than ``MANY_RATIO`` times as large
-    as is typical.
+    ``kept``, bool ``[batch, token]``, is a mask of the raw tokens. ``keeps_large`` is True if it includes tokens of high norm. Within
+    ``collect_poor_fits``, the loss is added to the list. Otherwise, a warning is issued. A page with many large tokens in a head causes no
+    warning, unless they are more than ``MANY_RATIO`` times as large as is typical.
     """
     result = []
     for name, factors, _, ratio, sizes in losses:
@@ -221,7 +222,7 @@ def report_poor_fit(losses: Sequence[Loss], where: str, kept: torch.Tensor | Non
 
 @contextlib.contextmanager
 def collect_poor_fits() -> Iterator[list[PoorFit]]:
-    """Collect all poor fits that are reported within this context, for ``warn_of_poor_fits``."""
+    """Collect the poor fits that are reported within this context in a list, for ``warn_of_poor_fits``."""
     result: list[PoorFit] = []
     before = _poor_fits.set(result)
     try:
@@ -251,8 +252,8 @@ def warn_of_poor_fits(poor_fits: Sequence[PoorFit], stacklevel: int = 2) -> None
 def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
     """Return each token's own error as a multiple of the typical error, float32 ``[batch, kv_head, token]``.
 
-    Returns None if no token's error can be too large. The result is the smaller of two factors, of the absolute error and of the error
-    relative to the token's norm, so that tokens are not reported only because their norm is large or small.
+    Returns None if no token's error can be too large. The multiple is computed for the absolute error and for the error relative to the
+    token's norm, and the smaller one counts. A token is therefore not reported only because its norm is large or small.
     """
     codec, x, streams, kept = run.codec, run.x, run.streams, run.kept
     # With only two tokens, neither is an outlier.
@@ -280,7 +281,7 @@ def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
 
 
 def may_lose_precision(codec: Codec, streams: Streams, sizes: TokenSizes, device: torch.device) -> bool:
-    """Return False if ``relative_token_errors`` is None for a run with these streams, which are on ``device``, and these sizes."""
+    """Return False if no token's error can be too large, so that ``relative_token_errors`` would return None."""
     summary = codec.summary
     if sizes.errors is not None:
         errors = sizes.errors.clamp_min(summary.min_error)
@@ -292,9 +293,9 @@ def may_lose_precision(codec: Codec, streams: Streams, sizes: TokenSizes, device
 
 
 def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
-    """Return a mask, bool ``[batch, kv_head, token]``, of tokens whose error may be large because of their size or their scales.
+    """Return a mask of tokens whose error may be large because of their size or scales, or None if there are none.
 
-    The result is None if there are none.
+    The mask is bool ``[batch, kv_head, token]``.
     """
     codec, kept = run.codec, run.kept
     spread = codec.summary.error_spread
@@ -314,7 +315,10 @@ def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
 
 
 def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
-    """Return the distance, in tokens, between the samples that ``scale_inflation`` uses to estimate the typical size in a run."""
+    """Return a mask of tokens whose direction the codec may fit badly, or None if there are none.
+
+    The mask is bool ``[batch, kv_head, token]``.
+    """
     if run.sizes.errors is None:
         return None
     errors = run.sizes.errors.clamp_min(run.codec.summary.min_error)
@@ -359,20 +363,20 @@ def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
 
 
 def sample_step(tokens: int) -> int:
-    """Return the distance in tokens between the samples by which ``scale_inflation`` estimates the typical size in a run of ``tokens``."""
+    """Return the distance in tokens between samples that ``scale_inflation`` takes from a run of ``tokens`` tokens."""
     return _SAMPLED if tokens >= PAGE_TOKENS else max(1, tokens // _MIN_SAMPLES)
 
 
 def run_fits(sample: torch.Tensor, minimum: torch.Tensor) -> bool:
-    """Return True if no token of ``sample`` ``[batch, kv_head, token, dim]`` is too small for the scales of its run.
+    """Return True if no token of ``sample``, ``[batch, kv_head, token, dim]``, is too small for the scales of its run.
 
-    ``minimum`` are the sizes from ``Codec.min_sizes``.
+    ``minimum`` is the minimum size per run that ``Codec.min_sizes`` returns.
     """
     return float(dispatch.norms(sample).amin()) >= float(minimum.amax()) * math.sqrt(sample.shape[3])
 
 
 def _measured_ranges(codec: Codec, suspects: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of tokens ``[start, stop)`` whose errors are measured, which are the pages with ``suspects``."""
+    """Yield the token ranges ``[start, stop)`` in which errors are measured: the pages that contain ``suspects``."""
     tokens = suspects.shape[2]
     if codec.summary.entries:
         yield 0, tokens

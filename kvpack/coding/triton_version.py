@@ -1,4 +1,4 @@
-"""Check of Triton's version. It is not a requirement of the kvpack package, because PyTorch installs its own Triton."""
+"""Check of the installed Triton version. kvpack does not require Triton, because PyTorch installs its own."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def requirement() -> str:
 
 @cache
 def warn_unsupported() -> None:
-    """Issue a KvpackWarning, once per process, that tensors on a CUDA device are processed by PyTorch operations."""
+    """Issue a KvpackWarning, once per process, that PyTorch operations process tensors on CUDA devices."""
     warnings.warn(
         f"PyTorch operations encode, decode and attend tensors on CUDA devices, because kvpack's kernels need {requirement()}. "
         "Install PyTorch 2.10 or newer, which includes a suitable Triton, or set KVPACK_KERNELS=torch to turn this warning off",

@@ -1,4 +1,4 @@
-"""Atomic writing of files: a file always contains either the old or the new bytes, never a mixture (spec/container.md, Writing)."""
+"""Atomic writing of files: a file always contains either the old or the new bytes (spec/container.md, Writing)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 TEMPORARY_PREFIX = ".kvpack-"
 TEMPORARY_SUFFIX = ".tmp"
-"""Prefix and suffix of an unfinished file's name."""
+"""Prefix and suffix of the name of an unfinished file."""
 LOCKED_SUFFIX = "-locked.tmp"
-"""Suffix of an unfinished file on which its writer holds an exclusive ``flock``. If it is not locked, the writer has died."""
+"""Suffix of an unfinished file that its writer has locked with ``flock``. If the lock is gone, the writer has died."""
 
 _ATTEMPTS = 100
-"""Maximum number of attempts to create a file. A sweep may remove a new file before its writer has locked it."""
+"""Maximum number of attempts to create a file. Another process may remove a new file before its writer has locked it."""
 _PIECES_AT_ONCE = 64
 _PIECE_BYTES = 4 * 2**20
 _RESERVED_BYTES = 2**20
@@ -43,7 +43,7 @@ _LOCAL_FILE_SYSTEMS = {
     0xF2F52010: "f2fs",
     0xCA451A4E: "bcachefs",
 }
-"""Local file systems by ``f_type`` of statfs. On a network file system, locks of other hosts may be invisible."""
+"""Local file systems by ``f_type`` of statfs. On other file systems, locks of other hosts may be invisible."""
 _STATFS_BYTES = 512
 _FSTATFS = getattr(ctypes.CDLL(None), "fstatfs64", None) or getattr(ctypes.CDLL(None), "fstatfs", None)
 _FALLOCATE = getattr(ctypes.CDLL(None), "fallocate64", None)
@@ -61,7 +61,7 @@ def write_file(
     complete: Callable[[int], None] | None = None,
     rename: Callable[[str, str], None] | None = None,
 ) -> int:
-    """Replace ``path`` with the bytes of ``pieces``, as ``replace_file`` does, and return their number.
+    """Replace the file ``path`` with the bytes of ``pieces``, as ``replace_file`` does, and return the number of bytes.
 
     ``progress(done, total)`` counts bytes. ``begin(descriptor)`` is called before the first byte is written, and ``complete(descriptor)``
     after the last. If ``rename`` is set, ``rename(unfinished, path)`` then renames the file. An exception from any of them aborts the
@@ -92,14 +92,14 @@ def replace_file(
     unfinished: str | None = None,
     rename: Callable[[str, str], None] | None = None,
 ) -> int:
-    """Replace ``path`` with a new file that ``write(descriptor)`` fills, and return the result of ``write``.
+    """Replace the file ``path`` with a new one that ``write(descriptor)`` fills, and return what ``write`` returned.
 
-    The new file has mode 0600 and is locked until it is renamed to ``path``, so that ``sweep`` can recognize the files of dead writers. By
+    The new file has mode 0600, and is locked until it is renamed to ``path``, so that ``sweep`` can recognize the files of dead writers. By
     default, it is created in the folder of ``path``, from which files of dead writers are removed first. As with ``open``, symbolic links
-    are followed, and the file gets the mode of the file that it replaces, or the umask's.
+    are followed, and the file gets the mode of the file that it replaces, or the umask's mode.
 
-    If ``unfinished`` is set, ``path`` is an entry of a store: the file is created in the folder ``unfinished`` of the same file system,
-    keeps mode 0600, and replaces a symbolic link. With ``durable``, the bytes and then the rename are forced to disk before the function
+    If ``unfinished`` is set, ``path`` is an entry of a store. The new file is then created in the folder ``unfinished`` of the same file
+    system, keeps mode 0600, and replaces a symbolic link. With ``durable=True``, the bytes and the rename are on disk before the function
     returns.
 
     On failure, the new file is removed, the old file is unchanged, and WriteFailed is raised with the path and the system's reason.
@@ -155,18 +155,18 @@ def replace_file(
 
 
 class UnfinishedFiles(NamedTuple):
-    """Paths of the unfinished files in a folder: those that were ``removed`` and those that were ``kept``."""
+    """Paths of the unfinished files in a folder: those that have been removed, and those that were kept."""
 
     removed: list[str]
     kept: list[str]
 
 
 def remove_dead(folder: str) -> UnfinishedFiles:
-    """Remove the unfinished files of dead writers from ``folder``.
+    """Remove the unfinished files of dead writers from ``folder``. Never raises.
 
-    A file is kept if its writer may be alive: while it is locked, if it was never locked (earlier versions did not lock files), if it
-    belongs to another user, and on network file systems, where other hosts' locks may be invisible. Never raises. A folder that cannot be
-    listed is not changed.
+    A file is kept if its writer may be alive: while it is locked, if it was never locked (older versions did not lock files), if it belongs
+    to another user, and on network file systems, where locks of other hosts may be invisible. A folder that cannot be listed is not
+    changed.
     """
     result = UnfinishedFiles([], [])
     try:
@@ -187,14 +187,13 @@ def remove_dead(folder: str) -> UnfinishedFiles:
 
 
 def _is_unfinished(entry: os.DirEntry[str]) -> bool:
-    """Return True if ``entry`` is an unfinished file of a kvpack writer."""
+    """Return True if ``entry`` is an unfinished file of kvpack."""
     name = entry.name
     return name.startswith(TEMPORARY_PREFIX) and name.endswith(TEMPORARY_SUFFIX) and entry.is_file(follow_symlinks=False)
 
 
 def _link_target(path: str | os.PathLike[str]) -> str:
-    """Return the target of a symbolic link, even if it does not exist. Other paths are returned unchanged. Raises WriteFailed for a loop.
-    """
+    """Return the target of a symbolic link, even if it does not exist, or any other path unchanged. Raises WriteFailed for a loop."""
     where = os.fsdecode(path)
     if "\0" in where or not os.path.islink(where):
         return where
@@ -205,7 +204,7 @@ def _link_target(path: str | os.PathLike[str]) -> str:
 
 
 def _check_writable(where: str, target: str) -> None:
-    """Raise WriteFailed if ``target`` is a read-only file, because a rename would replace it anyway."""
+    """Raise WriteFailed if ``target`` is a read-only file. A rename would replace it anyway."""
     try:
         status = os.stat(target)
     except OSError:
@@ -222,7 +221,8 @@ def _check_writable(where: str, target: str) -> None:
 
 
 def _set_mode(descriptor: int, target: str, folder: str) -> None:
-    """Give a finished file the mode, owner and group of the file that it replaces, or the umask's mode. Raises OSError."""
+    """Set the mode, owner and group of a finished file to those of the file that it replaces, or its mode to the umask's. Raises OSError.
+    """
     try:
         old = os.stat(target)
     except OSError:
@@ -246,7 +246,7 @@ def _set_mode(descriptor: int, target: str, folder: str) -> None:
 def _new_mode(folder: str) -> int:
     """Return the mode that the umask gives a new file in ``folder``. Raises OSError.
 
-    A file is created and removed for this, because reading the umask would briefly change it for every thread.
+    A file is created and removed for this, because reading the umask would briefly change it for all threads.
     """
     descriptor, path = _create(folder, mode=0o666)
     try:
@@ -259,14 +259,14 @@ def _new_mode(folder: str) -> int:
 
 
 def _create(folder: str, *, mode: int = 0o600) -> tuple[int, str]:
-    """Create a new unfinished file and return its descriptor and path. Raises OSError."""
+    """Create an unfinished file, and return its descriptor and path. Raises OSError."""
     path = os.path.join(folder, f"{TEMPORARY_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{LOCKED_SUFFIX}")
     # KV caches are as private as their prompts.
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), path
 
 
 def _create_locked(folder: str) -> tuple[int, str]:
-    """Create and lock a new file. If a sweep removes it before it is locked, try again. Raises OSError."""
+    """Create and lock an unfinished file, and return its descriptor and path. Raises OSError."""
     for _ in range(_ATTEMPTS):
         descriptor, path = _create(folder)
         try:
@@ -284,8 +284,8 @@ def _create_locked(folder: str) -> tuple[int, str]:
 def sweep(path: str, *, old: bool, local_only: bool = False) -> bool:
     """Remove an unfinished file unless its writer holds its lock. Returns True if it was removed. Raises OSError.
 
-    A file that cannot be locked, or that was never locked according to its name, is removed only if ``old`` is True. With ``local_only``,
-    files on network file systems are kept, because other hosts' locks may be invisible there.
+    A file that cannot be locked, or whose name shows that it was never locked, is removed only if ``old`` is True. With
+    ``local_only=True``, files on network file systems are kept, because locks of other hosts may be invisible there.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -314,7 +314,7 @@ def try_lock(descriptor: int) -> bool | None:
 
 
 def _is_local(descriptor: int) -> bool:
-    """Return True if an open file is on a local file system, so that no other host can lock it."""
+    """Return True if an open file is on a local file system, on which no other host can hold locks."""
     status = ctypes.create_string_buffer(_STATFS_BYTES)
     if sys.platform != "linux" or _FSTATFS is None or _FSTATFS(descriptor, status):
         return False
@@ -340,7 +340,7 @@ def _is_path_of(path: str, descriptor: int) -> bool:
 
 
 def _write_all(descriptor: int, pieces: Sequence[memoryview], progress: Progress | None) -> int:
-    """Write ``pieces`` with as few system calls as possible. One call per small piece would take twice as long."""
+    """Write ``pieces`` with few system calls, and return the number of bytes. One call per small piece would take twice as long."""
     waiting = deque(piece[at : at + _PIECE_BYTES] for piece in pieces for at in range(0, len(piece), _PIECE_BYTES))
     total, done = sum(map(len, waiting)), 0
     while waiting:
@@ -358,7 +358,7 @@ def _write_all(descriptor: int, pieces: Sequence[memoryview], progress: Progress
 def _reserve(descriptor: int, nbytes: int) -> None:
     """Reserve all blocks of a new file, if the file system supports it.
 
-    Without this, blocks are allocated page by page, which takes 1.5x as long as the write.
+    Otherwise, blocks are allocated page by page, which takes 1.5x as long as the write itself.
     """
     if _FALLOCATE is not None and nbytes >= _RESERVED_BYTES:
         # If this fails, writing reports the reason.
@@ -383,7 +383,6 @@ def sync_folder(folder: str) -> None:
 
 
 def _write_error(where: str, error: OSError) -> WriteFailed:
-    """Return the WriteFailed to raise for the system's ``error``."""
     return WriteFailed(_reason(where, error), filename=where, number=error.errno)
 
 

@@ -1,4 +1,4 @@
-"""The required feature ``basis``: the file contains a model's basis instead of a cache (spec/basis.md)."""
+"""The required feature ``basis``, which marks a file that contains a model's basis instead of a cache (spec/basis.md)."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ if TYPE_CHECKING:
     from .layer_states import StateEntry
 
 FEATURE = "basis"
-"""Name of the feature in ``required``."""
 SUFFIX = ".kvbasis"
 DTYPES = ("fp16", "fp32")
 """Dtypes in which rows may be stored."""
 FREQUENCIES, VALUES = "table.frequencies", "table.values"
-"""Names of the first layer's states with the coding tables for the frames of all layers."""
+"""Names of the first layer's states with the coding tables, which the frames of all layers share."""
 KEY_FRAMES = {frame: f"k.{frame}" for frame in FRAMES}
-"""Names of the states with a layer's frames for keys: one for whole keys, and one for keys minus their mean."""
+"""Names of a layer's states with frames for keys, by kind: for whole keys, and for keys minus their mean."""
 MEAN, QUERIES = "k.mean", "k.queries"
-"""Names of the states with the mean of a layer's keys before RoPE, and with the second moments of its queries."""
+"""Names of a layer's states with the mean of its keys before RoPE, and with the second moments of its queries."""
 _KEYS = (*KEY_FRAMES.values(), MEAN, QUERIES)
 ROPE = {f"rope.{pairing}": pairing for pairing in PAIRINGS}
-"""Pairing of the channels in RoPE, by the name of the state with a layer's RoPE frequencies."""
+"""Names of a layer's states with its RoPE frequencies, each with the way in which RoPE pairs channels."""
 
 
 class BasisSide(Protocol):
-    """The keys or values in a basis file, with the fields to which the rules for basis files apply."""
+    """The header fields of keys or values to which the rules for basis files apply."""
 
     @property
     def codec(self) -> int: ...
@@ -66,7 +65,7 @@ class HasSides(Protocol):
 
 
 def check_basis(layers: Sequence[HasSides], codecs: Sequence[Codec]) -> None:
-    """Raise InvalidHeader, naming the position, unless all keys and values in the file are rows of a basis."""
+    """Raise InvalidHeader unless all keys and values in the file are rows of a basis. The message names the position."""
     for number, layer in enumerate(layers):
         for name, side in layer.sides():
             where, codec = f"layers[{number}].{name}", codecs[side.codec]
@@ -81,7 +80,7 @@ def check_basis(layers: Sequence[HasSides], codecs: Sequence[Codec]) -> None:
 
 
 def check_frames(layers: Sequence[HasSides], codecs: Sequence[Codec], states: Sequence[StateEntry]) -> None:
-    """Raise InvalidHeader, naming the state, unless the states that describe frames match each other and the rows."""
+    """Raise InvalidHeader unless the states that describe frames match each other and the rows. The message names the state."""
     by_name = {(state.layer, state.name): state for state in states}
     has_frames = False
     for number, layer in enumerate(layers):
@@ -115,7 +114,7 @@ def _check_frames_and_scales(where: str, side: BasisSide | None, dim: int, frame
 
 
 def _check_keys(number: int, states: Sequence[StateEntry], side: BasisSide | None, codecs: Sequence[Codec]) -> None:
-    """Raise InvalidHeader unless the states about a layer's keys have the heads and the head dim of the keys."""
+    """Raise InvalidHeader unless the states that describe a layer's keys match the number of heads and the head dim of the keys."""
     frames = states[0]
     if frames.name not in KEY_FRAMES.values():
         raise InvalidHeader(f"{frames.where}: layer {number} must also have {' or '.join(KEY_FRAMES.values())}")
@@ -154,7 +153,7 @@ def _check_tables(frequencies: StateEntry | None, values: StateEntry | None) -> 
 
 
 def check_frame_values(state: StateEntry, array: Array) -> None:
-    """Raise InvalidPayload, naming the position, if the values of a state that describes frames break a rule."""
+    """Raise InvalidPayload if the values of a state that describes frames break a rule. The message names the position."""
     name = state.name
     if name in ("k.frames", "v.frames", *_KEYS) or (name == VALUES and state.layer == 0):
         check_finite(state.where, array, "the frames of a basis")

@@ -1,4 +1,4 @@
-"""Checks of a header's fields against tables with one rule per field.
+"""Checks of a header's fields against tables of rules.
 
 Error messages contain the position (``where``), the rule and the value.
 """
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Rule(NamedTuple):
-    """A rule for a value of exactly the type ``kind``. A bool does not count as an integer.
+    """A rule for a value, which must have exactly the type ``kind``. A bool is not an integer.
 
-    An integer must be from ``low`` to ``high``. For other types, ``high`` limits the number of UTF-8 bytes, bytes or entries. If there are
-    ``choices``, text must be one of them. The entries of a list or tuple, and the values of a dict with text keys, must satisfy the rule
-    ``each``.
+    An integer must be from ``low`` to ``high``. For other types, ``high`` limits the number of UTF-8 bytes, bytes or entries. If
+    ``choices`` is not empty, text must be one of them. The rule ``each`` applies to the entries of a list or tuple, and to the values of a
+    dict with text keys.
     """
 
     kind: Any
@@ -37,7 +37,7 @@ BINARY_BY_NAME = Rule(dict, MAX_NAMES, each=BINARY)
 
 
 def check_fields(holder: object, rules: Mapping[str, Rule]) -> None:
-    """Check the attributes of ``holder`` that are keys of ``rules``. Raises the errors of ``check``."""
+    """Check the attributes of ``holder`` that ``rules`` names. Raises the errors of ``check``."""
     for name, rule in rules.items():
         check(name, getattr(holder, name), rule)
 
@@ -45,8 +45,8 @@ def check_fields(holder: object, rules: Mapping[str, Rule]) -> None:
 def check(where: str, value: Any, rule: Rule) -> None:
     """Check ``value`` against ``rule``. ``where`` is its position for messages.
 
-    Raises InvalidHeader for a wrong type, an integer below the minimum, or text that is not one of the choices, and LimitExceeded above the
-    maximum.
+    Raises InvalidHeader for a wrong type, an integer that is too small, or text that is not one of the choices. Raises LimitExceeded above
+    the maximum.
     """
     kind, high, low, choices, each = rule
     if type(value) is not kind:
@@ -76,7 +76,7 @@ def check(where: str, value: Any, rule: Rule) -> None:
 
 
 def check_argument(where: str, value: Any, rule: Rule) -> None:
-    """Run ``check`` on an argument from the caller. Raises InvalidParameter."""
+    """Check an argument from the caller against ``rule``. Raises InvalidParameter."""
     try:
         check(where, value, rule)
     except (InvalidHeader, LimitExceeded) as error:
@@ -84,7 +84,7 @@ def check_argument(where: str, value: Any, rule: Rule) -> None:
 
 
 def check_keys(where: str, value: Any, expected: tuple[str, ...]) -> None:
-    """Raise InvalidHeader unless ``value`` is a dict with exactly the ``expected`` keys, in order."""
+    """Raise InvalidHeader unless ``value`` is a dict with exactly the ``expected`` keys, in that order."""
     check(where, value, Rule(dict))
     if tuple(value) != expected:
         raise InvalidHeader(f"{where} has the keys {', '.join(map(_escaped_name, value))}, expected {', '.join(expected)}")

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def file_size(contents: Contents) -> int:
-    """Return the size in bytes of the file that ``write`` produces without compression. Raises LimitExceeded."""
+    """Return the size in bytes of the file that ``write`` writes without compression. Raises LimitExceeded."""
     return undigested_front(contents).file_bytes
 
 
@@ -55,20 +55,20 @@ def write(
 ) -> int:
     """Write a file atomically and return its size in bytes.
 
-    ``arrays`` contains a C-contiguous buffer for each name in ``contents.layouts``. With ``compress``, a tensor is stored as a zstd frame
-    if that saves 3% or more. With ``durable``, file and folder are synced to disk. ``progress(done, total)`` counts bytes. Raises
-    InvalidParameter and LimitExceeded before anything is written, and WriteFailed.
+    ``arrays`` contains a C-contiguous buffer for each name in ``contents.layouts``. With ``compress=True``, a tensor is stored as a zstd
+    frame if that saves 3% or more. With ``durable=True``, the file and its folder are synced to disk. ``progress(done, total)`` counts
+    bytes. Raises InvalidParameter and LimitExceeded before anything is written, and WriteFailed.
     """
     return write_file(path, pieces(contents, arrays, compress=compress), durable=durable, progress=progress)
 
 
 def to_bytes(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> bytes:
-    """Return the file that ``write`` produces as bytes. Raises InvalidParameter or LimitExceeded."""
+    """Return the bytes of the file that ``write`` writes. Raises InvalidParameter or LimitExceeded."""
     return b"".join(pieces(contents, arrays, compress=compress))
 
 
 def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> list[memoryview]:
-    """Return the file that ``write`` produces as consecutive pieces of bytes. Raises InvalidParameter or LimitExceeded."""
+    """Return the bytes of the file that ``write`` writes, as consecutive buffers. Raises InvalidParameter or LimitExceeded."""
     names, array_names = set(contents.layouts), set(arrays)
     if names != array_names:
         missing, unknown = (sorted(map(str, a - b))[:8] for a, b in ((names, array_names), (array_names, names)))
@@ -110,9 +110,9 @@ def open_file(path: str | os.PathLike[str], *, memory_limit: int | None = None, 
 
 
 def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", memory_limit: int | None = None) -> File:
-    """Open a file whose bytes ``data`` are in memory. Tensors are views of ``data``.
+    """Open a file that is in memory as ``data``. Tensors are views of ``data``.
 
-    Raises the errors of ``open_file``, with ``where`` as the file's name.
+    Raises the errors of ``open_file``. ``where`` is the file's name in messages.
     """
     if memory_limit is not None:
         with prefix_errors(where):
@@ -124,8 +124,8 @@ def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", me
 class SideOffsets:
     """Offsets of a layer's decoded keys or values in a block of memory of ``nbytes`` bytes.
 
-    ``streams`` maps stream names to ranges ``[begin, end)``. Each tensor begins at a multiple of 64 bytes, as in a file, so that without
-    compression the layout in memory and in the file is the same.
+    ``streams`` contains the range ``[begin, end)`` of each stream by name. As in a file, each tensor begins at a multiple of 64 bytes.
+    Without compression, the layouts in memory and in the file are therefore the same.
     """
 
     layer: int
@@ -135,9 +135,10 @@ class SideOffsets:
 
 
 class File:
-    """An open kvpack file with its ``header``, ``front``, ``size`` in bytes, and ``tensors`` by name. It is also a context manager.
+    """An open kvpack file, from ``open_file`` or ``open_bytes``. It is a context manager that closes the file.
 
-    It is created by ``open_file`` and ``open_bytes``. Error messages begin with ``where``.
+    ``header`` and ``front`` are its parsed header and the bytes before the payload, ``size`` is its size in bytes, and ``tensors`` are the
+    header's tensor entries by name. Error messages begin with ``where``.
     """
 
     def __init__(self, source: Source, where: str, memory_limit: int | None) -> None:
@@ -165,7 +166,7 @@ class File:
         self._source.close()
 
     def tensor(self, name: str) -> memoryview:
-        """Return the decoded bytes of a tensor as a flat view, after checking its digest and the padding before it on first use.
+        """Return the decoded bytes of a tensor as a flat view. On first use, its digest and the padding before it are checked.
 
         The view of a mapped file is writable and private. Raises OutOfBounds for an unknown name, DigestMismatch, and InvalidPayload for
         nonzero padding or an invalid zstd frame.
@@ -185,10 +186,10 @@ class File:
             return decompress_frame(name, stored, layout_bytes(self.header.layouts[name]), checksums=self._checksums)
 
     def read_side(self, layer: int, side: str, *, check_values: bool = True) -> dict[str, memoryview]:
-        """Return the decoded bytes of all tensors of a layer's keys ("k") or values ("v") by stream name.
+        """Return the decoded bytes of a layer's keys ("k") or values ("v") by stream name.
 
-        Digests, padding and the codec's rules are checked. ``check_values=False`` skips the rules, for bytes from a trusted writer. Raises
-        DigestMismatch, InvalidPayload, or OutOfBounds if the file does not have these keys or values.
+        Digests, padding and the codec's rules are checked. With ``check_values=False``, which is for bytes from a trusted writer, the rules
+        are not. Raises DigestMismatch, InvalidPayload, or OutOfBounds if the file does not have these keys or values.
         """
         data, arrays = {}, {}
         entry = self.side(layer, side)
@@ -202,7 +203,7 @@ class File:
         return data
 
     def read_ahead(self, numbers: Iterable[int]) -> Iterator[int]:
-        """Yield the layers ``numbers`` as soon as their bytes are in memory, while the next layers are read from disk.
+        """Yield each of the layers ``numbers`` as soon as its bytes are in memory, while later layers are read from disk.
 
         Raises MissingFile or Truncated.
         """
@@ -218,7 +219,7 @@ class File:
                     yield number
 
     def _layer_extent(self, number: int) -> tuple[int, int]:
-        """Return the offset of a layer's first tensor in the file, and the end of its last tensor."""
+        """Return the range of bytes in the file from a layer's first tensor to its last."""
         names = [f"{number}.{side}.{stream}" for side, entry in self.header.layers[number].sides() for stream in self.header.streams[entry]]
         places = [self.front.places[name] for name in (*names, *(state.where for state in self.header.states_in_layer(number)))]
         start = len(self.front.text)
@@ -233,7 +234,7 @@ class File:
         return data
 
     def read_state_into(self, state: StateEntry, memory: memoryview) -> None:
-        """Copy the decoded bytes of a state into ``memory``, which has its size, and check the copy.
+        """Copy the decoded bytes of a state into ``memory``, which has the state's size, and check the copy.
 
         Raises DigestMismatch, InvalidPayload, MissingFile or Truncated.
         """
@@ -243,7 +244,7 @@ class File:
     def side_offsets(self, layer: int, side: str) -> SideOffsets:
         """Return the offsets at which ``read_side_into`` stores the tensors of a layer's keys or values.
 
-        Raises OutOfBounds if the file does not have them.
+        Raises OutOfBounds if the file does not have these keys or values.
         """
         entry = self.side(layer, side)
         if entry not in self._places:
@@ -256,11 +257,11 @@ class File:
         return SideOffsets(layer, side, *self._places[entry])
 
     def read_side_into(self, offsets: SideOffsets, memory: memoryview, *, check_values: bool = True, check_chunks: bool = True) -> None:
-        """Copy the decoded tensors of a layer's keys or values into ``memory``, of at least ``offsets.nbytes`` bytes, and check the copies.
+        """Copy a layer's decoded keys or values into ``memory``, which has at least ``offsets.nbytes`` bytes, and check the copies.
 
-        The checks and their order are as in ``read_side``. Without ``check_values``, the caller must check all rules of the codec, and
-        without ``check_chunks``, those of ``Codec.check_chunks``. Several threads may call this for different keys or values. Raises
-        DigestMismatch, InvalidPayload, MissingFile and Truncated.
+        The checks and their order are as in ``read_side``. With ``check_values=False``, the caller must check all rules of the codec. With
+        ``check_chunks=False``, it must check the rules of ``Codec.check_chunks``. Several threads may call this for different keys or
+        values. Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
         """
         entry, arrays, prefix = self.side(offsets.layer, offsets.side), {}, f"{offsets.layer}.{offsets.side}"
         layouts, tensors = self.header.streams[entry], self._tensors_at(offsets)
@@ -281,7 +282,7 @@ class File:
             self._check(entry, arrays, prefix, check_chunks)
 
     def span(self, sides: Sequence[SideOffsets]) -> Span | None:
-        """Return the file range with the same layout as ``sides`` stored one after another in memory, or None if there is none."""
+        """Return the byte range of the file that has the same layout as ``sides`` one after another in memory, or None if there is none."""
         tensors, start = [], 0
         for places in sides:
             tensors += [(tensor, start + begin, start + end) for tensor, begin, end in self._tensors_at(places)]
@@ -289,22 +290,22 @@ class File:
         return span_of(self.front, tensors)
 
     def read_span_into(self, span: Span, first: int, last: int, memory: memoryview) -> None:
-        """Copy bytes ``[first, last)`` of ``span`` into ``memory``, which has the same size, with ``payload.read_span``."""
+        """Read bytes ``[first, last)`` of ``span`` into ``memory``, which has the same size. Padding is checked, but digests are not."""
         with prefix_errors(self.where):
             read_span(self._source, span, first, last, memory)
 
     @property
     def descriptor(self) -> int | None:
-        """File descriptor for reading bytes of a span before ``check_pads``, or None if the file is in memory."""
+        """File descriptor from which bytes of a span can be read, to be checked by ``check_pads``, or None if the file is in memory."""
         return self._source.descriptor
 
     def check_pads(self, span: Span, first: int, last: int, memory: memoryview) -> None:
-        """Check the padding in bytes ``[first, last)`` of ``span`` with ``payload.check_pads``. The bytes are in ``memory``."""
+        """Check the padding in bytes ``[first, last)`` of ``span``, which are in ``memory`` (``payload.check_pads``)."""
         with prefix_errors(self.where):
             check_pads(self._source, span, first, last, memory)
 
     def check_digests(self, digests: Iterable[tuple[str, bytes]]) -> None:
-        """Raise DigestMismatch for the first tensor whose digest in ``digests`` differs from the header's."""
+        """Raise DigestMismatch for the first (tensor name, digest) pair whose digest differs from the header's."""
         with prefix_errors(self.where):
             for name, digest in digests:
                 check_hash(name, self.tensors[name].stored_bytes, digest, self.tensors[name].digest)
@@ -312,8 +313,8 @@ class File:
     def verify(self, progress: Progress | None = None) -> None:
         """Check all bytes that were not checked when the file was opened: keys, values and states.
 
-        ``progress(done, total)`` counts stored bytes. A file on disk is read in pieces and not mapped, so that truncation raises Truncated.
-        Raises DigestMismatch, InvalidPayload or Truncated.
+        ``progress(done, total)`` counts stored bytes. A file on disk is read in pieces instead of mapped, so that truncation raises
+        Truncated. Raises DigestMismatch, InvalidPayload or Truncated.
         """
         done, total = 0, sum(tensor.stored_bytes for tensor in self.header.tensors)
         for number, layer in enumerate(self.header.layers):
@@ -359,7 +360,7 @@ class File:
         return [(self.tensors[f"{offsets.layer}.{offsets.side}.{stream}"], *place) for stream, place in offsets.streams.items()]
 
     def side(self, layer: int, side: str) -> SideEntry:
-        """Return the header entry of a layer's keys or values. Raises OutOfBounds if the file does not have them."""
+        """Return the header entry of a layer's keys or values (``side`` is "k" or "v"). Raises OutOfBounds if they are absent."""
         layers = self.header.layers
         layer_entry = layers[layer] if 0 <= layer < len(layers) else None
         entry = {"k": layer_entry.k, "v": layer_entry.v}.get(side) if layer_entry else None

@@ -1,4 +1,4 @@
-"""Storage of ignorable features that are too large for one entry, as ``name.0``, ``name.1`` and so on."""
+"""Storage of ignorable features that are too large for one entry, as several entries ``name.0``, ``name.1`` and so on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def split(name: str, data: bytes) -> dict[str, bytes]:
-    """Split ``data`` into features of at most ``MAX_BINARY_BYTES`` bytes each. The result is empty if there is no data."""
+    """Split ``data`` into features of at most ``MAX_BINARY_BYTES`` bytes. Returns an empty dict if there is no data."""
     return {f"{name}.{number}": data[at : at + MAX_BINARY_BYTES] for number, at in enumerate(range(0, len(data), MAX_BINARY_BYTES))}
 
 
 def join_features(ignorable: Mapping[str, bytes], name: str) -> bytes:
-    """Join the features that ``split`` created, up to the first missing feature."""
+    """Return the data that ``split`` has divided into features, up to the first missing feature."""
     names = takewhile(ignorable.__contains__, (f"{name}.{number}" for number in count()))
     return b"".join(ignorable[feature] for feature in names)

@@ -1,8 +1,8 @@
 """Upper bound of the memory for reading a file, which is compared with ``memory_limit``.
 
-``memory_limit`` covers the file's bytes, its decoded tensors, and everything else that opening, verifying, attending, unpacking and slicing
-allocate (tables, copies, Python objects), except the tensors that they return. Allocations of up to ``FREE_BYTES`` are not counted. In
-addition, the interpreter, the tiles being decoded and codec tables cached for all files take at most ``CONSTANT_BYTES``, plus
+``memory_limit`` covers the file's bytes, its decoded tensors, and everything else that is allocated by opening, verifying, attending,
+unpacking and slicing (tables, copies, Python objects), except the tensors that these return. Allocations of up to ``FREE_BYTES`` are not
+counted. The interpreter, the tiles being decoded, and codec tables cached for all files take at most ``CONSTANT_BYTES`` more, plus
 ``THREAD_BYTES`` for each PyTorch thread after the first.
 """
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from .header import Header, SideEntry
 
 FREE_BYTES = 1 << 24
-"""Allocations up to this number of bytes are not counted. Ordinary files need less."""
+"""Number of bytes of allocations that are not counted. Ordinary files need less."""
 CONSTANT_BYTES = 1 << 26
-"""Maximum memory in bytes for reading in addition to ``memory_limit``, including ``FREE_BYTES``."""
+"""Maximum memory in bytes that reading takes in addition to ``memory_limit``, including ``FREE_BYTES``."""
 THREAD_BYTES = 1 << 25
-"""Additional memory in bytes per PyTorch thread after the first, for the tile that it decodes."""
+"""Memory in bytes for each PyTorch thread after the first, which stores the tile that the thread decodes."""
 
 HEADER_FACTOR = 48
-"""Maximum memory, in bytes, of Python objects per byte of kvpack.header."""
+"""Maximum number of bytes of Python objects for each byte of kvpack.header."""
 JSON_FACTOR = 4
 """Number of copies of the JSON header in memory: as stored, as rebuilt, and as the strings from which it is rebuilt."""
 RUN_BYTES = 1024
@@ -45,13 +45,13 @@ def check_size(size: int, memory_limit: int) -> None:
 
 
 def check_front(size: int, json_bytes: int, header_bytes: int, memory_limit: int) -> None:
-    """Raise LimitExceeded if the file and its parsed header could need more than ``memory_limit``."""
+    """Raise LimitExceeded if the file and its parsed header could take more memory than ``memory_limit`` allows."""
     parts = {f"the {size} bytes of the file": size, f"the parsed header of {header_bytes} bytes": _front_bytes(json_bytes, header_bytes)}
     _check(parts, memory_limit)
 
 
 def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, memory_limit: int) -> None:
-    """Raise LimitExceeded if a file could need more than ``memory_limit``. The message lists the largest parts."""
+    """Raise LimitExceeded if a file could take more memory than ``memory_limit`` allows. The message lists the largest parts."""
     sizes = {name: layout_bytes(layout) for name, layout in header.layouts.items()}
     if (decoded := sum(sizes.values())) > memory_limit:
         raise LimitExceeded(
@@ -76,7 +76,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
 
 
 def _values_at_once(header: Header, side: SideEntry) -> int:
-    """Return the number of values per head that are decoded together: those of a token group, and of rows stored once per run."""
+    """Return the number of values per head that are decoded together: a token group, and the values in rows stored once per run."""
     codec, longest = header.codecs[side.codec], max(side.runs, default=0)
     return codec.dim * min(codec.token_group, longest) + (codec.family.run_values if longest else 0)
 
@@ -86,7 +86,8 @@ def _front_bytes(json_bytes: int, header_bytes: int) -> int:
 
 
 def _check(parts: dict[str, int], memory_limit: int) -> None:
-    """Raise LimitExceeded, listing the largest ``parts``, if they exceed ``memory_limit`` plus ``FREE_BYTES``."""
+    """Raise LimitExceeded if ``parts``, in bytes, add up to more than ``memory_limit`` plus ``FREE_BYTES``. The message lists the largest.
+    """
     total = sum(parts.values())
     if total > memory_limit + FREE_BYTES:
         largest = sorted(((size, part) for part, size in parts.items() if size > total // 50), reverse=True)

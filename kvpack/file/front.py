@@ -1,7 +1,7 @@
-"""The front of a kvpack file: length, JSON header and the tensor ``kvpack.header``, which determines both (spec/container.md).
+"""The front of a kvpack file: its length, its JSON header and the tensor ``kvpack.header`` (spec/container.md).
 
-``kvpack.header`` is a Header as canonical msgpack. Readers never parse the JSON. They find ``kvpack.header`` by the fixed first bytes of
-the JSON, check its digest, rebuild the whole front from it, and compare.
+``kvpack.header`` is a Header as canonical msgpack, and determines the other two. Readers never parse the JSON. They find ``kvpack.header``
+by the fixed first bytes of the JSON, check its digest, rebuild the whole front from it, and compare.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _HEADER_TENSOR = re.compile(
     re.escape(_PREFIX) + rb'1 ([0-9a-f]{32})"},"kvpack\.header":\{"dtype":"U8","shape":\[([1-9][0-9]{0,6})\],"data_offsets":\[0,\2\]\}'
 )
 _BEGINNING_BYTES = 256
-"""Upper bound of the size in bytes of the JSON header up to the end of the entry of kvpack.header."""
+"""Maximum number of JSON bytes up to the end of the entry of kvpack.header."""
 _OTHER_FORMATS = {
     b"GGUF": "a GGUF file",
     b"PK\x03\x04": "a zip archive, such as a PyTorch checkpoint",
@@ -88,15 +88,15 @@ _SIDE_KEYS = tuple(field.name for field in dataclasses.fields(SideEntry) if fiel
 _LIST = Rule(list)
 _TENSOR_KEYS = tuple(field.name for field in dataclasses.fields(TensorEntry))
 _BYTES_PER_CONTAINER = 16
-"""Minimum size in bytes per array or map of a valid header, not counting the top-level keys and empty layers."""
+"""Minimum number of bytes per array or map of a valid header, apart from the top-level keys and empty layers."""
 _MAX_KEPT, _MAX_KEPT_BYTES = 256, 1 << 12
 _codecs: dict[tuple[bytes, tuple[type, ...]], Codec] = {}
-"""Cache of codecs, keyed by packed parameters and registered codec classes, because files often have the same codecs."""
+"""Cache of codecs, by their packed parameters and the registered codec classes. Files often have the same codecs."""
 
 
 @dataclass(frozen=True)
 class TensorPosition:
-    """Position of a payload tensor in the data section. Its padding starts at ``pad``, and its bytes are ``[begin, end)``."""
+    """Position of a payload tensor in the data section: bytes ``[begin, end)``. The padding before it starts at ``pad``."""
 
     pad: int
     begin: int
@@ -105,7 +105,7 @@ class TensorPosition:
 
 @dataclass(frozen=True)
 class Front:
-    """The bytes of a file before the payload, with the positions of the payload tensors and the size of the file.
+    """The bytes of a file before the payload, the positions of the payload tensors, and the size of the file.
 
     ``text`` is everything up to the data section, and ``tensor`` is kvpack.header.
     """
@@ -117,7 +117,7 @@ class Front:
 
 
 def make_front(header: Header) -> Front:
-    """Return the front of the file with ``header``. Raises LimitExceeded."""
+    """Return the front of a file with this header. Raises LimitExceeded."""
     front = _front_of(header, pack_header(header))
     length = len(front.text) - LENGTH_BYTES
     if length > MAX_JSON_BYTES:
@@ -126,7 +126,7 @@ def make_front(header: Header) -> Front:
 
 
 def _front_of(header: Header, tensor: bytes) -> Front:
-    """Return the front of the file with ``header``, which is serialized as ``tensor``."""
+    """Return the front of a file with this header. ``tensor`` is the packed header."""
     digest = xxhash.xxh3_128_hexdigest(tensor)
     rows = [
         f'"__metadata__":{{"format":"kvpack","kvpack":"{FORMAT} {digest}"}}',
@@ -152,7 +152,7 @@ def _front_of(header: Header, tensor: bytes) -> Front:
 
 
 def undigested_front(contents: Contents) -> Front:
-    """Return the front of an uncompressed file of ``contents``, with zeros as digests. Positions and sizes are already final.
+    """Return the front of an uncompressed file of ``contents`` with zeros as digests. Positions and sizes are final.
 
     Raises LimitExceeded.
     """
@@ -164,7 +164,7 @@ def undigested_front(contents: Contents) -> Front:
 
 
 def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header, Front]:
-    """Read the header and the front of a file, and check every byte of the front and the length of the file.
+    """Read the header and the front of a file. Checks every byte of the front, and the length of the file.
 
     Raises NotKvpack, UnsupportedVersion, UnknownCodec, Truncated, DigestMismatch, InvalidHeader or LimitExceeded.
     """
@@ -210,34 +210,34 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
 
 
 def align_up(end: int) -> int:
-    """Return ``end`` rounded up to an offset at which a tensor may begin."""
+    """Return the lowest offset from ``end`` on at which a tensor may begin."""
     return end + -end % TENSOR_ALIGNMENT
 
 
 def is_file_start(first_bytes: bytes) -> bool:
-    """Return True if a file with these first bytes (at least 64) is a kvpack file of any version."""
+    """Return True if these bytes (at least 64) are the beginning of a kvpack file of any version."""
     return first_bytes.startswith(_PREFIX, LENGTH_BYTES)
 
 
 def front_bytes(first_bytes: bytes | memoryview) -> int:
-    """Return the end of kvpack.header in a file with these first bytes (at least 4 KiB), or 0 if it is not a kvpack file."""
+    """Return the end of kvpack.header in a file that begins with these bytes (at least 4 KiB), or 0 if it is not a kvpack file."""
     entry = _HEADER_TENSOR.match(bytes(first_bytes[LENGTH_BYTES : LENGTH_BYTES + _BEGINNING_BYTES]))
     return LENGTH_BYTES + int.from_bytes(first_bytes[:LENGTH_BYTES], "little") + int(entry[2]) if entry else 0
 
 
 def _first_difference(a: bytes, b: bytes) -> int:
-    """Return the index of the first difference between two byte strings of equal length. Comparing integers avoids a loop over bytes."""
+    """Return the index of the first difference between two byte strings of equal length. Comparing integers avoids a Python loop."""
     return len(a) + (int.from_bytes(a) ^ int.from_bytes(b)).bit_length() // -8
 
 
 def check_digest(name: str, stored: bytes | memoryview, expected: bytes) -> None:
-    """Raise DigestMismatch unless ``expected`` is the XXH3-128 of ``stored``, the stored bytes of tensor ``name``."""
+    """Raise DigestMismatch unless ``expected`` is the XXH3-128 of ``stored``, the bytes of the tensor ``name``."""
     if (actual := xxhash.xxh3_128_digest(stored)) != expected:
         check_hash(name, len(stored), actual, expected)
 
 
 def check_hash(name: str, size: int, actual: bytes, expected: bytes) -> None:
-    """Raise DigestMismatch unless the digest ``actual`` of tensor ``name``, which has ``size`` bytes, is ``expected``."""
+    """Raise DigestMismatch unless the digests are equal. ``name`` and ``size`` (in bytes) describe the tensor."""
     if actual != expected:
         raise DigestMismatch(f"{name} is damaged: its {size} bytes have the digest {actual.hex()}, expected {expected.hex()}")
 
@@ -247,7 +247,7 @@ def _row(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) ->
 
 
 def other_format_name(first: bytes) -> str:
-    """Return the name of another known format whose files begin with ``first``, or an empty string if there is none."""
+    """Return the name of another known format whose files begin with ``first``, or an empty string."""
     return next((name for magic, name in _OTHER_FORMATS.items() if first.startswith(magic)), "")
 
 
@@ -262,7 +262,7 @@ def _not_kvpack(first: bytes, size: int, length: int) -> str:
 
 
 def pack_header(header: Contents) -> bytes:
-    """Return the bytes of kvpack.header. If the contents have no tensors, the result is the map that describes a page in a row.
+    """Return the bytes of kvpack.header or, for contents without tensors, the description of a page in a row.
 
     Raises LimitExceeded if there are more bytes than the format allows.
     """
@@ -287,10 +287,10 @@ def pack_header(header: Contents) -> bytes:
 
 
 def parse_header(data: bytes) -> Header:
-    """Parse bytes that ``pack_header`` created. Other bytes are rejected.
+    """Parse the bytes of kvpack.header. Bytes that ``pack_header`` cannot create are rejected.
 
-    Raises UnsupportedVersion, UnknownCodec, InvalidHeader or LimitExceeded, naming the position. Unknown versions, features and codecs are
-    reported first, regardless of the rest of the header.
+    Raises UnsupportedVersion, UnknownCodec, InvalidHeader or LimitExceeded, with the position in the message. Unknown versions, features
+    and codecs are reported first, whatever the rest of the header contains.
     """
     try:
         return _parse(data)
@@ -304,7 +304,7 @@ def parse_header(data: bytes) -> Header:
 
 
 def _refuse_unknown(data: bytes) -> None:
-    """Raise UnsupportedVersion for a later format version or an unknown required feature, and UnknownCodec for an unknown codec."""
+    """Raise UnsupportedVersion for a newer format version or an unknown required feature, and UnknownCodec for an unknown codec."""
     unknown = unknown_features(data, FEATURES, CODECS)
     if unknown.format is not None and unknown.format > FORMAT:
         raise UnsupportedVersion(newer_format_message(unknown.format))
@@ -358,7 +358,7 @@ def _is_canonical(top: dict[str, Any], data: bytes) -> bool:
 
 
 def newer_format_message(version: int) -> str:
-    """Return the error message about a file with a later major version."""
+    """Return the error message about a file in a newer format version."""
     return f"written by a newer kvpack in format {version}, but this one reads format {FORMAT}: upgrade kvpack"
 
 
@@ -400,13 +400,13 @@ def unpack_header(data: bytes) -> Any:
 
 
 def check_header_size(size: int) -> None:
-    """Raise LimitExceeded if ``size`` is too large for kvpack.header."""
+    """Raise LimitExceeded if kvpack.header has more than the maximum number of bytes."""
     if size > MAX_HEADER_BYTES:
         raise LimitExceeded(f"kvpack.header has {size} bytes, but may have at most {MAX_HEADER_BYTES}")
 
 
 def _codec(where: str, params: Any) -> tuple[Codec, bool]:
-    """Return the codec with ``params``, and True if ``params`` are exactly the map that the codec stores."""
+    """Return the codec that ``params`` describes, and True if they are its canonical parameters."""
     check(where, params, Rule(dict))
     try:
         packed = msgpack.packb(params)

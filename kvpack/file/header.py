@@ -34,10 +34,10 @@ FORMAT = 1
 """Major version of the format."""
 
 CODEC_FEATURES = frozenset({FrameMap.feature, KeyMean.feature, LOG_NORMS_FEATURE, RawPositions.feature, TOKEN_SCALE_FEATURE})
-"""Required features for parameters and sidecars of codecs (``Codec.features``)."""
+"""Required features that parameters and sidecars of codecs can have (``Codec.features``)."""
 
 _FEATURES_WITH_DATA = (layer_positions.FEATURE, layer_states.FEATURE, hidden_tokens.FEATURE, position_offsets.FEATURE)
-"""Required features whose data is in ``ignorable``, in the order in which they are checked."""
+"""Required features that store data in ``ignorable``, in the order in which they are checked."""
 
 FEATURES = CODEC_FEATURES.union({basis.FEATURE}, _FEATURES_WITH_DATA)
 """Required features that this version of kvpack supports."""
@@ -64,18 +64,18 @@ CONTENTS_RULES = {
     "codecs": Rule(tuple, MAX_CODECS),
     "layers": Rule(tuple, MAX_LAYERS),
 }
-"""Rules for the fields of a side, of a tensor and of the whole header, in the order in which they are checked."""
+"""Rules for the fields of keys or values, of a tensor and of the whole header, in the order of the checks."""
 
 _features = attrgetter("summary.features")
 
 
 @dataclass(frozen=True)
 class SideEntry:
-    """The header entry for the keys or the values of one layer: ``runs`` of packed tokens, followed by ``tail`` raw tokens.
+    """The header entry for the keys or the values of one layer: runs of packed tokens, and a tail of raw tokens.
 
-    ``codec`` is an index into the codec list, ``runs`` are token counts, and ``window`` is the number of raw tokens that are encoded
-    together. ``entries`` maps the name of each stream with one row per entry to its number of rows. Raises InvalidHeader or LimitExceeded,
-    naming the field.
+    ``codec`` is an index into the codec list. ``runs`` are the numbers of tokens in the runs, and ``tail`` is the number of raw tokens.
+    ``window`` is the number of raw tokens that are encoded together. ``entries`` contains the number of rows of each stream with one row
+    per entry. Raises InvalidHeader or LimitExceeded, with the field in the message.
     """
 
     codec: int
@@ -108,7 +108,7 @@ class SideEntry:
 class LayerEntry:
     """The header entry for one layer. Absent keys or values are None.
 
-    Raises InvalidHeader if the batch or tokens of keys and values differ.
+    Raises InvalidHeader if the keys and values differ in their number of sequences or tokens.
     """
 
     k: SideEntry | None
@@ -132,9 +132,9 @@ class LayerEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """The header entry for one stored tensor. ``digest`` is the big-endian XXH3-128 of its ``stored_bytes`` bytes.
+    """The header entry for one stored tensor. ``digest`` is the big-endian XXH3-128 of the ``stored_bytes`` bytes in the file.
 
-    Raises InvalidHeader or LimitExceeded, naming the field.
+    Raises InvalidHeader or LimitExceeded, with the field in the message.
     """
 
     name: str
@@ -153,7 +153,7 @@ class TensorEntry:
             raise InvalidHeader(f"digest has {len(self.digest)} bytes, expected {DIGEST_BYTES}")
 
     def check_against(self, name: str, layout: Layout) -> None:
-        """Raise InvalidHeader or LimitExceeded unless this is the entry of tensor ``name`` with ``layout``."""
+        """Raise InvalidHeader or LimitExceeded unless this entry matches the tensor ``name`` with ``layout``."""
         fields = (("name", self.name, name), ("dtype", self.dtype, layout.dtype), ("shape", self.shape, layout.shape))
         for field, actual, expected in fields:
             if actual != expected:
@@ -171,9 +171,9 @@ class TensorEntry:
 class Contents:
     """The contents of a file, before its tensors are stored.
 
-    ``model`` is the identity of the model, ``recipe`` is informative, ``start`` is the first position of the range that all layers share,
-    and ``starts`` are the first positions of the layers. Readers ignore unknown ``ignorable`` features but keep them. An unknown
-    ``required`` feature raises UnsupportedVersion. Raises InvalidHeader or LimitExceeded, naming the position.
+    ``model`` identifies the model, and ``recipe`` is informative. ``start`` is the first position of the range that all layers share, and
+    ``starts`` are the first positions of the layers. Readers ignore unknown ``ignorable`` features but keep them. An unknown ``required``
+    feature raises UnsupportedVersion. Raises InvalidHeader or LimitExceeded, with the position in the message.
     """
 
     codecs: tuple[Codec, ...]
@@ -216,7 +216,7 @@ class Contents:
 
     @property
     def is_basis(self) -> bool:
-        """True if the file is a basis and not a cache."""
+        """True if the file is a basis instead of a cache."""
         return basis.FEATURE in self.required
 
     @cached_property
@@ -253,7 +253,7 @@ class Contents:
 
     @cached_property
     def offsets(self) -> tuple[int, ...] | None:
-        """Difference between position and token index after the last token, for each sequence, or None if the file does not record it."""
+        """Difference between position and token index after the last token of each sequence, or None if the file does not record it."""
         data = self.ignorable.get(position_offsets.FEATURE)
         return None if data is None else position_offsets.position_offsets(data, self.layers, self.starts, self.states, self.start)
 
@@ -270,7 +270,9 @@ class Contents:
 
     @cached_property
     def _first_uses(self) -> dict[tuple[int, str], SideEntry]:
-        """The first occurrence of each distinct side. Most layers have equal sides, which are then checked only once."""
+        """Position of the first occurrence of each distinct entry of keys or values. Most layers have equal entries, which are checked only
+        once.
+        """
         first: dict[SideEntry, tuple[int, str]] = {}
         for number, layer in enumerate(self.layers):
             for name, side in layer.sides():
@@ -306,7 +308,7 @@ class Contents:
 
     @cached_property
     def streams(self) -> dict[SideEntry, dict[str, Layout]]:
-        """Layouts of the tensors of each distinct side, by stream name and in file order."""
+        """Layouts of the tensors of each distinct entry of keys or values, by stream name and in file order."""
         result = {}
         for side in self._first_uses.values():
             result[side] = side_tensors(self.codecs[side.codec], side)
@@ -332,12 +334,15 @@ class Header(Contents):
 
     @classmethod
     def of(cls, contents: Contents, tensors: tuple[TensorEntry, ...]) -> Header:
-        """Return the header of ``contents`` whose tensors are stored as ``tensors``."""
+        """Return the header of a file with these contents and stored tensors."""
         return cls(**{field.name: getattr(contents, field.name) for field in dataclasses.fields(Contents)}, tensors=tensors)
 
 
 def side_tensors(codec: Codec, side: SideEntry, prefix: str = "") -> dict[str, Layout]:
-    """Return the layout of each tensor of a side by ``prefix`` and stream name, in file order (spec/container.md, Runs and tail)."""
+    """Return the layout of each tensor of keys or values, in file order (spec/container.md, Runs and tail).
+
+    The names are the stream names after ``prefix``.
+    """
     result, entries, rows_by_size = {}, dict(side.entries), {1: sum(side.runs)}
     for stream, layout in codec.run_layouts(side.batch, side.heads).items():
         rows, size = len(side.runs), layout.tokens_per_row
@@ -356,7 +361,7 @@ def side_tensors(codec: Codec, side: SideEntry, prefix: str = "") -> dict[str, L
 
 
 def layout_bytes(layout: Layout) -> int:
-    """Return the size of a tensor in bytes without a filter."""
+    """Return the size of an unfiltered tensor in bytes."""
     return math.prod(layout.shape) * DTYPE_BYTES[layout.dtype]
 
 
@@ -371,5 +376,5 @@ def unsupported_feature_message(feature: str) -> str:
 
 
 def prefix_error(where: str, error: KvpackError) -> KvpackError:
-    """Return ``error`` with ``where`` prepended to the field name at the beginning of its message."""
+    """Return the same error with ``where`` and a dot before its message, which begins with a field name."""
     return type(error)(f"{where}.{error}")

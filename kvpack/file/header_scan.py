@@ -1,7 +1,7 @@
 """Scan of a header's msgpack for unknown features, without building objects (spec/container.md, Header tensor).
 
-A header of a later version may contain anything: other types, other limits, or bytes that this version considers damaged. The scan looks
-only for ``format``, ``required`` and the ids of ``codecs``, and stops at the end of the bytes.
+A newer header may contain anything: other types, other limits, or bytes that this version considers damaged. The scan looks only for
+``format``, ``required`` and the ids of ``codecs``, and stops at the end of the bytes.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ _INTEGER, _STRING, _ARRAY, _MAP, _OTHER = range(5)
 
 _OPENING = re.compile(rb"[\x81-\x8f\x91-\x9f]+")
 _SHORT = re.compile(rb"[\x00-\xa0\xc0-\xc3\xe0-\xff]+")
-"""Patterns of one-byte values: containers with at least one entry, whose entries follow, and other one-byte values and containers."""
+"""Patterns of one-byte values. The first matches heads of containers with at least one entry, and the second all other values."""
 _CONTAINED_VALUES = bytes(2 * (byte & 15) if 0x80 <= byte < 0x90 else byte & 15 if 0x90 <= byte < 0xA0 else 0 for byte in range(256))
-"""Number of values in the container that starts with each one-byte head, or 0 for other bytes."""
+"""Number of values in the container that each one-byte head starts, or 0 for other bytes."""
 
 _SIZED = {
     0xC4: (_OTHER, 1), 0xC5: (_OTHER, 2), 0xC6: (_OTHER, 4),
     0xD9: (_STRING, 1), 0xDA: (_STRING, 2), 0xDB: (_STRING, 4),
     0xDC: (_ARRAY, 2), 0xDD: (_ARRAY, 4), 0xDE: (_MAP, 2), 0xDF: (_MAP, 4),
 }  # fmt: skip
-"""Kind and number of length bytes, by the first byte of values that store a length."""
+"""Kind of value and number of length bytes, by the first byte, for values that store a length."""
 _EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
-"""Number of length bytes of extension values, by their first byte. Another byte contains the type."""
+"""Number of length bytes of extension values, by their first byte. One more byte contains the type."""
 _INTEGERS = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 _FIXED = {0xCA: 4, 0xCB: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
-"""Number of bytes after the first byte of floats and fixed-length extension values."""
+"""Number of bytes after the first byte, for floats and fixed-length extension values."""
 
 
 class UnknownFeatures(NamedTuple):
-    """The ``format`` of a header (None if it is not an integer), its first unknown feature and its first unknown codec."""
+    """The format version of a header, or None if it is not an integer, and its first unknown feature and codec, or None."""
 
     format: int | None
     feature: str | None
@@ -42,13 +42,13 @@ class UnknownFeatures(NamedTuple):
 
 
 class _EndOfBytes(Exception):
-    """Error for bytes that end within a value."""
+    """Error for bytes that end in the middle of a value."""
 
 
 def unknown_features(data: bytes, features: Collection[str], codecs: Collection[str]) -> UnknownFeatures:
-    """Return the features and codecs of the header ``data`` that are not among ``features`` and ``codecs``.
+    """Find the first required feature and the first codec id in a header that this version does not know.
 
-    The scan takes linear time.
+    ``features`` and ``codecs`` are the known ones. The scan takes linear time.
     """
     scanner = _Scanner(data)
     result: dict[str, int | str | None] = {}
@@ -87,9 +87,9 @@ class _Scanner:
         self._data, self._at = data, 0
 
     def value(self) -> tuple[int, int]:
-        """Read the start of the next value and return its kind with a number.
+        """Read the start of the next value, and return its kind and a number.
 
-        The number is the value of an integer, the length of a string or other value in bytes, or the number of entries of a container.
+        The number is the value of an integer, the size of a string or other value in bytes, or the number of entries of a container.
         """
         first = self._take(1)[0]
         if first < 0x80:
@@ -108,14 +108,14 @@ class _Scanner:
         return _OTHER, _FIXED.get(first, 0)
 
     def leave(self, kind: int, size: int) -> None:
-        """Skip the rest of a value whose start ``value`` has read."""
+        """Skip the rest of a value, after ``value`` has returned its kind and size."""
         if kind in (_STRING, _OTHER):
             self._take(size)
         elif kind != _INTEGER:
             self.skip(size if kind == _ARRAY else 2 * size)
 
     def skip(self, values: int) -> None:
-        """Skip ``values`` values, including their contents. This is not recursive, because values may be nested to any depth."""
+        """Skip ``values`` values with their contents, without recursion, because values may be nested to any depth."""
         # Regular expressions handle many bytes per step. A container's first byte leaves at least as many values to skip as before, and
         # n bytes of one-byte values complete at most n values.
         while values:
@@ -130,7 +130,7 @@ class _Scanner:
                     values += size if kind == _ARRAY else 2 * size
 
     def _skip_short(self, values: re.Pattern[bytes], end: int) -> int:
-        """Skip one-byte values that match ``values``, up to ``end``. Returns the change in the number of values to skip."""
+        """Skip one-byte values that match a pattern, up to ``end``. Returns the change in the number of values left to skip."""
         match = values.match(self._data, self._at, end)
         if match is None:
             return 0
@@ -138,7 +138,7 @@ class _Scanner:
         return sum(match[0].translate(_CONTAINED_VALUES)) - len(match[0])
 
     def string(self) -> str | None:
-        """Skip the next value. Returns it if it is a string, otherwise None."""
+        """Read the next value. Returns it if it is a string, and None otherwise."""
         kind, size = self.value()
         if kind == _STRING:
             return self._take(size).decode("utf-8", "backslashreplace")
@@ -146,7 +146,7 @@ class _Scanner:
         return None
 
     def entry(self, key: str) -> str | None:
-        """Skip the next value, a map. Returns its first value for ``key`` if that is a string, otherwise None."""
+        """Read the next value, a map. Returns its first value for ``key`` if that is a string, and None otherwise."""
         kind, count = self.value()
         if kind != _MAP:
             self.leave(kind, count)

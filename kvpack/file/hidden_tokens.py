@@ -20,7 +20,7 @@ _PLACE = f"ignorable[{FEATURE!r}]"
 
 
 class HiddenRange(NamedTuple):
-    """A range of positions ``[start, stop)`` of sequence ``row`` that an attention mask hides."""
+    """Positions ``[start, stop)`` of sequence ``row`` that an attention mask hides."""
 
     row: int
     start: int
@@ -39,9 +39,9 @@ def features_of(hidden: Iterable[HiddenRange]) -> tuple[tuple[str, ...], dict[st
 
 
 def hidden_tokens(data: bytes, batch: int, start: int, stop: int) -> tuple[HiddenRange, ...]:
-    """Parse ``data`` of the feature in a file with ``batch`` sequences and positions ``[start, stop)``.
+    """Parse the feature's data in a file with ``batch`` sequences and positions ``[start, stop)``.
 
-    Raises InvalidHeader, naming the record.
+    Raises InvalidHeader, with the record in the message.
     """
     if not data or len(data) % _RECORD.size:
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected a positive multiple of {_RECORD.size}")

@@ -1,4 +1,4 @@
-"""The inputs of a cache: known token ids, and descriptions of everything else that determined its values."""
+"""The inputs of a cache: known token ids, and descriptions of all other inputs that determined its values."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from .limits import MAX_BINARY_BYTES
 from .sources import selected_text
 
 FEATURE = "inputs"
-"""Name of the ignorable feature with the inputs in a file."""
+"""Name of the ignorable feature that stores a file's inputs."""
 IDS_FEATURE = "token-ids"
-"""Prefix of the names of the ignorable features with all known ids, if they do not fit into ``inputs``."""
+"""Prefix of the names of the ignorable features that store all known ids, if these do not fit into ``inputs``."""
 ROWS_FEATURE = "row-ids"
-"""Prefix of the names of the ignorable features with the ids of each sequence, if sequences differ."""
+"""Prefix of the names of the ignorable features that store each sequence's ids, if sequences differ."""
 EARLIER_FEATURE = "earlier-ids"
-"""Name of the ignorable feature with digests of the ids before a file's first token."""
+"""Name of the ignorable feature that stores digests of the ids before a file's first token."""
 _DIGEST_BYTES = 32
 MAX_IDS = 2**20
-"""Maximum number of ids in a file, over all sequences. They fill half of the largest header."""
+"""Maximum number of ids in a file, over all sequences. That many ids fill half of the largest header."""
 ID_BYTES = 4
 """Size of a token id in bytes: unsigned, little-endian."""
 
 ROWS_DIFFER = "differ from row to row of the batch"
-"""End of the clause about tokens whose ids differ between sequences."""
+"""End of the clause for tokens whose ids differ between sequences."""
 IDS_LEFT_OUT = "have ids that differ from row to row, and the file had no room for them"
-"""End of the clause about tokens whose ids did not fit into the file."""
+"""End of the clause for tokens whose ids did not fit into the file."""
 WITHOUT_IDS = "came without their token ids"
-"""End of the clause about tokens after the known ids, whose own ids are unknown."""
+"""End of the clause for tokens without known ids that follow tokens with known ids."""
 UNREADABLE_INPUTS = "its inputs are recorded in an unknown form"
-"""Clause about inputs stored in an unknown form."""
+"""The clause for inputs stored in an unknown form."""
 MASKED = "were computed with an attention mask that hides tokens"
-"""End of the clause about tokens computed with an unknown attention mask."""
+"""End of the clause for tokens computed with an unknown attention mask."""
 PADDED = "were computed with an attention mask that hides padding"
-"""End of the clause about tokens whose attention mask hides only ``hidden``. Their positions count only visible tokens."""
+"""End of the clause for tokens whose attention mask hides only ``hidden``. Their positions count only visible tokens."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ class Inputs:
 
     @classmethod
     def of_rows(cls, rows: Sequence[bytes], undetermined: Iterable[tuple[str, int]], hidden: tuple[HiddenRange, ...], first: int) -> Inputs:
-        """Return the inputs of a cache from position ``first`` on, given the same number of ids for each sequence.
+        """Return the inputs of a cache whose first token is at position ``first``. All sequences must have the same number of ids.
 
-        ``undetermined`` contains clauses, each with the position of the first token that it affects. A clause about differing sequences is
-        added if needed.
+        ``undetermined`` contains clauses, each with the position of the first token that it affects. If sequences differ, a clause that
+        says so is added.
         """
         token_ids, known, result = _common_ids(rows, first)
         items = list(undetermined)
@@ -134,9 +134,9 @@ class Inputs:
         return any((not self.rows and text.endswith(ROWS_DIFFER)) or text.endswith(IDS_LEFT_OUT) for text in self.undetermined)
 
     def with_missing_ids(self, start: int, stop: int) -> Inputs:
-        """Return the inputs of tokens ``[start, stop)``, with a clause about tokens whose ids are unknown without a recorded reason.
+        """Return the inputs for a cache with tokens ``[start, stop)``, with a clause for tokens whose ids are missing without a reason.
 
-        If no ids are known, there is no clause, because callers vouch for the ids of such caches.
+        If no ids are known at all, no clause is added, because the caller is responsible for the ids of such caches.
         """
         unknown = start + self.tokens
         if not start < unknown < stop or any(position <= unknown for position in self.starts):
@@ -145,7 +145,7 @@ class Inputs:
         return replace(self, undetermined=(*self.undetermined, f"{tokens} {WITHOUT_IDS}"), starts=(*self.starts, unknown))
 
     def slice(self, start: int, stop: int, first: int) -> Inputs:
-        """Return the inputs of tokens ``[start, stop)`` of a cache whose first token is at position ``first``.
+        """Return the inputs of tokens ``[start, stop)``, counted from the first token, which is at position ``first``.
 
         Each token depends on all earlier tokens, so only undetermined inputs from ``stop`` on are dropped.
         """
@@ -177,7 +177,7 @@ class Inputs:
         return _append_ids(self.before or (b"",), tuple(ids[: start * ID_BYTES] for ids in self.known_ids))
 
     def select(self, indices: Sequence[int], first: int) -> Inputs:
-        """Return the inputs of the sequences ``indices``, in that order, of a cache whose first token is at position ``first``."""
+        """Return the inputs of the sequences at ``indices``, in that order. The cache's first token is at position ``first``."""
         items = [(selected_text(text, indices), start) for text, start in zip(self.undetermined, self.starts, strict=True)]
         token_ids, rows = self.token_ids, self.rows
         if rows:
@@ -216,9 +216,9 @@ class Inputs:
     def to_features(self, start: int = 0) -> tuple[tuple[str, ...], dict[str, bytes]]:
         """Return the required and the ignorable features of a file with these inputs.
 
-        The ignorable feature ``inputs`` is always present. ``token-ids.0`` and following are present if it does not contain all ids,
-        ``row-ids.0`` and following if sequences differ, and ``earlier-ids`` if the ids before the first token, at position ``start``, are
-        known. Raises LimitExceeded if there are more hidden tokens than a file can list.
+        ``inputs`` is always present. ``token-ids.0`` and following are added if ``inputs`` cannot contain all ids, ``row-ids.0`` and
+        following if sequences differ, and ``earlier-ids`` if the ids before the first token, at position ``start``, are known. Raises
+        LimitExceeded if there are more hidden tokens than a file can list.
         """
         required, ignorable = hidden_tokens.features_of(self.hidden)
         kept = self.token_ids[: MAX_IDS * ID_BYTES]
@@ -234,13 +234,13 @@ class Inputs:
         return required, {FEATURE: stored, **split(IDS_FEATURE, more), **split(ROWS_FEATURE, rows), **earlier, **ignorable}
 
     def _digests_before(self, start: int) -> tuple[bytes, ...]:
-        """Return a digest of each sequence's ids before the first token, at position ``start``, or nothing if some ids are unknown."""
+        """Return a digest of each sequence's ids before position ``start``, or an empty tuple if some ids are unknown."""
         if start in self.earlier or not start or not self.before or len(self.before[0]) != start * ID_BYTES:
             return self.earlier.get(start, ())
         return tuple(hashlib.sha256(ids).digest() for ids in self.before)
 
     def _without_ids_after(self, count: int) -> Inputs:
-        """Return the inputs with a clause about the ids that do not fit into a file with room for ``count`` ids per sequence."""
+        """Return the inputs with a clause for the ids after the first ``count`` of each sequence, which do not fit into a file."""
         if not self.rows or count * ID_BYTES == len(self.rows[0]):
             return self
         differ = next(start for text, start in zip(self.undetermined, self.starts, strict=True) if text.endswith(ROWS_DIFFER))
@@ -257,10 +257,10 @@ class Inputs:
         start: int = 0,
         tokens: int | None = None,
     ) -> Inputs | None:
-        """Return the inputs in the features of a file with ``batch`` sequences, or None if it has none.
+        """Return the inputs recorded in a file's ``ignorable`` features, or None if it records none.
 
-        ``hidden`` are the file's hidden tokens, and ``start`` is the position of its first token. If ``tokens`` is given, ids beyond that
-        number are ignored.
+        The file has ``batch`` sequences. ``hidden`` are its hidden tokens, and ``start`` is the position of its first token. If ``tokens``
+        is not None, ids after that many tokens are ignored.
         """
         stored, ids = ignorable.get(FEATURE), join_features(ignorable, IDS_FEATURE)
         inputs = cls() if stored is None else cls.from_bytes(stored)
@@ -290,7 +290,7 @@ class Inputs:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Inputs:
-        """Parse the result of ``to_bytes``. Any other bytes result in unknown inputs (``UNREADABLE_INPUTS``)."""
+        """Parse bytes from ``to_bytes``. For any other bytes, return inputs that are unknown (``UNREADABLE_INPUTS``)."""
         try:
             end = 8 + ID_BYTES * int.from_bytes(data[:8], "little")
             if len(data) < max(8, end):
@@ -309,9 +309,9 @@ class Inputs:
 
 
 def join_inputs(parts: Sequence[tuple[Inputs | None, int]], start: int) -> Inputs | None:
-    """Join the inputs of consecutive caches, each given with its number of tokens. Returns None if all are unknown.
+    """Join the inputs of consecutive caches. Each part is (inputs, number of tokens). Returns None if all inputs are unknown.
 
-    The first token is at position ``start``. Raises InvalidParameter if a cache was computed after tokens other than those that precede it
+    The first token is at position ``start``. Raises InvalidParameter if a cache was computed after different tokens than the ones before it
     in ``parts``.
     """
     if all(inputs is None for inputs, _ in parts):
@@ -349,10 +349,10 @@ def join_inputs(parts: Sequence[tuple[Inputs | None, int]], start: int) -> Input
 
 
 def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, number: int, position: int) -> None:
-    """Raise InvalidParameter if part ``number``, which starts at ``position``, was computed after tokens other than those joined.
+    """Raise InvalidParameter if part ``number``, from ``position`` on, was computed after different tokens than the joined ones.
 
-    ``inputs`` are those of the part. The joined tokens have the known ``ids``, given per sequence, and follow the ids in
-    ``beginning.before``. ``beginning.earlier`` contains digests of all ids before some positions.
+    ``inputs`` belong to the part. ``ids`` are the known ids of the joined tokens, by sequence, which follow those in ``beginning.before``.
+    ``beginning.earlier`` contains digests of all ids before some positions.
     """
     joined_ids = _append_ids(beginning.before or (b"",), ids)
     before = inputs.before or (b"",)
@@ -379,7 +379,7 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, nu
 
 
 def _check_digests(expected: Sequence[bytes], digests: tuple[bytes, ...], number: int, end: int) -> None:
-    """Raise InvalidParameter if the ``digests`` that part ``number`` has of the ids before position ``end`` are not as ``expected``."""
+    """Raise InvalidParameter if part ``number`` has other ``digests`` than ``expected`` for the ids before position ``end``."""
     count = max(len(digests), len(expected))
     for row, pair in enumerate(zip(_for_rows(digests, count), _for_rows(tuple(expected), count), strict=True)):
         if len(set(pair)) > 1:
@@ -390,23 +390,23 @@ def _check_digests(expected: Sequence[bytes], digests: tuple[bytes, ...], number
 
 
 def _append_ids(before: tuple[bytes, ...], ids: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """Return the ids of each row: ``before``, followed by ``ids``."""
+    """Return the ids of each sequence in ``before``, followed by its ids in ``ids``."""
     count = max(len(before), len(ids))
     return tuple(a + b for a, b in zip(_for_rows(before, count), _for_rows(ids, count), strict=True))
 
 
 def _select_rows(values: tuple[bytes, ...], indices: Sequence[int]) -> tuple[bytes, ...]:
-    """Return the values of the rows ``indices``. A single element applies to all rows."""
+    """Return the values at ``indices``. A single value applies to all sequences, and is returned unchanged."""
     return values if len(values) == 1 else tuple(values[index] for index in indices)
 
 
 def _for_rows(ids: tuple[bytes, ...], count: int) -> tuple[bytes, ...]:
-    """Return ids for each of ``count`` sequences. A single element applies to all of them."""
+    """Return ids for each of ``count`` sequences. A single element is repeated."""
     return ids * count if len(ids) == 1 else ids
 
 
 def rows_differ(start: int, stop: int) -> str:
-    """Return the clause about tokens ``[start, stop)`` whose ids differ between sequences."""
+    """Return the clause for tokens ``[start, stop)`` whose ids differ between sequences."""
     return f"{'tokens' if stop - start > 1 else 'token'} {start}{f' to {stop - 1}' if stop - start > 1 else ''} {ROWS_DIFFER}"
 
 
@@ -415,9 +415,9 @@ def _sequences_differ(inputs: Inputs) -> bool:
 
 
 def _common_ids(rows: Sequence[bytes], first: int) -> tuple[bytes, tuple[bytes, ...], list[tuple[str, int]]]:
-    """Return the ids that all ``rows`` begin with.
+    """Return the ids that all ``rows`` begin with, and, if rows differ, all rows and a clause that says so with its position.
 
-    If rows differ, also returns the rows, and the clause about the difference with its position.
+    The first id is at position ``first``. If rows do not differ, the rows and the list of clauses are empty.
     """
     if len(set(rows)) == 1:
         return rows[0], (), []

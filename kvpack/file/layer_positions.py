@@ -19,7 +19,7 @@ START_BYTES = 8
 
 
 class HasSides(Protocol):
-    """A layer with keys and values, each None if absent."""
+    """A layer whose ``k`` and ``v`` are None if absent."""
 
     @property
     def k(self) -> object: ...
@@ -29,7 +29,7 @@ class HasSides(Protocol):
 
 
 def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """Return ``required`` and ``ignorable`` for a file from position ``start`` with layers at ``starts``. Raises LimitExceeded."""
+    """Return ``required`` and ``ignorable`` for a file that starts at ``start``, with layers at ``starts``. Raises LimitExceeded."""
     for number, first in enumerate(starts):
         check(f"the first position of layers[{number}]", first, Rule(int, MAX_TOKENS, start))
     if all(first == start for first in starts):
@@ -38,7 +38,8 @@ def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dic
 
 
 def layer_starts(data: bytes, start: int, layers: Sequence[HasSides]) -> tuple[int, ...]:
-    """Parse the first position of each layer from ``data``. Raises InvalidHeader or LimitExceeded, naming the layer."""
+    """Parse the feature's data into the first position of each layer. Raises InvalidHeader or LimitExceeded, with the layer in the message.
+    """
     if len(data) != START_BYTES * len(layers):
         raise InvalidHeader(f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {START_BYTES * len(layers)} for {len(layers)} layers")
     starts = tuple(int.from_bytes(data[at : at + START_BYTES], "little") for at in range(0, len(data), START_BYTES))

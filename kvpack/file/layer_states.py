@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FEATURE = "layer-state"
 """Name of the feature in ``required``, and of its data in ``ignorable``."""
 DTYPES = ("U8", "U16", "F16", "BF16", "F32")
-"""Dtypes of states. A state's record contains an index into this tuple."""
+"""Dtypes that a state can have. A state's record stores an index into this tuple."""
 MAX_SIZES = 8
 MAX_NAME_BYTES = 28
 _RECORD = struct.Struct(f"<HBB{MAX_SIZES}Q{MAX_NAME_BYTES}s")
@@ -29,23 +29,23 @@ _PLACE = f"ignorable[{FEATURE!r}]"
 
 
 class HasBatch(Protocol):
-    """The keys or values of a layer, with a number of sequences."""
+    """Anything with a number of sequences, such as a layer's keys or values."""
 
     @property
     def batch(self) -> int: ...
 
 
 class HasSides(Protocol):
-    """A layer with keys and values."""
+    """Anything that yields keys and values, such as a layer entry."""
 
     def sides(self) -> Iterator[tuple[str, HasBatch]]: ...
 
 
 @dataclass(frozen=True)
 class StateEntry:
-    """The description of state ``name`` of layer ``layer``, with shape ``[batch, ...]`` and a dtype of ``DTYPES``.
+    """The description of a layer's state, which has shape ``[batch, ...]`` and one of ``DTYPES``.
 
-    Raises InvalidHeader or LimitExceeded, naming the state.
+    Raises InvalidHeader or LimitExceeded, with the state in the message.
     """
 
     layer: int
@@ -75,7 +75,7 @@ class StateEntry:
 
 
 def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """Return ``required`` and ``ignorable`` for a file with ``states``. Raises LimitExceeded if there are too many."""
+    """Return ``required`` and ``ignorable`` for a file with these states. Raises LimitExceeded if there are too many."""
     ordered = sorted(states, key=lambda state: (state.layer, state.name))
     if not ordered:
         return (), {}
@@ -91,7 +91,7 @@ def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str
 
 
 def layer_states(data: bytes, layers: Sequence[HasSides]) -> tuple[StateEntry, ...]:
-    """Parse the states in ``data``, in file order. Raises InvalidHeader or LimitExceeded, naming the position."""
+    """Parse the feature's data into states in file order. Raises InvalidHeader or LimitExceeded, with the position in the message."""
     if not data or len(data) % _RECORD.size:
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each state, and at least one state")
     states = tuple(_parse(at // _RECORD.size, data[at : at + _RECORD.size]) for at in range(0, len(data), _RECORD.size))
@@ -130,7 +130,7 @@ def _parse(number: int, record: bytes) -> StateEntry:
 
 
 def check_state(where: str, dtype: str | None, shape: Sequence[int]) -> None:
-    """Raise InvalidParameter if a file cannot store an array as a state. ``dtype`` is None if the format lacks the array's dtype."""
+    """Raise InvalidParameter unless a file can store a state of this shape and dtype. ``dtype`` is None if the format lacks it."""
     if dtype is None or not 1 <= len(shape) <= MAX_SIZES or not all(shape):
         raise InvalidParameter(
             f"{where} has shape {list(shape)} and dtype {dtype or 'of another kind'}, expected [batch, ...] of at most {MAX_SIZES} "

@@ -1,4 +1,4 @@
-"""Limits of the format, for writers and readers (spec/container.md, Limits). Each limit is the largest allowed value."""
+"""Limits of the format for writers and readers (spec/container.md, Limits). Each constant is the largest allowed value."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ MAX_STRING_BYTES = 4096
 MAX_BINARY_BYTES = 65536
 """Maximum number of bytes of a binary value."""
 MAX_WINDOW_BYTES = 2**23
-"""Maximum window of a zstd frame in bytes."""
+"""Maximum window size of a zstd frame in bytes."""
 MAX_RATIO = 256
-"""Maximum number of decoded bytes of a zstd tensor per stored byte."""
+"""Maximum ratio of decoded to stored bytes of a zstd tensor."""

@@ -1,4 +1,4 @@
-"""The ignorable feature ``metadata``: texts and numbers that kvpack stores without interpreting them (spec/container.md)."""
+"""The ignorable feature ``metadata``: texts and numbers that kvpack stores but does not interpret (spec/container.md)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .limits import MAX_BINARY_BYTES, MAX_NAMES, MAX_STRING_BYTES
 
 FEATURE = "metadata"
 CHAT = "chat."
-"""Prefix of the names under which a chat stores its messages (kvpack.integrations.transformers.Chat)."""
+"""Prefix of the names under which ``kvpack.integrations.transformers.Chat`` stores its messages."""
 CHAT_MESSAGES = f"{CHAT}messages"
-"""Name under which a chat stores the number of its messages."""
+"""Name under which a chat stores its number of messages."""
 MAX_NAME_BYTES = 255
 """Maximum number of UTF-8 bytes of a name."""
 TEXT, INTEGER, NUMBER = range(3)
@@ -25,9 +25,9 @@ Value = str | int | float
 
 
 def to_bytes(metadata: Any) -> bytes:
-    """Return the feature's data for a dict from names to texts, 64-bit integers and finite floats.
+    """Return the feature's data for a dict of texts, 64-bit integers and finite floats by name.
 
-    Raises InvalidParameter for anything else, and LimitExceeded if names or texts are too many or too long.
+    Raises InvalidParameter for anything else, and LimitExceeded if there are too many entries, or if names or texts are too long.
     """
     if not isinstance(metadata, Mapping):
         raise InvalidType(f"metadata is a {type(metadata).__name__}, expected a dict such as {{'title': 'a manual', 'version': 3}}")
@@ -46,7 +46,7 @@ def to_bytes(metadata: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> dict[str, Value]:
-    """Parse the feature's data. Returns an empty dict for bytes that ``to_bytes`` cannot create."""
+    """Parse the feature's data into a dict. For bytes that ``to_bytes`` cannot create, the dict is empty."""
     try:
         result = dict(_entries(data))
         return result if to_bytes(result) == data else {}

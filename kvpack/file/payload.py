@@ -1,4 +1,4 @@
-"""Reading of stored tensors as arrays after checking their digests, whole or in pieces of an unmapped file."""
+"""Reading of stored tensors as arrays, after checking their digests. Large tensors on disk are read in pieces, without mapping the file."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from .user_files import Source
 
 PIECE_BYTES = 1 << 20
-"""Maximum size in bytes of a tensor that is read at once. Larger tensors are read in pieces."""
+"""Maximum size in bytes of a tensor that is read whole. Larger tensors are read in pieces."""
 _HASHED_BYTES = 1 << 18
-"""Number of bytes that are read and hashed at once, so that they fit in a core's cache."""
+"""Number of bytes that are read and then hashed in one step, so that they fit in a core's cache."""
 
 
 class LazyArray:
-    """An array whose values are read on demand from ``source``, starting at byte ``begin``."""
+    """An array whose values are read on demand. Its first value is at byte ``begin`` of ``source``."""
 
     def __init__(self, source: Source, begin: int, layout: Layout) -> None:
         self._source, self._begin, self._item = source, begin, DTYPE_BYTES[layout.dtype]
@@ -43,7 +43,7 @@ class LazyArray:
         self._memory = bytearray()
 
     def flat(self, start: int, stop: int) -> numpy.ndarray[Any, Any]:
-        """Return values ``[start, stop)`` of the flattened array. They are valid until the next call. Raises Truncated."""
+        """Return values ``[start, stop)`` of the flattened array, which are valid until the next call. Raises Truncated."""
         begin, end = self._begin + start * self._item, self._begin + stop * self._item
         if len(self._memory) < end - begin:
             self._memory = bytearray(end - begin)
@@ -53,7 +53,7 @@ class LazyArray:
 
 
 def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Layout, *, checksums: bool) -> Array:
-    """Check the padding and digest of a tensor and return it as an array.
+    """Check the padding and digest of a tensor, and return it as an array.
 
     Large tensors are read in pieces, except zstd frames, which are read whole.
     """
@@ -76,7 +76,7 @@ def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Lay
 def read_checked(source: Source, front: Front, tensor: TensorEntry, layout: Layout, memory: memoryview, *, checksums: bool) -> None:
     """Copy a decoded tensor into ``memory``, which has the same size, and check its padding, digest and zstd frame.
 
-    The checks apply to the copy, not to the file.
+    The checks apply to the copy, so that later changes to the file do not matter.
     """
     start, place = len(front.text), front.places[tensor.name]
     begin, end = start + place.begin, start + place.end
@@ -99,7 +99,7 @@ def read_checked(source: Source, front: Front, tensor: TensorEntry, layout: Layo
 class Span:
     """A range ``[begin, end)`` of a file with unfiltered tensors and the padding between them.
 
-    ``pads`` lists all padding in order, including that before the span: the name of the tensor that follows, and the range in the file.
+    ``pads`` lists all padding in order, including the padding before the span, as (name of the next tensor, begin, end) in the file.
     """
 
     begin: int
@@ -108,9 +108,9 @@ class Span:
 
 
 def span_of(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> Span | None:
-    """Return the span of ``tensors``, each given with its range ``[begin, end)`` in memory.
+    """Return the range of the file with these tensors, or None unless memory and file have the same layout.
 
-    Returns None unless the memory has the same layout as the file, starting at offset 0.
+    Each element is a tensor entry with its range ``[begin, end)`` in memory, where the first tensor begins at 0.
     """
     places = [front.places[tensor.name] for tensor, _, _ in tensors]
     for (tensor, begin, end), place in zip(tensors, places, strict=True):
@@ -131,10 +131,10 @@ def read_span(source: Source, span: Span, first: int, last: int, memory: memoryv
 
 
 def check_pads(source: Source, span: Span, first: int, last: int, memory: memoryview) -> None:
-    """Check the padding in bytes ``[first, last)`` of ``span``, which are in ``memory``.
+    """Check the padding in bytes ``[first, last)`` of ``span``. ``memory`` contains these bytes.
 
-    If ``first`` is 0, also check that before the span. To avoid splitting padding, ``first`` must be a multiple of ``TENSOR_ALIGNMENT``,
-    and so must ``last`` unless it is the end. Raises InvalidPayload, MissingFile and Truncated.
+    If ``first`` is 0, the padding before the span is checked as well. So that no padding is split, ``first`` and ``last`` must be multiples
+    of ``TENSOR_ALIGNMENT``, unless ``last`` is the end. Raises InvalidPayload, MissingFile and Truncated.
     """
     pads = span.pads
     if not first and pads and pads[0][2] == span.begin:
@@ -145,6 +145,6 @@ def check_pads(source: Source, span: Span, first: int, last: int, memory: memory
 
 
 def check_pad(name: str, pad: memoryview) -> None:
-    """Raise InvalidPayload unless ``pad``, the padding before tensor ``name``, is zero."""
+    """Raise InvalidPayload unless ``pad``, the padding before the tensor ``name``, is zero."""
     if any(pad):
         raise InvalidPayload(f"{name}: the padding before it is {pad.hex()}, expected {len(pad)} zero bytes")

@@ -1,4 +1,5 @@
-"""The required feature ``position-offsets``: the rotary positions after images (spec/container.md, Position offsets)."""
+"""The required feature ``position-offsets``: differences between rotary positions and token indices (spec/container.md, Position offsets).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ OFFSET_BYTES = 8
 
 
 class HasTokens(Protocol):
-    """The keys or values of a layer, with numbers of sequences and tokens."""
+    """Anything with a number of sequences and of tokens, such as a layer's keys or values."""
 
     @property
     def batch(self) -> int: ...
@@ -31,13 +32,13 @@ class HasTokens(Protocol):
 
 
 class HasSides(Protocol):
-    """A layer with keys and values."""
+    """Anything that yields keys and values, such as a layer entry."""
 
     def sides(self) -> Iterator[tuple[str, HasTokens]]: ...
 
 
 def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """Return ``required`` and ``ignorable`` for a file with the ``offsets`` of its sequences, which are None if unknown."""
+    """Return ``required`` and ``ignorable`` for a file with one offset per sequence. ``offsets`` is None if they are unknown."""
     if offsets is None:
         return (), {}
     return (FEATURE,), {FEATURE: b"".join(offset.to_bytes(OFFSET_BYTES, "little", signed=True) for offset in offsets)}
@@ -46,7 +47,8 @@ def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[st
 def position_offsets(
     data: bytes, layers: Sequence[HasSides], starts: Sequence[int], states: Iterable[StateEntry], start: int
 ) -> tuple[int, ...]:
-    """Parse the offset of each sequence from ``data``. Raises InvalidHeader or LimitExceeded, naming the sequence."""
+    """Parse the feature's data into the offset of each sequence. Raises InvalidHeader or LimitExceeded, with the sequence in the message.
+    """
     if not data or len(data) % OFFSET_BYTES:
         raise InvalidHeader(
             f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {OFFSET_BYTES} for each sequence, and at least one sequence"

@@ -1,4 +1,4 @@
-"""Rows of a fixed size that store pages of serving engines, with a checksum that any device can compute (spec/row.md).
+"""Rows of fixed size, which store pages of serving engines, with a checksum that any device can compute (spec/row.md).
 
 This module does not need PyTorch.
 """
@@ -24,21 +24,21 @@ MAGIC = b"kvpack-row 1\n\0\0\0"
 """First bytes of a row of version 1."""
 FRAME_BYTES = 128
 ALIGNMENT = 64
-"""Alignment, in bytes, of the description, all streams and the end of a row."""
+"""Alignment in bytes of a row's description, of its streams and of its end."""
 NAMESPACE_BYTES = KEY_BYTES = 32
 NAMESPACE_AT, KEY_AT = 32, 64
-"""Offsets in bytes of the namespace and the key in a frame."""
+"""Offsets in bytes of the namespace and of the key in a row."""
 MULTIPLIER = 0x9E3779B97F4A7C15
 """Multiplier of the checksum. It is 5 modulo 8, so that its powers repeat only after 2^62 words."""
 MAX_ROW_BYTES = 2**32 - ALIGNMENT
-"""Maximum size of a row in bytes. Up to it, the checksum detects any two flipped bits."""
+"""Maximum size of a row in bytes. Within this size, the checksum detects any two flipped bits."""
 
 _FRAME = struct.Struct("<16sQQ32s32sI28x")
 _MASK = 2**64 - 1
 _WORDS_AT_ONCE = 1 << 14
 
 compiled: Callable[[memoryview, int], int | None] = lambda data, sum_: None  # noqa: E731
-"""Function that adds words to a checksum in C. It returns None if the C kernels are unavailable. Set by ``kvpack.coding.dispatch``."""
+"""Function that adds words to a checksum in C, or returns None if it cannot. ``kvpack.coding.dispatch`` sets it."""
 
 
 class Frame(NamedTuple):
@@ -53,7 +53,7 @@ class Frame(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """The layout of a row: its size, its description, and the range ``[begin, end)`` of each stream by tensor name."""
+    """The layout of a row: its size, its description, and the byte range ``[begin, end)`` of each stream by tensor name."""
 
     nbytes: int
     description: bytes
@@ -66,14 +66,14 @@ class RowLayout(NamedTuple):
 
     @property
     def pads(self) -> list[tuple[int, int]]:
-        """Ranges ``[begin, end)`` of padding after streams."""
+        """Byte ranges ``[begin, end)`` of the padding after streams."""
         begins = [*(begin for begin, _ in self.places.values()), self.nbytes]
         ends = [self.payload, *(end for _, end in self.places.values())]
         return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
 
 
 def row_layout(contents: Contents) -> RowLayout:
-    """Return the layout of the row for a page with ``contents``. Raises LimitExceeded."""
+    """Return the layout of a row that stores a page with these contents. Raises LimitExceeded."""
     description = pack_header(contents)
     places, end = {}, _align(FRAME_BYTES + len(description))
     for name, layout in contents.layouts.items():
@@ -85,17 +85,17 @@ def row_layout(contents: Contents) -> RowLayout:
 
 
 def is_row_start(first_bytes: bytes) -> bool:
-    """Return True if these first bytes belong to a row of version 1."""
+    """Return True if these bytes are the beginning of a row of version 1."""
     return first_bytes.startswith(MAGIC)
 
 
 def namespace_of(first_bytes: bytes) -> bytes | None:
-    """Return the namespace of a row from its first bytes, without checks, or None if it is not a row of version 1."""
+    """Return the namespace in a row's first bytes, without checks, or None if they do not begin a row of version 1."""
     return first_bytes[NAMESPACE_AT:KEY_AT] if is_row_start(first_bytes) else None
 
 
 def build_front(layout: RowLayout, namespace: bytes, key: bytes) -> bytes:
-    """Return the frame without its checksum, followed by the description and padding.
+    """Return the bytes of a row before its streams, with 0 as the checksum.
 
     Raises InvalidParameter if the namespace or the key has the wrong size.
     """
@@ -111,7 +111,7 @@ def write_checksum(row: memoryview) -> None:
 
 
 def checksum(row: memoryview) -> int:
-    """Return the checksum of a whole row, in which the 8 bytes of the checksum itself count as zeros."""
+    """Return the checksum of a whole row. The 8 bytes that store the checksum count as zeros."""
     return _add_words(row[32:], _add_words(row[:24], 0) * MULTIPLIER * MULTIPLIER & _MASK)
 
 
@@ -130,7 +130,7 @@ def _add_words(data: memoryview, sum_: int) -> int:
 
 @cache
 def powers() -> numpy.ndarray[tuple[int], numpy.dtype[numpy.uint64]]:
-    """Return the weights of ``_WORDS_AT_ONCE`` words: powers of the multiplier in descending order, ending with 1."""
+    """Return the weights of ``_WORDS_AT_ONCE`` words: descending powers of the multiplier, the last of which is 1."""
     weights = numpy.ones(_WORDS_AT_ONCE, numpy.uint64)
     weights[1:] = MULTIPLIER
     with numpy.errstate(over="ignore"):
@@ -138,7 +138,7 @@ def powers() -> numpy.ndarray[tuple[int], numpy.dtype[numpy.uint64]]:
 
 
 def frame_of(data: memoryview, where: str) -> Frame:
-    """Return the frame at the beginning of ``data``. Only its magic and length are checked.
+    """Return the frame at the beginning of ``data``, after checking its magic and length.
 
     Raises NotKvpack, UnsupportedVersion, InvalidHeader or Truncated.
     """
@@ -171,7 +171,10 @@ def check_row(data: memoryview, where: str) -> Frame:
 
 
 def check_row_matches(row: memoryview, frame: Frame, layout: RowLayout, namespace: bytes, key: bytes | None, where: str) -> None:
-    """Raise InvalidHeader for the first difference of a checked row from this layout, namespace and key (None accepts any key)."""
+    """Raise InvalidHeader for the first difference between a checked row and the expected layout, namespace and key.
+
+    If ``key`` is None, any key is accepted.
+    """
     description = bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes])
     if description != layout.description:
         raise InvalidHeader(f"{where} is the row of a different page: {_description_difference(description, layout.description)}")
@@ -191,7 +194,7 @@ def _align(offset: int) -> int:
 
 
 def _description_difference(data: bytes, expected: bytes) -> str:
-    """Return the first field in which the msgpack map ``data`` differs from ``expected``, with both values, for messages."""
+    """Describe the first difference between two packed descriptions, for messages."""
     try:
         found = unpack_header(data)
     except (InvalidHeader, LimitExceeded) as error:
@@ -200,7 +203,7 @@ def _description_difference(data: bytes, expected: bytes) -> str:
 
 
 def _difference(where: str, actual: Any, expected: Any) -> str:
-    """Return a description of the first difference between two msgpack values, or an empty string if they are equal."""
+    """Describe the first difference between two unpacked values, or return an empty string if they are equal."""
     if type(actual) is type(expected) is dict and [*actual] == [*expected]:
         parts = [(f"{where}.{name}".lstrip("."), actual[name], expected[name]) for name in expected]
     elif type(actual) is type(expected) is list and len(actual) == len(expected):

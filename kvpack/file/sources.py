@@ -1,4 +1,4 @@
-"""Digests of an encoder's inputs and outputs, stored in the text of an undetermined input (``kvpack.file.inputs``)."""
+"""Digests of an encoder's input and output, stored in the clause of an undetermined input (``kvpack.file.inputs``)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FROM_ENCODER = "depend on what an encoder was given"
-"""Middle or end of the clause about tokens of an encoder-decoder model."""
+"""Middle or end of the clause for tokens of an encoder-decoder model."""
 _DIGESTS = f"{FROM_ENCODER}, by sequence sha256 of its input/output: "
 DIGEST = 32
 """Number of hexadecimal digits in a digest: the first 128 bits of SHA-256."""
 MAX_NAMED = 256
-"""Maximum number of sequences whose sources are listed. Their text takes half of the space for texts."""
+"""Maximum number of sequences whose sources a clause lists. They then take half of the space for clauses."""
 _SEQUENCE = re.compile(rf"((?:[0-9a-f]{{{DIGEST}}})?)/([0-9a-f]{{{DIGEST}}})", re.ASCII)
 
 
 class Source(NamedTuple):
-    """Digests of an encoder's input (empty if unknown) and output, for one sequence."""
+    """Digests of an encoder's input and output for one sequence. The input's digest is empty if unknown."""
 
     input: str
     output: str
@@ -30,7 +30,7 @@ class Source(NamedTuple):
     def is_same(self, other: Source) -> bool:
         """Return True if both have digests of the same source.
 
-        One equal digest is enough: outputs for the same input may differ by rounding, and embeddings have the same output as their ids.
+        One equal digest is enough. Outputs for the same input may differ by rounding, and embeddings have the same output as their ids.
         """
         return self.output == other.output or (self.input == other.input != "")
 
@@ -40,26 +40,26 @@ Sources = tuple[Source, ...]
 
 
 def clause(sources: Sources) -> str:
-    """Return the text of an undetermined input that lists ``sources``, unless there are more than ``MAX_NAMED``."""
+    """Return the clause that lists ``sources``, or one without sources if there are more than ``MAX_NAMED``."""
     if len(sources) > MAX_NAMED:
         return f"tokens {FROM_ENCODER}"
     return f"tokens {_DIGESTS}{' '.join(map(str, sources))}"
 
 
 def sources_in(text: str) -> Sources | None:
-    """Return the sources listed in a text of ``clause``, or None for any other text."""
+    """Return the sources that a clause lists, or None for any other text."""
     _, found, names = text.partition(_DIGESTS)
     sequences = [_SEQUENCE.fullmatch(name) for name in names.split(" ")] if found else [None]
     return tuple(Source(*sequence.groups()) for sequence in sequences if sequence) if all(sequences) else None
 
 
 def select_sources(sources: Sources, indices: Sequence[int]) -> Sources:
-    """Return the sources of the sequences ``indices``, in that order."""
+    """Return the sources of the sequences at ``indices``, in that order."""
     return sources if len(sources) == 1 else tuple(sources[index] for index in indices)
 
 
 def selected_text(text: str, indices: Sequence[int]) -> str:
-    """Return ``text`` for the sequences ``indices`` of a batch. A text that lists no sources is returned unchanged."""
+    """Return a clause for the sequences at ``indices`` of a batch. A text that lists no sources is returned unchanged."""
     sources = sources_in(text)
     if sources is None or max(indices, default=0) >= len(sources) > 1:
         return text
@@ -67,7 +67,7 @@ def selected_text(text: str, indices: Sequence[int]) -> str:
 
 
 def first_difference(expected: Sources, actual: Sources) -> int | None:
-    """Return the first sequence whose source differs, or None if there is none."""
+    """Return the first sequence whose sources differ, or None if there is none."""
     count = max(len(expected), len(actual))
     if len(expected) not in (1, count) or len(actual) not in (1, count):
         return 0

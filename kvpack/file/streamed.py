@@ -1,7 +1,7 @@
 """Writing of files whose tensors arrive in pieces, for example from a device.
 
-Each piece is written at its final offset; the header follows. Only the pieces being written are in memory. As in ``container.write``, the
-file has another name until it is complete.
+Each piece is written at its final offset, and the header is written last. Only the pieces being written are in memory. As in
+``container.write``, the file has another name until it is complete.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from .header import Contents
 
 PIECE_BYTES = 1 << 23
-"""Recommended size of a piece in bytes: large enough for few calls, and small enough to start writing soon."""
+"""Recommended size of a piece in bytes: large enough for few calls, and small enough that writing can start soon."""
 WRITES_AT_ONCE = 3
-"""Number of concurrent writes. File systems write one piece of a file at a time, but more calls hide the time between pieces."""
+"""Number of concurrent writes. File systems write one piece of a file at a time, but further calls hide the time between pieces."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def write_pieces(
 
 
 class _PayloadTracker:
-    """Tracks the offsets of pieces in the file, and the digests of their tensors."""
+    """Tracks the file offsets of pieces, and computes the digests of their tensors."""
 
     def __init__(self, contents: Contents, start: int, begins: dict[str, int]) -> None:
         self._contents, self._start, self._begins = contents, start, begins
@@ -86,7 +86,7 @@ class _PayloadTracker:
         self._sizes = dict.fromkeys(contents.layouts, 0)
 
     def assign_offsets(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int]]:
-        """Yield each piece with its offset in the file, after updating its tensor's digest. Raises InvalidParameter."""
+        """Yield each piece with its offset in the file. Raises InvalidParameter if a tensor gets too many bytes."""
         for piece in pieces:
             size = self._sizes[piece.name]
             self._sizes[piece.name] = size + len(piece.data)

@@ -1,4 +1,4 @@
-"""Reading of files that a user names: whole and up to a limit, in pieces, or mapped on demand.
+"""Reading of files that a user names: whole, in pieces, or mapped. Whole files have a size limit.
 
 FIFOs and devices are rejected, so that no read blocks or runs forever.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 PIECE_BYTES = 1 << 22
-"""Number of bytes that a thread maps at a time."""
+"""Number of bytes that one thread maps at a time."""
 THREADS = 16
 """Maximum number of threads that map at the same time. They wait for the disk, which is fastest with many requests."""
 
@@ -39,7 +39,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a so
 
 
 def path_text(path: Any) -> str:
-    """Return ``path`` as text. In messages, an empty path is shown as ``''``. Raises InvalidType if it is not a path."""
+    """Return ``path`` as text. Raises InvalidType if it is not a path."""
     if not isinstance(path, str | bytes | os.PathLike):
         raise InvalidType(f"a path must be text or os.PathLike, such as 'prompt.kvpack', but got {_show_value(path)}")
     data = path.encode("utf-8", "surrogatepass") if isinstance(path, str) else os.fsencode(path)
@@ -49,7 +49,7 @@ def path_text(path: Any) -> str:
 
 
 def open_regular(path: str | os.PathLike[str], description: str = "a regular file") -> int:
-    """Open the regular file ``path`` for reading and return its descriptor, which the caller must close.
+    """Open a regular file for reading and return its descriptor, which the caller must close.
 
     ``description`` describes the file in messages. Raises MissingFile if the path cannot be opened. Folders, FIFOs, sockets and devices are
     never opened, and raise MissingFile as well.
@@ -72,7 +72,7 @@ def open_regular(path: str | os.PathLike[str], description: str = "a regular fil
 
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int, description: str = "a file") -> bytes:
-    """Return the bytes of the regular file ``path``. ``description`` describes it in messages, such as "a recipe file".
+    """Return the bytes of a regular file. ``description`` describes it in messages, such as "a recipe file".
 
     Raises MissingFile if it cannot be read, as ``open_regular`` does, and LimitExceeded if it has more than ``max_bytes`` bytes.
     """
@@ -88,7 +88,7 @@ def read_text(path: str | os.PathLike[str], max_bytes: int, description: str = "
 
 
 def read_text_and_mode(path: str | os.PathLike[str], max_bytes: int, description: str = "a file") -> tuple[str, int]:
-    """Return the text, as ``read_text`` does, and the permission bits of the file."""
+    """Return the text of a UTF-8 file, as ``read_text`` does, and the file's permission bits."""
     data, mode = _read(path, max_bytes, description)
     try:
         return data.decode("utf-8-sig"), mode
@@ -113,7 +113,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int, description: str = "
 
 
 def _read(path: str | os.PathLike[str], max_bytes: int, description: str) -> tuple[bytes, int]:
-    """Return the bytes and permission bits of a regular file. The reported size is ignored, because it is 0 for files in /proc."""
+    """Return the bytes and permission bits of a regular file. Its reported size is ignored, because it is 0 for files in /proc."""
     where, descriptor = path_text(path), open_regular(path, description)
     pieces, remaining = [], max_bytes + 1
     try:
@@ -131,7 +131,7 @@ def _read(path: str | os.PathLike[str], max_bytes: int, description: str) -> tup
 
 
 def open_error(where: str, error: OSError | ValueError, operation: str = "a regular file") -> MissingFile:
-    """Return the MissingFile to raise if the system could not open ``where`` and reported ``error``."""
+    """Return the MissingFile to raise for ``error``, which the system reported on opening the path ``where``."""
     system = isinstance(error, OSError)
     reason = (error.strerror if system else None) or error  # type: ignore[union-attr]
     purpose = f" as {operation}" if operation != "a regular file" else ""
@@ -151,7 +151,7 @@ def _show_value(value: Any) -> str:
 
 
 class MemoryFile:
-    """The bytes of a file in memory. All methods that return bytes return views."""
+    """A file whose bytes are in memory. Methods return views of these bytes."""
 
     descriptor = None
 
@@ -172,7 +172,7 @@ class MemoryFile:
         return self._view[begin:end]
 
     def read_ahead(self, begin: int, end: int) -> Generator[int, None, None]:
-        """Yield ``end``, because all bytes are in memory."""
+        """Yield ``end``, because all bytes are already in memory."""
         yield end
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ class MemoryFile:
 
 
 class ArrivingFile(MemoryFile):
-    """A file that ``cold`` is copying from ``disk`` to memory. Methods wait until the requested bytes have arrived, and return views.
+    """A file that is being copied from disk to memory. Methods wait until the requested bytes have arrived, and return views.
 
     They raise Truncated if another process truncates the file before it is copied.
     """
@@ -203,7 +203,7 @@ class ArrivingFile(MemoryFile):
         super().read_into(begin, memory)
 
     def read_ahead(self, begin: int, end: int) -> Generator[int, None, None]:
-        """Yield the end of the bytes that have arrived so far. Raises Truncated or MissingFile."""
+        """Yield the end of the bytes that have arrived so far, until ``end``. Raises Truncated or MissingFile."""
         while begin < end:
             begin = min(begin + PIECE_BYTES, end)
             self._wait(begin)
@@ -226,7 +226,7 @@ class ArrivingFile(MemoryFile):
 
 
 class DiskFile:
-    """An open file. ``read`` copies bytes, and ``view`` returns a view of a private mapping, which is created on first use.
+    """An open file. ``read`` copies bytes. ``view`` returns a view of a private mapping, which is created on first use.
 
     If another process truncates the file, ``read`` raises Truncated, but access to a view kills this process.
     """
@@ -238,15 +238,15 @@ class DiskFile:
 
     @property
     def descriptor(self) -> int:
-        """File descriptor. Raises ValueError after ``close``."""
+        """The file descriptor. Raises ValueError after ``close``."""
         if self._descriptor < 0:
             raise ValueError(_RELEASED)
         return self._descriptor
 
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
-        """Return a copy of the current bytes ``[begin, end)`` of the file. Raises Truncated or MissingFile.
+        """Return a copy of bytes ``[begin, end)`` of the file. Raises Truncated or MissingFile.
 
-        If ``into`` is large enough, the bytes are copied to it. The caller can reuse it.
+        If ``into`` is large enough, the bytes are copied to it, so that callers can reuse memory.
         """
         size = end - begin
         data = memoryview(bytearray(size) if into is None or len(into) < size else into)[:size]
@@ -256,8 +256,8 @@ class DiskFile:
     def copy_to_memory(self) -> MemoryFile:
         """Return the whole file in memory.
 
-        If it is not in the page cache, it is read directly from disk, and its first bytes can be used before all have arrived. Closing the
-        result closes this file. Raises Truncated or MissingFile.
+        If the file is not in the page cache, its reads bypass it, and its first bytes can be used before all have arrived. Closing the
+        returned file closes this one. Raises Truncated or MissingFile.
         """
         if (cold := read_cold(self.descriptor, self.size)) is not None:
             return ArrivingFile(self, cold)
@@ -296,7 +296,7 @@ class DiskFile:
         return self._mapping[begin:end]
 
     def read_ahead(self, begin: int, end: int) -> Generator[int, None, None]:
-        """Map pages in several threads, in order, and yield the end of the bytes mapped so far. Raises the errors of ``view``.
+        """Map pages in order, in several threads, and yield the end of the bytes mapped so far. Raises the errors of ``view``.
 
         Without this, a reader would wait for the disk at every page.
         """
@@ -318,7 +318,7 @@ class DiskFile:
             raise (self.truncated_error(current_size) if current_size < end else _system_error("read", error)) from None
 
     def close(self) -> None:
-        """Close the descriptor."""
+        """Close the descriptor, and release the mapping."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             with contextlib.suppress(OSError):
@@ -329,14 +329,14 @@ class DiskFile:
     __del__ = close
 
     def truncated_error(self, size: int) -> Truncated:
-        """Return the error for a file that now ends at byte ``size``."""
+        """Return the error to raise for a file that now ends at byte ``size``."""
         return Truncated(
             f"had {self.size} bytes when it was opened, but ended at byte {size} when it was read: another process truncated it"
         )
 
 
 Source = MemoryFile | DiskFile
-"""The bytes of a file, in memory or on disk."""
+"""A file in memory or on disk."""
 
 
 def _system_error(operation: str, error: OSError | ValueError, remedy: str = "") -> MissingFile:

@@ -1,4 +1,4 @@
-"""Compression of stored tensors with zstd, as one frame with a known decoded size (spec/container.md, zstd)."""
+"""Compression of stored tensors with zstd. Each is one frame with a known decoded size (spec/container.md, zstd)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from kvpack.formats.errors import InvalidPayload
 from .limits import MAX_RATIO, MAX_WINDOW_BYTES
 
 FEATURE = "zstd-checksum"
-"""Name of the ignorable feature of a file in which all frames have a content checksum."""
+"""Name of the ignorable feature of files in which all zstd frames have a content checksum."""
 
 MIN_SAVING = 0.03
-"""Minimum share of the size that a frame must save to be used by a writer."""
+"""Minimum fraction of a tensor's size that a frame must save to be stored."""
 
 _LEVEL = 3
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def compress_frame(raw: memoryview) -> bytes | None:
-    """Return ``raw`` as one zstd frame, or None if that saves less than 3% or compresses more than the format allows."""
+    """Return ``raw`` as one zstd frame, or None if that saves less than 3% or exceeds the format's maximum ratio."""
     import zstandard
 
     frame = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(raw)
@@ -25,11 +25,11 @@ def compress_frame(raw: memoryview) -> bytes | None:
 
 
 def decompress_frame(name: str, stored: memoryview, size: int, *, checksums: bool) -> memoryview:
-    """Decode the frame ``stored`` to ``size`` writable bytes.
+    """Decode a zstd frame to ``size`` writable bytes.
 
-    Memory is allocated only after the frame's header has been compared with ``size``. With ``checksums`` (if the file has ``FEATURE``), a
-    frame without a content checksum is rejected, because versions of libzstd decode some malformed frames differently. Raises
-    InvalidPayload, naming the tensor ``name``.
+    Memory is allocated only after ``size`` has been compared with the frame's header. With ``checksums=True`` (if the file has
+    ``FEATURE``), a frame without a content checksum is rejected, because versions of libzstd decode some malformed frames differently.
+    Raises InvalidPayload, with the tensor's ``name`` in the message.
     """
     import zstandard
 
@@ -55,7 +55,7 @@ def decompress_frame(name: str, stored: memoryview, size: int, *, checksums: boo
 
 
 def _decompress_empty(name: str, stored: memoryview) -> memoryview:
-    """Decode a frame without content to its end. zstandard's decompress() does not read the blocks of such a frame.
+    """Decode a frame without content, including its blocks, which zstandard's decompress() does not read.
 
     Raises InvalidPayload, or ZstdError for an invalid block or checksum.
     """

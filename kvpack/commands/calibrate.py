@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.output import add_json, print_report, progress
 
 from .bench import MODEL_HELP, TEXT_HELP
+from .chats import add_device, chosen_device
 from .outputs import add_force, check_output
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--text", metavar="FILE", help=TEXT_HELP)
+    add_device(parser, "float32")
     parser.add_argument("--out", default="model.kvbasis", metavar="FILE", help="the basis file to write (default: model.kvbasis)")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens per window (default: 4096, or fewer if they do not fit)")
     parser.add_argument("--score", type=int, metavar="N", help="predict N tokens of each window, at several positions in it (default: 256)")
@@ -80,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.balanced_only,
         arguments.widths,
         arguments.positions,
+        chosen_device(arguments),
     )
     with progress("calibrate", arguments) as callback:
         report = calibrate.run(arguments.model, arguments.text, arguments.out, settings, dtype=arguments.rows, progress=callback)

@@ -1,4 +1,4 @@
-"""Load the model and tokenizer for the commands cache and generate."""
+"""The device of commands with a model, and the model and tokenizer of the commands cache and generate."""
 
 from __future__ import annotations
 
@@ -12,9 +12,20 @@ if TYPE_CHECKING:
 DEVICES = ("cpu", "cuda")
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--device``."""
-    parser.add_argument("--device", choices=DEVICES, help="device of the model (default: cuda if there is one, otherwise cpu)")
+def add_device(parser: argparse.ArgumentParser, dtype: str = "") -> None:
+    """Add the option ``--device``. ``dtype`` is the dtype of the model, if it is not that of its weights."""
+    loaded = f", in {dtype}" if dtype else ""
+    parser.add_argument("--device", choices=DEVICES, help=f"device of the model{loaded} (default: cuda if there is one, otherwise cpu)")
+
+
+def chosen_device(arguments: argparse.Namespace) -> str:
+    """Return the device of the option ``--device``. Raises InvalidParameter for cuda if there is no CUDA device."""
+    import torch
+
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InvalidParameter("--device is cuda, but PyTorch finds no CUDA device: omit --device to use the CPU")
+    return str(device)
 
 
 def add_compact(parser: argparse.ArgumentParser) -> None:
@@ -27,13 +38,9 @@ def load_chat_model(model: str | None, arguments: argparse.Namespace) -> tuple[A
 
     Raises the errors of ``kvpack.models.load_model``.
     """
-    import torch
-
     from kvpack.models import BOS, ByteTokenizer, load_model, load_tokenizer, model_folder
 
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InvalidParameter("--device is cuda, but PyTorch finds no CUDA device: omit --device to use the CPU")
+    device = chosen_device(arguments)
     with model_folder(model) as folder:
         network, tokenizer = load_model(folder, dtype="auto").to(device), load_tokenizer(folder)
     if tokenizer is None:

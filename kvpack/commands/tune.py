@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.output import add_json, print_report, progress
 
 from .bench import MODEL_HELP, TEXT_HELP
+from .chats import add_device, chosen_device
 from .outputs import add_force, check_output
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--text", metavar="FILE", help=TEXT_HELP)
+    add_device(parser, "float32")
     parser.add_argument(
         "--bits", type=float, required=True, metavar="N", help="the budget in bits per value, counting every byte of a window's file"
     )
@@ -71,12 +73,15 @@ def run(arguments: argparse.Namespace) -> int:
     transformers_library()
     from kvpack.tuning import report, tune
 
+    settings = tune.Settings(
+        arguments.tokens, arguments.score, arguments.windows, arguments.held_out, arguments.seed, chosen_device(arguments)
+    )
     with progress("tune", arguments) as callback:
         result = tune.run(
             arguments.model,
             arguments.text,
             arguments.bits,
-            tune.Settings(arguments.tokens, arguments.score, arguments.windows, arguments.held_out, arguments.seed),
+            settings,
             widths=arguments.widths,
             candidates=arguments.candidate,
             out=arguments.out,

@@ -80,6 +80,7 @@ class Settings:
             them.
         positions: Number of positions of a context for which keys are described (``spread``), or None for ``POSITIONS`` and
             ``ROWS_POSITIONS``.
+        device: Device of the model, whose dtype is float32.
     """
 
     tokens: int | None = None
@@ -91,6 +92,7 @@ class Settings:
     balanced_only: bool = False
     widths: int = 1
     positions: int | None = None
+    device: str = "cpu"
 
 
 def run(
@@ -105,13 +107,13 @@ def run(
     if not out.endswith(SUFFIX):
         raise InvalidParameter(f"{out}: the name of a basis must end in {SUFFIX}")
     with model_folder(model) as folder:
-        network = load_model(folder)
+        network = load_model(folder).to(settings.device)
         identity = _identity_in_any_dtype(folder)
         words = read_text(text, folder, vocabulary(network))
     longest = max_uniform_length(network.config.get_text_config())
     only = settings.balanced_only
     tokens, scored_tokens, windows = _sizes(settings, words, longest, positions(network))
-    read_again = _windows_for_widths(words, positions(network), settings) if settings.widths else []
+    read_again = _windows_for_widths(network, words, settings) if settings.widths else []
     if settings.twin is not None:
         make_twin(network, settings.twin, _sample(network, words), settings.seed)
         identity = {key: text for key, text in identity.items() if not key.startswith("weights")}
@@ -201,12 +203,12 @@ def _positions(settings: Settings, longest: int | None, max_positions: int | Non
     return min([POSITIONS, *limits]), min([ROWS_POSITIONS, *limits])
 
 
-def _windows_for_widths(text: Text, max_positions: int | None, settings: Settings) -> list[torch.Tensor]:
+def _windows_for_widths(model: Any, text: Text, settings: Settings) -> list[torch.Tensor]:
     """Return windows of the text for ``measure_place_losses``. Raises InvalidParameter if the text is too short."""
-    tokens = window_tokens(None, WIDTHS_TOKENS, text, max_positions)
+    tokens = window_tokens(None, WIDTHS_TOKENS, text, positions(model))
     size = window_ids(tokens, text)
     check_size("--widths", settings.widths, 1, len(text.ids) // size, f"windows of {tokens} tokens in {text.name}")
-    return [window(text, start, size) for start in starts(len(text.ids), size, settings.widths, settings.seed)]
+    return [window(text, start, size).to(model.device) for start in starts(len(text.ids), size, settings.widths, settings.seed)]
 
 
 def _raw_share(statistics: Statistics, tokens: int, halves: Sequence[tuple[KeyMoments, KeyMoments]] | None = None) -> float:
@@ -255,7 +257,7 @@ def _ropes(model: Any, text: Text, tokens: int, longest: int | None) -> Sequence
 
 def _sample(model: Any, text: Text) -> torch.Tensor:
     """Return the first tokens ``[1, token]`` of the text, at most the model's number of positions."""
-    return window(text, 0, _SAMPLE_TOKENS)[:, : positions(model)]
+    return window(text, 0, _SAMPLE_TOKENS)[:, : positions(model)].to(model.device)
 
 
 def _check_pairs(pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -302,7 +304,7 @@ def _gather(
     attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
     for number, start in enumerate(window_starts):
         if number >= result.windows:
-            ids = window(text, start, size)
+            ids = window(text, start, size).to(model.device)
             # The last token is predicted, but not read.
             read = ids[:, :-1]
             queries = QueryMoments()
@@ -324,7 +326,7 @@ def _calibration_id(model: Any, text: Text, sizes: dict[str, Any]) -> str:
     sample = _sample(model, text)
     with torch.inference_mode():
         logits = model(sample).logits[0]
-    digest = xxhash.xxh3_128(logits.float().contiguous().numpy().tobytes())
+    digest = xxhash.xxh3_128(logits.float().contiguous().cpu().numpy().tobytes())
     digest.update(bytes(text.ids) if text.is_byte_level else str(list(text.ids)).encode())
     digest.update(repr((kvpack.__version__, sizes)).encode())
     return digest.hexdigest()

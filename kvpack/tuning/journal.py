@@ -35,8 +35,8 @@ def identity(exact: Sequence[UncompressedResult]) -> str:
     """Return a digest of the model, the text and the sizes: of the tokens, and of the predictions with the uncompressed cache."""
     digest = xxhash.xxh3_128()
     for window in exact:
-        digest.update(window.tokens.numpy().tobytes())
-        digest.update(window.log_probabilities.contiguous().numpy().tobytes())
+        digest.update(window.tokens.cpu().numpy().tobytes())
+        digest.update(window.log_probabilities.contiguous().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -86,7 +86,7 @@ def open_journal(path: str | None, exact: Sequence[UncompressedResult]) -> Journ
         raise InvalidParameter(f"{path} contains no measurements of kvpack tune: pass another path or remove the file")
     if (content.get("kvpack"), content.get("windows")) != (kvpack.__version__, journal.windows):
         raise InvalidParameter(
-            f"{path} was written for a different model, text, size, seed, thread count or kvpack version: "
+            f"{path} was written for a different model, text, size, seed, device, thread count or kvpack version: "
             "pass another path or remove the file"
         )
     journal.losses = {recipe: _loss(path, recipe, result, len(exact)) for recipe, result in content["losses"].items()}

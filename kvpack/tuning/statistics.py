@@ -131,6 +131,8 @@ class QueryMoments:
 class Statistics:
     """Sums over tokens, by layer and side ("3.k", or "3.k.frames" for frames), for the model and text with the digest ``of``.
 
+    Windows may be on any device. All tensors here are on the CPU.
+
     Attributes:
         counts: Numbers of counted tokens, float64 ``[]``.
         sums: Sums of keys or values, float64 ``[kv_head, dim]``.
@@ -157,7 +159,7 @@ class Statistics:
         All tokens without pairs are predicted, after the prefixes that the function ``prefixes`` returns. With ``framing``, statistics of
         frames are added as well. Raises InvalidParameter if predictions are not finite, or do not depend on any pair.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(tokens.device).manual_seed(seed)
         raw = [~_encoded_tokens(k) for k, _ in pairs]
         for number, share in enumerate(attention_shares(model, tokens, pairs, raw)):
             _add(self.shares, str(number), torch.tensor(share, dtype=torch.float64, device="cpu"))
@@ -171,7 +173,7 @@ class Statistics:
                 for side, views in self._views(number, layer_gradients, framing):
                     _add(self.costs, side, torch.stack([_outer_products(view, ~raw[number][:first]) for view in views]))
         _check_depends(depends, tokens.shape[1] - count)
-        order = torch.randperm(count, generator=generator, device="cpu")
+        order = torch.randperm(count, generator=generator, device=tokens.device)
         for number, pair in enumerate(pairs):
             chosen = order[~raw[number][order]][:sampled]
             few = chosen[: -(-sampled // SAMPLED_OF_FRAMES)]
@@ -216,7 +218,7 @@ class Statistics:
         _add(self.counts, name, counted.sum().to(torch.float64))
         _add(self.sums, name, x.sum(1))
         _add(self.products, name, x.transpose(1, 2) @ x)
-        self.samples.setdefault(name, []).append(values[0][:, chosen].to(torch.float32))
+        self.samples.setdefault(name, []).append(values[0][:, chosen].to(torch.float32).cpu())
 
     def write(self, path: str) -> None:
         """Write the statistics to the file ``path``. Raises WriteFailed."""
@@ -235,7 +237,7 @@ class Statistics:
 
         def counted(_: list[str], metadata: dict[str, str]) -> int:
             if metadata.get("format") != _FORMAT or metadata.get("of") != of:
-                raise InvalidParameter(f"{path} belongs to a calibration with a different model, text or size: remove the file")
+                raise InvalidParameter(f"{path} belongs to a calibration with a different model, text, size or device: remove the file")
             try:
                 return int(metadata["windows"])
             except (KeyError, ValueError) as error:
@@ -270,7 +272,8 @@ def _check_depends(depends: bool, scored_tokens: int) -> None:
 
 
 def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
-    sums[name] = values if name not in sums else sums[name] + values
+    """Add ``values``, from any device, to the sum ``name``, which is on the CPU."""
+    sums[name] = values.cpu() if name not in sums else sums[name] + values.cpu()
 
 
 def _encoded_tokens(k: torch.Tensor) -> torch.Tensor:

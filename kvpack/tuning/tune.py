@@ -64,7 +64,7 @@ class Settings:
 
     ``tokens`` is the size of a window, and its last ``scored_tokens`` tokens are scored. The search uses ``windows`` windows, and the
     report uses ``held_out_windows`` additional ones. Codecs that encode tokens in groups keep incomplete groups raw, which increases the
-    size. Multiples of 128 avoid that.
+    size. Multiples of 128 avoid that. The model is in float32 on ``device``.
     """
 
     tokens: int | None = None
@@ -72,6 +72,7 @@ class Settings:
     windows: int | None = None
     held_out_windows: int | None = None
     seed: int = 0
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,8 @@ def run(
         only_attendable: Omit codecs that attention decodes tile by tile.
         progress: Called as ``progress(done, total)``.
 
-    Two runs with the same seed find the same recipe if PyTorch uses the same number of threads. Raises InvalidParameter for unsupported
-    sizes and for an impossible budget, MissingFile and WriteFailed.
+    Two runs with the same seed find the same recipe on the same device if PyTorch uses the same number of threads. Raises InvalidParameter
+    for unsupported sizes and for an impossible budget, MissingFile and WriteFailed.
     """
     if not 0 < bits <= MAX_BITS:
         raise InvalidParameter(f"--bits is {bits}, expected a number above 0 and at most {MAX_BITS}")
@@ -140,7 +141,7 @@ def run(
         if path is not None:
             _check_folder(path)
     with model_folder(model) as folder:
-        network = load_model(folder)
+        network = load_model(folder).to(settings.device)
         words = read_text(text, folder, vocabulary(network))
         name = model_name(str(folder.resolve()))
         if loaded_basis is not None:
@@ -149,7 +150,7 @@ def run(
     counter = _WindowProgress(progress)
     with tempfile.TemporaryDirectory(prefix="kvpack-tune-") as folder_name:
         searched = Windows(network, folder_name, counter, basis=loaded_basis)
-        search_windows, held_out_windows = _windows(words, sizes, settings.seed)
+        search_windows, held_out_windows = _windows(words, sizes, settings)
         layers = network.config.get_text_config().num_hidden_layers
         runs = by_width_steps(layers) if widths else steps(layers, codecs)
         counter.total = sizes.windows * (1 + runs) + 3 * sizes.held_out
@@ -172,7 +173,7 @@ def run(
             "text": words.name,
             "mode": "widths" if widths else "thorough",
             "bits": bits,
-            "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
+            "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads(), "device": settings.device},
             "recipe": recipe_text(tuned.allocation),
             "file": out,
             "basis": None if loaded_basis is None else {"file": loaded_basis.where, "digest": loaded_basis.digest.hex()},
@@ -235,9 +236,9 @@ def _sizes(settings: Settings, text: Text, max_positions: int | None) -> _Sizes:
     return _Sizes(tokens, scored_tokens, windows, held_out_windows)
 
 
-def _windows(text: Text, sizes: _Sizes, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _windows(text: Text, sizes: _Sizes, settings: Settings) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the windows of the search, spread over the text, and the held-out windows between them."""
     size, count = window_ids(sizes.tokens, text), sizes.windows + sizes.held_out
-    every = [window(text, start, size) for start in starts(len(text.ids), size, count, seed)]
+    every = [window(text, start, size).to(settings.device) for start in starts(len(text.ids), size, count, settings.seed)]
     chosen = {(2 * number + 1) * count // (2 * sizes.windows) for number in range(sizes.windows)}
     return [every[number] for number in sorted(chosen)], [every[number] for number in range(count) if number not in chosen]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,7 @@ def test_an_interrupted_calibration_continues_to_the_same_basis(basis: Path, tmp
     with pytest.raises(KeyboardInterrupt):
         calibrate.run(None, None, str(path), SIZES)
     assert [one.name for one in tmp_path.iterdir()] == ["x.kvbasis.progress"]
-    with pytest.raises(InvalidParameter, match="belongs to a calibration with a different model, text or size"):
+    with pytest.raises(InvalidParameter, match="belongs to a calibration with a different model, text, size or device"):
         calibrate.run(None, None, str(path), calibrate.Settings(tokens=64, scored_tokens=16, windows=1))
     calibrate.run(None, None, str(path), SIZES)
     assert len(read) == 3
@@ -454,6 +455,27 @@ def test_the_command_passes_on_its_arguments(basis: Path, tmp_path: Path, capsys
     with pytest.raises(InvalidParameter, match=r"the name of a basis must end in \.kvbasis"):
         calibrate.run(None, None, str(tmp_path / "x"), SIZES)
     assert kvpack.Basis is Basis
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+@pytest.mark.parametrize("words", [["calibrate", "--out", "x.kvbasis"], ["tune", "--bits", "4", "--out", "x.txt"]], ids=" ".join)
+def test_a_missing_cuda_device_is_refused(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*words, "--device", "cuda"]) == 2
+    assert "--device is cuda, but PyTorch finds no CUDA device: omit --device to use the CPU" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.cuda
+def test_a_model_on_a_device_gets_the_same_basis(basis: Path, tmp_path: Path) -> None:
+    calibrate.run(None, None, str(tmp_path / "x.kvbasis"), replace(SIZES, device="cuda"))
+    there, here = Basis.load(tmp_path / "x.kvbasis"), Basis.load(basis)
+    assert list(there.sides()) == list(here.sides())
+    for layer in range(here.layers):
+        torch.testing.assert_close(there.mean(layer), here.mean(layer), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(there.queries(layer), here.queries(layer), rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.scenario

@@ -1,1 +1,1 @@
-"""Adapters to other libraries, one module each. Importing one requires its library."""
+"""Adapters to other libraries, one module or package for each. Importing one requires its library."""

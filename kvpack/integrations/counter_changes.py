@@ -1,4 +1,4 @@
-"""Conversion of a store's counters to increments, which engines add to their own counters."""
+"""Conversion of a store's counters to increments, which serving engines add to their own counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversions for writing other libraries' cache files: of values to a dtype, and of sliding windows by layer."""
+"""Checks and conversions for writing other libraries' cache files: values in a dtype, and sliding windows by layer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from kvpack.cache.side import Side
 
 _NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in RAW_DTYPES.items()} | {name: name for name in RAW_DTYPES}
-"""kvpack's names of the dtypes that can be written, keyed by the names that transformers and llama.cpp models record."""
+"""kvpack's names of the dtypes that can be written, by their own names and by those that transformers and llama.cpp models record."""
 
 
 def export_values(where: str, side: Side, dtype: str | None, library: str, recorded: str | None = None) -> torch.Tensor:
-    """Return values ``[batch, kv_head, token, dim]`` on the CPU, in their stored dtype or rounded to ``dtype``.
+    """Return the values of ``side``, ``[batch, kv_head, token, dim]`` on the CPU, in their stored dtype or rounded to ``dtype``.
 
     ``recorded`` is the dtype of the cache's model, which the error suggests if it is bf16, fp16 or fp32.
 
-    Raises InvalidParameter if ``dtype`` is unknown, or missing although it is needed, and OutOfRange if it would make a value infinite.
+    Raises InvalidParameter if ``dtype`` is unknown, or missing although it is needed. Raises OutOfRange if it would make a value infinite.
     """
     if dtype is not None and dtype not in RAW_DTYPES:
         raise InvalidParameter(f"dtype is {dtype!r}, expected one of {', '.join(RAW_DTYPES)}")
@@ -46,7 +46,7 @@ def export_values(where: str, side: Side, dtype: str | None, library: str, recor
 
 
 def parse_windows(windows: Mapping[int, int] | None, layers: int) -> dict[int, int]:
-    """Return the sliding windows, in tokens, by layer number. Raises InvalidParameter."""
+    """Check ``windows`` and return it as a dict from layer numbers to sliding windows in tokens. Raises InvalidParameter."""
     result = dict(windows or {})
     for number, window in result.items():
         if number not in range(layers) or not isinstance(window, int) or not 0 < window <= MAX_TOKENS:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: str | None) -> Recipe:
     """Return the recipe with its basis file ``basis``, whose SHA-256 becomes part of the recipe's text.
 
-    ``model`` is the engine's name for the model. It is None if each object names its model; the caller then compares these names with the
-    basis. Raises MissingBasis if the recipe needs a basis and there is none, MissingFile, and InvalidParameter for a basis that belongs to
-    another model or that the recipe does not need.
+    ``model`` is the engine's name for the model. It is None if each object names its model. In that case, the caller compares these names
+    with the basis. Raises MissingBasis if the recipe needs a basis and there is none, MissingFile, and InvalidParameter for a basis that
+    belongs to another model or that the recipe does not need.
     """
     parsed = parse_recipe(recipe)
     if basis is None:
@@ -36,7 +36,10 @@ def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: 
 
 
 def check_layers(recipe: str, why: str) -> None:
-    """Raise InvalidParameter for a recipe with different codecs in different layers, such as one with a basis."""
+    """Raise InvalidParameter unless ``recipe`` uses the same codecs in every layer. A recipe with a basis never does.
+
+    ``why`` explains the restriction in the message.
+    """
     reject_layer_clauses(recipe, why)
     if parse_recipe(recipe).needs_basis:
         raise InvalidParameter(
@@ -45,14 +48,14 @@ def check_layers(recipe: str, why: str) -> None:
 
 
 def reject_layer_clauses(recipe: str, why: str) -> None:
-    """Raise InvalidParameter for a recipe whose clauses name layers."""
+    """Raise InvalidParameter for a recipe whose clauses name layers. ``why`` explains the restriction in the message."""
     named = [rule.written for rule in parse_recipe(recipe).rules if rule.items is not None]
     if named:
         raise InvalidParameter(f"the recipe {recipe!r} names layers by {named[0]!r}, but {why}: use a recipe that does not name layers")
 
 
 def check_layer_names(recipe: str, names: Sequence[str]) -> None:
-    """Raise InvalidParameter for a recipe with different codecs per layer, unless ``names`` number the layers consecutively.
+    """Raise InvalidParameter for a recipe whose codecs differ between layers, unless ``names`` number the layers consecutively.
 
     An example of a name is "model.layers.3.self_attn".
     """

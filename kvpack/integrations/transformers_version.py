@@ -14,7 +14,7 @@ _INSTALL = "pip install -U 'kvpack[transformers]'"
 
 
 def installed() -> Any:
-    """Description of vLLM's cache layers as pages: attention and MLA are packed, and everything else is kept byte for byte."""
+    """Return the module transformers. Raises MissingPackage if it is not installed or older than ``MIN_VERSION``."""
     try:
         import transformers
     except ImportError:

@@ -90,8 +90,7 @@ class Loader:
         return None
 
     def _read_chain(self, keys: Sequence[bytes], first: int) -> tuple[list[Cache], list[FoundEntry]]:
-        """Return the caches and the entries of a chain's chunks, starting with chunk ``first``, up to the first invalid or missing entry.
-        """
+        """Return the caches and the entries of a chain's chunks from chunk ``first`` on, up to the first invalid or missing entry."""
         chunks: list[Cache] = []
         result: list[FoundEntry] = []
         beyond = -1
@@ -128,8 +127,7 @@ class Loader:
             yield from zip(parts, found, strict=True)
 
     def load_states(self, chunk: bytes, position: int) -> tuple[States, FoundEntry] | None:
-        """Return the states after the chunk with the key ``chunk``, which ends at ``position``, and their entry, or None if there are none.
-        """
+        """Return the states after the chunk with the key ``chunk``, which ends at ``position``, and their entry, or None."""
         key, beyond = states_key(chunk), -1
         while entries := self._backend.find([key], beyond=beyond):
             try:

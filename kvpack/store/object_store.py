@@ -272,8 +272,7 @@ class ObjectStore(SingleTierBackend):
         self._record_uses()
 
     def _kind(self, name: str) -> Kind | None:
-        """Return the kind of the object ``name``, judging by its first bytes and its size, or None if it is missing or the request failed.
-        """
+        """Return the kind of the object ``name``, judging by its first bytes and size, or None if it is missing or the request failed."""
         kind = self._guard.request("match", lambda: self._objects.read_prefix(name), None)
         return None if kind is None else self._form.kind(*kind)
 

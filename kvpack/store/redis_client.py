@@ -269,8 +269,7 @@ def _check_not_refused(replies: Sequence[Any]) -> None:
 
 
 def limit_connection(connection: type[Any], max_bytes: int) -> type[Any]:
-    """Return a subclass of redis-py's class ``connection`` that limits the duration of requests, and the size of replies to ``max_bytes``.
-    """
+    """Return a subclass of redis-py's class ``connection`` with limits on the duration of requests and on the size of replies."""
 
     class LimitedConnection(connection):  # type: ignore[misc]
         """A connection that limits the duration and the size of each reply."""

@@ -1,4 +1,4 @@
-"""Reading of caches from llama.cpp's sequence state files, and writing them back."""
+"""Reads caches from llama.cpp's sequence state files, and writes them back."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 _SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS = (
     f"llama.cpp {name}" for name in ("sequence", "streams", "transposed", "sliding-window layers", "token ids")
 )
-"""Names of metadata in which a cache stores the file's other contents, in addition to tokens, keys and values."""
+"""Names of the metadata in which a cache stores everything in the file except tokens, keys and values."""
 _MAX_POSITION = 2**31 - 1
 _KINDS = " keys beside values of "
-"""Separator between the type of keys and the type of values in the recorded dtype of a quantized cache."""
+"""Text between the types of keys and values in the recorded dtype of a quantized cache."""
 _Stored = tuple[CellBlock, memoryview]
 
 
@@ -59,19 +59,19 @@ def import_slot(
 ) -> Cache:
     """Read the sequence state in the file ``path`` and pack it with ``recipe``. The recipe ``raw`` keeps every bit.
 
-    Its token ids become the cache's inputs. ``kv_heads`` is the number of KV heads, one for all layers or one per layer, because the file
-    records only the total number of channels. ``windows`` maps the number of each sliding-window layer, counting only layers with their own
-    cache, to its window in tokens. ``latents`` is True for a model with multi-head latent attention, whose cache consists of keys of one
-    head. Keys stay as llama.cpp stores them, after its rotary embedding and in its channel order, so the cache's ``model`` marks it as
-    llama.cpp's; the argument ``model``, as for ``kvpack.pack``, adds fields such as its name. The metadata contains everything else that
-    ``export_slot`` needs.
+    The file's token ids become the cache's inputs. ``kv_heads`` is the number of KV heads, one for all layers or one per layer, because the
+    file records only the total number of channels. ``windows`` maps the number of each sliding-window layer, counting only layers with
+    their own cache, to its window in tokens. ``latents`` is True for a model with multi-head latent attention, whose cache consists of keys
+    of one head. Keys stay as llama.cpp stores them, after its rotary embedding and in its channel order. The cache's ``model`` therefore
+    marks it as llama.cpp's, and the argument ``model``, as for ``kvpack.pack``, adds fields such as its name. The metadata contains
+    everything else that ``export_slot`` needs.
 
-    Blocks of q8_0, q5_0 and q4_0 are kept bit for bit, and require the recipe ``raw``, because llama.cpp may have rotated them, which the
+    Blocks of q8_0, q5_0 and q4_0 are kept bit for bit. They require the recipe ``raw``, because llama.cpp may have rotated them, which the
     file does not record. No codec can represent blocks of q4_1, q5_1 and iq4_nl. The cache of such a slot has no tokens, but only states
     that contain the blocks (see opaque.py).
 
     Raises MissingFile, and the errors of ``kvpack.pack``. Raises InvalidParameter for other files and versions, and for contents that
-    kvpack cannot store exactly (positions that are not consecutive, several sequences, images, recurrent states).
+    kvpack cannot store exactly: positions that are not consecutive, several sequences, images, and recurrent states.
     """
     where = path_text(path)
     fields = model_fields(model)
@@ -131,13 +131,14 @@ def export_slot(
 ) -> int:
     """Write ``cache``, which must come from llama.cpp, as a sequence state. Returns the file's size in bytes.
 
-    ``dtype`` and ``windows`` are as in ``export_prompt_cache`` and ``import_slot``. Quantized blocks are written unchanged, so no ``dtype``
-    can be chosen for them. llama.cpp loads the file only in a context of the same model whose cache has the same types, ``transposed``
-    (True if values are transposed, as they are without flash attention) and ``streams`` (1, or one per sequence if the cache is not
-    unified). Both default to those of the imported file. ``progress`` counts layers. Raises InvalidParameter for a cache that did not come
-    from llama.cpp. Also raises it, naming the layer, for contents that such a file cannot represent: layers without keys or values, states,
-    batches, windows with missing tokens, and unknown token ids. Raises OutOfRange if ``dtype`` would make a value infinite, and
-    WriteFailed.
+    ``dtype`` is as in ``export_prompt_cache``, and ``windows`` as in ``import_slot``. Quantized blocks are written unchanged, without a
+    ``dtype``. llama.cpp loads the file only in a context of the same model whose cache has the same types, ``transposed`` (True if values
+    are transposed, as they are without flash attention) and ``streams`` (1, or one per sequence if the cache is not unified). Both default
+    to those of the imported file. ``progress`` counts layers.
+
+    Raises InvalidParameter for a cache that did not come from llama.cpp. Also raises it, naming the layer, for contents that such a file
+    cannot represent: layers without keys or values, states, batches, windows with missing tokens, and unknown token ids. Raises OutOfRange
+    if ``dtype`` would make a value infinite, and WriteFailed.
     """
     where = path_text(path)
     _check_origin(cache)
@@ -200,7 +201,7 @@ def _check_origin(cache: Cache) -> None:
 
 
 def _check_opaque(number: int, layer_tokens: int, tokens: int, window: int | None) -> None:
-    """Raise InvalidParameter if a layer with unpacked blocks has more tokens than llama.cpp saves for a cache of ``tokens`` tokens."""
+    """Raise InvalidParameter if a layer of unpacked blocks has more tokens than llama.cpp saves for a cache of ``tokens`` tokens."""
     _check_token_count(number, layer_tokens, tokens, window)
     if layer_tokens > _max_saved_tokens(tokens, window):
         raise InvalidParameter(
@@ -209,7 +210,7 @@ def _check_opaque(number: int, layer_tokens: int, tokens: int, window: int | Non
 
 
 def _check_counts(where: str, file: StateFile, windows: dict[int, int]) -> int:
-    """Return the file's number of tokens. Raises InvalidParameter unless layers match ``windows``, and cells match the token ids."""
+    """Return the number of tokens in the file. Raises InvalidParameter unless layers match ``windows``, and cells match the token ids."""
     counts = [len(section.keys) for section in file.sections]
     if not 0 < sum(counts) <= MAX_LAYERS:
         raise InvalidParameter(f"{where} has {sum(counts)} layers, expected 1 to {MAX_LAYERS}")
@@ -258,9 +259,10 @@ def _position_order(where: str, positions: np.ndarray, first: int) -> torch.Tens
 
 
 def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str:
-    """Return the recipe that stores quantized keys or values unchanged.
+    """Return the recipe that stores the quantized keys or values unchanged.
 
-    Raises InvalidParameter for another recipe, and if layers differ.
+    ``stored`` contains the types of each layer's keys and values. Raises InvalidParameter if they differ between layers, or if ``recipe``
+    is not raw.
     """
     check_raw(where, stored[0], recipe)
     if any(kinds != stored[0] for kinds in stored):
@@ -272,7 +274,7 @@ def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str
 
 
 def _quantized_types(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]:
-    """Return the quantized types in which keys and values are written back, or None for keys or values that are not quantized.
+    """Return the quantized types in which keys and values are written back. None stands for keys or values that are not quantized.
 
     Raises InvalidParameter for another dtype.
     """
@@ -290,9 +292,9 @@ def _quantized_types(cache: Cache, dtype: str | None) -> tuple[str | None, str |
 def _side_cells(
     where: str, side: Side, kind: str | None, dtype: str | None, newest: int, transposed: bool, recorded: str | None
 ) -> _Stored:
-    """Return a side's newest tokens in llama.cpp's layout. ``recorded`` is the dtype in the cache's model fields.
+    """Return the ``newest`` tokens of a side in llama.cpp's layout. ``recorded`` is the dtype in the cache's model fields.
 
-    Raises the errors of ``export_values``, and InvalidParameter if the ``kind`` differs.
+    Raises the errors of ``export_values``, and InvalidParameter if the side is not of the quantized type ``kind``.
     """
     if kind in QUANTIZED:
         rows = blocks_of(side, kind, where)[:, -newest:].transpose(0, 1).contiguous()
@@ -304,7 +306,7 @@ def _side_cells(
 def _values(
     reader: Reader, where: str, block: CellBlock, cells: int, heads: int, order: torch.Tensor | None, transposed: bool
 ) -> torch.Tensor | Quantized:
-    """Read a block of cells, and return its values ``[1, kv_head, token, dim]``."""
+    """Read a block of cells, and return its values, ``[1, kv_head, token, dim]``."""
     if block.channels % heads:
         raise InvalidParameter(
             f"{where}: {block.channels} channels are not divisible by {heads} heads: pass the model's number of KV heads"
@@ -330,7 +332,7 @@ def _blocks(reader: Reader, where: str, block: CellBlock, cells: int, heads: int
 
 
 def _to_cells(values: torch.Tensor, transposed: bool) -> _Stored:
-    """Return values ``[kv_head, token, dim]`` in llama.cpp's layout."""
+    """Return ``values``, ``[kv_head, token, dim]``, in llama.cpp's layout."""
     rows = values.transpose(1, 2) if transposed else values.transpose(0, 1)
     block = CellBlock(RAW_NAMES[values.dtype], values.shape[0] * values.shape[2], 0)
     return block, rows.contiguous().flatten().view(torch.uint8).numpy().data
@@ -364,7 +366,7 @@ def _ids(cache: Cache) -> bytes:
 
 
 def _saved_tokens(number: int, layer: Layer, latents: bool, tokens: int, window: int | None) -> int:
-    """Return the number of newest tokens that llama.cpp saves for a layer."""
+    """Return how many of the newest tokens of a layer llama.cpp saves."""
     if layer.k is None or (layer.v is None) != latents or layer.states:
         contents = "no values, unlike layer 0" if layer.v is None else "values, unlike layer 0"
         contents = "states" if layer.states else "no keys" if layer.k is None else contents
@@ -383,7 +385,7 @@ def _max_saved_tokens(tokens: int, window: int | None) -> int:
 
 
 def _check_token_count(number: int, layer_tokens: int, tokens: int, window: int | None) -> None:
-    """Raise InvalidParameter unless ``layer_tokens`` tokens are all tokens, or all within the ``window`` of the next token."""
+    """Raise InvalidParameter unless a layer's ``layer_tokens`` tokens are all tokens, or all in the next token's ``window``."""
     if layer_tokens < (tokens if window is None else max(1, min(tokens, window - 1))):
         needed = f"but a window of {window} includes the previous {window - 1}" if window else "so it needs a sliding window: pass windows="
         raise InvalidParameter(f"layer {number} holds the newest {layer_tokens} of {tokens} tokens, {needed}")

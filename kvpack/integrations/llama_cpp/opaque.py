@@ -1,12 +1,11 @@
 """Support for slots in a quantized type that no codec represents. Their blocks are kept byte for byte, as states of their layers.
 
-A block of q4_1 and q5_1 is d * code + m, where m is the block's smallest value in binary16; the codec group would need the center m +
-(2^bits
-- 1) / 2 * d, which has more bits. The steps of iq4_nl are unequal, and those of the codec group are equal.
+A block of q4_1 and q5_1 is d * code + m, where m is the block's smallest value in binary16. The codec group would need the center m +
+(2^bits - 1) / 2 * d, which has more bits. The steps of iq4_nl are unequal, and those of the codec group are equal.
 
-Every layer has one state for its keys and one for its values, uint8 ``[1, token, byte]``, with tokens by position, named by their type,
-such as ``k.q4_1``; types that kvpack otherwise supports are stored in the same way next to them. Layer 0 has the state ``token_ids`` if the
-ids are known. States belong to one position, so such a cache cannot be cut, and no prefix of it can be used.
+Every layer has one state for its keys and one for its values, uint8 ``[1, token, byte]``, with tokens sorted by position. A state is named
+by its type, such as ``k.q4_1``. If only one of them has such a type, the other is stored in the same way. Layer 0 has the state
+``token_ids`` if the ids are known. States belong to one position, so such a cache cannot be cut, and no prefix of it can be used.
 
 Source: ggml-common.h of llama.cpp 0c1e57098, ``block_q4_1``, ``block_q5_1`` and ``block_iq4_nl``.
 """
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from kvpack.cache.layer import Layer
 
 IDS = "token_ids"
-"""Name of layer 0's state with the token ids, 4 bytes each."""
+"""Name of layer 0's state with the token ids, which have 4 bytes each."""
 
 
 def is_opaque(file: StateFile) -> bool:
@@ -40,7 +39,7 @@ def is_opaque(file: StateFile) -> bool:
 
 
 def check_raw(where: str, kinds: Iterable[str], recipe: str | Recipe) -> None:
-    """Raise InvalidParameter for any recipe except raw if keys or values have quantized ``kinds``."""
+    """Raise InvalidParameter unless ``recipe`` is raw. ``kinds`` are the quantized types, for the message."""
     if parse_recipe(recipe) != Recipe("raw"):
         raise InvalidParameter(
             f"{where}: its keys or values are quantized ({' and '.join(kinds)}), which kvpack stores unchanged: use the 'raw' recipe, "
@@ -51,7 +50,7 @@ def check_raw(where: str, kinds: Iterable[str], recipe: str | Recipe) -> None:
 def opaque_layer(
     reader: Reader, keys: CellBlock, values: CellBlock | None, order: torch.Tensor | None, cells: int, transposed: bool, ids: bytes
 ) -> DenseLayer:
-    """Return a layer's ``cells`` as states, in ``order``. ``transposed`` values are transposed back.
+    """Return a layer with the keys and values of ``cells`` cells as states, in ``order``. ``transposed`` values are transposed back.
 
     Raises MissingFile or InvalidParameter.
     """
@@ -64,8 +63,7 @@ def opaque_layer(
 
 
 def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
-    """Return True if all layers of ``cache`` come from ``opaque_layer``. Raises InvalidParameter if only some do, or if ``dtype`` is set.
-    """
+    """Return True if all layers come from ``opaque_layer``. Raises InvalidParameter if only some do, or if ``dtype`` is set."""
     result = [_cell_types(layer).keys() >= {"k"} for layer in cache]
     if any(result) and not all(result):
         raise InvalidParameter(
@@ -93,7 +91,7 @@ def opaque_ids(cache: Cache) -> bytes:
 
 
 def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) -> tuple[int, list[tuple[CellBlock, memoryview]]]:
-    """Return the cells of layer ``number``, and its keys and values in llama.cpp's layout.
+    """Return the number of cells in layer ``number``, and its keys and values in llama.cpp's layout.
 
     Raises InvalidParameter, naming the layer.
     """
@@ -123,7 +121,7 @@ def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) ->
 
 
 def _cell_types(layer: Layer) -> dict[str, tuple[str, torch.Tensor]]:
-    """Return the type and the cells of the keys and of the values of a layer from ``opaque_layer``."""
+    """Return the type and the cells of the keys and values ("k" and "v") of a layer from ``opaque_layer``."""
     result = {}
     for name, state in layer.states.items():
         side, _, kind = name.partition(".")

@@ -1,7 +1,7 @@
 """Blocks of ggml's q8_0, q5_0 and q4_0, bit for bit. A block contains 32 channels of a cell, as codes and one binary16 number d.
 
-A value is d * (code - 2^(bits - 1)). Codec ``group`` represents it exactly, with a scale of 2 d, a center of -d and a token scale of 1/2:
-(code - m) * 2 d - d = 2 d * (code - 2^(bits - 1)), where m is (2^bits - 1) / 2. Therefore, the file can also be decoded to values.
+A value is d * (code - 2^(bits - 1)). The codec ``group`` represents it exactly, with a scale of 2 d, a center of -d and a token scale of
+1/2: (code - m) * 2 d - d = 2 d * (code - 2^(bits - 1)), where m is (2^bits - 1) / 2. Therefore, the file can also be decoded to values.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from .state_file import Kind
 
 _HALF = 0.5
-"""Token scale: 1/2."""
+"""The token scale, 1/2."""
 _LARGEST = 32752.0
-"""Largest d for which 2 d is a finite binary16 number."""
+"""Largest d for which 2 d is a finite float16 number."""
 
 
 def recipe_of(kind: str, sides: str) -> str:
@@ -64,11 +64,11 @@ class Quantized:
 
     @property
     def _scale(self) -> torch.Tensor:
-        """The number d of each block, as binary16."""
+        """The number d of each block, float16 ``[kv_head, token, block]``."""
         return self.blocks[..., :2].contiguous().view(torch.float16)[..., 0]
 
     def side(self, window: int = 0) -> Side:
-        """Return the packed side, bit for bit."""
+        """Return the packed keys or values, bit for bit."""
         heads, tokens, dim = self.shape[1:]
         codes = _codes(self.blocks[..., 2:], QUANTIZED[self.kind]).flatten(-2)[None]
         scale = self._scale[None]
@@ -82,7 +82,7 @@ class Quantized:
 
 
 def blocks_of(side: Side, kind: str, where: str) -> torch.Tensor:
-    """Return the blocks, uint8 ``[kv_head, token, block, byte]``, of a side that ``Quantized.side`` returned.
+    """Return the blocks, uint8 ``[kv_head, token, block, byte]``, of the result of ``Quantized.side``.
 
     Raises InvalidParameter for any other side.
     """
@@ -108,7 +108,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _codes(data: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Return the codes ``[..., channel]`` from ``data``, the bytes of blocks that follow d."""
+    """Return the codes ``[..., channel]`` in ``data``, which contains the bytes of blocks after d."""
     if kind.bits == 8:
         return data ^ 0x80
     quarters = data[..., -BLOCK // 2 :]
@@ -120,7 +120,7 @@ def _codes(data: torch.Tensor, kind: Kind) -> torch.Tensor:
 
 
 def _pack_blocks(codes: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Pack codes ``[..., channel]`` into the bytes of blocks that follow d."""
+    """Pack codes ``[..., channel]`` into the bytes of blocks after d."""
     if kind.bits == 8:
         return codes ^ 0x80
     half = BLOCK // 2

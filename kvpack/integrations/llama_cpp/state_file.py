@@ -1,10 +1,10 @@
-"""Parsing of llama.cpp's sequence state files. All offsets are checked against the file's length before anything is read.
+"""Parses llama.cpp's sequence state files. All offsets are checked against the file's length before anything is read.
 
 All numbers are little-endian::
 
     magic "ggsq" as u32, version u32
     token ids: u32 count, count x i32
-    a section for each of the context's caches: that of whole layers, then that of sliding-window layers if the model has any
+    a section for each of the context's caches: for whole layers, then for sliding-window layers if the model has any
         u32 streams; for each stream:
             u32 cells; no more if there are none
             for each cell: i32 position, u32 1, i32 sequence
@@ -13,7 +13,7 @@ All numbers are little-endian::
             for each layer, its values: the same, or, transposed: i32 type, u32 bytes per value, u32 channels, channels
             (no values if the keys are latents, in models with MLA)
 
-Source: llama.cpp 0c1e57098, ``llama_context::state_seq_save_file`` and ``llama_kv_cache::state_write``; llama-server's form of token ids is
+Source: llama.cpp 0c1e57098, ``llama_context::state_seq_save_file`` and ``llama_kv_cache::state_write``. llama-server's form of token ids is
 ``server_tokens::serialize``.
 """
 
@@ -30,11 +30,11 @@ from kvpack.file.user_files import open_error, open_regular, path_text
 from kvpack.formats.errors import InvalidParameter
 
 CONFIG = "llama.cpp sequence state 3"
-"""Value of ``model["config"]`` in a cache that came from such a file."""
+"""Value of ``model["config"]`` in a cache read from such a file."""
 LIST, SERVER = "list", "server"
 """Forms of token ids: a plain list, or llama-server's form, which may also contain media."""
 TYPES = {"fp32": (0, 4), "fp16": (1, 2), "bf16": (30, 2)}
-"""ggml's number of each dtype that kvpack stores bit for bit, and the size of a value in bytes."""
+"""For each dtype that kvpack stores bit for bit: its number in ggml, and the size of a value in bytes."""
 BLOCK = 32
 """Number of channels in a block."""
 
@@ -50,7 +50,7 @@ class Kind(NamedTuple):
 QUANTIZED = {"q4_0": Kind(2, 18, 4), "q5_0": Kind(6, 22, 5), "q8_0": Kind(8, 34, 8)}
 """Quantized types that a codec stores bit for bit."""
 OPAQUE = {"q4_1": Kind(3, 20, 4), "q5_1": Kind(7, 24, 5), "iq4_nl": Kind(20, 18, 4)}
-"""Other quantized types that a cache may have. No codec can represent them."""
+"""Other quantized types that llama.cpp's cache may have. No codec can represent them."""
 BLOCKS = {**QUANTIZED, **OPAQUE}
 
 _MAGIC, _VERSION = 0x67677371, 3
@@ -67,7 +67,7 @@ _OTHER_CELLS = (
 class CellBlock(NamedTuple):
     """The keys or values of a layer in a file, at ``offset``: ``channels`` values per cell, cell by cell or transposed.
 
-    ``dtype`` is one of TYPES or BLOCKS.
+    ``dtype`` is a key of TYPES or BLOCKS.
     """
 
     dtype: str
@@ -83,7 +83,7 @@ class CellBlock(NamedTuple):
 
 
 class Section(NamedTuple):
-    """The section of one cache. ``positions`` contains the position of each cell, int32. ``values`` may be transposed."""
+    """The section of one of llama.cpp's caches. ``positions`` is int32 ``[cell]``. ``values`` may be transposed."""
 
     streams: int
     sequence: int
@@ -94,7 +94,7 @@ class Section(NamedTuple):
 
 
 class StateFile(NamedTuple):
-    """A parsed file. ``ids`` are the token ids, 4 bytes each. The file stores them in the form ``ids_form``."""
+    """A parsed file. ``ids`` are the token ids, 4 bytes each, which the file stores in the form ``ids_form``."""
 
     ids: bytes
     ids_form: str
@@ -102,7 +102,7 @@ class StateFile(NamedTuple):
 
 
 class Reader:
-    """An open file whose parts are read in order. Raises MissingFile."""
+    """An open file that is read part by part, in order. Raises MissingFile."""
 
     def __init__(self, where: str) -> None:
         self.where, self.at = where, 0
@@ -121,7 +121,7 @@ class Reader:
         return self.size - self.at
 
     def skip(self, count: int, description: str) -> int:
-        """Return the offset of the next ``count`` bytes. Raises InvalidParameter if the file does not have them."""
+        """Skip the next ``count`` bytes, and return their offset. Raises InvalidParameter if the file does not have them."""
         if count > self.remaining:
             raise InvalidParameter(
                 f"{self.where} is truncated: {description} take {count} bytes at offset {self.at}, but only {self.remaining} remain"
@@ -137,11 +137,11 @@ class Reader:
         return data
 
     def numbers(self, layout: str, description: str) -> tuple[int, ...]:
-        """Read the next numbers of a struct layout. Raises the errors of ``skip``."""
+        """Read the next numbers, in the struct format ``layout``. Raises the errors of ``skip``."""
         return struct.unpack(f"<{layout}", self.take(struct.calcsize(f"<{layout}"), description))
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill ``buffer`` from ``offset`` on. Raises MissingFile, or InvalidParameter if the file has become shorter."""
+        """Fill ``buffer`` with the bytes at ``offset``. Raises MissingFile, or InvalidParameter if the file has become shorter."""
         while buffer:
             try:
                 count = os.preadv(self._descriptor, [buffer], offset)
@@ -281,7 +281,10 @@ def _block(reader: Reader, description: str, cells: int, transposed: bool) -> Ce
 
 
 def pieces(file: StateFile, data: list[list[memoryview]]) -> list[memoryview]:
-    """Return the bytes of ``file``, ignoring its offsets. ``data`` contains, per section, the bytes of all keys and then of all values."""
+    """Return the bytes of ``file``, whose offsets are ignored.
+
+    ``data`` contains, per section, the bytes of all keys and then of all values.
+    """
     ids = np.frombuffer(file.ids, "<u4")
     if file.ids_form == SERVER:
         ids = np.concatenate([np.array([2**32 - 1, _SERVER_VERSION, len(ids)], "<u4"), ids, np.zeros(1, "<u4")])

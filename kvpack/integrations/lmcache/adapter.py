@@ -1,4 +1,4 @@
-"""KvpackL2Adapter: an L2 adapter of LMCache over a PageStore. Each object is stored, checked and evicted independently."""
+"""KvpackL2Adapter, an L2 adapter that stores LMCache's objects in a PageStore. Each is checked and evicted independently."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 OBJECTS_PER_LOOK = 4
-"""Number of reported objects that are checked again per newly stored object. LMCache's count is then at most about 1/7 too high."""
+"""Number of reported objects that are checked again for each newly stored object. LMCache's count is then at most about 1/7 too high."""
 
 
 class StoredObjects:
-    """Keeps track of stored objects, and notifies the listeners of ``adapter`` when an object is stored or deleted.
+    """A record of stored objects that notifies the listeners of ``adapter`` when an object is stored or deleted.
 
     There is one notification per event. Both contain the size that was reported when the object was stored. ``contains`` returns, for each
     object, True if it is stored or if that is unknown. Safe to use from any thread.
@@ -64,7 +64,7 @@ class StoredObjects:
                 self._adapter._notify_keys_stored([*new], [*new.values()])
 
     def deleted(self, keys: Iterable[Any]) -> None:
-        """Report that the objects ``keys`` are gone, including objects that another process stored."""
+        """Report those of the objects ``keys`` that are no longer stored, even if another process had stored them."""
         with self._lock:
             names = [*keys]
             missing = [key for key, present in zip(names, self._contains(names), strict=True) if not present]
@@ -72,7 +72,7 @@ class StoredObjects:
                 self._adapter._notify_keys_deleted(missing, [self._told.pop(key, 0) for key in missing])
 
     def report_missing(self, keys: Iterable[Any]) -> None:
-        """Report that the objects ``keys``, which were reported as stored, are gone."""
+        """Report those of the objects ``keys`` that were reported as stored but are gone."""
         with self._lock:
             self.deleted([key for key in keys if key in self._told])
 
@@ -89,17 +89,17 @@ log = logging.getLogger("kvpack")
 NEEDED = {"location", "recipe", "head_dim", "revision"}
 OPTIONAL = {"basis", "threads", "max_bytes", "encryption_key_file", "kv_dtype", "fused", "others"}
 LOOK_SECONDS = 600.0
-"""Seconds between searches of all entries for layouts that are new to this process, so that their objects can be deleted."""
+"""Minimum time in seconds between searches of all entries for layouts that are new to this process, to delete their objects."""
 _ADAPTERS = count()
-"""Numbers of this process's adapters, which label their metrics."""
+"""Generates the numbers of this process's adapters, which label their metrics."""
 
 
 class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     """An L2 adapter that stores LMCache's objects as rows in ``location``. ``params`` are the plugin's ``adapter_params``.
 
     ``recipe``, ``basis``, ``head_dim``, ``revision``, ``kv_dtype`` and ``fused`` define how objects are packed. With ``others``, objects
-    that are not keys and values, such as recurrent states, are kept byte for byte. ``threads`` tasks run at a time. ``max_bytes`` and
-    ``encryption_key_file`` are as for a store, which evicts on its own. Raises InvalidParameter.
+    that are not keys and values, such as recurrent states, are kept byte for byte. ``threads`` is the number of tasks that run
+    concurrently. ``max_bytes`` and ``encryption_key_file`` are as for a store, which evicts entries on its own. Raises InvalidParameter.
     """
 
     def __init__(self, params: Mapping[str, Any], **_: Any) -> None:
@@ -148,7 +148,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return int(self._events["load"].fileno())
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Start storing objects. Existing objects are kept, and an object that is rejected does not affect the other objects."""
+        """Start storing objects. Existing objects are kept. An object that is rejected does not affect the others."""
         return self._submit("store", lambda: self._store_objects(keys, objects), L2StoreResult(False, 0))
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
@@ -167,7 +167,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Do nothing, because objects are never locked."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Start loading objects. An object that is damaged or rejected does not affect the other objects."""
+        """Start loading objects. An object that is damaged or rejected does not affect the others."""
         return self._submit("load", lambda: self._load_objects(keys, objects), Bitmap(len(keys)))
 
     def query_load_result(self, task_id: int) -> Any:
@@ -200,7 +200,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             backend.close()
 
     def report_status(self) -> dict[str, Any]:
-        """Return the counters of the stores, one per object shape, and the refused objects by operation and reason."""
+        """Return the counters of the stores, one for each object shape, and the rejected objects by operation and reason."""
         counters = [store.counters() for store in self._open_stores()]
         refused = self._refused.as_dict()["faults"]
         location = shown_location(self._location)
@@ -319,7 +319,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return _bitmap(loaded)
 
     def _page_of(self, key: Any, item: Any) -> tuple[PageStore, PageBuffer]:
-        """Return the store of an object, and the object as a page. Raises InvalidParameter."""
+        """Return the store of an object, and a page that views the object. Raises InvalidParameter."""
         check_model(self._recipe, key)
         store = self._get_store(item.tensor.shape, item.tensor.dtype)
         return store, as_page_buffer(store.codec.geometry, item.tensor)
@@ -331,9 +331,9 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         page_of: Callable[[int], tuple[PageStore, Any] | None],
         work: Callable[[PageStore, list[int], list[Any]], list[bool]],
     ) -> list[bool]:
-        """Return the result of ``work`` for each object. ``work`` is called once per store, with all of its objects.
+        """Return, for each object, the bool that ``work`` returns. ``work`` is called once per store, with all of its objects.
 
-        ``page_of`` returns the store and page of an object number, or None for a missing object. An object for which it raises is refused
+        ``page_of`` returns the store and page of an object number, or None for a missing object. An object for which it raises is rejected
         without affecting others, because a task of LMCache may contain objects of several layouts.
         """
         done = [False] * len(keys)

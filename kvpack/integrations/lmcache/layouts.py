@@ -1,7 +1,8 @@
 """Conversion of LMCache's objects to pages, and of its keys to bytes.
 
-An object is ``[2, layer, token, head * dim]``, or *fused*: ``[1, layer, token, head * 2 * dim]``, possibly without the 1, from engines that
-store a head's key and value next to each other, such as vLLM 0.28. Latents have the shape of fused objects.
+An object is ``[2, layer, token, head * dim]``, where the first axis is for keys and values. If the engine stores a head's key and value
+next to each other, as vLLM 0.28 does, an object is *fused*: ``[1, layer, token, head * 2 * dim]``, possibly without the first axis. Latents
+have the shape of fused objects.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> R
 
     Objects with as many layers as the basis must have all layers of the model, in order. Raises InvalidParameter for a recipe that names
     layers, and the errors of ``recipe_with_basis`` and of ``PageCodec`` for the recipe and ``head_dim``. They are raised before any object
-    arrives, because later LMCache would only count misses.
+    arrives, because LMCache would count later ones only as misses.
     """
     reject_layer_clauses(recipe, "LMCache's objects do not record which layers of the model they hold")
     parsed = recipe_with_basis(recipe, basis, None)
@@ -42,7 +43,7 @@ def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> R
 
 
 def check_model(recipe: Recipe, key: Any) -> None:
-    """Raise InvalidParameter if the recipe's basis does not belong to the model that ``key`` names."""
+    """Raise InvalidParameter if the recipe's basis does not belong to the model named in ``key``."""
     if recipe.basis is not None:
         recipe.basis.check_model({"name": key.model_name})
 
@@ -56,10 +57,10 @@ def is_fused(options: Mapping[str, Any]) -> bool:
 
 
 def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtype: str, fused: bool) -> PageGeometry:
-    """Return the geometry of one object. Raises InvalidParameter for an object that is not keys and values.
+    """Return the geometry of an object. Raises InvalidParameter for an object that is not keys and values.
 
-    ``kv_dtype`` is the engine's name for its cache dtype, which distinguishes different 8-bit floats. ``fused`` is True if objects with one
-    plane contain keys and values.
+    ``kv_dtype`` is the engine's name for its cache dtype, which distinguishes different 8-bit floats. ``fused`` is True if objects whose
+    first axis is 1 or missing contain keys and values.
     """
     split = len(shape) == 4 and shape[0] == 2
     one_plane = len(shape) == 3 or (len(shape) == 4 and shape[0] == 1)
@@ -85,14 +86,14 @@ def keeps_other_objects(options: Mapping[str, Any]) -> bool:
 
 
 def byte_geometry(shape: Sequence[int], dtype: torch.dtype) -> tuple[PageGeometry, str]:
-    """Return the geometry of an object kept byte for byte, and kvpack's name for its dtype. Raises InvalidParameter."""
+    """Return the geometry of an object that is kept byte for byte, and kvpack's name for its dtype. Raises InvalidParameter."""
     if dtype not in _NAMES:
         raise InvalidParameter(f"the object is {dtype} {list(shape)}, expected one of {', '.join(DTYPES)}")
     return PageGeometry.of_bytes(math.prod(shape) * dtype.itemsize), _NAMES[dtype]
 
 
 def as_page_buffer(geometry: PageGeometry, x: torch.Tensor) -> PageBuffer:
-    """Return an object as a buffer of one slot."""
+    """Return a page buffer of one slot that views the object ``x``."""
     if geometry.dim_v is None:
         # The buffer must be a view of the engine's memory, because loads write to it.
         if not x.is_contiguous():
@@ -106,7 +107,7 @@ def as_page_buffer(geometry: PageGeometry, x: torch.Tensor) -> PageBuffer:
 
 
 def key_bytes(key: Any) -> bytes:
-    """Convert all fields of LMCache's key of an object to bytes."""
+    """Return the bytes of all fields in LMCache's key of an object, each preceded by its length."""
     fields = (
         key.chunk_hash,
         key.model_name.encode(),

@@ -1,4 +1,4 @@
-"""Reading of mlx-lm's prompt cache files as caches, and writing of caches to such files if nothing is lost::
+"""Reads mlx-lm's prompt cache files as caches, and writes caches as such files if nothing is lost::
 
     cache = import_prompt_cache("prompt.safetensors", "octopus-4")
     export_prompt_cache(cache, "again.safetensors", dtype="bf16")

@@ -1,7 +1,7 @@
-"""Reading of mlx-lm's prompt cache files as caches, and writing of caches to such files if nothing is lost.
+"""Reads mlx-lm's prompt cache files as caches, and writes caches as such files if nothing is lost.
 
 ``mlx_lm.models.cache.save_prompt_cache`` writes these files: safetensors with an array for every part of every layer's state, and metadata
-that names the class of each layer. mlx-lm 0.32 stores counts as arrays; earlier versions stored them as text in the metadata. Both forms
+that names the class of each layer. mlx-lm 0.32 stores counts as arrays. Earlier versions stored them as text in the metadata. Both forms
 are read, and the newer one is written. mlx itself is not needed.
 """
 
@@ -37,12 +37,12 @@ _WHOLE, _ROTATING = ("KVCache", "ConcatenateKVCache"), "RotatingKVCache"
 """mlx-lm's cache classes for layers that keep all tokens, and for layers with a sliding window."""
 _PART = re.compile(r"(0|[1-9][0-9]{0,4})\.([0-9])")
 _MAX_COUNT = 2**31 - 1
-"""Maximum count. mlx-lm stores counts as int32."""
+"""Maximum count, because mlx-lm stores counts as int32."""
 _COUNT = re.compile(r"[0-9]{1,10}")
 
 
 class _File(NamedTuple):
-    """The parsed metadata of a file: the classes of all layers, the texts with their counts, and the caller's own texts."""
+    """The parsed metadata of a file: the class of each layer, the counts of each layer as text by index, and the caller's own texts."""
 
     classes: list[str]
     counts: list[dict[int, str]]
@@ -57,10 +57,11 @@ def import_prompt_cache(
 ) -> Cache:
     """Read the prompt cache in the file ``path`` and pack it with ``recipe``. The recipe ``raw`` keeps every bit.
 
-    Its metadata becomes the cache's. A ``RotatingKVCache`` becomes a layer that has skipped the tokens before its window. mlx-lm does not
-    record the model, so the caller must know it. ``progress`` counts layers. Raises MissingFile, and the errors of ``kvpack.pack``. Raises
-    InvalidParameter for a file that mlx-lm does not write, and for layers that are not the complete keys and values of consecutive tokens
-    (quantized ones, a window that keeps earlier tokens, states).
+    The file's metadata becomes the cache's. A ``RotatingKVCache`` becomes a layer that has skipped the tokens before its window. mlx-lm
+    does not record the model, so the caller must know it. ``progress`` counts layers.
+
+    Raises MissingFile, and the errors of ``kvpack.pack``. Raises InvalidParameter for a file that mlx-lm does not write, and for layers
+    that are not the complete keys and values of consecutive tokens: quantized ones, a window that keeps earlier tokens, and states.
     """
     where = path_text(path)
     arrays, file = tensor_files.read(where, lambda names, metadata: _parse_metadata(where, names, metadata))
@@ -81,12 +82,14 @@ def export_prompt_cache(
 ) -> int:
     """Write ``cache`` as a prompt cache of mlx-lm, and return the file's size in bytes. ``path`` must end in .safetensors.
 
-    Values are written in their stored dtype if that is bf16, fp16 or fp32. Otherwise, or to write another dtype, pass ``dtype``; values are
-    then rounded. ``windows`` maps the number of each sliding-window layer to its window in tokens. Such a layer becomes a
+    Values are written in their stored dtype if that is bf16, fp16 or fp32. Otherwise, or to write another dtype, pass ``dtype``, to which
+    values are then rounded. ``windows`` maps the number of each sliding-window layer to its window in tokens. Such a layer becomes a
     ``RotatingKVCache``, and every other layer a ``KVCache``, which keeps all tokens. Texts and numbers of ``cache.metadata`` are kept as
-    texts. ``progress`` counts layers. Raises InvalidParameter, naming the layer, for a cache that mlx-lm's classes cannot represent (one
-    that does not start at position 0, layers without keys or values, states, a window with missing tokens). Raises OutOfRange if ``dtype``
-    would make a value infinite, and WriteFailed.
+    texts. ``progress`` counts layers.
+
+    Raises InvalidParameter, naming the layer, for a cache that mlx-lm's classes cannot represent: it does not start at position 0, it has
+    layers without keys or values, or states, or a window lacks tokens. Raises OutOfRange if ``dtype`` would make a value infinite, and
+    WriteFailed.
     """
     where = path_text(path)
     if not where.endswith(".safetensors"):
@@ -121,7 +124,7 @@ def export_prompt_cache(
 
 
 def _parse_metadata(where: str, names: list[str], metadata: dict[str, str]) -> _File:
-    """Parse the metadata. Raises InvalidParameter unless it names a known class for every layer of the arrays."""
+    """Parse the metadata. Raises InvalidParameter unless it names a known class for every layer with arrays in ``names``."""
     newer = metadata.get("2.0") == ""
     text_prefix, class_prefix = ("0.", "1.") if newer else ("1.", "2.")
     numbered = {name[2:]: text for name, text in metadata.items() if name.startswith(class_prefix)}
@@ -143,7 +146,7 @@ def _parse_metadata(where: str, names: list[str], metadata: dict[str, str]) -> _
 
 
 def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[int, str]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return keys and values ``[batch, kv_head, token, dim]`` in token order, and the number of tokens before them."""
+    """Return a layer's keys and values, ``[batch, kv_head, token, dim]`` in token order, and the number of tokens before them."""
     if not {0, 1} <= parts.keys() or any(parts[part].dim() != 4 or not parts[part].numel() for part in (0, 1)):
         shapes = [list(parts[part].shape) if part in parts else "missing" for part in (0, 1)]
         raise InvalidParameter(f"{where} contains no keys and values [batch, kv_head, token, dim]: its arrays 0 and 1 are {shapes}")
@@ -204,7 +207,7 @@ def _parse_integer(where: str, text: str) -> int:
 def _stored_layer(
     number: int, layer: Layer, pair: list[torch.Tensor], window: int | None
 ) -> tuple[str, list[torch.Tensor], tuple[int, ...]]:
-    """Return the class for a layer, its arrays, and its counts in the order of the class's state."""
+    """Return mlx-lm's class for a layer, the layer's arrays, and its counts in the order that the class stores them."""
     held = f"layer {number} holds the newest {layer.tokens} of {layer.seen_tokens} tokens"
     if max(layer.seen_tokens, window or 0) > _MAX_COUNT:
         raise InvalidParameter(

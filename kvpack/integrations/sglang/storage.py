@@ -1,4 +1,4 @@
-"""KvpackHiCache: HiCache storage over a PageStore. Pages are packed from SGLang's host pool and unpacked to it directly."""
+"""KvpackHiCache: HiCache storage in a PageStore. Pages are packed from SGLang's host pool, and unpacked directly into it."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def _metrics() -> dict[str, Any]:
 
 
 class StoreMetrics:
-    """A reporter of one pool's store counters to prometheus_client."""
+    """Reports the store counters of one pool to prometheus_client."""
 
     def __init__(self, store: PageStore, pool: str, ranks: Sequence[int]) -> None:
         self._store, self._labels, self._changes = store, (pool, *map(str, ranks)), Changes(store)
 
     def report(self) -> None:
-        """Report the counts since the last call to prometheus_client."""
+        """Report what was counted since the last call."""
         metrics = _metrics()
         if not metrics:
             return
@@ -77,7 +77,7 @@ _OPTIONS = {"location", "recipe", "basis", "revision", "adapter", "tenant", "thr
 _SGLANG = {"backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path"}
 """SGLang's own settings in ``extra_config``. SGLang adds the last one itself, for ``--file-storage-path``."""
 _PACKED = {"swa", "auxiliary_swa"}
-"""Additional pools with keys and values. All other pools are kept as bytes."""
+"""Additional pools with keys and values. The pages of all other pools are kept byte for byte."""
 _SETTINGS = (
     "dtype", "kv_cache_dtype", "mamba_ssm_dtype", "enable_int8_mamba_checkpoint", "quantization", "quantization_param_path",
     "modelopt_quant", "modelopt_checkpoint_restore_path", "quantize_and_serve", "rl_quant_profile", "load_format",
@@ -102,9 +102,9 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
     An identity covers everything else that the pages depend on.
 
     The pool's geometry is read when SGLang registers it. Options are passed in ``extra_config``: ``location``, ``recipe``, ``max_bytes``,
-    ``threads``, ``adapter``, ``tenant``, ``basis`` (the basis file, if the recipe needs one), and ``revision``, which names the weights if
-    the model is not a folder. Methods are called by threads of SGLang's cache controller, and may block. Raises InvalidParameter, which
-    makes SGLang's request to attach the backend fail.
+    ``threads``, ``adapter``, ``tenant``, ``basis`` (the basis file, if the recipe needs one), and ``revision``, which identifies the
+    weights if the model is not a folder. Methods are called by threads of SGLang's cache controller, and may block. Raises
+    InvalidParameter, which makes SGLang's request to attach the backend fail.
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
@@ -118,7 +118,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
             )
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Open the store for the pages of this pool."""
+        """Open the store for the pages of the main pool."""
         super().register_mem_pool_host(mem_pool_host)
         self._pools: dict[str, Pool] = {}
         pages = pool_buffer(mem_pool_host)
@@ -126,7 +126,10 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         self.store = self._kv.store
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Open the store for another pool. Sliding windows are packed, and all other pools are kept byte for byte."""
+        """Open the store for another pool. Pages of sliding-window layers are packed.
+
+        The pages of all other pools are kept byte for byte.
+        """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = _name(host_pool_name)
         if host_pool is self.mem_pool_host:
@@ -162,11 +165,11 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(usable[-1] if usable else 0, hits, usable)
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Load pages of several pools. For each pool, returns True for each key whose page was loaded."""
+        """Load pages of several pools. Returns, for each pool, a list of whether each key's page was loaded."""
         return {transfer.name: self._pools[_name(transfer.name)].get(transfer.keys or (), transfer.host_indices) for transfer in transfers}
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Store pages of several pools."""
+        """Store pages of several pools. Returns, for each pool, a list of whether each key's page is stored now."""
         ancestors = _bytes(getattr(extra_info, "prefix_keys", None) or ())
         return {
             transfer.name: self._pools[_name(transfer.name)].set(transfer.keys or (), transfer.host_indices, ancestors)
@@ -177,7 +180,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """Return the number of leading keys that are stored."""
+        """Return the number of leading keys whose pages are stored."""
         return sum(takewhile(bool, self.store.contains(_bytes(keys))))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
@@ -199,7 +202,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         _copy_context()
 
     def get_stats(self) -> Any:
-        """Return the pages and GB/s of each call for SGLang's collector of storage metrics, and report kvpack's own counters."""
+        """Return the pages and GB/s of each call for SGLang's collector of storage metrics. Also reports kvpack's own counters."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         stats = StorageMetrics()
@@ -214,9 +217,9 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return stats
 
     def clear(self) -> None:
-        """Remove all pages that this rank has stored, in every pool. SGLang's endpoint reports success even if a backend fails.
+        """Remove all pages that this rank has stored, in every pool.
 
-        Raises WriteFailed if some pages could not be removed.
+        Raises WriteFailed if some pages could not be removed. SGLang's endpoint reports success even then.
         """
         for pool in self._every_pool():
             pool.store.clear()
@@ -251,7 +254,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
 
 
 class Pool:
-    """A host pool and its store. ``pages`` is its memory, or None if the pool's flat pages are kept byte for byte."""
+    """A host pool and its store. ``pages`` is the pool's memory, or None if its flat pages are kept byte for byte."""
 
     def __init__(self, store: PageStore, pool: Any, pages: PageBuffer | None, metrics: StoreMetrics) -> None:
         self.store, self.metrics, self._pool, self._pages = store, metrics, pool, pages
@@ -259,17 +262,17 @@ class Pool:
         self._calls: dict[str, deque[tuple[int, float]]] = {kind: deque(maxlen=MAX_RECENT) for kind in ("load", "save")}
 
     def get(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
-        """Load pages into the pool. Returns True for each key whose page was loaded."""
+        """Load pages into the pool. Returns, for each key, whether its page was loaded."""
         with self._time_operation("load", len(keys)):
             return self._get(keys, host_indices)
 
     def set(self, keys: Sequence[str], host_indices: torch.Tensor, ancestors: Sequence[bytes]) -> list[bool]:
-        """Store pages of the pool. Returns True for each key whose page is stored now."""
+        """Store pages of the pool. Returns, for each key, whether its page is stored now."""
         with self._time_operation("save", len(keys)):
             return self._set(keys, host_indices, ancestors)
 
     def pop_calls(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-        """Return the loads and the saves since the last call, at most ``MAX_RECENT`` each, as pages and GB/s of pool bytes."""
+        """Return the loads and the saves since the last call, at most ``MAX_RECENT`` of each, as (pages, GB/s of pool bytes)."""
         result = []
         for calls in self._calls.values():
             result.append([calls.popleft() for _ in range(len(calls))])
@@ -313,7 +316,7 @@ class Pool:
 
 
 def pool_buffer(pool: Any) -> PageBuffer:
-    """Return the pages of SGLang's host pool as slots. Raises InvalidParameter if the pool's layout is unknown."""
+    """Return a buffer that views the pages of SGLang's host pool as slots. Raises InvalidParameter if the pool's layout is unknown."""
     layers, tokens, pages = pool.layer_num, pool.page_size, pool.page_num
     if pool.dtype not in _NAMES:
         raise InvalidParameter(f"the host pool has dtype {pool.dtype}, expected one of {', '.join(map(str, _NAMES))}")
@@ -370,7 +373,7 @@ def _settings(pool: Any, name: str) -> list[str]:
 
 
 def _views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -> list[torch.Tensor]:
-    """Return one view ``[page, head, token, channel]`` per layer."""
+    """Return a view ``[page, head, token, channel]`` of ``x`` for each layer."""
     match layout:
         case "layer_first":
             return [x[n].view(pages, tokens, *x.shape[2:]).transpose(1, 2) for n in range(layers)]
@@ -420,7 +423,7 @@ def _keys(options: dict[str, Any]) -> dict[str, bytes] | None:
 
 
 def _name(value: Any) -> str:
-    """Return an SGLang name as text. It may be a member of an enumeration."""
+    """Return one of SGLang's names, which may be a member of an enumeration, as text."""
     return str(getattr(value, "value", value))
 
 

@@ -6,8 +6,8 @@
 
 Importing this package registers the attention "kvpack". It runs causal and sliding-window attention over packed layers. Plain tensors, such
 as those of a prefill, are passed to the model's own attention: scaled dot product attention if the model supports it, otherwise eager
-attention. With "kvpack|eager", they are passed to eager attention. Given the model, a KvpackCache records the inputs of its tokens, refuses
-a cache of another model, and decodes layers for models whose attention accepts only tensors.
+attention. With "kvpack|eager", they are passed to eager attention. A KvpackCache that knows its model records the inputs of its tokens,
+rejects a cache of another model, and decodes layers for models whose attention accepts only tensors.
 """
 
 from kvpack.integrations.transformers_version import installed

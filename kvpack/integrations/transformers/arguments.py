@@ -53,7 +53,7 @@ def check_cache(cache: Any, model: Any) -> None:
 
 
 def check_model_of_file(path: Any, model: Any) -> None:
-    """Raise InvalidType unless the second argument of ``KvpackCache.load`` is a model."""
+    """Raise InvalidType unless ``model``, the second argument of ``KvpackCache.load``, is a model. ``path`` is the first argument."""
     if not isinstance(model, torch.nn.Module):
         swapped = isinstance(path, torch.nn.Module)
         instead = "use KvpackCache.load(path, model)" if swapped else "AutoModelForCausalLM.from_pretrained(folder) loads one"

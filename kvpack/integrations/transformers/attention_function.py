@@ -28,11 +28,13 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention over a packed layer (``key``), or pass tensors to the model's own attention.
 
-    The signature is that of transformers' attention functions. ``query`` is ``[batch, q_head, q_len, dim]``. Returns ``[batch, q_len,
-    q_head, dim]``. An int32 mask ``[batch, 1, 1, 1]`` contains the first token that each sequence sees (``masks.mask``). With any other
-    mask, the layer of a KvpackCache is decoded for the call. Raises InvalidParameter for options that ``attend`` does not support (a mask
-    over any other layer, dropout, a position bias, no window over a layer that keeps one), for a layer without tokens that the model
-    attends to, and for a mask over tokens that the layer does not have.
+    The signature is the same as for transformers' attention functions. ``query`` is ``[batch, q_head, q_len, dim]``. Returns ``[batch,
+    q_len, q_head, dim]``, and None. An int32 mask ``[batch, 1, 1, 1]`` contains the first token that each sequence attends to
+    (``masks.mask``). With any other mask, the layer of a KvpackCache is decoded for the call.
+
+    Raises InvalidParameter for options that ``attend`` does not support (a mask over any other layer, dropout, a position bias, no window
+    over a layer that keeps one), for a layer without tokens that the model attends to, and for a mask over tokens that the layer does not
+    have.
     """
     starts = None if attention_mask is None else _starts(attention_mask)
     if isinstance(key, PackedStates):
@@ -102,7 +104,7 @@ def _plain(
 
 
 def _check_compiled(name: str, causal: bool) -> None:
-    """Raise InvalidParameter for a module marked as not causal, whose mask is only known in eager code."""
+    """Raise InvalidParameter for a module marked as not causal, because its mask is known only in eager code."""
     if not causal:
         _refuse_compiled(name)
 
@@ -116,7 +118,7 @@ def _refuse_compiled(name: str) -> NoReturn:
 
 
 def _starts(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the first token that each sequence sees, int32 ``[batch]``, if the mask contains it, otherwise None."""
+    """Return the first token that each sequence attends to, int32 ``[batch]``, if ``mask`` contains it. Otherwise, returns None."""
     # Flex attention has its own masks, which are not tensors.
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int32 or mask.dim() != 4 or mask.shape[1:].numel() != 1:
         return None
@@ -124,7 +126,10 @@ def _starts(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _mask_tokens(states: PackedStates, mask: torch.Tensor, queries: int) -> tuple[Any, Any]:
-    """Return dense keys and values of the tokens that ``mask`` covers. Raises InvalidParameter if it covers tokens not in the layer."""
+    """Return dense keys and values of the tokens that ``mask`` covers.
+
+    Raises InvalidParameter if it covers tokens that the layer does not have.
+    """
     k, v = states.decode()
     held = max((x.shape[2] for x in (k, v) if x is not None), default=0)
     # A two-dimensional mask, as for flash attention, is [sequence, token].

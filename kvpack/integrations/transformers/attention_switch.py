@@ -1,4 +1,4 @@
-"""Switching of a model's attention to "kvpack" for as long as caches need it."""
+"""Switches a model's attention to "kvpack" for as long as caches need it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SWITCHES: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionar
 """The switch of each model, keyed by the model's id. A switch exists as long as a cache references it."""
 
 _announced_model: list[str] = []
-"""The model whose switch was reported, which is the first one of the process."""
+"""Name of the first model of the process whose switch was reported."""
 
 
 class Switch:
-    """Sets one model's attention to "kvpack", and restores the previous one when the last reference to this object is gone."""
+    """Sets one model's attention to "kvpack", and restores the previous attention when this object is no longer referenced."""
 
     def __init__(self, model: Any) -> None:
         outer = outermost_model(model)
@@ -41,7 +41,10 @@ class Switch:
 
     @staticmethod
     def of(model: Any) -> Switch | None:
-        """Return the switch of ``model``, which is created if missing, or None if the model's owner has set its attention to "kvpack"."""
+        """Return the switch of ``model``, which is created if missing.
+
+        Returns None if the model's owner has set its attention to "kvpack".
+        """
         outer = outermost_model(model)
         switch = _SWITCHES.get(id(outer))
         # The model of this switch may have been deleted and its id reused.
@@ -53,7 +56,7 @@ class Switch:
 
 
 def _configs(model: Any) -> dict[str, Any]:
-    """Return the configurations of a model, under an empty name, and of its parts."""
+    """Return the configurations of a model: its own under an empty name, and those of its parts by name."""
     parts = {name: getattr(model.config, name) for name in model.config.sub_configs if getattr(model.config, name, None) is not None}
     return {"": model.config, **parts}
 

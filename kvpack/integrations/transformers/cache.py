@@ -59,8 +59,8 @@ class KvpackCache(PassCalls):
 
     With ``model``, a transformers model or a PEFT wrapper of one, the model's attention is switched to "kvpack" until ``release`` or the
     end of a ``with`` block. Plain tensors still use the previous attention. The cache is checked against the model, forward passes are
-    recorded (``packed.inputs``), and ``generate`` refuses token ids that differ from the cache's. If the model's attention accepts only
-    tensors, each layer is decoded for each call, with a KvpackWarning; ``dense`` makes this choice explicit.
+    recorded (``packed.inputs``), and ``generate`` rejects token ids that differ from the cache's. If the model's attention accepts only
+    tensors, each layer is decoded for each call, with a KvpackWarning, unless ``dense=True`` requests it.
 
     For a model with multi-dimensional rotary positions, such as Qwen2-VL, a KvpackCache records where positions continue. If a cache lacks
     this record, pass ``rope_deltas``: the model's own value after the prompt, or 0 for text. The model's ``rope_deltas`` is set before each
@@ -72,7 +72,7 @@ class KvpackCache(PassCalls):
     longrope). The cache must contain the token ids of each row, and must not depend on anything else except padding.
 
     Tokens that an attention mask hid when they were computed, such as padding, stay hidden (``packed.inputs.hidden``). A pass that would
-    see them is refused with an error that names the mask to pass.
+    attend to them is rejected with an error that names the mask to pass.
 
     With ``keep_all``, sliding-window layers keep all tokens, so that a ``Store`` can save the whole prompt and ``crop`` can return to any
     token. Passes are equally fast, but the cache and its file are larger.
@@ -123,7 +123,7 @@ class KvpackCache(PassCalls):
         graphs: bool | None = None,
         keep_all: bool = False,
     ) -> Self:
-        """Create a KvpackCache that continues the packed ``cache``, checked against ``model`` if it is given.
+        """Create a KvpackCache that continues the packed ``cache``. If there is a ``model``, the cache is checked against it.
 
         Without a model, the caller sets attention "kvpack" (``model.set_attn_implementation("kvpack")``), and nothing is recorded. Options
         and errors are documented in the class.
@@ -239,7 +239,7 @@ class KvpackCache(PassCalls):
         graphs: bool | None = None,
         keep_all: bool = False,
     ) -> Self:
-        """Load the cache in the file at ``path`` to ``device`` (by default, the model's), to be continued by ``model``.
+        """Load the cache in the file at ``path``, which ``model`` is to continue. It is loaded to ``device`` (by default, the model's).
 
         ``copy``, ``memory_limit``, ``layers``, ``tokens``, ``recipe``, ``basis`` and ``progress`` are as for ``kvpack.load``. The other
         options are as for ``of``, which checks layers, shapes and identity. Raises the errors of ``kvpack.load`` and ``of``.
@@ -266,7 +266,7 @@ class KvpackCache(PassCalls):
 
     @property
     def packed(self) -> Cache:
-        """Packed cache of all tokens so far, as ``kvpack.save`` expects it.
+        """The packed cache of all tokens so far, which ``kvpack.save`` accepts.
 
         Its ``inputs`` are the recorded inputs of the tokens, and ``model`` identifies the model. Every access reads all weights, which
         takes about as long as a decode step. If weights changed since the last pass, ``inputs`` records that. Another thread may access it
@@ -298,8 +298,10 @@ class KvpackCache(PassCalls):
         """Run ``generate`` of the cache's model over this cache, passed under the name that the installed transformers uses.
 
         ``token_ids``, a list or a tensor ``[batch, token]`` of integers, are the cache's ids followed by at least one new id. ``options``
-        are other arguments of the model's ``generate``. Raises InvalidParameter for a cache without a model, and for ids that differ from
-        the cache's, InvalidType or InvalidParameter for anything but token ids, and the errors of ``generate``.
+        are other arguments of the model's ``generate``.
+
+        Raises InvalidParameter for a cache without a model, and for ids that differ from the cache's. Raises InvalidType or
+        InvalidParameter for anything but token ids, and the errors of ``generate``.
         """
         model: Any = self.passes.model_of_cache
         if model is None:
@@ -311,7 +313,7 @@ class KvpackCache(PassCalls):
         return model.generate(ids, **cache_names.cache_argument(model, self), **options)
 
     def release(self) -> None:
-        """Stop recording forward passes and restore the model's attention, unless another cache needs either."""
+        """Stop recording forward passes, and restore the model's attention. If another cache needs either, it continues."""
         self._hooks = self._switch = self._forward = self.graphs = None
 
     def activate_past_recording(self) -> None:
@@ -331,7 +333,7 @@ class KvpackCache(PassCalls):
 
     @property
     def states_at(self) -> tuple[int, ...]:
-        """Token counts, ascending, to which ``crop`` can shorten a cache with states."""
+        """Token counts, in ascending order, to which ``crop`` can shorten a cache with states."""
         return self._rollback.positions()
 
     def snapshot_states(self) -> None:
@@ -344,7 +346,7 @@ class KvpackCache(PassCalls):
             self._rollback.snapshot()
 
     def rewind(self, tokens: int) -> int:
-        """Keep the first ``tokens`` tokens, or fewer if states require it (``states_at``), and return the number kept.
+        """Keep the first ``tokens`` tokens, or fewer if states require it (``states_at``), and return how many were kept.
 
         Raises OutOfBounds for more tokens than the cache has, and the errors of ``crop``.
         """
@@ -358,9 +360,9 @@ class KvpackCache(PassCalls):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest ``-tokens_to_remove`` tokens of every layer, or none. Raises OutOfBounds or InvalidParameter.
 
-        Layers that keep states can only return to the positions in ``states_at``, and to 0; ``rewind`` finds the nearest of them. Tokens
-        are counted from the end of the longest layer. After a forward pass that failed between two layers, all layers then end at the same
-        token.
+        Layers that keep states can only return to 0 and to the positions in ``states_at``. ``rewind`` finds the nearest of them. Tokens are
+        counted from the end of the longest layer, so all layers end at the same token, even after a forward pass that failed between two
+        layers.
         """
         tokens_to_remove = as_integer(tokens_to_remove, "the number of tokens to remove")
         with self.passes.lock.hold():
@@ -372,7 +374,7 @@ class KvpackCache(PassCalls):
             self._rollback.crop(tokens_to_remove)
 
     def roll_back(self) -> None:
-        """Drop the tokens of the current pass, as far as layers support it, before the pass is rejected."""
+        """Drop the tokens of the current pass before it is rejected, if the layers support it."""
         with contextlib.suppress(OutOfBounds, InvalidParameter):
             if not self.passes.states:
                 self.crop(-self.passes.added)
@@ -393,16 +395,16 @@ class KvpackCache(PassCalls):
         self.batch_select_indices(torch.arange(rows_of(self.live) or 1, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences ``indices`` of the batch, in that order. Codes are copied, never decoded."""
+        """Keep the sequences ``indices`` of the batch, in that order. Codes are copied without decoding."""
         with self.passes.lock.hold():
             super().batch_select_indices(indices)
             self.passes.select(indices)
             self._rollback.select(indices)
 
     def expand(self, rows: int) -> None:
-        """Repeat each sequence so that there are ``rows`` of them, as ``generate`` repeats token ids for beams.
+        """Repeat each sequence so that the batch has ``rows`` sequences, as ``generate`` repeats token ids for beams.
 
-        Raises InvalidParameter if ``rows`` is not a multiple of the cache's sequences.
+        Raises InvalidParameter if ``rows`` is not a multiple of the cache's number of sequences.
         """
         held = rows_of(self.live)
         if held is None or held == rows:
@@ -422,7 +424,7 @@ class KvpackCache(PassCalls):
 
 
 def begin(model: torch.nn.Module, contents: Cache | str | os.PathLike[str] | Recipe, **options: Any) -> KvpackCache:
-    """Create an empty cache if ``contents`` is a recipe, or one that continues the packed cache ``contents``."""
+    """Create a cache for ``model``: an empty one if ``contents`` is a recipe, or else one that continues the packed cache."""
     if isinstance(contents, Cache):
         return KvpackCache.of(contents, model, **options)
     options.pop("prompt", None)

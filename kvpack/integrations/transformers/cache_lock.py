@@ -1,4 +1,4 @@
-"""The lock of a cache. It lets one thread at a time run a forward pass over the cache, or read or change all its layers."""
+"""The lock of a cache. It lets one thread at a time run a forward pass over the cache, or read or change all layers of the cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _SECONDS = 1.0
-"""Interval, in seconds, at which a waiting thread checks that the thread that holds the lock is alive."""
+"""Interval in seconds at which a waiting thread checks that the owner of the lock is alive."""
 
 
 class CacheLock:

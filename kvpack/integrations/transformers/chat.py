@@ -40,7 +40,7 @@ MAX_REPLY_TOKENS = 512
 _MIN_SHARED = 0.1
 """Minimum fraction of a loaded chat's tokens that must equal the beginning of the conversation.
 
-A template that drops reasoning keeps more than this; another template keeps only a few tokens.
+A template that drops reasoning keeps more of them, and another template keeps only a few.
 """
 
 _DIGEST = f"{CHAT}sha256"
@@ -54,13 +54,13 @@ class Chat:
     """A conversation with a transformers ``model`` whose KV cache stays packed from one message to the next.
 
     Pass only the new message to ``send``. The whole conversation is rendered with the chat template each time, and the model computes only
-    the tokens after the common prefix of the result and the cache. A template may therefore drop or change earlier text, such as reasoning.
-    Tokens from the first change on are computed again. Without a chat template, the texts of all messages are joined.
+    the tokens after the common prefix with the cache. A template may therefore drop or change earlier text, such as reasoning. Tokens from
+    the first change on are computed again. Without a chat template, the texts of all messages are joined.
 
-    ``messages`` are the messages so far, dicts with a role and a content as for ``apply_chat_template``, and ``template`` contains its
-    other arguments. With ``store``, a ``kvpack.Store`` of the model, the first call loads the longest stored prefix of the conversation,
-    and every reply is saved there. ``recipe`` defaults to the store's, or kvpack-4. Raises InvalidParameter, also for a recipe other than
-    the store's, and InvalidType for anything but messages or a store.
+    ``messages`` are the messages so far, dicts with a role and a content as for ``apply_chat_template``, and ``template`` contains the
+    other arguments of that method. With ``store``, a ``kvpack.Store`` of the model, the first call loads the longest stored prefix of the
+    conversation, and every reply is saved there. ``recipe`` defaults to the store's, or kvpack-4. Raises InvalidParameter, also for a
+    recipe other than the store's, and InvalidType for anything but messages or a store.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Chat:
         template: Mapping[str, Any] | None = None,
         basis: Bases | None = None,
     ) -> Self:
-        """Load the chat in the file at ``path``, to be continued with the same model, in this or any other process.
+        """Load the chat in the file at ``path``, which the same ``model`` can continue in this or any other process.
 
         ``messages`` replaces those in the file. Raises the errors of ``kvpack.load``, and InvalidParameter for a file that contains no
         messages, whose messages cannot be read with this tokenizer, or that another model computed. Issues a KvpackWarning at the next
@@ -134,7 +134,7 @@ class Chat:
 
     @property
     def reused(self) -> int:
-        """Number of prompt tokens in the latest turn that came from the cache. The others were computed."""
+        """Number of prompt tokens in the latest turn that came from the cache. The rest was computed."""
         return self._reused
 
     @property
@@ -157,7 +157,10 @@ class Chat:
         return reply
 
     def read(self, message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> int:
-        """Compute the cache of ``message`` without a reply, and return the number of tokens. Later text is appended to the message."""
+        """Compute the cache of ``message`` without a reply, and return the conversation's number of tokens.
+
+        Later text is appended to the message.
+        """
         messages = self._with_message(message)
         _, ids = self._render(messages, reply=False)
         # The token that generate returns has no keys and values yet.
@@ -184,7 +187,7 @@ class Chat:
         return save(cache, path, metadata=metadata, **options)
 
     def _with_message(self, message: Any) -> list[Message]:
-        """Return the messages so far, followed by the new messages in ``message``."""
+        """Return the conversation's messages, including the new ones in ``message``."""
         if isinstance(message, str):
             last = self.messages[-1] if self.messages else {}
             if last.get("role") == "user" and isinstance(last.get("content"), str):
@@ -198,7 +201,7 @@ class Chat:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def _render(self, messages: list[Message], *, reply: bool) -> tuple[str, list[int]]:
-        """Render the conversation as text and as token ids. With ``reply``, it ends where the model's next reply begins."""
+        """Return the rendered conversation as text and as token ids. With ``reply``, it ends where the model's next reply begins."""
         from jinja2 import TemplateError
 
         if not self._has_template:
@@ -247,7 +250,7 @@ class Chat:
         return list(written[len(ids) :])
 
     def _metadata(self, cache: Cache) -> dict[str, Value]:
-        """Return a file's metadata with the messages. Parts that occur in the token ids are stored as ranges of them."""
+        """Return a file's metadata, including the messages. Parts that occur in the token ids are stored as ranges of ids."""
         text, _ = self._render(self.messages, reply=False)
         tokens = _Tokens(self.tokenizer, text, cache.token_ids[0].tolist(), special=not self._has_template)
         try:
@@ -288,7 +291,7 @@ def _warn_of_other_template(cache: Cache, ids: list[int]) -> None:
 
 
 def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
-    """Return the messages of a chat stored in a file by ``Chat.save``, or None.
+    """Return the messages of a chat that ``Chat.save`` stored in a file, or None if there are none.
 
     Raises InvalidParameter if ``tokenizer`` decodes the file's token ids to other texts.
     """
@@ -310,7 +313,7 @@ def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
 
 
 class _Tokens:
-    """A rendered conversation that maps its characters to positions in the cache's token ids, as far as both agree."""
+    """Maps the characters of a rendered conversation to positions in the cache's token ids, as far as both agree."""
 
     def __init__(self, tokenizer: Any, text: str, cached_ids: list[int], *, special: bool) -> None:
         self.tokenizer, self.text, self.ids, self.at = tokenizer, text, cached_ids, 0

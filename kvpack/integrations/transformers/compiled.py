@@ -1,4 +1,4 @@
-"""Support for KvpackCache in code compiled by torch.compile: custom operators that call its methods."""
+"""Support for KvpackCache in code compiled by torch.compile, with custom operators that call its methods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _TENSORS = ("input_ids", "attention_mask", "position_ids", "cache_position")
-"""Arguments of a model's forward whose values a pass reads, in the order in which ``kvpack::begin_pass`` receives them."""
+"""Arguments of a model's forward that a pass reads, in the order in which ``kvpack::begin_pass`` receives them."""
 
 
 class CompiledCalls(operators.Tickets):
@@ -31,13 +31,13 @@ class CompiledCalls(operators.Tickets):
         return type(self)(memo[id(self._cache())], len(self.tickets))
 
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
-        """Append keys and values to a layer. The operator ``live_update`` calls this."""
+        """Append keys and values to a layer. Called by the operator ``live_update``."""
         assert k is not None
         assert v is not None
         self.cache.take(k, v, layer)
 
     def attend(self, layer: int, q: torch.Tensor, *, starts: torch.Tensor | None, **options: Any) -> torch.Tensor:
-        """Attend to a layer. The operator ``live_attend`` calls this."""
+        """Compute attention over a layer. Called by the operator ``live_attend``."""
         if starts is not None:
             matching = next((mask for mask in self._masks.values() if mask.starts.data_ptr() == starts.data_ptr()), None)
             if matching is None and any(mask.columns is not None for mask in self._masks.values()):
@@ -52,7 +52,7 @@ class CompiledCalls(operators.Tickets):
         return out
 
     def starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
-        """Return the first visible token of each sequence. Tokens after it that the padding mask ``columns`` hides are recorded."""
+        """Return the first token that each sequence attends to. Tokens after it that the padding mask ``columns`` hides are recorded."""
         length, first = self.cache.mask_sizes(queries, layer)
         padding = read_padding(length, first, columns)
         starts = torch.zeros(len(columns), dtype=torch.int32, device=columns.device) if padding.starts is None else padding.starts
@@ -73,7 +73,7 @@ class CompiledCalls(operators.Tickets):
         sliding_window: int | None,
         sink_logits: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend to the decoded keys and values of one layer with a mask ``[batch, token]`` of its tokens."""
+        """Compute attention over the decoded keys and values of one layer with a mask ``[batch, token]`` over its tokens."""
         k, v = self.cache.decode(layer, q.shape[2], q.dtype)
         check_columns(mask.tokens, k.shape[2], layer, q.shape[2])
         assert mask.columns is not None
@@ -89,7 +89,7 @@ class CompiledCalls(operators.Tickets):
         return masked_attention(q, k, v, seen, scale, softcap, sink_logits)
 
     def compiled_seen(self, layer: int) -> torch.Tensor:
-        """Return, in compiled code, the number of tokens that one layer has seen: int64 ``[]`` on the CPU."""
+        """Return the number of tokens that one layer has seen, int64 ``[]`` on the CPU. For compiled code."""
         seen: torch.Tensor
         seen, self.tickets[layer] = count_tokens(self.tickets[layer], layer)
         return seen
@@ -101,7 +101,7 @@ class CompiledCalls(operators.Tickets):
         return starts
 
     def compiled_begin(self, module: int, arguments: dict[str, Any]) -> None:
-        """Call ``Tracking.enter`` from compiled code. ``module`` is a number among the modules with hooks."""
+        """Call ``Tracking.enter`` from compiled code. ``module`` is an index into the modules with hooks."""
         # Of arguments that are not tensors, only the names are passed, and the value of output_attentions.
         names = [name for name, value in arguments.items() if name != "output_attentions" or value]
         ticket = begin_pass(self.tickets, [arguments.get(name) for name in _TENSORS], module, " ".join(names))
@@ -124,7 +124,7 @@ class _Mask(NamedTuple):
     """The result of ``CompiledCalls.starts`` for a mask over ``tokens`` tokens.
 
     ``hides_tokens`` is True if the mask hides any of them. ``columns`` is the mask, bool ``[batch, token]``, if it hides tokens other than
-    leading ones.
+    the first ones of each sequence, otherwise None.
     """
 
     starts: torch.Tensor
@@ -148,7 +148,7 @@ def _calls(ticket: torch.Tensor) -> CompiledCalls:
 # Schemas are explicit because annotations are strings in this module, which PyTorch cannot read.
 @torch.library.custom_op("kvpack::count_tokens", mutates_args=(), schema="(Tensor ticket, SymInt layer) -> (Tensor, Tensor)")
 def count_tokens(ticket: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``KvpackCache.get_seq_length`` as a tensor, and the next ticket."""
+    """Return the result of ``KvpackCache.get_seq_length`` as a tensor, and the next ticket."""
     return torch.tensor(_calls(ticket).cache.get_seq_length(layer), dtype=torch.int64, device="cpu"), ticket.clone()
 
 
@@ -161,7 +161,7 @@ def _(ticket: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     "kvpack::first_seen", mutates_args=(), schema="(Tensor ticket, Tensor columns, SymInt layer, SymInt queries) -> (Tensor, Tensor)"
 )
 def first_seen(ticket: torch.Tensor, columns: torch.Tensor, layer: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``CompiledCalls.starts``, and the next ticket."""
+    """Return the result of ``CompiledCalls.starts``, and the next ticket."""
     return _calls(ticket).starts(layer, queries, columns), ticket.clone()
 
 
@@ -174,7 +174,7 @@ def _(ticket: torch.Tensor, columns: torch.Tensor, layer: int, queries: int) -> 
     "kvpack::begin_pass", mutates_args=(), schema="(Tensor[] tickets, Tensor?[] values, SymInt module, str names) -> Tensor"
 )
 def begin_pass(tickets: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None], module: int, names: str) -> torch.Tensor:
-    """Run ``Tracking.enter`` for the arguments ``values`` and other arguments, of which only names are known.
+    """Call ``Tracking.enter`` with the arguments ``values`` and with the other arguments in ``names``, whose values are not passed.
 
     Returns the next ticket of all layers.
     """
@@ -186,7 +186,7 @@ def begin_pass(tickets: Sequence[torch.Tensor], values: Sequence[torch.Tensor | 
 
 @torch.library.custom_op("kvpack::end_pass", mutates_args=(), schema="(Tensor[] tickets, SymInt module) -> Tensor")
 def end_pass(tickets: Sequence[torch.Tensor], module: int) -> torch.Tensor:
-    """Run ``Tracking.leave`` after a call with a result. Returns the next ticket of all layers."""
+    """Call ``Tracking.leave`` after a call that returned. Returns the next ticket of all layers."""
     cache = _calls(tickets[0]).cache
     cache.passes.leave(cache.watched(module), {}, True)
     return tickets[0].clone()

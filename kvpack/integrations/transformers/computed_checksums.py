@@ -27,7 +27,7 @@ _VALUES_AT_ONCE = 1 << 22
 
 @dataclass
 class _SideChecksums:
-    """The checksums of one layer's keys or values from position ``first`` on, int64 ``[batch, token]``, in several parts."""
+    """The checksums of one layer's keys or values from position ``first`` on. Each of ``parts`` is int64 ``[batch, token]``."""
 
     first: int
     parts: list[torch.Tensor] = field(default_factory=list)
@@ -68,7 +68,7 @@ class ComputedChecksums:
         self.tokens = tokens
 
     def unchanged(self, past: TransformersCache) -> bool:
-        """Return True if ``past`` has the same tensor objects as when tokens were last recorded, even if their values changed."""
+        """Return True if ``past`` has the same tensor objects as when checksums were last recorded. Their values may have changed."""
         now = [x for _, _, x in _sides(past)]
         return len(now) == len(self._seen) and all(seen() is x for seen, x in zip(self._seen, now, strict=True))
 
@@ -115,7 +115,7 @@ class ComputedChecksums:
 
 
 def _all_checksums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the ``checksums`` of each tensor. Layers of equal shape with few tokens are combined, so that a step needs few launches."""
+    """Return the ``checksums`` of each tensor. Tensors of equal shape with few tokens are combined, so that a step needs few launches."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, x in enumerate(tensors):
         groups.setdefault((x.shape, x.dtype, x.device), []).append(number)
@@ -133,7 +133,7 @@ def _row_sums(sums: torch.Tensor) -> list[bytes]:
 
 
 def _sides(past: TransformersCache) -> Iterator[tuple[tuple[int, str], int, torch.Tensor]]:
-    """Yield (layer and name, position of the first token, values) for each layer's keys and values that can be read."""
+    """Yield ((layer number, side), position of the first token, values) for each layer's keys and values that can be read."""
     for number, layer in enumerate(past.layers):
         if isinstance(layer, PackedLayer):
             # Only forward passes change packed layers, and reading them would decode them.

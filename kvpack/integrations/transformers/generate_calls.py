@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def watch_generate(model: PreTrainedModel) -> bool:
-    """Wrap methods of ``model`` so that caches receive all token ids passed to ``generate``.
+    """Wrap methods of ``model`` so that caches receive all token ids passed to ``generate``. Returns True if it wrapped any.
 
     Forward passes receive only the ids after the cache.
     """
@@ -56,9 +56,9 @@ def _kvpack_caches(past: Any) -> list[Any]:
 
 
 def _passes_over_tokens(past: Any) -> list[Any]:
-    """Return the ``pass_trackers`` of the cache that contains ``generate``'s tokens.
+    """Return the ``pass_trackers`` of the cache with ``generate``'s tokens.
 
-    In an encoder-decoder cache, the other half is the encoder's.
+    In an encoder-decoder cache, this is the half for self-attention. The other half contains the encoder's tokens.
     """
     return pass_trackers(past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past)
 
@@ -72,7 +72,7 @@ def refuse_pickled_model() -> NoReturn:
 
 
 class _WatchedMethod:
-    """A wrapper of the method ``name`` of ``model`` that reports calls to the model's KvpackCaches. Copies of the model get their own."""
+    """A wrapper of the method ``name`` of ``model`` that reports calls to the model's KvpackCaches. A copied model gets its own wrapper."""
 
     name: str
 
@@ -98,7 +98,7 @@ class _WatchedMethod:
 
 
 class _WatchedPrepareInputs(_WatchedMethod):
-    """A wrapper of ``prepare_inputs_for_generation`` that checks the token ids, and repeats the cache's sequences to match their rows.
+    """A wrapper of ``prepare_inputs_for_generation`` that checks the token ids, and repeats the cache's sequences if there are more rows.
 
     A model may omit the cache to recompute all tokens, because its RoPE uses different frequencies from this token on. The tokens are then
     computed into the cache.

@@ -1,4 +1,4 @@
-"""Running of a model's decode steps over a KvpackCache as CUDA graphs, which a replaced ``forward`` captures and replays."""
+"""Runs a model's decode steps over a KvpackCache as CUDA graphs, which a replaced ``forward`` captures and replays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 EAGER_STEPS, DEFAULT_EAGER_STEPS = 1, 4
 """Number of consecutive steps of one kind that run normally before a capture, so that kernels are compiled and prepared.
 
-A capture costs as much time as several replays save. Unless the user requests graphs, they start later, so that short series have none.
+A capture costs as much time as several replays save. The second number applies unless the user requests graphs, so that short series have
+none.
 """
 
 _TENSORS = {"input_ids", "attention_mask", "position_ids"}
@@ -48,10 +49,10 @@ _CAPTURE_LOCK = threading.Lock()
 """Lock that serializes captures, because all of them use one stream."""
 
 _NOT_CAPTURED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models for which a capture that the user did not request has failed. Their next caches do not try again."""
+"""Models for which a capture that the user did not request has failed. It is not tried again for their next caches."""
 
 _FORWARDS: weakref.WeakValueDictionary[int, ForwardSwitch] = weakref.WeakValueDictionary()
-"""The ``ForwardSwitch`` of each model, keyed by the model's id, as long as a cache references it."""
+"""The ``ForwardSwitch`` of each model, keyed by the model's id, for as long as a cache references it."""
 
 
 class StepGraphs:
@@ -80,7 +81,7 @@ class StepGraphs:
         return type(self)(memo[id(self._cache())], self._number, self._requested)
 
     def __call__(self, forward: Callable[..., Any], model: torch.nn.Module, snapshot: _CachedSnapshot, arguments: dict[str, Any]) -> Any:
-        """Return the result of ``forward(**arguments)``, the forward of ``model``, which has not changed since ``snapshot``."""
+        """Return the result of ``forward(**arguments)``. ``forward`` belongs to ``model``, which has not changed since ``snapshot``."""
         cache = self._cache()
         assert cache is not None
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
@@ -113,7 +114,7 @@ class StepGraphs:
         self._graph, self._eager, self._kind = None, 0, None
 
     def _step(self, cache: Any, model: torch.nn.Module, arguments: Mapping[str, Any]) -> _Step | None:
-        """Return the pass with these arguments as a step, or None if it is not a decode step."""
+        """Return the decode step that a pass with these arguments is, or None if it is not one."""
         step_arguments = {name: value for name, value in arguments.items() if value is not None and name not in NAMES}
         ids, positions = step_arguments.get("input_ids"), step_arguments.get("position_ids")
         if not step_arguments.keys() <= _TENSORS | _SETTINGS or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
@@ -150,7 +151,9 @@ class StepGraphs:
         step: _Step,
         expected: Any,
     ) -> None:
-        """Capture the step that has just returned ``expected``. Graphs are disabled if that fails, or if a replay returns another result.
+        """Capture the step that has just returned ``expected``.
+
+        If that fails, or if a replay returns anything else, graphs are disabled.
         """
         if not self._requested:
             self.refused = "a step of the model could not be captured" if model in _NOT_CAPTURED else snapshot.current(model).foreign_part
@@ -191,7 +194,7 @@ class _GraphRefused(Exception):
 
 
 class _Step(NamedTuple):
-    """A decode step. Steps of the same ``kind`` differ only in these tensors."""
+    """A decode step. Steps of the same ``kind`` differ only in the values of these tensors."""
 
     kind: Hashable
     ids: torch.Tensor
@@ -200,7 +203,7 @@ class _Step(NamedTuple):
 
 
 class _Graph:
-    """A captured step over ``cache``, valid for cache lengths of at least ``min_length``."""
+    """A captured step over ``cache``. It may be replayed while the cache has at least ``min_length`` tokens."""
 
     def __init__(
         self,
@@ -237,7 +240,7 @@ class _Graph:
         return snapshot is not None and snapshot.unchanged()
 
     def replay(self, cache: Any, step: _Step, number: int) -> Any:
-        """Replay the graph for a step, and return its result."""
+        """Replay the graph with the inputs of ``step``, and return the result."""
         before = cache.live.seen_tokens(number)
         self._ids.copy_(step.ids)
         if step.positions is None:
@@ -288,7 +291,7 @@ class ForwardSwitch:
 
     @staticmethod
     def of(model: torch.nn.Module) -> ForwardSwitch:
-        """Return the switch of a transformers model, or of the model in a wrapper. It is created if it does not exist."""
+        """Return the switch of a transformers model, or of the model inside a wrapper. A missing switch is created."""
         outer = outermost_model(model)
         switch = _FORWARDS.get(id(outer))
         if switch is None or switch._model() is not outer:
@@ -297,7 +300,9 @@ class ForwardSwitch:
 
 
 class _SwitchedForward:
-    """A ``forward`` method of ``model`` that replaces ``before``, or the class's method if that is None. Copies of the model get their own.
+    """A ``forward`` method of ``model`` that replaces ``before``, or the class's method if that is None.
+
+    A copied model gets its own.
     """
 
     def __init__(self, model: torch.nn.Module, before: Any) -> None:
@@ -339,7 +344,7 @@ def _restore(model: weakref.ref[torch.nn.Module], before: Any) -> None:
 def may_replay(model: torch.nn.Module) -> bool:
     """Return True if decode steps of ``model`` may be replayed without a user's request.
 
-    Its code is inspected later, before the first capture.
+    The model's code is inspected later, before the first capture.
     """
     forward, parameter = vars(outermost_model(model)).get("forward"), next(model.parameters(), None)
     return parameter is not None and can_capture(parameter.device) and (forward is None or getattr(forward, "is_of_its_class", False))
@@ -351,7 +356,7 @@ def can_capture(device: torch.device) -> bool:
 
 
 def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Capture ``call``. Return a function that replays itand the result. Each replay overwrites the result's tensors.
+    """Capture ``call``. Returns a function that replays it, and the result, whose tensors each replay overwrites.
 
     Raises PyTorch's errors.
     """
@@ -376,7 +381,7 @@ def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Disable garbage collection within this context, because collecting a graph would abort a capture."""
+    """Disable garbage collection in a ``with`` block, because collecting a graph would abort a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -387,7 +392,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def _recover(device: torch.device, pool: Any) -> None:
-    """End a failed capture for PyTorch's allocator and random number generator.
+    """Make PyTorch's allocator and random number generator leave a failed capture.
 
     Before PyTorch 2.12, both stay in capture mode, so that ``empty_cache`` (PyTorch #180395) and the drawing of random numbers raise later.
     """
@@ -435,7 +440,7 @@ def _check_model(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _same_values(one: Any, other: Any) -> bool:
-    """Return True if two outputs have the same values, bit for bit."""
+    """Return True if two outputs of a model have the same values, bit for bit."""
     if type(one) is not type(other) or one.keys() != other.keys():
         return False
     for name, x in one.items():
@@ -451,7 +456,7 @@ def _same_values(one: Any, other: Any) -> bool:
 def step_graphs(
     cache: Any, number: int, requested: bool | None, model: torch.nn.Module | None, name: str, obstacle: str
 ) -> StepGraphs | None:
-    """Return an object that replays decode steps of ``cache``, whose first layer with tokens is ``number``; None without graphs.
+    """Return an object that replays decode steps of ``cache``, whose first layer with tokens is ``number``, or None without graphs.
 
     ``requested`` is the user's choice. If it is True, a KvpackWarning reports what prevents graphs.
     """

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .compiled import CompiledCalls
 
 _HOOKS: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
-"""Hooks of each model, keyed by the model's id, as long as something references them."""
+"""The hooks of each model, keyed by the model's id, for as long as something references them."""
 
 
 class Hooks:
@@ -97,7 +97,7 @@ class _HooksReference:
             hooks.encoder_calls.ended(arguments, output)
 
     def sources(self, arguments: dict[str, Any]) -> Sources | None:
-        """Return the digests of the encoder's input for a decoder call, or None for any other call."""
+        """Return the digests of the encoder input that a decoder call uses, or None for any other call."""
         hooks = self._hooks()
         return None if hooks is None else hooks.encoder_calls.sources(arguments.get("encoder_hidden_states"))
 
@@ -115,7 +115,7 @@ def _before(hooks: _HooksReference, number: int, module: torch.nn.Module, args: 
 
 
 def _check_source(hooks: _HooksReference, past: Any, arguments: dict[str, Any]) -> None:
-    """Record the encoder's input for a call over an encoder-decoder cache, and compare it with the cache's."""
+    """Record the encoder input of a call over an encoder-decoder cache, and check that the cache's tokens have the same."""
     if isinstance(past, EncoderDecoderCache) and (sources := hooks.sources(arguments)) is not None:
         for passes in [*pass_trackers(past), *hooks.recordings()]:
             passes.record_sources(sources)
@@ -145,7 +145,7 @@ def _after_call(
 
 
 class PassStack:
-    """Nested calls of forward passes over one cache: the outermost call of each pass, and the positions passed to calls within it."""
+    """The nested calls of forward passes over one cache. ``current`` is the pass to which they belong."""
 
     def __init__(self) -> None:
         self.current: Pass | None = None
@@ -186,7 +186,7 @@ class PassStack:
         return unfinished
 
     def leave(self, module: torch.nn.Module) -> Pass | None:
-        """Record the end of a call. Returns the pass if the call was the outermost."""
+        """Record the end of a call. Returns the pass if this was its outermost call."""
         if self._inside and self._inside[-1] is module:
             self._inside.pop()
         if self._inside:
@@ -242,7 +242,7 @@ class Recording:
         """Return the inputs of the tokens of ``past_key_values``, for the argument ``inputs`` of ``kvpack.pack``.
 
         They describe the keys and values that passes computed. If the cache has changed since, other than by dropping its newest tokens or
-        selecting rows, they are marked as undetermined. Raises InvalidParameter for a cache that no recorded pass used.
+        selecting rows, the inputs are marked as undetermined. Raises InvalidParameter for a cache that no recorded pass used.
         """
         record, computed = self._known_record(past_key_values)
         inputs = record.inputs
@@ -250,18 +250,18 @@ class Recording:
         return replace(inputs, sums=computed.sums(record.tokens))
 
     def snapshot_states(self, past_key_values: TransformersCache) -> None:
-        """Keep a copy of the states of recurrent and convolution layers after the newest token, in host memory."""
+        """Copy the states of recurrent and convolution layers after the newest token to host memory, and keep the copy."""
         record, computed = self._known_record(past_key_values)
         states = tuple({name: state.cpu() for name, state in layer.states.items()} for layer in dense_states(past_key_values))
         if any(states):
             computed.states[record.tokens] = states
 
     def states_at(self, past_key_values: TransformersCache) -> dict[int, States]:
-        """Return the kept states, for the argument ``states_at`` of ``kvpack.pack``. Empty if rows have been selected since."""
+        """Return the kept states, for the argument ``states_at`` of ``kvpack.pack``. Selecting rows drops them."""
         return dict(self._known_record(past_key_values)[1].states)
 
     def _known_record(self, past: TransformersCache) -> tuple[Record, ComputedChecksums]:
-        """Return the current record of a cache. Raises InvalidParameter for a cache without a recorded pass."""
+        """Return the record of a cache and its checksums, updated to the current state. Raises InvalidParameter without a recorded pass."""
         recorded = self._records.get(past) if isinstance(past, TransformersCache) else None
         if recorded is None:
             raise InvalidParameter(f"no recorded forward pass used this {type(past).__name__}: run the pass within recording(model)")
@@ -288,12 +288,12 @@ def recording(model: torch.nn.Module) -> Iterator[Recording]:
 
 
 def models_in(model: torch.nn.Module) -> list[PreTrainedModel]:
-    """Return the transformers models among the modules of ``model``, outermost first, without PEFT's wrappers."""
+    """Return the transformers models among the modules of ``model``, outermost first. PEFT's wrappers are not included."""
     return list(_models_in(model))
 
 
 def outermost_model(model: torch.nn.Module) -> PreTrainedModel:
-    """Return the first of ``models_in``."""
+    """Return the outermost transformers model that ``model`` is or contains."""
     return next(_models_in(model))
 
 
@@ -316,7 +316,7 @@ def _update_record(record: Record, computed: ComputedChecksums, cache: Transform
     """Update a record to the current state of its cache, which has ``tokens`` tokens.
 
     Since the last update, the newest tokens may have been dropped, sequences selected, or tokens added by passes that were not recorded. If
-    values have changed in any other way, the record drops their inputs.
+    values have changed in any other way, the record drops its inputs.
     """
     remaining = min(tokens, record.tokens)
     rows = computed.rows(cache, remaining) if remaining else []

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Decoding:
-    """Warns once if a model receives decoded keys and values. ``warned`` is True afterwards, or if the user requested decoding."""
+    """Warns once if a model receives decoded keys and values. ``warned`` is True after that, or if the user requested decoding."""
 
     def __init__(self, warned: bool) -> None:
         self.warned = warned
@@ -63,10 +63,11 @@ class EmptyLayer(DummyLayer):  # type: ignore[misc]
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A transformers cache layer over layer ``number`` of a live cache. With a sliding window, it may contain only its newest tokens.
+    """A transformers cache layer over layer ``number`` of a live cache.
 
-    ``window`` is the model's sliding window for the layer, or None if it has none or the model is unknown. ``decoding`` is notified when
-    ``keys`` or ``values`` are decoded for a model that reads them as tensors.
+    If the layer has a sliding window, it may keep only the newest tokens. ``window`` is the model's sliding window for the layer, or None
+    if it has none or the model is unknown. ``decoding`` is notified when ``keys`` or ``values`` are decoded for a model that reads them as
+    tensors.
     """
 
     # This does not undo an update exactly, because tokens that were raw before stay packed. Assisted decoding announces its crops, so it is
@@ -83,7 +84,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def packed(self) -> Layer:
-        """All tokens as an immutable layer."""
+        """All tokens of the layer, as an immutable packed layer."""
         return self.live.layer(self.number)
 
     @property
@@ -113,7 +114,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Do nothing, because the layer gets its shapes from its first tokens."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append keys and values to the live cache, and return the live cache in place of both."""
+        """Append keys and values to the live cache, and return the live cache twice, in place of both."""
         self.live.update(self.number, key_states, value_states)
         return self.live, self.live
 
@@ -127,11 +128,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def first_visible(self) -> int:
-        """First token that the next token can attend to."""
+        """The first token to which the next token can attend."""
         return self._first_visible(self.live.seen_tokens(self.number))
 
     def decode(self, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return dense keys and values of the tokens that ``get_mask_sizes`` counted before the newest ``queries`` tokens were added."""
+        """Return dense keys and values of the tokens to which the newest ``queries`` tokens may attend (see ``get_mask_sizes``)."""
         skipped = self._first_visible(self.live.seen_tokens(self.number) - queries) - self.skipped
         k, v = self.live.unpack(self.number, dtype)
         return None if k is None else k[:, :, skipped:], None if v is None else v[:, :, skipped:]
@@ -147,7 +148,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def activate_past_recording(self) -> None:
-        """Keep all tokens until the next ``crop``, and again after each ``crop``."""
+        """Keep all tokens until the next ``crop``, and between later calls of ``crop``."""
         self.live.keep_past(self.number)
         self.is_croppable = True
 
@@ -168,7 +169,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.check_window(-tokens_to_remove)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest ``-tokens_to_remove`` tokens (transformers passes a negative number)."""
+        """Drop the newest ``-tokens_to_remove`` tokens. Like transformers, the caller passes a negative number."""
         self.check_crop(tokens_to_remove)
         self.live.truncate(self.live.seen_tokens(self.number) + tokens_to_remove, self.number)
 
@@ -190,7 +191,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.batch_select_indices(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows ``indices`` of the batch, in that order. Codes are copied, never decoded."""
+        """Keep the rows ``indices`` of the batch, in that order. Codes are copied without decoding."""
         self.live.select(indices, self.number)
 
 
@@ -216,7 +217,7 @@ def check_attention_window(layer_window: int | None, attention_window: int | Non
 
 
 def check_continues(live: LiveCache, layer: Any, number: int, following: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise InvalidParameter unless keys and values continue layer number ``number``. ``following`` is the number of the next layer."""
+    """Raise InvalidParameter unless keys ``k`` and values ``v`` continue layer ``number``. ``following`` is the next layer's number."""
     for name, states_or_other in (("keys", k), ("values", v)):
         if not isinstance(states_or_other, torch.Tensor) or states_or_other.dim() != 4:
             raise InvalidType(f"layers[{number}]: {name} are {describe(states_or_other)}, expected a tensor [batch, kv_head, token, dim]")
@@ -250,7 +251,7 @@ def following_layers(layers: Sequence[Any]) -> list[int]:
 
 
 def rows_of(live: LiveCache) -> int | None:
-    """Return the number of sequences of a live cache; None before its first tokens."""
+    """Return the number of sequences in a live cache, or None before its first tokens."""
     for number in range(len(live)):
         if live.seen_tokens(number):
             return live.batch(number)

@@ -1,4 +1,4 @@
-"""Mask function of transformers' attention "kvpack". It returns no mask if packed attention needs none, else the model's own."""
+"""The mask function of transformers' attention "kvpack". It returns None if packed attention needs no mask, otherwise the model's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 QUERIES_AT_A_TIME = 128
-"""Number of rows of a mask that are compared at a time with the mask that attention applies by itself."""
+"""Number of rows of a mask that are compared in one step with the mask that attention applies by itself."""
 
 
 def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any:
@@ -27,8 +27,8 @@ def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any
     There are three cases:
 
     - Packed keys without padding: None, because packed attention applies causal and sliding-window masks itself.
-    - Packed keys with left padding: the first visible token of each sequence, int32 ``[batch, 1, 1, 1]``. Models that select rows of masks
-      (Gemma-4) leave this shape unchanged. In compiled code, a custom operator finds these tokens.
+    - Packed keys with left padding: the first token that each sequence attends to, int32 ``[batch, 1, 1, 1]``. Models that select rows of
+      masks (Gemma-4) leave this shape unchanged. In compiled code, a custom operator finds these tokens.
     - Any other keys, padding or mask pattern: the model's own mask. Packed keys are then decoded for the model's own attention.
     """
     if isinstance(kv_length, CompiledLength) and _is_named(config, **options):
@@ -75,7 +75,7 @@ def _four_dimensions(starts: torch.Tensor | None) -> torch.Tensor | None:
 class Padding(NamedTuple):
     """The tokens that a mask hides. ``on_the_left`` is True if they are only the first tokens of sequences.
 
-    ``starts``, int32 ``[batch]``, are the first tokens that are not hidden, or None if the mask hides none.
+    ``starts``, int32 ``[batch]``, is the first token of each sequence that is not hidden, or None if the mask hides none.
     """
 
     on_the_left: bool
@@ -83,7 +83,7 @@ class Padding(NamedTuple):
 
 
 def read_padding(kv_length: PackedLength, kv_offset: int, attention_mask: torch.Tensor | None) -> Padding:
-    """Read a two-dimensional mask, and return the tokens that it hides among ``kv_length`` keys from token ``kv_offset`` on."""
+    """Return the tokens that a two-dimensional mask hides among ``kv_length`` keys, which begin at token ``kv_offset``."""
     if attention_mask is None:
         return Padding(True)
     end = kv_offset + kv_length
@@ -110,7 +110,7 @@ def _is_named(
 ) -> bool:
     """Return True if transformers' arguments suffice to show that the mask, apart from padding, is causal.
 
-    The mask may also limit tokens to the model's window.
+    The mask may also restrict attention to the model's window.
     """
     if _is_causal(mask_function, use_vmap):
         return True
@@ -162,7 +162,7 @@ def _applied_by_attention(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> bool:
-    """Return True if the mask, apart from padding, is causal within the model's sliding window, if any, and hides no other tokens."""
+    """Return True if the mask, apart from padding, hides no tokens except by causality and by the model's sliding window, if any."""
     if _is_causal_or_sliding(config, mask_function, use_vmap):
         return True
     if use_vmap:
@@ -180,7 +180,7 @@ def _applied_by_attention(
 
 
 def check_columns(columns: int, tokens: int, layer: int, queries: int) -> None:
-    """Raise InvalidParameter unless the mask has a column for each of the ``tokens`` tokens that a pass of ``queries`` tokens can see."""
+    """Raise InvalidParameter unless the mask has a column for each of the ``tokens`` tokens to which ``queries`` queries may attend."""
     if columns != tokens:
         raise InvalidParameter(
             f"the attention mask has {columns} columns, but layers[{layer}] has {tokens} tokens for a pass of {queries}: "
@@ -197,10 +197,10 @@ def masked_attention(
     softcap: float | None,
     sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute softmax(scale q k^T) v over the tokens that are ``seen``, bool ``[batch, 1, query, token]``.
+    """Compute softmax(scale q k^T) v over the tokens that are True in ``seen``, bool ``[batch, 1, query, token]``.
 
-    The result is 0 for a query that sees no tokens. ``q`` is ``[batch, q_head, query, dim]``, ``k`` and ``v`` are ``[batch, kv_head, token,
-    dim]``, and ``sink_logits`` are ``[q_head]``.
+    The result is 0 for a query that attends to no tokens. ``q`` is ``[batch, q_head, query, dim]``, ``k`` and ``v`` are ``[batch, kv_head,
+    token, dim]``, and ``sink_logits`` is ``[q_head]``.
     """
     if softcap is None and sink_logits is None:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

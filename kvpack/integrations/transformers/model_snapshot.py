@@ -1,4 +1,4 @@
-"""Snapshots of everything in a model that a replayed step depends on: modules, weights, hooks, attributes, and code and its origin."""
+"""Snapshots of everything in a model on which a replayed step depends: modules, weights, hooks, attributes, and code with its origin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _KNOWN_PACKAGES = {"torch", "transformers", "kvpack", "accelerate", "huggingface_hub", *sys.stdlib_module_names}
-"""Packages whose code does not depend on counts of steps on the host, including those that transformers' own classes use."""
+"""Packages whose code does not depend on how many steps have run on the host. transformers' own classes use them."""
 
 _INSPECTED_MODULES = "transformers.models."
 """Prefix of the transformers modules whose functions are inspected for calls of other functions."""
@@ -52,7 +52,7 @@ class ModelSnapshot:
         self._found = self._current_values()
 
     def unchanged(self) -> bool:
-        """Return True if nothing except values in place has changed since the snapshot."""
+        """Return True if nothing has changed since the snapshot except values that changed in place."""
         try:
             return self._current_values() == self._found and all(map(is_, self._objects(), self._held))
         except KeyError:
@@ -61,7 +61,7 @@ class ModelSnapshot:
 
     @cached_property
     def foreign_part(self) -> str | None:
-        """The first part of the model that is not from PyTorch or transformers, or None.
+        """Text about the first part of the model that is not from PyTorch or transformers, or None.
 
         A replay might omit its effects.
         """
@@ -92,7 +92,7 @@ _MODULE_ATTRIBUTES = vars(torch.nn.Module()).keys()
 
 
 class _Code:
-    """The functions that ``modules`` run, found through their classes, their attributes, and the names in transformers' model code."""
+    """The functions that ``modules`` run, found through their classes and attributes, and through the names in transformers' model code."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.foreign_part: str | None = None
@@ -157,12 +157,12 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def global_hooks() -> int:
-    """Return the number of hooks on the calls of all modules."""
+    """Return the number of PyTorch's global hooks, which run for all modules."""
     return len(modules._global_forward_hooks) + len(modules._global_forward_pre_hooks)
 
 
 def has_other_hooks(module: torch.nn.Module) -> bool:
-    """Return True if a module has hooks other than kvpack's and transformers' hooks that collect outputs."""
+    """Return True if a module has hooks other than kvpack's, and transformers' hooks that collect outputs."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     places = [str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks]
     return not all(place.startswith((f"{__package__}.", "transformers.")) for place in places)

@@ -11,12 +11,11 @@ if TYPE_CHECKING:
     import torch
 
 MAX_CHECKED_PARAMETERS = 4
-"""Number of parameters that each decode step checks. A few are enough, because training and ``to`` change many at once."""
+"""Number of parameters that each decode step checks. A few are enough, because training and ``to`` change all of them."""
 
 
 def active_adapters(model: torch.nn.Module) -> tuple[Any, ...]:
-    """Return the state of every PEFT layer in a transformers model, or an empty tuple without adapters. It is cheap enough for each pass.
-    """
+    """Return the state of every PEFT layer in a transformers model, or an empty tuple without adapters. Cheap enough for each pass."""
     # PEFT stores its settings on the model that it changes.
     if "peft_config" not in vars(model):
         return ()
@@ -24,7 +23,7 @@ def active_adapters(model: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def selects_adapters_per_row(adapters: tuple[Any, ...]) -> bool:
-    """Return True if a call selects adapters per sequence with ``adapter_names``, for which PEFT adds hooks to their layers."""
+    """Return True if a call selects adapters per sequence with ``adapter_names``. PEFT then adds hooks to their layers."""
     return any(hooks for *_, hooks in adapters)
 
 
@@ -37,7 +36,7 @@ def checkpointing_modules(model: torch.nn.Module) -> list[weakref.ref[Any]]:
 class ModelState:
     """A summary of a model's adapters, weights, buffers, dtypes and mode that reveals later changes, even in place.
 
-    It is created without reading values, and keeps no weights alive. The only changes that it misses are writes through ``data`` or through
+    Creating it reads no values, and it keeps no weights alive. The only changes that it misses are writes through ``data`` or through
     memory shared with other libraries.
     """
 
@@ -54,7 +53,7 @@ class ModelState:
         return self._modes == (active_adapters(model), model.training) and self._tensors == _versions_of(model)
 
     def has_other_weights(self, few: bool = False) -> bool:
-        """Return True if parameters changed. With ``few``, only the first ``MAX_CHECKED_PARAMETERS`` are checked."""
+        """Return True if parameters have changed. With ``few``, only the first ``MAX_CHECKED_PARAMETERS`` are checked."""
         for kept, version in self._versions[:MAX_CHECKED_PARAMETERS] if few else self._versions:
             if (parameter := kept()) is None or _version(parameter) != version:
                 return True

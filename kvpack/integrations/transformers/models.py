@@ -1,4 +1,4 @@
-"""Properties that a transformers model requires of its caches, and checks that a packed cache belongs to the model."""
+"""The properties that a transformers model requires of its caches, and checks that a packed cache belongs to the model."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ if TYPE_CHECKING:
     from kvpack.identity.weights import Weights
 
 _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
-"""Settings of models that expand cached states before attention, or that attend in chunks, and so cannot use packed layers."""
+"""Settings of models that expand cached states before attention, or attend in chunks. Such models cannot use packed layers."""
 
 _STATE_LAYERS = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 """Cache layers that keep recurrent and convolution states, with or without keys and values."""
 
 SAME_MODEL_ADVICE = "if both compute the same, use KvpackCache.of(dataclasses.replace(cache, model={}), model)"
-"""Advice for a cache of a model that only appears to be different."""
+"""Advice for a cache of a model that may only appear to be different."""
 _ADAPTERS_WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
 """Kinds of PEFT adapters that provide a cache of their own."""
 
@@ -76,7 +76,9 @@ class ExpectedLayers:
         self._accepts_cache, self._own_cache = True, ""
 
     def windows(self, layers: int) -> list[int | None]:
-        """Return the sliding window of each of the first ``layers`` layers. An encoder-decoder has none, because its layers see all tokens.
+        """Return the sliding window of each of the first ``layers`` layers.
+
+        An encoder-decoder has none: its layers attend to all tokens.
         """
         if self.has_encoder:
             return [None] * layers
@@ -84,7 +86,7 @@ class ExpectedLayers:
         return [*layer_windows, *[None] * layers][:layers]
 
     def layers_with_tokens(self) -> list[bool]:
-        """Return, for each layer of the model's own cache, True if it has its own keys and values.
+        """Return, for each layer of the model's own cache, whether it has its own keys and values.
 
         Raises InvalidParameter for a layer that keeps anything else, and for a model that does not accept a cache of layers.
         """
@@ -134,7 +136,7 @@ class ExpectedLayers:
 
     @cached_property
     def _layers(self) -> list[Any]:
-        """Layers of the cache that transformers would create for the model, one per decoder layer."""
+        """The layers of the cache that transformers would create for the model, one per decoder layer."""
         try:
             layers = cache_layers(self.config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -177,7 +179,7 @@ class Model(ExpectedLayers):
 
     @cached_property
     def supports_packed_layers(self) -> bool:
-        """True if the model's attention receives the cache's keys and values unchanged, with the window of its layer."""
+        """True if the model's attention receives the cache's keys and values unchanged, with the window of their layer."""
         return self._may_use_packed_layers and not (self._tells_no_window and any(self.windows(len(self._layers))))
 
     @property
@@ -216,11 +218,11 @@ def _check_accepts_cache(model: Any) -> None:
 
 
 class NamedModel:
-    """The fields by which caches name a model.
+    """The fields by which caches identify a model.
 
-    ``fields`` is ``Identity.header_model``, or empty if the model cannot be named, for the reason ``unnamed``. The digest of the weights is
-    computed in the background from their values at creation, so they must not change before ``wait_until_read``. ``state`` is the model's
-    state before the weights were read, or None if no model was named.
+    ``fields`` is ``Identity.header_model``, or empty if the model cannot be identified, for the reason ``unnamed``. The digest of the
+    weights is computed in the background from their values at creation, so they must not change before ``wait_until_read`` returns.
+    ``state`` is the model's state before the weights were read, or None if no model was identified.
     """
 
     def __init__(
@@ -235,7 +237,7 @@ class NamedModel:
 
     @cached_property
     def fields(self) -> dict[str, str]:
-        """Fields that name the model. Waits for the digest; if the weights cannot be read, they are omitted."""
+        """The fields that identify the model. Blocks until the digest is known. If the weights cannot be read, the digest is omitted."""
         if self._identity is None:
             return {}
         try:
@@ -251,9 +253,9 @@ class NamedModel:
 
 
 def name_model(model: Any) -> NamedModel:
-    """Return the fields by which caches name ``model`` in its current state.
+    """Return the fields by which caches identify ``model`` in its current state.
 
-    They are empty in training mode, or with buffers that are not in memory.
+    They are empty in training mode, or if buffers are not in memory.
     """
     weights: Weights | None = None
     state = ModelState(outermost_model(model))
@@ -267,7 +269,7 @@ def name_model(model: Any) -> NamedModel:
 
 
 def identity_of(model: Any) -> dict[str, str]:
-    """Return the fields of ``name_model``."""
+    """Return the fields by which caches identify ``model``, as ``name_model`` does."""
     return name_model(model).fields
 
 
@@ -279,7 +281,7 @@ def identity_for(model: Any, basis: Basis) -> dict[str, str]:
 
 
 def sample_digest(model: Any) -> str:
-    """Return the digest of a sample of a model's weights, which files of earlier versions contain.
+    """Return the digest of a sample of a model's weights, as in files of earlier versions.
 
     It is empty if the weights cannot be read.
     """
@@ -298,11 +300,11 @@ def current_weights(model: Any) -> str:
 
 
 def check_identity(cache: Cache, model: Any) -> NamedModel:
-    """Raise InvalidParameter if the cache names a model, and ``model`` is a different one or cannot be named.
+    """Raise InvalidParameter if the cache identifies a model, and ``model`` is a different one or cannot be identified.
 
-    The message names the difference. If digests of both weights are known, they are compared instead of the names, because the same model
-    may be in another folder. A KvpackWarning reports weights that are compared only in part, or cannot be read. Returns
-    ``name_model(model)``, or an empty name if the cache names no model.
+    The message states the difference. If digests of both weights are known, they are compared instead of the names, because the same model
+    may be in another folder. A KvpackWarning reports weights that are compared only in part, or cannot be read. Returns the result of
+    ``name_model(model)``, or an empty NamedModel if the cache identifies no model.
     """
     if not cache.model.get("config"):
         return NamedModel()
@@ -368,7 +370,7 @@ def _accepts_cache(module: torch.nn.Module) -> bool:
 
 
 def _own_cache(module: torch.nn.Module) -> str:
-    """Return the model's own cache class if the model's signature requires it."""
+    """Return the name of the model's own cache class if the model's signature requires one, otherwise an empty string."""
     parameters = inspect.signature(module.forward).parameters
     annotations = [str(parameters[name].annotation) for name in cache_names.NAMES if name in parameters]
     kinds = [kind for text in annotations for kind in re.findall(r"\w*Cache\b", text)]
@@ -385,7 +387,7 @@ def execution_device(model: torch.nn.Module) -> torch.device:
 
 
 def has_multidimensional_positions(attention: torch.nn.Module) -> bool:
-    """Return True if an attention module's configuration shows rotary positions that are split into sections, as in Qwen2-VL."""
+    """Return True if the configuration or code of an attention module shows rotary positions in sections, as in Qwen2-VL."""
     return _names_sections(getattr(attention, "config", None)) or _file_sets_sections(type(attention).__module__)
 
 
@@ -396,7 +398,7 @@ def _names_sections(config: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _file_sets_sections(name: str) -> bool:
-    """Return True if a class in the module ``name`` has rotary sections, which configurations need not list."""
+    """Return True if a class in the module ``name`` splits rotary positions into sections. Configurations need not show that."""
     classes = [value for value in vars(sys.modules[name]).values() if isinstance(value, type) and value.__module__ == name]
     codes = [init.__code__ for cls in classes if isinstance(init := vars(cls).get("__init__"), FunctionType)]
     return any({"rope_deltas", "mrope_section"} & set(code.co_names) for code in codes)
@@ -407,7 +409,7 @@ def _has_attribute(model: torch.nn.Module, name: str) -> bool:
 
 
 def decoder_layers(config: Any) -> int | None:
-    """Return the number of decoder layers if it has its own name in the configuration, otherwise None.
+    """Return the number of decoder layers if the configuration has a separate name for it, otherwise None.
 
     ``num_hidden_layers`` may be the encoder's.
     """
@@ -427,7 +429,7 @@ def check_layers(layers: int, module: torch.nn.Module) -> None:
 
 
 def _keys(settings: Any) -> set[str]:
-    """Return the keys of nested maps."""
+    """Return the keys of all maps nested in ``settings``."""
     if not isinstance(settings, Mapping):
         return set()
     return set(settings).union(*(_keys(value) for value in settings.values()))

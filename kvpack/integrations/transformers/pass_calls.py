@@ -30,14 +30,14 @@ _DENSE = "a KvpackCache whose layers are decoded for its model (dense=True) deco
 
 
 class PassCalls(TransformersCache):  # type: ignore[misc]
-    """A transformers cache over the layers of ``live``, with the methods that a model calls. ``passes`` records the calls."""
+    """A transformers cache over the layers of ``live``, with the methods that a model calls. ``passes`` tracks the calls."""
 
     live: LiveCache
     passes: Tracking
     compiled: CompiledCalls
     graphs: StepGraphs | None
     masked: dict[bool, bool]
-    """Two flags, for layers with and without a sliding window: True if the model's own attention received a causal mask in this pass."""
+    """For layers without (False) and with a sliding window: True if the model's own attention received a causal mask in this pass."""
     _dense: bool
     _careful: bool
     _following: list[int]
@@ -47,10 +47,11 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
     _seen: set[type]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append keys and values ``[batch, kv_head, token, dim]`` to one layer, and return the arguments of attention for both.
+        """Append keys and values ``[batch, kv_head, token, dim]`` to one layer, and return what attention receives in place of both.
 
-        These are the packed layer, or dense keys and values if the model does not accept it. Raises OutOfBounds for a layer that the cache
-        does not have, and InvalidParameter if the tensors do not continue it or an earlier pass failed between two layers.
+        This is the packed layer, or the dense keys and values if the model does not accept it. Raises OutOfBounds for a layer that the
+        cache does not have. Raises InvalidParameter if the tensors do not continue the layer, or if an earlier pass failed between two
+        layers.
         """
         if type(layer_idx) is not int:
             layer_idx = as_integer(layer_idx, "layer_idx")
@@ -67,7 +68,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
 
     @eager_only(_DENSE)
     def _update_decoded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[Any, Any]:
-        """Call ``take``, and return the layer's dense keys and values. Nothing is added if they are not available."""
+        """Append tokens as ``take`` does, and return the layer's dense keys and values. Appends nothing if these are not available."""
         before = self.live.seen_tokens(layer_idx)
         self._take(key_states, value_states, layer_idx)
         layer: PackedLayer = self.layers[layer_idx]
@@ -81,7 +82,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return k, v
 
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
-        """Add tokens to one layer like ``update``, without returning anything."""
+        """Append tokens to one layer as ``update`` does, without returning anything."""
         # The fast path of most steps, whose shapes are those of the step before.
         seen = None if self._careful else self.live.try_update(layer_idx, key_states, value_states, self._following[layer_idx])
         if seen is None:
@@ -112,11 +113,11 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return self._hooks is not None and not self._hooks.recordings and self.passes.is_running(model)
 
     def watched(self, number: int) -> torch.nn.Module | None:
-        """Return number ``number`` of the modules with hooks."""
+        """Return the module with hooks that has the index ``number``, or None if it no longer exists."""
         return None if self._hooks is None else self._hooks.inside[number]()
 
     def decode(self, layer: int, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return dense keys and values of one layer, for a mask over the tokens that a pass of ``queries`` tokens sees.
+        """Return dense keys and values of one layer, for a mask over the tokens to which ``queries`` queries may attend.
 
         Issues a KvpackWarning.
         """
@@ -140,7 +141,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return int(super().get_seq_length(layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[Any, int]:
-        """Return the number of keys for a mask and the position of the first key.
+        """Return the number of keys for a mask, and the position of the first key.
 
         The number is a ``PackedLength`` or ``CompiledLength`` if attention "kvpack" does not need a mask.
         """
@@ -177,13 +178,15 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return packed, offset
 
     def is_masked(self, layer: int) -> bool:
-        """Return True if the model's own attention would receive a causal mask for ``layer``. Some models request one with is_causal=False.
+        """Return True if the model's own attention would receive a causal mask for ``layer``.
+
+        Some models set is_causal=False and rely on this mask.
         """
         return self.masked.get(self.layers[layer].is_sliding, False)
 
     @property
     def is_linear(self) -> list[bool]:
-        """List with True for each layer that has states but no keys and values."""
+        """For each layer, True if it has states but no keys and values."""
         return [isinstance(layer, StateLayer) and not isinstance(layer, PackedLayer) for layer in self.layers]
 
     def check_attention(self, module: torch.nn.Module) -> None:

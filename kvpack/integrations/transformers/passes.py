@@ -1,4 +1,4 @@
-"""The inputs of one forward pass, as far as they can be determined from its arguments."""
+"""The inputs of one forward pass, if they can be determined from its arguments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WITHOUT_EFFECT = {
 
 _POSITIONS = ("position_ids", "cache_position")
 OTHER_FREQUENCIES = "have the RoPE frequencies of a sequence of more than"
-"""Beginning of the clause about tokens whose RoPE frequencies depended on the length of the sequence."""
+"""Text about tokens whose RoPE frequencies depended on the length of the sequence, up to that length."""
 
 _KNOWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", *_POSITIONS}
 """Arguments that ``Pass`` reads."""
@@ -50,10 +50,10 @@ def named_arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapp
 
 
 class Pass:
-    """One forward pass that begins at token ``start``: its token ids, and inputs that they do not determine.
+    """One forward pass that begins at token ``start``: its token ids, and the inputs that they do not determine.
 
-    ``ids`` is ``[batch, token]``, or None, and ``adapters`` is ``active_adapters``. Comparisons run on the device; their results are read
-    when ``undetermined`` is called.
+    ``ids`` is ``[batch, token]`` or None, and ``adapters`` is the result of ``active_adapters``. Comparisons run on the device. Their
+    results are read when ``undetermined`` is called.
     """
 
     def __init__(self, module: torch.nn.Module, arguments: Mapping[str, Any], start: int, encoder: bool) -> None:
@@ -98,7 +98,7 @@ class Pass:
         self._found.append(text)
 
     def check_positions(self, arguments: Mapping[str, Any]) -> None:
-        """Record whether positions, passed to the model or by the model to one of its parts, follow the cache."""
+        """Record if positions do not follow the cache. They are passed to the model, or by the model to one of its parts."""
         for name in _POSITIONS:
             positions = arguments.get(name)
             if isinstance(positions, torch.Tensor) and positions.numel():
@@ -107,7 +107,7 @@ class Pass:
                 self._positions.append(((positions == expected).all(), positions.detach().clone()))
 
     def undetermined(self, tokens: int) -> list[str]:
-        """Return the inputs that the ids of this pass do not determine. The pass added ``tokens`` tokens."""
+        """Return texts about the inputs that the ids of this pass do not determine. The pass added ``tokens`` tokens."""
         result = [FROM_ENCODER] if self._encoder and self.sources is None else []
         result += self._found
         if self._embedded:
@@ -127,7 +127,7 @@ class Pass:
 
     @property
     def counts_visible(self) -> bool:
-        """True if the positions passed to the model count only visible tokens, like those of ``generate``."""
+        """True if the positions passed to the model count only tokens that are not hidden, as the positions of ``generate`` do."""
         return bool(self._positions) and all(self._counts_visible(positions) for _, positions in self._positions)
 
     def _counts_visible(self, positions: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Selection of the attention for plain tensors: the one that the model would use without kvpack."""
+"""Selects the attention for plain tensors: the one that the model would use without kvpack."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _NOT_IN_SDPA = ("s_aux", "softcap")
 """Options that eager attention functions support and scaled dot product attention ignores."""
 
 _KEY_SELECTION_OPTIONS = ("indices", "block_indices")
-"""Options with which models that have an indexer select tokens to attend to, unless their attention is "sdpa" or "eager"."""
+"""Options with which models that have an indexer select the tokens to attend to, unless their attention is "sdpa" or "eager"."""
 
 _previous_attention: dict[int, tuple[weakref.ref[Any], str]] = {}
-"""Configurations that a ``Switch`` has changed, with the attention that was set before, keyed by the configuration's id."""
+"""For each configuration that a ``Switch`` has changed, keyed by its id: a reference to it, and the previous attention."""
 
 
 def remember_attention(config: Any, name: str) -> None:
@@ -37,7 +37,7 @@ def remember_attention(config: Any, name: str) -> None:
 
 
 def remember_copies(memo: dict[int, Any]) -> None:
-    """Use the same attention for plain tensors of copied models as for the originals. ``memo`` is that of ``copy.deepcopy``."""
+    """Use the same attention for plain tensors of copied models as for the originals. ``memo`` is the argument of ``copy.deepcopy``."""
     for number, (config, name) in list(_previous_attention.items()):
         if number in memo and config() is not None:
             remember_attention(memo[number], name)
@@ -51,7 +51,7 @@ def forget_attention(config: Any) -> None:
 def plain_name(config: Any) -> str:
     """Return the attention for plain tensors of models with ``config``: the previous one, "sdpa" or "eager".
 
-    If "kvpack" was not set by a ``KvpackCache``, the previous attention is unknown, and the result is transformers' own default.
+    If a ``KvpackCache`` did not set "kvpack", the previous attention is unknown. In that case, returns transformers' own default.
     """
     if (before := _previous_attention.get(id(config))) is not None:
         return before[1]

@@ -22,9 +22,9 @@ _DELTAS = "rope_deltas"
 
 
 class RotaryPositions:
-    """The positions of tokens after a cache in such a model: the number of tokens before them plus ``deltas``, one per row.
+    """The positions of tokens after a cache in such a model: the number of tokens before them, plus ``deltas``, one for each row.
 
-    The first pass over an empty cache may have any positions, depending on images and padding, and they determine the deltas.
+    The first pass over an empty cache may have any positions, depending on images and padding. They determine the deltas.
     """
 
     def __init__(self, deltas: torch.Tensor, tokens: int, model: Model) -> None:
@@ -43,8 +43,8 @@ class RotaryPositions:
     def of(cls, model: Model | None, cache: Cache | None, inputs: Inputs | None, rope_deltas: Any) -> RotaryPositions | None:
         """Return the positions after ``cache``, or None for a model with one-dimensional positions.
 
-        ``cache`` is None for an empty cache. Raises InvalidParameter if the positions are not known, because files need not record them,
-        and the model may have those of another prompt.
+        ``cache`` is None for an empty cache. Raises InvalidParameter if the positions are not known: files need not record them, and the
+        model may have those of another prompt.
         """
         recorded = None if cache is None else cache.position_offsets
         if model is None or not model.has_multidimensional_positions:
@@ -81,7 +81,10 @@ class RotaryPositions:
         return tuple(self._deltas.expand(rows, 1).flatten().tolist())
 
     def begin(self, model: torch.nn.Module | None, arguments: Mapping[str, Any], start: int) -> None:
-        """Begin a forward pass, or ``generate``'s computation of positions for one. Models that compute positions use these deltas."""
+        """Prepare for a forward pass, or for ``generate``'s computation of its positions.
+
+        Models that compute positions use these deltas.
+        """
         self._given = False
         if not start:
             return
@@ -105,7 +108,10 @@ class RotaryPositions:
                 attributes[_DELTAS] = deltas.to(tensor.device)
 
     def record_or_check(self, arguments: Mapping[str, Any], start: int) -> None:
-        """Record the positions of a first pass (``start`` is 0). Later, raise InvalidParameter for positions that do not continue them."""
+        """Record the positions of a first pass (``start`` is 0).
+
+        Otherwise, raise InvalidParameter unless they continue the recorded ones.
+        """
         positions = arguments.get("position_ids")
         if not isinstance(positions, torch.Tensor) or not positions.numel():
             return
@@ -128,7 +134,7 @@ class RotaryPositions:
             self._refuse(sorted(set(rotary_positions[..., token].flatten().tolist())), start + token)
 
     def require_positions(self, start: int) -> None:
-        """Raise InvalidParameter if no positions were given and the model would compute different positions."""
+        """Raise InvalidParameter if no positions were passed and the model would compute different ones."""
         if not self._given and not start:
             # Without given positions, models use the positions of text.
             self._deltas = torch.zeros(1, 1, dtype=torch.int64, device="cpu")

@@ -1,4 +1,4 @@
-"""prefill: computes a prompt into a KvpackCache in passes, after which a store can resume."""
+"""The function ``prefill``, which computes a prompt into a KvpackCache in passes. A store can resume after each pass."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def prefill(
     """Compute the cache of a prompt in passes, for ``kvpack.Store.save``.
 
     Passes end at multiples of ``every`` and at the last token. Layers with a sliding window keep all tokens, so that a store gets every
-    chunk. For a model with recurrent or convolution layers, the states after each pass are kept, and a store can resume after any of them;
-    ``chunk`` must then divide ``every``. The size of states does not depend on the number of tokens. It is 78 MB for Qwen3-Next-80B-A3B
-    (bfloat16, with recurrent states in float32), as much as the keys and values of 3,200 tokens, and 305 MB for Falcon-H1-34B, as much as
-    those of 2,100 tokens. Kept every 4,096 tokens, they add 19 and 74 KB per token. Passes of other lengths compute states and logits that
-    differ by rounding.
+    chunk. For a model with recurrent or convolution layers, the states after each pass are kept, and a store can resume after any of them.
+    In this case, ``chunk`` must divide ``every``. The size of states does not depend on the number of tokens. It is 78 MB for
+    Qwen3-Next-80B-A3B (bfloat16, with recurrent states in float32), as much as the keys and values of 3,200 tokens, and 305 MB for
+    Falcon-H1-34B, as much as those of 2,100 tokens. If they are kept every 4,096 tokens, they add 19 and 74 KB per token. Passes of other
+    lengths compute states and logits that differ by rounding.
 
     Args:
         model: A transformers model. It receives no arguments other than token ids.
@@ -89,7 +89,10 @@ def prefill(
 
 
 def fill(cache: KvpackCache, model: torch.nn.Module, ids: torch.Tensor, every: int, chunk: int) -> None:
-    """Compute the ``ids`` ``[batch, token]`` that ``cache`` lacks, as ``prefill`` does. Raises InvalidParameter for other ids."""
+    """Compute the tokens of ``ids``, ``[batch, token]``, that ``cache`` lacks, as ``prefill`` does.
+
+    Raises InvalidParameter for other ids.
+    """
     start = cache.get_seq_length()
     cache.passes.check_ids(ids, ids.shape[1] - start)
     device, arguments = execution_device(model), _arguments(model, cache)
@@ -109,6 +112,6 @@ def _pass_ends(start: int, stop: int, every: int, chunk: int | None) -> list[int
 
 
 def _arguments(model: torch.nn.Module, cache: KvpackCache) -> dict[str, Any]:
-    """Return arguments with which passes compute no more than ``cache`` needs, for example no logits."""
+    """Return arguments for passes that compute no more than ``cache`` needs, for example no logits except the last."""
     result: dict[str, Any] = {**cache_argument(model, cache), "use_cache": True}
     return {**result, "logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else result

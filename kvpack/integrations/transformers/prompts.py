@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 def common_tokens(cache: Cache, prompt: Any) -> int:
-    """Return the length, in tokens, of the common prefix of ``cache`` and ``prompt`` ``[batch, token]`` over all rows.
+    """Return the length, in tokens, of the common prefix of ``cache`` and ``prompt``, ``[batch, token]``, over all rows.
 
-    At least one token is left to compute. Raises InvalidParameter or InvalidType unless ``prompt`` has one row of token ids for each
-    sequence of the cache, and InvalidParameter for a cache whose ids are not known, or whose first token depends on other inputs.
+    At least one token of the prompt remains to be computed. Raises InvalidParameter or InvalidType unless ``prompt`` has one row of token
+    ids for each sequence of the cache. Raises InvalidParameter for a cache whose ids are unknown, or whose first token depends on other
+    inputs.
     """
     ids = token_ids_of(prompt)
     batches = {side.batch for layer in cache for side in layer.sides.values()}
@@ -56,14 +57,14 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
 def _other_inputs(inputs: Inputs) -> dict[int, str]:
     """Return the inputs that token ids and a mask do not determine, by the position of their first token.
 
-    The ids of each row are compared, as far as they are known, and the next pass must provide the mask that hid padding.
+    Different ids in rows and padding are left out: known ids are compared, and the next pass must provide the mask that hid padding.
     """
     notes = zip(inputs.undetermined, inputs.starts, strict=True)
     return {start: text for text, start in notes if not text.endswith(ROWS_DIFFER) and not (text.endswith(PADDED) and inputs.hidden)}
 
 
 def check_rows_known(cache: Cache) -> None:
-    """Raise InvalidParameter for a batch whose rows have different ids that the file does not contain."""
+    """Raise InvalidParameter for a batch whose rows have different ids that are not all known."""
     inputs = cache.inputs
     if inputs is not None and inputs.rows_are_unknown:
         text = next(text for text in inputs.undetermined if text.endswith((ROWS_DIFFER, IDS_LEFT_OUT)))
@@ -77,7 +78,7 @@ def check_rows_known(cache: Cache) -> None:
 
 
 def changes_since_computed(cache: Cache) -> str:
-    """Return a clause which explains that a cache's values have changed since passes computed them, or an empty string.
+    """Return text which explains that a cache's values have changed since passes computed them, or an empty string if they have not.
 
     No prompt can reuse such a cache.
     """
@@ -101,7 +102,7 @@ def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
 
 
 def token_ids_of(prompt: Any) -> torch.Tensor:
-    """Convert ``prompt`` to int64 ``[batch, token]`` on the CPU. Raises InvalidType or InvalidParameter for anything but token ids."""
+    """Return ``prompt`` as int64 ``[batch, token]`` on the CPU. Raises InvalidType or InvalidParameter for anything but token ids."""
     try:
         ids = torch.as_tensor(prompt, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -119,7 +120,7 @@ def token_ids_of(prompt: Any) -> torch.Tensor:
 
 
 def crop_to_prompt(past: Any, cache: Cache, prompt: Any, config: Any) -> None:
-    """Keep only the tokens of ``past``, which continues ``cache``, that ``prompt`` begins with.
+    """Keep only the tokens of ``past`` with which ``prompt`` begins. ``past`` continues the packed ``cache``.
 
     Issues a KvpackWarning if some of them cannot be kept. None are kept if a layer lacks some of them, or if their keys would differ.
     ``config`` is the model's, or None without a model.

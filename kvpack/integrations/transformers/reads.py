@@ -1,4 +1,4 @@
-"""Analysis of a model's code, to find out if it needs dense keys and values.
+"""Analyzes a model's code to find out if it needs dense keys and values.
 
 Packed ones can only be passed to attention, with options that it supports.
 """
@@ -45,15 +45,18 @@ def reads_kv(model: torch.nn.Module) -> bool:
 
 
 def omits_window(model: torch.nn.Module) -> bool:
-    """Return True if a module of ``model`` calls attention without the option ``sliding_window``, so that only its mask limits tokens."""
+    """Return True if a module of ``model`` calls attention without the option ``sliding_window``.
+
+    Only the mask then restricts which tokens it attends to.
+    """
     return any(read.no_window for read in _analyses(model))
 
 
 class _Analysis(NamedTuple):
-    """Result of analyzing one function.
+    """The result of analyzing one function.
 
-    ``reads_kv`` is True if the function uses the keys and values that ``Cache.update`` returns for anything but passing them to attention,
-    and ``no_window`` is True if it calls attention without a window.
+    ``reads_kv`` is True if the function uses the keys and values that ``Cache.update`` returns for anything but passing them to attention.
+    ``no_window`` is True if it calls attention without a window.
     """
 
     reads_kv: bool
@@ -112,7 +115,7 @@ def _is_update(node: ast.Assign) -> bool:
 
 
 def _is_only_passed_on(above: list[ast.AST], updates: Iterable[ast.AST]) -> bool:
-    """Return True if the name inside the nodes ``above``, innermost first, is only passed to attention or stored."""
+    """Return True if a name is only passed to attention or stored. ``above`` are the nodes that contain it, innermost first."""
     holder = above[1] if isinstance(above[0], ast.keyword) else above[0]
     if isinstance(holder, ast.Tuple) or _is_attention(holder) or any(node in updates for node in above):
         return True

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from .passes import Pass
 
 _MAX_PENDING_PASSES = 64
-"""Number of passes that are collected before their values are read, because reading waits for the device."""
+"""Maximum number of passes that are collected before their values are read, because reading waits for the device."""
 
 _MAX_PENDING_BYTES = 1 << 24
-"""Maximum total size of the masks of collected passes."""
+"""Maximum total size of the masks of collected passes, in bytes."""
 
 _MAX_SHOWN_RANGES = 4
 """Maximum number of ranges of hidden tokens that a message lists."""
@@ -33,7 +33,7 @@ UNRECORDED_PASSES = "came from forward passes that were not recorded: give Kvpac
 
 @dataclass
 class _InputNote:
-    """A note about an input of the tokens ``[start:stop]`` that their ids do not determine."""
+    """A note about an input that the ids of the tokens ``[start:stop]`` do not determine."""
 
     start: int
     stop: int
@@ -45,10 +45,10 @@ class _InputNote:
 
 
 class Record:
-    """The inputs of a cache's tokens: ``inputs`` for tokens already present, followed by those of recorded passes.
+    """The inputs of a cache's tokens: ``inputs`` for the tokens already present, followed by the inputs of recorded passes.
 
-    Ids are kept for each of the ``batch`` rows, which differ during beam search. ``adapters`` is ``active_adapters`` for the tokens already
-    present, or None if it is not known.
+    Ids are kept for each of the ``batch`` rows, which differ during beam search. ``adapters`` is the result of ``active_adapters`` for the
+    tokens already present, or None if it is not known.
     """
 
     def __init__(self, inputs: Inputs | None, tokens: int, adapters: tuple[Any, ...] | None = None, batch: int = 1) -> None:
@@ -126,7 +126,7 @@ class Record:
         ]
 
     def forget(self, tokens: int) -> None:
-        """Drop the record of a cache that now has ``tokens`` tokens with values that no pass computed."""
+        """Drop the record of a cache, whose ``tokens`` tokens now have values that no pass computed."""
         masked = self.hides_tokens
         self.crop(0)
         self.tokens, self._known = tokens, True
@@ -140,7 +140,7 @@ class Record:
         return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in texts)
 
     def first_mismatch(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
-        """Return (token, row, known id, other id) for the first of ``ids`` ``[batch, token]`` that differs, or None if none differs."""
+        """Return (token, row, known id, other id) for the first id in ``ids``, ``[batch, token]``, that differs, or None."""
         self._read_pending()
         recorded = self._ids[:, : ids.shape[1]]
         if not recorded.shape[1] or ids.shape[0] % recorded.shape[0]:
@@ -156,13 +156,13 @@ class Record:
 
     @property
     def ids(self) -> torch.Tensor:
-        """Known ids of each row, int64 ``[batch, token]``, or a single row if all rows are the same."""
+        """The known ids of each row, int64 ``[batch, token]``. If all rows are the same, there is only one."""
         self._read_pending()
         return self._ids
 
     @property
     def inputs(self) -> Inputs | None:
-        """Recorded inputs, or None if nothing is known about the first tokens and no tokens have been added."""
+        """The recorded inputs, or None if nothing is known about the first tokens and no tokens have been added."""
         self._read_pending()
         if not self._known:
             return None
@@ -179,9 +179,9 @@ class Record:
         return Inputs(token_ids, notes, starts, tuple(rows), tuple(self._hidden_ranges()), first=0, count=self.tokens)
 
     def visible_hidden_message(self, mask: Any, tokens: int) -> str | None:
-        """Describe the hidden tokens that a pass of ``tokens`` tokens with this mask would see, and suggest a mask.
+        """Return a message about the hidden tokens to which a pass of ``tokens`` tokens with this mask would attend. It suggests a mask.
 
-        Returns None if it would see no hidden tokens. Tokens hidden by masks of single tokens are known once the masks are read.
+        Returns None if there are none. Tokens hidden by masks of single tokens are known once the masks are read.
         """
         if mask is None or tokens != 1:
             self._read_pending()
@@ -239,7 +239,7 @@ class Record:
             self._findings = [finding for finding in self._findings if finding.text != PADDED]
 
     def _record_mask(self, start: int, stop: int, seen: Pass) -> list[str]:
-        """Record which of the tokens ``[start:stop]`` the mask of their pass hid, and return the notes about them."""
+        """Record which of the tokens ``[start:stop]`` the mask of their pass hid, and return notes about them."""
         mask = seen.visible
         if mask is not None and mask.shape[1] != stop:
             return [MASKED]
@@ -283,12 +283,12 @@ class Record:
 
 
 def ids_of(inputs: Inputs) -> torch.Tensor:
-    """Return the known ids of each row, int64 ``[row, token]``, or a single row if all rows are the same."""
+    """Return the known ids of each row, int64 ``[row, token]``. If all rows are the same, there is only one."""
     return torch.stack([torch.from_numpy(numpy.frombuffer(row, "<u4").astype(numpy.int64)) for row in inputs.known_ids])
 
 
 def visible_tokens(inputs: Inputs, batch: int, tokens: int) -> torch.Tensor | None:
-    """Return a mask of the visible tokens among the first ``tokens``, bool ``[batch, token]``, or None if no token is hidden."""
+    """Return a mask of the tokens that are not hidden, bool ``[batch, token]``, or None if none of the first ``tokens`` are hidden."""
     if not inputs.hidden:
         return None
     visible = torch.ones(batch, tokens, dtype=torch.bool, device="cpu")

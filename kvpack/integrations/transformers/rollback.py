@@ -1,4 +1,4 @@
-"""Returning of a KvpackCache to earlier tokens. Layers with states can only return to tokens after which their states were kept."""
+"""Returns a KvpackCache to earlier tokens. Layers with states can only return to tokens after which their states were kept."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ if TYPE_CHECKING:
 
 
 class Rollback:
-    """The kept states of ``layers``, by number of tokens, and methods that return to them. The first ones are those of ``cache``."""
+    """The kept states of ``layers``, by number of tokens, and methods that return to them.
+
+    The states in ``cache`` are kept from the start.
+    """
 
     def __init__(self, layers: Sequence[Any], live: LiveCache, passes: Tracking, cache: Cache | None) -> None:
         self._layers, self._live, self._passes = layers, live, passes
         self._states = {} if cache is None else {position: SelectedStates(states) for position, states in all_states(cache).items()}
 
     def positions(self) -> tuple[int, ...]:
-        """Return the numbers of tokens, ascending, after which states are kept."""
+        """Return the numbers of tokens after which states are kept, in ascending order."""
         return tuple(sorted(self._states))
 
     def states_before(self, tokens: int) -> dict[int, States]:
-        """Return the states after fewer than ``tokens`` tokens."""
+        """Return the states that were kept after fewer than ``tokens`` tokens, by number of tokens."""
         return {position: states.selected for position, states in self._states.items() if position < tokens}
 
     def snapshot(self) -> None:

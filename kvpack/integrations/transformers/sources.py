@@ -1,4 +1,4 @@
-"""Digests of the input of an encoder-decoder model's encoder (its source), and comparison of them with those of caches."""
+"""Digests of the inputs of an encoder-decoder model's encoder (its sources), and comparison of them with those of caches."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class EncoderCalls:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def sources(self, hidden: Any) -> Sources | None:
-        """Return the sources of the encoder's output ``hidden`` ``[batch, token, dim]``, or None if it has no values."""
+        """Return the sources of the encoder's output ``hidden``, ``[batch, token, dim]``, or None if it has no values."""
         sources = tuple(Source(self._inputs.get(output, ""), output) for output in self._outputs(hidden))
         return (sources[:1] if len(set(sources)) == 1 else sources) or None
 
     def _outputs(self, hidden: Any) -> tuple[str, ...]:
-        """Return the digest of each sequence. Digests are cached, because each step of ``generate`` passes the same tensor."""
+        """Return the digest of each sequence. They are cached, because each step of ``generate`` passes the same tensor."""
         if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or hidden.is_meta:
             return ()
         version = 0 if hidden.is_inference() else hidden._version
@@ -84,7 +84,7 @@ class EncoderCalls:
 
 
 def encoder_decoder_parts(inside: Sequence[Any], name: str) -> list[torch.nn.Module]:
-    """Return the results of the method ``name``, "get_encoder" or "get_decoder", of the models that have both methods."""
+    """Call the method ``name``, "get_encoder" or "get_decoder", of the encoder-decoder models in ``inside``, and return the results."""
     owners = (model for model in inside if getattr(model.config, "is_encoder_decoder", False) and hasattr(model, name))
     parts = {id(part): part for model in owners if (part := getattr(model, name)()) is not model}
     return [part for part in parts.values() if isinstance(part, torch.nn.Module)]
@@ -92,7 +92,7 @@ def encoder_decoder_parts(inside: Sequence[Any], name: str) -> list[torch.nn.Mod
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def check_sources(trackers: Sequence[Tracker], actual: Sources) -> None:
-    """Compare the ``actual`` sources of a pass with those of both caches of a pair, which ``trackers`` track.
+    """Check that the ``actual`` sources of a pass equal the sources of both caches of a pair, which ``trackers`` track.
 
     Raises InvalidParameter if they differ, or if the caches have different sources. Issues a KvpackWarning once if a cache does not record
     its sources.
@@ -137,7 +137,7 @@ def _source_name(sources: Sources, row: int) -> str:
 
 
 def _inputs(arguments: Mapping[str, Any], batch: int) -> tuple[str, ...]:
-    """Return the digest of each sequence's input, or empty digests if arguments that cannot be digested may matter."""
+    """Return the digest of each sequence's encoder input. Digests are empty if an argument that may matter cannot be digested."""
     inputs = {name: value for name, value in arguments.items() if name not in WITHOUT_EFFECT and value is not False}
     if not inputs or not all(isinstance(value, torch.Tensor) and not value.is_meta for value in inputs.values()):
         return ("",) * batch
@@ -147,12 +147,12 @@ def _inputs(arguments: Mapping[str, Any], batch: int) -> tuple[str, ...]:
 
 
 def _hides_nothing(name: str, value: torch.Tensor) -> bool:
-    """Return True for a mask of ones, which ``generate`` creates if no mask is given."""
+    """Return True for an attention mask of ones, which ``generate`` creates if no mask is passed."""
     return name == "attention_mask" and value.dim() == 2 and bool((value == 1).all())
 
 
 def _digest(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
-    """Return the digest of named tensors. Integers are digested by value, independent of their dtype."""
+    """Return the digest of named tensors. Integers are digested by value, whatever their dtype."""
     total = hashlib.sha256()
     for name, values in tensors:
         plain = values if values.is_floating_point() or values.is_complex() else values.to(torch.int64)

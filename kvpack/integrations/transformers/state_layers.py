@@ -127,7 +127,7 @@ class PackedStateLayer(StateLayer, PackedLayer):
 
 
 def copy_states(layers: Sequence[Any]) -> States:
-    """Return copies of the states of cache layers. The copy of a layer without states is empty."""
+    """Return copies of the states of cache layers. For a layer without states, the dict is empty."""
     return tuple(layer.states if isinstance(layer, StateLayer) else {} for layer in layers)
 
 

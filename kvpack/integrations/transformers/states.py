@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class CapturedStep(NamedTuple):
     """The inputs of a decode step that a CUDA graph captures.
 
-    ``starts`` is the first token that each sequence sees, int32 ``[batch]``, or None if all sequences see all tokens. ``tokens`` is a
-    number of tokens that no replay may depend on.
+    ``starts`` is the first token that each sequence attends to, int32 ``[batch]``, or None if all sequences attend to all tokens.
+    ``tokens`` is a number of tokens on which no replay may depend.
     """
 
     starts: torch.Tensor | None
@@ -26,10 +26,10 @@ class CapturedStep(NamedTuple):
 
 
 class PackedLength(int):
-    """Number of keys for a mask if the keys are packed and kvpack's attention does not need a mask.
+    """The number of keys for a mask if the keys are packed and kvpack's attention does not need a mask.
 
-    ``first_visible`` returns the first token that a layer with this mask attends to. Layers may contain more tokens than the layer that was
-    queried. ``leave_to_attention`` records whether the model's own attention has a mask although packed attention needs none.
+    ``first_visible`` returns the first token to which a layer with this mask attends. Layers may contain more tokens than the layer that
+    was queried. ``leave_to_attention`` records whether the model's own attention has a mask although packed attention needs none.
     ``check_mask`` receives the attention mask of the pass, and ``captured`` is set if a CUDA graph captures the step.
     """
 
@@ -40,7 +40,7 @@ class PackedLength(int):
 
 
 class CapturedLength(PackedLength):
-    """Number of tokens passed to a captured step. It differs from that of every replay.
+    """The number of tokens passed to a captured step. It differs from that of every replay.
 
     A comparison in Python code decides for all replays, each of which has one more token than the one before. Therefore, a comparison whose
     result would differ for some larger number raises InvalidParameter.
@@ -94,8 +94,8 @@ class CapturedLength(PackedLength):
 class CompiledLength:
     """The length of a mask in compiled code. An integer would cause a recompilation for each length.
 
-    ``sizes`` returns the length and the first key. ``starts`` returns the first token that each sequence sees, int32 ``[batch]``, given the
-    columns of a padding mask.
+    ``sizes`` returns the length and the first key. ``starts(columns)`` returns the first token that each sequence attends to under the
+    padding mask ``columns``, int32 ``[batch]``.
     """
 
     def __init__(self, sizes: Callable[[], tuple[int, int]], starts: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -103,7 +103,7 @@ class CompiledLength:
 
 
 def eager_only(reason: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator for functions that compilers must leave to eager code.
+    """Return a decorator for functions that torch.compile must leave to eager code.
 
     From PyTorch 2.7 on, ``reason`` appears in the error of ``fullgraph=True``.
     """
@@ -112,7 +112,7 @@ def eager_only(reason: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 class PackedStates:
-    """A placeholder for layer ``number`` of a KvpackCache, which a model passes to attention "kvpack" after ``k`` and ``v`` were appended.
+    """A placeholder for layer ``number`` of a KvpackCache. A model passes it to attention "kvpack" after ``k`` and ``v`` were appended.
 
     Any other use raises InvalidParameter with advice.
     """
@@ -138,7 +138,7 @@ class PackedStates:
 
     @eager_only("keys under a mask that is neither causal nor the model's window are decoded in eager code")
     def decode(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the dense tensors for a call whose mask hides tokens."""
+        """Return the dense keys and values for a call whose mask hides tokens."""
         k, v = self.cache.decode(self.number, self._queries, self._dtype)
         return without_gradients(k, *self._computed), without_gradients(v, *self._computed)
 
@@ -180,7 +180,7 @@ class _WithoutGradients(torch.autograd.Function):
 
 
 def without_gradients(value: Any, *computed: torch.Tensor) -> Any:
-    """Return ``value``. ``backward`` through it raises InvalidParameter if it would reach tensors from which it was ``computed``."""
+    """Return ``value``. ``backward`` through it raises InvalidParameter if it would reach the tensors ``computed``, its inputs."""
     if value is None or not torch.is_grad_enabled() or not any(x.requires_grad for x in computed):
         return value
     return _WithoutGradients.apply(value, *computed)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Checks of the forward passes over one KvpackCache, and their entries in its record."""
+"""Checks the forward passes over one KvpackCache, and records them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 _ROWS = ("decoder_input_ids", "input_ids", "decoder_inputs_embeds", "inputs_embeds")
-"""Arguments that have a row for each sequence, those of a decoder first."""
+"""Arguments that have a row for each sequence. Those of a decoder come first."""
 
 _FIELDS = ("dtype", "rope", "adapter", "weights", "config")
-"""Fields of ``identity_of`` in which one model may differ over time. User changes precede the digests that change with them."""
+"""Fields of ``identity_of`` that may change over a model's lifetime. Changes by users precede the digests that change with them."""
 
 
 _SHARED = (
@@ -43,11 +43,12 @@ _SHARED = (
 
 
 class Tracking:
-    """A tracker that checks passes when they begin, and records their inputs in ``record``. With ``packed``, attention must be "kvpack".
+    """Checks passes when they begin, and records their inputs in ``record``. With ``packed``, the model's attention must be "kvpack".
 
     ``assisted`` is True if the next passes belong to assisted decoding, whose first pass receives all token ids. ``states`` is True if the
-    cache keeps states, which are unusable after a failed pass. ``first`` is the name of ``watched`` if the cache was compared with it, or
-    None for an empty cache, which is named at its first token. A pass holds the cache's ``lock`` from beginning to end.
+    cache keeps states, which are unusable after a failed pass. ``first`` is the result of ``name_model`` for ``watched`` if the cache was
+    compared with it, or None for an empty cache, whose model is identified at the first token. A pass holds the cache's ``lock`` from
+    beginning to end.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Tracking:
     # Do not compile reads of the record, which changes with every pass.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
-        """Check the beginning of a call. Raises InvalidParameter before anything is appended."""
+        """Check a call that begins. Raises InvalidParameter before anything is appended."""
         if self._muted:
             return
         self.lock.acquire()
@@ -119,7 +120,7 @@ class Tracking:
         return self._passes.current is not None and self._passes.current.start > 0
 
     def _begin(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
-        """Check the beginning of a pass."""
+        """Check a pass that begins."""
         self._check_model(module)
         if self._model is not None and self._model.has_encoder and not self._passes.has_encoder:
             raise InvalidParameter(
@@ -150,7 +151,7 @@ class Tracking:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, module: torch.nn.Module, arguments: dict[str, Any], output: Any) -> None:
-        """Record the end of a call, with or without a result."""
+        """Record the end of a call. ``output`` is None if it failed."""
         if self._muted:
             return
         ended = self._passes.leave(module)
@@ -201,7 +202,7 @@ class Tracking:
             )
 
     def name(self) -> dict[str, str] | None:
-        """Return the fields by which the cache names its model, or None if they equal those of the cache that it continues.
+        """Return the fields by which the cache identifies its model, or None if they equal those of the cache that it continues.
 
         If weights changed unnoticed since the last call, this is recorded for the tokens since then.
         """
@@ -219,7 +220,7 @@ class Tracking:
         return self._first.fields
 
     def _name_model(self) -> None:
-        """Name the model of the first token. Its weights are read during the pass."""
+        """Identify the model of the first token. Its weights are read during the pass."""
         model = None if self._watched is None else self._watched()
         if model is None:
             return
@@ -234,7 +235,7 @@ class Tracking:
             self._held, self._verified = True, self.record.tokens
 
     def _compare_model(self) -> None:
-        """If weights have changed, record the differences from the model of the first token.
+        """If weights have changed, record in which fields the model now differs from the model of the first token.
 
         Raises InvalidParameter if the model has changed since the cache was compared with it, before any pass.
         """
@@ -258,7 +259,7 @@ class Tracking:
             seen.note(f"were computed after the model's {self._changed} changed")
 
     def _verify(self, model: torch.nn.Module) -> None:
-        """Record that tokens added since the last call may be affected if the weights have changed without any pass noticing.
+        """If weights changed without any pass noticing, record that this may affect the tokens added since the last call.
 
         Assigning to ``Parameter.data`` is an example of such a change.
         """
@@ -274,7 +275,7 @@ class Tracking:
         self._verified = self.record.tokens
 
     def _fields_changed_to(self, latest: NamedModel) -> str:
-        """Return the first field in which the model's ``latest`` name differs from that at the first token, or an empty string."""
+        """Return the first field in which the model at the first token differs from ``latest``, or an empty string."""
         assert self._first is not None
         first, now = self._first.fields, latest.fields
         return next((name for name in _FIELDS if now.get(name) != first.get(name)), "")
@@ -285,20 +286,20 @@ class Tracking:
             self._left = failed.start, self.record.tokens
 
     def _check_visible(self, arguments: dict[str, Any]) -> None:
-        """Raise InvalidParameter if the pass would see tokens that were hidden when they were computed."""
+        """Raise InvalidParameter if the pass would attend to tokens that were hidden when they were computed."""
         if not self.record.tokens or self._passes.has_encoder:
             return
         tensor = next((x for name in _ROWS if isinstance(x := arguments.get(name), torch.Tensor)), None)
         self.check_mask(0 if tensor is None else tensor.shape[1], arguments.get("attention_mask"))
 
     def check_mask(self, tokens: int, mask: Any) -> None:
-        """Raise InvalidParameter if a pass of ``tokens`` tokens with this attention mask would see hidden tokens."""
+        """Raise InvalidParameter if a pass of ``tokens`` tokens with this attention mask would attend to hidden tokens."""
         message = self.record.visible_hidden_message(mask, tokens)
         if message is not None:
             raise InvalidParameter(message)
 
     def _check_failed_pass(self) -> None:
-        """Raise InvalidParameter if a pass has failed after adding tokens that the caller has neither kept nor dropped."""
+        """Raise InvalidParameter if a failed pass has added tokens that the caller has neither kept nor dropped."""
         if self._left is not None:
             start, stop = self._left
             raise InvalidParameter(
@@ -311,12 +312,12 @@ class Tracking:
         return None if self._watched is None else self._watched()
 
     def prepare_positions(self, arguments: dict[str, Any]) -> None:
-        """Let ``generate`` compute multi-dimensional positions that follow the cache. Raises InvalidParameter."""
+        """Make ``generate`` compute multi-dimensional positions that follow the cache. Raises InvalidParameter."""
         if self._positions is not None and self.record.tokens:
             self._positions.begin(self.model_of_cache, arguments, self.record.tokens)
 
     def offsets(self, rows: int) -> tuple[int, ...] | None:
-        """Return ``Cache.position_offsets`` of the recorded tokens, unless token ids imply that they are 0."""
+        """Return ``Cache.position_offsets`` of the recorded tokens, or None if token ids imply that they are 0."""
         offsets = None if self._positions is None else self._positions.offsets(rows, self.record.tokens)
         inputs = self.record.inputs
         if offsets is None or any(offsets):
@@ -324,7 +325,7 @@ class Tracking:
         return offsets if inputs is None or inputs.undetermined or inputs.tokens != self.record.tokens else None
 
     def is_running(self, module: torch.nn.Module) -> bool:
-        """Return True if the current pass is a call of ``module``, with no call inside it yet."""
+        """Return True if the current pass is a call of ``module`` that has not called another module with hooks yet."""
         return self._running and self._passes.is_outermost_call(module)
 
     @property
@@ -334,7 +335,7 @@ class Tracking:
 
     @contextmanager
     def without_recording(self) -> Iterator[None]:
-        """Record no calls within this context, because a CUDA graph captures them as part of a recorded call."""
+        """Do not record calls in a ``with`` block, because a CUDA graph captures them as part of a recorded call."""
         self._muted = True
         try:
             yield
@@ -342,7 +343,7 @@ class Tracking:
             self._muted = False
 
     def check_states(self, *, ended: bool = False) -> None:
-        """Raise InvalidParameter if a failed pass may have changed states. With ``ended``, also raise it if a pass has not ended."""
+        """Raise InvalidParameter if a failed pass may have changed states. With ``ended``, also raises it if a pass has not ended."""
         if self.states and (self._failed or (ended and self._running)):
             raise InvalidParameter(
                 "a forward pass over the cache failed, and states cannot be rolled back: call reset(), or continue with a new KvpackCache"
@@ -360,7 +361,7 @@ class Tracking:
 
     @property
     def has_failed(self) -> bool:
-        """True if, since the states last matched the cache's last token, a forward pass has failed or has not ended."""
+        """True if a forward pass has failed or not ended since the states last matched the cache's last token."""
         return self._failed or self._running
 
     def restored(self) -> None:
@@ -383,7 +384,7 @@ class Tracking:
             self.record.add(tokens - self.record.tokens, self._passes.current)
 
     def select(self, indices: torch.Tensor) -> None:
-        """Keep these rows of the batch."""
+        """Keep the sequences ``indices`` of the batch."""
         self.record.select(indices)
         if self._positions is not None:
             self._positions.select(indices)
@@ -391,7 +392,7 @@ class Tracking:
     def check_generate(self, model: torch.nn.Module, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
         """Check the token ids passed to ``model.generate`` with a cache. Raises InvalidParameter unless they begin with the cache's ids.
 
-        For the first pass of assisted decoding or of an encoder-decoder, this also sets how many of them must be computed, because
+        For the first pass of assisted decoding or of an encoder-decoder, this also sets how many of the ids must be computed, because
         transformers would compute all of them.
         """
         if arguments.get("use_cache") is False:
@@ -417,7 +418,7 @@ class Tracking:
 
     @contextmanager
     def check_chunks(self, ids: torch.Tensor, arguments: dict[str, Any], columns: int) -> Iterator[None]:
-        """Check, like ``check_generate``, all token ids of a prompt that ``generate`` prepares in chunks within this context.
+        """Check all token ids of a prompt, as ``check_generate`` does, before ``generate`` prepares it in chunks in a ``with`` block.
 
         ``columns`` is the width of the attention mask that ``generate`` creates if ``arguments`` has none. If the mask is as wide as
         ``ids``, these begin with the cache's ids.
@@ -434,7 +435,7 @@ class Tracking:
             self._chunked = False
 
     def check_ids(self, ids: torch.Tensor, following: int) -> None:
-        """Raise InvalidParameter unless the last ``following`` of ``ids`` follow the cache's ids."""
+        """Raise InvalidParameter unless ``ids`` are the cache's ids followed by ``following`` others."""
         held = self.record.tokens
         differing = self.record.first_mismatch(ids[:, : min(held, ids.shape[1])] if following <= 0 else ids[:, : ids.shape[1] - following])
         if differing is not None:
@@ -453,7 +454,7 @@ class Tracking:
         self._left = None
 
     def _check_embeddings(self, model: Any, embeddings: torch.Tensor) -> None:
-        """Raise InvalidParameter unless ``embeddings`` ``[batch, token, dim]`` begin with those of the cache's ids.
+        """Raise InvalidParameter unless ``embeddings``, ``[batch, token, dim]``, begin with the embeddings of the cache's ids.
 
         They are compared only if the ids determine all embeddings. ``generate`` drops the embeddings of the cache's tokens.
         """
@@ -476,7 +477,7 @@ class Tracking:
             )
 
     def _check_following(self, model: torch.nn.Module, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
-        """Raise InvalidParameter if ``generate`` cannot skip the cache's tokens, which ``ids`` may begin with.
+        """Raise InvalidParameter if ``generate`` cannot skip the cache's tokens, although ``ids`` may begin with them.
 
         ``generate`` recognizes complete ids by the length of an attention mask, and creates no mask for a forward without that parameter.
         """
@@ -492,7 +493,7 @@ class Tracking:
 
 
 def check_rows_fit(rows: int, sequences: int) -> None:
-    """Raise InvalidParameter unless ``rows``, the rows of a pass, is a multiple of ``sequences``, the number of sequences in the cache."""
+    """Raise InvalidParameter unless the number of ``rows`` in a pass is a multiple of the number of ``sequences`` in the cache."""
     if rows % sequences:
         raise InvalidParameter(
             f"the forward pass has {rows} rows, but the cache holds {_sequences(sequences)}: pass a multiple of {sequences} rows, or "

@@ -17,7 +17,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 VERSIONS = ("0.32", "0.33")
-"""Versions of vLLM that kvpack was tested with."""
+"""Versions of vLLM with which kvpack was tested."""
 PLACEMENTS = ("primary", "store")
 """Values of ``placement``: rows are in vLLM's own host memory, or in a kvpack store below it."""
 STORE_OPTIONS = (
@@ -27,7 +27,7 @@ STORE_OPTIONS = (
 
 
 def register() -> None:
-    """Register kvpack's connector and the tier type "kvpack" with vLLM, if this vLLM has such registries."""
+    """Register kvpack's connector and the tier type "kvpack" with vLLM, if the installed vLLM has such registries."""
     # Register the connector even in a vLLM without tiers, so that its error names the missing interface.
     with suppress(ImportError, AttributeError):
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

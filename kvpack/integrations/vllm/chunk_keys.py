@@ -1,4 +1,4 @@
-"""Names of rows: vLLM's manager knows the keys of chunks, but its workers do not.
+"""The names of rows. vLLM's manager knows the keys of chunks, but its workers do not.
 
 vLLM's own specs record the locations of chunks. If they also contain the keys, rows of other chunks are detected: those that an earlier
 chunk left in the same memory, or that a tier loaded to the wrong block.
@@ -21,7 +21,7 @@ def row_key(key: bytes, index: int) -> bytes:
 
 
 def attach_keys(manager: Any) -> None:
-    """Add the keys of their chunks, in chunk order, as ``keys`` to the specs that ``manager`` prepares."""
+    """Make ``manager`` add ``keys``, the chunks' keys in chunk order, to the specs that it prepares."""
     prepare_store, prepare_load = manager.prepare_store, manager.prepare_load
 
     def store(keys: Iterable[bytes], req_context: Any) -> Any:

@@ -1,6 +1,6 @@
 """KvpackConnector: vLLM's OffloadingConnector, which passes the model's settings and cache layers to kvpack's spec or tier.
 
-``placement`` specifies where rows are stored. With ``"primary"``, vLLM's own host memory contains them: ``KvpackSpec`` packs in the worker,
+``placement`` specifies where rows are stored. With ``"primary"``, they are in vLLM's own host memory: ``KvpackSpec`` packs in the worker,
 and a block whose row cannot be decoded is reported to vLLM, which computes it again with ``"kv_load_failure_policy": "recompute"``. With
 ``"store"``, that memory contains pages, and ``KvpackTier`` below it packs them into a kvpack store.
 """
@@ -29,7 +29,7 @@ except ImportError as error:
     ) from error
 
 TIER = "kvpack_tier"
-"""Key that marks options with the spec of their placement; the value is True if they also have kvpack's tier."""
+"""Key that is set once the options contain the spec of their placement. It is True if they also contain kvpack's tier."""
 
 
 class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
@@ -50,7 +50,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Check that the layers' memory matches the named layout, then register as vLLM does."""
+        """Check that the layers' memory has the layout in the options, then register the layers as vLLM does."""
         check_blocks(*self._kvpack, kv_caches)
         super().register_kv_caches(kv_caches)
 
@@ -65,7 +65,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
         return failed
 
     def get_kv_connector_stats(self) -> Any:
-        """Return vLLM's counts in units of rows: blocks in a worker, and chunks loaded from tiers in the scheduler."""
+        """Return vLLM's statistics with counts of rows: blocks in a worker, or chunks loaded from tiers in the scheduler."""
         if not self._is_packed:
             return super().get_kv_connector_stats()
         if self.connector_scheduler is not None:

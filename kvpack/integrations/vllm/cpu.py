@@ -1,4 +1,4 @@
-"""Check that vLLM's own writer produces pages with a named layout on this CPU."""
+"""Checks that vLLM's own writer produces pages with a named layout on this CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describe the groups of vLLM's cache layers as pages: attention and MLA are packed, and everything else is kept byte for byte."""
+"""The groups of vLLM's cache layers as pages: attention and MLA are packed, and everything else is kept byte for byte."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ FLOATS = {DTYPES[name]: name for name in ("bf16", "fp16", "fp32")}
 """kvpack's names of the dtypes that are packed. 8-bit dtypes are not packed, because they depend on scales outside the pages."""
 
 GROUPS, BLOCK_OFFSETS = "kvpack_groups", "kvpack_places"
-"""Keys under which the connector stores the model's cache groups and their ``block_offsets`` in the spec's configuration."""
+"""Keys under which the connector stores the model's cache groups, and the result of ``block_offsets``, in the spec's configuration."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group of ``layers`` cache layers whose blocks have ``page_bytes`` bytes each, without padding.
+    """A group of ``layers`` cache layers. Their blocks have ``page_bytes`` bytes each, without padding.
 
     ``kind`` is "attention" (``heads`` heads with keys and values of ``dim`` channels), "latents" (MLA, with ``dim`` latents and
-    ``rotary_dim`` rotary values) or "bytes", which are kept unchanged.
+    ``rotary_dim`` rotary values) or "bytes" (kept unchanged).
     """
 
     layers: int
@@ -57,7 +57,7 @@ class Group:
         return {"attention": recipe, "latents": f"{recipe};v=raw"}.get(self.kind, "raw")
 
     def buffer(self, layout: str, layers: Sequence[torch.Tensor]) -> PageBuffer:
-        """Return the blocks of ``layers``, int8 ``[block, byte]`` each, as slots. Raises InvalidParameter."""
+        """Return a buffer whose slots are the blocks of ``layers``, each int8 ``[block, byte]``. Raises InvalidParameter."""
         geometry = self.geometry
         views = [layer[:, : self.page_bytes].view(geometry.torch_dtype) for layer in layers]
         if self.kind == "attention":
@@ -80,7 +80,7 @@ class Group:
 
 
 def groups_of(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
-    """Return the groups that vLLM offloads, in its order. Raises InvalidParameter for a group with layers of several sizes."""
+    """Return the groups that vLLM offloads, in vLLM's order. Raises InvalidParameter for a group with layers of several sizes."""
     return [_group(vllm_config, group) for group in _groups_of(kv_cache_config)]
 
 
@@ -102,11 +102,11 @@ def require_layout(groups: Sequence[Group], layout: str) -> None:
 
 
 def block_offsets(kv_cache_config: Any) -> list[list[int]]:
-    """Return the positions of each offloaded group's blocks in vLLM's primary tier, in bytes.
+    """Return the offset in bytes of each offloaded group's blocks in vLLM's primary tier.
 
-    A position is counted from the beginning of a worker's part of a chunk. A group has one position per layer. Layers of different groups
-    may share device memory, and then share a position, because a block belongs to one group. Positions are in the order in which the
-    groups' layers first refer to their memory. If a block of all layers is one piece of memory, the tier copies it whole.
+    An offset is counted from the beginning of a worker's part of a chunk. A group has one offset per layer. Layers of different groups may
+    share device memory, and then share an offset, because a block belongs to one group. Offsets are in the order in which the groups'
+    layers first refer to their memory. If a block of all layers is one piece of memory, the tier copies it whole.
     """
     placed = {
         layer: (tensor.offset + number * tensor.layer_stride, tensor.block_stride)
@@ -128,7 +128,7 @@ def block_offsets(kv_cache_config: Any) -> list[list[int]]:
 
 
 def _page_bytes(group: Any) -> dict[str, int]:
-    """Return the number of bytes, with padding, of a block of each layer of vLLM's group ``group``."""
+    """Return the size in bytes, with padding, of a block of each layer in vLLM's group ``group``, by layer name."""
     spec = group.kv_cache_spec
     layer_specs = getattr(spec, "kv_cache_specs", {})
     return {name: layer_specs.get(name, spec).page_size_bytes for name in group.layer_names}
@@ -138,7 +138,7 @@ def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_
     """Raise InvalidParameter unless the blocks of the layers' tensors have the ``layout``.
 
     ``kv_caches`` are vLLM's, by layer name: ``[block, head, token, K and V]``, or ``[block, K or V, token, head, channel]``. Attention may
-    have smaller blocks than the cache, and the strides of its tensor are those of its own blocks.
+    have smaller blocks than the cache. In that case, the strides of its tensor are those of its own blocks.
     """
     for group, kept in zip(groups, _groups_of(kv_cache_config), strict=True):
         if group.kind != "attention":
@@ -163,7 +163,7 @@ def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_
 
 
 def _groups_of(kv_cache_config: Any) -> list[Any]:
-    """Return the groups that vLLM offloads, in its order."""
+    """Return vLLM's groups that it offloads, in vLLM's order."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 
     return [kv_cache_config.kv_cache_groups[number] for number in get_offloading_group_ids(kv_cache_config)]

@@ -1,4 +1,4 @@
-"""Everything that vLLM's pages depend on, except tokens, LoRA names and images, which vLLM's keys cover."""
+"""Everything on which vLLM's pages depend, except tokens, LoRA names and images, which vLLM's keys cover."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _DRAFT = ("method", "model", "revision", "quantization", "kv_cache_dtype")
 
 
 def relevant_settings(vllm_config: Any) -> str:
-    """Return the vLLM settings on which keys, values and states depend.
+    """Return the vLLM settings on which keys, values and states depend, as JSON.
 
-    These are the model's configuration with all overrides, the dtype, the quantization, weights that are not from the folder (load format
-    dummy), the settings by which images become values, and the draft model, whose layers may be in the cache. Raises InvalidParameter if
-    this vLLM lacks such a field.
+    These are the model's configuration with all overrides, the dtype, the quantization, whether the weights come from the model's folder
+    (not with load_format="dummy"), the settings of multimodal preprocessing, and the draft model, whose layers may be in the cache. Raises
+    InvalidParameter if the installed vLLM lacks one of these fields.
     """
     model = vllm_config.model_config
     settings = {name: value for name, value in model.hf_config.to_dict().items() if name not in _IGNORED_SETTINGS}
@@ -72,12 +72,12 @@ def _fields(name: str, part: Any, fields: Sequence[str]) -> dict[str, Any] | Non
 
 
 def _to_json_value(value: Any) -> Any:
-    """Convert a configuration value to a JSON value."""
+    """Return a value from a configuration as a JSON value."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 def identity_of(config: Any, recipe: str | Recipe, shape: Mapping[str, Any], revision: str | None, adapter: str, tenant: str) -> Identity:
-    """Return the identity of pages with the layout ``shape``, from vLLM's OffloadingConfig.
+    """Return the identity of pages with the layout ``shape``, according to vLLM's OffloadingConfig.
 
     Raises InvalidParameter if the weights cannot be identified.
     """

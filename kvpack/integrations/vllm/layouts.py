@@ -1,4 +1,4 @@
-"""Page layouts of vLLM's attention backends. All of them have strides, so nothing is copied."""
+"""The page layouts of vLLM's attention backends. They are described by strides, so nothing is copied."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from kvpack.pages.layout import PageLayout
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
-"""kvpack's names of vLLM's cache dtypes. 8-bit dtypes depend on scales outside the pages, and are kept as bytes."""
+"""kvpack's names of vLLM's cache dtypes. Values in 8-bit dtypes depend on scales outside the pages, and are kept as bytes."""
 
 
 class Arrangement(NamedTuple):
-    """The offset of the first value and the strides [head, token, channel] of K and of V in a block."""
+    """For K and for V: the offset of the first value in a block, and the strides [head, token, channel]."""
 
     k: tuple[int, tuple[int, int, int]]
     v: tuple[int, tuple[int, int, int]]
 
 
 def arrangement(name: str, heads: int, tokens: int, dim: int) -> Arrangement:
-    """Return the layout of a block by name. Raises InvalidParameter, which lists the names."""
+    """Return the layout of a block by its name. Raises InvalidParameter, whose message lists the names."""
     row, head = 2 * dim, 2 * tokens * dim
     match name:
         case "adjacent":
@@ -41,7 +41,7 @@ def arrangement(name: str, heads: int, tokens: int, dim: int) -> Arrangement:
 
 
 def check_layout_name(name: str, layout: PageLayout) -> None:
-    """Raise InvalidParameter unless ``layout``, detected with an engine's own writer for a block, is the one called ``name``."""
+    """Raise InvalidParameter unless ``layout``, which was detected with an engine's own writer, is the one called ``name``."""
     geometry = layout.geometry
     heads, tokens, dim = geometry.heads, geometry.tokens, geometry.dim_k
     block = torch.arange(2 * heads * tokens * dim, device="cpu")

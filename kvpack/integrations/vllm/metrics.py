@@ -30,7 +30,7 @@ BLOCKS = {
     "damaged": "Blocks that were not unpacked, by reason: vLLM computes them again, or fails their requests.",
 }
 SIZES_EVERY = 30.0
-"""Interval, in seconds, between reads of a store's size, which may need a request to a server."""
+"""Interval in seconds between queries of a store's size, which may need a request to a server."""
 
 
 def tier_definitions() -> dict[str, Any]:
@@ -50,7 +50,7 @@ def tier_definitions() -> dict[str, Any]:
 
 
 def packing_metric_definitions() -> dict[str, Any]:
-    """Return the definitions, for vLLM, of the metrics of workers that pack, and of the scheduler's metrics of loaded rows."""
+    """Return vLLM's definitions of the metrics of workers that pack, and of the scheduler's metrics of loaded rows."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
     result: dict[str, Any] = {
@@ -73,7 +73,7 @@ def _empty_stats() -> Any:
 
 
 class TierMetrics:
-    """The metrics of a tier's stores, all at one location, as increments since vLLM last read them."""
+    """The metrics of a tier's stores, which share one location, as increments since vLLM last read them."""
 
     def __init__(self, stores: Sequence[PageStore], tier: str) -> None:
         self._stores, self._tier, self._changes = stores, tier, [Changes(store) for store in stores]
@@ -85,7 +85,7 @@ class TierMetrics:
         self._size_executor.shutdown()
 
     def pop_stats(self) -> Any:
-        """Return the increments as vLLM's stats, or None if nothing has happened."""
+        """Return the increments in vLLM's format, or None if nothing has happened."""
         stats = _empty_stats()
         for changes in self._changes:
             for labels, added in changes.pop_increments().items():
@@ -101,7 +101,7 @@ class TierMetrics:
         return None if stats.is_empty() else stats
 
     def _add_sizes(self, stats: Any) -> None:
-        """Add the size of the store. A thread reads it, because a folder or a server would block the scheduler."""
+        """Add the size of the store. It is read in a thread, because a folder or a server would block the scheduler."""
         if self._sizes is not None and self._sizes.done():
             if self._sizes.exception() is None:
                 for name in ("entries", "bytes"):
@@ -113,7 +113,7 @@ class TierMetrics:
 
 
 def worker_stats(worker: PackedWorker) -> Any:
-    """Return a worker's counts of packing and unpacking since the last call as vLLM's stats, or None if there are none."""
+    """Return a worker's counts since the last call in vLLM's format, or None if there are none."""
     stats = _empty_stats()
     for labels, added in worker.pop_counts().items():
         stats.increase_counter(f"{PACKED}{labels[0]}_blocks", added, labels[1:])
@@ -121,9 +121,9 @@ def worker_stats(worker: PackedWorker) -> Any:
 
 
 def add_scheduler_stats(stats: Any, manager: Any) -> Any:
-    """Return the scheduler's ``stats`` with two metrics added.
+    """Return the scheduler's ``stats``, which may be None, with two metrics added.
 
-    These are the chunks of each tier found damaged since the last call, and the compression ratio of rows. ``stats`` may be None.
+    These are the number of each tier's chunks found damaged since the last call, and the compression ratio of rows.
     """
     result = _empty_stats()
     for tier in manager.secondary_tiers:

@@ -1,4 +1,4 @@
-"""Checks, in the scheduler, of chunks from a secondary tier of vLLM. A chunk with a damaged row is a miss, and no worker reads it."""
+"""Checks chunks from a secondary tier of vLLM in the scheduler. A chunk with a damaged row is a miss, and no worker reads it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_promotions(tier: Any, view: memoryview, codecs: Mapping[int, Sequence[PageCodec]], cell: int, blocks: int) -> None:
-    """Make ``tier`` report a chunk of ``view`` as failed unless it has valid rows of ``codecs`` under the chunk's key.
+    """Make ``tier`` report a loaded chunk in ``view`` as failed unless it has valid rows of ``codecs`` with the chunk's key.
 
     ``codecs`` maps vLLM's number of a group to one codec per cell. A chunk consists of cells of ``cell`` bytes with ``blocks`` rows each,
     at least one of them present.

@@ -1,6 +1,6 @@
 """KvpackSpec: vLLM's TieringOffloadingSpec with rows in its primary tier. The worker packs pages in place.
 
-vLLM's own secondary tiers store packed chunks unchanged. Loaded chunks are checked before a worker sees them.
+vLLM's own secondary tiers store packed chunks unchanged. Loaded chunks are checked before a worker reads them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """The offloading spec with which vLLM's workers pack pages into its primary tier.
 
     The options in ``kv_connector_extra_config`` are vLLM's own, and ``recipe``, ``basis``, ``layout``, ``threads``, ``revision``,
-    ``adapter``, ``tenant`` and ``any_version``, as for ``KvpackTier``. An impossible configuration raises InvalidParameter before vLLM
+    ``adapter``, ``tenant`` and ``any_version``, as for ``KvpackTier``. Raises InvalidParameter for an impossible configuration, before vLLM
     starts serving.
     """
 
@@ -103,7 +103,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return {**super().build_metric_definitions(extra_config), **packing_metric_definitions()}
 
     def get_manager(self) -> Any:
-        """Return vLLM's manager, with secondary tiers whose loaded rows are checked."""
+        """Return vLLM's manager. Rows that its secondary tiers load are checked."""
         is_new = self._manager is None
         manager = super().get_manager()
         if is_new:
@@ -121,7 +121,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
     @property
     def codecs_by_number(self) -> dict[int, list[PageCodec]]:
-        """Codecs by the group numbers in vLLM's keys, which count all groups, including those that vLLM does not offload."""
+        """The codecs of each offloaded group, by the group numbers in vLLM's keys, which count all groups."""
         return {group.group_id: codecs for group, codecs in zip(self.config.groups, self.codecs, strict=True)}
 
     def get_worker(self, kv_caches: Any) -> PackedWorker:

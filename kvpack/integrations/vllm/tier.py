@@ -1,4 +1,7 @@
-"""KvpackTier: a secondary tier of vLLM's TieringOffloadingSpec over a kvpack store. It runs in vLLM's scheduler, which it never blocks."""
+"""KvpackTier: a secondary tier of vLLM's TieringOffloadingSpec that uses a kvpack store.
+
+It runs in vLLM's scheduler and never blocks it.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,14 @@ if TYPE_CHECKING:
 
 
 class GroupStore(NamedTuple):
-    """The store of one group of cache layers, and the primary tier's chunks as its pages."""
+    """The store of one group of cache layers, and the chunks of the primary tier as pages of that group."""
 
     store: PageStore
     pages: PageBuffer
 
 
 class _Running(NamedTuple):
-    """A vLLM job, split into one store job per group of its chunks. ``parts`` are these jobs and their keys."""
+    """A vLLM job, split into one store job for each group of cache layers. ``parts`` contains their stores, jobs and keys."""
 
     metadata: Any
     parts: list[tuple[PageStore, Job, list[bytes]]]
@@ -54,12 +57,14 @@ class _Running(NamedTuple):
 class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
     """A secondary tier that stores chunks of vLLM's primary tier as rows in ``location``, encoded with ``recipe`` by ``threads`` threads.
 
-    vLLM passes bytes without their shape, so the connector passes the model's groups of cache layers and their places in a chunk. Attention
-    and MLA are encoded, and everything else, such as Mamba states, is stored byte for byte. ``layout`` is a name of
-    ``layouts.arrangement``. ``revision`` names the weights if vLLM's model is not a folder, and ``basis`` is the basis file, if the recipe
-    needs one. ``max_bytes`` and ``encryption_key_file`` are as for a store. ``any_version`` allows a vLLM version that was not tested. An
-    impossible configuration raises InvalidParameter before vLLM starts serving: an untested version, several cache groups with several
-    blocks per chunk, mismatched sizes, or a connector that does not pass the model's settings.
+    vLLM passes bytes without their shape, so the connector passes the model's groups of cache layers and their offsets in a chunk.
+    Attention and MLA are encoded, and everything else, such as Mamba states, is stored byte for byte. ``layout`` is a name from
+    ``layouts.arrangement``. ``revision`` identifies the weights if vLLM's model is not a folder, and ``basis`` is the basis file, if the
+    recipe needs one. ``max_bytes`` and ``encryption_key_file`` are as for a store. ``any_version`` allows a vLLM version that was not
+    tested.
+
+    Raises InvalidParameter for an impossible configuration, before vLLM starts serving: an untested version, several cache groups with
+    several blocks per chunk, mismatched sizes, or a connector that does not pass the model's settings.
     """
 
     medium = Medium.STORAGE
@@ -131,7 +136,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Return True if a chunk is stored, False if it is not, and RETRY until the lookup thread has looked it up."""
+        """Return HIT if a chunk is stored, MISS if it is not, and RETRY until the lookup thread has looked it up."""
         result = self._lookups.lookup(key, req_context)
         return LookupResult.RETRY if result is None else LookupResult.HIT if result else LookupResult.MISS
 
@@ -206,7 +211,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         self.stores.clear()
 
     def _begin(self, metadata: Any, submit: Callable[[GroupStore, list[bytes], list[int], int], Job]) -> None:
-        """Start a job with a group's chunks in each group's store, by ``submit(store, keys, places, group)``."""
+        """Start a job that calls ``submit(store, keys, places, group)`` for the chunks of each group."""
         chunks = dict(zip((bytes(key) for key in metadata.keys), map(int, metadata.chunk_ids), strict=True))
         parts = []
         for group, to in self.stores.items():
@@ -232,7 +237,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
 
 def _results(job: Job) -> list[bool]:
-    """Return True for each chunk that was stored or loaded, or False for all if the job failed."""
+    """Return, for each chunk, whether it was stored or loaded. If the job failed, all are False."""
     try:
         return job.results or [False] * len(job.keys)
     except Exception:
@@ -240,7 +245,7 @@ def _results(job: Job) -> list[bool]:
 
 
 class _ChunkGroup(NamedTuple):
-    """A group whose layers are the blocks of a chunk, and the offset of each block in bytes."""
+    """A group of cache layers, and the offset in bytes of each layer's block in a chunk."""
 
     group: Group
     places: list[int]
@@ -258,7 +263,7 @@ def _check_layout(config: Any, groups: Sequence[Group], layout: str) -> None:
 
 
 def _chunk_groups(config: Any, groups: Sequence[Group]) -> list[_ChunkGroup]:
-    """Return the chunks of the primary tier as pages of each group. Raises InvalidParameter if the configuration does not match.
+    """Return the groups, each with the offsets of its blocks in a chunk. Raises InvalidParameter if the configuration does not match.
 
     A chunk contains the blocks of every worker, and a worker's blocks include those of every layer.
     """

@@ -1,4 +1,4 @@
-"""PackedWorker: encodes vLLM's device pages in place to rows in host memory, and decodes them back."""
+"""PackedWorker: encodes vLLM's device pages in place into rows in host memory, and decodes them back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class GroupPart(NamedTuple):
-    """The part of a transfer with blocks of one group, and the named row of each block in host memory, uint8 ``[byte]``.
+    """The blocks of one group in a transfer, and for each block a row in host memory, uint8 ``[byte]``, and the row's key.
 
     ``absent`` are rows of the same chunks that have no block.
     """
@@ -37,7 +37,7 @@ class GroupPart(NamedTuple):
 
 
 class _Transfer:
-    """A transfer: its page jobs, with rows on the device. ``land`` is called after the device has finished them."""
+    """A transfer: its page jobs, with rows on the device. ``land`` is called for each job once the device has finished it."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class _Transfer:
 
 
 class PackedWorker(OffloadingWorker):  # type: ignore[misc]
-    """A worker that encodes blocks to chunks of ``memory``, int8 ``[chunk, byte]``, and decodes them. A chunk has one row per block.
+    """Encodes blocks into chunks of ``memory``, int8 ``[chunk, byte]``, and decodes them. A chunk has one row per block.
 
     ``codecs`` and ``pages`` have one entry per group. On a CUDA device, it uses its own stream, which first waits for the current one.
     ``release`` frees the memory. Specs of chunks have ``keys`` (``chunk_keys.attach_keys``), which rows contain. A block whose row cannot
@@ -98,7 +98,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         self._told: Counter[tuple[str, ...]] = Counter()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Start encoding device blocks to chunks."""
+        """Start encoding device blocks into chunks."""
         parts = []
         with self._on_stream():
             for part in self._parts(src_spec, dst_spec):
@@ -109,7 +109,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
-        """Start decoding chunks to device blocks."""
+        """Start decoding chunks into device blocks."""
         parts = []
         with self._on_stream():
             for part in self._parts(dst_spec, src_spec):
@@ -128,7 +128,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         return result
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait for transfers. vLLM requests their results with ``get_finished``."""
+        """Wait for the transfers ``job_ids``. vLLM collects their results with ``get_finished``."""
         for transfer in self._running:
             if transfer.number in job_ids:
                 transfer.done(wait=True)
@@ -164,7 +164,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         return torch.cuda.stream(self._stream)
 
     def _copy_rows_out(self, part: GroupPart, rows: torch.Tensor, job: PageJob) -> None:
-        """Copy rows to host memory. A page that could not be encoded leaves no valid row, so that loading it fails later."""
+        """Copy rows to host memory. For a page that could not be encoded, no valid row is written, so that loading it fails later."""
         for place in part.absent:
             # Erase the remains of an earlier chunk, so that they are not copied to other tiers.
             place[: len(ABSENT)] = self._absent

@@ -308,9 +308,9 @@ class CodecWithSidecars(Codec):
         return self.codec.coded_frame(tokens, rows or streams)[:, :, 0]
 
     def decode(self, streams: Streams) -> torch.Tensor:
-        return self.complete_original(self.codec.decode_frame(streams), streams)
+        return self.finish_decoding(self.codec.decode_frame(streams), streams)
 
-    def complete_original(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
+    def finish_decoding(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
         """Apply all sidecars to the codec's decoded ``frame``. Returns values in the original frame."""
         values = self.original(self._apply_sidecars(frame, streams), streams)
         for tokens in self.whole_tokens:

@@ -76,7 +76,7 @@ def _random_layers(basis: Basis) -> list[Any] | None:
     """Return random keys and values that fit the shapes of a basis, or None if there would be too many."""
     generator = torch.Generator().manual_seed(0)
     shapes = {place: (basis.rows(*place).heads, _TOKENS, basis.rows(*place).dim) for place in basis.sides()}
-    for layer in range(basis.layers_described):
+    for layer in range(basis.described_layer_count):
         with contextlib.suppress(KvpackError):
             frames = basis.balanced(layer, "balanced").frames
             assert frames is not None
@@ -84,7 +84,7 @@ def _random_layers(basis: Basis) -> list[Any] | None:
     if not shapes or sum(heads * tokens * dim for heads, tokens, dim in shapes.values()) > _MAX_VALUES:
         return None
     layers = []
-    for layer in range(basis.layers_described):
+    for layer in range(basis.described_layer_count):
         pair = [torch.randn(1, *shapes[layer, side], generator=generator) if (layer, side) in shapes else None for side in "kv"]
         layers.append(tuple(pair))
     return layers

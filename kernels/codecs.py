@@ -108,15 +108,18 @@ def _has_dual_rows(codec: Codec) -> bool:
     return all(packing.width == DUAL_ROW_WORDS for packing in codec.packings().values())
 
 
-def _octahedral(codec: Octahedral) -> Tiles | None:
+def _octahedral_tiles(codec: Octahedral) -> Tiles | None:
+    """Return the loader of ``codec`` for its arrangement, or None if there is none."""
     return octahedral_tiles.tiles(codec) if codec.arrangement == "direct" else octahedral_dense_tiles.tiles(codec)
 
 
-def _angle(codec: Angle) -> Tiles | None:
+def _angle_tiles(codec: Angle) -> Tiles | None:
+    """Return the loader of ``codec`` for its arrangement, or None if there is none."""
     return angle_tiles.tiles(codec) if codec.arrangement == "direct" else angle_dense_tiles.tiles(codec) or angle_thread_tiles.tiles(codec)
 
 
-def _quaternion(codec: Quaternion) -> Tiles | None:
+def _quaternion_tiles(codec: Quaternion) -> Tiles | None:
+    """Return the loader of ``codec`` for its arrangement, or None if there is none."""
     return quaternion_tiles.tiles(codec) if codec.arrangement == "direct" else quaternion_dense_tiles.tiles(codec)
 
 
@@ -139,14 +142,14 @@ CODECS: dict[type[Codec], CodecKernels] = {
         has_rules=supports_all,
     ),
     Octahedral: CodecKernels(
-        _octahedral,
+        _octahedral_tiles,
         lambda codec, dual: octahedral_tiles.tiles(codec, dual) if codec.arrangement == "direct" and _has_dual_rows(codec) else None,
         encode_octahedral.encode,
         decode_table.prepare,
         has_rules=lambda codec: codec.arrangement == "dense",
     ),
     Angle: CodecKernels(
-        _angle,
+        _angle_tiles,
         lambda codec, dual: angle_dual_tiles.tiles(codec, dual) if codec.arrangement == "dense" else None,
         encode_angle.encode,
         decode_table.prepare,
@@ -161,5 +164,5 @@ CODECS: dict[type[Codec], CodecKernels] = {
     ),
     Transform: CodecKernels(decode_into=decode_transform.decode_into, check_chunks=decode_transform.check_chunks),
     Trellis: CodecKernels(trellis_tiles.tiles, encode=encode_trellis.encode, has_rules=supports_all),
-    Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, prepare=decode_table.prepare, has_rules=supports_all),
+    Quaternion: CodecKernels(_quaternion_tiles, encode=encode_quaternion.encode, prepare=decode_table.prepare, has_rules=supports_all),
 }

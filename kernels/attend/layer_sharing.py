@@ -42,17 +42,17 @@ _VALUE_DEPENDENT_CODECS = (CodecWithSidecars, Klt, Minifloat)
 """Codecs whose prepared calls depend on stored values, so layers cannot share them."""
 
 
-class _PageKind(NamedTuple):
-    """Kind of a list of pages, and the addresses of all streams, page by page.
+class _PageListKey(NamedTuple):
+    """The kind of a list of pages, on which prepared calls depend, and the addresses of all its streams, page by page.
 
-    Lists that differ only in addresses have the same number ``kind``.
+    Lists that differ only in addresses have the same ``kind``, a number.
     """
 
     kind: int
     addresses: tuple[int, ...]
 
 
-_page_kinds: WeakKeyDictionary[Sequence[PackedRun], _PageKind | None] = WeakKeyDictionary()
+_page_kinds: WeakKeyDictionary[Sequence[PackedRun], _PageListKey | None] = WeakKeyDictionary()
 """Kinds of the page lists seen so far. The kind is None if pages are not shared."""
 
 _kinds: dict[tuple[Hashable, ...], int] = {}
@@ -75,13 +75,13 @@ def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]]) -
         _model_layers[k] = model_layers
 
 
-def _known_pages(pages: Sequence[PackedRun]) -> _PageKind | None:
+def _known_pages(pages: Sequence[PackedRun]) -> _PageListKey | None:
     if pages not in _page_kinds:
         _page_kinds[pages] = _classify(pages)
     return _page_kinds[pages]
 
 
-def _classify(pages: Sequence[PackedRun]) -> _PageKind | None:
+def _classify(pages: Sequence[PackedRun]) -> _PageListKey | None:
     if not 0 < len(pages) <= MAX_PAGES:
         return None
     kind: list[Hashable] = [len(pages)]
@@ -99,7 +99,7 @@ def _classify(pages: Sequence[PackedRun]) -> _PageKind | None:
         if len(_kinds) >= MAX_KINDS:
             _kinds.clear()
         _kinds[key] = next(_next_kind)
-    return _PageKind(_kinds[key], tuple(addresses))
+    return _PageListKey(_kinds[key], tuple(addresses))
 
 
 def kind_key(layer: Layer) -> Hashable | None:

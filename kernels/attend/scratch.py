@@ -186,7 +186,7 @@ class DecodedBlock:
         self._table_at = 0
         self._decoding = None
         if frame.codec is not None and self._first < self._packed:
-            work = _tile_work(side, frame.codec, self._first, min(stop, self._packed))
+            work = _work_table(side, frame.codec, self._first, min(stop, self._packed))
             self._decoding = tiles.prepare(frame.codec, work, self._shape, self._strides, dtype)
         self._begin = max(self._first, self._packed)
         self._raw = side.batch, side.heads, stop - self._begin, width
@@ -244,7 +244,8 @@ class DecodedBlock:
         return scratch.as_strided(shape, strides, first).reshape(batch * splits, heads, count, width)
 
 
-def _tile_work(side: Side, codec: Codec, start: int, stop: int) -> tiles.PageTable:
+def _work_table(side: Side, codec: Codec, start: int, stop: int) -> tiles.PageTable:
+    """Return the table of work that decodes the packed tokens ``[start, stop)`` of ``side``."""
     parts = []
     for segment in segments.side_segments(side).segments:
         begin, end = max(start, segment.first), min(stop, segment.first + segment.tokens)

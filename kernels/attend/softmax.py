@@ -34,10 +34,7 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def empty_softmax(V: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr) -> tl.tuple:
-    """Return the initial ``Softmax``, with no tokens added.
-
-    For dual values, it has the columns of two tokens.
-    """
+    """Return a ``Softmax`` of no tokens. For dual values (two tokens per row), its sums have twice as many columns."""
     V_WIDTHS: tl.constexpr = V.widths
     largest = tl.full((WARPS, 1, ROWS), NO_SCORE, tl.float32)
     total = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)

@@ -302,7 +302,7 @@ def fit_line(magnitudes: torch.Tensor) -> list[float]:
 
 
 def _reciprocal_lengths(magnitudes: torch.Tensor) -> torch.Tensor:
-    """Return the reciprocal length of the octahedron's point for every pair of magnitudes (OCTOPUS Eq. 6), float64."""
+    """Return the reciprocal norm of the point on the octahedron for every pair of magnitudes (OCTOPUS Eq. 6), float64."""
     eta, xi = (axis.flatten() for axis in torch.meshgrid(magnitudes.double(), magnitudes.double(), indexing="ij"))
     third = 1 - xi - eta
     first, second = torch.where(third < 0, 1 - eta, xi), torch.where(third < 0, 1 - xi, eta)

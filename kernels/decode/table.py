@@ -81,7 +81,7 @@ def _load_piece(
 def _load_combined_digit(
     streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, CODES: tl.constexpr, PIECES: tl.constexpr
 ) -> tl.tensor:
-    """Load all pieces of one digit of each symbol, and combine them to int32 ``[token, symbol]``."""
+    """Load all pieces of one digit of each symbol, and combine them into int32 ``[token, symbol]``."""
     value = tl.full(mask.shape, 0, tl.int32)
     for piece in tl.static_range(len(PIECES)):
         value |= _load_piece(streams, token, symbol, mask, constant_at(CODES, constant_at(PIECES, piece, 0)), constant_at(PIECES, piece))

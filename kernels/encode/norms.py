@@ -72,7 +72,7 @@ def begin_norms(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -
 
 @triton.jit
 def add_decoded(state: tl.tuple, value: tl.tensor, decoded: tl.tensor) -> tl.tuple:
-    """Add a block's values, scaled to the unit vector, and their decoded values to ``state``."""
+    """Add a block of normalized vectors and their decoded values to ``state``."""
     product = state.product + tl.sum(value * decoded, 1)[:, None]
     return NormState(state.norm, state.factor, product, state.decoded + tl.sum(decoded * decoded, 1)[:, None])
 

@@ -37,9 +37,9 @@ _MASK_BITS, _MASK = tl.constexpr(8), tl.constexpr(255)
 
 
 class KltHeadsConstants(NamedTuple):
-    """Compile-time constants of a codec: bytes per row, number of ``entries`` of a head's table, and the tiles.
+    """Compile-time constants of a codec: bytes per row, number of table ``entries`` per head, number of tiles, and whether it has gains.
 
-    Table entries are followed, for each tile, by the first bits of its columns' codes, and then by their masks and first entries.
+    The table entries are followed, for each tile, by the bit offset of each column's code, and then by its mask and first table entry.
     """
 
     row_bytes: int

@@ -177,7 +177,10 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the channels of step ``STEP``, divided by the token factor: one float16 tile, ``[warp, token, column]`` or transposed."""
+    """Return the channels of step ``STEP`` before multiplication by the token factor.
+
+    They are one float16 tile, ``[warp, token, column]`` or transposed.
+    """
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]

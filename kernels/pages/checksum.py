@@ -34,8 +34,9 @@ DAMAGED, MISMATCHED = 1, 2
 
 
 def write(rows: torch.Tensor, nbytes: int, multiplier: int, status: torch.Tensor) -> None:
-    """Write the checksums of ``rows``, uint8 ``[page, byte]`` with a multiple of 16 bytes, the first ``nbytes`` of which belong to the row.
+    """Write each row's checksum into ``rows``, uint8 ``[page, byte]``.
 
+    Rows are padded to a multiple of 16 bytes, and only their first ``nbytes`` are data.
     For pages with a nonzero ``status``, int32 ``[page]``, the first 8 bytes are set to zero instead, so that readers reject the row.
     """
     _launch(rows, nbytes, multiplier, status, None, None, None)

@@ -34,7 +34,7 @@ _STREAMS = {**DTYPES, "U8": torch.uint8, "U16": torch.uint16}
 
 
 class Layers:
-    """The tensors of consecutive layers, ``[slot, kv_head, token, dim]`` each, of any strides."""
+    """The tensors of consecutive layers, each ``[slot, kv_head, token, dim]`` with arbitrary strides."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors, self.first = tensors, tensors[0]
@@ -77,7 +77,7 @@ class PageSide:
             self.streams.append((name, dtype, places[name] // dtype.itemsize, layout.shape, layout.strides))
 
     def places(self, job: PageJob) -> Places | None:
-        """Return ``Layers.places`` for the pages of ``job``."""
+        """Return the locations of the pages of ``job`` in the tensors and rows, as ``Layers.places`` does."""
         return self.layers.places(job.slots, job.rows.stride(0), self.stride)
 
 

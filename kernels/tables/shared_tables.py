@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class SharedTable(NamedTuple):
-    """A lookup table in shared memory: ``copies`` copies of each of its ``entries`` entries, beginning at byte ``offset``.
+    """A lookup table in shared memory at byte ``offset``, with ``entries`` entries, each repeated ``copies`` times.
 
     If ``copies`` is 0, the table is only in global memory.
     """

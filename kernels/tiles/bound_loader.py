@@ -69,9 +69,10 @@ def bind(
     fast: bool,
     means: PageMeans | None = None,
 ) -> BoundLoader:
-    """Bind the loader ``tiles`` to ``streams``. Without inline PTX (``fast``), bf16 tiles are widened to float32.
+    """Bind the loader ``tiles`` to ``streams``.
 
-    ``whole`` is True if each warp's tile is always within one token group. ``means`` are those of ``tiles``, bound to their streams.
+    ``fast`` permits inline PTX; without it, bf16 tiles are widened to float32. ``whole`` is True if each warp's tile is always within one
+    token group. ``means`` are the page means of ``tiles``, already bound to their streams.
     """
     tables = tiles.table if tiles.table is not None and tiles.table.dim() == 3 else None
     alone = tiles.signs is None and tiles.means is None and tiles.outliers is None

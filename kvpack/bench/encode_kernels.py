@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 
-class StateShape(NamedTuple):
+class KeyValueShape(NamedTuple):
     """The shape of a layer's keys or values: sequences, KV heads, tokens and head dim."""
 
     batch: int
@@ -31,7 +31,7 @@ class StateShape(NamedTuple):
     dim: int
 
 
-SHAPE = StateShape(1, 4, 65536, 128)
+SHAPE = KeyValueShape(1, 4, 65536, 128)
 
 RECIPES = (
     "fp8",
@@ -70,7 +70,7 @@ PAPER_SECONDS = {
 _INPUTS = 3
 
 
-def run(recipes: Sequence[str], shape: StateShape = SHAPE) -> dict[str, Any]:
+def run(recipes: Sequence[str], shape: KeyValueShape = SHAPE) -> dict[str, Any]:
     """Measure all codecs of ``recipes`` and return a report as JSON values. Requires a CUDA device. Raises InvalidParameter."""
     generator = torch.Generator("cuda").manual_seed(0)
     size = (shape.batch, shape.heads, shape.tokens, shape.dim)

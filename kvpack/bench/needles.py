@@ -79,13 +79,13 @@ def _insert_lines(
     return Prompt(tuple(planted), tuple((tuple(question), tuple(value)) for question, value in questions), tuple(depths))
 
 
-def check_answers(model: Any, prompt: Prompt, cache: Callable[[], Any]) -> list[bool]:
-    """Return, for each question, whether the answer is right. ``cache`` returns a new cache of the prompt for each question."""
+def grade_answers(model: Any, prompt: Prompt, new_cache: Callable[[], Any]) -> list[bool]:
+    """Return True for each question that ``model`` answers correctly. ``new_cache`` creates a cache of the prompt for each question."""
     right = []
     with torch.inference_mode():
         for question, value in prompt.questions:
             tokens = torch.tensor([[*question, *value[:-1]]], device=model.device)
-            logits = model(tokens, **cache_names.cache_argument(model, cache())).logits[0, -len(value) :]
+            logits = model(tokens, **cache_names.cache_argument(model, new_cache())).logits[0, -len(value) :]
             right.append(logits.argmax(-1).tolist() == [*value])
     return right
 

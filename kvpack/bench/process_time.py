@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 
-class Seconds(NamedTuple):
-    """The average times of one call: process time summed over all threads, and wall time."""
+class CallTimes(NamedTuple):
+    """The average times of one call in seconds: process time summed over all threads, and wall time."""
 
     process: float
     wall: float
@@ -29,7 +29,7 @@ def time_interleaved(
     new_memory: bool = False,
     average: Callable[[Sequence[float]], float] = statistics.median,
     progress: Progress | None = None,
-) -> list[Seconds]:
+) -> list[CallTimes]:
     """Return the times per call of each function: the median over ``repeats`` rounds, each with ``at_once`` calls of each function.
 
     The first round is a warm-up. Use ``average`` instead of the median for calls that occasionally do work for later calls. ``before``
@@ -38,20 +38,20 @@ def time_interleaved(
     which makes times erratic.
     """
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if new_memory else None
-    times: list[list[Seconds]] = [[] for _ in calls]
+    times: list[list[CallTimes]] = [[] for _ in calls]
     for number in range(repeats + 1):
         for place, (call, first, samples) in enumerate(zip(calls, before or [None] * len(calls), times, strict=True), 1):
             if first is not None:
                 first()
             if give_back is not None:
                 give_back(0)
-            started = Seconds(time.process_time(), time.perf_counter())
+            started = CallTimes(time.process_time(), time.perf_counter())
             for _ in range(at_once):
                 result = call()
-            seconds = Seconds((time.process_time() - started.process) / at_once, (time.perf_counter() - started.wall) / at_once)
+            seconds = CallTimes((time.process_time() - started.process) / at_once, (time.perf_counter() - started.wall) / at_once)
             del result
             if number:
                 samples.append(seconds)
             if progress:
                 progress(number * len(calls) + place, (repeats + 1) * len(calls))
-    return [Seconds(*(average(part) for part in zip(*samples, strict=True))) for samples in times]
+    return [CallTimes(*(average(part) for part in zip(*samples, strict=True))) for samples in times]

@@ -114,7 +114,9 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class _MeasuredSizes:
+    """The sizes of ``Settings``, with defaults and limits applied."""
+
     tokens: int
     score: int
     windows: int
@@ -234,7 +236,7 @@ def _precision(model: Any) -> str:
     return "fp32 on a CPU"
 
 
-def _sizes(settings: Settings, text: Text, long: Text, max_positions: int | None) -> _Sizes:
+def _sizes(settings: Settings, text: Text, long: Text, max_positions: int | None) -> _MeasuredSizes:
     tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, text, max_positions)
     scored_tokens = min(DEFAULT_SCORE, tokens // 2) if settings.scored_tokens is None else settings.scored_tokens
     room = len(text.ids) // window_ids(tokens, text)
@@ -251,7 +253,7 @@ def _sizes(settings: Settings, text: Text, long: Text, max_positions: int | None
     most = (max_positions or len(long.ids)) - generated.PROMPT
     written = settings.generated or 0
     check_size("--generate", written, 0, max(most, 0), f"tokens after a prompt of {generated.PROMPT} of {long.name}")
-    return _Sizes(tokens, scored_tokens, windows, count, settings.step, written)
+    return _MeasuredSizes(tokens, scored_tokens, windows, count, settings.step, written)
 
 
 def _lengths(tokens: int, text: Text, max_positions: int | None) -> tuple[int, ...]:
@@ -267,7 +269,7 @@ class _TextWindows:
     """A text and the sizes of its windows."""
 
     text: Text
-    sizes: _Sizes
+    sizes: _MeasuredSizes
 
 
 @dataclass
@@ -290,7 +292,7 @@ class _Measurement:
     done: int = 0
 
     @property
-    def sizes(self) -> _Sizes:
+    def sizes(self) -> _MeasuredSizes:
         return self.parts[0].sizes
 
     def run(self) -> dict[str, Any]:
@@ -359,11 +361,11 @@ class _Measurement:
             make_asked = partial(NeedleAnswer.of, length, prompt.depths)
             # Copy the cache for each question, because it may grow in place.
             new_cache = partial(_new_cache, self.model, pairs)
-            exact_answers += make_asked(needles.check_answers(self.model, prompt, new_cache))
+            exact_answers += make_asked(needles.grade_answers(self.model, prompt, new_cache))
             self._step()
             for recipe, right in zip(self.recipes, result, strict=True):
                 packed = packed_file(pairs, recipe, path)
-                right += make_asked(needles.check_answers(self.model, prompt, partial(Bf16Cache.from_cache, self.model, packed)))
+                right += make_asked(needles.grade_answers(self.model, prompt, partial(Bf16Cache.from_cache, self.model, packed)))
                 self._step()
             rights = [sum(answer.right for answer in answers) for answers in (exact_answers, *result)]
             self._show(f"needles ({rights[0]} of {len(exact_answers)} found without packing) found with packing", map(str, rights[1:]))

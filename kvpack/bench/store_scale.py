@@ -196,7 +196,7 @@ class _Scale:
             }
 
     def save(self) -> dict[str, float]:
-        """Return the wall times of saving 10 chunks at the budget."""
+        """Measure how long it takes to save 10 chunks to a store that has reached its size budget."""
         taken, _ = self._time_saves(0)
         return {"save 10 chunks at the budget, median": statistics.median(taken), "save 10 chunks at the budget, maximum": max(taken)}
 

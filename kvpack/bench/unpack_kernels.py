@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import synthetic_basis
-from .encode_kernels import StateShape
+from .encode_kernels import KeyValueShape
 from .timing import graph_seconds, queued_seconds, repeated_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-SHAPE = StateShape(1, 8, 65536, 128)
+SHAPE = KeyValueShape(1, 8, 65536, 128)
 
 RECIPES = (
     "bf16",
@@ -39,7 +39,7 @@ RECIPES = (
 )
 
 
-def run(recipes: Sequence[str], shape: StateShape = SHAPE) -> dict[str, Any]:
+def run(recipes: Sequence[str], shape: KeyValueShape = SHAPE) -> dict[str, Any]:
     """Measure ``recipes`` and return a report as JSON values. Requires a CUDA device. Raises InvalidParameter."""
     generator = torch.Generator("cuda").manual_seed(0)
     size = (shape.batch, shape.heads, shape.tokens, shape.dim)

@@ -31,7 +31,7 @@ class StreamBus:
         self._stream: Any = _copy_stream(number)
         self.follow()
 
-    def staging(self, nbytes: int) -> torch.Tensor:
+    def allocate_staging(self, nbytes: int) -> torch.Tensor:
         """Allocate uninitialized host memory, uint8 ``[nbytes]``, as the source or target of copies."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
@@ -80,7 +80,7 @@ class HostBus:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
-    def staging(self, nbytes: int) -> torch.Tensor:
+    def allocate_staging(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -101,7 +101,7 @@ def _read_by_library(
     # Direct reads include the rest of the first and of the last block.
     slot = largest if direct is None else (largest // block + 2) * block
     slots = min(len(copies), max(2, min(_MAX_STAGED_COPIES, staging_bytes // slot)))
-    memory = bus.staging(slots * slot + block - 1)
+    memory = bus.allocate_staging(slots * slot + block - 1)
     memory = memory[-memory.data_ptr() % block :]
     data = memory.numpy().data
     checks, reads, places = [], [], []
@@ -153,7 +153,7 @@ def _read_in_threads(
     if copies_ahead > max_copies:
         ahead = copies_ahead = max_copies
     threads = min(threads, ahead)
-    memory = bus.staging((copies_ahead + 1) * largest)
+    memory = bus.allocate_staging((copies_ahead + 1) * largest)
     # Create buffers before threads start, because each PyTorch operation would give way to them.
     free = deque((slot, slot.numpy().data, bus.mark()) for slot in torch.split(memory, largest))
     started = deque[tuple[torch.Tensor, memoryview]]()

@@ -46,7 +46,7 @@ def save_from(
 def _pieces(bus: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, None]:
     """Yield the pieces of all tensors in order, each as soon as it is copied, while the next ``_COPIES_AHEAD`` pieces are being copied."""
     count = WRITES_AT_ONCE + _COPIES_AHEAD + 1
-    memory = bus.staging(count * piece_bytes)
+    memory = bus.allocate_staging(count * piece_bytes)
     free: SimpleQueue[torch.Tensor] = SimpleQueue()
     for number in range(count):
         free.put(memory[number * piece_bytes : (number + 1) * piece_bytes])

@@ -132,7 +132,7 @@ class Basis:
         return iter(self._rows)
 
     @property
-    def layers_described(self) -> int:
+    def described_layer_count(self) -> int:
         """Number of layers that the basis describes: one more than the last layer with rows or balanced frames."""
         return 1 + max((layer for layer, _ in (*self._rows, *self._balanced)), default=-1)
 
@@ -445,8 +445,9 @@ def _states(frames: Mapping[tuple[int, str], Frames], balanced: Mapping[int, Bal
 def _losses(basis: Basis, side: str) -> list[float]:
     name = LOSSES.format(side=side)
     texts = basis.model[name].split(",") if name in basis.model else []
-    if (texts and len(texts) != basis.layers_described) or not all(_LOSS_PATTERN.fullmatch(text) for text in texts):
+    if (texts and len(texts) != basis.described_layer_count) or not all(_LOSS_PATTERN.fullmatch(text) for text in texts):
         raise InvalidHeader(
-            f"{basis.where}: model.{name} is {basis.model[name]!r:.100}, expected {basis.layers_described} numbers such as 0.0125 or 3e-05"
+            f"{basis.where}: model.{name} is {basis.model[name]!r:.100}, expected {basis.described_layer_count} numbers, such as 0.0125 or "
+            "3e-05"
         )
     return [float(text) for text in texts]

@@ -116,7 +116,7 @@ def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if codec.exact_dtype is not None:
         return codec.stored_values(streams)
     if isinstance(codec, CodecWithSidecars):
-        return codec.complete_original(decode_frame(codec.codec, streams), streams)
+        return codec.finish_decoding(decode_frame(codec.codec, streams), streams)
     return codec.original(decode_frame(codec, streams), streams)
 
 

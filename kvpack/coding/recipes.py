@@ -279,7 +279,7 @@ class Recipe:
             missing.exit_code = 2
             raise missing
         # The last layers may share the keys and values of others; caches then store them empty, or omit them.
-        if not self.basis.layers_described <= layers <= self.basis.layers:
+        if not self.basis.described_layer_count <= layers <= self.basis.layers:
             raise InvalidParameter(
                 f"{self.basis.where} is a basis for a model with {self.basis.layers} layers, but the cache has {layers}: use the basis "
                 "of the cache's model"

@@ -31,11 +31,11 @@ class Parser(argparse.ArgumentParser):
         return result, unknown
 
     def error(self, message: str) -> NoReturn:
-        super().error(_unknown_option(self, self._words) or message + _similar_command(self, self._words))
+        super().error(_unknown_option_message(self, self._words) or message + _similar_command(self, self._words))
 
 
-def _unknown_option(parser: Parser, words: Sequence[str]) -> str | None:
-    """Return a message that names the first of ``words`` that looks like an option but is unknown to this parser, or None."""
+def _unknown_option_message(parser: Parser, words: Sequence[str]) -> str | None:
+    """Return a message about the first of ``words`` that looks like an option but is unknown to this parser, or None."""
     options = {option[2:] for action in parser._actions for option in action.option_strings if option.startswith("--")}
     has_commands = _commands(parser) is not None
     for word in words:

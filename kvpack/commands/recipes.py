@@ -288,7 +288,7 @@ def shape_of(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
     if len(shapes) != 1:
         raise InvalidParameter(f"{basis.where}: its layers have different shapes, {sorted(shapes)}: pass --model instead")
     (shape,) = shapes
-    result = dict(zip(("layers", "heads", "dim"), (basis.layers_described, *shape), strict=True))
+    result = dict(zip(("layers", "heads", "dim"), (basis.described_layer_count, *shape), strict=True))
     for name in result.keys() & requested.keys():
         if requested[name] != result[name]:
             raise InvalidParameter(f"--{name} is {requested[name]}, but {basis.where} is for caches with {result[name]}: omit --{name}")
@@ -359,8 +359,8 @@ def _unsuitable_keys(recipe: Recipe, shape: dict[str, int]) -> list[str]:
     return ["outlier channels"] if any(codec.spreads_channels for codec in codecs) else []
 
 
-class _PricedLayer(NamedTuple):
-    """The shape of a cache's layer, from which its size is computed."""
+class _SizedLayer(NamedTuple):
+    """The shape of a cache layer, used to compute its size."""
 
     heads: int
     dim_k: int
@@ -368,13 +368,13 @@ class _PricedLayer(NamedTuple):
     tokens: int
 
 
-def _equal_layers(layers: int, heads: int, tokens: int, dim: int) -> list[_PricedLayer | None]:
-    return [_PricedLayer(heads, dim, dim, tokens)] * layers
+def _equal_layers(layers: int, heads: int, tokens: int, dim: int) -> list[_SizedLayer | None]:
+    return [_SizedLayer(heads, dim, dim, tokens)] * layers
 
 
-def _layer_after(layer: LayerShape | None, tokens: int) -> _PricedLayer | None:
+def _layer_after(layer: LayerShape | None, tokens: int) -> _SizedLayer | None:
     """Return the shape of a model's layer after ``tokens`` tokens. A sliding window keeps fewer of them."""
-    return None if layer is None else _PricedLayer(*layer[:3], tokens if layer.window is None else min(tokens, layer.window))
+    return None if layer is None else _SizedLayer(*layer[:3], tokens if layer.window is None else min(tokens, layer.window))
 
 
 def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
@@ -382,7 +382,7 @@ def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tup
     return recipe_sizes(recipe, _equal_layers(layers, heads, tokens, dim))[:2]
 
 
-def recipe_sizes(recipe: Recipe, layers: Sequence[_PricedLayer | None]) -> tuple[float, float, int]:
+def recipe_sizes(recipe: Recipe, layers: Sequence[_SizedLayer | None]) -> tuple[float, float, int]:
     """Return the nominal bits per value, and the bits per value and the size in bytes of a file with one sequence.
 
     Sizes that depend on the values are estimated, assuming no outliers, no raw tokens of low norm, and, for the codec lossless, normally

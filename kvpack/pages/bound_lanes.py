@@ -123,7 +123,10 @@ class BoundLane:
             if self._lane.halved_codec is not None and ((fit_errors[0] > 1) & ~kept).any():
                 fit_errors = self._halve_means(slot, row, self._lane.halved_codec, sizes, kept, rest, fit_errors)
             # The same token may both lack room and fit badly.
-            wanted = self._wanted(watched, slot)[1] if watched is not None and left_out.any() else torch.zeros_like(kept).expand(2, -1, -1)
+            if watched is not None and left_out.any():
+                _, wanted = self._raw_choices(watched, slot)
+            else:
+                wanted = torch.zeros_like(kept).expand(2, -1, -1)
             left_out = count_left_out(wanted, kept, fit_errors).numpy()
         if raw is None:
             return left_out
@@ -141,15 +144,13 @@ class BoundLane:
         if self._choosers is not None:
             result = [self._choosers[stretch[1]].run(self._values(stretch, slot), threads) for stretch in self._stretches_of_keys]
             return numpy.concatenate([chosen for chosen, _ in result]), numpy.concatenate([left_out for _, left_out in result]).sum(0)
-        token, wanted = self._wanted(raw, slot)
+        token, wanted = self._raw_choices(raw, slot)
         tokens = self._lane.geometry.tokens
         left_out = count_left_out(wanted, slot_mask(token, tokens))
         return token.masked_fill(token == tokens, -1).numpy(), left_out.numpy()
 
-    def _wanted(self, raw: RawPositions, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens to keep raw in each layer of the page in ``slot``: the chosen ones, and all that qualify
-        (``choose_slot_tokens``).
-        """
+    def _raw_choices(self, raw: RawPositions, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the raw tokens of each layer of the page in ``slot``, and all tokens that qualify, as ``choose_slot_tokens`` does."""
         lane, codec = self._lane, self._lane.plain_codec
         dtype, fit_errors = lane.geometry.computed_dtype, None
         if lane.shared:

@@ -162,8 +162,8 @@ class Backend(Protocol):
     def size(self) -> tuple[int, int]:
         """Return the number of entries and their total size in bytes."""
 
-    def pin(self, keys: Sequence[bytes], hold: PinTerms) -> bool:
-        """Protect a chain from eviction by any process until ``unpin``, or until ``hold`` ends. Returns True if the chain is pinned now."""
+    def pin(self, keys: Sequence[bytes], terms: PinTerms) -> bool:
+        """Protect a chain from eviction by any process until ``unpin`` or ``terms.until``. Returns True if the chain is pinned now."""
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         """Remove the pins that ``owner`` (None for anyone) has set on a chain. Returns True if there were any."""

@@ -73,7 +73,7 @@ class StoredBasis:
             self._basis = next((result for key in self.keys if (result := self._read_stored(key)) is not None), None)
         return self._basis
 
-    def count_missing(self, operation: str) -> None:
+    def record_missing(self, operation: str) -> None:
         """Count the missing basis as a failure of ``operation``."""
         self._counters.fault(
             operation,
@@ -86,7 +86,7 @@ class StoredBasis:
         """Store the basis in every tier that lacks it, and replace damaged copies. Returns True if any tier has the basis now."""
         basis = self.get()
         if basis is None:
-            self.count_missing("save")
+            self.record_missing("save")
             return False
         # In every tier at once: a chunk must not reach a tier before its basis.
         return True in [self._put_in(tier, backend, basis, now_ns) for tier, backend in enumerate(self._backend.parts)]

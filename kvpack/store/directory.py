@@ -294,8 +294,8 @@ class Directory(SingleTierBackend):
         count = self._read_usage()
         return 0 if count is None else count.effective_budget(count.total)
 
-    def pin(self, keys: Sequence[bytes], hold: PinTerms) -> bool:
-        return self._pins.add(keys, hold)
+    def pin(self, keys: Sequence[bytes], terms: PinTerms) -> bool:
+        return self._pins.add(keys, terms)
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         return self._pins.remove(keys, owner)

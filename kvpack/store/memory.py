@@ -99,9 +99,9 @@ class Memory(SingleTierBackend):
         with self._lock:
             return len(self._entries), self._total
 
-    def pin(self, keys: Sequence[bytes], hold: PinTerms) -> bool:
+    def pin(self, keys: Sequence[bytes], terms: PinTerms) -> bool:
         with self._lock:
-            self._pins[keys[-1], hold.owner] = Pin(tuple(keys), *hold)
+            self._pins[keys[-1], terms.owner] = Pin(tuple(keys), *terms)
         return True
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:

@@ -202,9 +202,9 @@ class ObjectStore(SingleTierBackend):
         sizes = [size for _, size, _ in self._entries() or ()]
         return len(sizes), sum(sizes)
 
-    def pin(self, keys: Sequence[bytes], hold: PinTerms) -> bool:
-        name = _HOLDS + keys[-1].hex() + "/" + owner_digest(hold.owner).hex()
-        return self._guard.request("pin", lambda: self._objects.put(name, encode_pin(keys, hold)), False)
+    def pin(self, keys: Sequence[bytes], terms: PinTerms) -> bool:
+        name = _HOLDS + keys[-1].hex() + "/" + owner_digest(terms.owner).hex()
+        return self._guard.request("pin", lambda: self._objects.put(name, encode_pin(keys, terms)), False)
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         folder = _HOLDS + keys[-1].hex() + "/"

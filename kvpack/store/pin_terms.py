@@ -51,10 +51,10 @@ def owner_digest(owner: str) -> bytes:
     return hashlib.sha256(owner.encode()).digest()[:_DIGEST_BYTES]
 
 
-def encode_pin(chain: Sequence[bytes], hold: PinTerms) -> bytes:
+def encode_pin(chain: Sequence[bytes], terms: PinTerms) -> bytes:
     """Return the bytes of a pin (spec/store.md, Pins)."""
-    owner = hold.owner.encode()
-    return _HEAD.pack(_MAGIC, hold.until, len(owner)) + owner + b"".join(chain)
+    owner = terms.owner.encode()
+    return _HEAD.pack(_MAGIC, terms.until, len(owner)) + owner + b"".join(chain)
 
 
 def parse_pin(name: str, data: bytes) -> Pin:

@@ -33,15 +33,15 @@ class Pins:
     def __init__(self, folder: Folder, counters: Counters) -> None:
         self._folder, self._counters = folder, counters
 
-    def add(self, chain: Sequence[bytes], hold: PinTerms) -> bool:
-        """Pin a chain on the terms ``hold``. Returns True if it is pinned now."""
-        pieces = [memoryview(encode_pin(chain, hold))]
+    def add(self, chain: Sequence[bytes], terms: PinTerms) -> bool:
+        """Pin a chain on the terms ``terms``. Returns True if it is pinned now."""
+        pieces = [memoryview(encode_pin(chain, terms))]
         try:
             self._folder.make_folders(self._folder.holds_folder)
             durable, take_ownership = self._folder.durable, self._folder.trust.assign_owner
             # Do not create the file among unfinished entries, which count toward the budget.
             write_file(
-                self._path(chain[-1], hold.owner), pieces, durable=durable, unfinished=self._folder.holds_folder, begin=take_ownership
+                self._path(chain[-1], terms.owner), pieces, durable=durable, unfinished=self._folder.holds_folder, begin=take_ownership
             )
         except (OSError, KvpackError) as error:
             self._counters.fault("pin", error)

@@ -237,9 +237,9 @@ class Redis(SingleTierBackend):
         """Store the descriptive texts of entries. ``texts`` contains pairs (key, text)."""
         self._abouts.add(texts)
 
-    def pin(self, keys: Sequence[bytes], hold: PinTerms) -> bool:
-        field = keys[-1] + owner_digest(hold.owner)
-        return self._client.call("pin", field, encode_pin(keys, hold), b"".join(keys), hold.until) is not None
+    def pin(self, keys: Sequence[bytes], terms: PinTerms) -> bool:
+        field = keys[-1] + owner_digest(terms.owner)
+        return self._client.call("pin", field, encode_pin(keys, terms), b"".join(keys), terms.until) is not None
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         if owner is not None:

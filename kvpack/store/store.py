@@ -353,11 +353,11 @@ class Store:
         The pin lasts until ``unpin`` or ``delete``, but at most ``seconds`` seconds (by default, a day). It belongs to ``owner`` (by
         default, the host and the process), and replaces the owner's earlier pin of the prefix. Raises InvalidParameter.
         """
-        hold = make_pin_terms(owner, seconds)
+        terms = make_pin_terms(owner, seconds)
         keys = self.keys(token_ids, inputs=inputs)
         usable = self._resumable_keys(keys)
         before = [key for key in self._leading_keys if self._backend.count_present([key])]
-        return len(usable) * self.chunk if usable and self._backend.pin([*before, *self._with_states(usable)], hold) else 0
+        return len(usable) * self.chunk if usable and self._backend.pin([*before, *self._with_states(usable)], terms) else 0
 
     def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None) -> bool:
         """Undo ``pin`` of the same prefix by ``owner`` (None for all owners). Returns True if it was pinned. Raises InvalidParameter."""
@@ -447,7 +447,7 @@ class Store:
             return False
         self._reader.basis = self._stored_basis.get()
         if self._reader.basis is None:
-            self._stored_basis.count_missing("load")
+            self._stored_basis.record_missing("load")
         return self._reader.basis is not None
 
     def _has_fixed_frequencies(self, ids: bytes) -> bool:

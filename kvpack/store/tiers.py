@@ -156,8 +156,8 @@ class Tiers:
         sizes = [stored.size for stored in self.list()]
         return len(sizes), sum(sizes)
 
-    def pin(self, keys: Sequence[bytes], hold: PinTerms) -> bool:
-        return _call_each(self._backends, lambda backend: backend.pin(keys, hold))
+    def pin(self, keys: Sequence[bytes], terms: PinTerms) -> bool:
+        return _call_each(self._backends, lambda backend: backend.pin(keys, terms))
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         return _call_each(self._backends, lambda backend: backend.unpin(keys, owner))

@@ -37,7 +37,7 @@ def measure_place_losses(model: Any, basis: Basis, windows: Sequence[torch.Tenso
     """
     keys, values = (calibrated_codec(side, MEASURED_BITS, trellis=False) for side in "kv")
     recipe = Recipe(f"k={keys};v={values};{RAW_CLAUSE}", basis)
-    layers = basis.layers_described
+    layers = basis.described_layer_count
     losses = {side: [0.0] * layers for side in "kv"}
     for tokens in windows:
         exact = read_uncompressed(model, tokens, max(1, (tokens.shape[1] - 1) // SCORED_PART))

@@ -170,14 +170,14 @@ class Statistics:
             gradients = list(_gradients(model, tokens[:, : first + predicted], known, generator))
             depends |= any(bool(gradient.any()) for part in gradients for pair in part for gradient in pair)
             for number, layer_gradients in enumerate(zip(*gradients, strict=True)):
-                for side, views in self._views(number, layer_gradients, framing):
+                for side, views in self._named_views(number, layer_gradients, framing):
                     _add(self.costs, side, torch.stack([_outer_products(view, ~raw[number][:first]) for view in views]))
         _check_depends(depends, tokens.shape[1] - count)
         order = torch.randperm(count, generator=generator, device=tokens.device)
         for number, pair in enumerate(pairs):
             chosen = order[~raw[number][order]][:sampled]
             few = chosen[: -(-sampled // SAMPLED_OF_FRAMES)]
-            for name, (values,) in self._views(number, [pair], framing):
+            for name, (values,) in self._named_views(number, [pair], framing):
                 self._count(name, values, ~raw[number], few if name.endswith(".frames") else chosen)
 
     def add_moments(self, window: int, pairs: Pairs, queries: QueryMoments, ropes: Sequence[Rope | None] | None) -> None:
@@ -204,10 +204,13 @@ class Statistics:
         return KeyMoments(*(torch.zeros_like(first[name]) if part is None else part for name, part in zip(MOMENTS, tensors, strict=True)))
 
     @staticmethod
-    def _views(
+    def _named_views(
         number: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], framing: Framing | None
     ) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Yield the name of each side of layer ``number``, and of its frames, with views ``[1, part, token, channel]`` of ``pairs``."""
+        """Yield (name, views) for the keys of layer ``number``, its values and, with ``framing``, the frames of each.
+
+        There is one view ``[1, part, token, channel]`` for each of ``pairs``.
+        """
         for side, values in zip("kv", zip(*pairs, strict=True), strict=True):
             yield f"{number}.{side}", list(values)
             if framing is not None:

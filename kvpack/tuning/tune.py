@@ -76,7 +76,9 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class _WindowSizes:
+    """The sizes of ``Settings``, with defaults and limits applied."""
+
     tokens: int
     score: int
     windows: int
@@ -218,7 +220,7 @@ def _check_folder(path: str) -> None:
         raise WriteFailed(f"cannot write {path}: {folder} is not writable")
 
 
-def _sizes(settings: Settings, text: Text, max_positions: int | None) -> _Sizes:
+def _sizes(settings: Settings, text: Text, max_positions: int | None) -> _WindowSizes:
     tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, text, max_positions)
     if settings.tokens is None:
         # A short text makes two windows, one of them held out. Whole token groups leave no raw tail.
@@ -233,10 +235,10 @@ def _sizes(settings: Settings, text: Text, max_positions: int | None) -> _Sizes:
     held_out_windows = min(DEFAULT_HELD_OUT_WINDOWS, room - windows) if settings.held_out_windows is None else settings.held_out_windows
     reason = f"windows of {tokens} tokens in {text.name}, in addition to {windows} for the search"
     check_size("--held-out", held_out_windows, 1, room - windows, reason)
-    return _Sizes(tokens, scored_tokens, windows, held_out_windows)
+    return _WindowSizes(tokens, scored_tokens, windows, held_out_windows)
 
 
-def _windows(text: Text, sizes: _Sizes, settings: Settings) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _windows(text: Text, sizes: _WindowSizes, settings: Settings) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the windows of the search, spread over the text, and the held-out windows between them."""
     size, count = window_ids(sizes.tokens, text), sizes.windows + sizes.held_out
     every = [window(text, start, size).to(settings.device) for start in starts(len(text.ids), size, count, settings.seed)]

@@ -35,7 +35,7 @@ def test_the_table_shows_every_codec(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.cuda
 def test_a_small_shape_is_measured() -> None:
     recipes = ["kivi-4;raw=0", "kv=group:b=2,scales=u8", "klt=6310:5310"]
-    report = encode_kernels.run(recipes, encode_kernels.StateShape(1, 2, 2048, 64))
+    report = encode_kernels.run(recipes, encode_kernels.KeyValueShape(1, 2, 2048, 64))
     assert [(row["recipe"], row["side"]) for row in report["rows"]] == [(recipe, side) for recipe in recipes for side in "kv"]
     assert [row["seconds"] is not None for row in report["rows"]] == [True, True, False, False, True, True]
     assert all(row["pack_seconds"] > 0 and row["unpack_seconds"] > 0 for row in report["rows"])

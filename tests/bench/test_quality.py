@@ -354,8 +354,8 @@ def test_an_answer_is_correct_if_every_token_is_the_first_choice() -> None:
 
     prompt = needles.Prompt((), ((tuple(b"\n[[key QWERTY = "), tuple(value)),), (0.0,))
     for Answering.wrong in range(8):
-        assert needles.check_answers(Answering(), prompt, lambda: "true") == [True]
-        assert needles.check_answers(Answering(), prompt, lambda: "other") == [False]
+        assert needles.grade_answers(Answering(), prompt, lambda: "true") == [True]
+        assert needles.grade_answers(Answering(), prompt, lambda: "other") == [False]
 
 
 def test_recall_by_depth_and_length() -> None:

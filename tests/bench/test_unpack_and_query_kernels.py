@@ -38,7 +38,7 @@ def test_the_table_for_many_queries_is_printed(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.cuda
 def test_both_kernels_are_measured() -> None:
-    unpacked = unpack_kernels.run(["octopus-3"], unpack_kernels.StateShape(1, 2, 2048, 64))
+    unpacked = unpack_kernels.run(["octopus-3"], unpack_kernels.KeyValueShape(1, 2, 2048, 64))
     assert unpacked["rows"][0]["of_copy_speed"] > 0
     queries = query_kernels.run(["octopus-3"], QueryShape(1, 4, 2, 64, 2048), [2, 256])
     assert [row["queries"] for row in queries["rows"]] == [2, 256]

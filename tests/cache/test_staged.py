@@ -123,9 +123,9 @@ def test_staging_memory_is_bounded_and_reused(tmp_path: Path) -> None:
     asked: list[int] = []
 
     class Counting(LateBus):
-        def staging(self, nbytes: int) -> torch.Tensor:
+        def allocate_staging(self, nbytes: int) -> torch.Tensor:
             asked.append(nbytes)
-            return super().staging(nbytes)
+            return super().allocate_staging(nbytes)
 
     file = container.open_file(tmp_path / "a")
     largest = max(file.side_offsets(number, side).nbytes for number in range(12) for side in "kv")

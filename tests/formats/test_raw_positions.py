@@ -312,7 +312,7 @@ def test_few_tokens_per_page_may_be_raw_for_a_shared_scale() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("raw_dtype=fp16", "needs raw_first=<count>, raw_low_norm=<share> or raw_high_norm=<ratio>"),
+        ("raw_dtype=fp16", "has no effect without raw_first=<count>, raw_low_norm=<share> or raw_high_norm=<ratio>"),
         ("raw_low_norm=1", "expected a number above 0 and below 1"),
         ("raw_low_norm=0.0", "expected a number above 0 and below 1"),
         ("raw_low_norm=nan", "expected a number above 0 and below 1"),

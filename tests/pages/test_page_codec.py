@@ -644,7 +644,7 @@ def test_unsuitable_arguments_are_refused() -> None:
         (lambda: PageCodec("raw", SMALL, namespace=b"x"), InvalidParameter, "expected 32 bytes, such as Identity.digest"),
         (lambda: PageCodec("raw", (1, 2)), InvalidParameter, "geometry is a tuple"),  # type: ignore[arg-type]
         (lambda: PageBuffer(SMALL, given[0]), InvalidParameter, "the geometry has k and v, but tensors for k were passed"),
-        (lambda: PageBuffer(SMALL, given[0][:, :2], given[1]), InvalidParameter, "pages of 3 layers are one tensor"),
+        (lambda: PageBuffer(SMALL, given[0][:, :2], given[1]), InvalidParameter, "expected one tensor .* of 3 layers, or a list"),
         (lambda: PageBuffer(SMALL, given[0].float(), given[1]), InvalidType, r"layers\[0\].k has dtype torch.float32, expected bf16"),
         (lambda: PageBuffer(SMALL, given[0][..., :8], given[1]), InvalidParameter, r"expected \[slot, 2, 16, 64\]"),
         (lambda: PageBuffer(SMALL, given[0][:1], given[1]), InvalidParameter, "has 1 slots on cpu, but another has 2"),

@@ -62,7 +62,7 @@ class Toy(SingleTierBackend):
     def size(self) -> tuple[int, int]:
         return len(self._entries), sum(map(len, self._entries.values()))
 
-    def pin(self, keys: Sequence[bytes], hold: PinTerms) -> bool:
+    def pin(self, keys: Sequence[bytes], terms: PinTerms) -> bool:
         return False
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:

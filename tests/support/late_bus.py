@@ -23,7 +23,7 @@ class LateBus(HostBus):
         self.closed = False
         self._lock = threading.Lock()
 
-    def staging(self, nbytes: int) -> torch.Tensor:
+    def allocate_staging(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), PATTERN, dtype=torch.uint8)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -249,7 +249,7 @@ class NamedModel:
     @property
     def weights(self) -> str:
         """Digest of the weights, or an empty string if they cannot be read."""
-        return self.fields.get("weights", "")
+        return self.identity_fields.get("weights", "")
 
 
 def name_model(model: Any) -> NamedModel:
@@ -309,7 +309,7 @@ def check_identity(cache: Cache, model: Any) -> NamedModel:
     if not cache.model.get("config"):
         return NamedModel()
     this = name_model(model)
-    fields = dict(this.fields)
+    fields = dict(this.identity_fields)
     if not fields:
         reason = "the cache names the model that computed it, but this one cannot be compared with it"
         raise InvalidParameter(f"{reason}: {this.unnamed}; {SAME_MODEL_ADVICE}")

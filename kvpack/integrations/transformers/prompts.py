@@ -41,7 +41,7 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
             "the cache does not hold the token ids that it was computed from, so no prompt can be compared with it: "
             "save a KvpackCache of the model, or pack with inputs="
         )
-    others = _other_inputs(inputs)
+    others = _undetermined_inputs(inputs)
     if 0 in others:
         raise InvalidParameter(f"{others[0]}: token ids do not determine the cache, so no prompt can be compared with it")
     cache_ids = ids_of(inputs)
@@ -54,7 +54,7 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
     return int(differing[0]) if len(differing) else longest
 
 
-def _other_inputs(inputs: Inputs) -> dict[int, str]:
+def _undetermined_inputs(inputs: Inputs) -> dict[int, str]:
     """Return the inputs that token ids and a mask do not determine, by the position of their first token.
 
     Different ids in rows and padding are left out: known ids are compared, and the next pass must provide the mask that hid padding.
@@ -69,7 +69,7 @@ def check_rows_known(cache: Cache) -> None:
     if inputs is not None and inputs.rows_are_unknown:
         text = next(text for text in inputs.undetermined if text.endswith((ROWS_DIFFER, IDS_LEFT_OUT)))
         hint = "pass each row's ids as prompt= to keep the tokens that match, or "
-        if 0 in _other_inputs(inputs):
+        if 0 in _undetermined_inputs(inputs):
             hint = ""
         raise InvalidParameter(
             f"{text}, but the file does not hold the ids of each row, so rows of other prompts could continue it: {hint}use "

@@ -159,7 +159,7 @@ class Tracking:
             if self._running and output is None:
                 self._note_failed(ended)
             self._running = False
-            self._wait_until_read()
+            self._wait_for_weights()
         if self._passes.is_idle:
             self.lock.release()
 
@@ -208,8 +208,8 @@ class Tracking:
         """
         model = None if self._watched is None else self._watched()
         if not self.record.tokens:
-            return name_model(model).fields if self._is_new and model is not None else None
-        self._wait_until_read()
+            return name_model(model).identity_fields if self._is_new and model is not None else None
+        self._wait_for_weights()
         if model is not None:
             self._verify(model)
         if not self._is_new or self._first is None:
@@ -217,7 +217,7 @@ class Tracking:
         if self._first.unnamed:
             reason = "the cache cannot record its model, so a wrong one would not be noticed"
             warnings.warn(f"{reason}: {self._first.unnamed}", KvpackWarning, 4)
-        return self._first.fields
+        return self._first.identity_fields
 
     def _name_model(self) -> None:
         """Identify the model of the first token. Its weights are read during the pass."""
@@ -228,7 +228,7 @@ class Tracking:
         self._is_new, self._held, self._verified, self._changed = True, False, 0, ""
         self._is_unused = False
 
-    def _wait_until_read(self) -> None:
+    def _wait_for_weights(self) -> None:
         """Wait until the weights with which the first pass ran have been read."""
         if not self._held and self._first is not None:
             self._first.wait_until_read()
@@ -245,7 +245,7 @@ class Tracking:
         state, unused = self._latest.state, self._is_unused
         few = seen.ids is not None and seen.ids.shape[1] == 1
         has_changed = not state.matches(outermost_model(model)) if unused else state.has_other_weights(few=few)
-        if has_changed and self._first.weights and (current := name_model(model)).fields:
+        if has_changed and self._first.weights and (current := name_model(model)).identity_fields:
             changed = self._fields_changed_to(current)
             if unused and changed:
                 raise InvalidParameter(
@@ -277,7 +277,7 @@ class Tracking:
     def _fields_changed_to(self, latest: NamedModel) -> str:
         """Return the first field in which the model at the first token differs from ``latest``, or an empty string."""
         assert self._first is not None
-        first, now = self._first.fields, latest.fields
+        first, now = self._first.identity_fields, latest.identity_fields
         return next((name for name in _FIELDS if now.get(name) != first.get(name)), "")
 
     def _note_failed(self, failed: Pass) -> None:

@@ -236,7 +236,7 @@ class NamedModel:
             self._weights.wait_until_read()
 
     @cached_property
-    def fields(self) -> dict[str, str]:
+    def identity_fields(self) -> dict[str, str]:
         """The fields that identify the model. Blocks until the digest is known. If the weights cannot be read, the digest is omitted."""
         if self._identity is None:
             return {}
@@ -270,7 +270,7 @@ def name_model(model: Any) -> NamedModel:
 
 def identity_of(model: Any) -> dict[str, str]:
     """Return the fields by which caches identify ``model``, as ``name_model`` does."""
-    return name_model(model).fields
+    return name_model(model).identity_fields
 
 
 def identity_for(model: Any, basis: Basis) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""LiveCache: a growing cache that packs keys and values while a model generates, and attends to them in packed form."""
+"""LiveCache: a growing cache that packs keys and values while a model generates, and attends to them without unpacking."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvpack.identity.arguments import ModelArgument
 
 MAX_DEFERRED_TOKENS = 1024
-"""Maximum number of tokens in an update that stays raw until the next update, so that the first token is returned sooner.
+"""Maximum number of tokens in an update that may stay raw until the next update, so that the first output token is returned sooner.
 
 Longer updates are encoded right after their ``attend``.
 """
@@ -42,7 +42,7 @@ Longer updates are encoded right after their ``attend``.
 class LiveCache:
     """A mutable cache for decoding, which packs keys and values while a model generates.
 
-    New tokens are added to a raw tail, from which whole windows of tokens are moved to packed runs. ``LiveCache(recipe, layers=n)`` is
+    New tokens are added to a raw tail. Whole windows of tokens are later encoded into packed runs. ``LiveCache(recipe, layers=n)`` is
     empty, and each layer gets its heads, dims, dtype and device from its first tokens. ``LiveCache.of(cache)`` continues a cache and shares
     its bytes.
 
@@ -50,10 +50,10 @@ class LiveCache:
     contain them until ``roll`` reports that launches changed. Code compiled by ``torch.compile`` sees both as opaque operators.
 
     Args:
-        recipe: The recipe, given as for ``pack``.
+        recipe: The recipe, in any form that ``pack`` accepts.
         layers: Number of layers.
         sliding_windows: Window of each layer in tokens, or None for full attention. Tokens that no later query sees are dropped.
-        model: The model, given as for ``pack``. ``freeze`` records it.
+        model: The model, in any form that ``pack`` accepts. ``freeze`` records it.
 
     Raises:
         InvalidParameter: An argument does not fit, or the basis belongs to another model.
@@ -61,13 +61,8 @@ class LiveCache:
 
     The first tokens of a layer raise MissingBasis if the recipe lacks the basis that it needs.
 
-    >>> live = kvpack.LiveCache("octopus-3", layers=2)
-    >>> for layer, (k, v) in enumerate(past):
-    ...     live.update(layer, k, v)
-    >>> live.attend(0, torch.randn(1, 4, 1, 64, dtype=torch.bfloat16)).shape
-    torch.Size([1, 4, 1, 64])
-    >>> live.freeze().tokens
-    64
+    >>> live = kvpack.LiveCache("octopus-3", layers=2) >>> for layer, (k, v) in enumerate(past): ...     live.update(layer, k, v) >>>
+    live.attend(0, torch.randn(1, 4, 1, 64, dtype=torch.bfloat16)).shape torch.Size([1, 4, 1, 64]) >>> live.freeze().tokens 64
     """
 
     def __init__(
@@ -93,7 +88,7 @@ class LiveCache:
 
     @classmethod
     def of(cls, cache: Cache, *, sliding_windows: Sequence[int | None] | None = None) -> LiveCache:
-        """Create a live cache that continues ``cache`` and shares its bytes. Raises InvalidType for anything but a packed cache."""
+        """Create a live cache that continues ``cache`` and shares its bytes. Raises InvalidType for anything except a packed cache."""
         check_packed(cache, "LiveCache.of({})")
         cache.check_ends()
         for number, layer in enumerate(cache):
@@ -127,7 +122,7 @@ class LiveCache:
         self._value_dims = [0 if layer is None else layer.value_dim for layer in self._layers]
         self._captures = self._known = False
         self.launches = 0
-        """Number that changes whenever launches change. A CUDA graph of ``update`` and ``attend`` must then be captured again."""
+        """Counter that changes whenever kernel launches change. CUDA graphs of ``update`` and ``attend`` must then be captured again."""
 
     def __reduce__(self) -> NoReturn:
         raise InvalidParameter(
@@ -139,7 +134,7 @@ class LiveCache:
         return self._continue_with(self.snapshot())
 
     def _continue_with(self, cache: Cache) -> LiveCache:
-        """Return a live cache with this cache's options and the tokens of ``cache``."""
+        """Return a live cache with the options of this one and the tokens of ``cache``."""
         copied = self._of(cache, self.sliding_windows)
         # Keep the basis, which layers without tokens need.
         copied._recipe = self._recipe
@@ -156,13 +151,13 @@ class LiveCache:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the layers have seen. In the middle of a forward pass, it is the largest number of any layer."""
+        """Number of tokens that the layers have seen. During a forward pass, it is the largest number in any layer."""
         self._settle()
         return max((layer.seen_tokens for layer in self._layers if layer is not None), default=0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory in use, including the space that is reserved for new tokens."""
+        """Number of bytes in use, including space reserved for new tokens."""
         return sum(layer.nbytes for layer in self._layers if layer is not None)
 
     def seen_tokens(self, layer: int) -> int:
@@ -194,11 +189,11 @@ class LiveCache:
         return {} if live is None else {name: (side.batch, side.heads, side.dim) for name, side in live.sides.items()}
 
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
-        """Add the keys and values ``[batch, kv_head, token, dim]`` of new tokens to ``layer``.
+        """Add new tokens to ``layer``. ``k`` and ``v`` are ``[batch, kv_head, token, dim]``.
 
-        A few tokens are added to the raw tail. If the tail has no room, tokens are encoded after their ``attend``. Raises OutOfBounds for a
-        layer that the cache does not have, InvalidType for another dtype, and InvalidParameter for values that do not continue the layer.
-        On a CUDA device, the next ``roll`` or ``freeze`` checks that the values are finite.
+        Tokens are added to the raw tail. If it has no room, they are encoded after their ``attend``. Raises OutOfBounds for a layer that
+        the cache does not have, InvalidType for an unsupported dtype, and InvalidParameter for values that do not continue the layer. On a
+        CUDA device, the next ``roll`` or ``freeze`` checks that the values are finite.
         """
         if torch.compiler.is_dynamo_compiling():
             if v is not None:
@@ -216,9 +211,9 @@ class LiveCache:
         self._refresh_steps(layer)
 
     def try_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None, following: int | None = None) -> int | None:
-        """Add a few tokens quickly if no further checks are needed, and return the number of tokens that the layer has seen.
+        """Add a few tokens quickly if they need no further checks. Returns the number of tokens that the layer has seen.
 
-        Returns None without adding anything if ``update`` must be called instead, or if the layer ``following`` has seen fewer tokens.
+        Returns None, and adds nothing, if ``update`` must be called instead, or if layer ``following`` has seen fewer tokens.
         """
         live, steps = self._layer_or_none(layer), self._steps[layer]
         if live is None or steps is None:
@@ -239,11 +234,11 @@ class LiveCache:
         sink_logits: torch.Tensor | None = None,
         starts: torch.Tensor | Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Attend to all tokens of ``layer``, as ``kvpack.attend`` does. ``q`` ``[batch, q_head, q_len, dim]`` are the last tokens.
+        """Attend to all tokens of ``layer``, as ``kvpack.attend`` does. The queries ``[batch, q_head, q_len, dim]`` are the last tokens.
 
-        ``starts`` count from the first token that the layer has seen. On a CUDA device, they are read there. If the tail has no room for an
-        update, its tokens are attended in raw form and then encoded. Raises the errors of ``kvpack.attend``, and OutOfBounds for a layer
-        without tokens.
+        ``starts`` count from the first token that the layer has seen, and are not copied from a CUDA device. If an update did not fit in
+        the tail, its tokens are attended to in raw form and then encoded. Raises the errors of ``kvpack.attend``, and OutOfBounds for a
+        layer without tokens.
         """
         if torch.compiler.is_dynamo_compiling():
             options = {"scale": scale, "causal": causal, "softcap": softcap, "sliding_window": sliding_window}
@@ -274,11 +269,11 @@ class LiveCache:
         return result
 
     def roll(self) -> bool:
-        """Encode whole windows of every layer's raw tail, except its newest tokens, and return True if launches changed.
+        """Encode whole windows of each layer's raw tail, except its newest tokens. Returns True if kernel launches changed.
 
         Call this between steps, at least once per window of tokens. If it returns True, capture CUDA graphs of ``update`` and ``attend``
-        again. It synchronizes with a CUDA device. Raises InvalidParameter, naming the layer, for non-finite values added since the last
-        call.
+        again. It synchronizes with a CUDA device. If a value added since the last call is not finite, raises InvalidParameter, naming the
+        layer.
         """
         self._settle()
         self._check_finite()
@@ -290,23 +285,23 @@ class LiveCache:
 
     @property
     def room(self) -> int:
-        """Number of tokens for which every layer's raw tail still has room, as far as the host knows.
+        """Number of tokens that still fit in the raw tail of every layer, as far as the host knows.
 
-        It is 0 while a long update waits to be encoded, and if a layer's keys and values have packed different numbers of tokens.
+        It is 0 while a long update waits to be encoded, or if a layer's keys and values have packed different numbers of tokens.
         """
         rooms = (0 if layer.pending_tokens or layer.is_uneven else layer.room - layer.raw_tokens for layer in self._selected_layers(None))
         return min(rooms, default=0)
 
     @property
     def is_uneven(self) -> bool:
-        """True if the keys and values of a layer have packed different numbers of tokens, so that steps need work on the host."""
+        """True if the keys and values of a layer have packed different numbers of tokens. Decode steps then need work on the host."""
         return any(layer.is_uneven for layer in self._layers if layer is not None)
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Return a context in which calls may be captured in a CUDA graph. Replays must be reported with ``record_replay``.
+        """Return a context in which calls may be captured in a CUDA graph. Report each replay with ``record_replay``.
 
-        Calls that need work on the host raise InvalidParameter. The graph is valid while ``launches`` stays the same, and a replay needs
+        Calls that need work on the host raise InvalidParameter. The graph is valid as long as ``launches`` stays the same. A replay needs
         enough ``room``.
         """
         counts = [(layer, layer.raw_tokens) for layer in self._layers if layer is not None]
@@ -329,20 +324,20 @@ class LiveCache:
             layer.raw_tokens += tokens
 
     def save_tail(self) -> Callable[[], None]:
-        """Save the newest token of every layer's raw tail, and return a function that restores it after it has been overwritten."""
+        """Save the newest token in each layer's raw tail. Returns a function that restores these tokens."""
         restores = contextlib.ExitStack()
         for layer in self._selected_layers(None):
             restores.callback(layer.save_tail())
         return restores.close
 
     def adjust_length(self, tokens: int) -> None:
-        """Change the number of valid tokens in the raw tails by ``tokens``, for example to drop a step's tokens before it is repeated."""
+        """Add ``tokens``, which may be negative, to the number of valid tokens in each raw tail, for example to repeat a step."""
         self.record_replay(tokens)
         for number in range(self._count):
             self._refresh_steps(number)
 
     def layer(self, layer: int, packed: bool = False) -> Layer:
-        """Return all tokens of ``layer`` as an immutable layer that shares the pages. ``packed`` is as for ``freeze``.
+        """Return all tokens of ``layer`` as an immutable layer that shares the packed bytes. ``packed`` is as for ``freeze``.
 
         Raises OutOfBounds.
         """
@@ -355,34 +350,34 @@ class LiveCache:
         return frozen
 
     def unpack(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return dense K and V of ``layer`` ``[batch, kv_head, token, dim]``. Tokens that are still raw are returned exactly.
+        """Return the dense keys and values of ``layer``, each ``[batch, kv_head, token, dim]`` of ``dtype``, or None if absent.
 
-        Raises OutOfBounds.
+        Tokens that are still raw are returned exactly. Raises OutOfBounds.
         """
         check_floating(dtype)
         live = self._settled_layer(layer)
         return (None, None) if live is None else live.layer().unpack(dtype)
 
     def freeze(self, *, packed: bool = False) -> Cache:
-        """Return all tokens as an immutable ``Cache`` that shares the pages and keeps the raw tail. This cache stays usable.
+        """Return all tokens as an immutable ``Cache`` that shares the packed bytes and keeps the raw tail. This cache stays usable.
 
-        With ``packed``, tokens of the tail are packed too, in whole token groups, or in whole windows if the recipe requests a residual
-        window. This makes files smaller, and a store gets all whole chunks. A layer that has not changed since ``of`` is returned
-        unchanged. Raises InvalidParameter, also while an update of all layers is in progress.
+        With ``packed=True``, the tail is packed as well, in whole token groups or, if the recipe sets a window, in whole windows. Files are
+        then smaller, and stores get all whole chunks. A layer that has not changed since ``of`` is returned unchanged. Raises
+        InvalidParameter, also during a forward pass.
         """
         cache = self.snapshot(packed)
         cache.check_ends()
         return cache
 
     def snapshot(self, packed: bool = False) -> Cache:
-        """Return the result of ``freeze``, even if a forward pass was interrupted between two layers. Raises InvalidParameter."""
+        """Return a ``Cache`` like ``freeze``, but also if a forward pass was interrupted between two layers. Raises InvalidParameter."""
         check_flag(packed, "packed")
         self._settle()
         self._check_finite()
         return Cache(tuple(self.layer(number, packed) for number in range(len(self))), self._text, self.model, self.start)
 
     def truncate(self, tokens: int, layer: int | None = None) -> None:
-        """Keep the first ``tokens`` tokens of every layer, or of one layer. Raises OutOfBounds for tokens that have been dropped."""
+        """Keep the first ``tokens`` tokens of every layer, or of one layer. Raises OutOfBounds if some of them have been dropped."""
         tokens = as_integer(tokens, "tokens")
         self._settle()
         selected = self._selected_layers(layer)
@@ -398,17 +393,14 @@ class LiveCache:
         self._change_layers(lambda live: live.truncate(tokens), layer)
 
     def keep_past(self, layer: int) -> None:
-        """Make a sliding-window layer keep tokens outside its window until ``truncate``, so that it can be truncated further back."""
+        """Make a sliding-window layer keep tokens outside its window until ``truncate``, which can then go further back."""
         live = self._layer_or_none(layer)
         self._kept.add(layer)
         if live is not None:
             live.keeps_past = True
 
     def share(self, layer: int) -> None:
-        """Allow other layers of the model to attend to the tokens of ``layer``.
-
-        A long update is then encoded only before the next update.
-        """
+        """Allow other layers of the model to attend to the tokens of ``layer``. A long update is then encoded only at the next update."""
         self._layer_or_none(layer)
         self._shared.add(layer)
 
@@ -417,7 +409,7 @@ class LiveCache:
         self._change_layers(LiveLayer.reset, layer)
 
     def select(self, indices: Any, layer: int | None = None) -> None:
-        """Keep the rows ``indices`` of the batch, in that order, in every layer or in one layer. Indices may repeat.
+        """Keep the sequences at ``indices`` of the batch, in that order, in every layer or in one layer. Indices may repeat.
 
         Raises OutOfBounds or InvalidParameter.
         """
@@ -430,7 +422,7 @@ class LiveCache:
         self.launches += 1
 
     def to(self, device: torch.device | str) -> LiveCache:
-        """Return a copy of this live cache on ``device``. Raises InvalidParameter for an invalid device."""
+        """Return a copy of this cache on ``device``. Raises InvalidParameter if PyTorch cannot use the device."""
         return self._continue_with(self.freeze().to(checked_device(device)))
 
     def _selected_layers(self, layer: int | None) -> list[LiveLayer]:
@@ -459,13 +451,14 @@ class LiveCache:
             )
 
     def _settle(self) -> None:
-        """Read the number of tokens that graph replays have added from the device."""
+        """Update the numbers of tokens by what graph replays have added, which is read from the device."""
         for steps in self._steps:
             if steps is not None:
                 steps.read_replayed_tokens()
 
     def _settled_layer(self, layer: int) -> LiveLayer | None:
-        """Return ``_layer_or_none``, after reading the number of tokens that graph replays have added to the layer from the device."""
+        """Return layer ``layer`` or None, like ``_layer_or_none``, after reading from the device how many tokens graph replays have added.
+        """
         live, steps = self._layer_or_none(layer), self._steps[layer]
         if steps is not None and steps.captured:
             steps.read_replayed_tokens()

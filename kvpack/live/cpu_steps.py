@@ -1,4 +1,4 @@
-"""Fast decode steps on the CPU. A layer is checked and prepared once for all steps, until its pages or buffers change."""
+"""Fast decode steps on the CPU. A layer is checked and prepared once, and again only if its packed runs or buffers change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUMBER_TYPES = {type(None), bool, int, float}
 
 
 class CpuSteps:
-    """The prepared decode steps of one ``layer``. Unsupported calls are passed to the layer's ``update`` and to ``kvpack.attend``."""
+    """The prepared decode steps of one layer. For calls that they do not support, use the layer's ``update`` and ``kvpack.attend``."""
 
     captured = False
 
@@ -32,11 +32,11 @@ class CpuSteps:
 
     @staticmethod
     def supports(layer: LiveLayer, q: torch.Tensor) -> bool:
-        """Return True if the C kernels can attend queries like ``q`` over keys and values."""
+        """Return True if the layer has keys and values and the C kernels support queries like ``q``."""
         return set(layer.sides) == {"k", "v"} and isinstance(q, torch.Tensor) and q.device == layer.device and dispatch.uses_c(q.device)
 
     def try_update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
-        """Append tokens to the raw tail. Returns False, and does nothing, if ``update`` must check or convert them, or make room."""
+        """Append tokens to the raw tail. Returns False, and does nothing, if ``update`` must check or convert them or make room."""
         layer = self._layer
         if self._version != layer.version:
             self._view()
@@ -69,7 +69,7 @@ class CpuSteps:
         softcap: float | None,
         window: int | None,
     ) -> torch.Tensor | None:
-        """Attend as ``LiveCache.attend`` does. Returns None if ``kvpack.attend`` must be called instead."""
+        """Return attention outputs like ``LiveCache.attend``, or None if ``kvpack.attend`` must be called instead."""
         layer = self._layer
         if self._version != layer.version:
             self._view()
@@ -101,7 +101,7 @@ class CpuSteps:
         """Do nothing, because steps on the CPU are never captured in a graph."""
 
     def _view(self) -> None:
-        """Prepare the layer as it is now, with its complete tail buffers."""
+        """Prepare for the layer's current runs and tail buffers."""
         layer = self._layer
         self._version, self._is_even, self._older = layer.version, not layer.is_uneven, layer.older_tokens
         self._calls: dict[Any, Callable[..., torch.Tensor] | None] = {}

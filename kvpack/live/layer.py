@@ -1,4 +1,4 @@
-"""One layer of a live cache: its keys and values, and the number of packed and raw tokens."""
+"""One layer of a live cache: its keys and values, and its numbers of packed and raw tokens."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class LiveLayer:
-    """A growing layer: an immutable ``layer``, followed by the tokens that ``update`` adds.
+    """A growing layer: an immutable layer, followed by the tokens that ``update`` adds.
 
-    ``window`` is the number of tokens encoded together, ``newest`` the number that stay raw, and ``room`` the capacity of the raw tail.
-    With ``sliding_window``, tokens that no later query sees are dropped. ``name`` names the layer in errors, and ``start`` is the position
-    of the cache's first token.
+    ``window`` is the number of tokens encoded together, ``newest`` the number of tokens that stay raw, and ``room`` the capacity of the raw
+    tail. With a ``sliding_window``, tokens that no later query sees are dropped. ``name`` names the layer in error messages. ``start`` is
+    the position of the cache's first token.
     """
 
     def __init__(self, layer: Layer, window: int, newest: int, room: int, sliding_window: int | None, name: str, start: int = 0) -> None:
         self.window, self.newest, self.sliding_window, self.name, self._start = window, newest, sliding_window, name, start
         self.skipped = layer.skipped
         self.raw_tokens = min((side.tail.shape[2] for side in layer.sides.values()), default=0)
-        """Number of tokens in the tail, which is the same for keys and values."""
+        """Number of tokens in the raw tail. It is the same for keys and values."""
         self._given: tuple[Layer | None, int] = layer, self.raw_tokens
         self.room = max(room, self.raw_tokens)
         self.sides = {
@@ -45,9 +45,9 @@ class LiveLayer:
         self._one_side = next(iter(self.sides.values()))
         self._wait({})
         self.keeps_past = False
-        """True if tokens that no later query sees are dropped only by ``crop``."""
+        """True if tokens that no later query sees are kept until ``truncate``."""
         self.version = 0
-        """Number that changes with everything that a plan of attention depends on: pages, and the buffers of the tail."""
+        """Counter that changes with everything that prepared attention calls depend on: the packed runs and the tail's buffers."""
 
     @property
     def device(self) -> torch.device:
@@ -64,7 +64,7 @@ class LiveLayer:
 
     @property
     def older_tokens(self) -> int:
-        """Number of tokens before the tail: packed tokens, and tokens of a token group that the keys or values have not completed."""
+        """Number of tokens before the tail, including tokens of a token group that is not complete in the keys or the values."""
         return self._one_side.older_tokens
 
     @property
@@ -74,7 +74,7 @@ class LiveLayer:
 
     @property
     def is_due(self) -> bool:
-        """True if ``roll`` would encode tokens of the tail."""
+        """True if ``roll`` would encode tokens."""
         return self._encodable_tokens(self.raw_tokens) > 0
 
     @property
@@ -84,19 +84,19 @@ class LiveLayer:
 
     @property
     def seen_tokens(self) -> int:
-        """Number of tokens that the layer has seen, including those that it has dropped."""
+        """Number of tokens that the layer has seen, including dropped ones."""
         side = self._one_side
         return self.skipped + side.packed_tokens + side.unfinished.shape[2] + self.raw_tokens + self.pending_tokens
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the layer uses."""
+        """Number of bytes in use."""
         return sum(side.nbytes for side in self.sides.values()) + sum(x.nbytes for x in self._pending.values())
 
     def update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
-        """Add the keys and values of new tokens to the raw tail, or, if it has no room, keep them until ``commit`` encodes them.
+        """Add new tokens to the raw tail. If it has no room, they wait until ``commit`` encodes them.
 
-        If they do not continue the layer or, on the CPU, are not finite, raises InvalidParameter or InvalidType and adds nothing.
+        Raises InvalidParameter or InvalidType, and adds nothing, if the tokens do not continue the layer or, on the CPU, are not finite.
         """
         given = self._check_tensors(k, v)
         self.commit()
@@ -112,7 +112,7 @@ class LiveLayer:
         self.raw_tokens += tokens
 
     def save_tail(self) -> Callable[[], None]:
-        """Save the newest token of the raw tail, and return a function that restores it after it has been overwritten."""
+        """Save the newest token in the raw tail. Returns a function that restores it."""
         places = [side.tail[:, :, self.raw_tokens - 1] for side in self.sides.values()]
         with float32_no_grad(self.device):
             saved = [place.clone() for place in places]
@@ -124,18 +124,18 @@ class LiveLayer:
         return restore_tail
 
     def layer(self) -> Layer:
-        """Return all tokens as a ``Layer`` that shares pages and tail. It is valid until more tokens are added."""
+        """Return all tokens as a ``Layer`` that shares the packed bytes and the tail. It is valid until more tokens are added."""
         return self._layer({name: self._tail(name) for name in self.sides})
 
     def whole(self) -> Layer:
-        """Return the layer with its complete tail buffers, including the room for new tokens."""
+        """Return a ``Layer`` with the complete tail buffers, including the room for new tokens."""
         return self._layer({name: side.tail for name, side in self.sides.items()})
 
     def freeze(self, packed: bool = False) -> Layer:
-        """Return all tokens as an immutable layer whose values never change, packed in whole windows.
+        """Return all tokens as an immutable layer whose values never change.
 
-        With ``packed``, the tail is packed too, in whole token groups, or in whole windows if the recipe requests a residual window. An
-        unchanged layer returns the layer from which it was created.
+        With ``packed=True``, the tail is packed in whole token groups or, if the recipe sets a window, in whole windows. If nothing has
+        changed, returns the layer from which this one was created.
         """
         self.commit()
         layer, raw_tokens = self._given
@@ -149,11 +149,11 @@ class LiveLayer:
         return Layer(sides.get("k"), sides.get("v"), skipped=self.skipped if sides else 0)
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Run ``kvpack.attend`` over all tokens. The tokens of a long update are not encoded yet."""
+        """Run ``kvpack.attend`` over all tokens. The tokens of a long update are attended to before they are encoded."""
         return attend(q, self.layer(), **options)
 
     def commit(self) -> None:
-        """Encode the tail and the tokens of a long update in whole windows. The remaining tokens become the tail."""
+        """Encode the tail and the tokens of a long update, in whole windows. The remaining tokens become the tail."""
         if not self._pending:
             return
         values = {name: self._tail(name) for name in self.sides}
@@ -166,7 +166,7 @@ class LiveLayer:
             raise
 
     def roll(self) -> bool:
-        """Encode whole windows of the tail, or just enough tokens to even out the keys and values. Returns True if any were encoded."""
+        """Encode whole windows of the tail, or just enough tokens to even out keys and values. Returns True if any were encoded."""
         self.commit()
         if not self.is_due:
             return False
@@ -174,7 +174,7 @@ class LiveLayer:
         return True
 
     def truncate(self, tokens: int) -> None:
-        """Keep the first ``tokens`` of the tokens seen. Raises OutOfBounds if the layer has dropped the last of them."""
+        """Keep the first ``tokens`` tokens that the layer has seen. Raises OutOfBounds if the layer has dropped the last of them."""
         count = self.seen_tokens - tokens
         if not 0 <= count <= self.tokens:
             raise OutOfBounds(
@@ -210,13 +210,13 @@ class LiveLayer:
         self.version += 1
 
     def without_tokens(self, batch: int) -> Layer:
-        """Return a layer with the same codecs and no tokens for ``batch`` sequences."""
+        """Return a layer for ``batch`` sequences with the same codecs and no tokens."""
         with float32_no_grad(self.device):
             sides = {name: side.without_tokens(batch) for name, side in self.sides.items()}
         return Layer(sides.get("k"), sides.get("v"))
 
     def select(self, indices: torch.Tensor) -> None:
-        """Keep the rows ``indices`` of the batch, int64, in that order. Codes are copied, never decoded."""
+        """Keep the sequences at ``indices`` of the batch, int64 ``[row]``, in that order. Codes are copied, not decoded."""
         self.commit()
         with self._update_both_sides():
             for side in self.sides.values():
@@ -224,13 +224,13 @@ class LiveLayer:
         self.version += 1
 
     def _wait(self, pending: dict[str, torch.Tensor]) -> None:
-        """Keep the ``pending`` tokens of a long update until attention has been computed over them."""
+        """Keep the tokens of a long update until attention over them has been computed. ``pending`` contains its keys and values."""
         self._pending = pending
         self.pending_tokens = next(iter(pending.values())).shape[2] if pending else 0
-        """Number of tokens of an update that is longer than the tail's room, until attention has been computed over them."""
+        """Number of tokens in an update that did not fit in the tail and is not encoded yet."""
 
     def _encode(self, values: dict[str, torch.Tensor]) -> None:
-        """Encode whole windows of ``values``, all raw keys and values by side. The remaining tokens become the tail."""
+        """Encode whole windows of all raw keys and values, given by side. The remaining tokens become the tail."""
         tokens = next(x.shape[2] for x in values.values())
         unseen = 0 if self.keeps_past else self._count_unseen(tokens)
         # No later query sees these tokens, so they are dropped without being encoded.
@@ -264,9 +264,9 @@ class LiveLayer:
         self.version += 1
 
     def _place(self, first: int, values: Mapping[str, torch.Tensor]) -> tuple[int, dict[str, torch.Tensor]]:
-        """Return the position of token ``first``, and the norms of all keys and values from it on if they determine raw tokens.
+        """Return the position of token ``first``, and the norms of keys and values from there on if they determine raw tokens.
 
-        ``values`` are all keys and values that are not packed, by side.
+        ``values`` contains all keys and values that are not packed.
         """
         position = self._start + self.skipped + first
         if "k" not in values or not any(side.codec.raw_positions for side in self.sides.values()):
@@ -274,7 +274,9 @@ class LiveLayer:
         return position, {name: self._norms(name, x, first) for name, x in values.items()}
 
     def _norms(self, name: str, x: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the norms of side ``name`` from token ``first`` on, ``[batch, kv_head, token]``. ``x`` are its values that are not packed.
+        """Return the norms of keys or values from token ``first`` on, ``[batch, kv_head, token]``.
+
+        ``x`` contains the values that are not packed.
         """
         held = self.sides[name].side(0)
         before = held.norms(first) if first < held.tokens else x.new_zeros(*x.shape[:2], 0, dtype=torch.float32)
@@ -283,9 +285,9 @@ class LiveLayer:
     def _encode_side(
         self, name: str, x: torch.Tensor, position: int, norms: Mapping[str, torch.Tensor]
     ) -> tuple[Mapping[str, torch.Tensor], int, torch.Tensor]:
-        """Encode the leading whole groups of ``x`` for side ``name``.
+        """Encode as many whole token groups at the beginning of ``x`` as possible.
 
-        Returns their streams, their number of tokens, and the remaining values.
+        Returns their streams, the number of encoded tokens, and the remaining values.
         """
         side = self.sides[name]
         packed = x.shape[2] // side.unit * side.unit
@@ -293,7 +295,7 @@ class LiveLayer:
         return streams, packed, x[:, :, packed:]
 
     def _encodable_tokens(self, tokens: int) -> int:
-        """Return the number of the ``tokens`` raw tokens that can be encoded: whole windows, or enough to complete both token groups."""
+        """Return how many of ``tokens`` raw tokens can be encoded: whole windows, or enough to complete the token groups of both sides."""
         if self.is_uneven:
             remainders = [(side.unfinished.shape[2], side.unit) for side in self.sides.values()]
             period = math.lcm(*(unit for _, unit in remainders))
@@ -303,12 +305,12 @@ class LiveLayer:
         return self._windows(tokens)
 
     def _windows(self, tokens: int) -> int:
-        """Return the number of tokens in whole windows among ``tokens`` raw tokens, without the newest ones, which stay raw."""
+        """Return how many of ``tokens`` raw tokens are in whole windows, not counting the newest tokens, which stay raw."""
         return max(0, tokens - self.newest) // self.window * self.window
 
     @contextmanager
     def _update_both_sides(self) -> Iterator[None]:
-        """Undo changes of the keys and values if this context fails, for example for lack of memory, so that both have the same tokens."""
+        """Undo all changes to keys and values if this context fails, for example for lack of memory, so that both have the same tokens."""
         states, counts = {name: side.state for name, side in self.sides.items()}, (self.skipped, self.raw_tokens)
         try:
             yield
@@ -335,9 +337,9 @@ class LiveLayer:
         self.version += 1
 
     def _last_boundary(self, token: int) -> int:
-        """Return the last token up to ``token`` at which both the keys and the values can begin.
+        """Return the last token, at most ``token``, at which both keys and values can begin.
 
-        Kernels stay the same if it is a multiple of windows after the beginning of a page, which is not always possible for both.
+        Kernels stay the same if it is a whole number of windows after the beginning of a run. That is not always possible for both.
         """
         first = token
         for group in (self.window, 0):
@@ -392,7 +394,7 @@ class LiveLayer:
 
 
 def _aligned_start(side: LiveSide, start: int, group: int) -> int:
-    """Return the last token up to ``start`` that is a multiple of ``group`` tokens after the beginning of a page of ``side``."""
+    """Return the last token, at most ``start``, that is a multiple of ``group`` tokens after the beginning of a run."""
     first = 0
     for end in side.side(0).boundaries[1:-1]:
         if end > start:

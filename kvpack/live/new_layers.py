@@ -1,4 +1,4 @@
-"""Creation of a live cache's layers, from first tokens or from an immutable layer to continue."""
+"""Creation of a live cache's layers, for first tokens or for an immutable layer to continue."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
 
 DEFAULT_WINDOW = 128
-"""Number of tokens that are encoded together if the recipe does not set a window."""
+"""Number of tokens that are encoded together if the recipe sets no window."""
 
 ROOM = 2
-"""Number of windows for which the raw tail has room in addition to its newest tokens, so that steps can continue after one is full."""
+"""Number of windows that fit in the raw tail in addition to the newest tokens. Steps can then continue after one window is full."""
 
 NEWEST_TOKENS = 128
-"""Number of newest tokens that stay raw if the recipe does not set a window. The next tokens attend to them the most."""
+"""Number of newest tokens that stay raw if the recipe sets no window. The next tokens attend to them the most."""
 
 
 def empty_layer(recipe: Recipe, number: int, layers: int, k: torch.Tensor | None, v: torch.Tensor | None) -> Layer:
-    """Create layer ``number`` of ``layers`` without tokens, for keys and values like ``k`` and ``v``.
+    """Return layer ``number`` of ``layers``, without tokens, for keys and values with the shapes and dtypes of ``k`` and ``v``.
 
     Raises InvalidParameter or InvalidType.
     """
@@ -57,7 +57,7 @@ def empty_layer(recipe: Recipe, number: int, layers: int, k: torch.Tensor | None
 
 
 def live_layer(layer: Layer, number: int, sliding_window: int | None, start: int) -> LiveLayer:
-    """Create the live layer that continues ``layer``, which is layer ``number`` of a cache that begins at position ``start``."""
+    """Create a live layer that continues ``layer``. The cache begins at position ``start``."""
     group = math.lcm(*(side.codec.token_group for side in layer.sides.values()))
     windows = [side.window for side in layer.sides.values() if side.window]
     window = math.lcm(*windows, group) if windows else math.lcm(DEFAULT_WINDOW, group)
@@ -66,7 +66,7 @@ def live_layer(layer: Layer, number: int, sliding_window: int | None, start: int
 
 
 def check_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
-    """Check the ``sliding_windows`` of a cache of ``layers`` layers, and return them. Raises InvalidParameter or InvalidType."""
+    """Check ``sliding_windows`` for a cache of ``layers`` layers, and return them as a tuple. Raises InvalidParameter or InvalidType."""
     if windows is None:
         return (None,) * layers
     if not isinstance(windows, list | tuple):

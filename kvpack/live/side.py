@@ -1,4 +1,4 @@
-"""The keys or the values (one *side*) of a live layer: packed runs, the last of which is filled in place, and a raw tail buffer."""
+"""The keys or the values (one *side*) of a live layer: packed runs, the last of which grows in place, and a raw tail buffer."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 GROWTH = 16
-"""Ratio of the tokens packed so far to the room of a new open page. It limits the amount of unused memory."""
+"""Divisor of the number of packed tokens that gives the capacity of a new page. It limits unused memory."""
 
 MIN_WINDOWS = 8
-"""Minimum number of windows for which an open page has room."""
+"""Minimum number of windows that fit in a new page."""
 
 
 @dataclass
 class OpenPage:
-    """A packed run that is being filled. It has room for ``capacity`` tokens, of which the first ``filled`` are present and final."""
+    """A packed run that is still being filled. It has room for ``capacity`` tokens, the first ``filled`` of which are final."""
 
     codec: Codec
     capacity: int
@@ -43,7 +43,7 @@ class OpenPage:
         return OpenPage(codec, capacity, streams)
 
     def write(self, streams: Mapping[str, torch.Tensor], start: int, tokens: int) -> None:
-        """Append ``tokens`` tokens of ``streams``, starting at their token ``start``. Both are whole numbers of token groups."""
+        """Append ``tokens`` tokens of ``streams``, from their token ``start`` on. Both numbers are multiples of the token group."""
         for name, entry in self.codec.row_layouts.items():
             row, first, count = self.filled // entry.tokens_per_row, start // entry.tokens_per_row, -(-tokens // entry.tokens_per_row)
             self.streams[name][:, :, row : row + count] = streams[name][:, :, first : first + count]
@@ -51,7 +51,7 @@ class OpenPage:
 
     @property
     def page(self) -> PackedRun:
-        """Tokens written so far, as views that later tokens do not change."""
+        """The tokens written so far, as views that later tokens do not change."""
         layout = self.codec.row_layouts
         rows = {name: -(-self.filled // entry.tokens_per_row) for name, entry in layout.items()}
         return PackedRun(self.codec, self.filled, {name: stream[:, :, : rows[name]] for name, stream in self.streams.items()})
@@ -63,7 +63,7 @@ def _has_rows_of_tokens(codec: Codec) -> bool:
 
 
 class SideState(NamedTuple):
-    """A snapshot of a side's pages and buffers, with the number of tokens in each open page."""
+    """A snapshot of a side's runs and buffers, with the number of tokens in each open page."""
 
     runs: PackedRuns
     unfinished: torch.Tensor
@@ -74,11 +74,11 @@ class SideState(NamedTuple):
 
 
 class LiveSide:
-    """The keys or the values of a live layer, continuing an immutable ``side`` whose runs it shares.
+    """The keys or the values of a live layer. They continue an immutable ``side``, and share its runs.
 
-    The tail is a buffer ``[batch, kv_head, room, dim]`` that begins with the newest ``raw_tokens`` of the side's own tail. The layer stores
-    the number of tokens in it. Tokens are encoded ``window`` at a time, a multiple of the codec's token group. Older tokens of the side's
-    own tail, which the other side has already packed, are ``unfinished`` and stay raw until they fill a token group.
+    The tail is a buffer ``[batch, kv_head, room, dim]``. It begins with the newest ``raw_tokens`` tokens of the side's own tail, and the
+    layer counts its tokens. Tokens are encoded ``window`` at a time, a multiple of the codec's token group. Older tokens of the side's own
+    tail, which the other side has already packed, are ``unfinished``. They stay raw until they fill a token group.
     """
 
     def __init__(self, side: Side, window: int, room: int, raw_tokens: int, in_place: bool) -> None:
@@ -100,7 +100,7 @@ class LiveSide:
         self._joined: PackedRuns | None = None
         self._has_warned = False
         self.packed_tokens = self._runs.tokens
-        """Number of tokens in runs."""
+        """Number of packed tokens."""
 
     @property
     def batch(self) -> int:
@@ -116,7 +116,7 @@ class LiveSide:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory in use, including space for new tokens."""
+        """Number of bytes in use, including space for new tokens."""
         packed = sum(stream.nbytes for stretch in self._runs.stretches for stream in stretch.streams.values())
         filled = sum(stream.nbytes for page in self._open for stream in page.streams.values())
         return packed + filled + self.unfinished.nbytes + self.tail.nbytes
@@ -127,29 +127,29 @@ class LiveSide:
         return self.packed_tokens + self.unfinished.shape[2]
 
     def side(self, tokens: int) -> Side:
-        """Return the current side with the first ``tokens`` tokens of the tail, as views."""
+        """Return the current keys or values with the first ``tokens`` tokens of the tail, as views."""
         return self.with_tail(self.tail[:, :, :tokens])
 
     def with_tail(self, tail: torch.Tensor) -> Side:
-        """Return the side with another ``tail``."""
+        """Return the current keys or values with a different tail."""
         return Side(self.codec, self.runs, self.with_unfinished(tail), self._given_window)
 
     def without_tokens(self, batch: int) -> Side:
-        """Return a side with the same codec and no tokens for ``batch`` sequences."""
+        """Return a side for ``batch`` sequences with the same codec and no tokens."""
         return Side(self.codec, PackedRuns(), self.tail.new_empty(batch, self.heads, 0, self.dim), self._given_window)
 
     def with_unfinished(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the unfinished tokens followed by ``x`` ``[batch, kv_head, token, dim]``."""
+        """Return the unfinished tokens followed by ``x``, ``[batch, kv_head, token, dim]``."""
         if not self.unfinished.shape[2]:
             return x
         with float32_no_grad(x.device):
             return torch.cat([self.unfinished, x], 2)
 
     def freeze(self, tokens: int, packed: bool, where: str, position: int, norms: Mapping[str, torch.Tensor]) -> Side:
-        """Return the side with the first ``tokens`` tokens of the tail, whose values never change.
+        """Return an immutable side with the first ``tokens`` tokens of the tail, whose values never change.
 
-        With ``packed``, they are packed in whole token groups, or in whole windows if the recipe requests a residual window. ``position``
-        and ``norms`` are as in ``encode``, for the tokens after the packed tokens. Raises the errors of ``encode``.
+        With ``packed=True``, the tail is packed in whole token groups or, if the recipe sets a window, in whole windows. ``position`` and
+        ``norms`` are as in ``encode``, for the tokens after the packed ones. Raises the errors of ``encode``.
         """
         raw = self.with_unfinished(self.tail[:, :, :tokens])
         whole = raw.shape[2] // self.unit * self.unit if packed else 0
@@ -160,11 +160,11 @@ class LiveSide:
         return replace(side, runs=self.runs.append(PackedRun(self.codec, whole, streams)))
 
     def encode(self, x: torch.Tensor, where: str, position: int, norms: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Encode whole token groups ``x`` ``[batch, kv_head, token, dim]`` after the packed tokens, without changing the side.
+        """Return the streams of ``x``, whole token groups ``[batch, kv_head, token, dim]`` that follow the packed tokens.
 
-        ``position`` is the first token's position, and ``norms``, by side, ``[batch, kv_head, token]`` each, begin with the norms of the
-        tokens' keys and values, if they are known. Raises InvalidParameter or OutOfRange, naming ``where``. A warning about lost precision
-        is issued only once.
+        ``position`` is the position of the first token. ``norms`` contains the norms of keys and values from this token on, ``[batch,
+        kv_head, token]``, by side, if they are known. Raises InvalidParameter or OutOfRange, with ``where`` in the message. A warning about
+        lost precision is issued only once.
         """
         runs, raw, chosen_by = self.runs, self.codec.raw_positions, None
         if raw is not None and "k" in norms:
@@ -179,7 +179,7 @@ class LiveSide:
         return streams
 
     def add(self, streams: Mapping[str, torch.Tensor], tokens: int) -> None:
-        """Append ``tokens`` packed tokens with the given streams."""
+        """Append ``tokens`` packed tokens, which are stored in ``streams``."""
         self._joined = None
         before = self.packed_tokens
         with float32_no_grad(self.tail.device):
@@ -204,7 +204,7 @@ class LiveSide:
 
     @property
     def state(self) -> SideState:
-        """Return a snapshot for ``restore``. It does not include the values in the tail."""
+        """A snapshot for ``restore``. It does not include the values in the tail."""
         filled = tuple(page.filled for page in self._open)
         return SideState(self._runs, self.unfinished, tuple(self._open), filled, self._joined, self.tail)
 
@@ -217,7 +217,7 @@ class LiveSide:
         self.packed_tokens = state.runs.tokens + sum(state.filled)
 
     def keep(self, start: int, stop: int) -> None:
-        """Keep only the tokens ``[start:stop]`` of those before the tail. ``start`` must begin a token group or equal ``stop``."""
+        """Keep only tokens ``[start, stop)`` before the tail. ``start`` must begin a token group, or equal ``stop``."""
         runs, packed = self.runs, self.packed_tokens
         self._open, self._joined = [], None
         self._runs = runs.slice(min(start, packed), min(stop, packed))
@@ -225,12 +225,12 @@ class LiveSide:
         self.unfinished = self.unfinished[:, :, max(0, start - packed) : max(0, stop - packed)]
 
     def replace_unfinished(self, unfinished: torch.Tensor) -> None:
-        """Replace the unfinished tokens after the packed tokens with ``unfinished`` ``[batch, kv_head, token, dim]``."""
+        """Replace the unfinished tokens with ``unfinished``, ``[batch, kv_head, token, dim]``."""
         with float32_no_grad(self.tail.device):
             self.unfinished = unfinished.clone()
 
     def select(self, indices: torch.Tensor) -> None:
-        """Keep the rows ``indices`` of the batch, int64 on the side's device, in that order."""
+        """Keep the sequences at ``indices`` of the batch, int64 ``[row]``, in that order."""
         side = self.side(0).select(indices)
         self._runs, self._open, self._joined = side.runs, [], None
         with float32_no_grad(self.tail.device):
@@ -238,13 +238,13 @@ class LiveSide:
             self.tail, self.unfinished = (x.index_select(0, rows) for x in (self.tail, self.unfinished))
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Convert the tail so that it can also store values of ``dtype`` exactly."""
+        """Convert the tail to a dtype that can also store values of ``dtype`` exactly."""
         with float32_no_grad(self.tail.device):
             wide = torch.promote_types(self.tail.dtype, dtype)
             self.tail, self.unfinished = self.tail.to(wide), self.unfinished.to(wide)
 
     def _capacity(self) -> int:
-        """Return the number of tokens for which the next page has room."""
+        """Return the capacity, in tokens, of the next page."""
         windows = max(MIN_WINDOWS, self.packed_tokens // (GROWTH * self.window))
         return windows * self.window
 

@@ -1,4 +1,4 @@
-"""Fast decode steps on a CUDA device. Kernels read positions, tails and pages there, so the host need not plan or check between steps."""
+"""Fast decode steps on a CUDA device. Kernels read positions, tails and runs there, so that the host has nothing to plan or check."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from .layer import LiveLayer
 
 ALIGNED = 4
-"""Alignment of addresses that kernels expect, in 32-bit integers."""
+"""Alignment, in 32-bit integers, that kernels expect of addresses."""
 
 
 class Steps:
-    """The prepared decode steps of one ``layer``, whose tokens the device counts.
+    """The prepared decode steps of one layer. The device counts the layer's tokens.
 
-    ``not_finite``, int32 ``[1]`` on the device, is set if a value is not finite.
+    ``not_finite``, int32 ``[1]`` on the device, is nonzero if an added value is not finite.
     """
 
     def __init__(self, layer: LiveLayer) -> None:
@@ -30,7 +30,7 @@ class Steps:
         self._calls: dict[Any, GrowingCall | None] = {}
         self._appends: dict[int, AppendCall] = {}
         self.captured = False
-        """True if replays of a graph may have added tokens, which ``read_replayed_tokens`` counts."""
+        """True if graph replays may have added tokens that the host has not counted. ``read_replayed_tokens`` counts them."""
         device, batch = layer.device, layer.batch
         self._checks = all(side.codec.exact_dtype is None for side in layer.sides.values())
         with float32_no_grad(device):
@@ -43,7 +43,7 @@ class Steps:
 
     @staticmethod
     def supports(layer: LiveLayer, q: torch.Tensor) -> bool:
-        """Return True if kernels support queries like ``q`` over the layer's keys and values."""
+        """Return True if the layer has keys and values and the kernels support queries like ``q``."""
         if set(layer.sides) != {"k", "v"} or not isinstance(q, torch.Tensor) or q.requires_grad:
             return False
         return dispatch.uses_triton(q.device) and q.device == layer.device
@@ -84,7 +84,7 @@ class Steps:
         softcap: float | None,
         window: int | None,
     ) -> torch.Tensor | None:
-        """Attend as ``LiveCache.attend`` does. Returns None if ``kvpack.attend`` must be called instead."""
+        """Return attention outputs like ``LiveCache.attend``, or None if ``kvpack.attend`` must be called instead."""
         layer = self._layer
         if not isinstance(q, torch.Tensor) or q.dim() != 4 or q.shape[2] > layer.raw_tokens or layer.is_uneven:
             return None
@@ -124,7 +124,7 @@ class Steps:
         return changed
 
     def read_replayed_tokens(self) -> None:
-        """Read the number of tokens that graph replays have added from the device."""
+        """Read from the device how many tokens graph replays have added. Raises OutOfBounds if they did not fit in the tail."""
         if self.captured and not self._capturing:
             self._layer.raw_tokens = int(self._lengths[0]) - self._layer.older_tokens
             if self._layer.raw_tokens > self._layer.room:

@@ -1,1 +1,1 @@
-"""Selection of a codec for the keys and the values of each layer of a model, within a budget of bytes (kvpack tune)."""
+"""Selection of codecs for the keys and the values of each layer of a model, within a byte budget (kvpack tune)."""

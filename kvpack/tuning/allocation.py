@@ -1,4 +1,4 @@
-"""Allocations, which assign a codec to each layer's keys and values, and the short recipes that express them."""
+"""Allocations, which assign a codec to each layer's keys and values, and short recipes that express them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Place = tuple[int, str]
-"""A layer number with "k" for its keys or "v" for its values."""
+"""A layer number, with "k" for its keys or "v" for its values."""
 
 Allocation = dict[Place, str]
-"""Codec of each tensor (the keys or values of one layer), as written in a recipe."""
+"""The codec of each tensor (the keys or values of one layer), as written in a recipe."""
 
 
 def uniform(places: Sequence[Place], k: str, v: str) -> Allocation:
-    """Return the allocation with the same codecs in all layers."""
+    """Return the allocation that uses codec ``k`` for the keys and ``v`` for the values of all layers."""
     return {(layer, side): k if side == "k" else v for layer, side in places}
 
 
 def recipe_clauses(allocation: Allocation) -> list[str]:
-    """Return the clauses of a short recipe: the most common codecs of keys and values, followed by the layers that differ, as ranges."""
+    """Return the clauses of a short recipe: the most common codecs for keys and values, then ranges of layers with other codecs."""
     common = {}
     for side in "kv":
         counts = Counter(codec for (_, its_side), codec in sorted(allocation.items()) if its_side == side)
@@ -45,7 +45,7 @@ def recipe_clauses(allocation: Allocation) -> list[str]:
 
 
 def recipe_text(allocation: Allocation) -> str:
-    """Return the canonical text of the recipe. Raises InvalidParameter if it is too long for a file's header."""
+    """Return the canonical recipe text of an allocation. Raises InvalidParameter if it is too long for a file's header."""
     text = _canonical(";".join(recipe_clauses(allocation)))
     if len(text) > MAX_STRING_BYTES:
         raise InvalidParameter(

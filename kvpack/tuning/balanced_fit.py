@@ -1,4 +1,4 @@
-"""Balanced frames computed from calibration statistics (spec/writers.md, Calibration), and the estimated benefit of more text."""
+"""Fitting of balanced frames to calibration statistics (spec/writers.md, Calibration), and the estimated benefit of more text."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from .statistics import KeyMoments
 
 RIDGE = 1e-3
-"""Share of the mean second moment that is added to each channel's. Calibration sees only a sample of keys and queries."""
+"""Fraction of the mean second moment that is added to each channel's, because calibration sees only a sample of keys and queries."""
 
 
 def fit_balanced_keys(
     moments_by_layer: Sequence[KeyMoments], ropes: Sequence[Rope | None] | None, progress: Progress | None = None
 ) -> dict[int, BalancedKeys]:
-    """Return the balanced frames of each layer, with key means before RoPE if the rotation of keys (``ropes``) is known.
+    """Return the balanced frames of each layer.
 
-    ``progress`` counts layers.
+    ``ropes`` contains the RoPE of each layer's keys. If it is None, the means of keys before RoPE are omitted. ``progress`` counts layers.
     """
     fitted = {}
     for layer, moments in enumerate(moments_by_layer):
@@ -43,9 +43,9 @@ def fit_balanced_keys(
 
 
 def balancing_frames(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Return frames ``[kv_head, column, channel]`` for the second moments of keys and queries, float64 ``[kv_head, dim, dim]``.
+    """Return frames ``[kv_head, column, channel]`` for second moments of keys and queries, float64 ``[kv_head, dim, dim]``.
 
-    In a frame, keys and queries have the same diagonal second moments, largest first. Rows have a mean square length of 1.
+    In a frame, keys and queries have the same diagonal second moments, largest first. The mean square norm of a frame's rows is 1.
     """
     root = torch.linalg.cholesky(_add_ridge(keys))
     shared, vectors = torch.linalg.eigh(root.mT @ _add_ridge(queries) @ root)
@@ -55,7 +55,7 @@ def balancing_frames(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
 
 
 def frame_cost(frames: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Return the cost ``[kv_head]`` of an isotropic error in the frames, relative to encoding without frames.
+    """Return the cost of an isotropic error in the frames, relative to encoding without frames, ``[kv_head]``.
 
     The error is proportional to the size of keys in the frame, and its cost to the size of queries.
     """
@@ -65,10 +65,9 @@ def frame_cost(frames: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) 
 
 
 def compare_halves(halves: Sequence[tuple[KeyMoments, KeyMoments]]) -> dict[str, float] | None:
-    """Return the cost of frames fitted to half of the text, on the same half (``own``) and on the other half (``other``).
+    """Return the mean ``frame_cost`` of frames fitted to half of the text, on the same half ("own") and on the other half ("other").
 
-    Returns None without two halves. Costs are those of ``frame_cost``, averaged over layers and heads. A basis's frames are fitted to both
-    halves.
+    Returns None if a half is empty. Costs are averaged over layers and heads. A basis's own frames are fitted to both halves.
     """
     own_costs, other = [], []
     for pair in halves:
@@ -82,7 +81,7 @@ def compare_halves(halves: Sequence[tuple[KeyMoments, KeyMoments]]) -> dict[str,
 
 
 def _add_ridge(moments: torch.Tensor) -> torch.Tensor:
-    """Return second moments with ``RIDGE`` added to each channel, so that none is zero."""
+    """Return second moments with ``RIDGE`` times their mean added to each channel, so that none is zero."""
     mean = moments.diagonal(dim1=1, dim2=2).mean(1)
     ridge = torch.where(mean > 0, RIDGE * mean, 1.0)
     return moments + ridge[:, None, None] * torch.eye(moments.shape[1], dtype=moments.dtype, device=moments.device)

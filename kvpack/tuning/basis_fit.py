@@ -1,4 +1,4 @@
-"""Computation of a basis's rows from calibration statistics: transforms, scales and tables (spec/writers.md, Calibration)."""
+"""Fitting of a basis's rows to calibration statistics: transforms, scales and tables (spec/writers.md, Calibration)."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
     Array = numpy.ndarray[Any, Any]
 
 RIDGE = 1e-2
-"""Share of a channel's cost that is added to it. Calibration sees only a sample of errors."""
+"""Fraction of a channel's cost that is added to it, because calibration sees only a sample of errors."""
 
 MIN_CHANNEL = 1e-3
-"""Minimum weight of an error in a channel, as a share of the mean weight over channels, if costs are added per channel."""
+"""Minimum weight of a channel's errors, relative to the mean over channels, if costs are added per channel."""
 
 MIN_COST = 0.1
-"""Minimum cost of an error in any layer, relative to the average cost of an equally large error over all layers.
+"""Minimum cost of an error in any layer, relative to the mean cost of an equally large error over all layers.
 
-A calibration may see few or no tokens for which a layer matters. The value was chosen on a fifth of the text, which calibration did not
-read (spec/writers.md, Calibration).
+A calibration may see few tokens for which a layer matters. The value was chosen on a fifth of the text that calibration did not read
+(spec/writers.md, Calibration).
 """
 
 MAX_MEAN = 2.0**23
-"""Maximum ratio of a column's mean to its scale, so that binary16 can represent the mean."""
+"""Maximum ratio of a column's mean to its scale, so that float16 can represent the mean."""
 MIN_ROW = 2.0**-11
-"""Minimum norm of a row of the matrix, as a share of the largest."""
+"""Minimum norm of a row of the matrix, relative to the largest norm."""
 
 MAX_TRAINING_VALUES = 1 << 15
-"""Maximum number of values on which a table is trained."""
+"""Maximum number of values that train a table."""
 _STEPS = 30
 _UNIFORM_FROM = 6
 _SPREAD = 1.05
 
 
 def fit_rows(statistics: Statistics, step: Callable[[], None]) -> dict[tuple[int, str], torch.Tensor]:
-    """Return the rows ``[kv_head, row, dim]`` of each layer's keys and values. ``step`` is called after each layer's keys or values."""
+    """Return the rows ``[kv_head, row, dim]`` of each layer's keys and values. ``step`` is called after each of them."""
     fitted = {}
     for name, cost in costs_of(statistics, [name for name in statistics.sums if name.count(".") == 1], MIN_COST).items():
         sums = statistics.sums[name]
@@ -63,7 +63,7 @@ def fit_rows(statistics: Statistics, step: Callable[[], None]) -> dict[tuple[int
 
 
 def costs_of(statistics: Statistics, names: Sequence[str], minimum: float) -> dict[str, torch.Tensor]:
-    """Return the cost of errors in each head or frame, float64 ``[part, dim, dim]``, for each of the statistics ``names``.
+    """Return the cost matrix of errors in each head or frame, float64 ``[part, dim, dim]``, for each of the statistics ``names``.
 
     ``minimum`` is the minimum cost, as in ``MIN_COST``.
     """
@@ -75,9 +75,9 @@ def costs_of(statistics: Statistics, names: Sequence[str], minimum: float) -> di
 
 
 def channel_costs(cost: torch.Tensor) -> torch.Tensor:
-    """Return the cost of errors in single channels ``[..., channel]``, given costs ``[..., dim, dim]``, with a small minimum.
+    """Return the cost of errors in each channel, ``[..., channel]``, from cost matrices ``[..., dim, dim]``.
 
-    The minimum is proportional to the costs, so that scaling a model's keys up and its queries down does not change the result.
+    A small minimum is added. It is proportional to the costs, so that scaling a model's keys up and its queries down changes nothing.
     """
     diagonal = cost.diagonal(dim1=-2, dim2=-1)
     least = MIN_CHANNEL * diagonal.mean()
@@ -85,7 +85,7 @@ def channel_costs(cost: torch.Tensor) -> torch.Tensor:
 
 
 def _floors(statistics: Statistics, costs: dict[str, torch.Tensor], minimum: float) -> dict[str, torch.Tensor]:
-    """Return the term ``[part, channel]`` to add to each channel's cost, by name of statistics."""
+    """Return the cost to add to each channel, ``[part, channel]``, by name of statistics."""
     shapes, sizes, losses = {}, {}, {}
     for name, cost in costs.items():
         mean = statistics.sums[name] / statistics.counts[name]
@@ -103,7 +103,7 @@ def _floors(statistics: Statistics, costs: dict[str, torch.Tensor], minimum: flo
 def _fit_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tuple[torch.Tensor, Array, torch.Tensor]:
     """Return a head's rows, the cost-weighted standard deviations of its columns, and its flattened tables.
 
-    The rows are the mean, followed by the transform matrix.
+    The first row is the mean, and the others are the transform matrix.
     """
     dim = len(mean)
     matrix, back, deviations = transform_of(covariance, cost)
@@ -121,7 +121,7 @@ def _fit_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tu
 def transform_of(covariance: Array, cost: Array) -> tuple[Array, Array, Array]:
     """Return the matrix from columns to channels, its inverse, and the columns' standard deviations in descending order.
 
-    Columns are scaled so that the cost of an error in any of them is the error's square.
+    Columns are scaled so that the cost of an error in a column is the error's square.
     """
     ridge = RIDGE * channel_costs(torch.from_numpy(cost)).numpy()
     ridged = cost + numpy.diag(numpy.maximum(ridge, numpy.finfo(float).tiny))
@@ -139,14 +139,14 @@ def _row(values: Array) -> torch.Tensor:
 
 
 def _training_values(values: Array) -> Array:
-    """Return values for training tables, in ascending order, selected evenly by size."""
+    """Return at most about ``MAX_TRAINING_VALUES`` of the values in ascending order, evenly spaced by rank."""
     step = max(1, len(values) // MAX_TRAINING_VALUES)
     ordered: Array = numpy.sort(values)[step // 2 :: step]
     return ordered
 
 
 def _table(values: Array, width: int) -> Array:
-    """Return the Lloyd-Max table with 2^``width`` ascending entries for ascending ``values``, without bias in products.
+    """Return the Lloyd-Max table with 2^``width`` ascending entries for ascending ``values``, scaled so that products are unbiased.
 
     For large widths, the search starts from uniform steps over the whole range.
     """

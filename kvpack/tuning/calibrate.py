@@ -1,4 +1,4 @@
-"""kvpack calibrate: create a model's basis from a text, for the codecs klt and transform and for keys in balanced frames."""
+"""kvpack calibrate: creates a model's basis from a text, for the codecs klt and transform and for keys in balanced frames."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ DEFAULT_TOKENS = 4096
 DEFAULT_SCORE = 256
 DEFAULT_WINDOWS = 16
 BALANCED_TOKENS, BALANCED_WINDOWS = 2048, 2
-"""Number of tokens per window and number of windows if only balanced frames are made. 12 times as much text is no better."""
+"""Number of tokens per window, and number of windows, if only balanced frames are made. 12 times as much text is no better."""
 POSITIONS = 1 << 15
-"""Default maximum number of positions for which balanced frames are made."""
+"""Default maximum number of positions over which balanced frames are averaged."""
 ROWS_POSITIONS = 4096
-"""Default maximum number of positions for which klt's rows are made. More would harm short contexts."""
+"""Default maximum number of positions over which klt's rows are averaged. More would harm short contexts."""
 WIDTHS_TOKENS = 1024
-"""Number of tokens in windows that are read with the keys or values of one layer packed. The last eighth is scored."""
+"""Number of tokens per window for measuring the losses of single tensors. The last eighth is scored."""
 SAMPLES = 8192
-"""Number of tokens, over all windows, whose keys and values are kept to train tables."""
+"""Number of tokens, over all windows, whose keys and values train the tables."""
 PROGRESS_SUFFIX = ".progress"
 MAX_LAYER_CHANNELS = 512
-"""Default maximum number of channels in a layer with a single frame. Decoding needs up to that many products per value."""
+"""Maximum number of channels for which a layer gets a single frame by default. Decoding takes up to that many products per value."""
 SHOWN_BITS = (0.3, 0.6, 1.0)
 LOADED_DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes in which models are loaded. A basis works for all of them."""
@@ -70,7 +70,7 @@ class Settings:
 
     Attributes:
         tokens: Tokens per window.
-        scored_tokens: Number of tokens per window that are predicted. They are not in the window's cache.
+        scored_tokens: Number of tokens per window that are predicted. The window's cache does not contain them.
         windows: Number of windows.
         twin: Factor of the outlier channels in the model's twin, or None for the model itself.
         seed: Seed of the windows.
@@ -98,11 +98,11 @@ class Settings:
 def run(
     model: str | None, text: str | None, out: str, settings: Settings, *, dtype: str = "fp16", progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Calibrate the model in folder ``model`` on the file ``text``, and write the basis to ``out``. Returns a report as JSON values.
+    """Calibrate a model on a text, write the basis to ``out``, and return a report as JSON values.
 
-    Progress is saved to ``out`` + ".progress" after each window, so that an interrupted calibration can resume. The file is removed at the
-    end. Raises InvalidParameter for unsupported sizes and for a model with layers without keys and values, MissingFile, WriteFailed and
-    OutOfRange.
+    ``model`` is a folder, and ``text`` a file. Progress is saved to ``out`` + ".progress" after each window, so that an interrupted
+    calibration can resume; that file is removed at the end. Raises InvalidParameter for unsupported sizes and for a model with layers
+    without keys and values, MissingFile, WriteFailed and OutOfRange.
     """
     if not out.endswith(SUFFIX):
         raise InvalidParameter(f"{out}: the name of a basis must end in {SUFFIX}")
@@ -174,7 +174,7 @@ def run(
 
 
 def _sizes(settings: Settings, words: Text, longest: int | None, max_positions: int | None) -> tuple[int, int, int]:
-    """Return the tokens per window, the number of predicted tokens, and the number of windows.
+    """Return the number of tokens per window, the number of predicted tokens, and the number of windows.
 
     Raises InvalidParameter if a setting exceeds the limits of the model or the text.
     """
@@ -196,7 +196,7 @@ def _sizes(settings: Settings, words: Text, longest: int | None, max_positions: 
 
 
 def _positions(settings: Settings, longest: int | None, max_positions: int | None) -> tuple[int, int]:
-    """Return the numbers of positions for which balanced frames and klt's rows are made."""
+    """Return the numbers of positions over which balanced frames and klt's rows are averaged."""
     if settings.positions is not None:
         return settings.positions, settings.positions
     limits = [limit for limit in (longest, max_positions) if limit is not None]
@@ -212,17 +212,17 @@ def _windows_for_widths(model: Any, text: Text, settings: Settings) -> list[torc
 
 
 def _raw_share(statistics: Statistics, tokens: int, halves: Sequence[tuple[KeyMoments, KeyMoments]] | None = None) -> float:
-    """Return the average share of ``tokens`` per layer that were not counted, because recipes such as klt-1.75 keep them raw."""
+    """Return the mean fraction of ``tokens`` per layer that were not counted, because recipes such as klt-1.75 keep them raw."""
     counted = [float(count) for name, count in statistics.counts.items() if name.endswith(".k")]
     counted = counted or [float(half.tokens + other.tokens) for half, other in halves or ()]
     return 1 - sum(counted) / (len(counted) * tokens)
 
 
 def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: int | None) -> tuple[Framing | None, str | None]:
-    """Return the scope of frames for windows of ``tokens`` tokens, or None and the reason why there are none.
+    """Return the scope of frames and None, or None and the reason why there are no frames.
 
-    RoPE frequencies hold for at most ``longest`` tokens. Raises InvalidParameter if ``scope`` requests frames but the rotation of keys is
-    unknown, and for layers without keys.
+    RoPE uses the same frequencies for up to ``longest`` tokens. Raises InvalidParameter for layers without keys, and if ``scope`` requests
+    frames but the rotation of keys is unknown.
     """
     if scope not in (None, "none", *SCOPES):
         raise InvalidParameter(f"--scope is {scope!r}, expected one of none, {', '.join(SCOPES)}")
@@ -246,7 +246,7 @@ def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: in
 
 
 def _ropes(model: Any, text: Text, tokens: int, longest: int | None) -> Sequence[Rope | None] | None:
-    """Return the RoPE of each layer's keys in windows of ``tokens`` tokens, or None if it is unknown or differs from shorter windows."""
+    """Return the RoPE of each layer's keys, or None if it is unknown or if ``tokens`` exceeds ``longest``, up to which RoPE is the same."""
     if longest is not None and tokens > longest:
         return None
     try:
@@ -261,7 +261,7 @@ def _sample(model: Any, text: Text) -> torch.Tensor:
 
 
 def _check_pairs(pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Raise InvalidParameter unless all layers have separate keys and values for each head."""
+    """Raise InvalidParameter unless all layers have keys and values, with an axis for heads."""
     if any(k is None or v is None for k, v in pairs):
         raise InvalidParameter("the model has layers without keys and values, which calibration does not support: use another model")
     for x in (x for pair in pairs for x in pair):
@@ -270,7 +270,7 @@ def _check_pairs(pairs: Sequence[tuple[Any, Any]]) -> None:
 
 
 def rate(basis: Basis, bits: float) -> dict[str, float]:
-    """Return the expected size and speed of ``transform-<bits>``: bits per value, and products per decoded value."""
+    """Return the expected bits per value of ``transform-<bits>``, and the number of products that decoding a value takes."""
     step = basis.step(bits, raw=True)
     places = basis.sides_with_frames()
     coded = [_columns_with_symbols(basis.frames(*place), step, default_chunk(basis.rows(*place).dim)) for place in places]
@@ -278,7 +278,7 @@ def rate(basis: Basis, bits: float) -> dict[str, float]:
 
 
 def _columns_with_symbols(frames: Frames, step: int, chunk: int) -> float:
-    """Return the number of columns up to the last one with a nonzero level in half of all chunks, averaged over frames."""
+    """Return the index after the last column that has a nonzero level in half of all chunks, averaged over frames."""
     tables = frames.tables
     zeros = (tables.frequencies[:, 1 + tables.max_level] / rans.TOTAL) ** chunk
     used = zeros[frames.tables_at(step)] < 0.5
@@ -294,9 +294,9 @@ def _gather(
     layer_ropes: Sequence[Rope | None] | None,
     progress: Progress | None,
 ) -> Statistics:
-    """Return the statistics of all windows, starting from those in the file ``path``.
+    """Return the statistics of all windows. Windows whose statistics are in the file ``path`` are not read again.
 
-    Without predictions, only statistics of keys are gathered.
+    If nothing is predicted, only statistics of keys are gathered.
     """
     size = sizes["tokens"] + 1 - len(text.start)
     window_starts = starts(len(text.ids), size, sizes["windows"], sizes["seed"])
@@ -322,7 +322,7 @@ def _gather(
 
 
 def _calibration_id(model: Any, text: Text, sizes: dict[str, Any]) -> str:
-    """Return a digest of the model, the text and the sizes, based on the model's predictions after the text's first tokens."""
+    """Return a digest that identifies the model, the text and the sizes. It includes the model's predictions on the text's beginning."""
     sample = _sample(model, text)
     with torch.inference_mode():
         logits = model(sample).logits[0]
@@ -333,7 +333,7 @@ def _calibration_id(model: Any, text: Text, sizes: dict[str, Any]) -> str:
 
 
 def folder_identity(folder: Path, dtype: str = "auto") -> dict[str, str]:
-    """Return the identity of the model in ``folder``, loaded in ``dtype``. "auto" is the checkpoint's dtype."""
+    """Return the identity of the model in ``folder``, loaded in ``dtype``. "auto" selects the checkpoint's dtype."""
     return identity_of(_load_weights(folder, dtype))
 
 
@@ -347,7 +347,7 @@ def _load_weights(folder: Path, dtype: str) -> Any:
 
 
 def _identity_in_any_dtype(folder: Path) -> dict[str, str]:
-    """Return the identity in the checkpoint's dtype, with weights digests for the other dtypes in which users load models."""
+    """Return the identity in the checkpoint's dtype, with digests of the weights in the other dtypes in which users load models."""
     identity = folder_identity(folder)
     for dtype in LOADED_DTYPES:
         result = folder_identity(folder, dtype)
@@ -357,7 +357,7 @@ def _identity_in_any_dtype(folder: Path) -> dict[str, str]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the basis's path, digest and expected quality."""
+    """Print the basis's path and digest, and the expected quality."""
     print(
         f"{report['basis']}: {report['bytes']:,} bytes, {report['layers']} layers, {report['windows']} windows of {report['tokens']} tokens"
     )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvpack.evaluation.windows import UncompressedResult
 
 _SCALE_SUFFIXES = ("", ",channel_scale=fp16")
-"""Suffixes for keys without and with channel scales. With a rotation, outlier channels need scales; otherwise, scales may do harm."""
+"""Suffixes for key codecs, without and with channel scales. Rotated outlier channels need scales, which may do harm otherwise."""
 
 _GROUPS = ("2,g=64", "2,g=32", "3,g=64", "4,g=128", "6,g=128")
 
@@ -44,30 +44,30 @@ THOROUGH_CANDIDATES = (
 _RAW_WORDS = ",".join(f"{name}={value}" for name, value in raw_clause.parse_raw_clause(RAW_CLAUSE).items())
 
 BITS = (1, 2, 3, 4, 5, 6, 8)
-"""Widths, in bits, in the search by widths."""
+"""Bit widths in the search by widths."""
 
 WIDTH_CANDIDATES = tuple(f"{side}={kvpack_codec(side, bits, trellis=False)},{_RAW_WORDS}" for side in "kv" for bits in BITS)
-"""Candidates of the search by widths. They have key means, without which different widths per layer do harm."""
+"""Candidates of the search by widths. They store key means, without which different widths per layer do harm."""
 
 BALANCED = tuple(f"k={calibrated_codec('k', bits, trellis=False)},{_RAW_WORDS}" for bits in BITS)
 """Candidates for keys if the basis has balanced frames."""
 
 CALIBRATED = tuple(f"klt:bits={bits:g},widths=heads,{_RAW_WORDS}" for bits in (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4))
-"""Candidates for keys and values if there is a basis. The number is the average of bits per value over all tensors."""
+"""Candidates for keys and values if there is a basis. Each number is the average bits per value over all tensors."""
 
 FRAME_CANDIDATES = tuple(f"transform:bits={bits:g},{_RAW_WORDS}" for bits in (0.15, 0.25, 0.4, 0.6, 0.8, 1.1, 1.5))
 """Additional candidates if the basis has frames."""
 
 DECODED_CODECS = ("transform", "lossless")
-"""Codecs whose packed bytes attention cannot use directly. It decodes them tile by tile."""
+"""Codecs whose packed bytes attention cannot use directly, so that it decodes them tile by tile."""
 
 SIDES = ("k", "v")
 
 
 def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Parse candidates such as ``k=scalar:b=3``, ``kv=...``, or only a codec (for both). Returns them by "k" and "v".
+    """Return candidate codecs by "k" and "v", from texts such as ``k=scalar:b=3``, ``kv=...``, or only a codec for both.
 
-    Raises InvalidParameter for an unknown codec, a text with several clauses, and if keys or values have no candidate.
+    Raises InvalidParameter for an unknown codec, for a text with several clauses, and if keys or values have no candidate.
     """
     result: dict[str, list[str]] = {"k": [], "v": []}
     for text in texts:
@@ -87,13 +87,13 @@ def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def is_attendable(codec: str) -> bool:
-    """Return True if attention can use the packed bytes of ``codec`` directly. The codec is written as in a recipe."""
+    """Return True if attention can use the packed bytes of ``codec``, as written in a recipe, without decoding them."""
     return codec.partition(":")[0] not in DECODED_CODECS
 
 
 @dataclass(frozen=True)
 class PackedCandidates:
-    """All packed candidates of all tensors (keys or values of one layer), so that file sizes are known without packing again.
+    """Each tensor (the keys or values of one layer) packed with each candidate, from which file sizes are computed.
 
     ``left_out`` contains the reasons why tensors cannot use some candidates.
     """
@@ -106,12 +106,12 @@ class PackedCandidates:
         return list(self.packed)
 
     def file_bytes(self, allocation: Allocation) -> int:
-        """Return the size in bytes of one window's file with ``allocation``."""
+        """Return the size in bytes of a file of one window that is packed by ``allocation``."""
         layers = [Layer(*(self.packed[layer, side][allocation[layer, side]] for side in SIDES)) for layer in range(len(self.packed) // 2)]
         return Cache(tuple(layers), recipe_text(allocation)).nbytes
 
     def stream_bytes(self, place: Place, codec: str) -> int:
-        """Return the size in bytes of one tensor's streams with ``codec``."""
+        """Return the size in bytes of a tensor's streams if it is packed with ``codec``."""
         side = self.packed[place][codec]
         return side.tail.nbytes + sum(stream.nbytes for run in side.runs for stream in run.streams.values())
 
@@ -121,10 +121,9 @@ class PackedCandidates:
 
 
 def pack_candidates(exact: UncompressedResult, candidates: dict[str, list[str]], basis: Basis | None = None) -> PackedCandidates:
-    """Pack a whole window with each candidate, as a measurement does: first its prefix, to which the scored tokens are then appended.
+    """Pack a whole window with each candidate, as a measurement does: first its prefix, and then the scored tokens appended to it.
 
-    ``basis`` is for candidates with the codecs klt and transform. Raises MissingBasis, or InvalidParameter if a tensor can use none of the
-    candidates.
+    Candidates with klt or transform use ``basis``. Raises MissingBasis, or InvalidParameter if a tensor can use none of the candidates.
     """
     packed: dict[Place, dict[str, Side]] = {}
     left_out: dict[Place, dict[str, str]] = {}

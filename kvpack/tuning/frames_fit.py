@@ -1,4 +1,4 @@
-"""Computation of a basis's frames from calibration statistics: transforms, scales and tables (spec/writers.md, Calibration)."""
+"""Fitting of a basis's frames to calibration statistics: transforms, scales and tables (spec/writers.md, Calibration)."""
 
 from __future__ import annotations
 
@@ -21,37 +21,38 @@ if TYPE_CHECKING:
     Array = numpy.ndarray[Any, Any]
 
 SUFFIX = "frames"
-"""Suffix of the names of statistics for frames, after layer and side."""
+"""Suffix of the names of statistics for frames, after the layer and the side."""
 
 MIN_COST = 0.03
 """Minimum cost of an error in any layer, as in basis_fit.py, but chosen for the codec transform."""
 
 MAX_DEVIATION = 2.0**-4
-"""Largest standard deviation of a column, over all layers, in stored units."""
+"""Standard deviation, in stored units, to which the largest one of all columns is scaled."""
 MIN_OCTAVES, MAX_OCTAVES = -4, 6
-"""Range of the columns' standard deviations, in steps, for which there are tables: 2^-4 to 2^6."""
+"""Range of the base-2 logarithm of a column's standard deviation, in steps, for which there are tables."""
 DEAD_ZONE = 0.06
 """Amount by which the rounding threshold exceeds half a step when the values of levels are computed.
 
-Encoders do not use it. It makes the values slightly larger, so that keys lose less attention to raw tokens. In two windows, SmolLM2-135M
-with transform-0.6 had a KL divergence of 0.042 with these values, and of 0.055 and 0.067 with 0.95 and 1.08 times these values.
+Encoders do not use it. It makes decoded values slightly larger, so that keys lose less attention to raw tokens. In two windows,
+SmolLM2-135M with transform-0.6 had a KL divergence of 0.042 with these values, and of 0.055 and 0.067 with 0.95 and 1.08 times these
+values.
 """
 
 MAX_LEVEL = 63
-"""Largest level that has a symbol."""
+"""Largest level with a symbol of its own."""
 _TABLES = (MAX_OCTAVES - MIN_OCTAVES) * SCALES_PER_OCTAVE // SCALES_PER_TABLE + 1
 _MIN_BITS, _MAX_BITS = 0.1, 3.0
 """Range of average bits per value. Tables are trained on all steps within it."""
 MAX_SCALE = 1.25
-"""Maximum factor by which a table's values are scaled. Most columns of small tables are 0, and their energy must not be compensated."""
+"""Maximum factor that scales a table's values. Most columns of small tables are 0, and their lost energy must not be compensated."""
 _SMOOTHED = 8.0
-"""Weight of a Laplace distribution, in levels, that is added to the counts of each table."""
+"""Weight, in levels, of the Laplace distribution that is added to each table's counts."""
 _MIN_PART = 1e-5
-"""Minimum share of levels for a level to have a symbol. For rarer levels, escapes take less space."""
+"""Minimum frequency of a level with a symbol of its own. Escapes take less space for rarer levels."""
 
 
 def fit_frames(statistics: Statistics, framing: Framing, step: Callable[[], None]) -> dict[tuple[int, str], Frames]:
-    """Return the frames of each layer's keys and values. ``step`` is called after each layer's keys or values."""
+    """Return the frames of each layer's keys and values. ``step`` is called after each of them."""
     names = [name for name in statistics.sums if name.endswith(f".{SUFFIX}")]
     fitted: dict[tuple[int, str], list[tuple[Array, Array, Array, Array]]] = {}
     for name, cost in costs_of(statistics, names, MIN_COST).items():
@@ -78,7 +79,7 @@ def fit_frames(statistics: Statistics, framing: Framing, step: Callable[[], None
 
 
 def _scales(deviations: Array) -> Array:
-    """Return the scales of columns with these standard deviations. The four columns that share a table are centered on it."""
+    """Return the scales of columns with these standard deviations. Four columns share each table, and their scales are centered on it."""
     octaves = numpy.log2(numpy.maximum(deviations, numpy.finfo(float).tiny))
     middle = SCALES_PER_OCTAVE * MIN_OCTAVES - SCALES_PER_TABLE / 2
     result: Array = numpy.clip(numpy.round(middle - SCALES_PER_OCTAVE * octaves), 0, 255).astype(numpy.int64)
@@ -88,7 +89,7 @@ def _scales(deviations: Array) -> Array:
 def _columns(
     statistics: Statistics, fitted: dict[tuple[int, str], list[tuple[Array, Array, Array, Array]]], unit: float
 ) -> dict[tuple[int, str], Array]:
-    """Return the columns ``[frame, token, column]`` of the samples, by (layer, side)."""
+    """Return the samples transformed to columns, ``[frame, token, column]``, by (layer, side)."""
     columns = {}
     for (layer, side), frames in fitted.items():
         samples = torch.cat(statistics.samples[f"{layer}.{side}.{SUFFIX}"], 1).to(torch.float64).numpy()
@@ -97,7 +98,7 @@ def _columns(
 
 
 def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str], Array]) -> SymbolTables:
-    """Return tables by the columns' standard deviation in steps. They are trained on all columns at all steps of common recipes."""
+    """Return the coding tables, by standard deviation of a column in steps. They are trained on all columns, at all usual steps."""
     levels = 2 * MAX_LEVEL + 1
     # The last entry counts levels that have no symbol.
     counts, seen, sums, squares = (numpy.zeros((_TABLES, levels + 1)) for _ in range(4))
@@ -144,13 +145,13 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
 
 
 def _levels(steps: Array, dead_zone: float) -> Array:
-    """Round columns to levels as encoders do, but with a ``dead_zone``."""
+    """Round columns to levels like encoders, but with a dead zone."""
     result: Array = numpy.sign(steps) * numpy.floor(numpy.abs(steps) + (0.5 - dead_zone))
     return result
 
 
 def _entropy(levels: Array) -> float:
-    """Return the bits per value of ``levels`` ``[frame, token, column]`` with a separate table for each column."""
+    """Return the bits per value that ``levels``, ``[frame, token, column]``, take with a separate ideal table for each column."""
     tokens = levels.shape[1]
     ordered = numpy.sort(levels, 1)
     # This is True where a sequence of equal levels begins. The counts are the lengths of the sequences.

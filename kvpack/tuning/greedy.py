@@ -1,4 +1,4 @@
-"""Selection of the best codecs for a budget, assuming that the losses of all tensors (keys or values of one layer) add up."""
+"""Selection of the best codecs for a budget, assuming that the losses of tensors (the keys or values of one layer) add up."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Losses = dict["Place", dict[str, float]]
 """Loss of each tensor with each codec that it can use."""
 
 Point = tuple[int, float, str]
-"""Bytes, loss and codec of a choice."""
+"""Bytes, loss and codec of one choice for a tensor."""
 
 
 def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocation:
     """Return the allocation with the smallest total loss for a file of at most ``budget`` bytes.
 
-    Each tensor starts with its smallest codec. As long as one fits, the step with the largest decrease of loss per byte is taken
-    (Lagrangian bit allocation: Shoham and Gersho, 1988). The remaining bytes are used for any codec that still fits. Raises
+    Each tensor starts with its smallest codec. As long as a step to a larger codec fits, the one with the largest decrease of loss per byte
+    is taken (Lagrangian bit allocation: Shoham and Gersho, 1988). The remaining bytes go to any codec that still fits. Raises
     InvalidParameter if the smallest file exceeds the budget.
     """
     hulls = {
@@ -71,7 +71,7 @@ def _fill(priced: PackedCandidates, losses: Losses, budget: int, allocation: All
 
 
 def hull(points: Iterable[Point]) -> list[Point]:
-    """Return the lower convex hull, from the point with the fewest bytes to the one with the smallest loss.
+    """Return the lower convex hull of the points, from the fewest bytes to the smallest loss.
 
     Each step decreases the loss by less per byte than the previous one.
     """
@@ -86,10 +86,10 @@ def hull(points: Iterable[Point]) -> list[Point]:
 
 
 def _gain(first: Point, second: Point) -> float:
-    """Return the decrease of loss per byte from the ``first`` to the ``second`` point."""
+    """Return the decrease of loss per byte from one point to the other."""
     return (first[1] - second[1]) / (second[0] - first[0])
 
 
 def _slope(points: list[Point], number: int) -> float:
-    """Return the heap key of a step. It sorts the step with the largest gain first."""
+    """Return the heap key of the step to point ``number``. The step with the largest gain sorts first."""
     return -_gain(points[number - 1], points[number])

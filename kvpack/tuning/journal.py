@@ -1,4 +1,4 @@
-"""Storage of losses in a file, so that interrupted searches can resume, and searches with other budgets reuse measurements."""
+"""Storage of losses in a file, so that searches can resume, and searches with other budgets can reuse measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvpack.evaluation.windows import UncompressedResult
 
 RECIPES_PER_WRITE = 16
-"""Number of recipes after which the file is written."""
+"""Number of new recipes after which the file is written."""
 
 MAX_JOURNAL_BYTES = 2**26
 """Maximum size of the file in bytes."""
@@ -32,7 +32,7 @@ _FORMAT = "kvpack measurements"
 
 
 def identity(exact: Sequence[UncompressedResult]) -> str:
-    """Return a digest of the model, the text and the sizes: of the tokens, and of the predictions with the uncompressed cache."""
+    """Return a digest that identifies the model, the text and the sizes, from tokens and uncompressed predictions."""
     digest = xxhash.xxh3_128()
     for window in exact:
         digest.update(window.tokens.cpu().numpy().tobytes())
@@ -42,7 +42,7 @@ def identity(exact: Sequence[UncompressedResult]) -> str:
 
 @dataclass
 class Journal:
-    """The losses of recipes on the windows with the identity ``windows``, saved to the file ``path`` unless it is None."""
+    """The losses of recipes, saved to the file ``path`` unless it is None. ``windows`` is the digest of the windows."""
 
     path: str | None
     windows: str
@@ -57,7 +57,7 @@ class Journal:
             self.write()
 
     def write(self) -> None:
-        """Write all losses to the file, if there are new losses. Raises WriteFailed."""
+        """Write all losses to the file if there are new ones. Raises WriteFailed."""
         if self.path is None or not self.unwritten:
             return
         content = {
@@ -71,7 +71,7 @@ class Journal:
 
 
 def open_journal(path: str | None, exact: Sequence[UncompressedResult]) -> Journal:
-    """Return the journal for these windows, with the losses from the file ``path`` if it exists.
+    """Return the journal for these windows, with the losses in the file ``path`` if it exists.
 
     Raises MissingFile if the file cannot be read, and InvalidParameter if it is not a journal or is for other windows.
     """

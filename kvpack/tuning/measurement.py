@@ -1,4 +1,4 @@
-"""Measurement of a recipe's loss: the divergence of a model's predictions over packed files from its predictions without packing."""
+"""Measurement of a recipe's loss: how a model's predictions over packed files diverge from its uncompressed predictions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """The cost of one recipe, with one number per window. ``bytes`` and ``values`` are totals over the windows' files.
+    """The loss of one recipe, with one number per window. ``bytes`` and ``values`` are totals over the windows' files.
 
     The KL divergence (nats per token) is the expected increase in log-perplexity on text sampled from the uncompressed model. It hardly
-    depends on the text, so a few windows suffice to compare codecs, even if perplexities in these windows would not distinguish them.
+    depends on the text, so a few windows suffice to compare codecs whose perplexities in these windows do not differ significantly.
     """
 
     kl_divergences: list[float]
@@ -42,7 +42,7 @@ class Loss:
 
     @staticmethod
     def combined(losses: Sequence[Loss]) -> Loss:
-        """Combine the losses of one recipe in several windows."""
+        """Combine the losses of one recipe in different windows."""
         return Loss(
             [divergence for loss in losses for divergence in loss.kl_divergences],
             [perplexity for loss in losses for perplexity in loss.log_perplexities],
@@ -56,8 +56,8 @@ class Windows:
     """Windows of a text that are read repeatedly.
 
     ``step`` is called after each window that is read, and ``on_measured`` after each new loss. ``losses`` are keyed by recipe text, which
-    contains the digest of the ``basis`` if it needs one. ``exact`` contains the uncompressed model's results, with only the prefix of the
-    pairs, in bf16.
+    includes the digest of ``basis`` if it is used. ``exact`` contains the uncompressed model's predictions. Its pairs are in bf16, for the
+    prefix only.
     """
 
     model: Any
@@ -69,7 +69,7 @@ class Windows:
     basis: Basis | None = None
 
     def read(self, windows: Sequence[torch.Tensor], scored_tokens: int) -> UncompressedResult:
-        """Read windows ``[1, token]`` without packing, and return all results of the first one."""
+        """Read windows ``[1, token]`` without packing, and return the complete predictions for the first one."""
         first = None
         for tokens in windows:
             result = read_uncompressed(self.model, tokens, scored_tokens)
@@ -81,7 +81,7 @@ class Windows:
         return first
 
     def loss(self, recipe: str) -> Loss:
-        """Read windows ``[1, token]`` without packing, and return the complete results of the first one."""
+        """Return the loss of a recipe in all windows. It is measured only once."""
         recipe = Recipe(recipe, self.basis).text
         if recipe in self.losses:
             for _ in self.exact:
@@ -102,7 +102,7 @@ class Windows:
 def read_once(
     searched: Windows, windows: Sequence[torch.Tensor], scored_tokens: int, recipes: Sequence[str]
 ) -> tuple[list[float], dict[str, Loss]]:
-    """Return the uncompressed model's losses in ``windows``, and the losses of ``recipes``, with the model of ``searched``.
+    """Return the uncompressed model's losses in ``windows``, and the losses of ``recipes``, with the model and basis of ``searched``.
 
     Only one window is in memory at a time.
     """

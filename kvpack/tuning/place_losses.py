@@ -1,4 +1,4 @@
-"""Measurement of the loss of each layer's keys and values at one width, from which kvpack's own presets derive widths."""
+"""Measurement of the losses of single tensors at one width, from which kvpack's own presets derive bit widths."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from kvpack.coding.bases import Basis
 
 MEASURED_BITS = 2
-"""Width, in bits, at which tensors are measured. It is small enough for losses above the noise, and large enough that losses add up."""
+"""Bit width at which tensors are measured: small enough for losses above the noise, and large enough that losses add up."""
 
 SCORED_PART = 8
-"""Divisor of a window's tokens: one in this many is scored."""
+"""Divisor of the number of tokens in a window that gives the number of scored tokens."""
 
 
 def single_place_recipe(layer: int, side: str, codec: str) -> str:
-    """Return the recipe with ``codec`` for ``side`` of ``layer``, and bf16 for everything else."""
+    """Return the recipe that uses ``codec`` for the keys or values of one layer, and bf16 for everything else."""
     return f"kv=raw:dtype=bf16;layers={layer}:{side}={codec}"
 
 
 def measure_place_losses(model: Any, basis: Basis, windows: Sequence[torch.Tensor], step: Callable[[], None]) -> dict[str, str]:
-    """Return the losses of the layers that ``basis`` has frames for, as metadata for it, minus the smallest loss, which is noise.
+    """Return the losses of all tensors in the layers that ``basis`` describes, as metadata for the basis.
 
-    ``windows`` are token ids ``[1, token + 1]``. A window's scored tokens are read in one pass for each layer and side, over a cache in
-    which only that tensor was packed and decoded. ``step`` is called after each pass.
+    The smallest loss is subtracted, because it is noise. ``windows`` are token ids ``[1, token + 1]``. For each tensor, a window's scored
+    tokens are read in one pass over a cache in which only that tensor has been packed and decoded. ``step`` is called after each pass.
     """
     keys, values = (calibrated_codec(side, MEASURED_BITS, trellis=False) for side in "kv")
     recipe = Recipe(f"k={keys};v={values};{RAW_CLAUSE}", basis)

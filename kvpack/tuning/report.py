@@ -11,7 +11,7 @@ from .results import uniform_label
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the chosen recipe next to the best uniform recipe, the codecs of the layers, and whether tuning helped."""
+    """Print the chosen and the best uniform recipe, the codecs of each layer, and whether tuning helped."""
     settings = report["settings"]
     title = (
         f"{printable(report['model'])}, {printable(report['text'])}: {report['mode']} search, at most {report['bits']:g} bits per value; "
@@ -55,7 +55,7 @@ def _row(name: str, measurement: dict[str, Any]) -> list[str]:
 
 
 def _layer_rows(layers: list[dict[str, str]], *, attended: bool) -> list[list[str]]:
-    """Return one row per range of layers with the same codecs. If ``attended``, rows also contain how attention reads these layers."""
+    """Return one table row per range of layers with the same codecs. If ``attended``, a column shows how attention reads the layers."""
     rows: list[tuple[int, int, dict[str, str]]] = []
     for number, codecs in enumerate(layers):
         if rows and rows[-1][2] == codecs:

@@ -1,4 +1,4 @@
-"""Conversion of the result of a search to JSON values and to a recipe file."""
+"""Conversion of a search's outcome to JSON values and to a recipe file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def results(
 ) -> dict[str, Any]:
     """Return the chosen recipe, the best uniform recipe and all measurements as JSON values.
 
-    ``held_out`` contains the uncompressed model's losses in the held-out windows, and the losses of both recipes.
+    ``held_out`` contains the uncompressed model's losses in the held-out windows, and the losses of both recipes there.
     """
     layers = len(search.priced.places) // 2
     exact, losses = held_out
@@ -82,9 +82,9 @@ def _losses(loss: Loss, exact: list[float]) -> dict[str, Any]:
 
 
 def compare_losses(tuned: Loss, uniform: Loss) -> dict[str, Any]:
-    """Return the mean difference of KL divergences in held-out windows, paired by window. It is negative if the tuned recipe is better.
+    """Return the mean difference of the KL divergences, paired by window. It is negative if the tuned recipe is better.
 
-    ``verdict`` is "better" or "worse" if Student's interval excludes 0, "the same" if both recipes are equal, and otherwise "undecided".
+    ``verdict`` is "better" or "worse" if Student's interval excludes 0, "the same" if both recipes are equal, and "undecided" otherwise.
     """
     differences = [loss - other for loss, other in zip(tuned.kl_divergences, uniform.kl_divergences, strict=True)]
     interval = student_t(differences)
@@ -98,7 +98,7 @@ def compare_losses(tuned: Loss, uniform: Loss) -> dict[str, Any]:
 
 
 def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
-    """Return the text of the recipe file: a description as comments, followed by one clause per line."""
+    """Return the text of a recipe file: a description in comments, and one clause per line."""
     result, uniform = report["tuned"], report["uniform"]
     comments = [
         f"kvpack tune: {report['model']}, {report['text']}, at most {report['bits']:g} bits per value ({report['mode']} search)",

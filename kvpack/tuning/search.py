@@ -1,4 +1,4 @@
-"""The thorough search: losses of single tensors (keys or values of a layer), a greedy allocation, and exchanges confirmed by the loss."""
+"""The thorough search: losses of single tensors (the keys or values of a layer), a greedy allocation, and measured exchanges."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from .measurement import Loss, Windows
 
 MAX_UNIFORM_RECIPES = 6
-"""Number of uniform recipes that are measured: those that are most promising according to their sensitivities."""
+"""Maximum number of uniform recipes that are measured: those with the smallest predicted losses."""
 
 MAX_ROUNDS = 2
 """Maximum number of rounds of exchanges."""
 
 RECIPES_PER_ROUND = 4
-"""Typical number of recipes that a round measures after its single changes, used to estimate progress."""
+"""Typical number of recipes that a round measures after its single changes, for estimating progress."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """An allocation with its measured loss and a description of its ``role`` in the search."""
+    """An allocation with its measured loss. ``role`` describes its part in the search."""
 
     role: str
     allocation: Allocation
@@ -47,7 +47,7 @@ class Search:
     sensitivities: Losses = field(default_factory=dict)
 
     def measure(self, description: str, allocation: Allocation) -> Measurement:
-        """Measure the actual loss of ``allocation``, and add it to ``measurements``."""
+        """Measure the loss of a whole allocation, and add it to ``measurements``."""
         result = Measurement(description, allocation, self.windows.loss(recipe_text(allocation)))
         self.measurements.append(result)
         return result
@@ -57,19 +57,19 @@ class Search:
         return self.priced.file_bytes(allocation) <= self.budget
 
     def common_candidates(self, side: str) -> list[str]:
-        """Return the candidates for ``side`` that all layers can use, from fewest bytes to most."""
+        """Return the candidates for ``side`` that all layers can use, smallest first."""
         first, *others = [codecs for (_, its_side), codecs in self.priced.packed.items() if its_side == side]
         common = [codec for codec in first if all(codec in codecs for codecs in others)]
         return sorted(common, key=lambda codec: self.priced.stream_bytes((0, side), codec))
 
 
 def best(measured: list[Measurement]) -> Measurement:
-    """Return the measurement with the smallest KL divergence. Among equal ones, the first wins."""
+    """Return the measurement with the smallest KL divergence, or the first of several."""
     return min(measured, key=lambda measurement: measurement.loss.kl_divergence)
 
 
 def thorough_search(search: Search) -> tuple[Measurement, Measurement | None]:
-    """Return the tuned allocation, and the best uniform one or None if no uniform recipe fits.
+    """Return the tuned allocation, and the best uniform one, or None if no uniform recipe fits.
 
     Losses of single tensors are measured with all others uncompressed, because they add up best in that case. They only predict the loss of
     an allocation; the measured loss of the whole allocation decides. Raises InvalidParameter for an impossible budget.
@@ -93,7 +93,7 @@ def steps(layers: int, candidates: dict[str, list[str]]) -> int:
 
 
 def measure_sensitivities(search: Search) -> Losses:
-    """Return the loss of each candidate in each tensor, with all others uncompressed.
+    """Return the loss of each tensor with each candidate while all other tensors are uncompressed.
 
     Candidates that cannot represent a window's values are omitted.
     """
@@ -114,12 +114,12 @@ def measure_sensitivities(search: Search) -> Losses:
 
 
 def _check_budget(search: Search) -> None:
-    """Raise InvalidParameter for an impossible budget before anything is measured."""
+    """Raise InvalidParameter if no allocation fits the budget, before anything is measured."""
     allocate(search.priced, {place: dict.fromkeys(codecs, 0.0) for place, codecs in search.priced.packed.items()}, search.budget)
 
 
 def measure_within_budget(search: Search, description: str, losses: Losses) -> Measurement:
-    """Return the allocation with the smallest loss whose files fit the budget in all windows. File sizes may differ between windows."""
+    """Measure the allocation with the smallest predicted loss whose files, over all windows, fit the budget."""
     budget = search.budget
     while True:
         result = search.measure(description, allocate(search.priced, losses, budget))
@@ -131,7 +131,7 @@ def measure_within_budget(search: Search, description: str, losses: Losses) -> M
 
 
 def _promising_uniforms(search: Search) -> list[Allocation]:
-    """Return the uniform allocations within the budget with the smallest predicted loss, best first."""
+    """Return the uniform allocations within the budget that have the smallest predicted losses, best first."""
     places, known = search.priced.places, search.sensitivities
     result = []
     for k, v in product(search.common_candidates("k"), search.common_candidates("v")):
@@ -142,7 +142,7 @@ def _promising_uniforms(search: Search) -> list[Allocation]:
 
 
 def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
-    """Return ``tuned`` with more bytes in some tensors and fewer in others, or None if that does not lower the actual loss.
+    """Return an allocation like ``tuned`` with bytes moved between tensors, or None if that does not lower the measured loss.
 
     The effect of each tensor is measured with all others as in ``tuned``. If the effects of many simultaneous changes do not add up, fewer
     are tried, starting with the largest gains.
@@ -170,7 +170,7 @@ def _size_grows(search: Search, place: Place, before: str, after: str) -> bool:
 
 
 def _neighbors(search: Search, place: Place, codec: str) -> list[str]:
-    """Return the next smaller and the next larger codec that are worth their bytes in this tensor."""
+    """Return the next smaller and the next larger codec on the convex hull of the tensor's choices."""
     size = search.priced.stream_bytes(place, codec)
     points = hull((search.priced.stream_bytes(place, other), loss, other) for other, loss in search.sensitivities[place].items())
     smaller = [other for bytes_, _, other in points if bytes_ < size][-1:]

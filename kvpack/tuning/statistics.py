@@ -1,8 +1,8 @@
 """Calibration statistics from windows of text: means, covariances and samples of keys and values, and costs of their errors.
 
-The cost is the Fisher information: gradients, with respect to keys and values, of the log-probability of a next token sampled from the
-model's own prediction (Martens 2020, Sec. 5). Predictions at higher temperatures are sampled as well, because if the model is certain,
-gradients of a likely token are almost zero, no matter what an error would change.
+The cost is the Fisher information: gradients, with respect to keys and values, of the log-probability of a next token that is sampled from
+the model's own prediction (Martens 2020, Sec. 5). Predictions at higher temperatures are sampled as well. If the model is certain,
+gradients for a likely token are almost zero, no matter what an error would change.
 """
 
 from __future__ import annotations
@@ -31,42 +31,45 @@ if TYPE_CHECKING:
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 TEMPERATURES = (1.0, 3.0, 10.0)
-"""Temperatures at which next tokens are sampled. Each contributes the same share of the cost."""
+"""Temperatures at which next tokens are sampled. All contribute equally to the cost."""
 
 RAW_TOKENS = RawPositions(1, "bf16", 4, 0.6, 4.0)
-"""Attention sinks, which are not counted, because their values need not be representative.
+"""Rule for the tokens that are not counted: attention sinks, whose values are not representative.
 
-They are the raw tokens of recipes such as klt-1.75 (``presets.CALIBRATED_RAW_CLAUSE``), and the first four.
+They are the raw tokens of recipes such as klt-1.75 (``presets.CALIBRATED_RAW_CLAUSE``), and the first four tokens.
 """
 
 PREFIXES = 4
-"""Number of prefixes of a window. After each of them, some tokens are predicted.
+"""Number of prefixes of a window after which tokens are predicted.
 
 RoPE rotates queries by their position, so an error in one channel of a key affects queries at some positions more than at others.
 """
 
 SAMPLED_OF_FRAMES = 8
-"""Sampling rate of frames: one in this many of the tokens kept for tables is also kept for the tables of frames."""
+"""Sampling interval for frames: one in this many sampled tokens also trains the tables of frames."""
 
 PAGE_TOKENS = 128
-"""Number of tokens whose mean is subtracted from keys, as in kvpack's own presets (``presets.kvpack_codec``)."""
+"""Number of tokens per page. kvpack's own presets subtract the page's mean from keys (``presets.kvpack_codec``)."""
 
 _FORMAT = "kvpack calibration with pages"
 _SUMS = ("counts", "sums", "products", "costs", "shares", "moments")
 
 _MAX_HEADER_BYTES = 2**26
-"""Maximum size of a header in bytes. There are samples for each window, layer and side."""
+"""Maximum size of a header in bytes. It lists samples for each window, layer and side."""
 
 
 @dataclass(frozen=True)
 class Framing:
-    """The extent of frames: the channels of a head or of a layer (``scope``). Keys are represented before their layer's RoPE."""
+    """What a frame covers: the channels of a head or of a layer (``scope``). Keys are transformed before their layer's RoPE."""
 
     scope: str
     ropes: Sequence[Rope | None]
 
     def view(self, layer: int, side: str, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` ``[1, kv_head, token, dim]`` from position 0 on, or its gradient, as ``[1, frame, token, channel]`` before RoPE."""
+        """Return ``x``, ``[1, kv_head, token, dim]`` from position 0 on, as ``[1, frame, token, channel]`` before RoPE.
+
+        ``x`` contains keys, values, or gradients with respect to them.
+        """
         rope = self.ropes[layer] if side == "k" else None
         x = x if rope is None else rope.rotate(x.to(torch.float32), 0, back=True)
         return x if self.scope == "head" else x.transpose(1, 2).flatten(2)[:, None]
@@ -74,10 +77,11 @@ class Framing:
 
 @dataclass
 class KeyMoments:
-    """Sums over ``tokens`` keys of a layer, and over ``rows`` queries that attend to them, in float64 for each KV head.
+    """Sums over the keys of a layer and over the queries that attend to them, in float64, for each KV head.
 
-    ``keys``, ``pages`` and ``queries``, ``[kv_head, dim, dim]``, are sums of outer products: of keys, of keys minus the mean of their page
-    of ``PAGE_TOKENS`` tokens, and of queries. ``keys_before_rope`` ``[kv_head, dim]`` are sums of keys before RoPE.
+    ``tokens`` and ``rows`` are the numbers of keys and of queries. ``keys``, ``pages`` and ``queries``, ``[kv_head, dim, dim]``, are sums
+    of outer products: of keys, of keys minus the mean of their page of ``PAGE_TOKENS`` tokens, and of queries. ``keys_before_rope``,
+    ``[kv_head, dim]``, is the sum of keys before RoPE.
     """
 
     tokens: torch.Tensor
@@ -89,9 +93,9 @@ class KeyMoments:
 
     @classmethod
     def of(cls, k: torch.Tensor, queries: torch.Tensor, rows: int, rope: Rope | None) -> KeyMoments:
-        """Return the moments of keys ``[1, kv_head, token, dim]``, which start at position 0, without raw tokens.
+        """Compute the moments of keys ``[1, kv_head, token, dim]`` from position 0 on, without raw tokens.
 
-        ``queries`` are already summed.
+        ``queries`` is already a sum, over ``rows`` queries.
         """
         counted = _encoded_tokens(k)
         x = k[0].to(torch.float64)[:, counted]
@@ -107,20 +111,20 @@ MOMENTS = tuple(one.name for one in fields(KeyMoments))
 
 
 class QueryMoments:
-    """Sums of outer products of a window's queries, by layer, over the query heads that share a KV head."""
+    """Sums of outer products of a window's queries, by layer, over the query heads of each KV head."""
 
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
         self._heads: dict[int, torch.Tensor] = {}
 
     def observe(self, layer: int, queries: torch.Tensor) -> None:
-        """Add the ``queries`` of a layer, ``[1, q_head, token, dim]``."""
+        """Add a layer's queries, ``[1, q_head, token, dim]``."""
         q = queries[0].to(torch.float64)
         self._heads[layer] = q.transpose(1, 2) @ q
         self.rows[layer] = q.shape[1]
 
     def of_layer(self, layer: int, heads: int) -> tuple[torch.Tensor, int] | None:
-        """Return the sums ``[kv_head, dim, dim]`` for ``heads`` KV heads, and the number of queries in each, or None if there are none."""
+        """Return the sums ``[kv_head, dim, dim]`` for a layer, and the number of queries in each, or None if there are none."""
         result = self._heads.get(layer)
         if result is None or len(result) % heads:
             return None
@@ -129,7 +133,7 @@ class QueryMoments:
 
 @dataclass
 class Statistics:
-    """Sums over tokens, by layer and side ("3.k", or "3.k.frames" for frames), for the model and text with the digest ``of``.
+    """Sums over tokens, by layer and side ("3.k", or "3.k.frames" for frames). ``of`` is a digest of the model and the text.
 
     Windows may be on any device. All tensors here are on the CPU.
 
@@ -139,7 +143,7 @@ class Statistics:
         products: Sums of their outer products, ``[kv_head, dim, dim]``.
         costs: Sums of outer products of gradients, ``[temperature, kv_head, dim, dim]``.
         samples: Samples of keys or values per window, float32 ``[kv_head, token, dim]``.
-        shares: Sums over windows of the attention weight on tokens that were not counted, by layer ("3"); empty if unknown.
+        shares: Attention weight on tokens that were not counted, summed over windows, by layer ("3"). Empty if unknown.
         moments: ``KeyMoments`` by layer, half of the windows and name ("3.0.keys"). Even windows are one half, odd ones the other.
     """
 
@@ -154,10 +158,11 @@ class Statistics:
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, model: Any, tokens: torch.Tensor, pairs: Pairs, seed: int, sampled: int, framing: Framing | None = None) -> None:
-        """Add a window ``tokens`` ``[1, token]``, whose first tokens have ``pairs``, and keep ``sampled`` tokens as samples.
+        """Add a window, ``tokens`` ``[1, token]``. ``pairs`` contains the keys and values of its first tokens.
 
-        All tokens without pairs are predicted, after the prefixes that the function ``prefixes`` returns. With ``framing``, statistics of
-        frames are added as well. Raises InvalidParameter if predictions are not finite, or do not depend on any pair.
+        All other tokens are predicted, after the prefixes that the function ``prefixes`` returns. ``sampled`` tokens are kept as samples.
+        If ``framing`` is set, statistics of frames are added as well. Raises InvalidParameter if predictions are not finite, or do not
+        depend on any pair.
         """
         generator = torch.Generator(tokens.device).manual_seed(seed)
         raw = [~_encoded_tokens(k) for k, _ in pairs]
@@ -181,7 +186,10 @@ class Statistics:
                 self._count(name, values, ~raw[number], few if name.endswith(".frames") else chosen)
 
     def add_moments(self, window: int, pairs: Pairs, queries: QueryMoments, ropes: Sequence[Rope | None] | None) -> None:
-        """Add the keys of a window with ``pairs`` of each layer, and its ``queries``. Nothing is added if a layer has no queries."""
+        """Add the moments of a window's keys and queries. Nothing is added if a layer has no queries.
+
+        ``pairs`` contains each layer's keys and values.
+        """
         query_parts = [queries.of_layer(number, k.shape[1]) for number, (k, _) in enumerate(pairs)]
         if any(part is None for part in query_parts):
             return
@@ -192,7 +200,7 @@ class Statistics:
                 _add(self.moments, f"{number}.{window % 2}.{name}", getattr(key_moments, name))
 
     def halves(self) -> list[tuple[KeyMoments, KeyMoments]] | None:
-        """Return the moments of both halves of the windows, by layer, or None if there are none. A half without windows has zeros."""
+        """Return each layer's moments in even and in odd windows, or None if there are none. A half without windows is zero."""
         if not self.moments:
             return None
         layers = 1 + max(int(name.partition(".")[0]) for name in self.moments)
@@ -233,7 +241,7 @@ class Statistics:
 
     @classmethod
     def read(cls, path: str, of: str) -> Statistics:
-        """Return the statistics in the file ``path``, which are empty if it does not exist. Raises InvalidParameter for other files."""
+        """Return the statistics in the file ``path``, or empty ones if it does not exist. Raises InvalidParameter for other files."""
         result = cls(of)
         if not os.path.lexists(path):
             return result
@@ -257,9 +265,9 @@ class Statistics:
 
 
 def prefixes(count: int, predicted: int) -> list[tuple[int, int]]:
-    """Return the length of each prefix of ``count`` tokens, ascending, with the number of tokens to predict after it.
+    """Return (tokens in the prefix, number of tokens to predict after it) for each prefix of ``count`` tokens, shortest first.
 
-    In total, ``predicted`` tokens are predicted. There are fewer than ``PREFIXES`` prefixes if there are few tokens.
+    In total, ``predicted`` tokens are predicted. If there are few tokens, there are fewer than ``PREFIXES`` prefixes.
     """
     parts = min(PREFIXES, predicted, count)
     return [(-(-count * part // parts), predicted * part // parts - predicted * (part - 1) // parts) for part in range(1, parts + 1)]
@@ -280,13 +288,13 @@ def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None
 
 
 def _encoded_tokens(k: torch.Tensor) -> torch.Tensor:
-    """Return a mask, bool ``[token]``, of the tokens of keys ``[1, kv_head, token, dim]`` that caches do not keep raw."""
+    """Return a mask of the tokens that caches do not keep raw, bool ``[token]``, for keys ``[1, kv_head, token, dim]``."""
     raw = RAW_TOKENS.choose(norms_per_head(k), 0)[0]
     return ~raw if not raw.all() else torch.ones_like(raw)
 
 
 def _products_in_pages(k: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Return the sum of outer products of ``counted`` keys minus the mean of their page, float64 ``[kv_head, dim, dim]``."""
+    """Return the sum of outer products of counted keys minus their page's mean, float64 ``[kv_head, dim, dim]``."""
     values = k[0].to(torch.float64)
     starts = range(0, len(counted), PAGE_TOKENS)
     pages = [values[:, start : start + PAGE_TOKENS][:, counted[start : start + PAGE_TOKENS]] for start in starts]
@@ -295,13 +303,13 @@ def _products_in_pages(k: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
 
 
 def _outer_products(gradient: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Return the sum of outer products of gradients over the ``counted`` tokens, float64 ``[kv_head, dim, dim]``."""
+    """Return the sum of outer products of gradients over counted tokens, float64 ``[kv_head, dim, dim]``."""
     g = gradient[0].to(torch.float64)[:, counted]
     return g.transpose(1, 2) @ g
 
 
 def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.Generator) -> Iterator[Pairs]:
-    """Yield, for each temperature, the gradients of sampled next tokens' log-probabilities with respect to ``pairs``."""
+    """Yield, for each temperature, gradients with respect to ``pairs``. They are of the log-probabilities of sampled next tokens."""
     from transformers import DynamicCache
 
     leaves = [(k.detach().clone().requires_grad_(), v.detach().clone().requires_grad_()) for k, v in pairs]

@@ -1,7 +1,7 @@
-"""kvpack tune: search for a recipe for one model, and report the result.
+"""kvpack tune: searches for a recipe for one model, and reports the outcome.
 
-Windows of a text are evaluated in two parts, as in ``kvpack bench quality``: the first part is packed, saved and loaded, and the model
-reads the second part over it. Some windows are held out. The search does not use them, and the report compares recipes on them.
+As in ``kvpack bench quality``, the first part of each window is packed, saved and loaded, and the model reads the second part over it. The
+search does not use the held-out windows, on which the report compares recipes.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _WindowSizes:
 
 @dataclass
 class _WindowProgress:
-    """The number of windows read, reported as progress of the whole run."""
+    """Counts the windows read, and reports them as progress of the whole run."""
 
     progress: Progress | None
     total: int = 0
@@ -117,12 +117,12 @@ def run(
     only_attendable: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Search for a recipe of at most ``bits`` bits per value, counting all bytes of a window's file. Returns a report as JSON values.
+    """Search for a recipe within a budget of bits per value, and return a report as JSON values.
 
     Args:
         model: Folder or hub name of the model, or None for the demo's model.
         text: File with the text, or None for the demo's text.
-        bits: Budget in bits per value.
+        bits: Budget in bits per value, counting all bytes of a window's file.
         settings: Sizes of the search.
         widths: Use the search by widths, which measures one recipe for each layer and side.
         candidates: Codecs such as ``k=scalar:b=3``.
@@ -188,9 +188,9 @@ def run(
 
 
 def _codecs(candidates: Sequence[str], only_attendable: bool) -> dict[str, list[str]]:
-    """Return the codecs of ``candidates`` by "k" and "v".
+    """Parse ``candidates`` into codecs by "k" and "v".
 
-    Raises InvalidParameter if ``only_attendable`` and a codec must be decoded for attention.
+    Raises InvalidParameter if ``only_attendable`` is set and attention would have to decode a codec.
     """
     codecs = parse_candidates(candidates)
     if only_attendable and (decoded := next((codec for result in codecs.values() for codec in result if not is_attendable(codec)), None)):
@@ -199,7 +199,7 @@ def _codecs(candidates: Sequence[str], only_attendable: bool) -> dict[str, list[
 
 
 def _candidates(basis: Basis | None, *, widths: bool = False, only_attendable: bool) -> Sequence[str]:
-    """Return the default candidates of the search."""
+    """Return the default candidates of a search."""
     if widths:
         values = tuple(codec for codec in WIDTH_CANDIDATES if codec.startswith("v="))
         return (*BALANCED, *values) if basis is not None and basis.has_balanced_frames else WIDTH_CANDIDATES
@@ -210,7 +210,7 @@ def _candidates(basis: Basis | None, *, widths: bool = False, only_attendable: b
 
 
 def _check_folder(path: str) -> None:
-    """Raise WriteFailed, before the search starts, if the file cannot be written."""
+    """Raise WriteFailed if the file ``path`` cannot be written."""
     folder = os.path.dirname(path) or "."
     if not path or (os.path.exists(path) and not os.path.isfile(path)):
         raise WriteFailed(f"cannot write {path!r}: it is not a regular file")

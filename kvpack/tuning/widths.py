@@ -1,8 +1,8 @@
-"""The search by widths. Losses of single tensors (keys or values of one layer) are measured at 2 bits and predicted for other widths.
+"""The search by widths: losses of single tensors are measured at 2 bits and predicted for other widths.
 
-Each additional bit divides the error of a Lloyd-Max code, and with it the loss, by about 4. The loss of a tensor at 2 bits therefore
-predicts its loss at any width. Each bit is assigned where loss * 4^(2 - bits) decreases most per byte. Only the chosen recipes are measured
-as a whole.
+Each additional bit divides the error of a Lloyd-Max code, and with it the loss, by about 4. A tensor's loss at 2 bits therefore predicts
+its loss at any width. Each bit is assigned where loss * 4^(2 - bits) decreases most per byte. Only the chosen recipes are measured as a
+whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .search import Measurement, Search
 
 MAX_CHECKED_RECIPES = 2
-"""Number of recipes that are measured as a whole: the result, and the largest uniform recipe that fits."""
+"""Number of recipes that are measured as a whole: the chosen one, and the largest uniform one that fits."""
 
 
 def steps(layers: int) -> int:
@@ -34,7 +34,7 @@ def steps(layers: int) -> int:
 def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
     """Return the chosen allocation, and the largest uniform one within the budget, or None if no uniform one fits.
 
-    Raises InvalidParameter if the budget is below the smallest candidates.
+    Raises InvalidParameter if even the smallest candidates exceed the budget.
     """
     allocate(search.priced, {place: dict.fromkeys(codecs, 0.0) for place, codecs in search.priced.packed.items()}, search.budget)
     measured = {}
@@ -53,7 +53,7 @@ def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
 
 
 def _predict_losses(search: Search, measured: dict[tuple[int, str], tuple[str, float]]) -> Losses:
-    """Return the predicted losses of all candidates in each tensor, minus the smallest loss, which is noise that no width can reduce."""
+    """Return the predicted losses of all tensors with all candidates, minus the smallest measured loss, which is noise."""
     floor = min(loss for _, loss in measured.values())
     raised = increase_losses({place: loss - floor for place, (_, loss) in measured.items()})
     result: Losses = {}
@@ -65,7 +65,7 @@ def _predict_losses(search: Search, measured: dict[tuple[int, str], tuple[str, f
 
 
 def average_bits(codec: str, side: str) -> float:
-    """Return the bits per value of the codes of ``codec``, as written in a recipe.
+    """Return the bits per value of a codec's codes. The codec is written as in a recipe.
 
     Raises InvalidParameter for a codec without such a width.
     """

@@ -16,7 +16,7 @@ _GRID = 1 << 18
 
 
 def student_t(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the confidence interval of the mean of independent ``values`` by Student's t distribution, or None for a single value."""
+    """Return the confidence interval of the mean of independent values (Student's t distribution), or None for a single value."""
     if len(values) < 2:
         return None
     mean, half = float(numpy.mean(values)), t_quantile(len(values) - 1) * float(numpy.std(values, ddof=1)) / math.sqrt(len(values))
@@ -24,7 +24,7 @@ def student_t(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool:
-    """Return True if the mean of ``values`` is significantly below that of the paired ``others``.
+    """Return True if the mean of ``values`` is significantly lower than that of ``others``, which are paired with them.
 
     A single pair is compared directly.
     """
@@ -35,7 +35,7 @@ def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool
 
 @cache
 def t_quantile(degrees_of_freedom: int) -> float:
-    """Return the two-sided 95% quantile of Student's t distribution with ``degrees_of_freedom`` degrees of freedom.
+    """Return the two-sided 95% quantile of Student's t distribution.
 
     With n degrees of freedom and t = sqrt(n) tan(angle), the density is proportional to cos(angle)^(n - 1), which is integrated on a grid.
     """
@@ -48,7 +48,7 @@ def t_quantile(degrees_of_freedom: int) -> float:
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """Return Wilson's score interval of the share ``successes / trials``; ``trials`` is at least 1."""
+    """Return Wilson's score interval of the proportion ``successes / trials``. ``trials`` must be at least 1."""
     z = 1.959964
     share = successes / trials
     center = (share + z * z / (2 * trials)) / (1 + z * z / trials)

@@ -1,4 +1,4 @@
-"""Texts for measurements, as token ids of a model."""
+"""Texts for measurements, as token ids."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MAX_TEXT_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Text:
-    """A text as token ids: ``start`` are the ids at the start of each sequence, and ``ids`` are those of the text itself.
+    """A text as token ids. ``start`` are the ids that begin each sequence, and ``ids`` are the ids of the text itself.
 
-    If ``is_byte_level``, there is no tokenizer: ids are byte values, and sequences start with id 256. ``encode`` converts other text to
-    ids.
+    If ``is_byte_level`` is True, there is no tokenizer: ids are byte values, and sequences begin with id 256. ``encode`` converts other
+    text to ids.
     """
 
     name: str
@@ -36,14 +36,15 @@ class Text:
 
 
 def vocabulary(model: Any) -> int:
-    """Return the number of token ids of the model; all ids are below it."""
+    """Return the size of the model's vocabulary. All token ids are below it."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 def read_text(path: str | None, folder: Path, ids_below: int) -> Text:
-    """Read the file ``path``, or the demo's text, as token ids of the model in ``folder``, all of which are below ``ids_below``.
+    """Read a text file, or the demo's text if ``path`` is None, as token ids of the model in ``folder``.
 
-    Raises MissingFile, LimitExceeded, or InvalidParameter if the folder has no tokenizer and the model does not support bytes.
+    All ids are below ``ids_below``. Raises MissingFile, LimitExceeded, or InvalidParameter if the folder has no tokenizer and the model
+    does not support bytes.
     """
     if path is None:
         return _text("the demo's text", demo_text(), folder, ids_below)
@@ -51,12 +52,12 @@ def read_text(path: str | None, folder: Path, ids_below: int) -> Text:
 
 
 def bundled_bytes(name: str) -> bytes:
-    """Return the text ``name`` of kvpack/bench/texts, which are compressed, because the size of the wheel is limited."""
+    """Return the bytes of a text in kvpack/bench/texts. They are stored compressed, because the size of the wheel is limited."""
     return bz2.decompress((files("kvpack.bench") / "texts" / f"{name}.txt.bz2").read_bytes())
 
 
 def bundled_text(name: str, folder: Path, ids_below: int) -> Text:
-    """Read the text ``name`` from kvpack/bench/texts, as ``read_text`` does."""
+    """Read a text in kvpack/bench/texts as token ids, as ``read_text`` does."""
     return _text(f"kvpack's {name}", bundled_bytes(name), folder, ids_below)
 
 
@@ -72,7 +73,7 @@ def _text(name: str, data: bytes, folder: Path, ids_below: int) -> Text:
 
 
 def tokenize(name: str, text: str, tokenizer: Any) -> Text:
-    """Return ``text`` as a Text, tokenized by ``tokenizer``."""
+    """Tokenize ``text``. ``name`` describes it in messages."""
     ids = tokenizer(text)["input_ids"]
     starts_with_bos = bool(ids) and ids[0] == tokenizer.bos_token_id
     return Text(name, tuple(ids[:starts_with_bos]), ids[starts_with_bos:], is_byte_level=False, encode=partial(_encode, tokenizer))

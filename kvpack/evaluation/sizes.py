@@ -1,4 +1,4 @@
-"""Selection of the number, size and positions of windows within the limits of a model and a text."""
+"""Selection of the number, sizes and positions of windows, within the limits of a model and a text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 LONGER_TEXT = "pass a longer text or a smaller --tokens"
-"""Advice at the end of messages about a text that is too short."""
+"""Advice at the end of error messages about a text that is too short."""
 
 
 def positions(model: Any) -> int | None:
@@ -26,9 +26,9 @@ def positions(model: Any) -> int | None:
 
 
 def window_tokens(requested: int | None, default: int, text: Text, max_positions: int | None) -> int:
-    """Return the number of tokens in a window: ``requested``, or ``default`` within the limits of the model and the text.
+    """Return the number of tokens in a window: ``requested``, or ``default`` reduced to the limits of the model and the text.
 
-    Raises InvalidParameter if ``requested`` exceeds the limits.
+    Raises InvalidParameter if ``requested`` exceeds these limits.
     """
     # A window needs one id more than it has tokens, because the prediction after the last one is scored too.
     limit = min(len(text.ids) + len(text.start) - 1, max_positions or len(text.ids))
@@ -41,24 +41,25 @@ def window_tokens(requested: int | None, default: int, text: Text, max_positions
 
 
 def check_size(name: str, value: int, low: int, high: int, reason: str) -> None:
-    """Raise InvalidParameter about ``name`` unless ``low <= value <= high``. The message ends with ``reason``."""
+    """Raise InvalidParameter unless ``value`` is from ``low`` to ``high``. The message begins with ``name`` and ends with ``reason``."""
     if not low <= value <= high:
         expected = low if low == high else f"an integer from {low} to {high}"
         raise InvalidParameter(f"{name} is {describe(value)}, expected {expected} {reason}")
 
 
 def window_ids(tokens: int, text: Text) -> int:
-    """Return the number of ids of ``text`` in a window of ``tokens`` tokens plus the next token, not counting the text's start."""
+    """Return the number of ids that a window of ``tokens`` tokens takes from the text, including the id after the window."""
     return tokens + 1 - len(text.start)
 
 
 def starts(ids: int, size: int, count: int, seed: int) -> list[int]:
-    """Return the starts of ``count`` windows of ``size`` ids. Each is at a random position in one of ``count`` equal parts of the text."""
+    """Return the starts of ``count`` windows of ``size`` ids: one random position in each of ``count`` equal parts of the text."""
     generator = torch.Generator().manual_seed(seed)
     part = ids // count
     return [number * part + int(torch.randint(part - size + 1, (), generator=generator)) for number in range(count)]
 
 
 def window(text: Text, start: int, size: int) -> torch.Tensor:
-    """Return the token ids ``[1, token]`` of a window: the text's start and ``size`` ids from ``start``."""
+    """Return the token ids of a window, ``[1, token]``: the ids that begin each sequence, and ``size`` ids of the text from ``start`` on.
+    """
     return torch.tensor([[*text.start, *text.ids[start : start + size]]])

@@ -1,4 +1,4 @@
-"""Modification of models so that they compute the same function with different statistics of keys ("twins")."""
+"""Changes to a model that preserve its function but change the statistics of its keys ("twins")."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from kvpack.formats.errors import InvalidParameter
 from .windows import prefill, uncompressed_cache
 
 OUTLIER_PAIRS = 2
-"""Number of RoPE channel pairs per KV head that a twin scales."""
+"""Number of RoPE channel pairs per KV head whose keys a twin scales."""
 
 OFFSET_SHARE = 1 / 8
-"""Share of the keys' channels that get an offset."""
+"""Fraction of key channels that get an offset."""
 
 TWIN_TOLERANCE = 1e-3
-"""Maximum difference between logits of the twin and the model, relative to the largest logit."""
+"""Maximum difference between the logits of twin and model, relative to the largest logit."""
 
 
 def make_twin(model: Any, factor: float, sample: torch.Tensor, seed: int) -> float:
     """Multiply the key weights of two RoPE pairs per KV head by ``factor``, and divide the query weights by it.
 
-    The model computes the same function, but its keys get outlier channels, as in some larger models. ``sample`` is token ids ``[batch,
-    token]``. Returns the largest change of a logit on the sample, relative to the largest logit. Raises InvalidParameter for a factor that
-    is not above 0, a model without q_proj and k_proj, and a model whose logits change by more than TWIN_TOLERANCE (for example, because it
-    normalizes keys).
+    The model computes the same function, but its keys get outlier channels, as in some larger models. ``sample`` contains token ids
+    ``[batch, token]``. Returns the largest change of a logit on the sample, relative to the largest logit. Raises InvalidParameter for a
+    factor that is not above 0, a model without q_proj and k_proj, and a model whose logits change by more than TWIN_TOLERANCE (for example,
+    because it normalizes keys).
     """
     layers = [module for module in model.modules() if hasattr(module, "q_proj") and hasattr(module, "k_proj")]
     if not layers:
@@ -64,12 +64,12 @@ def _scale(layer: Any, factor: float, generator: torch.Generator) -> None:
 
 
 def offset_keys(model: Any, factor: float, sample: torch.Tensor, seed: int) -> float:
-    """Add a constant to all keys in an eighth of each KV head's channels: ``factor`` times the channel's standard deviation.
+    """Add a constant to all keys in an eighth of each KV head's channels.
 
-    All scores of a query change by the same amount, so the model computes the same function, but its keys get offsets like those that
-    biases cause in some models. ``sample`` is token ids ``[batch, token]``. Returns the largest change of a logit on the sample, relative
-    to the largest logit. Raises InvalidParameter for a factor that is not finite, and a model whose logits change by more than
-    TWIN_TOLERANCE.
+    The constant is ``factor`` times the channel's standard deviation. All scores of a query change by the same amount, so the model
+    computes the same function, but its keys get offsets like the ones that biases cause in some models. ``sample`` contains token ids
+    ``[batch, token]``. Returns the largest change of a logit on the sample, relative to the largest logit. Raises InvalidParameter for a
+    factor that is not finite, and for a model whose logits change by more than TWIN_TOLERANCE.
     """
     if not abs(factor) < float("inf"):
         raise InvalidParameter(f"--offset is {factor}, expected a finite number")

@@ -1,4 +1,4 @@
-"""Comparison of the uncompressed model's predictions in a window of text with those over packed files."""
+"""Comparison of a model's predictions with an uncompressed cache and over packed files, in windows of text."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 QUERIES = 128
-"""Number of queries at the end of a window for which the error of attention is measured."""
+"""Number of queries at the end of a window for which attention errors are measured."""
 
 SINK_TOKENS = 4
-"""Number of first tokens that stay visible if the past is dropped, because models use them as attention sinks."""
+"""Number of first tokens that stay visible if the past is dropped. Models use them as attention sinks."""
 
 PASS_TOKENS = 32
 """Maximum number of scored tokens per forward pass. A pass attends to its own tokens without compression."""
 
 _ROWS = 64
-"""Number of positions whose distributions are compared at a time."""
+"""Number of positions whose distributions are compared in one operation."""
 
 _RECORDED = "kvpack-recorded"
 _OBSERVED = "kvpack-observed"
 
 _OTHER_WEIGHTS = ("s_aux", "position_bias")
-"""Options of attention, other than queries, keys and masks, that affect its weights."""
+"""Options that affect attention weights, other than queries, keys and masks."""
 
 
 @dataclass(frozen=True)
 class RecordedAttention:
-    """A layer's newest queries ``[1, q_head, token, dim]``, their exact attention output, and the options of attention."""
+    """A layer's newest queries ``[1, q_head, token, dim]``, their exact attention outputs, and the options of the attention call."""
 
     query: torch.Tensor
     output: torch.Tensor
@@ -56,7 +56,7 @@ class RecordedAttention:
 
 @dataclass
 class _Recorder:
-    """kvpack's attention function, which also records the arguments and results of the last forward pass."""
+    """kvpack's attention function, which also records each layer's newest queries and outputs in the last forward pass."""
 
     layers: dict[int, RecordedAttention] = field(default_factory=dict)
     has_other_weights: bool = False
@@ -74,7 +74,7 @@ class _Recorder:
 
 @dataclass
 class _Observer:
-    """kvpack's attention function, which first calls ``observe`` with the layer and the queries."""
+    """kvpack's attention function, which first passes the layer's number and its queries to ``observe``."""
 
     observe: Callable[[int, torch.Tensor], object] | None = None
 
@@ -97,10 +97,10 @@ AttentionMaskInterface.register(_RECORDED, mask)
 
 @dataclass(frozen=True)
 class UncompressedResult:
-    """The uncompressed model's results in a window, in float32 on the model's device. Keys and values are in the model's dtype.
+    """The uncompressed model's predictions in a window, in float32 on the model's device.
 
-    ``tokens`` is ``[1, prefix + score + 1]``, ``pairs`` has one (k, v) of prefix + score tokens per layer, ``log_probabilities`` is
-    ``[score, vocabulary]``, and ``loss`` is the mean negative log-probability of the next tokens.
+    ``tokens`` is ``[1, prefix + score + 1]``. ``pairs`` contains (k, v) of prefix + score tokens for each layer, in the model's dtype.
+    ``log_probabilities`` is ``[score, vocabulary]``. ``loss`` is the mean negative log-probability of the next tokens.
     """
 
     tokens: torch.Tensor
@@ -112,16 +112,16 @@ class UncompressedResult:
 
     @property
     def first(self) -> Pairs:
-        """Keys and values of the prefix, per layer."""
+        """Each layer's keys and values for the prefix."""
         return [(k[:, :, : self.prefix], v[:, :, : self.prefix]) for k, v in self.pairs]
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """The model's predictions over packed layers.
+    """A model's predictions over packed layers.
 
-    ``same_choices`` is the share of positions at which the top choice equals the uncompressed model's. ``whole`` is the cache after the
-    scored tokens were appended.
+    ``same_choices`` is the fraction of positions with the same top choice as the uncompressed model. ``whole`` is the cache after the
+    scored tokens have been appended.
     """
 
     log_perplexity: float
@@ -133,7 +133,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The predictions of a window's scored tokens over another prefix, compared with those over the uncompressed one."""
+    """How predictions of a window's scored tokens over another prefix differ from those over the uncompressed one."""
 
     log_perplexity: float
     kl_divergence: float
@@ -142,7 +142,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class RecipeResult:
-    """Results of one recipe in a window. Errors have one number per layer."""
+    """Measurements of one recipe in a window. Cosines and errors have one number per layer."""
 
     log_perplexity: float
     kl_divergence: float
@@ -163,11 +163,11 @@ def prefill(
     positions: torch.Tensor | None = None,
     observe: Callable[[int, torch.Tensor], object] | None = None,
 ) -> Pairs:
-    """Return the (k, v) of each layer ``[batch, kv_head, token, dim]``, in the model's dtype, after ``tokens`` ``[batch, token]``.
+    """Return each layer's (k, v) for ``tokens``, ``[batch, token]``. Each is ``[batch, kv_head, token, dim]`` in the model's dtype.
 
-    ``positions``, of the same shape, are the tokens' positions; by default, they start at 0. ``observe(layer, queries)`` is called with the
-    queries ``[batch, q_head, token, dim]`` that attention receives, unless the model implements attention itself. Raises InvalidParameter
-    if the model has layers with other states.
+    ``positions``, ``[batch, token]``, start at 0 by default. ``observe(layer, queries)`` is called with the queries that attention
+    receives, ``[batch, q_head, token, dim]``, unless the model implements attention itself. Raises InvalidParameter if the model has layers
+    with other states.
     """
     known = Model(model)
     if any(known.states(known.config.num_hidden_layers)):
@@ -187,7 +187,8 @@ def prefill(
 
 
 def read_uncompressed(model: Any, tokens: torch.Tensor, scored_tokens: int) -> UncompressedResult:
-    """Evaluate a window ``[1, prefix + score + 1]`` with the uncompressed cache. The last token is scored but not read."""
+    """Evaluate a window with the uncompressed cache. ``tokens`` is ``[1, prefix + score + 1]``; the last token is predicted but not read.
+    """
     prefix = tokens.shape[1] - 1 - scored_tokens
     cache = uncompressed_cache(model, prefill(model, tokens[:, :prefix]))
     model.set_attn_implementation(_RECORDED)
@@ -203,11 +204,11 @@ def read_uncompressed(model: Any, tokens: torch.Tensor, scored_tokens: int) -> U
 
 
 def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Sequence[torch.Tensor]) -> list[float]:
-    """Return each layer's share of attention weight on the ``chosen`` tokens, averaged over heads and the newest queries.
+    """Return the fraction of attention weight that each layer gives to chosen tokens, averaged over heads and the newest queries.
 
-    ``tokens`` is ``[1, token]``; the first of them have ``pairs``. ``chosen``, bool ``[token]`` per layer, covers the tokens in ``pairs``.
-    The result is empty for models that implement attention themselves, or whose attention weights have other terms, such as position
-    biases.
+    ``tokens`` is ``[1, token]``. ``pairs`` contains the keys and values of the first tokens. ``chosen``, bool ``[token]`` per layer, marks
+    tokens among these. The list is empty for models that implement attention themselves, or whose attention weights depend on other terms,
+    such as position biases.
     """
     known = pairs[0][0].shape[2]
     cache = uncompressed_cache(model, [(k.clone(), v.clone()) for k, v in pairs])
@@ -228,7 +229,7 @@ def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Seq
 
 
 def _weights(seen: RecordedAttention, keys: torch.Tensor) -> torch.Tensor:
-    """Return the attention weights ``[1, q_head, query, token]`` of the newest queries over ``keys``."""
+    """Return the attention weights of the newest queries over ``keys``, ``[1, q_head, query, token]``."""
     query = seen.query.to(torch.float32)
     keys = keys.to(torch.float32).repeat_interleave(query.shape[1] // keys.shape[1], 1)
     scale = seen.options["scale"]
@@ -243,12 +244,12 @@ def _weights(seen: RecordedAttention, keys: torch.Tensor) -> torch.Tensor:
 
 
 def read_forgotten(model: Any, exact: UncompressedResult, visible_tokens: int = SINK_TOKENS) -> Comparison:
-    """Evaluate a window's scored tokens, at their original positions, over only its first ``visible_tokens`` tokens."""
+    """Evaluate a window's scored tokens, at their original positions, with only the first ``visible_tokens`` tokens as prefix."""
     return read_over(model, exact, [(k[:, :, :visible_tokens], v[:, :, :visible_tokens]) for k, v in exact.first])
 
 
 def read_over(model: Any, exact: UncompressedResult, pairs: Pairs) -> Comparison:
-    """Evaluate a window's scored tokens, at their original positions, in one pass over ``pairs`` instead of its prefix."""
+    """Evaluate a window's scored tokens, at their original positions, in one pass over ``pairs`` as prefix."""
     cache = uncompressed_cache(model, pairs)
     tokens = exact.tokens[:, exact.prefix : -1]
     positions = torch.arange(exact.prefix, exact.prefix + tokens.shape[1], device=tokens.device)[None]
@@ -259,7 +260,7 @@ def read_over(model: Any, exact: UncompressedResult, pairs: Pairs) -> Comparison
 
 
 def packed_file(pairs: Pairs, recipe: str | Recipe, path: str) -> Cache:
-    """Convert ``pairs`` to bf16, pack them, save them to ``path``, and return the loaded cache."""
+    """Convert ``pairs`` to bf16, pack them, save them to ``path``, and return the cache as loaded from there."""
     kvpack.save(pack_as_bf16(pairs, recipe), path)
     return _load(path, recipe, pairs[0][0].device)
 
@@ -269,18 +270,18 @@ def _load(path: str, recipe: str | Recipe, device: torch.device) -> Cache:
 
 
 def pack_as_bf16(pairs: Pairs, recipe: str | Recipe) -> Cache:
-    """Convert ``pairs`` to bf16, and return them packed."""
+    """Convert ``pairs`` to bf16 and pack them."""
     return kvpack.pack([(k.to(torch.bfloat16), v.to(torch.bfloat16)) for k, v in pairs], recipe)
 
 
 class Bf16Cache(KvpackCache):
-    """A packed cache that rounds new keys and values to bf16, as a bf16 model stores them, even if a CPU computes in float32."""
+    """A packed cache that rounds new keys and values to bf16, like a bf16 model, even if a CPU computes in float32."""
 
     _offsets: Any
 
     @classmethod
     def from_cache(cls, model: Any, cache: Cache) -> Self:
-        """Return a cache for ``model`` that starts with the contents of ``cache``. It does not record the model's passes."""
+        """Create a cache for ``model`` that starts with the contents of ``cache``. It does not record the model's passes."""
         past = cls.of(cache)
         past._offsets = key_offsets(model)
         return past
@@ -291,7 +292,7 @@ class Bf16Cache(KvpackCache):
 
 
 class _OffsetCache(DynamicCache):  # type: ignore[misc]
-    """An uncompressed cache that adds a constant per channel to keys (``key_offsets``)."""
+    """An uncompressed cache that adds the offsets from ``key_offsets`` to keys."""
 
     def __init__(self, offsets: dict[int, torch.Tensor], pairs: Pairs | None) -> None:
         super().__init__(pairs)
@@ -305,16 +306,13 @@ class _OffsetCache(DynamicCache):  # type: ignore[misc]
 
 
 def uncompressed_cache(model: Any, pairs: Pairs | None = None) -> Any:
-    """Return an uncompressed cache for the model that contains ``pairs``."""
+    """Create an uncompressed cache for ``model`` that contains ``pairs``."""
     offsets = key_offsets(model)
     return DynamicCache(pairs) if offsets is None else _OffsetCache(offsets, pairs)
 
 
 def key_offsets(model: Any) -> dict[int, torch.Tensor] | None:
-    """Return the offsets ``[kv_head, 1, dim]`` that ``kvpack.evaluation.twins.offset_keys`` adds to keys, by layer.
-
-    Returns None for an unmodified model.
-    """
+    """Return the offsets that ``twins.offset_keys`` adds to keys, ``[kv_head, 1, dim]`` by layer, or None for an unmodified model."""
     return getattr(model, "kvpack_key_offsets", None)
 
 
@@ -323,9 +321,9 @@ def _offset(keys: torch.Tensor, offsets: dict[int, torch.Tensor] | None, layer: 
 
 
 def read_packed(model: Any, exact: UncompressedResult, cache: Cache, step: int = PASS_TOKENS) -> Predictions:
-    """Evaluate a window's scored tokens over ``cache``, its packed prefix, at most ``step`` at a time.
+    """Evaluate a window's scored tokens over its packed prefix, ``cache``, with at most ``step`` tokens per pass.
 
-    The tokens are appended to the cache and packed.
+    The scored tokens are appended to the cache and packed.
     """
     over = Bf16Cache.from_cache(model, cache)
     model.set_attn_implementation("kvpack")
@@ -341,9 +339,10 @@ def read_packed(model: Any, exact: UncompressedResult, cache: Cache, step: int =
 def measure(
     model: Any, exact: UncompressedResult, recipe: str | Recipe, path: str, step: int = PASS_TOKENS, *, errors: bool = True
 ) -> RecipeResult:
-    """Pack a window's prefix, save it to ``path``, load it, and evaluate the scored tokens over it, at most ``step`` at a time.
+    """Pack and save a window's prefix, load it from ``path``, and evaluate the scored tokens over it, ``step`` at a time.
 
-    ``bytes`` is the size of a file of the whole window, including the appended tokens. Without ``errors``, errors per layer are omitted.
+    ``bytes`` is the size of a file of the whole window, including the appended tokens. If ``errors`` is False, errors per layer are not
+    measured.
     """
     started = time.perf_counter()
     packed = pack_as_bf16(exact.first, recipe)
@@ -373,7 +372,7 @@ def measure(
 
 
 def _layer_errors(layer: Layer, exact: UncompressedResult, number: int) -> tuple[float, float, float]:
-    """Return the cosines of keys and values, and the relative error of attention, for a layer with exact inputs."""
+    """Return a layer's mean cosine similarities of keys and of values, and its relative attention error."""
     k, v = exact.pairs[number]
     layer = layer.append(k[:, :, exact.prefix :].to(torch.bfloat16), v[:, :, exact.prefix :].to(torch.bfloat16))
     packed_k, packed_v = layer.unpack(torch.float32)
@@ -386,14 +385,14 @@ def _layer_errors(layer: Layer, exact: UncompressedResult, number: int) -> tuple
 
 
 def _cosine(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return the cosine similarity between the vectors of two tensors, averaged over heads and tokens."""
+    """Return the mean cosine similarity of the vectors of ``x`` and ``y``, over heads and tokens."""
     return functional.cosine_similarity(x.float(), y, dim=-1).mean().item()
 
 
 def compare_predictions(exact: UncompressedResult, log_probabilities: torch.Tensor) -> tuple[float, float, float]:
-    """Compare log-probabilities ``[position, vocabulary]`` with the exact log-probabilities.
+    """Compare log-probabilities ``[position, vocabulary]`` with the exact ones.
 
-    Returns the loss of the scored tokens, the KL divergence, and the share of positions with the same top choice.
+    Returns the loss of the scored tokens, the KL divergence, and the fraction of positions with the same top choice.
     """
     loss = functional.nll_loss(log_probabilities, exact.tokens[0, exact.prefix + 1 :]).item()
     same = (log_probabilities.argmax(-1) == exact.log_probabilities.argmax(-1)).double().mean().item()
@@ -401,12 +400,12 @@ def compare_predictions(exact: UncompressedResult, log_probabilities: torch.Tens
 
 
 def _divergence(exact: torch.Tensor, log_probabilities: torch.Tensor) -> float:
-    """Return KL(exact || other) of log-probabilities ``[position, vocabulary]`` in nats, averaged over positions."""
+    """Return KL(exact || other) in nats, averaged over positions. Log-probabilities are ``[position, vocabulary]``."""
     return divergences(exact, log_probabilities).mean().item()
 
 
 def divergences(exact: torch.Tensor, log_probabilities: torch.Tensor) -> torch.Tensor:
-    """Return KL(exact || other) of log-probabilities ``[position, vocabulary]`` in nats, as float64 ``[position]``."""
+    """Return KL(exact || other) in nats, as float64 ``[position]``. Log-probabilities are ``[position, vocabulary]``."""
     parts = []
     for first in range(0, len(exact), _ROWS):
         p, q = exact[first : first + _ROWS].double(), log_probabilities[first : first + _ROWS].double()

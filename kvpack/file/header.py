@@ -270,8 +270,8 @@ class Contents:
 
     @cached_property
     def _first_uses(self) -> dict[tuple[int, str], SideEntry]:
-        """Position of the first occurrence of each distinct entry of keys or values. Most layers have equal entries, which are checked only
-        once.
+        """The first occurrence of each distinct entry of keys or values, by (layer, side). Most layers have equal entries, which are
+        checked once.
         """
         first: dict[SideEntry, tuple[int, str]] = {}
         for number, layer in enumerate(self.layers):

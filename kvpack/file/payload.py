@@ -110,7 +110,7 @@ class Span:
 def span_of(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> Span | None:
     """Return the range of the file with these tensors, or None unless memory and file have the same layout.
 
-    Each element is a tensor entry with its range ``[begin, end)`` in memory, where the first tensor begins at 0.
+    Each element is a tensor entry with its range ``[begin, end)`` in memory, in which the first tensor begins at 0.
     """
     places = [front.places[tensor.name] for tensor, _, _ in tensors]
     for (tensor, begin, end), place in zip(tensors, places, strict=True):

@@ -1,6 +1,6 @@
 """Table of the kernels for each codec. PyTorch handles codecs that are not in the table.
 
-For some parameters of these codecs, there are no attention kernels:
+Some parameters of these codecs have no attention kernels:
 
 - angle with 32-bit norms, because the kernel would have to search every token for its largest norm;
 - polar with unequal pairs, with several 32-bit radii, or with head dims that take too long to compile;
@@ -73,7 +73,7 @@ def reject_call(*_: Any) -> bool:
 
 
 class CodecKernels(NamedTuple):
-    """Kernel functions of a codec; missing ones are replaced by ``unsupported`` or ``reject_call``.
+    """Functions of a codec's kernels. The defaults ``unsupported`` and ``reject_call`` mean that there is no kernel.
 
     - ``tiles(codec)`` returns the tile loader for attention, and ``dual_tiles(codec, dual)`` the dual one, or None.
     - ``encode`` encodes values to streams, and returns False if it does not support them (``encode.prepare``).
@@ -98,8 +98,7 @@ def supports_all(*_: Any) -> bool:
 
 
 def codec_kernels(codec: Codec) -> CodecKernels:
-    """Return the table row of ``codec``. It is looked up by exact class, because an unknown subclass may have more streams than its parent.
-    """
+    """Return the table row of ``codec``, by exact class, because an unknown subclass may have more streams than its parent."""
     return CODECS.get(type(codec), CodecKernels())
 
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     Integers = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 MIN_VALUES = 1 << 19
-"""Minimum work per thread: keys and values times query rows. With less, starting another thread costs more than it saves."""
+"""Minimum work per thread, as keys and values times query rows. With less, another thread costs more than it saves."""
 
 
 class _DescribedPart(NamedTuple):
-    """A part of the keys or values, and its C argument ``struct``, which points into ``part`` and ``description``."""
+    """A part of the keys or values, and its C struct, which points into ``part`` and ``description``."""
 
     part: SidePart
     description: CodecDescription
@@ -33,7 +33,7 @@ class _DescribedPart(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Tokens ``[start, stop)`` that are in one part of the keys and one part of the values."""
+    """Tokens ``[start, stop)``, which lie in one part of the keys and one part of the values."""
 
     start: int
     stop: int
@@ -42,7 +42,7 @@ class _Span(NamedTuple):
 
 
 class PreparedAttention:
-    """A prepared attention call over the keys and values of a layer. Their shape is fixed, and C descriptions are built only once."""
+    """A prepared attention call over one layer's keys and values, whose shape is fixed. C descriptions are built only once."""
 
     def __init__(self, k: Side, v: Side, k_parts: list[_DescribedPart], v_parts: list[_DescribedPart]) -> None:
         self._k_parts, self._v_parts, self._tokens = k_parts, v_parts, k.tokens
@@ -50,9 +50,7 @@ class PreparedAttention:
 
     @staticmethod
     def create(k: Side, v: Side) -> PreparedAttention | None:
-        """Create the call over keys ``k`` and values ``v``, or return None if the C kernels do not support their codecs, sidecars or
-        strides.
-        """
+        """Create the call, or return None if the C kernels do not support the codecs, sidecars or strides of ``k`` or ``v``."""
         if library.library() is None or (k_parts := sides.side_parts(k)) is None or (v_parts := sides.side_parts(v)) is None:
             return None
         return PreparedAttention(k, v, [_describe(part) for part in k_parts], [_describe(part) for part in v_parts])
@@ -71,9 +69,9 @@ class PreparedAttention:
         threads: int | None = None,
         level: int = 0,
     ) -> torch.Tensor:
-        """Compute softmax(scale q k^T) v over the first ``tokens`` tokens, or all if it is None.
+        """Return softmax(scale q k^T) v over the first ``tokens`` tokens, or over all of them if ``tokens`` is None.
 
-        The other arguments are those of ``kvpack.attend``, already checked; ``level`` is an index into ``library.levels()``. Raises
+        All other arguments except ``level``, an index into ``library.levels()``, are as in ``kvpack.attend`` and already checked. Raises
         MemoryError.
         """
         batch, q_heads, q_len, _ = q.shape
@@ -124,7 +122,7 @@ def _visible_ranges(
     lengths: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> Integers:
-    """Return the tokens ``[begin, end)`` that each query sees, clipped to ``[0, tokens)``: int64 ``[batch, q_len, 2]``."""
+    """Return the range of tokens ``[begin, end)`` that each query sees, within ``[0, tokens)``: int64 ``[batch, q_len, 2]``."""
     # NumPy calls take a fraction of the time of PyTorch calls, and a decode step makes them for every layer.
     length = tokens if lengths is None else lengths.numpy()[:, None]
     causal_end = length - q_len + numpy.arange(1, q_len + 1)
@@ -137,7 +135,7 @@ def _visible_ranges(
 
 
 def _split_spans(k: list[_DescribedPart], v: list[_DescribedPart], begin: int, end: int) -> list[_Span]:
-    """Split tokens ``[begin, end)`` at the ends of the parts of keys ``k`` and values ``v``."""
+    """Split tokens ``[begin, end)`` at the bounds of the parts of keys and values."""
     spans: list[_Span] = []
     k_index = v_index = 0
     start = begin

@@ -51,13 +51,13 @@ MIN_ENTRIES = 16
 MAX_DIM = 1024
 
 MAX_TABLE_BYTES = 1 << 19
-"""Maximum size of a codec's tables. A file's header may define larger tables; PyTorch handles these, to save memory."""
+"""Maximum size of a codec's tables. A file may define larger tables, for which PyTorch is used to save memory."""
 
 _CACHE_SIZE = 64
 
 
 class CodecDescription(NamedTuple):
-    """The C description of a codec: its ``struct``, its ``streams`` by name in C's order, and the objects that ``struct`` points to."""
+    """The C description of a codec: its struct, the names of its streams in C's order, and the objects that the struct points to."""
 
     struct: library.Codec
     streams: tuple[str, ...]
@@ -241,8 +241,8 @@ def _describe_minifloat(codec: Minifloat) -> CodecDescription | None:
 
 
 BASIS = "basis"
-"""Name of a derived stream: the numbers that the C kernels read from a basis, float32 ``[batch, kv_head, run, number]``
-(``basis_numbers``).
+"""Name of a derived stream: the numbers that the C kernels read from a basis, float32 ``[batch, kv_head, run, number]`` (see
+``basis_numbers``).
 """
 
 _ALL_TOKENS = 1 << 62
@@ -267,7 +267,10 @@ def _describe_klt(codec: Klt) -> CodecDescription | None:
 
 
 def _head_run_table(codec: Klt, offsets: dict[tuple[int, int], int]) -> list[int]:
-    """Return the C table of the column runs of all heads: the offset of each head's numbers, the end offset, and 5 numbers per run."""
+    """Return the C table of the column runs of all heads.
+
+    It contains the offset at which each head's numbers begin, the end offset, and 5 numbers per run.
+    """
     heads: list[list[int]] = [[] for _ in range(codec.fixed_heads or 0)]
     result = [
         (head, run, bytes_[0], part.width, part.columns)
@@ -281,7 +284,7 @@ def _head_run_table(codec: Klt, offsets: dict[tuple[int, int], int]) -> list[int
 
 
 def _basis_offsets(codec: Klt) -> tuple[dict[tuple[int, int], int], int]:
-    """Return offsets in ``basis_numbers``: those of the tables, by head and run of columns, and that of the matrix.
+    """Return offsets in ``basis_numbers``: of the tables, by head and run of columns, and of the matrix.
 
     If heads share widths, only head 0 has entries.
     """
@@ -344,7 +347,10 @@ def _describe_trellis(codec: Trellis) -> CodecDescription | None:
 
 
 def _describe_sidecars(codec: CodecWithSidecars) -> CodecDescription | None:
-    """Return the C description of a codec with sidecars: at most one key_mean, one outliers and one qjl, and any raw tokens."""
+    """Return the C description of a codec with sidecars, or None if the C kernels do not support them.
+
+    Supported are at most one key_mean, one outliers and one qjl, and any raw tokens.
+    """
     description = describe(codec.codec)
     if description is None or any(len(kind) > 1 for kind in (codec.page_vectors, codec.frame_parts, codec.sketches)):
         return None

@@ -55,7 +55,7 @@ MAX_EVEN_LEVELS = 8
 """Maximum number of levels of ``direction_table`` at which a linear formula finds the two levels around a coordinate."""
 
 REFUSED = 2
-"""Status of ``kvpack_encode`` if ``formats/`` must encode or reject some of the values."""
+"""Status of ``kvpack_encode`` if ``formats/`` must encode the input or reject some of its values."""
 
 _CANDIDATES = {"full": 0, "scalar": 1, "local2x2": 2, "local3x3": 3}
 _EVEN_BRACKETS = 4
@@ -67,7 +67,10 @@ _FLOATS, _PAIRS, _POWERS = range(3)
 _ROUNDING_MARGIN = 1 - 2.0**-10
 _CACHE_SIZE = 64
 _TABLES, _ROTATION = "tables of the C encoder", "matrix of the rotation"
-"""Keys of ``Codec.derived_values``. Codecs that differ only in how they search are equal, but need different tables."""
+"""Keys of ``Codec.derived_values``, which belongs to one codec object.
+
+Codecs that differ only in how they search are equal, but need different tables.
+"""
 
 
 @lru_cache(_CACHE_SIZE)
@@ -114,10 +117,10 @@ def encode(
     """Encode ``x`` ``[batch, kv_head, token, dim]`` to streams.
 
     Returns None if ``formats/`` must encode ``x`` or reject some values. This is the case if the C kernels do not support the codec, the
-    dtype or the strides. ``before`` contains the streams of the preceding tokens, if any; ``level`` is an index into ``library.levels()``.
-    For a codec with ``direction_spread``, ``codec.coded_norms`` and the tokens' errors relative to them are written to ``norms`` and
-    ``errors``, contiguous float32 ``[batch, kv_head, token]``. The tokens ``skipped``, contiguous bool
-    ``[batch, token]``, are encoded as zeros, which only Minifloat supports. Raises MemoryError.
+    dtype or the strides. ``before`` contains the streams of the preceding tokens, if any. ``level`` is an index into ``library.levels()``.
+    For a codec with ``direction_spread``, the tokens' norms (``codec.coded_norms``) and relative errors are written to ``norms`` and
+    ``errors``, contiguous float32 ``[batch, kv_head, token]``. ``skipped``, contiguous bool ``[batch, token]``, marks tokens to encode as
+    zeros; only Minifloat supports it. Raises MemoryError.
     """
     if skipped is not None and type(codec) is not Minifloat:
         return None
@@ -150,9 +153,10 @@ def _encode(
     errors: torch.Tensor | None = None,
     skipped: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
-    """Encode ``x`` to streams; ``known`` contains the streams computed so far. Returns None if ``formats/`` must encode or reject values.
+    """Encode ``x`` to streams. Returns None if ``formats/`` must encode ``x`` or reject some values.
 
-    ``means`` is a pair: vectors ``[batch, kv_head, page, dim]`` that are subtracted first, and the number of tokens per page.
+    ``known`` contains the streams computed so far. ``means`` are vectors ``[batch, kv_head, page, dim]`` to subtract first, and the number
+    of tokens per page.
     """
     batch, heads, tokens, _ = x.shape
     streams = {}
@@ -179,7 +183,7 @@ def _encode(
 def _measure_pages(
     codec: Codec, x: torch.Tensor, page: int, columns: int, threads: int | None, level: int, skipped: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Measure every ``page`` tokens of ``x`` (``kvpack_measure``): float32 ``[batch, kv_head, page, column]``."""
+    """Measure pages of ``page`` tokens of ``x`` (see ``kvpack_measure``): float32 ``[batch, kv_head, page, column]``."""
     batch, heads, tokens, _ = x.shape
     result = empty((batch, heads, -(-tokens // page), columns), torch.float32, x.device)
     call, _, _keep_alive = create_call(codec, x.shape[:3], x.dtype, x, threads, level)
@@ -193,7 +197,7 @@ def _measure_pages(
 def _compute_run_scale(
     codec: Minifloat, x: torch.Tensor, last: torch.Tensor | None, threads: int | None, level: int, skipped: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return the run scale of ``x`` (``Minifloat.begin``), or None if values are not finite or too large, or if there are none."""
+    """Return the run scale of ``x`` (see ``Minifloat.begin``). None if there are no values, or if some are not finite or too large."""
     if not x.shape[2]:
         return None
     largest = _measure_pages(codec, x, _PAGE_TOKENS, 1, threads, level, skipped).amax(2)
@@ -208,7 +212,7 @@ def _compute_run_scale(
 def _encode_centered(
     codec: CodecWithSidecars, x: torch.Tensor, threads: int | None, level: int, norms: torch.Tensor | None, errors: torch.Tensor | None
 ) -> dict[str, torch.Tensor] | None:
-    """Encode ``x`` with a codec whose only sidecar is ``KeyMean``, to the same streams as ``KeyMean.begin`` and the codec."""
+    """Encode ``x`` with a codec whose only sidecar is ``KeyMean``. The streams equal those of ``formats/``."""
     (key_mean,) = codec.sidecars
     assert isinstance(key_mean, KeyMean)
     mean = _measure_pages(codec.codec, x, key_mean.tokens, codec.dim, threads, level).mul_(key_mean.share)
@@ -228,8 +232,8 @@ def create_call(
 ) -> tuple[library.EncodeArguments, tuple[str, ...], Any]:
     """Create a C call for values of ``shape`` (batch, heads, tokens) and ``dtype``, without the addresses of streams.
 
-    If ``x`` is given, the call encodes these values, with a suitable number of threads; otherwise, it lacks their address. Returns the
-    call, its stream names, and objects that must outlive it.
+    The call encodes ``x``, with a suitable number of threads; if ``x`` is None, it lacks the address of the values. Returns the call, its
+    stream names, and objects that must outlive the call.
     """
     description = codecs.describe(codec)
     assert description is not None
@@ -254,7 +258,7 @@ def create_call(
 
 
 def _encoder_tables(codec: Codec) -> tuple[int, tuple[torch.Tensor, ...]]:
-    """Return the number of the candidate rule, and the tables that only the encoder of ``codec`` needs, in the order of ``interface.h``."""
+    """Return the number of the candidate rule, and the tables that only the encoder needs, in the order of ``interface.h``."""
     if isinstance(codec, Scalar):
         tables = (table for table in (codec.magnitude_table, codec.high_magnitude_table) if table)
         return 0, tuple(_padded_table(midpoints(table), torch.inf) for table in tables)
@@ -285,7 +289,7 @@ def _tangents(codec: Polar) -> torch.Tensor:
 
 
 def _candidate_rule(codec: Octahedral) -> int:
-    """Return the C number of the rule that selects candidate directions for octahedral rounding (``_CANDIDATES``)."""
+    """Return the C number of the rule by which an octahedral codec selects candidate directions (see ``_CANDIDATES``)."""
     levels = 1 << codec.b_dir - 1
     exact = codec.rounding == "local3x3" and levels <= MAX_LEVELS
     single = levels == 1 and codec.rounding != "scalar"
@@ -315,7 +319,10 @@ def _padded_table(values: list[float], padding: float) -> torch.Tensor:
 
 
 def norms(x: torch.Tensor) -> torch.Tensor | None:
-    """Compute ``formats.token_norms.norms_per_head`` in C. Returns None for unsupported dtypes and strides. Raises MemoryError."""
+    """Return the norm of each token of ``x`` in each head, like ``formats.token_norms.norms_per_head``.
+
+    Returns None for unsupported dtypes and strides. Raises MemoryError.
+    """
     batch, heads, tokens, dim = x.shape
     if x.dtype not in DTYPES or not (x.stride(3) == 1 or dim == 1):
         return None
@@ -330,9 +337,9 @@ def norms(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def scales_of_errors(codec: Codec, ratio: float) -> tuple[str, int, float] | None:
-    """Return the stream from which the C kernels read ``codec.error_sizes``, its kind, and the ratio that replaces ``ratio`` for it.
+    """Return the stream that the C kernels use in place of ``codec.error_sizes``, its kind, and the ratio to use for it.
 
-    Returns None for codecs that the C kernels do not support here.
+    Returns None if the C kernels do not support the codec here.
     """
     family = codec.family
     if isinstance(family, Minifloat) and family.scale_dtype == "e8m0":
@@ -344,16 +351,16 @@ def scales_of_errors(codec: Codec, ratio: float) -> tuple[str, int, float] | Non
 
 
 def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, level: int = 0) -> bool | None:
-    """Compute ``has_large`` for ``codec.error_sizes(streams)`` in C. Returns None if the C kernels do not support the codec here."""
+    """Return ``has_large(codec.error_sizes(streams), ratio)``, computed in C, or None if the codec is not supported here."""
     source = scales_of_errors(codec, ratio)
     return None if source is None else has_large(streams[source[0]], source[2], level, source[1])
 
 
 def has_large(sizes: torch.Tensor, ratio: float, level: int = 0, kind: int = _FLOATS) -> bool | None:
-    """Compute ``formats.token_norms.has_large_size`` in C.
+    """Return the same as ``formats.token_norms.has_large_size``, computed in C.
 
     Returns None if ``sizes`` are empty, not contiguous, or floats other than float32. ``level`` is an index into ``library.levels()``. For
-    other values of ``kind``, sizes are computed from scales ``[batch, kv_head, token, scale, ...]``.
+    other kinds than floats, ``kind`` defines how to compute sizes from scales ``[batch, kv_head, token, scale, ...]``.
     """
     if not sizes.numel() or not sizes.is_contiguous() or (kind == _FLOATS and sizes.dtype != torch.float32):
         return None
@@ -363,7 +370,7 @@ def has_large(sizes: torch.Tensor, ratio: float, level: int = 0, kind: int = _FL
 
 
 def run_sizes(call: library.SizesArguments) -> bool:
-    """Run the C function for one argument struct, and return True if a size is too large."""
+    """Run the C function on one argument struct, and return True if it finds a large size."""
     c_library = library.library()
     assert c_library is not None
     return bool(c_library.kvpack_has_large(ctypes.byref(call)))

@@ -1,7 +1,8 @@
-"""The compiled C library of this folder: its argument structures, and a loader that checks that it matches them.
+"""Loader of the compiled C library of this folder, and the library's argument structures.
 
-Python calls plain C functions through ctypes, which releases the GIL. Building does not need Python headers, and one build works with all
-Python versions. The library only starts threads for the duration of a call (``threads.h``) or of one file's reads (``reader.c``).
+The loader checks that the library and the structures match. Python calls plain C functions through ctypes, which releases the GIL. Building
+does not need Python headers, and one build works with all Python versions. Threads of the library run only during a call (``threads.h``) or
+while a file is read (``reader.c``).
 """
 
 from __future__ import annotations
@@ -243,8 +244,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def run(name: str, call: Structure, purpose: str) -> int:
-    """Run the C function ``kvpack_NAME`` of the loaded library on ``call`` and return its status. Raises MemoryError, naming ``purpose``.
-    """
+    """Run the C function ``kvpack_NAME`` on ``call`` and return its status. Raises MemoryError, whose message contains ``purpose``."""
     loaded = library()
     assert loaded is not None
     status: int = getattr(loaded, f"kvpack_{name}")(byref(call))
@@ -264,10 +264,7 @@ def levels() -> tuple[str, ...]:
 
 
 def thread_count(threads: int | None, default: int) -> int:
-    """Return ``threads`` if it is given, otherwise KVPACK_THREADS if it is set, otherwise ``default``.
-
-    Raises InvalidParameter if KVPACK_THREADS is not an integer from 1 to 9999.
-    """
+    """Return ``threads`` unless it is None, then KVPACK_THREADS if it is set, then ``default``."""
     if threads is not None:
         return threads
     text = os.environ.get(THREADS, "")

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from .sides import Side
 
 MAX_VALUES_AT_ONCE = 1 << 21
-"""Maximum number of values per block of tokens. The exponents of a block fit in the processor's cache; a block has at least one chunk."""
+"""Maximum number of values per block of tokens, so that a block's exponents fit in the processor's cache.
+
+A block has at least one chunk.
+"""
 
 
 def supports(side: Side, dtype: torch.dtype) -> bool:
@@ -46,9 +49,9 @@ def _supports_codec(codec: Codec, dtype: torch.dtype) -> bool:
 def encode(
     codec: Lossless, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None, threads: int | None = None, level: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Encode ``x`` to the same streams as ``formats/``. ``supports_encoding`` must return True for it.
+    """Encode ``x`` to the same streams as ``formats/``. ``supports_encoding`` must have returned True.
 
-    ``before`` contains the streams of the preceding tokens, if any; ``level`` is an index into ``library.levels()``. Raises MemoryError.
+    ``before`` contains the streams of the preceding tokens, if any. ``level`` is an index into ``library.levels()``. Raises MemoryError.
     """
     batch, heads, tokens, dim = x.shape
     counts = numpy.empty((batch * heads, 256), numpy.int64)
@@ -83,7 +86,7 @@ def encode(
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> None:
     """Unpack all tokens of ``side`` to ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels.
 
-    ``supports`` must return True for ``side``. ``level`` is an index into ``library.levels()``. Raises MemoryError.
+    ``supports`` must have returned True. ``level`` is an index into ``library.levels()``. Raises MemoryError.
     """
     codec = side.codec
     assert isinstance(codec, Lossless)

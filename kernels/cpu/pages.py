@@ -1,6 +1,7 @@
-"""Conversion of an inference engine's pages on the CPU: keys or values of all layers, between engine memory and packed rows.
+"""Conversion of an inference engine's pages on the CPU, between engine memory and packed rows.
 
-Encoders and decoders prepare everything about a C call except addresses, so that converting a page is cheap.
+A page contains the keys or values of all layers. Encoders and decoders prepare everything about a C call except addresses, so that
+converting a page is cheap.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ class Encoder:
         self._streams = [(streams[name], stride) for name in names]
 
     def run(self, values: PageValues, row: int, threads: int, errors: int = 0) -> bool:
-        """Encode ``values`` to the packed row at address ``row``. Returns False if ``formats/`` must encode or reject some of them.
+        """Encode ``values`` to the packed row at address ``row``. Returns False if ``formats/`` must encode them or reject some.
 
-        If ``errors`` is not 0, it is the address to which the ``errors`` of ``encode.encode`` are written for all layers, concatenated.
-        Raises MemoryError.
+        Unless ``errors`` is 0, it is the address to which the tokens' errors (see ``encode.encode``) are written, for one layer after
+        another. Raises MemoryError.
         """
         call = library.EncodeArguments.from_buffer_copy(self._call)
         call.x = library.Stream(*values)
@@ -92,7 +93,7 @@ class LargeErrors:
         self._call = library.SizesArguments(None, kind, layers, stride, heads, tokens, members, PAGE_TOKENS, ratio, 0)
 
     def run(self, row: int) -> bool:
-        """Return ``encode.has_large_error`` for the packed row at address ``row``."""
+        """Return True if the packed row at address ``row`` has a token with a large error (see ``encode.has_large_error``)."""
         call = library.SizesArguments.from_buffer_copy(self._call)
         call.data = row + self._offset
         return encode.run_sizes(call)
@@ -146,8 +147,8 @@ def supports_decoding(codec: Codec, dtype: torch.dtype) -> bool:
 class RawTokenChooser:
     """Chooses the raw tokens of a page's layers by their keys, like ``formats.raw_positions.store_in_slots``.
 
-    The keys have ``heads`` heads, ``tokens`` tokens, ``dim`` channels and ``dtype``. ``slots`` is the maximum number of raw tokens per
-    layer. ``shared`` lists the axes along which keys share scales.
+    The keys have ``heads`` heads, ``tokens`` tokens, ``dim`` channels and ``dtype``. A layer has at most ``slots`` raw tokens. ``shared``
+    contains the units that share scales (heads or tokens).
     """
 
     def __init__(
@@ -172,9 +173,9 @@ class RawTokenChooser:
         self._call = library.RawSlotsArguments(dtype=dtype_index, low=raw.low_norm, high=high, **ratios, **sizes)
 
     def run(self, keys: PageValues, threads: int) -> tuple[TokenIndices, TokenIndices]:
-        """Return the raw tokens of each layer, int64 ``[layer, slot]``, ascending and padded with -1, and counts int64 ``[layer, 2]``.
+        """Return the raw tokens of each layer, int64 ``[layer, slot]``, and counts of tokens without a slot, int64 ``[layer, 2]``.
 
-        The counts are those of tokens that got no slot, as in ``raw_positions.count_left_out``. Raises MemoryError.
+        Raw tokens are ascending and padded with -1. The counts are as in ``raw_positions.count_left_out``. Raises MemoryError.
         """
         chosen = numpy.empty((self._layers, self._slots), numpy.int64)
         left_out, norms = numpy.zeros((self._layers, 2), numpy.int64), numpy.empty((self._layers, self._heads, self._tokens), numpy.float32)

@@ -61,7 +61,7 @@ def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, 
 
 
 class ChunksApart(NamedTuple):
-    """Encoded chunks like ``rans.Chunks``, but with the words of each chunk in a separate array."""
+    """Encoded chunks as in ``rans.Chunks``, except that the words of each chunk are a separate array."""
 
     words: list[Numbers]
     counts: Numbers
@@ -69,7 +69,7 @@ class ChunksApart(NamedTuple):
 
 
 def join_chunks(parts: Sequence[ChunksApart]) -> rans.Chunks:
-    """Concatenate the chunks of all ``parts``."""
+    """Concatenate the chunks of all ``parts`` into one ``rans.Chunks``."""
     words = [row for part in parts for row in part.words]
     # Use memory in huge pages, as for other large results, so that page faults are rare.
     joined = empty((sum(map(len, words)),), torch.uint16, torch.device("cpu")).view(torch.int16).numpy().view(numpy.uint16)
@@ -81,7 +81,7 @@ def join_chunks(parts: Sequence[ChunksApart]) -> rans.Chunks:
 def encode_apart(
     symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0
 ) -> ChunksApart:
-    """Encode like ``encode``, but without concatenating the words of the chunks."""
+    """Encode symbols as ``encode`` does, without concatenating the words of the chunks."""
     count, alphabet = len(lengths), tables.shape[1]
     symbols = numpy.ascontiguousarray(symbols, numpy.uint8)
     stride = symbols.shape[1]
@@ -107,7 +107,7 @@ def encode_apart(
 
 
 def _split_table(table: Numbers, count: int, shape: tuple[int, ...]) -> tuple[Numbers | None, Numbers | None]:
-    """Return ``table`` as int64 table indices per chunk, or as uint8 indices per symbol of ``shape``; the other result is None.
+    """Return ``table`` as one int64 index per chunk, or as one uint8 index per symbol of ``shape``. The other element is None.
 
     Indices are less than ``count``.
     """

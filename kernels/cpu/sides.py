@@ -35,7 +35,7 @@ _TORCH_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "
 
 
 class Stretch(Protocol):
-    """Consecutive pages whose streams are concatenated. ``ends`` contains the number of tokens up to the end of each page."""
+    """Consecutive pages whose streams are concatenated. ``ends`` contains the token at which each page ends."""
 
     @property
     def codec(self) -> Codec: ...
@@ -75,7 +75,7 @@ class Side(Protocol):
 class SidePart(NamedTuple):
     """Tokens ``[start, stop)`` of one side that share a codec and a coded frame. ``frame`` is None for the original frame.
 
-    ``segments`` is the C table of their pages (``_segment_table``), and ``address`` is its address.
+    ``segments`` is the C table of the pages (see ``_segment_table``), and ``address`` is the table's address.
     """
 
     start: int
@@ -90,14 +90,14 @@ class SidePart(NamedTuple):
         return library.SideArgument(ctypes.pointer(description.struct), self.address, len(self.segments))
 
     def describe(self) -> CodecDescription:
-        """Return the C description of the codec. It is not stored here, because there are many sides and tables are large."""
+        """Return the C description of the codec. It is not stored here, because there are many sides, and tables are large."""
         result = codecs.describe(self.codec)
         assert result is not None
         return result
 
 
 MAX_FRAMES = 64
-"""Maximum number of coded frames per side, because each needs its own queries and sums. PyTorch handles sides with more."""
+"""Maximum number of coded frames per side. Each needs its own queries and sums; PyTorch handles sides with more frames."""
 
 _stretches: WeakKeyDictionary[Any, tuple[Integers, Any] | None] = WeakKeyDictionary()
 
@@ -157,7 +157,7 @@ def _packed_parts(side: Side) -> list[SidePart] | None:
 
 
 def _has_page_frames(codec: Codec) -> bool:
-    """Return True if each page may have its own coded frame, from channel maps or from basis rows stored in the cache."""
+    """Return True if pages may have different coded frames: each stores its own value maps or basis rows."""
     if isinstance(codec.family, Klt) and codec.family.rows != "basis":
         return True
     return isinstance(codec, CodecWithSidecars) and codec.maps_by_run
@@ -169,17 +169,13 @@ def _raw_codec(dim: int, dtype: torch.dtype) -> Raw:
 
 
 def _is_in_original_frame(codec: Codec) -> bool:
-    """Return True if coded values are in the original frame, so that they share queries and sums with raw tails."""
+    """Return True if coded values are in the original frame, so that queries and sums are the same as for raw tails."""
     kind = type(codec)
     return kind.query is Codec.query and kind.original is Codec.original and codec.rotation.kind == "none"
 
 
 def _segment_table(stretch: Stretch, description: CodecDescription, batch: int, heads: int) -> tuple[Integers, Any] | None:
-    """Return the C table of a stretch's pages and the streams it points to, or None if the C kernels do not support a stream.
-
-    Each row, int64, contains the page's first token in the stretch, its number of tokens, and four numbers per stream: an address, and
-    strides in bytes per batch entry, head and stream row.
-    """
+    """Return the C table of a stretch's pages, and the streams that it points to. None if the C kernels do not support a stream."""
     counts = numpy.diff(stretch.ends, prepend=0)
     streams, codec = dict(stretch.streams), stretch.codec
     if codecs.RAW_ENTRY in description.streams:
@@ -239,7 +235,7 @@ def _segment_table(stretch: Stretch, description: CodecDescription, batch: int, 
 
 
 def _basis_numbers(codec: Codec, streams: Mapping[str, torch.Tensor], batch: int, heads: int, runs: int) -> torch.Tensor:
-    """Return the derived stream ``codecs.BASIS`` of ``runs`` pages, which may share one basis."""
+    """Return the derived stream ``codecs.BASIS`` of ``runs`` pages, which share one basis unless they store their own."""
     codec = codec.family
     assert isinstance(codec, Klt)
     if "rows" not in streams:
@@ -304,7 +300,7 @@ def _outlier_streams(stretch: Stretch) -> dict[str, torch.Tensor] | None:
 
 
 def _address_and_strides(stream: torch.Tensor) -> tuple[int, int, int, int] | None:
-    """Return the address of ``stream``, and its strides in bytes per batch entry, head and row, or None if a row is not contiguous."""
+    """Return the address of ``stream``, and its strides in bytes per batch entry, head and row. None if rows are not contiguous."""
     expected = 1
     for size, stride in zip(reversed(stream.shape[3:]), reversed(stream.stride()[3:]), strict=True):
         if size > 1 and stride != expected:

@@ -1,4 +1,4 @@
-"""Unpacking of packed pages to dense values on the CPU. Apart from the rounding of rotations, results equal those of ``formats/``."""
+"""Unpacking of packed pages to dense values on the CPU. Values equal those of ``formats/``, except for the rounding of rotations."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MIN_VALUES = 1 << 18
 """Minimum number of values per thread. With fewer, starting another thread costs more than it saves."""
 
 BALANCED_BLOCK_TOKENS = 1 << 10
-"""Number of tokens of balanced keys that are mapped to the original frame at a time."""
+"""Number of tokens of balanced keys that are mapped to the original frame together."""
 
 MIN_STREAMED_BYTES = 1 << 22
-"""Minimum size of a result that is written with nontemporal stores, which bypass the processor's caches."""
+"""Minimum size of an output that is written with nontemporal stores, which bypass the processor's caches."""
 
 
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> bool:
@@ -54,7 +54,7 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
 
 
 def _unpack_balanced(side: Side, parts: list[SidePart], balanced: FrameMap, out: torch.Tensor, threads: int | None, level: int) -> None:
-    """Write all tokens except raw tokens to ``out``, first decoding them to the balanced frame. Raises MemoryError."""
+    """Write all tokens except raw tokens to ``out``, by way of the balanced frame. Raises MemoryError."""
     framed = torch.empty_like(out, dtype=torch.float32)
     _unpack_parts(side, parts, framed, threads, level)
     packed = side.packed_tokens
@@ -89,7 +89,7 @@ def _channel_scales(codec: Codec, page: Any) -> torch.Tensor | None:
 
 
 def _write_raw_tokens(side: Side, tokens: WholeTokens, out: torch.Tensor) -> None:
-    """Write the stored values of raw tokens to ``out``. This is done here because C has only their rotated values."""
+    """Write the stored values of raw tokens to ``out``. C code has only their rotated values."""
     start = 0
     for stretch in side.runs.stretches:
         stop = start + int(stretch.ends[-1])

@@ -1,4 +1,6 @@
-"""Decoding of packed rows on the GPU. Codecs with their own kernel need one pass; for others, a kernel unpacks digits for PyTorch."""
+"""Decoding of packed rows on the GPU. Codecs with their own kernel need one pass. For all others, a kernel unpacks the digits, and PyTorch
+decodes them.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,11 @@ MAX_TOKEN_STRIDE = 1 << 20
 """Exclusive upper bound of an output's token stride, in elements, because offsets within a block are 32-bit."""
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
-"""Output dtypes for which kernels also apply inverse rotations. Their matrix products are float16."""
+"""Output dtypes for which kernels also apply inverse rotations, by float16 matrix products."""
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode streams of any strides to float32 ``[batch, kv_head, token, dim]`` in the coded frame, like ``codec.decode_frame``.
-
-    Raises InvalidParameter if a stream does not match ``codec.layout``.
-    """
+    """Decode streams with arbitrary strides to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
     # A stream shared by all heads has a head axis of 1, but other streams have the full shape.
     batch, heads = (max(stream.shape[axis] for stream in streams.values()) for axis in (0, 1))
     tokens = codec.token_count(streams)
@@ -41,7 +40,7 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 def decode_into(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None) -> bool:
     """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]``. Returns False if no kernel supports it.
 
-    Arguments and errors are as for ``prepare``. Codecs that need several launches are also supported.
+    Arguments and errors are as in ``prepare``. Codecs that need several launches are supported, too.
     """
     result = prepare(codec, packed, out, rotated, pages)
     if result is None:

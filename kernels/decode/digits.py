@@ -25,7 +25,7 @@ class CodeStream(NamedTuple):
     """The packing of one code stream. Its planes are consecutive streams, starting with stream number ``first_plane``.
 
     ``first_places`` and ``bases`` contain, for each digit, the place value of its first field and its base. With ``binary``, they contain
-    the base-2 logarithms of these.
+    base-2 logarithms.
     """
 
     first_plane: int
@@ -90,7 +90,7 @@ def _load_word(
 ) -> tl.tensor:
     """Load the word of one plane that contains each symbol's column, as nonnegative int32.
 
-    From a plane of bytes (``HALVES``), a byte is loaded. With ``BINARY``, unrelated bits may follow, which no field includes.
+    From a plane of bytes (``HALVES``), a byte is loaded. With ``BINARY``, unrelated bits may follow above the column's fields.
     """
     column = symbol % WIDTH
     HALF: tl.constexpr = (WIDTH + 1) // 2
@@ -120,7 +120,9 @@ def _load_bits(
     FIRST_BIT: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """Load ``BITS`` bits of each symbol's field, in columns of more than 4 bytes, from the word where the field begins and the next word.
+    """Load ``BITS`` bits of each symbol's field, in columns of more than 4 bytes.
+
+    The bits come from the word where the field begins and from the next word.
     """
     position = FIRST_BIT + symbol // CODE.width * BITS
     value = _load_symbol_word(streams, token, symbol, mask, position // 16, CODE) >> position % 16

@@ -59,7 +59,8 @@ def prepare(
 
 
 def _view_pairs(scales: torch.Tensor) -> torch.Tensor:
-    """View scales and centers ``[..., 2]`` as integers ``[..., 1]``, so that one load reads both. They are copied only if not aligned."""
+    """View scales and centers ``[..., 2]`` as integers ``[..., 1]``, so that one load reads both. Scales that are not aligned are copied.
+    """
     *strides, last = scales.stride()
     if last != 1 or any(step % 2 for step in (scales.storage_offset(), *strides)):
         scales = scales.clone(memory_format=torch.contiguous_format)
@@ -74,7 +75,7 @@ def _half_as_float32(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _dequantize_scale(code: tl.tensor, range_row: tl.tensor, AT: tl.constexpr) -> tl.tensor:
-    """Return the scale or center of an 8-bit code, rounded to float16, as float32; element ``AT`` of the range is its step."""
+    """Return the scale or center of an 8-bit code, rounded to float16, as float32. Element ``AT`` of the range is the step."""
     root = as_float32(tl.load(range_row + (AT + 1))) + as_float32(tl.load(range_row + AT)) * (code & 0xFF).to(tl.float32)
     return (root * tl.abs(root)).to(tl.float16).to(tl.float32)
 

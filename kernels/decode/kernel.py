@@ -1,7 +1,7 @@
 """The kernel that decodes packed rows in one pass, with a ``TileDecoder`` per codec.
 
-The kernel finds the rows of each program, decodes them tile by tile, applies the inverse rotation if requested, and stores the values. In
-float32 they equal those of ``formats/``.
+The kernel finds the rows of each program, decodes them tile by tile, applies the inverse rotation if requested, and stores the values.
+Float32 values equal those of ``formats/``.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -80,12 +80,7 @@ def prepare_rows(
     view_stream: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, stream: stream,
     threads: int = 1,
 ) -> PreparedDecode:
-    """Prepare the launch that decodes ``packed``, with streams of any strides, using ``decoder``.
-
-    ``out``, ``rotated`` and ``pages`` are as in ``decode.prepare``. At most two lookup ``tables`` can be passed. Tiles have at least
-    ``min_channels`` channels and at most ``max_tokens`` tokens. ``view_stream(name, stream)`` must return each stream as the decoder reads
-    it. Raises InvalidParameter if a stream does not match ``codec.layout``.
-    """
+    """Prepare the launch that decodes ``packed`` with ``decoder``. Streams may have arbitrary strides."""
     batch, heads = out.shape[:2]
     rows.check_layout(codec, packed, batch, heads)
     layouts = codec.row_layouts

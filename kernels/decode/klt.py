@@ -1,4 +1,4 @@
-"""Unpacking of codec klt. Attention's tile loader decodes columns, and matrix products map them to channels, in blocks of tokens."""
+"""Unpacking of codec klt: attention's tile loader decodes columns, and matrix products map them to channels, block by block."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from .rows import PackedPart
 
 MAX_TILE_BYTES = 64 << 20
-"""Maximum bytes of decoded columns in memory at once."""
+"""Maximum number of bytes of decoded columns in memory."""
 
 ROWS, SPAN, CHANNELS, WARPS = 128, 512, 128, 8
-"""For a program of ``_to_original``: tokens per product, total tokens, maximum channels, and warps."""
+"""Launch shape of ``_to_original``: tokens per product, tokens per program, maximum channels, and warps."""
 
 _MATRIX_PARTS = tl.constexpr(2)
 """Number of float16 parts into which matrix entries are split. Their sum is accurate to 2^-22 (relative) or 2^-25 (absolute)."""
@@ -50,7 +50,7 @@ def supports(codec: Codec, out: torch.Tensor) -> TypeGuard[Klt]:
 def unpack(codec: Klt, packed: Sequence[PackedPart], out: torch.Tensor) -> None:
     """Decode the consecutive pages ``packed`` into ``out`` ``[batch, kv_head, token, dim]``, in the original frame.
 
-    Table entries are rounded to float16, and results to the output's dtype.
+    Table entries are rounded to float16, and channels to the output's dtype.
     """
     batch, heads, _, dim = out.shape
     work = tiles.build_work(codec, packed, batch, heads, out.device)
@@ -75,10 +75,9 @@ def unpack(codec: Klt, packed: Sequence[PackedPart], out: torch.Tensor) -> None:
 
 @lru_cache(maxsize=256)
 def _column_matrix(codec: Klt, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the matrices from columns to channels, and the mean values that are added to the products.
+    """Return the matrices from columns to channels, and the means to add to the products.
 
-    The matrices are float16 ``[matrix, part, column, padded dim]``; their parts add up to the entries. The means are ``[matrix, padded
-    dim]``.
+    A matrix is the sum of its parts, float16 ``[matrix, part, column, padded dim]``. The means are ``[matrix, padded dim]``.
     """
     matrix = frame_columns.value_matrix(((codec, frame_columns.columns(codec, False)),), 1, "cpu")
     with torch.inference_mode(False), torch.device("cpu"):
@@ -115,7 +114,7 @@ def _to_original(
 ) -> None:
     """Map ``SPAN`` tokens of one head from columns to ``CHANNELS`` channels, apply their factors, and add the mean.
 
-    ``values`` is float16 ``[batch, kv_head, token, column]``; ``factors`` is float32 ``[batch, kv_head, token]`` or None. Token 0 of both
+    ``values`` is float16 ``[batch, kv_head, token, column]``; ``factors`` is float32 ``[batch, kv_head, token]`` or None. In both, token 0
     is token ``start`` of ``out``.
     """
     channel = tl.program_id(0) % (PADDED_DIM // CHANNELS) * CHANNELS + tl.arange(0, CHANNELS)

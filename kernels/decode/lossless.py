@@ -34,11 +34,11 @@ _GROUP_INTEGERS = tl.constexpr(14)
 """Integers per token group in the work table (``_load_group``)."""
 
 _TABLES_AT_ONCE = 1 << 8
-"""Maximum number of tables whose slots are computed at once, which takes about 100 bytes per slot."""
+"""Maximum number of tables whose slots are computed together. This takes about 100 bytes per slot."""
 
 
 def decode_into(codec: Lossless, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None) -> bool:
-    """Decode ``packed``, with streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels.
+    """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels. Streams may have arbitrary strides.
 
     Values are exact in the codec's dtype and rounded in other dtypes. ``rotated`` is ignored, because the codec has no rotation. Invalid
     words decode to arbitrary values. Returns False for ``pages``. Raises InvalidParameter if a stream does not match ``codec.layout``.
@@ -103,10 +103,7 @@ def _work_rows(codec: Lossless, packed: Sequence[PackedPart], in_plane: bool) ->
 
 
 def _digit_stream(codec: Lossless, streams: Mapping[str, torch.Tensor], in_plane: bool) -> torch.Tensor:
-    """Return the stream of signs and fractions.
-
-    With ``in_plane``, these are stored words of two channels; otherwise, one int16 per channel.
-    """
+    """Return the stream of signs and fractions: stored words of two channels with ``in_plane``, otherwise one int16 per channel."""
     if in_plane:
         return streams["signed_fractions.0"].view(torch.int16)
     packing = codec.packings()["signed_fractions"]

@@ -29,14 +29,18 @@ _MAX_ANGLES = tl.constexpr(MAX_ANGLES)
 
 
 class LevelSymbols(NamedTuple):
-    """Location of one level's angles: the number of their code stream, and the index of the first angle in the stream."""
+    """Location of one level's angles: the index of their code stream, and of the first angle in it."""
 
     stream: int
     first: int
 
 
 class PolarConstants(NamedTuple):
-    """Compile-time constants of a codec: code packings, locations of angles, and the number of radii per token and of their stream."""
+    """Compile-time constants of a codec.
+
+    ``codes`` are the packings of codes, ``levels`` the locations of angles, ``radii`` the number of radii per token, and ``stream`` the
+    index of their stream.
+    """
 
     codes: tuple[CodeStream, ...]
     levels: tuple[LevelSymbols, ...]

@@ -1,7 +1,7 @@
 """rANS decoding steps (spec/rans.md) for programs of one warp, tested against ``formats/rans.py``. Threads are the lanes of a chunk.
 
-A step looks up the symbols of all lanes in a table of slots (``formats.rans.slot_table``). Then lanes whose states are too small read the
-chunk's next words, in lane order.
+A step looks up the symbols of all lanes in a table of slots (``formats.rans.slot_table``). Then the lanes whose states are too small read
+the next words of the chunk, in lane order.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -50,7 +50,7 @@ def load_states(states: tl.tensor, lane: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def load_entries(slots: tl.tensor, state: tl.tensor) -> tl.tensor:
-    """Load the entries of each lane's slot from the table ``slots``, as uint32. The lowest byte of an entry is the symbol."""
+    """Load the entry of each lane's slot from the table ``slots``, as uint32. The lowest byte of an entry is the symbol."""
     return tl.load(slots + (state & _LAST_SLOT).to(tl.int32)).to(tl.uint32, bitcast=True)
 
 

@@ -1,4 +1,4 @@
-"""Work tables of decoding launches over any number of pages: each program's packed rows, and the destination of their values."""
+"""Work tables of decoding launches over any number of pages: the packed rows that each program decodes, and where it writes."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005, SIM108
@@ -29,10 +29,10 @@ TILE_VALUES = 1 << 12
 """Number of values per tile: 32 per thread, enough to hide the latency of loads."""
 
 ROTATED_TOKENS, WIDE_ROTATED_TOKENS, MAX_NARROW_CHANNELS = 64, 16, 256
-"""Tokens per rotated tile (the rows of an H100's matrix instruction) and per wide rotated tile, and maximum channels of non-wide tiles."""
+"""Tokens per rotated tile (the rows of an H100's matrix instruction), tokens per wide rotated tile, and maximum channels of the former."""
 
 WARPS, ROTATED_WARPS = 4, 8
-"""Number of warps per program, and per program that rotates. A rotating program's tile takes twice the registers."""
+"""Number of warps per program that does not rotate, and per program that does. Rotating takes twice the registers."""
 
 MAX_REGISTERS = 128
 """Maximum number of registers per thread. It lets a multiprocessor run sixteen warps."""
@@ -52,7 +52,7 @@ _STREAM_INTEGERS = tl.constexpr(3)
 
 
 class PackedPart(NamedTuple):
-    """``tokens`` packed tokens to decode from ``streams`` into the output, starting at output token ``first``."""
+    """Packed tokens to decode: the first ``tokens`` tokens of ``streams``, which become output tokens from ``first`` on."""
 
     streams: Mapping[str, torch.Tensor]
     tokens: int
@@ -62,8 +62,8 @@ class PackedPart(NamedTuple):
 class PreparedDecode(NamedTuple):
     """A prepared decoding launch. ``run`` decodes into an output with the same shape, strides and dtype as the one it was prepared for.
 
-    ``cacheable`` is True if it takes little memory besides the packed rows, so that it can be cached with them. ``keep_alive`` are tensors
-    that it reads.
+    ``cacheable`` is True if the launch can be cached with the packed rows, because it takes little additional memory. ``keep_alive`` are
+    the tensors that it reads.
     """
 
     run: Callable[[torch.Tensor], None]
@@ -74,8 +74,8 @@ class PreparedDecode(NamedTuple):
 class EnginePages(NamedTuple):
     """Pages of an inference engine, anywhere in memory, that share the layout of one reference page.
 
-    ``moves`` is int64 ``[page, 3]``: a byte offset from the reference page's streams, an element offset from its values in the output, and
-    an index in ``status``. ``status``, int32, is nonzero for pages to skip.
+    ``moves`` is int64 ``[page, 3]``: the byte offset from the reference page's streams, the element offset from the reference page's
+    output, and the page's index in ``status``. ``status``, int32, is nonzero for pages to skip.
     """
 
     moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
@@ -103,7 +103,7 @@ class BlockTable(NamedTuple):
     keep_alive: tuple[torch.Tensor, ...]
     """The tensors whose addresses are in the table."""
     copied: bool
-    """True if some of these tensors are copies of streams."""
+    """True if some tensors in ``keep_alive`` are copies of streams."""
     status: torch.Tensor | None
     out_aligned: int
     """Alignment, in values, of the pages' offsets in the output."""
@@ -134,10 +134,11 @@ def build_work(
     device: torch.device,
     pages: EnginePages | None = None,
 ) -> BlockTable:
-    """Build the work table for decoding ``packed``, tuples (streams, tokens, first output token), in tiles of ``tile`` tokens.
+    """Build the work table for decoding ``packed`` in tiles of ``tile`` tokens.
 
-    With ``pages``, ``packed`` is the reference page. A stream is ``[batch, kv_head, row, ...]`` with elements of 8, 16 or 32 bits; its
-    first two axes may be 1 to be shared by all sequences or heads. Streams whose rows are not contiguous and aligned are copied.
+    ``packed`` contains tuples (streams, tokens, first output token). With ``pages``, it is the reference page. A stream is ``[batch,
+    kv_head, row, ...]`` with elements of 8, 16 or 32 bits; its first two axes may be 1 if all sequences or heads share it. Streams whose
+    rows are not contiguous and aligned are copied.
     """
     tiles = sum(-(-tokens // tile) for _, tokens, _ in packed) * sequences * (1 if pages is None else len(pages.moves))
     block_tokens = tile * max(1, min(MAX_TILES, tiles // PROGRAMS))
@@ -178,7 +179,7 @@ def common_alignment(values: numpy.ndarray[Any, numpy.dtype[numpy.int64]]) -> in
 
 
 def copy_to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: torch.device) -> torch.Tensor:
-    """Copy a table to ``device`` without blocking the host. Large tables are pinned first, because the driver would block for them."""
+    """Copy a table to ``device`` without blocking the host. Large tables are pinned first, because otherwise the driver would block."""
     tensor = torch.from_numpy(table)
     if device.type == "cuda" and table.nbytes > MAX_STAGED_BYTES:
         tensor = tensor.pin_memory()
@@ -188,7 +189,7 @@ def copy_to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: 
 def _repeat_for_pages(
     rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 ) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
-    """Repeat the rows of a work table for every page, with its addresses, output offset and status index."""
+    """Repeat the rows of a work table for every page, and set the addresses, output offset and status index of each page."""
     blocks, integers = rows.shape
     result = numpy.empty((len(moves), blocks, integers + 2), numpy.int64)
     result[:, :, :integers] = rows
@@ -212,9 +213,9 @@ def prepare_launch(
 ) -> PreparedDecode:
     """Prepare a launch of ``kernel`` over all blocks, sequences and heads of outputs like ``out`` ``[batch, kv_head, token, dim]``.
 
-    ``tables`` are passed after the work table and the status. ``threads`` multiplies the usual number of threads; if it is above 1, each
-    uses at most ``MAX_REGISTERS`` registers. ``cacheable`` is True if streams are views of packed rows, not copies. For float32 outputs,
-    products and sums are rounded separately, as in PyTorch.
+    ``tables`` are passed after the work table and the status. ``threads`` multiplies the usual number of threads; above 1, a thread uses at
+    most ``MAX_REGISTERS`` registers. ``cacheable`` is True if streams are views of packed rows, not copies. For float32 outputs, products
+    and sums are rounded separately, as in PyTorch.
     """
     batch, heads = out.shape[:2]
     blocks = work.table.shape[0]
@@ -269,7 +270,7 @@ def channels_per_tile(dim: int, rotated: bool) -> int:
 
 
 class RowBlock(NamedTuple):
-    """The tokens of one program: their ``count``, pointers to the first token's row in each stream, and a pointer to its output."""
+    """The tokens of one program: their number, pointers to the first token's row in each stream, and a pointer to its output."""
 
     count: Any
     streams: Any
@@ -291,7 +292,7 @@ def load_block(
     PAGED: tl.constexpr,
     OUT_ALIGNED: tl.constexpr,
 ) -> tl.tuple:
-    """Return this program's ``RowBlock``. It begins at the start of a row in every stream, and is empty if its page is skipped."""
+    """Return this program's ``RowBlock``. The block begins at the start of a row in every stream, and is empty if its page is skipped."""
     sequence = (tl.program_id(0) // blocks).to(tl.int64)
     batch = sequence // heads
     head = sequence % heads
@@ -325,7 +326,7 @@ def _block_row_pointer(entry: tl.tensor, batch: tl.tensor, head: tl.tensor, begi
 
 @triton.jit
 def advance_rows(streams: tl.tuple, begin: tl.tensor, STREAMS: tl.constexpr) -> tl.tuple:
-    """Return pointers to the rows of token ``begin`` of a block. It must be the first token of a row in every stream."""
+    """Return pointers to the rows of token ``begin`` of a block, which must be the first token of its row in every stream."""
     pointers = ()
     for index in tl.static_range(len(STREAMS)):
         pointers = pointers + (_row_pointer(streams[index], begin, constant_at(STREAMS, index)),)
@@ -342,8 +343,7 @@ def _row_pointer(pointer: tl.tensor, token: tl.tensor, STREAM: tl.constexpr) -> 
 
 @triton.jit
 def load_per_token(pointer: tl.tensor, count: tl.tensor, TILE: tl.constexpr, ROW: tl.constexpr, AT: tl.constexpr) -> tl.tensor:
-    """Load element ``AT`` of each token's row of ``ROW`` elements, as float32 ``[token, 1]``. Only the first ``count`` tokens are loaded.
-    """
+    """Load element ``AT`` of each token's row of ``ROW`` elements, as float32 ``[token, 1]``, for the first ``count`` tokens."""
     token = tl.arange(0, TILE)
     return as_float32(tl.load(pointer + (token * ROW + AT), token < count, 0))[:, None]
 

@@ -31,7 +31,7 @@ class SidePart(NamedTuple):
     stop: int
 
     def packed(self, start: int) -> PackedPart:
-        """Return the part for decoding into an output that starts at token ``start`` of the side."""
+        """Return the part as input for decoding into an output that starts at token ``start`` of the side."""
         # Slicing a page takes longer than everything else here, so avoid it for whole pages.
         whole = self.stop - self.start == self.page.tokens
         streams = self.page.streams if whole else self.page.rows(self.start, self.stop)
@@ -39,7 +39,10 @@ class SidePart(NamedTuple):
 
 
 class RawTokens(NamedTuple):
-    """Raw tokens: the token index in the output and the sequence of each, int64 ``[entry]``, and their values ``[entry, kv_head, dim]``."""
+    """Raw tokens of an output.
+
+    ``token`` is the index in the output and ``sequence`` the sequence of each, int64 ``[entry]``. ``values`` are ``[entry, kv_head, dim]``.
+    """
 
     token: torch.Tensor
     sequence: torch.Tensor
@@ -52,9 +55,10 @@ class RawTokens(NamedTuple):
 
 
 class SideLaunch:
-    """A cached launch that decodes all pages of a side into outputs of one dtype and strides.
+    """A cached launch that decodes all pages of a side into outputs with one dtype and strides.
 
-    Its tables are built once, on the CUDA stream of the first call. ``remaining`` lists the ranges of tokens that it does not write.
+    Its tables are built once, on the CUDA stream of the first call. ``remaining`` lists the ranges of tokens that the launch does not
+    write.
     """
 
     def __init__(self, prepared: PreparedDecode, raw: RawTokens | None, remaining: Sequence[tuple[int, int]], device: torch.device) -> None:
@@ -107,9 +111,9 @@ def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tu
 
 
 def _prepare(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> PreparedDecode | None:
-    """Prepare one launch that decodes ``parts`` into outputs like ``out``, which starts at token ``start``.
+    """Prepare one launch that decodes ``parts`` into outputs like ``out``. Returns None if one launch is not enough.
 
-    Returns None if one launch is not enough.
+    ``out`` starts at token ``start`` of the side.
     """
     if not parts:
         return None
@@ -120,7 +124,7 @@ def _prepare(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> Prepar
 
 
 def _decode_with_fallback(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> bool:
-    """Decode ``parts`` by copying or with several launches. Arguments are as for ``_prepare``. Returns True on success."""
+    """Decode ``parts`` by copying or with several launches. Arguments are as in ``_prepare``. Returns True on success."""
     codec, packed = _codec_without_raw(parts[0].page.codec), [part.packed(start) for part in parts]
     if type(codec) is RawCodec:
         for part in parts:
@@ -134,14 +138,17 @@ def _decode_with_fallback(parts: Sequence[SidePart], start: int, out: torch.Tens
 
 
 def _codec_without_raw(codec: Codec) -> Codec:
-    """Return the codec that decodes all tokens except raw ones. This is ``codec`` without raw tokens if they are its only sidecar."""
+    """Return the codec that decodes all tokens except raw ones.
+
+    This is ``codec`` without its raw tokens, if it has no other sidecar; otherwise, it is ``codec``.
+    """
     return codec.family if codec.raw_positions is not None and codec.without_raw_positions is codec.family else codec
 
 
 def _raw_tokens(parts: Sequence[SidePart], start: int) -> RawTokens | None:
     """Return the raw tokens of ``parts`` for an output that starts at token ``start`` of the side.
 
-    Returns None if the codec has no raw positions, or if it has other sidecars.
+    Returns None unless raw positions are the codec's only sidecar.
     """
     if not parts:
         return None

@@ -1,4 +1,4 @@
-"""Final steps of decoding kernels: the inverse rotation of a tile to the original frame, and rounding and storing of values."""
+"""Final steps of decoding kernels: rotating a tile back to the original frame, and rounding and storing its values."""
 
 # Triton compiles no conditional expressions of tensors, and its tuples are of several lengths.
 # ruff: noqa: SIM108
@@ -23,7 +23,9 @@ _MIN_NORMAL = tl.constexpr(2.0**-126)
 
 
 MAX_MATRIX_DIM = 256
-"""Maximum head dim for which a rotation is one matrix product. Larger ones combine products with a ``FACTOR``-channel matrix."""
+"""Maximum head dim for which a rotation is one matrix product. Rotations of larger dims are combined from products with a
+``FACTOR``-channel matrix.
+"""
 
 FACTOR = 128
 
@@ -37,10 +39,10 @@ def supports_rotation(rotation: Rotation) -> bool:
 
 @lru_cache(maxsize=64)
 def rotation_signs(rotation: Rotation, size: int, device: torch.device) -> torch.Tensor:
-    """Return the signs of a Hadamard rotation's matrix, float16 ``[size, size]``, with zeros past its head dim.
+    """Return the signs of a Hadamard rotation's matrix, float16 ``[size, size]``, with zeros past the head dim.
 
-    Above ``MAX_MATRIX_DIM``, the matrix is the Kronecker product of a Sylvester matrix and a ``FACTOR``-channel matrix, with signs per
-    column. The result is then that matrix ``[FACTOR, FACTOR]``, followed by the column signs ``[size / FACTOR, FACTOR]``.
+    Above ``MAX_MATRIX_DIM``, the matrix is the Kronecker product of a Sylvester matrix and a ``FACTOR``-channel matrix, with a sign per
+    column. The function then returns the latter matrix, ``[FACTOR, FACTOR]``, followed by the column signs, ``[size / FACTOR, FACTOR]``.
     """
     with torch.inference_mode(False):
         if size > MAX_MATRIX_DIM:
@@ -68,7 +70,7 @@ def load_signs(matrix: tl.tensor, CHANNELS: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def rotate_back(value: tl.tensor, signs: tl.tuple, DIM: tl.constexpr) -> tl.tensor:
-    """Apply the inverse rotation to float32 ``value`` ``[token, channel]``, with float16 products of rows scaled to at most 1.
+    """Apply the inverse rotation to float32 ``value`` ``[token, channel]``, with float16 products. Rows are first scaled to at most 1.
 
     The relative error in the 2-norm is below 2^-11, about an eighth of the error of rounding to bfloat16.
     """
@@ -82,7 +84,7 @@ def rotate_back(value: tl.tensor, signs: tl.tuple, DIM: tl.constexpr) -> tl.tens
 
 @triton.jit
 def _multiply_hadamard(value: tl.tensor, signs: tl.tensor) -> tl.tensor:
-    """Multiply ``value`` by the Kronecker product of a Sylvester matrix and ``signs``, recursively by sums and differences of halves."""
+    """Return ``value`` times the Kronecker product of a Sylvester matrix and ``signs``, by sums and differences of halves."""
     TOKENS: tl.constexpr = value.shape[0]
     CHANNELS: tl.constexpr = value.shape[1]
     if signs.shape[0] == CHANNELS:

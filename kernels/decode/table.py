@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 TRIPLET_THREAD_FACTOR = 2
-"""Multiplier for the usual number of threads if symbols have three values. Without it, lookups would fill each thread's registers."""
+"""Factor for the usual number of threads if symbols have three values, because lookups would otherwise fill the registers."""
 
 
 class TableConstants(NamedTuple):
@@ -73,7 +73,7 @@ def prepare(
 def _load_piece(
     streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, CODE: tl.constexpr, PIECE: tl.constexpr
 ) -> tl.tensor:
-    """Load one piece of a digit, shifted to its bit position, as int32 ``[token, symbol]``."""
+    """Load one piece of a digit, shifted to its position in the digit, as int32 ``[token, symbol]``."""
     return load_digit(streams, token, symbol, mask, CODE, PIECE.digit) << PIECE.shift
 
 

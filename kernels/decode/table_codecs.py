@@ -1,4 +1,4 @@
-"""Table of the codecs that ``table`` decodes, and the properties that it needs."""
+"""Table of the codecs that ``table`` decodes, with the codec properties that it needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DigitPiece(NamedTuple):
-    """A piece of a digit: digit number ``digit`` of code stream ``stream``, shifted left by ``shift`` bits."""
+    """A piece of a digit: digit number ``digit`` of code stream ``stream``, to be shifted left by ``shift`` bits."""
 
     stream: int
     digit: int = 0
@@ -116,7 +116,7 @@ TABLE_CODECS: dict[type[Codec], TableCodec] = {
     Angle: TableCodec(_angle_form, lambda codec, device: bin_directions(codec.bins, device)),
     Quaternion: TableCodec(_quaternion_form, lambda codec, device: codewords(codec.seed, codec.secondary, device)),
 }
-"""The codecs that this kernel decodes, by exact class, because a subclass may store more streams."""
+"""Codecs that this kernel decodes. They are looked up by exact class, because a subclass may store more streams."""
 
 
 @lru_cache(maxsize=64)

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from .rows import PackedPart
 
 WARPS = 4
-"""Warps per program. On an H200, one to eight warps, and loads one to three tiles ahead, were equally fast."""
+"""Number of warps per program. On an H200, one to eight warps, and loads one to three tiles ahead, are equally fast."""
 
 TOKENS = 32
 """Minimum number of tokens in a warp's tile; loaders with one row per thread need more."""
 
 PROGRAMS = 1 << 10
-"""Number of programs that fill a device. Programs get more than one tile only if there are more tiles than that."""
+"""Number of programs that fill a device. Only with more tiles than this, programs get more than one tile."""
 
 MAX_TILES = 4
 """Maximum number of tiles per warp."""
@@ -55,7 +55,7 @@ FIRST_ADDRESS = tl.constexpr(3)
 
 
 class PageTable(NamedTuple):
-    """The work table of a launch, int64 ``[page, FIRST_ADDRESS + STREAM_INTEGERS * streams]`` on the device.
+    """Work table of a launch, int64 ``[page, FIRST_ADDRESS + STREAM_INTEGERS * streams]`` on the device.
 
     The pages have ``blocks`` blocks of ``block_tokens`` tokens in total. ``firsts`` contains each page's first block and first output
     token; ``end`` is the token after the last page. ``keep_alive`` contains the tensors that the table points to, and ``copied`` is True if
@@ -80,7 +80,7 @@ class PageTable(NamedTuple):
         return token + (block - first) * self.block_tokens
 
     def parts(self, tokens: int) -> Iterator[tuple[range, int, int]]:
-        """Yield ranges of blocks with about ``tokens`` tokens each (at least one block), and the start and stop of their tokens."""
+        """Yield ranges of blocks with about ``tokens`` tokens (at least one block), each with the start and end of its tokens."""
         blocks_per_part = max(1, tokens // self.block_tokens)
         for first in range(0, self.blocks, blocks_per_part):
             blocks = range(first, min(first + blocks_per_part, self.blocks))
@@ -89,7 +89,10 @@ class PageTable(NamedTuple):
 
 @lru_cache(maxsize=256)
 def find_loader(codec: Codec) -> Tiles | None:
-    """Return the tile loader for ``codec``, or None for codecs without one, for raw, and with sidecars that loaders add to tiles."""
+    """Return the tile loader for ``codec``, or None if it has none or cannot be used here.
+
+    It cannot be used for raw, or for sidecars that loaders add to tiles.
+    """
     tiles = loaders.tiles_of(codec)
     if tiles is None or type(codec) is Raw or tiles.signs or tiles.means or tiles.outliers or tiles.dtype != "fp16":
         return None
@@ -97,9 +100,9 @@ def find_loader(codec: Codec) -> Tiles | None:
 
 
 def build_work(codec: Codec, packed: Sequence[PackedPart], batch: int, heads: int, device: torch.device, warps: int = WARPS) -> PageTable:
-    """Build the work table for decoding ``packed``, consecutive pages of a codec with a loader, with ``warps`` warps per program.
+    """Build the work table for decoding ``packed``, with ``warps`` warps per program.
 
-    Raises InvalidParameter unless all streams have the codec's layout.
+    ``packed`` are consecutive pages of a codec with a loader. Raises InvalidParameter unless all streams have the codec's layout.
     """
     tiles = find_loader(codec)
     assert tiles is not None
@@ -125,8 +128,9 @@ def build_work(codec: Codec, packed: Sequence[PackedPart], batch: int, heads: in
 def decode(codec: Codec, work: PageTable, out: torch.Tensor, blocks: range | None = None, factors: torch.Tensor | None = None) -> None:
     """Decode ``work``, or some ``blocks`` of it, into 16-bit ``out`` ``[batch, kv_head, token, column]`` with contiguous columns.
 
-    Columns are those of ``frame_columns.columns``. Token 0 of ``out`` is the first token of the first block. If ``factors`` is given
-    (float32 ``[batch, kv_head, token]`` with contiguous sequences), token factors are stored there instead of being multiplied into values.
+    Columns are in the order of ``frame_columns.columns``. Token 0 of ``out`` is the first token of the first block. Unless ``factors`` is
+    None, token factors are stored there instead of being multiplied into values: float32 ``[batch, kv_head, token]`` with contiguous
+    sequences.
     """
     factor_stride = None if factors is None else factors.stride(1)
     prepare(codec, work, out.shape, out.stride(), out.dtype, blocks, factor_stride)(out, 0, factors)
@@ -143,9 +147,10 @@ class TileDecodeLaunch(NamedTuple):
     def __call__(
         self, out: torch.Tensor, first: int, factors: torch.Tensor | None = None, table: tuple[torch.Tensor, int] | None = None
     ) -> None:
-        """Decode to ``out``, beginning at its element ``first``.
+        """Decode to ``out``, beginning at element ``first`` of ``out``.
 
-        If given, ``table`` is a work table with other addresses, as a tensor and the offset of the table in it.
+        Unless ``table`` is None, it replaces the work table by one with other addresses: a tensor, and the offset of the table in the
+        tensor.
         """
         if self.launch is not None:
             work = (self.work.table, 0) if table is None else table
@@ -163,7 +168,7 @@ def prepare(
 ) -> TileDecodeLaunch:
     """Prepare the launch of ``decode`` for an output of ``shape`` and ``strides``.
 
-    With ``factor_stride``, calls must pass ``factors``, whose sequences are this many values apart.
+    With ``factor_stride``, calls must pass ``factors`` in which sequences are this many values apart.
     """
     batch, heads = shape[:2]
     blocks = range(work.blocks) if blocks is None else blocks
@@ -345,9 +350,9 @@ def _store_tile(
     SIDE: tl.constexpr,
     FACTORS: tl.constexpr,
 ) -> None:
-    """Store tile ``NUMBER`` of the tokens' columns, ``[warp, token, column]``, multiplied by the run's factor if there is one.
+    """Store tile ``NUMBER`` of the tokens' columns, ``[warp, token, column]``, multiplied by the run's factor, if any.
 
-    Otherwise, the tile is multiplied by ``factor`` ``[warp, token]``, unless factors are stored separately.
+    Without such a factor, the tile is multiplied by ``factor`` ``[warp, token]``, unless factors are stored separately.
     """
     WIDTH: tl.constexpr = SIDE.widths[NUMBER]
     CONSTANTS: tl.constexpr = SIDE.constants

@@ -1,8 +1,8 @@
 """Decoding of codec transform (spec/codecs/transform.md). Symbols become column factors, which are multiplied by the frames.
 
 Symbols and factors equal those of ``formats/transform.py`` bit for bit. If float16 can represent the frames and table values, as it can for
-calibrated frames, float16 products are exact. Otherwise, products use three TF32 parts of 11 bits. Neither depends on PyTorch's precision
-settings.
+calibrated frames, float16 products are exact. Otherwise, products use three TF32 parts of 11 bits. Neither kind of product depends on
+PyTorch's precision settings.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .rows import EnginePages, PackedPart
 
 MAX_FACTOR_BYTES = 1 << 27
-"""Maximum bytes of factors in memory at once. They are exceeded only if a single token group of all heads needs more."""
+"""Maximum number of bytes of factors in memory, unless a single token group of all heads needs more."""
 
 MAX_TOKENS, COLUMNS = 64, 64
 """Maximum number of tokens of a program of ``_multiply_factors``, and number of columns per matrix product."""
@@ -40,11 +40,11 @@ WARPS, STAGES = 4, 3
 
 
 def decode_into(codec: Transform, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None) -> bool:
-    """Decode ``packed``, with streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels.
+    """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels. Streams may have arbitrary strides.
 
     ``rotated`` is ignored, because the codec has no rotation. Invalid words decode to arbitrary values. Returns False for ``pages``, and
-    for tables with a wrong total. Raises InvalidParameter if a stream does not match ``codec.layout``, and the errors of
-    ``Transform.source_for``.
+    for tables with a wrong total. Raises MissingBasis, or InvalidParameter if a stream does not match ``codec.layout`` or the basis has
+    another number of heads.
     """
     if pages is not None:
         return False
@@ -154,7 +154,7 @@ def _multiply_factors(
     """Decode ``TOKENS`` tokens of one head of a token group: the means plus the products of factors and rows, with RoPE applied.
 
     ``factors``, ``places``, ``levels`` and ``rest`` are the fields of ``Factors``, in steps of ``size``, beginning with token group
-    ``first``. ``used``, int32 ``[chunk]``, is the number of columns in a product. ``means`` and ``rows`` are those of ``DeviceFrames``,
+    ``first``. ``used``, int32 ``[chunk]``, is the number of columns in a product. ``means`` and ``rows`` are fields of ``DeviceFrames``,
     with ``TILES`` tiles of ``CHANNELS`` channels per head. RoPE rotates the first ``TURNED`` channel pairs.
     """
     tiles = CHUNK // TOKENS

@@ -1,6 +1,6 @@
-"""Chunks of codec transform on a device: decoding of symbols to column factors, and checks of final states (spec/codecs/transform.md).
+"""Decoding of codec transform's chunks to column factors on a device, and checks of their final states (spec/codecs/transform.md).
 
-Results are exact, as in ``formats/transform_chunks.py`` and ``formats/transform.py``.
+Factors and states are exactly those of ``formats/transform_chunks.py`` and ``formats/transform.py``.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -63,9 +63,9 @@ class DeviceFrames(NamedTuple):
 class ChunkTables(NamedTuple):
     """Entropy-coded chunks, ordered by token group, sequence and head.
 
-    ``words`` contains the words of all chunks. The other fields, each ``[chunk]``, are the index of the first word and the numbers of words
-    (``counts``), columns and tokens. ``used`` is the number of frame columns in a product: the chunk's columns, or, with frames per layer,
-    the maximum over the token group's heads. ``states`` are the initial states, int16 ``[chunk, 2 · LANES]``.
+    ``words`` contains the words of all chunks. ``begins`` is the index of each chunk's first word; ``counts``, ``columns`` and ``tokens``
+    are its numbers of words, columns and tokens. ``used`` is the number of frame columns in a product: the chunk's columns, or, with frames
+    per layer, the maximum over the token group's heads. ``states`` are the initial states, int16 ``[chunk, 2 · LANES]``.
     """
 
     words: torch.Tensor
@@ -80,9 +80,9 @@ class ChunkTables(NamedTuple):
 class Factors(NamedTuple):
     """Column factors in quantization steps: ``values`` ``[frame of a group, column, token]`` in the dtype of ``DeviceFrames.values``.
 
-    Escaped levels that this dtype cannot represent are 0 in ``values`` and are listed separately: ``counts``, int32 ``[chunk]``, is their
-    number per chunk; ``places`` and ``levels``, int32, are their positions in ``values`` and their levels. A chunk's list begins at half
-    the index of its first word, rounded up.
+    Escaped levels that this dtype cannot represent are 0 in ``values`` and listed separately. ``counts``, int32 ``[chunk]``, is the number
+    of such levels per chunk. ``levels``, int32, are the levels, and ``places``, int32, their positions in ``values``. A chunk's list begins
+    at half the index of the chunk's first word, rounded up.
     """
 
     values: torch.Tensor
@@ -100,7 +100,7 @@ def allocate_factors(chunks: ChunkTables, frames: DeviceFrames, count: int) -> F
 
 
 def gather_chunks(codec: Transform, parts: Sequence[Mapping[str, torch.Tensor]]) -> ChunkTables:
-    """Return the chunks of all ``parts``, whose words are concatenated."""
+    """Return the chunks of all ``parts`` as one list."""
     counts = [_rows_first(join_halves(streams["word_counts"])) for streams in parts]
     words = [streams["words"].reshape(-1).view(torch.int16) for streams in parts]
     firsts = numpy.cumsum([0, *(part.numel() for part in words)])
@@ -137,18 +137,18 @@ def _as_int64(stream: torch.Tensor) -> torch.Tensor:
 
 
 def join_halves(stream: torch.Tensor) -> torch.Tensor:
-    """Join the low and high halves ``[..., 2]`` of unsigned 32-bit numbers to int64."""
+    """Join the low and high 16-bit halves ``[..., 2]`` of unsigned numbers into int64."""
     halves = _as_int64(stream)
     return halves[..., 0] | halves[..., 1] << 16
 
 
 _device_slots: WeakKeyDictionary[SymbolTables, dict[str, torch.Tensor | None]] = WeakKeyDictionary()
 _device_frames: WeakKeyDictionary[Frames, dict[tuple[int, int, int, str], DeviceFrames | None]] = WeakKeyDictionary()
-"""Cached device copies. They are freed together with their tables and frames."""
+"""Cached device copies, which are freed together with their frames."""
 
 
 def frames_on_device(codec: Transform, source: Frames, heads: int, device: torch.device) -> DeviceFrames | None:
-    """Return a cached copy of ``source`` on ``device``, or None if a frequency table has a wrong total, so that slots would be missing."""
+    """Return a cached copy of ``source`` on ``device``, or None if the frequencies of a table have a wrong sum."""
     cached = _device_frames.setdefault(source, {})
     key = codec.step, codec.chunk, heads, str(device)
     if key not in cached:
@@ -212,9 +212,10 @@ def decode_symbols(
     result: Factors | None,
     ends: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Decode ``count`` chunks of whole token groups, starting with chunk number ``first``, to ``result``, or only compute their ``ends``.
+    """Decode ``count`` chunks of whole token groups, starting with chunk number ``first``, into ``result``.
 
-    ``ends`` are the numbers of words read, int32 ``[chunk]``, and the final states, int32 ``[chunk, LANES]``.
+    If ``result`` is None, only ``ends`` is written: the number of words read, int32 ``[chunk]``, and the final states, int32 ``[chunk,
+    LANES]``.
     """
     if not count:
         return
@@ -255,9 +256,10 @@ def _decode(
     ALPHABET: tl.constexpr,
     CHUNK_LANES: tl.constexpr,
 ) -> None:
-    """Decode one chunk to the fields of ``Factors``, one symbol per lane at a time. Its number is ``first`` plus the program's index.
+    """Decode one chunk into the fields of ``Factors``, one symbol per lane at a time.
 
-    If ``factors`` is None, only ``read``, the number of words read, and ``last``, the final states, are stored.
+    The chunk's number is ``first`` plus the program's index. If ``factors`` is None, only ``read``, the number of words read, and ``last``,
+    the final states, are stored.
     """
     chunk = first + tl.program_id(0).to(tl.int64)
     begin = tl.load(begins + chunk)

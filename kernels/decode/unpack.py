@@ -1,4 +1,4 @@
-"""Unpacking of rotated codecs with bounded values. Attention's tile loaders decode them, and matrix products invert the rotation."""
+"""Unpacking of rotated codecs with bounded values: attention's tile loaders decode, and matrix products invert the rotation."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .rows import PackedPart
 
 BOUNDED_CODECS = (Angle, Octahedral, Polar, Quaternion, Scalar)
-"""Codecs whose values are table entries times a token factor. Binary16 tiles can represent the entries of any file."""
+"""Codecs whose values are table entries times a token factor. Float16 tiles can represent the entries of any file."""
 
 MAX_COLUMNS = 256
 """Maximum number of columns, and of channels."""
@@ -54,7 +54,7 @@ MAX_COLUMNS = 256
 class UnpackShape(NamedTuple):
     """Launch shape of ``unpack_tiles``: warps per program, and channels whose sums a program has in registers.
 
-    ``joined`` is True if a program multiplies all tiles of a token at once, for loaders whose registers leave no room for running sums.
+    ``joined`` is True if a program multiplies all tiles of a token together, for loaders that leave no registers for running sums.
     """
 
     warps: int
@@ -72,7 +72,7 @@ Tiles of 16 tokens would be faster for codec scalar, but slower for all others.
 def supports(codec: Codec, out: torch.Tensor) -> bool:
     """Return True if ``prepare`` can decode ``codec`` into ``out``.
 
-    Polar is decoded only to bfloat16, because its tiles are products with larger errors.
+    Polar is decoded only to bfloat16, because its tiles are products of rounded numbers, with larger errors.
     """
     codec = _codec_without_scales(codec)
     return (
@@ -112,7 +112,7 @@ def prepare(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor) -> Pr
 
 
 def _codec_without_scales(codec: Codec) -> Codec:
-    """Return ``codec`` without its channel scales if these are its only sidecar; otherwise return ``codec``."""
+    """Return ``codec`` without channel scales if it has no other sidecar; otherwise return ``codec``."""
     return codec.family if [*map(type, codec.sidecars)] == [ChannelScale] else codec
 
 
@@ -138,7 +138,7 @@ def _required_shape(codec: Codec, device: str) -> UnpackShape:
 
 @lru_cache(maxsize=256)
 def _find_shape(codec: Codec, device: str) -> UnpackShape | None:
-    """Return the first of ``SHAPES`` whose tiles, matrix and tables fit in a program's shared memory, or None if none of them fit."""
+    """Return the first of ``SHAPES`` whose tiles, matrix and tables fit in a program's shared memory, or None if none fits."""
     loader, available_bytes = _required_loader(codec), gpu(device).shared_bytes - MAX_STATIC_BYTES
     tokens, count, width = tiles.tokens_per_tile(loader), next_power_of_two(len(loader.channels)), len(loader.channels[0])
     for shape in SHAPES:
@@ -167,7 +167,7 @@ def _launch(
     device: str,
     fast: bool,
 ) -> tuple[CachedLaunch, torch.Tensor, torch.Tensor]:
-    """Return the compiled launch for outputs of ``dtype``, shared by all layers of a model, with the lookup table and the matrix."""
+    """Return the compiled launch for outputs of ``dtype``, the lookup table, and the matrix. All layers of a model share them."""
     loader, shape = _required_loader(codec), _required_shape(codec, device)
     tokens, (blocks, heads) = tiles.tokens_per_tile(loader), arguments[4:6]
     # Larger tables would come after the compiler's shared memory, and there is no room for them.
@@ -192,10 +192,7 @@ def _launch(
 
 @lru_cache(maxsize=256)
 def _matrix(codec: Codec, in_order_of_joined: bool, device: str) -> tuple[torch.Tensor, float]:
-    """Return the matrix from columns to channels as its signs, float16 ``[column, channel]``, and the magnitude of its entries.
-
-    Both axes are padded with zeros to powers of two. Columns are in the order of tiles, or of ``join_tiles``.
-    """
+    """Return the matrix from columns to channels as its signs, float16 ``[column, channel]``, and the magnitude of all entries."""
     loader, channels = _required_loader(codec), _padded_dim(codec.dim)
     count, width = next_power_of_two(len(loader.channels)), len(loader.channels[0])
     with torch.inference_mode(False):
@@ -238,8 +235,8 @@ def unpack_tiles(
 ) -> None:
     """Decode a block of one page, sequence and head (``tiles.decode_tiles``), and multiply it by ``CHANNELS`` channels of ``matrix``.
 
-    ``matrix`` is float16 ``[column, PAD]``, and products are scaled by ``SIZE``. With ``JOINED``, all tiles of a token are multiplied at
-    once; otherwise, each tile is multiplied as soon as it is decoded. With ``SCALED``, channels are multiplied by ``scales``, float32
+    ``matrix`` is float16 ``[column, PAD]``, and products are scaled by ``SIZE``. With ``JOINED``, all tiles of a token are multiplied
+    together; otherwise, each tile is multiplied as soon as it is decoded. With ``SCALED``, channels are multiplied by ``scales``, float32
     ``[page, sequence, PAD]``.
     """
     FIELDS: tl.constexpr = SIDE.stream_widths

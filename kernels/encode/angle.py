@@ -27,11 +27,11 @@ TILE_PAIRS = 1 << 11
 
 MIN_SUM = 2.0**-40
 MAX_SUM = 2.0**60
-"""Range of sums of a token's pair norms in which float32 is accurate. ``formats/`` encodes tokens outside it."""
+"""Largest sum of a token's pair norms for which float32 is accurate (``MIN_SUM`` is the smallest). ``formats/`` encodes other tokens."""
 
 ZERO = -65504.0
 OCTAVES = 8.0
-"""Logarithm used for a norm of zero, and range of logarithms below a token's largest, as in ``formats/angle.py``."""
+"""Logarithm used for a norm of zero, and maximum distance of logarithms from the token's largest, as in ``formats/angle.py``."""
 
 _MIN_SUM, _MAX_SUM, _ZERO, _OCTAVES, _PI = (tl.constexpr(value) for value in (MIN_SUM, MAX_SUM, ZERO, OCTAVES, math.pi))
 
@@ -52,7 +52,7 @@ class AngleConstants(NamedTuple):
 
 
 def encode(codec: Angle, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. Returns False, and does nothing, if ``codec`` is not supported."""
+    """Encode ``x`` to ``output``. If the codec is not supported, return False and write nothing."""
     if codec.dim > MAX_PRODUCTS:
         return False
     symbols = max(MIN_AXIS, next_power_of_two(codec.dim // 2))
@@ -117,7 +117,7 @@ def angle_and_norm(first: tl.tensor, second: tl.tensor) -> tl.tuple:
 def _norm_factor(
     block: tl.tuple, projected: tl.tensor, decoded: tl.tensor, squares: tl.tensor, RULE: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tensor:
-    """Return the factor ``[token, 1]`` by which norm_rule multiplies each token's norms, and store the tokens' errors."""
+    """Return the factor ``[token, 1]`` by which norm_rule multiplies each token's norms. Also stores the tokens' errors."""
     product = tl.sum(projected * decoded, 1)[:, None]
     sum_of_squares = tl.sum(decoded * decoded, 1)[:, None]
     factor = tl.zeros(product.shape, tl.float32) + 1.0
@@ -131,7 +131,7 @@ def _norm_factor(
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the bins of all pairs, and the codes of their norms unless these are float32. Also stores the ranges or float32 norms."""
+    """Return the bins of all pairs, and the codes of their norms unless norms are float32. Also stores the ranges or float32 norms."""
     SYMBOLS: tl.constexpr = SHAPE.symbols
     DIM: tl.constexpr = SHAPE.dim
     BINS: tl.constexpr = CONSTANTS.bins

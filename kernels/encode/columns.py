@@ -28,17 +28,17 @@ MIN_AXIS = 16
 """Minimum length of an axis of a matrix product."""
 
 WARPS = 2
-"""Warps per program that packs digits. With four, Triton 3.6 uses Hopper's matrix instructions with wrong addresses of digits."""
+"""Number of warps per program. With four, Triton 3.6 uses Hopper's matrix instructions with wrong addresses of digits."""
 
 _PIECE_BITS = 8
 """Maximum bits of a digit per product, so that a digit times a limb is an integer that float32 can represent."""
 
 _EXACT_SUM = {16: 1 << 24, 8: 1 << 22}
-"""Exclusive upper bounds of sums, by bits per limb. Below them, float32 is exact and two joined limbs fit in 31 bits."""
+"""Exclusive upper bounds of sums, by bits per limb. Float32 is exact below them, and two joined limbs fit in 31 bits."""
 
 
 class DigitBits(NamedTuple):
-    """Some bits of the kernel's digit number ``source``: the bits in ``mask`` after a right shift by ``shift``."""
+    """Some bits of digit number ``source`` of the kernel: the digit shifted right by ``shift`` and masked with ``mask``."""
 
     source: int
     shift: int
@@ -62,7 +62,7 @@ class StreamPacking(NamedTuple):
 class Term(NamedTuple):
     """The contribution of one of the kernel's digits to a code stream: ``bits`` bits at bit ``shift``, times ``weight`` place values.
 
-    ``source`` is the index of the digit in the kernel, and ``digit`` the packing's digit whose place values it uses. ``symbols`` are the
+    ``source`` is the index of the kernel's digit, and ``digit`` is the packing's digit that has the place values. ``symbols`` are the
     kernel's symbols in the stream's order, or empty if the order is the same.
     """
 
@@ -75,9 +75,9 @@ class Term(NamedTuple):
 
 
 class PackingPlan(NamedTuple):
-    """Packing of all code streams of a codec: constants per stream, and the limbs of all place values.
+    """Packing of all code streams of a codec: the constants of each stream, and the limbs of all place values.
 
-    ``places`` is a flat float16 tensor: ``[piece, limb, symbol, column]`` for one stream after another.
+    ``places`` is a flat float16 tensor with ``[piece, limb, symbol, column]`` for each stream.
     """
 
     streams: tuple[StreamPacking, ...]
@@ -85,7 +85,7 @@ class PackingPlan(NamedTuple):
 
 
 def plan_packing(codec: Codec, terms: Mapping[str, Sequence[Term]], symbols: int, device: torch.device) -> PackingPlan | None:
-    """Return the packing plan for kernels with ``symbols`` symbols per token, including padding, or None if sums would not be exact."""
+    """Return the packing plan for kernels with ``symbols`` symbols per token (with padding). None if sums would not be exact."""
     streams: list[StreamPacking] = []
     matrices: list[torch.Tensor] = []
     sums_count = planes = elements = 0
@@ -112,7 +112,7 @@ def plan_packing(codec: Codec, terms: Mapping[str, Sequence[Term]], symbols: int
 
 
 def _split_term(term: Term) -> list[Term]:
-    """Split ``term`` into terms of at most ``_PIECE_BITS`` bits."""
+    """Split ``term`` into several, of at most ``_PIECE_BITS`` bits each."""
     starts = range(0, term.bits, _PIECE_BITS)
     return [
         term._replace(bits=min(_PIECE_BITS, term.bits - start), shift=term.shift + start, weight=term.weight << start) for start in starts
@@ -120,7 +120,8 @@ def _split_term(term: Term) -> list[Term]:
 
 
 def _place_values(packing: Columns, term: Term, symbols: int) -> list[list[int]]:
-    """Return the place value of each of the kernel's ``symbols`` in each column of its tile. It is 0 if the symbol is not in the column."""
+    """Return the place value of each of the kernel's ``symbols`` in each column of its tile. The value is 0 for symbols outside the column.
+    """
     width = max(MIN_AXIS, next_power_of_two(packing.width))
     places = [[0] * width for _ in range(symbols)]
     for index, symbol in enumerate(term.symbols or range(min(symbols, packing.symbols))):
@@ -147,7 +148,7 @@ def _extract_piece(digits: tl.tuple, PIECE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def empty_columns(STREAMS: tl.constexpr, BLOCK_TOKENS: tl.constexpr) -> tl.tuple:
-    """Return zero sums for all streams, float32 ``[token, column]``, one per limb."""
+    """Return zeros for the sums of all streams: float32 ``[token, column]`` for each limb."""
     sums = ()
     for stream in tl.static_range(len(STREAMS)):
         for _ in tl.static_range(_limbs(STREAMS, stream)):
@@ -165,9 +166,9 @@ def add_digits(
     SYMBOLS: tl.constexpr,
     STREAMS: tl.constexpr,
 ) -> tl.tuple:
-    """Add the digits of symbols ``first`` and later to ``sums``.
+    """Add the digits of symbols from ``first`` on to ``sums``.
 
-    ``digits`` are int32 ``[token, COUNT]`` each, of ``SYMBOLS`` symbols in total.
+    ``digits`` are int32 ``[token, COUNT]`` each. A token has ``SYMBOLS`` symbols in total.
     """
     added = ()
     for stream in tl.static_range(len(STREAMS)):

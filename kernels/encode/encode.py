@@ -1,7 +1,7 @@
-"""Encoding on the GPU in one pass over the input, for codecs with a kernel. ``formats/`` encodes the others.
+"""Encoding on the GPU in one pass over the input, for codecs with a kernel. ``formats/`` encodes all others.
 
-Kernels support all stored options, and local searches. Other options, and inputs with values that a kernel flags (``rows.flag_unless``),
-are left to ``formats/``, which returns the same streams or raises an error.
+Kernels support all stored options and local searches. ``formats/`` handles all other options, and inputs with values that a kernel flags
+(``rows.flag_unless``): it returns the same streams or raises an error.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ class Encoding(NamedTuple):
 def encode(
     codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, errors: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor] | None:
-    """Encode ``x`` ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, into the streams of ``codec.layout``.
+    """Encode ``x`` ``[batch, kv_head, token, dim]`` into the streams of ``codec.layout``.
 
-    ``x`` may have any strides. ``before`` contains the streams of the preceding tokens, if any, and ``errors`` is as in ``Output``. Returns
-    None if ``formats/`` must encode ``x``, because the kernels do not support the codec, its options or some values.
+    ``x`` is bfloat16, float16 or float32, with arbitrary strides. ``before`` contains the streams of the preceding tokens, if any, and
+    ``errors`` is as in ``Output``. Returns None if ``formats/`` must encode ``x``, because the kernels do not support the codec, its
+    options or some values.
     """
     encoding = prepare(codec, x, before, errors)
     if encoding is None or not encoding.run() or encoding.flag.item():
@@ -52,9 +53,9 @@ def encode(
 def prepare(
     codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, errors: torch.Tensor | None = None
 ) -> Encoding | None:
-    """Prepare ``encode`` and allocate its streams. Returns None if the codec or device has no kernel, or if ``x`` is empty.
+    """Prepare ``encode`` and allocate the streams. Returns None if the codec or device has no kernel, or if ``x`` is empty.
 
-    Streams with one row for all tokens are copied from ``before``, or are 0 without it.
+    Streams with one row for all tokens are copied from ``before``, or set to 0 if it is None.
     """
     encoder = codecs.codec_kernels(codec).encode
     batch, heads, tokens, dim = x.shape

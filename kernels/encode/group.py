@@ -1,6 +1,6 @@
 """Encoder of codec group on the GPU (spec/codecs/group.md), tested against ``formats/group.py``.
 
-Streams are identical bit for bit without a rotation and token scales.
+Without a rotation and token scales, the streams are the same bit for bit.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -42,12 +42,12 @@ BLOCK_TOKENS = 32
 ROTATED_CHANNELS = 32
 CHANNELS_ALONG_TOKENS = 64
 BLOCK_CHANNELS = 128
-"""Number of channels that a program encodes at once. It is smaller after a rotation, because the product fills the registers."""
+"""Number of channels that a program encodes together. It is smaller after a rotation, because the product fills the registers."""
 
 SCALE_TOKENS = 16
 SCALE_HEADS = 4
 SCALE_WARPS = 4
-"""Launch of the kernel that computes token scales: tokens per program, heads that are loaded at once, and warps per program."""
+"""Number of warps per program of the kernels that compute token scales."""
 
 _HALF_LIMIT, _MIN_HALF, _MAX_ENCODED = (tl.constexpr(value) for value in (HALF_LIMIT, MIN_HALF, scale_range.MAX_ENCODED))
 
@@ -56,9 +56,9 @@ class GroupConstants(NamedTuple):
     """Compile-time constants of a codec: codes of ``bits`` bits in groups of ``size`` tokens (``along_tokens``) or channels.
 
     ``middle`` is True if groups have centers. Stream 0 contains pairs (scale, center), int32 or, for 8-bit scales, int16, of shape
-    ``[batch, kv_head, token or token group, dim or channel group]``. ``ranged`` and ``token_scale`` are the indices of the streams with the
-    range of 8-bit scales and with token scales (one per head with ``per_head``). ``products`` is the index of the table that
-    ``_correct_token_scales`` needs. Missing indices are -1. With ``ranged``, table 0 contains the extremes of scales.
+    ``[batch, kv_head, token or token group, dim or channel group]``. ``ranged`` is the index of the stream with the range of 8-bit scales,
+    ``token_scale`` that of the token scales (one per head with ``per_head``), and ``products`` that of the table that
+    ``_correct_token_scales`` needs. An index is -1 if there is no such tensor. With ``ranged``, table 0 contains the extremes of scales.
     """
 
     bits: int
@@ -72,9 +72,9 @@ class GroupConstants(NamedTuple):
 
 
 def encode(codec: Group, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. Returns False, and does nothing, if ``codec`` is not supported.
+    """Encode ``x`` to ``output``. If the codec is not supported, return False and write nothing.
 
-    8-bit scales are only supported for engine pages, because elsewhere they also depend on other tokens.
+    8-bit scales are supported only for engine pages; elsewhere, they depend on other tokens too.
     """
     small = codec.scale_dtype == "u8"
     if small and output.origins is None:
@@ -128,7 +128,7 @@ def _compute_token_scales(codec: Group, x: torch.Tensor, output: Output, token_s
 
 
 def _correct_token_scales(codec: Group, x: torch.Tensor, output: Output, token_scale: torch.Tensor, products: torch.Tensor) -> None:
-    """Replace the root mean squares in ``token_scale`` with the scales of norm_rule=unbiased."""
+    """Replace the root mean squares in ``token_scale`` by the scales of norm_rule=unbiased."""
     dtype = _scale_dtype(codec)
     launch(
         _correct_scales, _scaling_programs(codec, x), x.device, products, token_scale, x.shape[1], x.shape[2],
@@ -165,9 +165,9 @@ def _root_mean_squares(
     PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
-    """Write every token's root mean square, which rotations preserve, to ``scales``.
+    """Write every token's root mean square to ``scales``: over all heads, ``[batch, 1, token]``, or per head with ``PER_HEAD``.
 
-    It is computed over all heads, ``[batch, 1, token]``, or, with ``PER_HEAD``, per head, ``[batch, kv_head, token]``.
+    Rotations preserve root mean squares. With ``PER_HEAD``, the shape is ``[batch, kv_head, token]``.
     """
     if PER_HEAD:
         batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
@@ -218,10 +218,10 @@ def _correct_scales(
     PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
-    """Replace the root mean squares in ``scales`` with the scales of norm_rule=unbiased.
+    """Replace the root mean squares in ``scales`` by the scales of norm_rule=unbiased.
 
-    ``products`` is ``[batch, kv_head, token, 3]``: the values' squared norm, their product with the decoded values, and the decoded values'
-    squared norm.
+    ``products`` is ``[batch, kv_head, token, 3]``: the squared norm of a token's values, their product with the decoded values, and the
+    squared norm of the decoded values.
     """
     if PER_HEAD:
         batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
@@ -302,7 +302,7 @@ def _choose_range(extremes: tl.tensor, MIDDLE_STEPS: tl.constexpr, LIMIT: tl.con
 
 @triton.jit
 def _nearest_scale_code(value: tl.tensor, step: tl.tensor, minimum: tl.tensor) -> tl.tuple:
-    """Return the nearest 8-bit codes, int32, and the float16 values that they decode to, as ``formats/scale_range.py`` does."""
+    """Return the nearest 8-bit codes, int32, and the float16 values that these codes decode to, as ``formats/scale_range.py`` does."""
     step = step.to(tl.float32)
     minimum = minimum.to(tl.float32)
     code = nearest_integer(
@@ -313,9 +313,9 @@ def _nearest_scale_code(value: tl.tensor, step: tl.tensor, minimum: tl.tensor) -
 
 
 class GroupState(NamedTuple):
-    """State of a program's tokens: reciprocal token scales ``[token, 1]``, and the ``chosen`` range of 8-bit scales.
+    """State of a program's tokens: their reciprocal token scales, ``[token, 1]``, and the ``chosen`` range of 8-bit scales.
 
-    ``squares``, ``product`` and ``decoded`` are sums per token, ``[token]``: of squared values, of values times decoded values, and of
+    ``squares``, ``product`` and ``decoded`` are sums per token, ``[token]``, of squared values, of values times decoded values, and of
     squared decoded values. Fields that the codec does not use are 1, empty or 0.
     """
 
@@ -342,7 +342,7 @@ def _load_reciprocals(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.conste
 
 @triton.jit
 def _begin(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the initial ``GroupState``. With 8-bit scales, their range is chosen and stored."""
+    """Return the initial ``GroupState``. Also chooses and stores the range of 8-bit scales, if used."""
     state = _load_reciprocals(block, CONSTANTS, SHAPE)
     chosen = ()
     if CONSTANTS.ranged >= 0:
@@ -369,10 +369,7 @@ def _group_values(value: tl.tensor, CONSTANTS: tl.constexpr) -> tl.tensor:
 
 
 class GroupExtents(NamedTuple):
-    """The values of a block divided by token scales, and the minimum, maximum and center of each group.
-
-    ``known`` is True for groups that have values. Group fields are ``[token group, channel]`` or ``[token, channel group]``.
-    """
+    """Values of a block divided by token scales, and the minimum, maximum and center of each group."""
 
     value: Any
     low: Any
@@ -409,9 +406,9 @@ def _group_extents(
 def _measure_extremes(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Update the extremes of 8-bit scales, int32 ``[batch, kv_head, 3]``, without producing digits.
+    """Update the extremes of 8-bit scales, int32 ``[batch, kv_head, 3]``. Returns no digits.
 
-    They are the largest scale, the largest center and the largest negated center, as ``_ordered_bits``.
+    The extremes are the largest scale, the largest center and the largest negated center, as ``_ordered_bits``.
     """
     BLOCK: tl.constexpr = SHAPE.block
     MIDDLE_STEPS: tl.constexpr = ((1 << CONSTANTS.bits) - 1) / 2
@@ -430,7 +427,7 @@ def _measure_extremes(
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of a block of channels, and store their groups' scales and centers."""
+    """Return the codes of a block of channels. Also stores the scales and centers of the groups."""
     BLOCK: tl.constexpr = SHAPE.block
     TOKENS: tl.constexpr = SHAPE.tokens
     DIM: tl.constexpr = SHAPE.dim
@@ -478,7 +475,7 @@ def _quantize(
 
 @triton.jit
 def _store_products(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> None:
-    """Store the sums that ``_correct_token_scales`` needs, one row of three per token."""
+    """Store the sums that ``_correct_token_scales`` needs: three per token."""
     row = (block.sequence * block.heads + block.head) * block.tokens + block.token
     products = block.tables[CONSTANTS.products] + row * 3
     tl.store(products, state.squares[:, None], block.valid)

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class Output(NamedTuple):
-    """The memory to which an encoder writes: a codec's ``streams``, and views of the code ``planes`` that kernels write to.
+    """Memory to which an encoder writes: a codec's ``streams``, and the code ``planes`` as views with the dtype that kernels write.
 
-    ``flag``, int32 ``[1]``, is set if ``formats/`` must encode the input instead. With ``origins``, streams and flag belong to the first
-    batch entry. If ``errors``, float32 ``[batch, kv_head, token]``, is given and the codec has ``direction_spread``, the errors of tokens
-    relative to their norms are written to it.
+    ``flag``, int32 ``[1]``, is set if ``formats/`` must encode the input instead. With ``origins``, streams and flag are those of the first
+    batch entry. If the codec has ``direction_spread``, relative errors of tokens are written to ``errors``, float32 ``[batch, kv_head,
+    token]``, unless it is None.
     """
 
     streams: Mapping[str, torch.Tensor]
@@ -63,7 +63,7 @@ def create_output(
 
 
 class Quantizer(NamedTuple):
-    """A codec's Triton functions, for which the kernel is compiled, and their compile-time ``constants``.
+    """Triton functions of a codec, for which the kernel is compiled, and their compile-time ``constants``.
 
     - ``quantize(values, block, state, number, constants, shape)`` returns the digits of block ``number`` of symbols, int32
       ``[token, symbol]`` each, and the next state; ``values`` are float32 ``[token, symbol]``, one tile per coordinate of a symbol.
@@ -114,11 +114,12 @@ class EncodeShape(NamedTuple):
 
 
 class TokenBlock(NamedTuple):
-    """The tokens of a program, from one ``head`` of one sequence with ``tokens`` tokens, beginning with token ``first``.
+    """Tokens of a program, from one head of one sequence, beginning with token ``first``.
 
-    ``token`` (indices in the sequence), ``row`` (indices over all heads) and ``valid`` are ``[token, 1]``. ``rows`` are the values
-    ``[token, channel]``, or pointers to them if nothing is rotated. The sequence's index is ``batch`` in the ``stored`` streams of scales,
-    and ``sequence`` in ``tables``. ``errors`` are the addresses of the tokens' errors, ``[token, 1]``, if they are measured.
+    ``heads`` and ``tokens`` are the sequence's numbers of heads and tokens. ``token`` (indices in the sequence), ``row`` (indices over all
+    heads) and ``valid`` are ``[token, 1]``. ``rows`` are the values ``[token, channel]``, or pointers to them if nothing is rotated. The
+    sequence's index is ``batch`` in the ``stored`` streams of scales, and ``sequence`` in ``tables``. ``errors`` are the addresses of the
+    tokens' errors, ``[token, 1]``, if they are measured.
     """
 
     rows: Any
@@ -156,13 +157,7 @@ def encode_rows(
     warps: int = WARPS,
     fusion: bool = True,
 ) -> bool:
-    """Encode ``x`` to ``output`` with ``quantizer``. Returns False, and does nothing, if digits of ``codec`` cannot be packed exactly.
-
-    A program encodes ``tokens`` tokens, ``block`` symbols at a time (0 for all ``symbols``), with ``coordinates`` values each. ``padding``
-    counts symbols of levels above the first. ``terms(codec)`` is the input of ``plan_packing``, ``stored`` are the streams of scales, and
-    ``tables`` are the quantizer's other tensors and numbers. ``packs`` is False if the quantizer returns no digits. ``fusion`` is passed to
-    ``launch``.
-    """
+    """Encode ``x`` to ``output`` with ``quantizer``. If digits cannot be packed exactly, return False and write nothing."""
     plan = _cached_plan(codec, terms, symbols + padding, x.device)
     if plan is None:
         return False
@@ -210,10 +205,7 @@ def _encode(
     QUANTIZER: tl.constexpr,
     SHAPE: tl.constexpr,
 ) -> None:
-    """Encode ``SHAPE.tokens`` tokens of one head. ``x`` is ``[batch, kv_head, token, dim]`` of any strides.
-
-    ``matrix`` is the result of ``coordinate_matrices``; if it is None, values are loaded directly, block by block.
-    """
+    """Encode ``SHAPE.tokens`` tokens of one head. ``x`` is ``[batch, kv_head, token, dim]`` with arbitrary strides."""
     CONSTANTS: tl.constexpr = QUANTIZER.constants
     LEVELS: tl.constexpr = QUANTIZER.levels
     STREAMS: tl.constexpr = SHAPE.streams

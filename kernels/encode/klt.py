@@ -50,16 +50,7 @@ _RUN_INTEGERS, _MAX_WIDTH = tl.constexpr(3), tl.constexpr(8)
 
 
 class DeviceBasis(NamedTuple):
-    """A device copy of a basis for some column widths, in the layout that kernels read.
-
-    - ``matrix``: bfloat16 ``[kv_head, run, part, padded dim, RUN_COLUMNS]``, from channels to the columns of runs that have codes; the
-      parts add up to float32.
-    - ``columns``: float32 ``[kv_head, run, 2, RUN_COLUMNS]``, means and squared weights.
-    - ``tables``: float32 ``[kv_head, entry]``; for each run its entries, the bounds between them, and one filler.
-    - ``runs``: int32 ``[run, _RUN_INTEGERS]``, widths, first entries, and first columns in stream order. If heads have their own widths,
-      int32 ``[kv_head, run, 2, RUN_COLUMNS]``, the width and first entry of each column.
-    - ``places``: the byte positions by which ``klt_heads`` packs, else None.
-    """
+    """Device copy of a basis for some column widths, in the layout that kernels read."""
 
     matrix: torch.Tensor
     columns: torch.Tensor
@@ -72,10 +63,10 @@ _device_bases: WeakKeyDictionary[BasisRows, dict[tuple[bytes, int | None, int, s
 
 
 def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. Returns False, and does nothing, if ``codec`` is not supported.
+    """Encode ``x`` to ``output``. If the input is not supported, return False and write nothing.
 
-    They do not support a basis that is stored in the streams or differs between sequences, or tables that do not ascend. Raises
-    MissingBasis, and InvalidParameter for a wrong number of heads or a singular matrix.
+    Not supported are a basis that is stored in the streams or differs between sequences, and tables that do not ascend. Raises
+    MissingBasis, or InvalidParameter for a wrong number of heads or a singular matrix.
     """
     if codec.rows != "basis":
         return False
@@ -100,10 +91,7 @@ def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
 
 
 def compute_levels(x: torch.Tensor, output: Output, basis: DeviceBasis) -> torch.Tensor:
-    """Launch the kernel that computes levels and gains. Returns the levels, uint8 ``[batch, kv_head, token, column]``, in stream order.
-
-    Gains are written to ``output``, if the codec stores them.
-    """
+    """Compute levels and gains. Returns the levels, uint8 ``[batch, kv_head, token, column]``, in stream order."""
     arguments, constants = input_arguments(x, output.origins)
     del constants["PARTS"]
     batch, heads, tokens, _ = x.shape
@@ -121,7 +109,7 @@ def compute_levels(x: torch.Tensor, output: Output, basis: DeviceBasis) -> torch
 def cached_basis(
     codec: Klt, source: BasisRows, x: torch.Tensor, make: Callable[[Klt, BasisRows, int], DeviceBasis | None]
 ) -> DeviceBasis | None:
-    """Return ``make`` applied to ``source`` for the padded dim and device of ``x``. The result is cached as long as ``source`` exists."""
+    """Return ``make(codec, source, padded_dim)`` for the padded dim and device of ``x``. It is cached as long as ``source`` exists."""
     cached = _device_bases.setdefault(source, {})
     padded_dim = int(input_arguments(x).constants["PADDED_DIM"])
     key = codec.widths, codec.fixed_heads, padded_dim, str(x.device)
@@ -208,8 +196,9 @@ def _encode(
 ) -> None:
     """Write the levels and gains of ``BLOCK_TOKENS`` tokens of one head, one run of columns at a time.
 
-    ``x`` is ``[batch, kv_head, token, dim]`` of any strides. ``levels`` is uint8 ``[batch, kv_head, token, column]``, columns in stream
-    order; ``gains`` is ``[batch, kv_head, token]``, or None. The flag is set if a token's weighted squared length is not below ``LARGEST``.
+    ``x`` is ``[batch, kv_head, token, dim]`` with arbitrary strides. ``levels`` is uint8 ``[batch, kv_head, token, column]`` in stream
+    order, and ``gains`` is ``[batch, kv_head, token]`` or None. The flag is set if a token's weighted squared length is not below
+    ``LARGEST``.
     """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
@@ -276,7 +265,7 @@ def _encode(
 
 @triton.jit
 def split_rows(rows: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
-    """Split float32 ``rows`` into ``COUNT`` bfloat16 tiles that add up to them."""
+    """Split float32 ``rows`` into ``COUNT`` bfloat16 tiles whose sum is ``rows``."""
     parts = ()
     for _ in tl.static_range(COUNT):
         part = rows.to(tl.bfloat16)
@@ -310,8 +299,8 @@ def _pack(
 ) -> None:
     """Write ``BLOCK_WORDS`` words of each plane of one stream: columns(``symbols``, 2^``bits``, F) of ``width`` words (spec/README.md).
 
-    ``levels`` is uint8 ``[batch, row, stored]``, whose columns beginning with ``first`` are the stream's symbols. A plane of bytes is
-    passed as uint8.
+    ``levels`` is uint8 ``[batch, row, stored]``; the stream's symbols are its columns from ``first`` on. A plane of bytes is passed as
+    uint8.
     """
     # Byte planes are padded to an even number of columns.
     padded_width = width + width % 2

@@ -1,7 +1,7 @@
 """Encoder of codec klt on the GPU for heads with their own widths (spec/codecs/klt.md), tested against ``formats/klt.py``.
 
-As in ``klt.py``, widths are run-time data, here per head and column. The kernel of ``klt.py`` writes a byte per column, and a kernel here
-packs the codes of all heads of a token into one row of bytes.
+Widths are run-time data, per head and column. The kernel of ``klt.py`` writes a byte per column, and a kernel here packs the codes of all
+heads of a token into one row of bytes.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -37,7 +37,7 @@ _RUN_COLUMNS = tl.constexpr(HEAD_RUN_COLUMNS)
 
 
 def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` like ``klt.encode``, for widths that heads share and for widths per head."""
+    """Encode ``x`` as ``klt.encode`` does, for widths that heads share and for widths per head."""
     if codec.fixed_heads is None:
         return encode_shared(codec, x, output)
     if codec.rows != "basis" or x.shape[1] != codec.fixed_heads:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .kernel import Output
 
 TILE_VALUES = 1 << 12
-"""Number of values in a program's tile. Tiles have whole tokens, because a token's largest value is needed before its first code."""
+"""Number of values in a program's tile. A tile contains whole tokens, because codes depend on a token's largest value."""
 
 PER_RUN, PER_TOKEN, E8M0_BLOCKS, E4M3_BLOCKS = (tl.constexpr(number) for number in range(4))
 """Kinds of scales: for all tokens, per token, e8m0 per block, and e4m3 per block times one scale for all tokens."""
@@ -35,7 +35,9 @@ _HALF_LIMIT = tl.constexpr(HALF_LIMIT)
 
 
 class ElementFormat(NamedTuple):
-    """An element format: ``fraction`` bits, exponent ``bias``, number of ``finite`` codes without the sign, and total number of ``bits``.
+    """An element format.
+
+    It has ``fraction`` bits, an exponent ``bias``, ``finite`` finite codes (without the sign), and ``bits`` bits in total.
     """
 
     fraction: int
@@ -47,10 +49,10 @@ class ElementFormat(NamedTuple):
 class MinifloatConstants(NamedTuple):
     """Compile-time constants of a codec: the element ``form``, its ``largest`` value with exponent ``emax``, and its ``exponent_carry``.
 
-    ``kind`` is the kind of scales. Each scale covers ``size`` channels; a token has ``blocks`` scales, which are float16 if ``half``.
-    ``scale_form`` is e4m3. Run scales are chosen so that the largest quotient is ``most``; with ``per_head``, each head has its own.
-    Streams are scales and, for ``E4M3_BLOCKS``, run scales. If ``chosen``, run scales are computed from the magnitudes in table 0, float32
-    ``[batch, kv_head or 1]``.
+    ``kind`` is the kind of scales. A scale covers ``size`` channels, and a token has ``blocks`` scales, which are float16 if ``half``.
+    ``scale_form`` is e4m3. Run scales are chosen so that the largest quotient is ``most``; with ``per_head``, each head has its own run
+    scale. Streams are scales and, for ``E4M3_BLOCKS``, run scales. If ``chosen``, run scales are computed from the magnitudes in table 0,
+    float32 ``[batch, kv_head or 1]``.
     """
 
     form: ElementFormat
@@ -68,10 +70,7 @@ class MinifloatConstants(NamedTuple):
 
 
 def encode(codec: Minifloat, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. Returns False, and does nothing, if ``codec`` is not supported.
-
-    Except in engine pages, ``output`` must contain the run scale of the preceding tokens, or 0 if there are none.
-    """
+    """Encode ``x`` to ``output``. If the codec is not supported, return False and write nothing."""
     if codec.dim > MAX_PRODUCTS:
         return False
     streams, origins = output.streams, output.origins
@@ -107,10 +106,7 @@ def _digit_terms(codec: Minifloat) -> dict[str, list[Term]]:
 
 
 def choose_run_scales(codec: Minifloat, x: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the run scales for ``x``, given those of earlier tokens in ``before`` (0 if none), and a mask of the finite ones.
-
-    PyTorch computes them in one pass over the input, without waiting for the device.
-    """
+    """Return the run scales for ``x``, and a mask of the finite ones. ``before`` contains the run scales of earlier tokens, or 0."""
     largest = x.abs().amax((2, 3))[..., None].to(torch.float32)
     if codec.granularity != "head":
         largest = largest.amax(1, keepdim=True)
@@ -145,7 +141,7 @@ def _divide_by_scale(value: tl.tensor, scale: tl.tensor) -> tl.tensor:
 def _choose_scale(largest: tl.tensor, flag: tl.tensor, MAX_QUOTIENT: tl.constexpr, HALF: tl.constexpr) -> tl.tensor:
     """Return the scale for values up to ``largest`` (at most 3.4e38), as ``formats/minifloat.py`` does.
 
-    If it does not fit, the scale is 0 and the flag is set.
+    If the scale does not fit, returns 0 and sets the flag.
     """
     exact = tl.div_rn(largest, tl.full(largest.shape, MAX_QUOTIENT, tl.float32))
     if HALF:
@@ -162,7 +158,7 @@ def _choose_scale(largest: tl.tensor, flag: tl.tensor, MAX_QUOTIENT: tl.constexp
 
 @triton.jit
 def _load_run_scale(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the run scale, float32 ``[1, 1]``; with ``chosen``, compute it, and let the page's first program store it."""
+    """Return the run scale, float32 ``[1, 1]``. With ``chosen``, it is computed, and the page's first program stores it."""
     scales = block.stored[1 if CONSTANTS.kind == E4M3_BLOCKS else 0]
     zero = tl.zeros((1, 1), tl.int32)
     address = scales + block.batch
@@ -187,7 +183,7 @@ def _load_run_scale(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexp
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of all channels of the tokens, and store token or block scales."""
+    """Return the codes of all channels of the tokens. Also stores token or block scales."""
     KIND: tl.constexpr = CONSTANTS.kind
     FORM: tl.constexpr = CONSTANTS.form
     E4M3: tl.constexpr = CONSTANTS.scale_form

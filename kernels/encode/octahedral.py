@@ -1,7 +1,7 @@
 """Encoder of codec octahedral on the GPU (spec/codecs/octahedral.md), tested against ``formats/octahedral.py``.
 
 Triplets are three tiles of coordinates, which the rotation computes directly. The nearest direction is the best of the four whose
-coordinates enclose the triplet's, which is also the result of the local searches in ``formats/octahedral_search.py``.
+coordinates enclose the triplet's, which the local searches in ``formats/octahedral_search.py`` also find.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -31,14 +31,14 @@ BLOCK_TOKENS = 32
 BLOCK_TRIPLETS = 16
 
 _MAX_LEVELS = 64
-"""Maximum levels per coordinate. With more, ``formats/`` searches only the nine directions around a triplet, so its results differ."""
+"""Maximum levels per coordinate. With more levels, ``formats/`` searches only nine directions, so it may find others than this search."""
 
 
 class OctahedralConstants(NamedTuple):
     """Compile-time constants of a codec: ``levels`` per coordinate, and ``norm_levels`` for the norms of ``triplets`` triplets.
 
-    Tables are the bounds and entries of both. With ``nearest``, each coordinate is rounded separately. With ``length``, norms are those of
-    triplets instead of their projections.
+    Tables are the bounds and entries of both. With ``nearest``, each coordinate is rounded separately. With ``length``, norms of triplets
+    are stored, otherwise their projections onto the direction.
     """
 
     norms: NormConstants
@@ -50,7 +50,7 @@ class OctahedralConstants(NamedTuple):
 
 
 def encode(codec: Octahedral, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. Returns False, and does nothing, if ``codec`` is not supported."""
+    """Encode ``x`` to ``output``. If the codec is not supported, return False and write nothing."""
     levels = 1 << codec.b_dir - 1
     if codec.rounding == "full" or (codec.rounding == "local3x3" and levels > _MAX_LEVELS):
         return False

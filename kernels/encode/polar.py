@@ -50,9 +50,9 @@ class PolarConstants(NamedTuple):
 
 
 def encode(codec: Polar, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. Returns False, and does nothing, if ``codec`` is not supported.
+    """Encode ``x`` to ``output``. If the codec is not supported, return False and write nothing.
 
-    It does not support levels with an odd number of radii, or head dims above ``MAX_PRODUCTS``.
+    Not supported are levels with an odd number of radii, and head dims above ``MAX_PRODUCTS``.
     """
     radii = [codec.dim, *(level.angles for level in codec.levels)]
     if codec.dim > MAX_PRODUCTS or any(2 * half != whole for whole, half in pairwise(radii)):
@@ -111,7 +111,7 @@ def _angle_bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
 
 @cache_per_device
 def level_directions(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
-    """Return (cos, sin) of all angles of all levels, ``[level, MAX_ANGLES, 2]``. The angles of the first level are its bin centers."""
+    """Return the cosine and sine of all angles of all levels, ``[level, MAX_ANGLES, 2]``. In the first level, these are bin centers."""
     directions = torch.zeros(len(tables) + 1, MAX_ANGLES, 2, dtype=torch.float32)
     levels = [uniform_directions(1 << bits, "cpu"), *(angle_directions(table, "cpu") for (table,) in tables)]
     for row, level in zip(directions, levels, strict=True):
@@ -129,7 +129,7 @@ def _tile_width(pairs: int) -> int:
 def _prevent_recomputation(values: tl.tensor, COMPILED: tl.constexpr) -> tl.tensor:
     """Pass ``values`` through opaque PTX, so that the compiler does not recompute them for every layout in which they are used.
 
-    Without this, each level would double the work.
+    Recomputation would double the work with each level.
     """
     if COMPILED:
         values = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=1)
@@ -138,7 +138,8 @@ def _prevent_recomputation(values: tl.tensor, COMPILED: tl.constexpr) -> tl.tens
 
 @triton.jit
 def _widen_tile(codes: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
-    """Reshape flat ``codes`` of ``PAIRS`` pairs per token to a tile. If it is wider, only the first of every few columns has a code."""
+    """Reshape flat ``codes`` of ``PAIRS`` pairs per token to a tile. If the tile is wider, only the first of every few columns has a code.
+    """
     WIDTH: tl.constexpr = _tile_width(PAIRS)
     TIMES: tl.constexpr = WIDTH // PAIRS
     if TIMES > 1:
@@ -149,7 +150,7 @@ def _widen_tile(codes: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _project_pairs(first: tl.tensor, second: tl.tensor, code: tl.tensor, directions: tl.tensor) -> tl.tensor:
-    """Return the projections of pairs onto the directions of their codes."""
+    """Return the projections of pairs onto the directions that ``code`` selects."""
     return first * tl.load(directions + 2 * code) + second * tl.load(directions + 2 * code + 1)
 
 

@@ -32,7 +32,7 @@ TILE_CHUNKS = 1 << 10
 
 MIN_RADIUS = 2.0**-40
 MAX_RADIUS = 2.0**60
-"""Range of a token's largest radius in which float32 is accurate. ``formats/`` encodes tokens outside it."""
+"""Limit of a token's largest radius below which float32 is accurate, down to ``MIN_RADIUS``. ``formats/`` encodes other tokens."""
 
 _UNITS, _MIN_RADIUS, _MAX_RADIUS = tl.constexpr(UNITS), tl.constexpr(MIN_RADIUS), tl.constexpr(MAX_RADIUS)
 
@@ -40,7 +40,7 @@ _UNITS, _MIN_RADIUS, _MAX_RADIUS = tl.constexpr(UNITS), tl.constexpr(MIN_RADIUS)
 class QuaternionConstants(NamedTuple):
     """Compile-time constants of a codec: the largest radius code (``steps``), and the smallest scale that does not fit (``limit``).
 
-    ``rule`` is the result of ``rows.norm_rule_limit``. The tables are the secondary quaternions ``[count, 4]``, and their number.
+    ``rule`` is the result of ``rows.norm_rule_limit``. The tables are the secondary quaternions, ``[count, 4]``, and their count.
     """
 
     steps: int
@@ -49,7 +49,7 @@ class QuaternionConstants(NamedTuple):
 
 
 def encode(codec: Quaternion, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. Returns False, and does nothing, if ``codec`` is not supported."""
+    """Encode ``x`` to ``output``. If the codec is not supported, return False and write nothing."""
     if codec.dim > MAX_PRODUCTS:
         return False
     symbols = max(MIN_AXIS, next_power_of_two(-(-codec.dim // 4)))
@@ -116,7 +116,7 @@ def _nearest_unit(w: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codewords and radius codes of all chunks of the tokens, and store the tokens' scales."""
+    """Return the codewords and radius codes of all chunks of the tokens. Also stores the tokens' scales."""
     STEPS: tl.constexpr = CONSTANTS.steps
     LIMIT: tl.constexpr = CONSTANTS.limit
     RULE: tl.constexpr = CONSTANTS.rule

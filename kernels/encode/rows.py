@@ -1,8 +1,8 @@
 """Helpers that encoders share: rows of values, their rotation as a matrix product, norms, levels and rounding.
 
 A rotation's signs are exact in every input dtype, so a product is as accurate as the sum of its values. A kernel sets a flag if it cannot
-encode a row as ``formats/`` would: if values are not finite, do not fit the stored dtype, or have squares outside the range of float32. All
-tokens are then encoded by ``formats/``.
+encode a row as ``formats/`` would, because values are not finite, do not fit the stored dtype, or have squares outside the range of
+float32. Then ``formats/`` encodes all tokens.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -33,18 +33,18 @@ MAX_ROW_BYTES = 1024
 """Maximum row size, in bytes, at which a tile of rows fits in shared memory."""
 
 MAX_PRODUCTS = 256
-"""Maximum head dim for which one program computes all coordinates of a row at once. Larger head dims are processed in blocks."""
+"""Maximum head dim for which one program computes all coordinates of a row together. Larger head dims are processed in blocks."""
 
 MIN_SQUARE = 2.0**-80
 MAX_SQUARE = 2.0**80
-"""Range of squared norms in which float32 is accurate. ``formats/`` encodes tokens outside it."""
+"""Largest squared norm for which float32 is accurate (``MIN_SQUARE`` is the smallest). ``formats/`` encodes other tokens."""
 
 TILE_VALUES = 1 << 12
 """Number of values in a tile of ``launch_on_tiles``."""
 TILE_WARPS = 4
 
 STREAM_ALIGNMENT = 16
-"""Divisor, in bytes, of the stream offsets of all ``BatchOffsets``."""
+"""Common divisor, in bytes, of the stream offsets in ``BatchOffsets``."""
 
 _STREAM_ALIGNMENT = tl.constexpr(STREAM_ALIGNMENT)
 
@@ -58,9 +58,9 @@ def block_tokens(x: torch.Tensor, limit: int) -> int:
 
 
 def launch_on_tiles(kernel: Any, x: torch.Tensor, origins: BatchOffsets, *arguments: Any, **constants: Any) -> None:
-    """Launch ``kernel`` with one program per tile of the values ``x`` ``[batch, kv_head, token, dim]``, located at ``origins``.
+    """Launch ``kernel`` with one program per tile of ``x`` ``[batch, kv_head, token, dim]``, whose entries are at ``origins``.
 
-    The values may have any strides.
+    ``x`` may have arbitrary strides.
     """
     batch, heads, tokens, dim = x.shape
     channels = next_power_of_two(dim)
@@ -82,8 +82,8 @@ class BatchOffsets(NamedTuple):
     """Offsets of batch entries that are scattered in memory, such as an inference engine's pages.
 
     ``table`` is int64 ``[batch, 3]``: an element offset from the first input, a byte offset from the first entry's streams, and the index
-    of the entry's flag. ``aligned`` is a power of two, at most 16, that divides all inputs' byte offsets; stream offsets are multiples of
-    ``STREAM_ALIGNMENT``.
+    of the entry's flag. ``aligned`` is a power of two, at most 16, that divides the byte offsets of all inputs. Stream offsets are
+    multiples of ``STREAM_ALIGNMENT``.
     """
 
     table: torch.Tensor
@@ -96,7 +96,10 @@ def operand_type(x: torch.Tensor) -> Any:
 
 
 def input_arguments(x: torch.Tensor, origins: BatchOffsets | None = None) -> InputArguments:
-    """Return the kernel arguments for ``x`` ``[batch, kv_head, token, dim]`` of any strides; batch entries are at ``origins``, if given."""
+    """Return the kernel arguments for ``x`` ``[batch, kv_head, token, dim]`` with arbitrary strides.
+
+    Unless ``origins`` is None, it contains the offsets of batch entries.
+    """
     padded = max(MIN_AXIS, next_power_of_two(x.shape[3]))
     parts = _PARTS if x.dtype == torch.float32 else 1
     return InputArguments(
@@ -112,9 +115,9 @@ def input_arguments(x: torch.Tensor, origins: BatchOffsets | None = None) -> Inp
 
 
 def coordinate_matrices(rotation: Rotation, count: int, symbols: int, block: int, x: torch.Tensor) -> torch.Tensor:
-    """Return the matrices that map rows of ``x`` to the first, second, and further coordinates of every group of ``count`` channels.
+    """Return the matrices that map rows of ``x`` to the first, second, ... coordinate of every group of ``count`` channels.
 
-    They are ``[blocks, count, padded dim, block]`` for ``symbols`` symbols in blocks. Entries are +1, -1 or 0: the rotation times
+    They are ``[blocks, count, padded dim, block]`` for blocks of the ``symbols`` symbols. Entries are +1, -1 or 0: the rotation times
     sqrt(dim), or the identity if there is no rotation.
     """
     dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
@@ -140,7 +143,7 @@ def table_values(table: bytes) -> torch.Tensor:
 
 @cache_per_device
 def table_bounds(table: bytes) -> torch.Tensor:
-    """Return the midpoints between neighbors of a table with values in [0, 1], and a larger bound, because tensors must not be empty."""
+    """Return the midpoints between neighbors of a table with values in [0, 1], and 2.0, because tensors must not be empty."""
     return torch.tensor([*midpoints(table), 2.0], dtype=torch.float32)
 
 
@@ -210,8 +213,7 @@ def load_rows(
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Load the values of ``token`` in their stored dtype, ``[token, PADDED_DIM]``, or 0 for tokens that are not ``valid`` and for padding.
-    """
+    """Load the values of ``token`` in their stored dtype, ``[token, PADDED_DIM]``. Padding, and tokens that are not ``valid``, are 0."""
     channel = tl.arange(0, PADDED_DIM)[None, :]
     row = x + batch * batch_stride + head * head_stride
     return tl.load(row + token * token_stride + channel.to(tl.int64) * channel_stride, valid & (channel < DIM), 0.0)
@@ -267,10 +269,7 @@ def compute_norms(rows: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr, SMALLES
 def store_norms(
     norms: tl.tensor, norm: tl.tensor, row: tl.tensor, valid: tl.tensor, log8_bounds: tl.tensor | None, LIMIT: tl.constexpr
 ) -> None:
-    """Store one norm per row. Norms that do not fit have already been flagged, and are stored as 0.
-
-    With ``log8_bounds``, a norm is stored as a byte: the number of bounds that do not exceed it.
-    """
+    """Store one norm per row. Norms that do not fit, which ``compute_norms`` has flagged, are stored as 0."""
     stored = tl.where(norm < LIMIT, norm, 0.0)
     if log8_bounds is not None:
         code = tl.zeros(norm.shape, tl.int32)
@@ -284,7 +283,7 @@ def store_norms(
 def unbiased_factor(
     norm: tl.tensor, squares: tl.tensor, product: tl.tensor, decoded: tl.tensor, LIMIT: tl.constexpr, RULE: tl.constexpr
 ) -> tl.tensor:
-    """Compute ``formats.norm_rule.unbiased_factor`` for tiles of one shape."""
+    """Return the result of ``formats.norm_rule.unbiased_factor`` for tiles of one shape."""
     is_close = (product > 0) & (2 * product * product >= squares * decoded) & (norm < LIMIT)
     return tl.where(is_close, tl.minimum(norm * (squares / tl.where(is_close, product, 1.0)), RULE), norm)
 
@@ -293,10 +292,7 @@ def unbiased_factor(
 def store_errors(
     block: tl.tuple, factor: tl.tensor, squares: tl.tensor, product: tl.tensor, decoded: tl.tensor, SHAPE: tl.constexpr
 ) -> None:
-    """Store the errors of tokens u that decode to ``factor`` d, relative to |u|, if they are measured.
-
-    ``squares`` is |u|^2, ``product`` <u, d> and ``decoded`` |d|^2, ``[token, 1]`` each.
-    """
+    """Store the errors of tokens u, relative to |u|, if they are measured. A token decodes to ``factor`` times d."""
     if SHAPE.measured:
         error = tl.maximum(squares - 2 * factor * product + factor * factor * decoded, 0.0)
         tl.store(block.errors, tl.sqrt_rn(error / tl.where(squares > 0, squares, float("inf"))), block.valid)
@@ -335,7 +331,9 @@ def find_level(values: tl.tensor, bounds: tl.tensor, LEVELS: tl.constexpr) -> tl
 
 @triton.jit
 def enclosing_levels(values: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> tl.tuple:
-    """Return the two neighbors in an ascending table that enclose each value, clamped at the ends, preceded by the index of the lower one.
+    """Return the index of the lower of two neighbors in an ascending table that enclose each value, and both neighbors.
+
+    At the ends of the table, they are clamped.
     """
     if LEVELS <= 16:
         level = tl.zeros(values.shape, tl.int32)

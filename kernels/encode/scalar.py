@@ -42,10 +42,10 @@ class ScalarConstants(NamedTuple):
 
 
 class ScaledState(NamedTuple):
-    """A ``NormState``, and the chosen multiple of each token's unit vector, ``[token, 1]``.
+    """A ``NormState`` with the chosen multiple (``scale``) of each token's unit vector, ``[token, 1]``.
 
-    While multiples are tried, ``product`` and ``decoded`` are ``[token, scale]``: the product of the vector with the multiple's error, and
-    the sum of the squares of this error. ``scale`` is then the sum of the squares of the vector.
+    While multiples are tried, ``product`` and ``decoded`` are ``[token, scale]``: the product of the vector and a multiple's error, and the
+    squared norm of this error. ``scale`` is then the squared norm of the vector.
     """
 
     norm: Any
@@ -56,7 +56,7 @@ class ScaledState(NamedTuple):
 
 
 def encode(codec: Scalar, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. Returns False, and does nothing, if ``codec`` is not supported."""
+    """Encode ``x`` to ``output``. If the codec is not supported, return False and write nothing."""
     symbols = max(MIN_AXIS, next_power_of_two(codec.dim))
     tables = [table_bounds(codec.magnitude_table, x.device), table_values(codec.magnitude_table, x.device)]
     if codec.bits_high:
@@ -91,7 +91,7 @@ def _high_channels(parts: tuple[ChannelSet, ...], symbols: int) -> torch.Tensor:
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of a block of channels and the updated state. With two widths, every channel is encoded in both."""
+    """Return the codes of a block of channels, and the next state. With two widths, every channel is encoded in both."""
     magnitude = tl.abs(values[0]) * state.factor
     digits, decoded = _encode_magnitudes(values[0], magnitude, block, number, CONSTANTS, SHAPE)
     if CONSTANTS.norms.rule > 0 or SHAPE.measured:
@@ -103,7 +103,10 @@ def _quantize(
 def _encode_magnitudes(
     value: tl.tensor, magnitude: tl.tensor, block: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes for values with these magnitudes in a unit vector, as in ``_quantize``, and the magnitudes that they decode to."""
+    """Return the codes for values with these magnitudes in a unit vector, and the magnitudes that the codes decode to.
+
+    With two widths, every channel is encoded in both.
+    """
     LEVELS: tl.constexpr = CONSTANTS.levels
     HIGH_LEVELS: tl.constexpr = CONSTANTS.high_levels
     BLOCK: tl.constexpr = SHAPE.block
@@ -132,7 +135,7 @@ def _begin_scaled(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr)
 def _measure(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Add a block's values, and their decoded values for each scale, to ``state``."""
+    """Add a block's values, and the values they decode to with each scale, to ``state``."""
     magnitude = tl.abs(values[0]) * state.factor
     product, squares = state.product, state.decoded
     for place in tl.static_range(_COUNT):
@@ -147,7 +150,7 @@ def _measure(
 
 @triton.jit
 def _decide(state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the state with the scale that yields the smallest angle, and its sums over decoded values. The first scale wins ties."""
+    """Return the state with the scale of the smallest angle, and the sums for this scale. The first scale wins ties."""
     numbers = tl.arange(0, _COUNT)[None, :]
     scales = tl.zeros_like(state.product) + _SCALES[0]
     for number in tl.static_range(1, _COUNT):
@@ -169,7 +172,7 @@ def _decide(state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl
 def _quantize_scaled(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of the chosen multiple of the unit vector. Its sums are already in the state."""
+    """Return the codes of the chosen multiple of the unit vector. The state already contains the multiple's sums."""
     # The factors of a token are multiplied first, as in _measure: Triton 3.6 fails to compile (|x| * factor) * scale in a second loop.
     digits, _ = _encode_magnitudes(values[0], tl.abs(values[0]) * (state.factor * state.scale), block, number, CONSTANTS, SHAPE)
     return digits, state

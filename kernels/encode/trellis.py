@@ -1,7 +1,7 @@
-"""Encoder of codec trellis on the GPU (spec/codecs/trellis.md), with the same results as ``formats/trellis.py``.
+"""Encoder of codec trellis on the GPU (spec/codecs/trellis.md), with the same streams as ``formats/trellis.py``.
 
-A kernel searches the paths, one row at a time, with the costs of all states in registers. ``formats/`` does the rotations, norms and
-packing, a small part of the work.
+A kernel searches the paths, one row at a time, with the costs of all states in registers. ``formats/`` computes rotations and norms and
+packs the codes, which is little work.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -24,20 +24,18 @@ if TYPE_CHECKING:
     from .kernel import Output
 
 ROWS = 1 << 16
-"""Maximum number of rows that are searched in one launch."""
+"""Maximum number of rows per launch of the search."""
 WARPS = 1
-"""Warps per program. A single warp does not need barriers, and the costs of 1,024 states fit in its registers."""
+"""Number of warps per program. One warp needs no barriers, and the costs of 1,024 states fit in its registers."""
 PROGRAMS_PER_CORE = 32
 BACK_BYTES = 1 << 27
-"""Maximum memory for the back-pointers of all programs. There is one byte per channel and per set of states that share remaining symbols.
+"""Maximum memory for the back-pointers of all programs. There is one byte per channel and set of states that differ only in their newest
+symbol.
 """
 
 
 def encode(codec: Trellis, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. Returns False, and does nothing, for engine pages.
-
-    Raises OutOfRange for norms that the codec cannot store.
-    """
+    """Encode ``x`` to ``output``. Returns False, and writes nothing, for engine pages."""
     if output.origins is not None:
         return False
     for name, stream in codec.encode_with(x.to(torch.float32), nearest_path, ROWS).items():
@@ -48,9 +46,9 @@ def encode(codec: Trellis, x: torch.Tensor, output: Output) -> bool:
 
 
 def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the windows of the nearest path, as ``formats.trellis.nearest_path`` does.
+    """Return the windows of the nearest path, int32 ``[row, dim]``, as ``formats.trellis.nearest_path`` does.
 
-    ``x`` is float32 ``[row, dim]``, and the result is int32 ``[row, dim]``.
+    ``x`` is float32 ``[row, dim]``.
     """
     rows, dim = x.shape
     windows = torch.empty(rows, dim, dtype=torch.int32, device=x.device)
@@ -79,8 +77,8 @@ def _find_paths(
 ) -> None:
     """Search every ``programs``-th row of ``x`` ``[row, dim]`` twice, and store the windows of the second path.
 
-    The first search begins in the middle of the row. Its path determines the bits that the first and last window of the second search
-    share.
+    The first search begins in the middle of the row. The first and last window of the second search share bits, which the first search
+    determines.
     """
     SYMBOLS: tl.constexpr = 1 << BITS
     KEPT: tl.constexpr = STATES // SYMBOLS
@@ -116,10 +114,10 @@ def _search(
     BITS: tl.constexpr,
     CIRCULAR: tl.constexpr,
 ) -> tl.tensor:
-    """Return the last window of the path through ``values`` with the least squared error, beginning at channel ``first_channel``.
+    """Return the last window of the path through ``values`` with the smallest squared error, beginning at channel ``first_channel``.
 
-    Back-pointers are stored in ``back`` ``[channel, KEPT]``. With ``CIRCULAR``, ``shared`` are the low bits of the first window and the
-    high bits of the last one.
+    Back-pointers are stored in ``back`` ``[channel, KEPT]``. With ``CIRCULAR``, the low bits of the first window and the high bits of the
+    last window must equal ``shared``.
     """
     SYMBOLS: tl.constexpr = 1 << BITS
     KEPT: tl.constexpr = STATES // SYMBOLS

@@ -1,4 +1,4 @@
-"""Properties of the GPUs on which kernels run, including the one that stands in for Triton's interpreter."""
+"""Properties of the GPUs on which kernels run, and of a GPU that stands for Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 class Gpu(NamedTuple):
-    """What launches depend on: compute capability, multiprocessors, and the maximum bytes of shared memory of a program.
+    """Properties of a GPU: compute capability, number of multiprocessors, and maximum bytes of shared memory per program.
 
-    ``interpreted`` is True for Triton's interpreter, which has no inline PTX, and cannot multiply bfloat16.
+    ``interpreted`` is True for Triton's interpreter, which has no inline PTX and cannot multiply bfloat16.
     """
 
     capability: tuple[int, int]
@@ -26,24 +26,24 @@ class Gpu(NamedTuple):
 
     @property
     def multiplies_bf16(self) -> bool:
-        """True if there are matrix products of bfloat16."""
+        """True if the GPU has matrix products of bfloat16."""
         return self.capability >= (8, 0)
 
 
 INTERPRETER = Gpu((8, 0), 2, 227 << 10, interpreted=True)
-"""Assumed in Triton's interpreter: no overlap of launches, few multiprocessors, and the shared memory of compute capability 9.0."""
+"""GPU to assume in Triton's interpreter: no overlap of launches, few multiprocessors, and as much shared memory as an H100."""
 
 _without_device = INTERPRETER
 
 
 def gpu(device: torch.device | str) -> Gpu:
-    """Return the GPU ``device``; for the CPU, Triton's interpreter, or what ``assume`` set."""
+    """Return the properties of ``device``. For the CPU, they are those of Triton's interpreter, unless ``assume`` changed them."""
     device = torch.device(device)
     return _properties(device) if device.type == "cuda" else _without_device
 
 
 def assume(other: Gpu) -> None:
-    """Plan launches over tensors on the CPU for the GPU ``other`` from now on, to compile them without it."""
+    """Plan later launches over CPU tensors as if for the GPU ``other``, to compile kernels without that GPU."""
     global _without_device
     _without_device = other
 

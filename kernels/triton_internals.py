@@ -1,6 +1,6 @@
-"""Everything that depends on Triton's internals, with checks that raise errors for incompatible Triton versions.
+"""Everything that depends on Triton's internals. Checks raise errors for incompatible Triton versions.
 
-Triton documents its language and launches, but not the handles of compiled kernels and the cache keys of code.
+Triton documents its language and launches, but not the handles of compiled kernels or the cache keys of code.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 COMPILER_BYTES = 16 << 10
-"""Maximum shared memory that the compiler uses at the start of a launch's shared memory, to move values between lanes."""
+"""Maximum bytes that the compiler uses, at the start of a launch's shared memory, to move values between lanes."""
 
 SHARED_MEMORY = "global_smem"
 """PTX symbol of a launch's shared memory."""
 
 POINTER_ALIGNMENT = 16
-"""Alignment in bytes of pointers for which Triton specializes kernels."""
+"""Alignment of pointers, in bytes, for which Triton specializes kernels."""
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """CUDA driver constant CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
@@ -55,7 +55,7 @@ def shared_bytes(kernel: Any) -> int:
 
 
 def enlarge_shared_memory(kernel: Any, size: int) -> None:
-    """Launch ``kernel`` with ``size`` bytes of shared memory from now on. The compiler must use at most ``COMPILER_BYTES`` of them."""
+    """Launch ``kernel`` with ``size`` bytes of shared memory from now on. The compiler may use at most ``COMPILER_BYTES`` of them."""
     own = shared_bytes(kernel)
     check_assumption(own <= COMPILER_BYTES, f"the compiler to take at most {COMPILER_BYTES} bytes of shared memory in front of tables", own)
     kernel.packed_metadata = (*kernel.packed_metadata[:2], size)
@@ -76,7 +76,7 @@ def allow_shared_memory(kernel: Any, size: int) -> None:
 def code_key(values: Iterable[Any]) -> str:
     """Return a cache key for code compiled with the constants ``values``, from the source of functions and the text of other constants.
 
-    Triton itself only includes the source of functions that are passed as arguments; for constants, it uses their ``cache_key``.
+    Triton includes the source only of functions that are passed as arguments. For constants, it uses their ``cache_key``.
     """
     return "-".join(_source_key(value) for value in values)
 
@@ -89,7 +89,8 @@ def _source_key(value: Any) -> str:
 
 
 def python_function(function: Any) -> Callable[..., Any]:
-    """Return the Python function of a ``triton.constexpr_function``. If it is called directly, Triton 3.6 drops the field names of tuples.
+    """Return the Python function of a ``triton.constexpr_function``. Calling it directly would drop the field names of tuples in Triton
+    3.6.
     """
     check_assumption(callable(getattr(function, "fn", None)), "a constexpr_function to keep its function as fn", function)
     result: Callable[..., Any] = function.fn
@@ -97,7 +98,7 @@ def python_function(function: Any) -> Callable[..., Any]:
 
 
 class Compilation(NamedTuple):
-    """A launch's kernel that is not compiled yet: its name, Triton's key for it in its cache, and a function that compiles it."""
+    """A kernel that is not compiled yet: its name, its key in Triton's cache, and a function that compiles it."""
 
     kernel: str
     key: str
@@ -105,7 +106,7 @@ class Compilation(NamedTuple):
 
 
 class _TargetDriver:
-    """What Triton asks the driver of a device before it launches, for a device of one compute ``capability`` that need not exist."""
+    """Driver that Triton can query before launches, for a device of one compute ``capability`` that need not exist."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -122,7 +123,7 @@ class _TargetDriver:
 
 
 class _Collector:
-    """Takes the place of Triton's parallel compilation: collects kernels instead of compiling them."""
+    """Replacement for Triton's parallel compilation that collects kernels instead of compiling them."""
 
     def __init__(self) -> None:
         self.kernel = ""
@@ -134,9 +135,10 @@ class _Collector:
 
 @contextmanager
 def collect_compilations(capability: int) -> Iterator[dict[str, Compilation]]:
-    """Collect the kernels of all launches on CPU tensors, by key, for devices of a ``capability`` such as 90, instead of launching them.
+    """Collect the kernels of all launches on CPU tensors, by key, instead of launching them.
 
-    Keys are those of the same launches on such a device if tensors have the same dtypes, alignments and strides.
+    They are for devices of a ``capability`` such as 90. Keys equal those of the same launches on such a device, if tensors have the same
+    dtypes, alignments and strides.
     """
     jit, collector = triton.runtime.JITFunction, _Collector()
     run, active = jit.run, driver._active
@@ -157,14 +159,14 @@ def collect_compilations(capability: int) -> Iterator[dict[str, Compilation]]:
 
 
 def _has_launch_hooks() -> bool:
-    """Return True if hooks, such as a profiler's, are installed that Triton calls around launches."""
+    """Return True if launch hooks are installed in Triton, for example by a profiler."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
 def current_stream(device: int) -> int:
-    """Return the current CUDA stream of ``device``, or -1 if cached launches must not run there now.
+    """Return the current CUDA stream of ``device``, or -1 if cached launches are not allowed there now.
 
-    The driver launches only on the current device, and hooks must see each launch.
+    The driver launches only on the current device, and launch hooks must see each launch.
     """
     if torch._C._cuda_getDevice() != device or _has_launch_hooks():
         return -1
@@ -175,7 +177,7 @@ class CachedLaunch:
     """A launch whose compiled kernel is looked up only once. Later calls only pass pointers to the driver.
 
     Triton's own launch binds and specializes every argument again, which takes longer on the host than these kernels take on the device.
-    ``arguments`` follow the pointers and never change. ``constants`` come last. ``allow`` is called with the compiled kernel before its
+    ``arguments`` follow the pointers and never change; ``constants`` come last. ``allow`` is called with the compiled kernel before the
     first launch.
     """
 
@@ -212,11 +214,13 @@ class CachedLaunch:
 
     @property
     def is_cached(self) -> bool:
-        """True if ``at`` may be called, because the compiled kernel is cached."""
+        """True if the compiled kernel is cached, so that ``at`` can be called."""
         return self._launch is not None
 
     def at(self, stream: int, *addresses: int) -> None:
-        """Launch the cached kernel on ``stream`` (``current_stream``). All addresses must be multiples of ``POINTER_ALIGNMENT``."""
+        """Launch the cached kernel on ``stream``, the result of ``current_stream``. All addresses must be multiples of
+        ``POINTER_ALIGNMENT``.
+        """
         assert self._launch is not None
         self._launch(*self.grid, stream, *self._before, *addresses, *self._after)
 
@@ -237,16 +241,13 @@ class CachedLaunch:
 
 
 _cached_launches: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...], list[str]]] = {}
-"""Cached launches: a compiled kernel's launcher, the arguments before the kernel's own, and the names of its constants.
-
-The key contains everything on which Triton specializes.
-"""
+"""Cached launches by key: a compiled kernel's launcher, the arguments before the kernel's own, and the names of its constants."""
 
 
 def launch_cached(
     function: Any, programs: int, device: torch.device, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
 ) -> bool:
-    """Launch the kernel that ``launch_and_cache`` cached for such arguments. Returns False, and does nothing, if there is none."""
+    """Launch the kernel that ``launch_and_cache`` cached for such arguments. If there is none, return False and launch nothing."""
     if (stream := current_stream(device.index)) < 0:
         return False
     try:
@@ -291,7 +292,7 @@ def _launch_key(
 def _argument_key(value: Any) -> Any:
     """Return the specialization key of an argument.
 
-    It contains a tensor's dtype and alignment, or an integer's width and flags for 1 and for multiples of 16.
+    The key contains a tensor's dtype and alignment, or an integer's width and flags for 1 and for multiples of 16.
     """
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % POINTER_ALIGNMENT == 0
@@ -318,9 +319,9 @@ def _launcher(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
 
 
 class LaunchChain:
-    """A sequence of launches over the tensors of a call and over fixed tensors.
+    """A sequence of launches over the tensors of a call, and over fixed tensors.
 
-    Each pointer of a launch is a pair: the index of a call's tensor or a fixed tensor, and the number of elements to skip.
+    Each pointer of a launch is a pair: a fixed tensor or the index of a call's tensor, and the number of elements to skip.
     """
 
     def __init__(self, launches: Sequence[tuple[CachedLaunch, Sequence[tuple[int | torch.Tensor, int]]]]) -> None:
@@ -328,7 +329,7 @@ class LaunchChain:
         self._kept: list[tuple[CachedLaunch, list[tuple[int, int]]]] = []
 
     def __call__(self, tensors: Sequence[torch.Tensor], first: int = 0) -> None:
-        """Run the launches from index ``first`` on, on the current stream."""
+        """Run the launches from index ``first`` on, on the current CUDA stream."""
         if self._kept and (stream := current_stream(tensors[0].device.index)) >= 0:
             addresses, low = [0], 0
             for tensor in tensors:
@@ -345,7 +346,7 @@ class LaunchChain:
             self._cache_addresses(tensors)
 
     def _cache_addresses(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Cache the addresses of fixed tensors. Addresses that each call passes follow an address of 0."""
+        """Cache the addresses of fixed tensors. For tensors that each call passes, only the bytes to skip are cached."""
         fixed = []
         for launch, places in self._launches:
             pointers = []

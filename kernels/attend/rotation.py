@@ -51,10 +51,10 @@ def rotate_queries(
     """Rotate queries ``q`` ``[sequence, row, DIM]`` into the frames of ``matrix`` and ``blocks`` (``query_matrix``).
 
     A sequence is one batch entry and one KV head. The normalized queries are written to ``rotated`` as float32 ``[sequence, column, padded
-    row]``, one frame after another, padded with zeros to ``padded`` rows. With ``HALVES``, frames with means are instead written as float16
-    ``[sequence, half, padded row, column]``: the high halves, and then the low ones. The queries' norms times ``score_factor`` are written
-    to ``scales``, float32 ``[sequence, padded row]``. With ``SCALED``, queries are first multiplied by ``factors``, float32 ``[sequence,
-    DIM]``.
+    row]``, one frame after another, padded with zeros to ``padded`` rows. With ``HALVES``, the frames that ``blocks`` marks are instead
+    written as float16 ``[sequence, half, padded row, column]``: the high halves, and then the low ones. The queries' norms times
+    ``score_factor`` are written to ``scales``, float32 ``[sequence, padded row]``. With ``SCALED``, queries are first multiplied by
+    ``factors``, float32 ``[sequence, DIM]``.
 
     A program processes ``ROWS`` padded rows; if there are several matrices, they belong to one sequence. With ``EARLY``, the next kernel
     may begin while this one runs.

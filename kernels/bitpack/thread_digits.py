@@ -1,8 +1,8 @@
-"""Extraction of digits from rows in one thread's registers (``thread_rows``), for one symbol or for two neighbors, placed 16 bits apart.
+"""Extraction of digits from rows in one thread's registers (``thread_rows``), for one symbol or for two neighboring symbols.
 
-``words`` are the 32-bit words of a row, uint32 tensors ``[warp * token / 2]``; results have the same type. Two neighbors are usually in the
-same words and then share the extracting instructions. Division by a base that is not a power of two is a multiplication by its reciprocal,
-which takes fewer instructions if the dividend's upper bound is small.
+``words`` are the 32-bit words of a row, uint32 tensors ``[warp * token / 2]``; results have the same type. The digits of two neighbors are
+placed 16 bits apart. Usually the same words contain both, so that one set of instructions extracts them. Division by a base that is not a
+power of two is a multiplication by its reciprocal, which takes fewer instructions if the dividend's upper bound is small.
 """
 
 # Triton compiles no conditional expressions of tensors.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class RowPacking(NamedTuple):
     """The layout of one code stream's columns in a row of words.
 
-    ``first_word`` is the index of its first word in the row; ``binary`` is True if its fields are bit fields.
+    ``first_word`` is the index of the stream's first word in the row. ``binary`` is True if fields are bit fields.
     """
 
     first_word: int
@@ -39,8 +39,7 @@ class RowPacking(NamedTuple):
 
 
 class BitPiece(NamedTuple):
-    """Bits of a value that are in one word: the value's bits from ``before`` on are ``bits`` bits of ``word``, beginning at bit ``shift``.
-    """
+    """Bits of a value that are in one word: ``bits`` bits of ``word`` from bit ``shift`` on, which begin at bit ``before`` of the value."""
 
     word: int
     shift: int
@@ -49,9 +48,9 @@ class BitPiece(NamedTuple):
 
 
 class PairPiece(NamedTuple):
-    """The bits of two digits that are in one word. Shifted right by ``shift`` (left if negative) and masked, they are 16 bits apart.
+    """Bits of two digits that are in one word. Shifted right by ``shift`` (left if negative) and masked, the digits are 16 bits apart.
 
-    If ``in_bytes``, the digits are in the two bytes of a 16-bit half, which are first moved 16 bits apart.
+    If ``in_bytes``, the digits are the two bytes of a 16-bit half, which are first moved 16 bits apart.
     """
 
     word: int
@@ -86,7 +85,7 @@ def bit_pieces(first: int, column_bytes: int, width: int, column: int, position:
 
 @triton.constexpr_function
 def column_pieces(packing: RowPacking, column: int, position: int, bits: int) -> tuple[BitPiece, ...]:
-    """Return ``bit_pieces`` for a column of ``packing``. Its fields are unpacked here, because Triton 3.6 drops the field names of tuples.
+    """Return ``bit_pieces`` for a column of ``packing``. The fields of ``packing`` are unpacked here, because Triton 3.6 drops field names.
     """
     return tuple(BitPiece(*piece) for piece in bit_pieces(packing.first_word, packing.column_bytes, packing.width, column, position, bits))
 
@@ -154,7 +153,7 @@ def _extract_field_digit(value: tl.tensor, BASE: tl.constexpr, FIELD: tl.constex
 
 @triton.jit
 def symbol_digit(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the digit of symbol ``SYMBOL`` as uint32, always less than its base."""
+    """Return the digit of symbol ``SYMBOL`` as uint32. It is always less than the base."""
     COLUMN: tl.constexpr = SYMBOL % PACKING.width
     FIELD: tl.constexpr = SYMBOL // PACKING.width
     BASE: tl.constexpr = PACKING.base
@@ -239,7 +238,7 @@ def _symbol_pair_pieces(packing: RowPacking, symbol: int) -> tuple[PairPiece, ..
 
 @triton.jit
 def insert_above(high: tl.tensor, low: tl.tensor, BIT: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``low | high << BIT``; ``low`` must be less than 2^``BIT``."""
+    """Return ``low | high << BIT``, for ``low`` less than 2^``BIT``."""
     if FAST:
         # The compiler would emit two instructions.
         value = tl.inline_asm_elementwise(

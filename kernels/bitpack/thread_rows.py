@@ -30,18 +30,18 @@ MAX_WORDS_PER_LOAD = 8
 
 
 def row_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
-    """Return one ``Stream`` for each plane of a code stream, with the widest elements (at most 128 bits) that divide a row."""
+    """Return one ``Stream`` for each plane of a code stream. Elements have up to 128 bits, as many as divide a row."""
     return tuple(word_stream(f"{name}.{plane}", words) for plane, words in enumerate(packing.planes))
 
 
 def word_stream(name: str, words: int) -> Stream:
-    """Return a ``Stream`` with rows of ``words`` 16-bit words, in the widest elements that divide a row."""
+    """Return a ``Stream`` with rows of ``words`` 16-bit words. Elements are the widest that divide a row."""
     words_per_load = math.gcd(words, MAX_WORDS_PER_LOAD)
     return Stream(name, 16 * words_per_load, words // words_per_load)
 
 
 def stored_words_per_plane(packings: Sequence[Columns]) -> tuple[int, ...]:
-    """Return the number of 16-bit words per row of each plane of each stream: the constant ``ROWS`` of ``load_rows``."""
+    """Return the number of 16-bit words per row of each plane of each stream, for the constant ``ROWS`` of ``load_rows``."""
     return tuple(words for packing in packings for words in packing.planes)
 
 
@@ -55,10 +55,10 @@ def words_per_token(rows: tuple[int, ...]) -> int:
 def load_rows(
     pointers: tl.tuple, first: tl.tensor, token: tl.tensor, valid: tl.tensor, ROWS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Load the rows of all planes for the first half of every warp's tokens, and then for the second half.
+    """Load the rows of all planes, first for the first half of every warp's tokens, then for the second half.
 
-    Each result is uint32 ``[warp * token / 2]`` and contains two 16-bit words, the first in its low half. Unmasked tiles never end at the
-    end of a stream whose rows have an odd number of words (``plan``).
+    Each loaded tensor is uint32 ``[warp * token / 2]`` and contains two 16-bit words, the first in the low half. If rows have an odd number
+    of words, unmasked tiles never reach the end of a stream (see ``plan``).
     """
     tokens = _split_halves(token)
     valids = _split_halves(valid)
@@ -90,7 +90,10 @@ def load_row(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load one plane's row for each token, as uint32 words in the shape and layout of ``layout_source``, an ordinary Triton load."""
+    """Load the row of one plane for each token, as uint32 words in the shape and layout of ``layout_source``.
+
+    ``layout_source`` is an ordinary Triton load.
+    """
     words = ()
     if FAST and (MASKED or STORED_WORDS % 2 == 0):
         address = pointer.to(tl.int64) + first * (2 * STORED_WORDS) + token.to(tl.int64) * (2 * STORED_WORDS)
@@ -194,10 +197,10 @@ def load_number(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Load one ``BITS``-bit number per token as int32 ``[warp, token]`` with inline PTX, directly in the layout in which it is used.
+    """Load one ``BITS``-bit number per token as int32 ``[warp, token]``, with inline PTX, in the layout in which it is used.
 
     In that layout, four threads decode the same number. For bytes of values (``TRANSPOSED``), which take the most operations to decode, it
-    is faster to load each number once and to move the results.
+    is faster to load each number only once and to convert the layout of decoded values.
     """
     if FAST and (BITS > 8 or not TRANSPOSED):
         address = pointer.to(tl.int64) + first * (BITS // 8) + token.to(tl.int64) * (BITS // 8)

@@ -1,6 +1,7 @@
-"""Tiles built from rows in one thread's registers. Each f16x2 register contains two decoded values of a token, in neighboring columns.
+"""Tiles built from rows in one thread's registers.
 
-The registers of all tokens are joined into a tile, which the compiler moves to the layout of matrix operands through shared memory.
+Each f16x2 register contains two decoded values of a token, in neighboring columns. The registers of all tokens are joined into a tile,
+which the compiler moves to the layout of matrix operands through shared memory.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -75,7 +76,7 @@ def _log2(count: int) -> int:
 
 @triton.jit
 def _join_halves(values: tl.tuple) -> tl.tuple:
-    """Pair each of the first half of ``values`` with its counterpart in the second half, and join them along a new last axis."""
+    """Join each element of the first half of ``values`` with its counterpart in the second half, along a new last axis."""
     joins = ()
     HALF: tl.constexpr = len(values) // 2
     for index in tl.static_range(HALF):
@@ -207,7 +208,7 @@ def _decode_register(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the register with value ``LOW`` of symbol ``FIRST`` and value ``HIGH`` of symbol ``SECOND``."""
+    """Return the register with value number ``LOW`` of symbol ``FIRST`` and value number ``HIGH`` of symbol ``SECOND``."""
     low = SYMBOL(words, table, FIRST, CONSTANTS, SHARED, FAST)
     if FIRST == SECOND and LOW < HIGH:
         register = low[LOW // 2]

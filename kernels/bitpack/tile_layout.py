@@ -2,9 +2,9 @@
 
 Values are loaded transposed; matrix instructions transpose them back when they load operands from shared memory.
 
-If a token has few words, tiles are *dual*: a tile row contains the words of two tokens. The first half of its columns belongs to one token
-and the second half to another one, ``SECOND_OFFSET`` tokens later (0 if tiles are not dual). If a token has even fewer words, the two
-tokens alternate every ``Tiles.interleave`` columns.
+If a token has few words, tiles are *dual*: a tile row contains the words of two tokens. The first half of the columns belongs to one token,
+and the second half to the token ``SECOND_OFFSET`` tokens later (0 if tiles are not dual). If a token has even fewer words, the two tokens
+alternate every ``Tiles.interleave`` columns.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -59,7 +59,7 @@ def repeat_columns(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.conste
 
 @triton.jit
 def split_last_axis(value: tl.tensor) -> tl.tuple:
-    """Split the last axis of ``value``, whose length is a power of two, into one tensor per element."""
+    """Split ``value`` along its last axis, whose length is a power of two, into one tensor per element."""
     COUNT: tl.constexpr = value.shape[-1]
     parts = ()
     if COUNT == 1:
@@ -105,7 +105,7 @@ def column_tokens(token: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.constex
 def valid_columns(valid: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
     """Return a mask of the tile elements with a valid token, in a shape that broadcasts to the tile.
 
-    ``valid`` is ``[warp, token]``; for a dual tile, a pair of these for the first and second tokens.
+    ``valid`` is ``[warp, token]`` or, for a dual tile, a pair of such masks for the first and second tokens.
     """
     if SECOND_OFFSET:
         is_second = broadcast_columns(second, TRANSPOSED) != 0

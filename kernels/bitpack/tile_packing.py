@@ -13,7 +13,7 @@ MIN_TILE_WIDTH = 16
 """Minimum number of tile columns: the inner dimension of one matrix instruction."""
 
 MAX_DIGIT_BITS = 14
-"""Maximum number of bits per digit, so that the index of a table with all its values fits in a word."""
+"""Maximum number of bits per digit, so that a word can store the index of a table with all digits."""
 
 
 def tile_width(packing: Columns) -> int:
@@ -27,7 +27,7 @@ def tile_field_count(packing: Columns, dual: int = 0) -> int:
 
 
 def has_whole_word_tiles(packing: Columns) -> bool:
-    """Return True if tiles of whole words work for all fields of ``packing``: bit fields that span at most two words."""
+    """Return True if tiles of whole words support ``packing``: its fields are bit fields of at most ``MAX_DIGIT_BITS`` bits."""
     return packing.binary and all(base.bit_length() - 1 <= MAX_DIGIT_BITS for base in packing.bases)
 
 

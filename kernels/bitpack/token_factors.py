@@ -37,8 +37,8 @@ _LOG8_PTX = tl.constexpr(
 )
 """PTX that decodes a byte of a word as the logarithm of a norm.
 
-Setting the bits of 2^23 turns a code into the float 2^23 + code. If the same steps were written in Triton, the compiler would decode norms
-in a different layout from that of the scores and convert them through shared memory.
+Setting the bits of 2^23 turns a code into the float 2^23 + code. For the same steps in Triton, the compiler would decode norms in a
+different layout than the scores and convert them through shared memory.
 """
 
 MAX_FACTOR = tl.constexpr(2.0**127)
@@ -58,7 +58,7 @@ def load_factor(
     """Load one ``BITS``-bit factor per token, ``[warp, token]``, for ``read_factor``.
 
     With ``FAST``, a factor of 8 or 16 bits is loaded as the aligned 32-bit word that contains it, and the bit at which it begins, because
-    Triton only prefetches 32-bit loads. An unmasked tile never ends at the end of a stream within such a word (``attend.plan``).
+    Triton prefetches only loads of 32 bits. If a stream ends within such a word, unmasked tiles never reach its end (see ``attend.plan``).
     """
     if BITS < 32 and FAST:
         if MASKED:
@@ -105,7 +105,7 @@ def load_factors(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load factors with ``load_factor``. For dual tiles, ``valid`` is a pair, and the second token of each row is loaded as well."""
+    """Load factors as ``load_factor`` does. For dual tiles, also load those of the second tokens; ``valid`` is then a pair."""
     if DUAL:
         loaded = load_factor(pointer, first, token, valid[0], BITS, MASKED, FAST)
         loaded = loaded + load_factor(pointer, first, token + second_token_offset(DUAL, token.shape[1]), valid[1], BITS, MASKED, FAST)
@@ -116,7 +116,7 @@ def load_factors(
 
 @triton.jit
 def read_factors(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, DUAL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Convert the factors loaded by ``load_factors`` to float32 ``[warp, token]``. For dual tiles, the result is a pair."""
+    """Convert the factors loaded by ``load_factors`` to float32 ``[warp, token]``. For dual tiles, returns a pair."""
     if DUAL:
         value = read_factor(loaded, AT, BITS, FAST), read_factor(loaded, AT + (2 if BITS < 32 and FAST else 1), BITS, FAST)
     else:

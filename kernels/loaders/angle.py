@@ -1,7 +1,7 @@
-"""Tile loader of codec angle (spec/codecs/angle.md): two tiles per field, with the cosines and the sines of its pairs times their norms.
+"""Tile loader of codec angle (spec/codecs/angle.md), with two tiles per field: cosine times norm and sine times norm of each pair.
 
-Norms are divided by a power of two near the token's largest norm, which becomes the token factor, so that all fit in float16. This file
-handles the direct arrangement; in the dense one, bins and norm codes have their own streams (``angle_dense``, ``angle_thread``).
+Norms are divided by a power of two near the token's largest norm, so that all fit in float16; this power is the token factor. This file
+handles the direct arrangement. In the dense arrangement, bins and norm codes have their own streams (``angle_dense``, ``angle_thread``).
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -34,7 +34,7 @@ VALUES = 2
 
 
 class AngleConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles: bits per bin and per norm code. ``log`` is True if norms are logarithms.
+    """Compile-time constants of a codec and its tiles. ``log`` is True if norms are logarithms.
 
     The range is stream number ``range_place``, and element ``range_place`` of the result of ``load``.
     """
@@ -99,7 +99,7 @@ def load(
 def load_range(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """Load the range (step, minimum) of each token, int32 ``[warp, token]``: both float16 numbers in one int32, or two float32 numbers."""
+    """Load the range (step, minimum) of each token as int32 ``[warp, token]``: two float16 numbers in one, or two of float32."""
     words = ()
     for word in tl.static_range(2 - CONSTANTS.half_range):
         words = words + (load_per_token(pointer, first, token, valid, 2 - CONSTANTS.half_range, word, MASKED),)
@@ -129,7 +129,7 @@ def _divisor_exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
     """Return the exponent field of the power of two by which norms of a linear range are divided.
 
     For float16 ranges, it is the exponent of the largest step or of 1/256 of the largest minimum, so that divided norms are below 2^11. For
-    float32 ranges, it exceeds all norms except the largest float32 ones.
+    float32 ranges, the power exceeds all norms except the very largest.
     """
     if len(words) == 1:
         high = tl.maximum(words[0] & 0x7C00, ((words[0] >> 16) & 0x7C00) - (8 << 10))
@@ -144,16 +144,13 @@ def _divisor_exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return each token's factor, float32 ``[warp, token]`` (``range_factor``)."""
+    """Return the token factors, float32 ``[warp, token]`` (see ``range_factor``)."""
     return range_factor(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS)
 
 
 @triton.jit
 def range_factor(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return the divisor of each token's norms: a power of two, or the largest possible norm if norms are logarithms.
-
-    ``words`` are the tokens' ranges.
-    """
+    """Return the number by which each token's norms are divided: a power of two, or the largest possible norm if norms are logarithms."""
     LARGEST: tl.constexpr = (1 << CONSTANTS.norm_bits) - 1
     if CONSTANTS.log:
         step, minimum = _range_as_float32(words)
@@ -206,7 +203,7 @@ def _norm_affine_ptx(bits: int) -> str:
 
 @triton.jit
 def norm_affine_f16(words: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Compute ``norm_affine`` in float16."""
+    """Return the scale and center of ``norm_affine`` in float16."""
     if FAST and CONSTANTS.log == 0 and len(words) == 1:
         scale, center = tl.inline_asm_elementwise(
             _norm_affine_ptx(CONSTANTS.norm_bits), "=&r,=&r,r,r", [words[0]], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
@@ -248,7 +245,7 @@ def decode(
 
 @triton.jit
 def load_norm_affine(loaded: tl.tuple, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Compute ``norm_affine`` for the ranges in ``loaded``, as float16 tensors that broadcast to a tile."""
+    """Return the scale and center of ``norm_affine`` for the ranges in ``loaded``, as float16 tensors that broadcast to a tile."""
     scale, center = norm_affine_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
     return broadcast_tokens(scale, TRANSPOSED), broadcast_tokens(center, TRANSPOSED)
 
@@ -264,7 +261,7 @@ def decode_pairs(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Decode both channels of the pairs whose bin begins at bit ``BIN`` of each column, and whose norm code begins at bit ``NORM``."""
+    """Return both channels of the pairs whose bin begins at bit ``BIN`` of each column, and whose norm code begins at bit ``NORM``."""
     result = look_up_bits(planes, table, BIN, CONSTANTS.bin_bits, 2, 0, SHARED, FAST)
     norm = affine_column(planes, line[0], line[1], NORM, CONSTANTS.norm_bits, middle_norm_code(CONSTANTS.norm_bits), FAST)
     if CONSTANTS.log:

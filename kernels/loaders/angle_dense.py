@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class AngleDenseConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles: bits per bin and per norm code. ``log`` is True if norms are logarithms.
+    """Compile-time constants of a codec and its tiles. ``log`` is True if norms are logarithms.
 
     The range is stream number ``range_place``, and element ``range_place`` of the result of ``load``.
     """
@@ -118,9 +118,9 @@ def decode(
 
 @triton.constexpr_function
 def entry_offset_bit(bits: int, shared: SharedTable, fast: bool) -> int:
-    """Return the bit position at which an index of ``bits`` bits equals the byte offset of its entry in a shared table with copies.
+    """Return the bit at which an index of ``bits`` bits, left in place, is the byte offset of its entry in a shared table with copies.
 
-    Returns 0 if the index does not fit there.
+    Returns 0 if the index does not fit at that bit.
     """
     at = (2 * VALUES * shared[1]).bit_length() - 1 if fast and shared[1] else 0
     return at if at + bits <= 16 else 0

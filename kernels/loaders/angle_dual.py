@@ -43,7 +43,7 @@ class NormSlices(NamedTuple):
 
 
 class AngleDualConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles. Element ``range_place`` of the result of ``load`` is the range."""
+    """Compile-time constants of a codec and its tiles. Element ``range_place`` of what ``load`` returns is the range."""
 
     bins: ReplicatedPacking
     norms: NormSlices
@@ -115,11 +115,11 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the bins, norm codes and ranges of the tokens ``token`` ``[warp, token]`` and of their second tokens.
+    """Load the bins, norm codes and ranges of ``token`` ``[warp, token]`` and of the second token in each row.
 
     - Bins: one int16 tile of 2 ``INTERLEAVE`` columns per plane.
     - Norm codes: one int16 tile per slice, with as many columns as the replicated bins.
-    - Ranges: int32 ``[warp, token, 2]``, of both tokens.
+    - Ranges: int32 ``[warp, token, 2]``.
     """
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
@@ -198,7 +198,7 @@ def decode(
 
 @triton.jit
 def _spread_to_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Spread ``value`` ``[warp, token, 2]``, one number for each of the two tokens, over the columns of a tile."""
+    """Repeat ``value`` ``[warp, token, 2]``, one number for each token of a row, over the columns of a tile."""
     if TRANSPOSED:
         value = tl.permute(value, (0, 2, 1))
     return tile_copies(repeat_columns(value, BINS.width, TRANSPOSED), BINS.copies, TRANSPOSED)
@@ -206,5 +206,5 @@ def _spread_to_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.cons
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the divisor of norms (``angle.range_factor``), float32 ``[warp, token, 2]``."""
+    """Return the token factors (see ``angle.range_factor``), float32 ``[warp, token, 2]``."""
     return (range_factor(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS),)

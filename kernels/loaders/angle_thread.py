@@ -1,4 +1,7 @@
-"""Tile loader of codec angle with one row per thread (spec/codecs/angle.md), for dense bins in one or two streams and any norm codes."""
+"""Tile loader of codec angle with one row per thread (spec/codecs/angle.md).
+
+It supports dense bins in one or two streams, and all norm codes.
+"""
 
 # Triton compiles no conditional expressions of tensors.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class AngleThreadConstants(NamedTuple):
-    """Compile-time constants of a codec and its rows. Element ``range_place`` of the result of ``load`` is the range."""
+    """Compile-time constants of a codec and its rows. Element ``range_place`` of what ``load`` returns is the range."""
 
     rows: tuple[int, ...]
     bins: RowPacking
@@ -81,7 +84,8 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load rows of bins, norm codes and ranges (``thread_rows.load_rows``), and the ranges for ``factor``, int32 ``[warp, token]``."""
+    """Load rows of bins, norm codes and ranges (``thread_rows.load_rows``), and the ranges again for ``factor``, int32 ``[warp, token]``.
+    """
     ROWS: tl.constexpr = CONSTANTS.rows
     RANGE: tl.constexpr = len(ROWS) - 1
     loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
@@ -108,7 +112,7 @@ def decode(
 def decode_pair(
     words: tl.tuple, table: tl.tensor, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Return one pair as f16x2: its cosine and sine times its norm."""
+    """Return the channels of one pair, divided by the token factor, as f16x2."""
     BINS: tl.constexpr = CONSTANTS.bins
     HIGH_BINS: tl.constexpr = CONSTANTS.high_bins
     NORMS: tl.constexpr = CONSTANTS.norms

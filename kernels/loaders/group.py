@@ -1,6 +1,6 @@
 """Tile loader of codec group (spec/codecs/group.md), with one affine step per bit field.
 
-In this file, a *scale* is a 32-bit element of the stream of scales, which contains the float16 scale and center of one group.
+In this file, a *scale* is a 32-bit element of the stream of scales: the float16 scale and center of one group.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -47,15 +47,15 @@ MAX_SCALES_PER_LOAD = 8
 """Maximum number of scales of one token per load, unless a step needs more."""
 
 ALONG_TOKENS, ALONG_CHANNELS, WITHIN_FIELDS, PER_VALUE = (tl.constexpr(number) for number in range(4))
-"""Kinds of scales in a tile: one per column, one per token, one per group of neighboring columns of a token, or one per value."""
+"""How scales belong to a tile: one per column, one per token, one per group of neighboring columns of a token, or one per value."""
 
 
 class GroupConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles.
 
     A row of the scale stream has ``scales_per_row`` scales. ``kind`` is the kind of scales that a tile needs, and ``whole_rows`` is True if
-    rows are loaded whole. A step produces one tile with ``fields_per_tile`` fields of ``bits`` bits, ``field_stride`` fields apart, in
-    ``span`` columns.
+    rows are loaded whole. A step produces one tile of ``span`` columns with ``fields_per_tile`` fields of ``bits`` bits, which are
+    ``field_stride`` fields apart.
     """
 
     packing: TilePacking
@@ -77,7 +77,7 @@ class GroupConstants(NamedTuple):
 
 
 def tiles(codec: Group, dual: int = 0) -> Tiles | None:
-    """Return the loader of ``codec``, or None if its codes are not bit fields in at most two words. ``dual`` is as in ``Tiles``."""
+    """Return the loader of ``codec``, or None if codes are not bit fields that span at most two words. ``dual`` is as in ``Tiles``."""
     packing = codec.packings()["codes"]
     if not has_whole_word_tiles(packing):
         return None
@@ -149,12 +149,12 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the rows of ``token`` ``[warp, token]``, counted from row ``first``.
+    """Load the rows of ``token`` ``[warp, token]``. Row numbers are relative to row ``first``.
 
     - One int16 tile per plane, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
     - One int32 tile of scales per step: ``[warp, column]`` along tokens if all tokens of a warp are in one token group,
       ``[warp, token]`` along channels, ``[warp, token, scale]`` within fields, or like a plane if each value has its own scale.
-    - The token scale (``token_factors``), if there is one.
+    - The token scale (``token_factors``), if any.
     """
     PACKING: tl.constexpr = CONSTANTS.packing
     DIM: tl.constexpr = CONSTANTS.dim
@@ -221,7 +221,7 @@ def load(
 
 @triton.constexpr_function
 def _scales_per_load(scales: int, each: int) -> int:
-    """Return the number of a token's ``scales`` that one load reads, chosen to limit shared-memory bank conflicts among eight tokens."""
+    """Return how many of a token's ``scales`` one load reads: few enough to limit shared-memory bank conflicts among eight tokens."""
     return min(scales, max(each, MAX_SCALES_PER_LOAD))
 
 
@@ -237,8 +237,8 @@ def _load_scale_rows(
 ) -> tl.tuple:
     """Load whole rows of scales, and return the scales of each step.
 
-    They are ``[warp, column]`` if a warp's tokens share a row. Otherwise they are ``[warp, token]``, or ``[warp, token, scale]`` or its
-    transpose ``[warp, scale, token]``.
+    They are ``[warp, column]`` if all tokens of a warp share a row. Otherwise they are ``[warp, token]``, or ``[warp, token, scale]``,
+    possibly transposed to ``[warp, scale, token]``.
     """
     SIZE: tl.constexpr = CONSTANTS.size
     SCALES: tl.constexpr = CONSTANTS.scales_per_row
@@ -302,7 +302,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return (code - middle) * scale + center for the fields of step ``STEP`` as one float16 tile, possibly transposed."""
+    """Return the values of step ``STEP``, (code - middle) * scale + center, as one float16 tile, possibly transposed."""
     PACKING: tl.constexpr = CONSTANTS.packing
     BITS: tl.constexpr = CONSTANTS.bits
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile

@@ -1,6 +1,6 @@
 """Page means of keys in attention tiles (sidecar key_mean, spec/side-cars.md). All tokens of a page share one product of query and mean.
 
-``attend.means`` computes these products before a program's first tile and keeps them in shared memory; a tile only adds them to its scores.
+``attend.means`` stores these products in shared memory before a program's first tile. A tile only adds them to its scores.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .tiles import Tiles
 
 PRODUCT_BYTES = 64
-"""Bytes of shared memory for the products of a page's mean with the query rows of a program, of which there are at most 16."""
+"""Number of bytes of shared memory per page, for the products of its mean with up to 16 query rows."""
 
 
 def with_means(tiles: Tiles, key_mean: KeyMean) -> Tiles:
@@ -38,14 +38,14 @@ def with_means(tiles: Tiles, key_mean: KeyMean) -> Tiles:
 
 @triton.jit
 def declare_products(MEANS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr) -> None:
-    """Reserve shared memory for the products of ``ROWS`` query rows with the means of a program's pages, once per kernel."""
+    """Reserve shared memory, once per kernel, for the products of ``ROWS`` query rows with the means of a program's pages."""
     thread = tl.arange(0, 32 * WARPS)
     tl.inline_asm_elementwise(_declare_ptx(4 * MEANS.pages * ROWS), "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.constexpr_function
 def _declare_ptx(size: int) -> str:
-    """Return PTX that declares ``kvpack_products``, after which the compiler's memory begins at a multiple of ``MATRIX_ALIGNMENT``."""
+    """Return PTX that declares ``kvpack_products`` with a size that keeps the compiler's memory at a multiple of ``MATRIX_ALIGNMENT``."""
     whole = -(-size // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
     return f".shared .align {MATRIX_ALIGNMENT} .b8 kvpack_products[{whole}]; mov.u32 $0, 0;"
 
@@ -54,9 +54,9 @@ def _declare_ptx(size: int) -> str:
 def store_products(
     products: tl.tensor, value: tl.tensor, page: tl.tensor, count: tl.tensor, ROWS: tl.constexpr, FAST: tl.constexpr
 ) -> None:
-    """Store the products ``value`` ``[page, row]`` of pages before page ``count``; a ``tl.debug_barrier`` must follow.
+    """Store the products ``value`` ``[page, row]`` for pages below ``count``. A ``tl.debug_barrier`` must follow.
 
-    With ``FAST``, products are in shared memory (``declare_products``), and otherwise in global memory at ``products``.
+    With ``FAST``, they are stored in shared memory (``declare_products``), otherwise in global memory at ``products``.
     """
     index = page[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     if FAST:
@@ -89,12 +89,12 @@ def load_products(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Load the product of each query row and each token's page mean, float32 ``[warp, token, row]``, or ``[warp, 1, row]`` for whole pages.
+    """Return the product of each query row with each token's page mean, float32 ``[warp, token, row]``.
 
-    ``products`` are the places ``[1, 1, row]`` of the products of page 0, the program's first: pointers, or with ``FAST`` numbers of
-    products in shared memory. Its ``pages`` pages are ``stride`` products apart. ``first`` is the token of the first warp's first tile,
-    counted from page 0. Warps have ``TILES`` tiles, of which this is number ``TILE``. ``second`` is as in ``Queries``. With ``MASKED``,
-    some tokens may be after the last one.
+    For whole pages, the shape is ``[warp, 1, row]``. ``products``, ``[1, 1, row]``, locates the products of page 0, the program's first: by
+    pointers or, with ``FAST``, by numbers of products in shared memory. The program's ``pages`` pages are ``stride`` products apart.
+    ``first`` is the token of the first warp's first tile, counted from page 0. Warps have ``TILES`` tiles, of which this is number
+    ``TILE``. ``second`` is as in ``Queries``. With ``MASKED``, some tokens may be past the end.
     """
     SPAN: tl.constexpr = 2 * TOKENS if DUAL else TOKENS
     token = first + TILE * SPAN + tl.arange(0, WARPS)[:, None, None] * (TILES * SPAN)

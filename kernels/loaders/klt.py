@@ -1,8 +1,8 @@
 """Tile loader of codec klt (spec/codecs/klt.md): columns of a calibrated basis, each decoded by the table of its run and head.
 
-Rows are short and have codes of many widths, so a row is loaded into 32-bit registers per token (``row_registers``). Columns of a tile
-differ in the bytes that contain their codes, and in the bits at which codes begin. Per-column constants, loaded once per program, contain
-these positions. A 1-bit code selects one of two entries; other codes are looked up in shared memory.
+Rows are short and have codes of many widths, so each token's row is loaded into 32-bit registers (``row_registers``). The columns of a tile
+differ in the bytes and the bits at which their codes begin. These positions are constants per column, loaded once per program. A 1-bit code
+selects one of two entries; wider codes are looked up in shared memory.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -55,7 +55,7 @@ class KltConstants(NamedTuple):
     """Compile-time constants of a codec: the ``loads`` per row, the ``registers`` that they fill, and the tiles.
 
     A head's table has ``entries`` entries, followed by ``columns`` per-column constants, and by alternating 0 and 16 for
-    ``row_registers.load_parities``. Gains are stream number ``gain_stream``, or missing if it is -1.
+    ``row_registers.load_parities``. ``gain_stream`` is the stream number of the gains, or -1 if there are none.
     """
 
     loads: tuple[RowLoad, ...]
@@ -67,7 +67,7 @@ class KltConstants(NamedTuple):
 
 
 def table_unit(codec: Klt) -> float:
-    """Return the power of two that divides the matrix and multiplies the tables. It limits queries in the coded frame to about 1."""
+    """Return the power of two that multiplies the tables and divides the matrix, so that queries in the coded frame are at most about 1."""
     matrix = _source(codec).matrix[:, :, _coded_columns(codec)]
     exponent = int(torch.frexp(matrix.norm(dim=-1).max()).exponent)
     return float(2.0 ** min(max(exponent, -MAX_TABLE_POWER), MAX_TABLE_POWER))
@@ -90,7 +90,7 @@ def tiles(codec: Klt) -> Tiles | None:
 
 
 def _build_tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
-    """Return the loader of keys or values. ``tables`` are ``[head, code]``, by run."""
+    """Return the loader of keys or of values. ``tables`` contains the table of each run, ``[head, code]``."""
     row = RowPlan()
     plan = Plan(tables, keys, row.registers)
     for (name, packing), columns in zip(codec.packings().items(), columns_by_width(codec.widths, codec.dim).values(), strict=True):
@@ -138,8 +138,8 @@ def _coded_columns(codec: Klt) -> list[int]:
 def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
     """Load the per-column constants that follow a head's table entries, int32 ``[1, column]`` each.
 
-    Returns the constants of all columns, those of every second column, and the result of ``load_parities`` for all tokens and for the first
-    one.
+    Returns the constants of all columns, the constants of every second column, and ``load_parities`` for all tokens and for the first
+    token.
     """
     LOADS: tl.constexpr = CONSTANTS.loads
     COUNT: tl.constexpr = CONSTANTS.columns
@@ -201,24 +201,24 @@ def decode(
 def _load_tile_register(
     loaded: tl.tuple, constants: tl.tuple, REGISTERS: tl.constexpr, TILE: tl.constexpr, AT: tl.constexpr, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
-    """Return register number ``AT`` of a tile, as uint32 that broadcasts to the tile."""
+    """Return register number ``AT`` of a tile as a uint32 tensor that broadcasts to the tile."""
     REGISTER: tl.constexpr = _as_stored_register(constant_at(REGISTERS, constant_at(TILE.registers, AT)), TILE)
     return broadcast_tokens(read_register(loaded, constants[2], REGISTER), TRANSPOSED)
 
 
 @triton.constexpr_function
 def _as_stored_register(register: Register, tile: Tile) -> Register:
-    """Return ``register``, or its whole word if the tile's tokens use either half of a word."""
+    """Return ``register``, or the register of whole words if the tile's tokens may use either half of a word."""
     # Triton 3.9 passes a tuple of its own, with the fields of the Python one but without its methods.
     return Register(register.load, register.half, -1) if tile.parity >= 0 else register
 
 
 @triton.jit
 def _select_half(lower: tl.tensor, upper: tl.tensor, loaded: tl.tuple, constants: tl.tuple, TILE: tl.constexpr) -> tl.tensor:
-    """Select ``lower`` for tokens in the lower half of their word and ``upper`` for others.
+    """Select ``lower`` for tokens in the lower half of their word, and ``upper`` for all other tokens.
 
-    Turns ``[1, column, 1]`` into ``[1, column, token]``. Each register has a pair of tokens, so this takes at most two selections per
-    column.
+    Arguments are ``[1, column, 1]``; the selected values are ``[1, column, token]``. Each register has a pair of tokens, so at most two
+    selections per column are needed.
     """
     COUNT: tl.constexpr = lower.shape[1]
     PAIRS_OF_TOKENS: tl.constexpr = loaded[0].shape[1] // 2
@@ -293,7 +293,9 @@ def _look_up_pairs(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Look up the codes of two columns at a time, which are neighboring fields of a word. Returns table entries ``[warp, token, column]``.
+    """Return table entries ``[warp, token, column]``, by looking up the codes of two neighboring columns together.
+
+    The codes are neighboring fields of a word.
     """
     STRIDE: tl.constexpr = entry_stride(SHARED, FAST)
     word, position, first = _load_codes(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS // 2, False, FAST)
@@ -322,7 +324,7 @@ def _look_up_pairs(
 
 @triton.constexpr_function
 def entry_stride(shared: SharedTable, fast: bool) -> int:
-    """Return log2 of the number of bytes per table entry in shared memory, including copies, or 0 if tables are not in shared memory."""
+    """Return log2 of the bytes per table entry in shared memory, including copies, or 0 if tables are not in shared memory."""
     return (4 * shared.copies).bit_length() - 1 if fast and shared.copies else 0
 
 
@@ -345,8 +347,7 @@ def _load_codes(
 ) -> tl.tuple:
     """Return the word with the code of each of ``COUNT`` columns, the bit where the code begins, and the first entry of its table.
 
-    With a nonzero ``STRIDE``, the second result is instead the amount by which the word is rotated right, or the factor by which it is
-    multiplied.
+    With a nonzero ``STRIDE``, the amount by which to rotate the word right, or the factor for the word, takes the place of the bit.
     """
     SELECTORS: tl.constexpr = TILE.selectors
     ODD_SELECTORS: tl.constexpr = TILE.odd_selectors
@@ -372,7 +373,7 @@ def _load_codes(
 
 @triton.jit
 def _column_constant(constants: tl.tuple, NUMBER: tl.constexpr, COUNT: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return constant ``NUMBER`` of ``COUNT`` columns, as int32 that broadcasts to a tile."""
+    """Return constant ``NUMBER`` of ``COUNT`` columns, as an int32 tensor that broadcasts to a tile."""
     return broadcast_columns(constants[0 if COUNT == COLUMNS else 1][NUMBER], TRANSPOSED)
 
 

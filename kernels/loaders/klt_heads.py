@@ -1,8 +1,9 @@
 """Tile loader of codec klt for heads with their own widths (spec/codecs/klt.md). The codes of all heads of a token are one row of bytes.
 
-Heads have different bit positions and widths. So that one launch can handle all heads, these are not compile-time constants, but numbers
-stored after each head's table: for each column, the bit where its code begins, its mask, and the first entry of its table. Columns without
-codes have a zero mask and a zero entry. For each column and token, the two bytes that contain the code are loaded, and then the entry.
+Heads have different bit positions and widths. So that one launch can handle all heads, these are not compile-time constants, but stored
+after each head's table: for each column, the bit at which its code begins, the code's mask, and the index of its table's first entry.
+Columns without codes have a zero mask and a zero entry. For each column and token, the two bytes that contain the code are loaded, and then
+the entry.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -33,7 +34,9 @@ COLUMNS = tl.constexpr(16)
 """Number of columns per tile: the inner dimension of one matrix instruction."""
 
 _MASK_BITS, _MASK = tl.constexpr(8), tl.constexpr(255)
-"""Number of low bits of a column's number that contain the mask of its code, and the mask of these bits. The first entry follows."""
+"""Number of low bits of a column's number that contain the mask of the column's code, and these bits' mask. The higher bits are the first
+entry.
+"""
 
 
 class KltHeadsConstants(NamedTuple):
@@ -94,7 +97,7 @@ def _build_tables(codec: Klt, source: BasisRows, unit: float) -> tuple[torch.Ten
 
 @triton.jit
 def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Load the first bits, masks and first entries of each tile's columns, int32 ``[1, column]`` each."""
+    """Load the first bit, mask and first entry of each column, int32 ``[1, column]`` for each tile."""
     STEPS: tl.constexpr = CONSTANTS.steps
     begin = table.to(tl.pointer_type(tl.int32)) + CONSTANTS.entries
     result = ()
@@ -114,9 +117,9 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return pointers to the tokens' rows ``[warp, token]``, and load the gains (``token_factors``).
+    """Return pointers to the tokens' rows ``[warp, token]``, and the gains (``token_factors``).
 
-    Invalid tokens point to the row of a valid one.
+    Invalid tokens get the row of a valid token.
     """
     row = token
     if MASKED:

@@ -1,4 +1,4 @@
-"""Planning of klt's tile loader: the columns of each tile, how they are decoded, and the required tables and constants."""
+"""Planning of klt's tile loader: the columns of each tile, how to decode them, and the necessary tables and constants."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MAX_TOKENS = tl.constexpr(64)
 
 
 LOOK_UP, SELECT, LOOK_UP_PAIRS, LOOK_UP_TWO = (tl.constexpr(number) for number in range(4))
-"""Kinds of decoding: each column looks up one entry or selects one of two, or two columns together look up a pair or two entries.
+"""Kinds of decoding: look up one entry per column, select one of two, look up a pair for two columns, or look up two for two columns.
 
-Two columns can be decoded at once only for keys: a register of keys has neighboring columns, while a register of values has two tokens.
+Two columns can be decoded together only for keys: a register of keys has neighboring columns, while a register of values has two tokens.
 """
 
 MAX_PAIR_BITS = 3
@@ -28,16 +28,16 @@ MAX_PAIR_BITS = 3
 
 
 class Tile(NamedTuple):
-    """A tile: its ``kind`` of decoding, and the indices of the ``registers`` with its codes of ``bits`` bits and of its column constants.
+    """A tile: its ``kind`` of decoding, the registers with its codes of ``bits`` bits, and the indices of its column constants.
 
-    A column's code begins at bit ``position`` of a register, or, if ``selectors`` combine several registers, of its lowest byte. A column's
-    table begins at entry ``first_entry``, or at the constant ``own_entry`` if that is not -1. If codes select one of two entries,
-    ``entries`` are the constants with entry 0 and with the bits that differ in entry 1. If two columns are decoded at once, constants cover
-    every second column.
+    A code begins at bit ``position`` of a register or, if ``selectors`` combine several registers, of the combined bytes. A column's table
+    begins at entry ``first_entry``, or at the entry in constant ``own_entry`` if that is not -1. If codes select one of two entries,
+    ``entries`` are the constants with entry 0 and with the bits that differ in entry 1. If two columns are decoded together, constants
+    cover every second column.
 
-    For values, a register may be a 16-bit half of each token's word. It is then kept as whole words, which also contain another token's
-    half; ``parity`` is its index in ``load_parities``, and ``odd_selectors`` are the selectors for tokens in the upper half. Otherwise,
-    ``parity`` is -1.
+    For values, a register may be a 16-bit half of each token's word. The whole word is then kept, which also contains another token's half.
+    ``parity`` is the register's index in ``load_parities``, and ``odd_selectors`` are the selectors for tokens in the upper half.
+    Otherwise, ``parity`` is -1.
     """
 
     kind: int
@@ -53,10 +53,11 @@ class Tile(NamedTuple):
 
 
 class Plan:
-    """The tiles of a codec, the tables of all heads, and the column constants that follow the tables, in the order of first use."""
+    """A plan: the tiles of a codec, the tables of all heads, and the column constants that follow the tables, in order of first use."""
 
     def __init__(self, tables: dict[int, torch.Tensor], keys: bool, registers: list[Register]) -> None:
-        """Create an empty plan for ``tables`` ``[head, code]``, by run, of keys if ``keys`` is True or else values. ``registers`` may grow.
+        """Create an empty plan. ``tables`` contains the table of each run, ``[head, code]``, of keys or values. ``registers`` may grow
+        later.
         """
         self.tiles: list[Tile] = []
         self.channels: list[tuple[int, ...]] = []
@@ -66,12 +67,12 @@ class Plan:
         self._registers = registers
         self._bits = {run: _half_bits(table) for run, table in tables.items()}
         self._used: dict[tuple[int, bool], int] = {}
-        """The first entry of each table in use, by its run and whether it is a table of pairs."""
+        """First entry of each table in use. The key is its run, and whether it is a table of pairs."""
         self._runs: list[tuple[int, ...]] = []
         self._tables = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def add(self, words: CodeRegisters, columns: list[int]) -> None:
-        """Add the tiles of a code stream, whose symbols are the codes of ``columns`` of the coded frame."""
+        """Add the tiles of a code stream. Its symbols are the codes of ``columns`` of the coded frame."""
         packing, bits = words.packing, words.packing.bases[0].bit_length() - 1
         symbols = sorted((symbol % packing.width, symbol // packing.width) for symbol in range(packing.symbols))
         for first in range(0, len(symbols), COLUMNS.value):
@@ -113,7 +114,7 @@ class Plan:
             self._used[run, kind == LOOK_UP_PAIRS.value] = 0
 
     def place_tables(self) -> None:
-        """Assign an offset to each table, and first entries to the columns of each tile."""
+        """Assign an offset to each table, and set the first entries of columns in all tiles."""
         tables = {}
         for run, pairs in self._used:
             own = self._bits[run]
@@ -130,7 +131,7 @@ class Plan:
                 self.tiles[number] = tile._replace(first_entry=first[0], own_entry=-1 if same else self._constant_index(_row(first)))
 
     def _constant_index(self, values: torch.Tensor) -> int:
-        """Return the index of a constant with ``values``, int32 ``[head or 1, column]``. A new constant is added."""
+        """Return the index of the constant ``values``, int32 ``[head or 1, column]``. A constant that is not in the plan yet is added."""
         values = values.repeat(1, COLUMNS.value // values.shape[1])
         for number, known in enumerate(self.constants):
             if torch.equal(known, values):

@@ -1,8 +1,7 @@
 """Tile loader of codec minifloat (spec/codecs/minifloat.md).
 
-Elements are converted to float16 exactly and multiplied by their blocks' scales. A factor that all values of a token share becomes the
-token factor: the token's scale, or, for e8m0 blocks, its largest power of two. Queries and sums are multiplied by a factor that all tokens
-share.
+Elements are converted to float16 exactly and multiplied by the scales of their blocks. The token factor is the token's scale or, for e8m0
+blocks, the token's largest power of two. If all tokens share a factor, queries and sums are multiplied by it instead.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from kvpack.formats.minifloat import Minifloat
 
 PER_RUN, PER_TOKEN, PER_BLOCK, PER_STEP = (tl.constexpr(number) for number in range(4))
-"""Kinds of scales: for all tokens, per token, per block, or per block of keys that consists of the columns of one step (``PER_STEP``).
+"""Kinds of scales: for all tokens, per token, per block, or per step (for blocks of keys that consist of the columns of a step).
 
 With ``PER_STEP``, scales multiply the products of queries and keys.
 """
@@ -128,7 +127,7 @@ def tiles(codec: Minifloat) -> Tiles | None:
 
 
 def is_exact(codec: Minifloat, streams: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if float16 tiles can represent every value after division by the largest power of two of its token."""
+    """Return True if float16 tiles can represent every value divided by the token's largest power of two."""
     if codec.scale_dtype != "e8m0" or not streams["block_scales"].numel():
         return True
     scales = streams["block_scales"].to(torch.int16)
@@ -155,10 +154,10 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the rows of ``token`` ``[warp, token]``, counted from row ``first``.
+    """Load the rows of ``token`` ``[warp, token]``. Row numbers are relative to row ``first``.
 
     - One int16 tile per plane, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
-    - The token scale (``token_factors``) or the run scale, float32 ``[warp, 1]``, if there is one.
+    - The token scale (``token_factors``) or the run scale, float32 ``[warp, 1]``, if any.
     - The block scales, int32 ``[warp, token]``: words of four, or one each; then one tile per step if values load their own scales.
     """
     PACKING: tl.constexpr = CONSTANTS.packing
@@ -190,7 +189,10 @@ def _load_run_scale(pointer: tl.tensor, token: tl.tensor) -> tl.tensor:
 def _load_block_scales(
     scales: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """Load the tokens' block scales, int32 ``[warp, token]`` each: words of four, the first in the lowest byte, or single ones."""
+    """Load the tokens' block scales, int32 ``[warp, token]`` each.
+
+    A loaded number is a word of four scales, the first in the lowest byte, or one scale.
+    """
     WORDS: tl.constexpr = CONSTANTS.words
     BLOCKS: tl.constexpr = CONSTANTS.blocks
     loaded = ()
@@ -242,7 +244,7 @@ def _load_scale_per_value(
 
 @triton.jit
 def _block_scale(loaded: tl.tuple, AT: tl.constexpr, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return the scale of block ``BLOCK``, int32 ``[warp, token]``, from the ``loaded`` scales, which start at index ``AT``."""
+    """Return the scale of block ``BLOCK``, int32 ``[warp, token]``, from ``loaded``, whose scales start at index ``AT``."""
     if CONSTANTS.words > 0:
         scale = (loaded[AT + BLOCK // 4] >> (8 * (BLOCK % 4))) & 0xFF
     else:
@@ -264,8 +266,8 @@ def _largest_scale(loaded: tl.tuple, AT: tl.constexpr, CONSTANTS: tl.constexpr) 
 def _block_factor(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Return the factor for the elements of a block, float16 ``[warp, token]``.
 
-    For e4m3, it is the block scale. For e8m0, it is the block scale divided by the token's largest one, multiplied by 2^E2M1_EXPONENT if
-    elements are too small by that factor.
+    For e4m3, the factor is the block scale. For e8m0, it is the block scale divided by the token's largest block scale, times
+    2^E2M1_EXPONENT if elements are too small by that factor.
     """
     AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
     ELEMENT: tl.constexpr = CONSTANTS.element
@@ -284,7 +286,7 @@ def _block_factor(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr
 
 @triton.jit
 def _tile_factors(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``_block_factor`` for the values of step ``STEP``, as float16 that broadcasts to a tile."""
+    """Return the factor for the elements of step ``STEP``, as a float16 tensor that broadcasts to a tile (see ``_block_factor``)."""
     AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
     PACKING: tl.constexpr = CONSTANTS.packing
     ELEMENT: tl.constexpr = CONSTANTS.element
@@ -328,9 +330,9 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the elements of step ``STEP``, times the part of their scales that is not in ``factor``.
+    """Return the elements of step ``STEP`` times the part of their scales that ``factor`` does not contain.
 
-    The result is one float16 tile, ``[warp, token, column]`` or transposed.
+    Returns one float16 tile, ``[warp, token, column]`` or transposed.
     """
     PACKING: tl.constexpr = CONSTANTS.packing
     BITS: tl.constexpr = CONSTANTS.bits
@@ -379,7 +381,7 @@ def scale_elements(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) ->
 
 @triton.jit
 def scale_by_run(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Multiply float32 ``x`` by the run scale. The elements' power of two is multiplied first, because a scale may be large."""
+    """Multiply float32 ``x`` by the power of two of ``scale_elements`` and then by the run scale, which may be large."""
     ELEMENT: tl.constexpr = CONSTANTS.element
     LOWERED: tl.constexpr = _element_exponent(ELEMENT)
     scale = tl.load(pointers[CONSTANTS.planes + CONSTANTS.global_scale]).to(tl.float32, bitcast=True)

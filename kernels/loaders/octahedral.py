@@ -1,7 +1,8 @@
 """Tile loader of codec octahedral (spec/codecs/octahedral.md): three tiles per field, one per coordinate of its triplets.
 
 A table contains the directions with positive signs, and signs are flipped after the lookup. If a symbol is one short digit, the table
-contains whole symbols. This is the direct arrangement; in the dense one (``octahedral_dense``), indices and signs have their own streams.
+contains whole symbols. This file handles the direct arrangement. In the dense arrangement (``octahedral_dense``), indices and signs have
+their own streams.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -33,7 +34,7 @@ VALUES = 3
 SIGN_BITS = 2
 
 NORM_DIGIT_BITS = (1, 2, 4, 8, 16)
-"""Numbers of bits to which index digits are filled up with bits of the norm (spec/codecs/octahedral.md, Layout)."""
+"""Possible widths of index digits that norm bits fill up (spec/codecs/octahedral.md, Layout)."""
 
 
 class OctahedralConstants(NamedTuple):
@@ -79,8 +80,8 @@ def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
 def direction_table(codec: Octahedral, whole: bool) -> torch.Tensor:
     """Return the table of ``decode``, float16 ``[entry, 4]``: directions (x, y, z, 0), indexed by the first digit of a symbol.
 
-    If that digit includes the norm code, directions are multiplied by the norm; otherwise, one entry per norm follows. If ``whole``,
-    entries are indexed by whole symbols, including signs.
+    If the digit includes the norm code, entries are directions times norms; otherwise, one entry per norm follows. If ``whole``, entries
+    are indexed by whole symbols, including signs.
     """
     norms = torch.frombuffer(bytearray(codec.norm_table), dtype=torch.float32)
     directions = torch.nn.functional.pad(codebook_directions(codec.direction_table).T, (0, 1))
@@ -155,7 +156,7 @@ def _decode_triplet(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the triplets whose index begins at bit ``INDEX`` of each column, with signs at bit ``SIGNS``."""
+    """Return the triplets whose index begins at bit ``INDEX`` of each column, and whose signs begin at bit ``SIGNS``."""
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
     NORM_BITS: tl.constexpr = CONSTANTS.norm_index_bits
     result = look_up_bits(planes, table, INDEX, INDEX_BITS, 4, 0, SHARED, FAST)
@@ -171,6 +172,6 @@ def _decode_triplet(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the norms, float32 ``[warp, token]``, or a pair of these for dual tiles."""
+    """Return the norms, float32 ``[warp, token]``, or a pair of such tensors for dual tiles."""
     PACKING: tl.constexpr = CONSTANTS.packing
     return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, PACKING.dual, FAST)

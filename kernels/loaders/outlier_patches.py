@@ -1,8 +1,8 @@
 """Tiles of outliers in shared memory, stored by inline PTX, because Triton cannot store single values there.
 
-Outliers are written into a patch of zeros, in their token's row and their columns. Matrix products read the patch like a tile of the codec;
-afterwards, its outliers are set to zero again. If inline PTX is disabled or shared memory is insufficient, the same tile is computed as a
-product.
+Outliers are written into a patch of zeros, at the row of their token and at their columns. Matrix products read the patch like a tile of
+the codec. Then the outliers in the patch are set to zero again. Without inline PTX, or with too little shared memory, the same tile is
+computed as a product.
 """
 
 # Triton compiles no conditional expressions of tensors.
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from .tiles import Outliers
 
 GRANULE = tl.constexpr(32)
-"""Number of tokens whose outlier entries are sorted by token."""
+"""Number of tokens in a granule. The entries of a granule are sorted by token."""
 
 DISTINCT_TOKENS = tl.constexpr(128)
-"""Number of tokens that an entry's position can distinguish. It exceeds a warp's tile plus the granules at both ends of the tile."""
+"""Number of tokens that an entry's position can distinguish. A warp's tile, plus the granules at both ends, has fewer tokens."""
 
 
 @triton.constexpr_function
@@ -56,7 +56,7 @@ def _put_zeros(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 def patch_positions(
     numbers: tl.tensor, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
-    """Return the position in its patch of each value of a tile, computed from loaded ``numbers`` (``bitfields.load_column_fields``)."""
+    """Return the position in the patch of each value of a tile. Positions are computed from loaded ``numbers`` (``load_column_fields``)."""
     WIDTH: tl.constexpr = CONSTANTS.width
     row = tl.load(numbers + tl.arange(0, TOKENS)[None, :]).to(tl.int32)
     column = tl.load(numbers + tl.arange(0, WIDTH)[None, :]).to(tl.int32)
@@ -88,9 +88,10 @@ def _swizzle(place: tl.tensor) -> tl.tensor:
 
 @triton.constexpr_function
 def _store_ptx(first: int, tokens: int, transposed: bool, constants: Outliers) -> str:
-    """Return PTX that stores an entry's four values in its token's row if their columns are in the patch that starts with tile ``first``.
+    """Return PTX that stores an entry's four values in its token's row, at columns that are in the patch that starts with tile ``first``.
 
-    If columns are in channel order, the columns are the first value's column and the next three; otherwise, they are four 16-bit integers.
+    If columns are in channel order, the entry contains the first value's column, and the other three follow it; otherwise, it contains four
+    16-bit columns.
     """
     width, components, together = constants.width, constants.components, constants.together
     columns = together * width
@@ -119,7 +120,7 @@ def _store_ptx(first: int, tokens: int, transposed: bool, constants: Outliers) -
 
 @triton.jit
 def _tile_row(place: tl.tensor, entries: tl.tuple, TILE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tensor:
-    """Return the token of each entry, relative to the warp's tile ``TILE``. It is outside [0, ``TOKENS``) for tokens of other tiles."""
+    """Return the token of each entry, relative to the warp's tile ``TILE``. Tokens of other tiles are outside [0, ``TOKENS``)."""
     return ((place - entries[2] + GRANULE) & (DISTINCT_TOKENS - 1)) - (GRANULE + TILE * TOKENS)
 
 
@@ -133,8 +134,7 @@ def locate_entries(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the token rows, values and columns of the ``loaded`` entries in a warp's tile ``TILE``. The result is empty without ``FAST``.
-    """
+    """Return the token rows, values and columns of ``loaded`` entries for a warp's tile ``TILE``, or nothing without ``FAST``."""
     result = loaded
     if FAST and CONSTANTS.together > 0:
         row = _tile_row(loaded[0], entries, TILE, TOKENS)
@@ -163,9 +163,9 @@ def write_patch(
     CLEAR: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Write located entries to the patch that begins with tile ``FIRST``, or zeros with ``CLEAR``, after all earlier reads of the patch.
+    """Write located entries, or zeros with ``CLEAR``, to the patch that begins with tile ``FIRST``, after all earlier reads of the patch.
 
-    Returns a zero that readers of the patch must use, which orders their reads after the writes.
+    Returns a zero that readers of the patch must use as an operand, so that they read after the writes.
     """
     after = 0
     if FAST and CONSTANTS.together > 0:
@@ -188,7 +188,7 @@ def write_patch(
 
 @triton.jit
 def _synchronize(entries: tl.tuple) -> tl.tensor:
-    """Wait for all writers and readers of a patch. Returns a zero."""
+    """Wait for all writers and readers of a patch. Returns a zero to use as an operand."""
     WARPS: tl.constexpr = entries[2].shape[0]
     if WARPS > 1:
         tl.debug_barrier()
@@ -207,7 +207,7 @@ def _read_ptx(offset: int) -> str:
 def _read_tile(
     entries: tl.tuple, places: tl.tensor, after: tl.tensor, NUMBER: tl.constexpr, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr
 ) -> tl.tensor:
-    """Read the result of ``outlier_tile`` from shared memory."""
+    """Return the tile of ``outlier_tile``, read from shared memory."""
     ASSEMBLY: tl.constexpr = _read_ptx(NUMBER % CONSTANTS.together * CONSTANTS.width * 2 * TOKENS)
     # Adding ``after`` to the address makes the load wait for the instruction that produced it.
     zero = tl.load(entries[3][0] + after + tl.zeros((1, 1, 1), tl.int32)).to(tl.int32)
@@ -225,7 +225,7 @@ def _compute_tile(
     TOKENS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Compute the result of ``outlier_tile`` without shared memory, as a product of entries and a 0/1 matrix of their tokens."""
+    """Return the tile of ``outlier_tile`` without shared memory, as a product of entries and a 0/1 matrix of their tokens."""
     WIDTH: tl.constexpr = CONSTANTS.width
     place, values = loaded[0], loaded[1]
     row = _tile_row(place, entries, TILE, TOKENS)
@@ -251,7 +251,7 @@ def has_channel_order(constants: Outliers) -> bool:
 
 @triton.constexpr_function
 def tiles_per_patch(constants: Outliers) -> int:
-    """Return the number of tiles per patch, or the number of all tiles if there is no patch."""
+    """Return the number of tiles per patch. Without a patch, return the number of all tiles."""
     return constants.together or constants.tiles
 
 
@@ -269,7 +269,7 @@ def outlier_tile(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the outliers in the codec's tile ``NUMBER``, after ``write_patch``: ``[warp, token, column]`` or transposed."""
+    """Return the outliers in the codec's tile ``NUMBER``, ``[warp, token, column]`` or transposed. Call it after ``write_patch``."""
     if FAST and CONSTANTS.together > 0:
         tile = _read_tile(entries, places, after, NUMBER, CONSTANTS, TOKENS)
     else:

@@ -1,7 +1,7 @@
 """Outliers in attention tiles (sidecar outliers, spec/side-cars.md), stored as differences from the codec's decoded values.
 
-The outlier entries of a page are sorted by sequence, head and token (``attend.outlier_entries``). The entries of a warp's tile form an
-additional tile (``outlier_patches``).
+The outlier entries of a page are sorted by sequence, head and token (``attend.outlier_entries``). A warp adds the entries of its tile as
+one more tile (``outlier_patches``).
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -33,14 +33,18 @@ from .outlier_patches import (
 from .tiles import Outliers, Tiles
 
 BOUNDS, PLACES, VALUES, POWER, COLUMNS = "outlier_bounds", "outlier_places", "outlier_values", "outlier_power", "outlier_columns"
-"""Names of derived streams: the first entry of each granule of tokens, the three results of ``pack_entries``, and ``column_stream``."""
+"""Names of derived streams.
+
+They contain the first entry of each granule of tokens, what ``pack_entries`` returns (three streams), and what ``column_stream`` returns.
+"""
 
 
 def pack_entries(token: torch.Tensor, chunk: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return positions, int32 ``[entry]``, values divided by a power of two, float16 in int32 ``[entry, 2]``, and that power, float32.
+    """Return positions, values divided by a power of two, and that power, of the outlier entries.
 
-    ``values`` are ``[entry, 4]``. The power is about the square root of the largest value. Attention weights are multiplied by it, so that
-    neither values nor weights overflow float16.
+    ``values`` are ``[entry, 4]``. Positions are int32 ``[entry]``, values float16 stored as int32 ``[entry, 2]``, and the power is float32,
+    about the square root of the largest value. Attention weights are multiplied by the power, so that neither values nor weights overflow
+    float16.
     """
     power = torch.ldexp(
         torch.ones((), dtype=torch.float32, device=values.device), (torch.frexp(values.abs().amax()).exponent // 2).clamp(-8, 8)
@@ -90,7 +94,7 @@ def prepare_patches(
 ) -> tl.tuple:
     """Return data that all tiles of a side share: numbers 0, 1, 2, ... in memory, the power of two of values, and patch positions.
 
-    Without ``AHEAD``, patch positions are omitted, because registers only have room for them while outliers are added
+    Without ``AHEAD``, patch positions are left out, because registers have room for them only while outliers are added
     (``_patch_positions``).
     """
     ready = ()
@@ -117,7 +121,10 @@ def _patch_positions(
 
 @triton.jit
 def _entry_bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Return the first outlier entry, and the end of entries, for the granules of each warp's ``TOKENS`` tokens from row ``first`` on."""
+    """Return the first outlier entry, and the end of the entries, for the granules that contain each warp's ``TOKENS`` tokens.
+
+    The tokens begin at row ``first``.
+    """
     bounds = ()
     first, last = first.to(tl.int32), last.to(tl.int32)
     # Scalar loads, because tensor loads make compilation slow.
@@ -130,9 +137,10 @@ def _entry_bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.co
 
 @triton.jit
 def _load_entries(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: tl.constexpr) -> tl.tuple:
-    """Load up to ``ENTRIES`` of the ``counts`` outlier entries per warp that start at index ``begins``; both are ``[warp, 1]``.
+    """Load up to ``ENTRIES`` outlier entries per warp. They start at index ``begins``, and there are ``counts`` of them, both ``[warp,
+    1]``.
 
-    Returns int32 positions (-1 if there is no entry), and values (four float16 per int64), both ``[warp, entry]``.
+    Returns positions, int32 (-1 if there is no entry), and values, four float16 per int64, both ``[warp, entry]``.
     """
     number = tl.arange(0, ENTRIES)[None, :]
     real = number < counts
@@ -145,7 +153,8 @@ def _load_entries(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: 
 def _load_first_entries(own: tl.tuple, bounds: tl.tuple, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
     """Load the first outlier entries within ``bounds``, as many as fit easily in registers (``_load_entries``).
 
-    Also returns the index and number of each warp's remaining entries, int32 ``[warp, 1]``, and the maximum number of entries of any warp.
+    Also returns the index and the number of each warp's remaining entries, int32 ``[warp, 1]``, and the largest number of entries of any
+    warp.
     """
     ENTRIES: tl.constexpr = 2 * TOKENS
     most = 0
@@ -193,7 +202,7 @@ def next_entries(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Return the ``first_entries`` of the tokens that follow those at row ``first``, so that their loads overlap with computation."""
+    """Return ``first_entries`` for the tokens that follow those at row ``first``, so that their loads overlap with computation."""
     if CONSTANTS is not None:
         own = pointers[CONSTANTS.first_stream :]
         if AHEAD:
@@ -214,7 +223,7 @@ def patch_entries(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Return the input of patches for the tokens beginning at row ``first``: pointers, entries, each warp's first token, and ``ready``."""
+    """Return what patches need for the tokens from row ``first`` on: pointers, entries, each warp's first token, and ``ready``."""
     result = ()
     if CONSTANTS is not None:
         own = pointers[CONSTANTS.first_stream :]
@@ -239,7 +248,7 @@ def _add_patch_scores(
     CONSTANTS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Add the products of the query and the patch that begins with the codec's tile ``FIRST`` to ``products``."""
+    """Return ``products`` plus the products of the query and the patch that begins with the codec's tile ``FIRST``."""
     WARPS: tl.constexpr = products.shape[0]
     TOKENS: tl.constexpr = products.shape[1]
     END: tl.constexpr = min(FIRST + tiles_per_patch(CONSTANTS), CONSTANTS.tiles)
@@ -253,7 +262,7 @@ def _add_patch_scores(
 
 @triton.jit
 def _remaining_entries(entries: tl.tuple, loaded: tl.tuple, at: tl.tensor) -> tl.tuple:
-    """Load the outlier entries that follow those loaded from index ``at`` on."""
+    """Load further outlier entries: those that follow the ``loaded`` ones, from index ``at`` on."""
     return _load_entries(entries[0], entries[1][1] + at, entries[1][2] - at, loaded[0].shape[1])
 
 
@@ -261,7 +270,7 @@ def _remaining_entries(entries: tl.tuple, loaded: tl.tuple, at: tl.tensor) -> tl
 def add_outlier_scores(
     scores: tl.tensor, entries: tl.tuple, q: tl.tuple, TILE: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """Add the products of the query and the outliers of a warp's tile ``TILE`` to its ``scores`` ``[warp, token, row]``."""
+    """Return ``scores`` ``[warp, token, row]`` plus the products of the query and the outliers of a warp's tile ``TILE``."""
     TILES: tl.constexpr = CONSTANTS.tiles
     TOGETHER: tl.constexpr = tiles_per_patch(CONSTANTS)
     TOKENS: tl.constexpr = scores.shape[1]
@@ -292,7 +301,7 @@ def _add_patch_values(
     CONSTANTS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Add the weighted values of the patch that begins with the codec's tile ``FIRST`` to ``sums``."""
+    """Return ``sums`` plus the weighted values of the patch that begins with the codec's tile ``FIRST``."""
     WARPS: tl.constexpr = weights.shape[0]
     TOKENS: tl.constexpr = weights.shape[1]
     END: tl.constexpr = min(FIRST + tiles_per_patch(CONSTANTS), CONSTANTS.tiles)
@@ -309,7 +318,7 @@ def _add_patch_values(
 def add_outlier_values(
     sums: tl.tuple, entries: tl.tuple, weights: tl.tensor, TILE: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Add the weighted outliers of a warp's tile ``TILE`` to ``sums`` ``[warp, column, row]``.
+    """Return ``sums`` ``[warp, column, row]`` plus the weighted outliers of a warp's tile ``TILE``.
 
     ``weights`` ``[warp, token, row]`` must be at most 2^7.
     """

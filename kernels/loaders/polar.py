@@ -1,7 +1,7 @@
 """Tile loader of codec polar (spec/codecs/polar.md). Each thread decodes one token, by multiplying directions down the tree of radii.
 
-Products are float16, so the top radius is omitted: a single top radius is the token factor, and several are divided by a power of two near
-the largest. ``polar_steps`` selects the angles that a step looks up, and builds the table.
+Products are float16, so they leave out the top radius. A single top radius is the token factor; several are divided by a power of two near
+the largest radius. ``polar_steps`` selects the angles that a step looks up, and builds the table.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -40,7 +40,8 @@ MAX_DIM = 128
 class Level(NamedTuple):
     """One level of the tree. Its angles are consecutive symbols of ``packing``, starting with ``first_symbol``.
 
-    In the table, directions of single angles begin at entry ``first_of_one``, and those of two neighboring fields at ``first_of_two``.
+    In the table, directions of single angles begin at entry ``first_of_one``, and directions for two neighboring fields at
+    ``first_of_two``.
     """
 
     packing: RowPacking
@@ -155,7 +156,9 @@ def _elementwise_max(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) ->
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the token factors, float32 ``[warp, token]``: the radius, or a power of two near the largest radius, divided by table scales.
+    """Return the token factors, float32 ``[warp, token]``.
+
+    A factor is the radius, or a power of two near the largest radius, divided by the scales of the tables.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
@@ -229,7 +232,7 @@ def _descend_level(
 ) -> tl.tuple:
     """Return the radii or channels one level below ``LEVEL`` in a step, two per f16x2.
 
-    ``radii`` are those of ``LEVEL``, also two per f16x2. An empty tuple means a single radius of 1.
+    ``radii`` are the radii of ``LEVEL``, two per f16x2. An empty tuple stands for a single radius of 1.
     """
     OF_LEVEL: tl.constexpr = CONSTANTS.levels[LEVEL - 1]
     TREE: tl.constexpr = CONSTANTS.tree
@@ -260,8 +263,7 @@ def _look_up_directions(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the direction (cosine, sine) of a level's angle as f16x2. If ``COUNT`` is 2, also return that of the next field of its column.
-    """
+    """Return the direction (cosine, sine) of an angle as f16x2. If ``COUNT`` is 2, also return the direction of the column's next field."""
     SYMBOL: tl.constexpr = OF_LEVEL.first_symbol + ANGLE
     COLUMN: tl.constexpr = SYMBOL % OF_LEVEL.packing.width
     POSITION: tl.constexpr = SYMBOL // OF_LEVEL.packing.width * OF_LEVEL.bits

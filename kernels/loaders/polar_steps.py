@@ -30,7 +30,7 @@ MAX_SCALES = 1 << 12
 def step_blocks(angles: int, width: int) -> int:
     """Return the number of blocks of neighboring first-level angles per step.
 
-    It is ``angles // width`` if those blocks are aligned with tiles, and otherwise 1.
+    The number is ``angles // width`` if such blocks are aligned with tiles, otherwise 1.
     """
     blocks = angles // width
     aligned = blocks and angles % width == 0 and F16X2_PER_TILE.value % blocks == 0
@@ -51,9 +51,9 @@ def step_angles(tree: tuple[int, int], step: int, level: int) -> tuple[int, ...]
 
 @triton.constexpr_function
 def step_lookups(angles: tuple[int, ...], width: int, bits: int) -> tuple[tuple[int, int], ...]:
-    """Return a step's table lookups in a level of ``bits``-bit angles, as pairs (angle, count).
+    """Return a step's table lookups as pairs (angle, count), in a level of ``bits``-bit angles.
 
-    The count is 1 for a single angle, and 2 for an angle and the one in the next field, ``width`` symbols later.
+    The count is 1 for a single angle, and 2 for an angle and the angle in the next field, ``width`` symbols later.
     """
     left = list(angles)
     result = []
@@ -68,7 +68,7 @@ def step_lookups(angles: tuple[int, ...], width: int, bits: int) -> tuple[tuple[
 
 @triton.constexpr_function
 def lookup_positions(angles: tuple[int, ...], width: int, bits: int) -> tuple[int, ...]:
-    """Return the position of each angle of a step in the results of its lookups."""
+    """Return the position of each angle of a step among the directions that the step looks up."""
     result = [angle + width * number for angle, count in step_lookups(angles, width, bits) for number in range(count)]
     return tuple(map(result.index, angles))
 
@@ -81,11 +81,11 @@ def index_of(numbers: tuple[int, ...], number: int) -> int:
 
 @lru_cache(maxsize=256)
 def direction_table(codec: Polar, counts: tuple[frozenset[int], ...]) -> tuple[torch.Tensor, list[tuple[int, int]], float]:
-    """Return the table of cosines and sines, float16 ``[entry, 4]``, each level's first entries of single and double angles, and a scale.
+    """Return the table of cosines and sines, the first entries of single and double angles in each level, and a scale.
 
-    Each level has entries for one angle (stored twice) or for two angles (the first changes faster), as listed in ``counts``. A level's
-    cosines and sines are multiplied by the scale that minimizes their rounding errors in float16, because with few angles, errors would add
-    up over levels. Decoded values must be divided by the product of these scales, which is returned.
+    The table is float16 ``[entry, 4]``. An entry of a level is for one angle (stored twice) or for two (the first changes faster), as
+    ``counts`` lists. A level's cosines and sines are multiplied by the scale that minimizes their rounding errors in float16; with few
+    angles, errors would otherwise add up over levels. Decoded values must be divided by the product of these scales, which is returned.
     """
     angles = [
         (torch.arange(1 << codec.levels[0].bits, dtype=torch.float64, device="cpu") + 0.5) * (2 * torch.pi / (1 << codec.levels[0].bits))

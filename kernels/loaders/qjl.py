@@ -1,6 +1,6 @@
 """Signs of a second rotation in attention tiles (sidecar qjl, spec/side-cars.md): 1 or -1, with their own token factor.
 
-Their columns are channels of that rotation: queries have additional columns for them, and sums of values have their own columns.
+Columns of signs are channels of that rotation. Queries and sums of values have additional columns for them.
 
 For keys, signs are not computed. A bit of a word is itself a power of two in float16, or zero, and the query's column is divided by that
 power. Half the sum of these columns, minus their products with the bits, is half the product with the signs.
@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 
 
 QUERY_FACTOR = tl.constexpr(0.25)
-"""Factor of a query's sign columns, which keeps them from overflowing float16 when they are divided by the power of two of a bit."""
+"""Factor for a query's sign columns. It keeps them from overflowing float16 when they are divided by a bit's power of two."""
 
 
 class QjlConstants(NamedTuple):
     """Compile-time constants of the signs next to a codec's tiles.
 
-    ``first_stream`` is the index of their first stream, and ``packing_index`` that of their packing. ``unit`` is the estimator's factor.
+    ``first_stream`` and ``packing_index`` are the indices of the signs' first stream and of their packing. ``unit`` is the estimator's
+    factor.
     """
 
     packing: TilePacking
@@ -53,9 +54,9 @@ class QjlConstants(NamedTuple):
 
 
 def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
-    """Return the loader ``tiles`` of a codec, extended with the signs of ``qjl``, whose channel i becomes channel dim + i.
+    """Return the loader ``tiles`` of a codec, extended with the signs of ``qjl``, or None if tiles do not support their packing.
 
-    Returns None if tiles do not support their packing.
+    Channel i of the signs becomes channel dim + i.
     """
     packing = qjl.packing
     if not has_whole_word_tiles(packing):
@@ -113,7 +114,7 @@ def _sign_ptx(position: int) -> str:
 
 @triton.constexpr_function
 def _bit_shift(position: int) -> int:
-    """Return the left shift that moves the bit at ``position`` away from the sign bit and the lowest bits. Most bits share one shift."""
+    """Return the left shift that moves the bit at ``position`` away from the sign bit and the lowest bits. It is the same for most bits."""
     return 7 if position <= 7 else -1 if position == 15 else 0
 
 
@@ -205,7 +206,7 @@ def _scale_tile(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) ->
 
 @triton.jit
 def half_sum(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tensor:
-    """Return half the sum of the sign columns, times ``QUERY_FACTOR``, given the result of ``scale_sign_queries``: ``[warp, 1, row]``."""
+    """Return half the sum of the sign columns, times ``QUERY_FACTOR``: ``[warp, 1, row]``. ``q`` is what ``scale_sign_queries`` returns."""
     EACH: tl.constexpr = len(q) // SETS
     # Sum over columns once for all tiles together, because the threads of a program wait for each other in every such sum.
     columns = _half_tile_sum(q[EACH - CONSTANTS.steps], 0, CONSTANTS)
@@ -223,7 +224,7 @@ def _half_tile_sum(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr)
 
 @triton.jit
 def bit_factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``sign_norm_factor`` adjusted for half the signs' products times ``QUERY_FACTOR``."""
+    """Return ``sign_norm_factor`` adjusted for products that are half of those with the signs, times ``QUERY_FACTOR``."""
     return read_factor(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * (CONSTANTS.unit * (2 / QUERY_FACTOR))
 
 

@@ -1,6 +1,6 @@
-"""Tile loader of codec quaternion in the direct arrangement (spec/codecs/quaternion.md), with one tile per component of a chunk.
+"""Tile loader of codec quaternion in the direct arrangement (spec/codecs/quaternion.md).
 
-There are four tiles per field.
+Each field has four tiles, one per component of its chunks.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -30,7 +30,10 @@ VALUES = 4
 
 
 class QuaternionConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles: bits per codeword and per radius code."""
+    """Compile-time constants of a codec and its tiles.
+
+    ``code_bits`` and ``radius_bits`` are the bits per codeword and per radius code.
+    """
 
     packing: TilePacking
     fields_per_tile: int

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from kvpack.formats.quaternion import Quaternion
 
 MAX_WORDS = 8
-"""Maximum number of 32-bit words per row with which the rows of two tiles fit in registers.
+"""Maximum number of 32-bit words per row for which the rows of two tiles fit in registers.
 
-Rows have seven words at head dim 64, and thirteen at 128. For longer rows, programs with more warps that share more copies of the table are
-faster.
+Rows have seven words at head dim 64, and thirteen at 128. For longer rows, more warps per program are faster, which share more copies of
+the table.
 """
 
 
@@ -104,10 +104,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the components of the chunks of ``STEP``, unit quaternions times radius codes, as four float16 tiles.
-
-    Tiles are ``[warp, token, chunk]`` or transposed ``[warp, chunk, token]``.
-    """
+    """Return the components of the chunks of step ``STEP``, unit quaternions times radius codes, as four float16 tiles."""
     CODEWORD_BITS: tl.constexpr = CONSTANTS.codeword_bits
     RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
     TOGETHER: tl.constexpr = CODEWORD_BITS + RADIUS_BITS <= MAX_BITS
@@ -132,7 +129,7 @@ def decode(
 
 @triton.jit
 def chunk_pair(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the radius codes of an even chunk and the next one, and their codewords. The highest bits of results belong to codewords."""
+    """Return the radius codes and codewords of an even chunk and the next one, 16 bits apart. Codewords have the highest bits."""
     return _codewords_at(words, CHUNK, MAX_BITS - CONSTANTS.codeword_bits, CONSTANTS, FAST) | radius_pair(words, CHUNK, CONSTANTS, FAST)
 
 

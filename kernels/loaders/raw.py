@@ -1,4 +1,4 @@
-"""Tile loader of codec raw (spec/codecs/raw.md): tiles contain the stored values."""
+"""Tile loader of codec raw (spec/codecs/raw.md), whose tiles contain the stored values."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005
@@ -27,7 +27,7 @@ MAX_WIDTH = 32
 
 
 class RawConstants(NamedTuple):
-    """Compile-time constants of a codec: its dtype, and ``steps`` tiles of ``width`` channels each."""
+    """Compile-time constants of a codec: the stored dtype, and ``steps`` tiles of ``width`` channels each."""
 
     dim: int
     steps: int
@@ -100,7 +100,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the values of step ``STEP`` as one tile in their dtype; without inline PTX, bf16 is widened to float32."""
+    """Return the values of step ``STEP`` as one tile in their dtype. Without inline PTX, bf16 is widened to float32."""
     bits = loaded[STEP]
     if CONSTANTS.dtype == "bf16":
         if FAST:

@@ -1,5 +1,4 @@
-"""Tile loader of codec scalar (spec/codecs/scalar.md). Table values are looked up for two or four fields at once if their index is short.
-"""
+"""Tile loader of codec scalar (spec/codecs/scalar.md). If an index is short, one lookup covers two or four fields."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -30,8 +29,8 @@ MAX_INDEX_BITS = 8
 class ChannelPart(NamedTuple):
     """The channels of one width, and their tiles.
 
-    Tiles have ``fields_per_tile`` fields of ``bits`` bits next to each other, which are ``field_stride`` fields apart in a row.
-    ``fields_per_index`` neighboring fields form one table index, relative to entry ``first_entry``.
+    Tiles have ``fields_per_tile`` fields of ``bits`` bits next to each other, which are ``field_stride`` fields apart in a row. An index
+    covers ``fields_per_index`` neighboring fields and is relative to entry ``first_entry`` of the table.
     """
 
     bits: int
@@ -45,7 +44,7 @@ class ChannelPart(NamedTuple):
 class ScalarConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles. Each channel width has a packing and a part.
 
-    If there is only one of the ``parts``, ``high`` is ``low``.
+    If ``parts`` is 1, ``high`` equals ``low``.
     """
 
     low: TilePacking
@@ -111,9 +110,9 @@ def _can_share_index(packing: Columns, bits: int, fields: int, fields_per_tile: 
 
 
 def _joint_entries(values: torch.Tensor, fields: int) -> torch.Tensor:
-    """Return the decoded values of ``fields`` codes per index, the first in its low bits: ``[entry, 2 or 4]``.
+    """Return the table entries ``[entry, 2 or 4]`` for indices of ``fields`` codes, the first code in the low bits.
 
-    Single values are repeated.
+    For a single code, its value is repeated.
     """
     if fields == 1:
         return values[:, None].expand(-1, 2)
@@ -152,9 +151,9 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the values of the fields of step ``STEP``, scaled to a unit vector: one float16 tile per field of an index.
+    """Return the values of the fields of step ``STEP`` within a unit vector, as one float16 tile per field of an index.
 
-    Tiles are in the layout of the planes.
+    Tiles have the layout of the planes.
     """
     LOW_PACKING: tl.constexpr = CONSTANTS.low
     HIGH_PACKING: tl.constexpr = CONSTANTS.high
@@ -200,6 +199,6 @@ def _decode_part(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the norms, float32 ``[warp, token]``, or a pair of these for dual tiles."""
+    """Return the norms, float32 ``[warp, token]``, or a pair of such tensors for dual tiles."""
     LOW: tl.constexpr = CONSTANTS.low
     return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, LOW.dual, FAST)

@@ -1,7 +1,7 @@
 """The interface of tile loaders, which turn packed rows into float16 tiles for matrix products.
 
 A loader is three Triton functions over tiles ``[warp, token]``. ``load`` only reads the rows of a tile, so that the compiler can prefetch
-them. ``decode`` computes from them the tiles of values ``[warp, token, column]`` of one step. ``factor`` returns the token factors, if any.
+them. ``decode`` turns rows into the tiles of values ``[warp, token, column]`` of one step. ``factor`` returns the token factors, if any.
 Columns are channels in the loader's own order. Queries are permuted to that order once, and the output is permuted back once.
 """
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     import torch
 
 DUAL_ROW_WORDS = MIN_TILE_WIDTH // 2
-"""Maximum number of words per row at which a tile row can contain the rows of two tokens."""
+"""Maximum number of words per row for which a tile row can contain the rows of two tokens."""
 
 APART, NEIGHBORS = 1, 2
-"""Arrangements of two tokens per tile row: all second tokens follow all first tokens, or each second token follows its first token."""
+"""Arrangements of the two tokens in tile rows: all second tokens after all first tokens, or each second token after its first token."""
 
 
 class PageMeans(NamedTuple):
     """Constants for pages of ``tokens`` tokens that share a mean key of ``dim`` channels with ``bits`` bits each.
 
-    ``streams`` are those of the codes and of the scales. ``whole`` is True if each warp's tile is within one page. A program has at most
+    ``streams`` are the streams of codes and of scales. ``whole`` is True if each warp's tile is within one page. A program has at most
     ``pages`` pages.
     """
 
@@ -40,10 +40,10 @@ class PageMeans(NamedTuple):
 
 
 class Outliers(NamedTuple):
-    """Constants for outliers in ``tiles`` tiles of ``width`` columns each; ``first_stream`` is the index of their first stream.
+    """Constants for outliers in ``tiles`` tiles of ``width`` columns each; ``first_stream`` is the index of the outliers' first stream.
 
-    ``components`` lists, for each tile, which of an entry's four values have columns in it; it is None if columns are in channel order. A
-    patch of ``patch_bytes`` bytes contains ``together`` tiles; both are 0 if there is no patch (``tiles.shapes.plan_patches``).
+    ``components`` lists, for each tile, which of an entry's four values have columns in the tile, or is None if columns are in channel
+    order. A patch of ``patch_bytes`` bytes contains ``together`` tiles. Both are 0 if there is no patch (``tiles.shapes.plan_patches``).
     """
 
     first_stream: int
@@ -59,8 +59,8 @@ class Tiles:
     """The tile loader of one codec; ``decode`` is called ``steps`` times per tile of tokens.
 
     ``channels`` contains the channel of every column of every tile, or -1 for columns without one. Channels past the head dim belong to
-    another rotation (``qjl``). ``table``, float16 ``[entries, 2 or 4]``, is the lookup table of ``decode``; with a leading axis, each head,
-    or each sequence and head, has its own table.
+    another rotation (``qjl``). ``table``, float16 ``[entries, 2 or 4]``, is the lookup table of ``decode``; a leading axis means that each
+    head, or each sequence and head, has its own table.
     """
 
     load: Any
@@ -72,13 +72,13 @@ class Tiles:
     streams: tuple[Stream, ...]
     table: torch.Tensor | None = None
     entries: int = 0
-    """Number of table entries that codes refer to, without padding to a power of two. 0 means all entries."""
+    """Number of table entries that codes use, without padding to a power of two. 0 means all entries."""
     tokens: int = 32
     """Minimum number of tokens in a warp's tile."""
     whole_groups: int = 1
-    """Number of tokens per token group. A tile that begins at a multiple of it, and is not larger, is within one token group."""
+    """Number of tokens per token group. A tile that begins at a multiple of this number, and is not larger, is within one token group."""
     max_tokens_per_tile: int = 32
-    """Maximum number of tokens in a warp's tile, limited by registers. It is higher if tokens share scales or have few."""
+    """Maximum number of tokens in a warp's tile, limited by registers. It is higher if tokens have few scales or share them."""
     loads_ahead: bool = False
     """True if the next tile's rows are loaded into registers while a tile is decoded, because loads are inline PTX (``thread_rows``)."""
     many_copies: bool = False
@@ -86,38 +86,35 @@ class Tiles:
     packings: tuple[Columns, ...] = ()
     """Packings of the code streams that ``decode`` refers to by index."""
     stream_widths: tuple[int, ...] = ()
-    """``widths_of_streams``, if it differs from the width and ``tile_width`` of each of ``packings``."""
+    """Value of ``widths_of_streams``, if it is not simply the width and ``tile_width`` of each of ``packings``."""
     dual: int = 0
-    """Arrangement of the two tokens in rows of dual tiles, whose ``channels`` are those of one token, or 0 if tiles are not dual."""
+    """Arrangement of the two tokens in rows of dual tiles, or 0 if tiles are not dual. ``channels`` are for one of the tokens."""
     interleave: int = DUAL_ROW_WORDS
-    """Number of neighboring columns in dual tiles that belong to one token before the other token's columns follow."""
+    """Number of neighboring columns of one token in dual tiles, after which columns of the other token follow."""
     values: Tiles | None = None
-    """Loader for values if it differs from this loader, which is then for keys. It has the same ``channels``."""
+    """Loader for values, if it differs from this loader, which is then for keys only. Both have the same ``channels``."""
     keys: Tiles | None = None
-    """Loader for keys without sidecars if it differs from this loader because it uses ``step_factor``."""
+    """Loader for keys without sidecars, if it differs from this loader because of ``step_factor``."""
     step_factor: Any = None
     """For keys, ``step_factor(loaded, step, constants, fast)`` returns the factor of products with the tiles of a step, float32
     ``[warp, token]``."""
     load_columns: Any = None
-    """Function that loads the run-time constants of ``decode``; None for ``bitfields.load_column_fields``.
-
-    ``load_columns(table, rows, constants, tokens)`` receives a head's table and its ``work.Rows``.
-    """
+    """Function that loads the run-time constants of ``decode``. None means ``bitfields.load_column_fields``."""
     run_product: Any = None
-    """Function ``run_product(x, pointers, constants)`` that multiplies ``x`` by the factor that all tokens share, if there is one.
+    """Function ``run_product(x, pointers, constants)`` that multiplies ``x`` by the factor that all tokens share, or None.
 
     Without sidecars, it is called once for all tokens of a program, instead of ``factor``.
     """
     offset: bool = False
-    """True if all tokens of a head share an offset that is not in tiles.
+    """True if all tokens of a head have a common offset that is not in tiles.
 
-    The offset is a term of scores that depends only on the query, and a term of sums that depends only on the weights. It is an additional
-    last column, whose channel follows the last one.
+    The offset adds a term to scores that depends only on the query, and a term to sums that depends only on the weights. It is an
+    additional last column, whose channel follows the last one.
     """
     dtype: str = "fp16"
     """Dtype of tiles: fp16, or the dtype of raw values. Without inline PTX, bf16 is widened to fp32."""
     signs: tuple[Any, ...] | None = None
-    """Constants for the signs of sidecar qjl, or None. Tiles of signs are the last ones."""
+    """Constants for the signs of sidecar qjl, or None. The tiles of signs are the last tiles."""
     means: PageMeans | None = None
     """Constants for the page means of sidecar key_mean, or None. Only keys have page means."""
     outliers: Outliers | None = None
@@ -125,7 +122,7 @@ class Tiles:
 
     @property
     def widths_of_streams(self) -> tuple[int, ...]:
-        """Arguments of ``bitfields.load_column_fields``."""
+        """Widths that ``bitfields.load_column_fields`` needs."""
         return self.stream_widths or tuple(columns for packing in self.packings for columns in (packing.width, tile_width(packing)))
 
 
@@ -143,8 +140,8 @@ def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -
 def step_symbols(packing: Columns, field_stride: int = 1, together: int = 1, dual: int = 0) -> tuple[tuple[int, ...], ...]:
     """Return the symbol of every column of every tile (-1 for none). A tile's fields are ``field_stride`` fields apart.
 
-    A step produces ``together`` tiles of neighboring fields; ``field_stride`` then counts groups of that many fields. With ``dual``,
-    symbols are those of one of two tokens.
+    A step produces ``together`` tiles of neighboring fields; ``field_stride`` then counts groups of that many fields. With ``dual``, the
+    symbols are for one of the two tokens.
     """
     width, side_by_side = packing.width, tile_field_count(packing, dual)
     groups = -(-packing.fields // together)

@@ -1,7 +1,7 @@
 """Tile loader of codec trellis (spec/codecs/trellis.md): table values, indexed by windows of a row's circular bit string.
 
 A symbol is 16 neighboring bits of the string, with the windows of 1, 2, 4 or 8 neighboring channels. Symbols are extracted from a row in
-the registers of one thread and assembled into tiles (``symbol_tiles``). Windows are looked up in these tiles, two at once if their bits
+the registers of one thread and assembled into tiles (``symbol_tiles``). Windows are looked up in these tiles, two together if their bits
 form a short index.
 """
 
@@ -35,7 +35,7 @@ MAX_INDEX_BITS = 10
 """Maximum number of bits of a joint index of two windows, so that shared memory has room for several copies of the table."""
 
 MAX_WORDS_AHEAD = 16
-"""Maximum number of 16-bit words per row with which the rows of two tiles fit in registers."""
+"""Maximum number of 16-bit words per row for which the rows of two tiles fit in registers."""
 
 
 class TrellisConstants(NamedTuple):
@@ -105,7 +105,7 @@ def _window_channel(codec: Trellis, constants: TrellisConstants, symbol: int, wi
 def _symbol_bit(constants: TrellisConstants, symbol: int) -> int:
     """Return the bit of a row at which a symbol begins.
 
-    If a whole symbol begins at every word, neighboring symbols are neighboring words, which one operation extracts.
+    If a whole symbol begins at every word, neighboring symbols are neighboring words, so that one operation extracts two.
     """
     size, words = constants.windows * constants.bits, constants.rows[0]
     if WORD_BITS % size == 0:
@@ -130,7 +130,7 @@ def load(
 ) -> tl.tuple:
     """Load the rows (``thread_rows.load_rows``), and the norms as int32 ``[warp, token]``.
 
-    Each norm is loaded once, not by every thread that uses it, because the norms of the next tile are in registers, too.
+    Each norm is loaded by one thread instead of every thread that uses it, because registers also contain the norms of the next tile.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     norm = load_per_token(pointers[1], first, token, valid, 1, 0, MASKED)
@@ -148,9 +148,9 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the values of the windows of 16 symbols, scaled to a unit vector: one float16 tile ``[warp, token, symbol]`` per window.
+    """Return the values of the windows of 16 symbols within a unit vector, as one float16 tile per window.
 
-    Tiles are transposed ``[warp, symbol, token]`` with ``TRANSPOSED``.
+    Tiles are ``[warp, token, symbol]``, or ``[warp, symbol, token]`` with ``TRANSPOSED``.
     """
     WINDOWS: tl.constexpr = CONSTANTS.windows
     TOGETHER: tl.constexpr = CONSTANTS.together
@@ -165,7 +165,7 @@ def decode(
 def _look_up_windows(
     symbols: tl.tensor, table: tl.tensor, WINDOW: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Return the values of the windows that share an index, beginning with number ``WINDOW`` of each symbol."""
+    """Return the values of the windows that share an index, beginning with window ``WINDOW`` of each symbol."""
     BITS: tl.constexpr = CONSTANTS.index_bits
     result = look_up(symbols, table, WINDOW * CONSTANTS.bits, BITS, 2, SHARED.offset, SHARED.copies, 1 << BITS, FAST)
     if CONSTANTS.together == 1:

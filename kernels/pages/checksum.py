@@ -1,6 +1,6 @@
-"""Checksums of page rows, computed on their device (spec/row.md, Checksum): written into rows, or compared before rows are decoded.
+"""Checksums of page rows, computed on the rows' device (spec/row.md, Checksum), either written into rows or compared before decoding.
 
-Each program sums one part of a row by Horner's rule, and the last program of a row combines the sums, in a single launch.
+In a single launch, each program sums one part of a row by Horner's rule, and the last program of a row combines the sums.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LANES = 1 << 10
-"""Number of words that a program processes at once."""
+"""Number of words that a program processes per iteration."""
 STEPS = 16
 """Number of iterations per program, which cover 64 KiB of a row."""
 WARPS = 4
 
 CHECKSUM_WORD = tl.constexpr(6)
-"""Index of the first of the checksum's two words in a row."""
+"""Index in a row of the first of the checksum's two words."""
 KEY_WORD, KEY_WORDS = tl.constexpr(16), tl.constexpr(8)
 
 DAMAGED, MISMATCHED = 1, 2
@@ -36,8 +36,8 @@ DAMAGED, MISMATCHED = 1, 2
 def write(rows: torch.Tensor, nbytes: int, multiplier: int, status: torch.Tensor) -> None:
     """Write each row's checksum into ``rows``, uint8 ``[page, byte]``.
 
-    Rows are padded to a multiple of 16 bytes, and only their first ``nbytes`` are data.
-    For pages with a nonzero ``status``, int32 ``[page]``, the first 8 bytes are set to zero instead, so that readers reject the row.
+    Rows are padded to a multiple of 16 bytes; only the first ``nbytes`` are data. For pages with a nonzero ``status``, int32 ``[page]``,
+    the first 8 bytes are set to zero instead, so that readers reject the row.
     """
     _launch(rows, nbytes, multiplier, status, None, None, None)
 
@@ -47,8 +47,8 @@ def check(
 ) -> torch.Tensor:
     """Return the faults of each of ``rows``, int32 ``[page]``: 0, or a combination of ``DAMAGED`` and ``MISMATCHED``.
 
-    ``front``, int32, is the expected beginning of rows, except for the checksum and the key. ``keys`` are uint8 ``[page, 32]``, or None to
-    accept any key. ``pads`` are the positions of bytes that must be 0, int32, or None.
+    ``front``, int32, is the expected beginning of rows, except for the checksum and the key. ``keys``, uint8 ``[page, 32]``, are the
+    expected keys, or None to accept any key. ``pads``, int32, are the positions of bytes that must be 0, or None.
     """
     status = torch.empty(rows.shape[0], dtype=torch.int32, device=rows.device)
     _launch(rows, nbytes, multiplier, status, front, None if keys is None else keys.view(torch.int32), pads)
@@ -77,7 +77,7 @@ def _launch(
 
 @lru_cache(maxsize=64)
 def multiplier_powers(multiplier: int, parts: int, device: str) -> torch.Tensor:
-    """Return powers of the multiplier, int64: one per lane, then one per part of a row, and then one per step."""
+    """Return powers of the multiplier, int64: for each lane, then for each part of a row, and then for each step."""
     lanes = _descending_powers(multiplier, LANES)
     result = [*lanes, *_descending_powers(pow(multiplier, LANES * STEPS, 2**64), parts), pow(multiplier, LANES, 2**64)]
     with torch.inference_mode(False):
@@ -118,7 +118,7 @@ def _sum_rows(
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> None:
-    """Add one part of a row to its sum. The row's last program writes the checksum, or compares the row if ``front`` is given.
+    """Add one part of a row to its sum. The row's last program writes the checksum or, unless ``front`` is None, compares the row.
 
     ``rows`` are int32 words, ``row_stride`` words apart. ``words`` is a multiple of 16. Words before the beginning of a row count as 0, so
     that all parts are whole.

@@ -42,10 +42,10 @@ class Layers:
         self._slot_strides = numpy.array([tensor.stride(0) for tensor in tensors], numpy.int64)
 
     def places(self, slots: Sequence[int], page: int, layer: int) -> Places | None:
-        """Return, for each page and layer, the element offset of its values, the byte offset of its streams, and the page index, int64.
+        """Return offsets, int64 ``[page and layer, 3]``: of a layer's values (in elements), of its streams (in bytes), and the page index.
 
-        Offsets are relative to the first layer's first slot, and to the first page. Pages are ``page`` bytes apart, and layers within them
-        ``layer`` bytes. Returns None if offsets are not whole numbers of values, or if strides differ between layers.
+        Offsets are relative to the first layer's first slot, and to the first page. Pages are ``page`` bytes apart, and the layers of a
+        page are ``layer`` bytes apart. Returns None if offsets are not whole numbers of values, or if strides differ between layers.
         """
         size = self.first.element_size()
         # The engine may have moved its memory since the last job.
@@ -62,10 +62,10 @@ class Layers:
 
 
 class PageSide:
-    """One side (keys or values) of an engine's pages: its ``layers``, which share a ``codec``.
+    """One side (keys or values) of an engine's pages: consecutive layers with the same codec.
 
-    ``places`` are the offsets of the first layer's streams in a row, and ``stride`` is the distance in bytes between the streams of two
-    layers.
+    ``places`` are the offsets of the first layer's streams in a row, and ``stride`` is the number of bytes between the streams of
+    consecutive layers.
     """
 
     def __init__(self, codec: Codec, layers: Sequence[torch.Tensor], places: Mapping[str, int], stride: int) -> None:
@@ -77,7 +77,7 @@ class PageSide:
             self.streams.append((name, dtype, places[name] // dtype.itemsize, layout.shape, layout.strides))
 
     def places(self, job: PageJob) -> Places | None:
-        """Return the locations of the pages of ``job`` in the tensors and rows, as ``Layers.places`` does."""
+        """Return the offsets of each page and layer of ``job`` (see ``Layers.places``)."""
         return self.layers.places(job.slots, job.rows.stride(0), self.stride)
 
 
@@ -100,8 +100,7 @@ def supports_rows(rows: torch.Tensor) -> bool:
 def encode(lane: PageSide, job: PageJob, errors: torch.Tensor | None = None) -> bool:
     """Write the streams of one side to all rows of ``job``. Returns False if the kernels do not support the call.
 
-    The errors of tokens relative to their norms (``encode.Output``) are written to ``errors``, float32 ``[page and layer, kv_head,
-    token]``.
+    Unless ``errors`` is None, the tokens' relative errors are written to it, float32 ``[page and layer, kv_head, token]``.
     """
     codec, first = lane.codec, lane.layers.first
     streams = _streams(lane, job)
@@ -143,7 +142,7 @@ def gather(layers: Layers, slots: Sequence[int], pages: torch.Tensor) -> None:
 
 
 def scatter(layers: Layers, slots: Sequence[int], pages: torch.Tensor, status: torch.Tensor) -> None:
-    """Copy ``pages`` back to ``slots``, the reverse of ``gather``, for pages whose ``status``, int32 ``[page]``, is 0."""
+    """Copy ``pages`` back to ``slots``, for pages whose ``status``, int32 ``[page]``, is 0. Reverses ``gather``."""
     _copy_pages(layers, slots, pages, status)
 
 
@@ -180,7 +179,7 @@ def _origins(moves: Places, x: torch.Tensor) -> BatchOffsets:
 
 
 def _streams(lane: PageSide, job: PageJob) -> dict[str, torch.Tensor]:
-    """Return the first layer's streams in the first row."""
+    """Return views of the first layer's streams in the first row."""
     row = job.rows[0, : job.rows.shape[1] // STREAM_ALIGNMENT * STREAM_ALIGNMENT]
     as_dtype: dict[torch.dtype, torch.Tensor] = {}
     result = {}

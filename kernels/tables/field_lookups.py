@@ -1,7 +1,7 @@
-"""Table lookups by bits of a packed row in one thread's registers. A lookup is a shift, a mask and a load.
+"""Table lookups by bits of a packed row in one thread's registers. Each takes a shift, a mask and a load.
 
 A table entry is two f16x2: one value twice, or the values of two neighboring fields of a column, which form one index. Unlike in
-``look_up_words``, a single instruction selects the thread's own copy of the table and masks the index; the compiler does not find it.
+``look_up_words``, one instruction selects the thread's own copy of the table and masks the index; the compiler would use two.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -37,7 +37,7 @@ def look_up_field(
     """Return the first ``WORDS`` (1 or 2) f16x2 of a table entry.
 
     The entry's index, relative to ``FIRST``, is ``BITS`` bits of a column, beginning at bit ``POSITION``. Entries for ``WORDS`` = 1 contain
-    their f16x2 twice. ``SHARED`` is the table's ``SharedTable``.
+    the same f16x2 twice. ``SHARED`` is the table's ``SharedTable``.
     """
     UNIT: tl.constexpr = lookup_unit(VALUES, SHARED, FAST)
     PIECES: tl.constexpr = column_pieces(PACKING, COLUMN, POSITION, BITS)

@@ -1,6 +1,6 @@
 """Tables of at most 8 float16 values in registers, looked up by byte permutations. They need inline PTX.
 
-Larger tables are in shared memory, which limits the number of programs.
+Larger tables must be in shared memory, where they limit the number of concurrent programs.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -18,7 +18,7 @@ MAX_BITS = 3
 
 
 def byte_table(values: torch.Tensor) -> tuple[int, ...]:
-    """Arrange at most 8 float16 values for ``select_four``: two integers with their low bytes, followed by two with their high bytes."""
+    """Arrange at most 8 float16 values for ``select_four``: two integers with the values' low bytes, then two with the high bytes."""
     words = [int(value) & 0xFFFF for value in values.view(torch.int16)]
     words += [0] * (8 - len(words))
     return tuple(
@@ -30,7 +30,7 @@ def byte_table(values: torch.Tensor) -> tuple[int, ...]:
 def _digit_positions(packing: RowPacking, symbol: int, first: int, bits: int, distance: int) -> tuple[int, ...]:
     """Return triples (word, right shift, mask) that move the digits of four symbols to bits 0, 16, 8 and 24.
 
-    A digit is ``bits`` bits at bit ``first`` of a field of ``distance`` bits. Digits past the columns are omitted.
+    A digit is ``bits`` bits at bit ``first`` of a field of ``distance`` bits. Digits past the last column are left out.
     """
     columns = packing.first_word, packing.column_bytes, packing.width
     masks: dict[tuple[int, int], int] = {}

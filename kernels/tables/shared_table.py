@@ -25,7 +25,9 @@ from .table_assembly import BANK_BYTES, MAX_STATIC_BYTES, declare_ptx, fill_ptx,
 
 
 def choose_copies(entries: int, entry_bytes: int, budget: int) -> int:
-    """Return the number of copies of each entry: one per bank group, or the largest power of two that fits in ``budget`` bytes, or 0."""
+    """Return the number of copies of each entry: one per bank group if they fit in ``budget`` bytes, else the largest power of two that
+    fits, or 0.
+    """
     copies = BANK_BYTES // entry_bytes
     while copies and entries * entry_bytes * copies > budget:
         copies //= 2
@@ -33,9 +35,9 @@ def choose_copies(entries: int, entry_bytes: int, budget: int) -> int:
 
 
 def allow_tables(kernel: Any, table_bytes: int) -> None:
-    """Let the CUDA driver launch a ``kernel`` that declares tables or patches in addition to its own shared memory.
+    """Let the CUDA driver launch ``kernel``, which declares tables or patches in addition to its own shared memory.
 
-    Triton requests more than 48 KiB from the driver only if its own part exceeds that, and is not aware of tables.
+    Triton asks the driver for more than 48 KiB only if its own part exceeds that, because it does not count tables.
     """
     size = triton_internals.shared_bytes(kernel)
     if table_bytes > MAX_STATIC_BYTES:
@@ -56,7 +58,8 @@ def declare(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 
 @triton.jit
 def fetch(table: tl.tensor, ENTRIES: tl.constexpr, VALUES: tl.constexpr) -> tl.tensor:
-    """Load the entries of a table in global memory for ``fill``. Each entry has ``VALUES`` (2 or 4) float16 values, loaded as one integer.
+    """Load the entries of a table in global memory for ``fill``. An entry has ``VALUES`` (2 or 4) float16 values and is loaded as one
+    integer.
     """
     number = tl.arange(0, triton.next_power_of_2(ENTRIES))
     if VALUES == 2:
@@ -119,7 +122,7 @@ def look_up(
 
 @triton.constexpr_function
 def halve_entries(shared: SharedTable, first: int, values: int) -> SharedTable:
-    """Return the part of a table that begins at entry ``first`` as a table of half entries, with twice the copies.
+    """Return the part of a table from entry ``first`` on as a table of half entries, with twice as many copies.
 
     Entries have ``values`` float16 values.
     """
@@ -137,9 +140,9 @@ def look_up_bits(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Run ``look_up`` for ``BITS`` bits of each column, beginning at ``BIT``, in the part of the table that begins at entry ``FIRST``.
+    """Return the table entries that ``BITS`` bits of each column, beginning at bit ``BIT``, select, as ``look_up`` does.
 
-    ``SHARED`` is the table's ``SharedTable``.
+    The table begins at entry ``FIRST`` of ``table``. ``SHARED`` is its ``SharedTable``.
     """
     OFFSET: tl.constexpr = SHARED.offset + FIRST * VALUES * 2 * SHARED.copies
     COPIES: tl.constexpr = SHARED.copies
@@ -163,9 +166,9 @@ def look_up_repeated(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Run ``look_up_bits`` for entries of 4 equal values, and return one tile.
+    """Return one tile of the table entries that ``look_up_bits`` selects, for entries of 4 equal values.
 
-    This reads half an entry, of which there are twice as many copies.
+    Only half of an entry is read, which exists in twice as many copies.
     """
     if FAST and SHARED.copies > 0:
         HALVES: tl.constexpr = halve_entries(SHARED, FIRST, 4)

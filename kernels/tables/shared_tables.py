@@ -17,7 +17,7 @@ class SharedTable(NamedTuple):
 
 
 class TableContents(NamedTuple):
-    """The contents of a shared table: ``entries`` entries of ``width`` float16 values, from side 0 (keys) or 1 (values)."""
+    """Contents of a shared table: its number of entries, and their ``width`` in float16 values, from side 0 (keys) or 1 (values)."""
 
     side: int
     offset: int

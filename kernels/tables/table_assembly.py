@@ -1,7 +1,4 @@
-"""Inline PTX for lookup tables in shared memory: declaration, filling and lookups, which all use its symbol ``kvpack_tables``.
-
-``shared_table``, ``thread_lookups`` and ``field_lookups`` have plain Triton versions of the operations.
-"""
+"""Inline PTX for lookup tables in shared memory: declaration, filling and lookups, by the symbol ``kvpack_tables``."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -16,19 +13,19 @@ BANK_BYTES = 128
 """Number of bytes that a warp can read at once without bank conflicts: 32 banks of 4 bytes."""
 
 MAX_STATIC_BYTES = 40 << 10
-"""Maximum total size of both sides' tables that PTX declares, out of 48 KiB. Larger tables use the launch's dynamic shared memory."""
+"""Maximum bytes of tables, of both sides together, that PTX declares, out of 48 KiB. Larger tables use dynamic shared memory."""
 
 
 MATRIX_ALIGNMENT = 1024
-"""Alignment of the compiler's operands of matrix instructions at compute capability 9.0, at which its shared memory must begin."""
+"""Alignment of operands of matrix instructions at compute capability 9.0. The compiler's shared memory must begin at a multiple of it."""
 
 
 @triton.constexpr_function
 def declare_ptx(size: int) -> str:
     """Return PTX that declares ``kvpack_tables``, the address of the tables.
 
-    Tables of ``size`` bytes are declared before the compiler's memory, which must begin at a multiple of ``MATRIX_ALIGNMENT`` even then.
-    Larger tables are in the launch's dynamic shared memory, after the compiler's memory.
+    Tables of up to ``MAX_STATIC_BYTES`` bytes are declared before the compiler's memory, and padded so that it begins at a multiple of
+    ``MATRIX_ALIGNMENT``. Larger tables are in the launch's dynamic shared memory, after the compiler's memory.
     """
     if size > MAX_STATIC_BYTES:
         place = f"mov.u32 kvpack_tables, {SHARED_MEMORY}; add.u32 kvpack_tables, kvpack_tables, {COMPILER_BYTES};"
@@ -39,7 +36,7 @@ def declare_ptx(size: int) -> str:
 
 @triton.constexpr_function
 def fill_ptx(offset: int, entries: int, entry_words: int, copies: int) -> str:
-    """Return PTX with which every thread stores the copies of its entry, 16 bytes at a time. Lanes begin at different banks."""
+    """Return PTX by which every thread stores the copies of one entry, 16 bytes at a time. Lanes begin at different banks."""
     run = 4 * entry_words * copies
     value = ["$1", "$1"] if entry_words == 1 else ["first", "second"]
     unpack = "" if entry_words == 1 else "mov.b64 {first, second}, $1;"
@@ -95,10 +92,10 @@ def tile_lookup_ptx(position: int, bits: int, values: int, offset: int, copies: 
 
 @triton.constexpr_function
 def column_lookup_ptx(bits: int, offset: int, copies: int, multiplied: bool) -> str:
-    """Return PTX that looks up two 32-bit words, each with its own code, in tables with entries of two equal halves.
+    """Return PTX that looks up the codes in two 32-bit words, in tables with entries of two equal halves.
 
-    Inputs are the words; the amount by which each one is rotated right, or its factor if ``multiplied``, so that its code becomes a byte
-    offset; and the byte offset of each table's first entry, a multiple of the table's size.
+    The inputs are the words; for each word, the amount by which it is rotated right (or its factor if ``multiplied``) so that the code
+    becomes a byte offset; and the byte offset of each table's first entry, a multiple of the table's size.
     """
     mask = ((1 << bits) - 1) * 4 * copies
 
@@ -120,10 +117,10 @@ def _move_word(name: str, word: str, by: str, multiplied: bool) -> str:
 
 @triton.constexpr_function
 def pair_lookup_ptx(bits: int, joint: bool, offset: int, copies: int, multiplied: bool) -> str:
-    """Return PTX that looks up two 16-bit entries for neighboring codes of a word.
+    """Return PTX that looks up two 16-bit entries, for neighboring codes of a word.
 
-    They are one entry for both codes (``joint``), or the low halves of two entries. Inputs are those of ``column_lookup_ptx``, for one
-    word.
+    The entries are one table entry for both codes (``joint``), or the low halves of two table entries. The inputs are as in
+    ``column_lookup_ptx``, for one word.
     """
     unit = 4 * copies
     load = f"add.u32 {{0}}, {{0}}, base; ld.shared.b32 {{0}}, [{{0}} + {offset}];"
@@ -144,10 +141,10 @@ SELECT_BY_BIT = tl.constexpr(
         shf.r.wrap.b32 low, $1, $1, $3; shf.r.wrap.b32 high, $2, $2, $4;
         prmt.b32 low, low, high, 0xFFBB; lop3.b32 $0, low, $6, $5, 0x6A; }"""
 )
-"""PTX that selects two 16-bit values, each by one bit of its own word. A value is one input, XORed with another input if the bit is 1.
+"""PTX that selects two 16-bit values, each by one bit of its own word. A value is one input, XORed with a second input if the bit is 1.
 
-Inputs are the words, the amount by which each is rotated right so that its bit is the highest, and both values' inputs in one register
-each.
+The inputs are the words, the amount by which each word is rotated right so that its bit is the highest, and two registers: the first inputs
+of both values, and their second inputs.
 """
 
 
@@ -171,9 +168,9 @@ def entry_lookup_ptx(words: int, offset: int, copies: int, entry_bytes: int) -> 
 def field_lookup_ptx(pieces: tuple[tuple[int, int, int, int], ...], words: int, place: int, stride: int) -> str:
     """Return PTX that reads the first ``words`` words of a table entry, from the copy for the thread's lane.
 
-    ``pieces`` are the fields of ``BitPiece`` for each part of the entry's index; the inputs are the words that contain these parts, in the
-    same order. The first entry is ``place`` bytes after the beginning of the shared tables, and entries are ``stride`` bytes apart, a power
-    of two.
+    ``pieces`` are the fields of a ``BitPiece`` for each part of the entry's index. The PTX inputs are the words that contain these parts,
+    in the same order. The first entry is ``place`` bytes after the beginning of the shared tables, and entries are ``stride`` bytes apart,
+    a power of two.
     """
     own = 2 + words // 2
     copies = stride >> own

@@ -1,7 +1,4 @@
-"""Lookups in a float16 table by entry index, for rows in one thread's registers: one or two f16x2 per entry.
-
-The table is in shared memory, as ``shared_table`` stores it. Without inline PTX, the same functions use plain Triton.
-"""
+"""Lookups in a float16 table by entry index, for rows in one thread's registers. An entry has one or two f16x2."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005
@@ -19,9 +16,9 @@ from .table_assembly import entry_lookup_ptx
 
 @triton.constexpr_function
 def lookup_unit(values: int, shared: SharedTable, fast: bool) -> int:
-    """Return the number of units per entry of ``values`` float16 values in indices for ``look_up_words``.
+    """Return the number of units per entry of ``values`` float16 values, for the positions that ``look_up_words`` uses.
 
-    Units are bytes for a table in shared memory, so that fields are shifted only once, and otherwise entries.
+    A unit is a byte for a table in shared memory, so that fields are shifted only once, and otherwise an entry.
     """
     return 2 * values * shared.copies if fast and shared.copies else 1
 
@@ -60,7 +57,7 @@ def look_up_words(
 def look_up_repeated(place: tl.tensor, table: tl.tensor, FIRST: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Return the f16x2 of an entry of four equal values.
 
-    This reads half an entry, of which there are twice as many copies.
+    Only half of an entry is read, which exists in twice as many copies.
     """
     if FAST and SHARED.copies > 0:
         HALVES: tl.constexpr = halve_entries(SHARED, 0, 0)

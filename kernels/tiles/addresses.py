@@ -46,10 +46,10 @@ def stream_addresses(streams: Mapping[str, torch.Tensor], streams_wanted: Sequen
 
 
 def describe_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], streams: Sequence[Stream], first: int) -> tuple[RowStream, ...]:
-    """Return the ``RowStream`` of each stream. Its addresses and strides are in ``rows``, beginning with column ``first``.
+    """Return the ``RowStream`` of each stream, whose addresses and strides are in ``rows`` from column ``first`` on.
 
-    A stream counts as aligned to at most its rows, because no load crosses them. Otherwise, equal code would be compiled for each alignment
-    that the length of a cache results in.
+    A stream's alignment is at most that of its rows, because no load crosses them. Otherwise, equal code would be compiled for each
+    alignment that results from the length of a cache.
     """
     result = []
     for number, stream in enumerate(streams):

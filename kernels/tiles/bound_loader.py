@@ -1,4 +1,4 @@
-"""Tile loaders bound to the streams of one launch, with everything about one side for which kernels are compiled."""
+"""Tile loaders bound to the streams of one launch: everything about one side for which kernels are compiled."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class RowStream(NamedTuple):
 class BoundLoader(NamedTuple):
     """A codec's loader (``tiles.Tiles``) bound to the streams of one launch.
 
-    ``widths`` are the columns of each tile, and ``stream_widths`` is the argument of ``bitfields.load_column_fields``. There are
-    ``tables`` tables of ``table_values`` values each, which sequences and heads use in turn. ``columns`` counts the columns of all tiles,
-    and of the ``offset`` if there is one.
+    ``widths`` are the columns of each tile, and ``stream_widths`` is the argument of ``bitfields.load_column_fields``. There are ``tables``
+    tables of ``table_values`` values each, which sequences and heads use in turn. ``columns`` counts the columns of all tiles, and the
+    ``offset``, if any.
     """
 
     load: Any

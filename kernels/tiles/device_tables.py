@@ -1,4 +1,4 @@
-"""Lookup tables of a launch on its device, and the offset of each one in shared memory."""
+"""Lookup tables of a launch, in device memory, and their offsets in shared memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 def load_tables(
     k: Tiles, v: Tiles, device: torch.device, fast: bool, budget: int
 ) -> tuple[SharedTables, tuple[torch.Tensor, torch.Tensor], list[SharedTable]]:
-    """Return the shared tables that a kernel declares and fills, both sides' tables in global memory, and their places in shared memory.
+    """Return the shared tables that a kernel declares and fills, the tables of both sides in global memory, and their places in shared
+    memory.
 
-    They use at most ``budget`` bytes of shared memory in total.
+    Shared tables use at most ``budget`` bytes in total.
     """
     tables = [tiles.table for tiles in (k, v)]
     same = tables[0] is not None and tables[1] is not None and torch.equal(tables[0], tables[1])
@@ -45,7 +46,7 @@ def load_tables(
 
 @lru_cache(maxsize=16)
 def counting_tensor(device: str) -> torch.Tensor:
-    """Return the int16 numbers 0, 1, 2, ... that ``bitfields.load_column_fields`` reads, at least as many as a tile has columns."""
+    """Return int16 numbers 0, 1, 2, ... for ``bitfields.load_column_fields``, at least as many as a tile has columns."""
     return torch.arange(MAX_DIM, dtype=torch.int16, device=device)
 
 

@@ -28,7 +28,7 @@ BLOCK_COLUMNS = 32
 
 
 def loader(codec: Codec, dual: bool) -> Tiles:
-    """Return the tile loader of ``codec``, which must have one. With ``dual``, return the dual loader if there is one."""
+    """Return the tile loader of ``codec``, which must have one. With ``dual``, the dual loader is preferred."""
     result = (loaders.dual_tiles_of(codec) if dual else None) or loaders.tiles_of(codec)
     assert result is not None
     return result
@@ -36,14 +36,15 @@ def loader(codec: Codec, dual: bool) -> Tiles:
 
 @lru_cache(maxsize=256)
 def columns(codec: Codec, dual: bool) -> tuple[int, ...]:
-    """Return the channel of each column of all tiles of ``loader`` (-1 for none), followed by the channel of its offset, if any."""
+    """Return the channel of each column of all tiles of ``loader``, or -1 for columns without one. The offset's channel, if any, is last.
+    """
     tiles = loader(codec, dual)
     return tuple(channel for part in tiles.channels for channel in part) + ((codec.dim,) if tiles.offset else ())
 
 
 @lru_cache(maxsize=256)
 def frame_dim(codec: Codec) -> int:
-    """Return the number of channels that columns represent: the head dim, plus as many for the signs of qjl, or plus one for an offset."""
+    """Return the number of channels that columns represent: the head dim, doubled for the signs of qjl, or plus one for an offset."""
     tiles = loader(codec, False)
     return (1 if tiles.signs is None else 2) * codec.dim + tiles.offset
 
@@ -56,7 +57,7 @@ def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...], bool], ...], device
 
     The matrix is float32 ``[matrix, dim, column]``, the contribution of each query channel to each column; each frame is padded to whole
     blocks of columns. The blocks are int64 ``[block, 4]``: the block's first column in its frame, the frame's number of columns, the number
-    of columns of all frames before it, and 1 for halves. Channels past the head dim are those of qjl's rotation, or klt's offset.
+    of columns of all frames before it, and 1 for halves. Channels past the head dim are channels of qjl's rotation, or klt's offset.
     """
     parts, blocks = [], []
     before = 0
@@ -73,10 +74,7 @@ def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...], bool], ...], device
 
 @lru_cache(maxsize=256)
 def value_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], block: int, device: str) -> torch.Tensor:
-    """Return the contribution of each column of the sums in ``frames`` to each channel, float32 ``[matrix, column, dim]``.
-
-    The columns of each frame are padded to a multiple of ``block``.
-    """
+    """Return the matrix from columns of sums in ``frames`` to channels, float32 ``[matrix, column, dim]``."""
     parts = []
     with torch.inference_mode(False):
         for codec, channels in frames:
@@ -86,14 +84,14 @@ def value_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], block: int, 
 
 
 def is_in_order(codec: Codec, channels: tuple[int, ...]) -> bool:
-    """Return True if sums of ``codec`` with these column channels are already in the original frame and order."""
+    """Return True if sums in columns for ``channels`` are already in the original frame and order."""
     return codec.rotation.kind == "none" and not isinstance(codec, Klt) and channels == tuple(range(codec.dim))
 
 
 def column_signs(codec: Codec) -> tuple[torch.Tensor, float]:
-    """Return the matrix from channels to columns of ``codec``'s loader as its signs, float32 ``[column, dim]``, and its entries' magnitude.
+    """Return the matrix from channels to columns of ``codec``'s loader as its signs, float32 ``[column, dim]``, and a magnitude.
 
-    All nonzero entries of Hadamard rotations and permutations have the same magnitude.
+    All nonzero entries of Hadamard rotations and permutations have this magnitude.
     """
     back = value_matrix(((codec, columns(codec, False)),), 1, "cpu")[0]
     return back.sign(), float(back.abs().max())
@@ -101,7 +99,7 @@ def column_signs(codec: Codec) -> tuple[torch.Tensor, float]:
 
 @lru_cache(maxsize=256)
 def frame_matrix(codec: Codec, device: str) -> torch.Tensor:
-    """Return the contribution of each channel of ``codec``'s frame to each original channel, float32 ``[matrix, frame dim, dim]``."""
+    """Return the matrix from channels of ``codec``'s frame to original channels, float32 ``[matrix, frame dim, dim]``, on ``device``."""
     with torch.inference_mode(False):
         return _frame_rows(codec).contiguous().to(device)
 

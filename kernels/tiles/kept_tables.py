@@ -1,4 +1,4 @@
-"""Lookup tables that a kernel keeps in shared memory. Loads are started first, and entries are stored there once they have arrived."""
+"""Lookup tables that a kernel keeps in shared memory. Loading starts early; entries are stored after they have arrived."""
 
 # Triton compiles no unpacking of tensors.
 # ruff: noqa: RUF005
@@ -32,7 +32,7 @@ def _fetch_table(k_table: tl.tensor, v_table: tl.tensor, FILL: tl.constexpr) -> 
 
 @triton.jit
 def fill_tables(entries: tl.tuple, TABLES: tl.constexpr) -> None:
-    """Store the entries that ``begin_tables`` loaded in shared memory. A ``tl.debug_barrier`` must follow."""
+    """Store the entries that ``begin_tables`` loaded into shared memory. A ``tl.debug_barrier`` must follow."""
     FILLS: tl.constexpr = TABLES.fills
     for number in tl.static_range(len(FILLS)):
         _fill_table(entries[number], constant_at(FILLS, number))

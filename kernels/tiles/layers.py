@@ -1,4 +1,4 @@
-"""Protocols of a layer for attention. Kernels depend on a layer's codecs and tensors, but not on the classes that contain them."""
+"""Protocols of a layer for attention. Kernels depend on codecs and tensors, but not on the classes that contain them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PackedRun(Protocol):
         """Decode tokens ``[start, stop)`` to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
 
     def original(self, sums: torch.Tensor) -> torch.Tensor:
-        """Map sums ``[batch, kv_head, row, dim]`` of the values that ``frame`` returns to the original frame."""
+        """Map sums of the values that ``frame`` returns, ``[batch, kv_head, row, dim]``, to the original frame."""
 
 
 class Side(Protocol):

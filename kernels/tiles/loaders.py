@@ -25,7 +25,7 @@ SIDECAR_LOADERS: dict[type[Sidecar], Callable[[Tiles, Any], Tiles | None]] = {
     Outliers: lambda tiles, _: tiles_outliers.with_outliers(tiles),
     Qjl: tiles_qjl.with_signs,
 }
-"""Functions that extend a codec's loader with a sidecar. Value maps and raw tokens are handled by ``attend.segments`` instead."""
+"""Functions that extend a codec's loader with a sidecar. ``attend.segments`` handles value maps and raw tokens."""
 
 
 @lru_cache(maxsize=256)

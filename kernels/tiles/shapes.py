@@ -1,4 +1,4 @@
-"""Launch shapes of attention kernels: warps per program, tiles that they process at once, and programs per multiprocessor."""
+"""Launch shapes of attention kernels: warps per program, tiles in flight, and programs per multiprocessor."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MIN_LARGE_TABLE_BYTES = 32 << 10
 """Size of shared tables, in bytes, above which few programs fit on a multiprocessor, so that more warps should share each table."""
 
 MAX_SMALL_TILES = 4
-"""Number of tiles per side above which registers, not shared memory, limit the programs on a multiprocessor."""
+"""Number of tiles per side above which registers instead of shared memory limit the programs on a multiprocessor."""
 
 MAX_SMALL_BYTES, MANY_TOKENS = 64, 6000
-"""Thresholds for processing more tokens at once: maximum bytes of codes per token, and minimum tokens per multiprocessor."""
+"""Thresholds for larger tiles: maximum bytes of codes per token, and minimum tokens per multiprocessor."""
 
 MIN_FULL_TILES = 8
-"""Minimum number of tiles per program with which the programs of a launch use all multiprocessors."""
+"""Minimum number of tiles per program for a launch to use all multiprocessors."""
 
 MIN_WIDE_PAIR_BYTES = 256
-"""Number of bytes of the two tokens in one tile row from which on fewer tiles in flight are faster."""
+"""Minimum number of bytes, of the two tokens in one tile row together, for which fewer tiles in flight are faster."""
 
 MULTIPROCESSOR_BYTES = 228 << 10
 """Shared memory per multiprocessor, in bytes."""
@@ -36,16 +36,15 @@ MAX_BYTES_IN_FLIGHT = 96 << 10
 """Maximum bytes of tiles that a program loads ahead."""
 
 LARGE_TABLE_BYTES, MIN_COPIES = 80 << 10, 8
-"""Constants for tables larger than the assembly declares.
+"""Constants for tables larger than the assembly declares: bytes for each of two programs, and minimum copies of an entry.
 
-The first is the number of bytes for each of two programs, and the second the minimum number of copies of an entry with which two programs
-are enough.
+With fewer copies, two programs per multiprocessor are not enough.
 """
 
 MAX_MEAN_BITS = 1 << 10
 """Maximum bits per page mean of keys if tables are larger than the assembly declares.
 
-The means that are multiplied at once must fit in the compiler's shared memory before the tables (``COMPILER_BYTES``).
+The means that are multiplied together must fit in the compiler's shared memory before the tables (``COMPILER_BYTES``).
 """
 
 SYSTEM_BYTES = 1 << 10
@@ -71,11 +70,11 @@ class LaunchShape(NamedTuple):
 
 
 def choose_shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, alignment: int, fast: bool) -> LaunchShape:
-    """Return the fastest launch shape, as measured on an H200, for tables of ``table_bytes`` and ``tokens`` tokens per multiprocessor.
+    """Return the fastest launch shape on an H200, for tables of ``table_bytes`` bytes and ``tokens`` tokens per multiprocessor.
 
     ``alignment`` divides all first rows. Measurements covered one to eight warps, one or two tiles of 16 to 64 tokens, two to four stages,
-    and 96 to 255 registers. For loaders with one row per thread, which are slower with several stages, they covered one to four warps and
-    168 or more registers. Programs take 50% longer if their number of warps is not a multiple of the four schedulers.
+    and 96 to 255 registers. Loaders with one row per thread are slower with several stages; for them, measurements covered one to four
+    warps and 168 or more registers. Programs take 50% longer if their number of warps is not a multiple of the four schedulers.
     """
     if not fast:
         return LaunchShape(2, 1, 32, 1, 4)
@@ -133,8 +132,8 @@ def table_budget(k: Tiles, v: Tiles) -> int:
 def plan_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tuple[Outliers | None, Outliers | None, int]:
     """Return the outlier constants of both sides, if they have outliers, and the number of bytes for the patches of all warps.
 
-    A patch contains as many tiles of a side as fit in shared memory next to tables of ``table_bytes`` in every program of a multiprocessor.
-    If not even one tile fits, the number of bytes is 0 and there are no patches.
+    A patch contains as many tiles of a side as fit in the shared memory of a program, next to tables of ``table_bytes`` bytes. If not even
+    one tile fits, the number of bytes is 0 and there are no patches.
     """
     own_bytes = MULTIPROCESSOR_BYTES // shape.programs - SYSTEM_BYTES - CONVERSION_BYTES * shape.warps * shape.tokens
     limit = (min(own_bytes, STATIC_SHARED_BYTES) - table_bytes) // shape.warps

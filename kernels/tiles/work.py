@@ -15,13 +15,12 @@ from kvpack.kernels.bitpack.tile_layout import second_token_offset
 from kvpack.kernels.loaders.qjl import load_signs
 
 FIRST_ADDRESS = tl.constexpr(6)
-"""Integers per row of the work table before the addresses: the fields of ``Work`` before its streams."""
+"""Number of integers per row of the work table before the addresses. These integers are the fields of ``Work`` before its streams."""
 
 POSITION_BIAS = tl.constexpr(1 << 20)
 """Number added to both sides of token comparisons, so that the compiler does not compute addresses from the compared positions.
 
-If it did, the loop would keep one number per tile row and add it to each pointer. Without that, an address is one sum plus a constant
-offset.
+Otherwise, the loop would keep one number per tile row and add it to each pointer, instead of adding one sum and a constant offset.
 """
 
 STREAM_INTEGERS = tl.constexpr(3)
@@ -29,17 +28,17 @@ STREAM_INTEGERS = tl.constexpr(3)
 
 
 class Rows(NamedTuple):
-    """The packed rows of one side: pointers to the head's first row in each stream, and the row of the first token."""
+    """Packed rows of one side: pointers to the head's first row in each stream, and the row of the first token."""
 
     streams: Any
     first: Any
 
 
 class Work(NamedTuple):
-    """The tokens of a program: ``count`` tokens, beginning with token ``begin`` of the layer.
+    """Tokens of a program: ``count`` tokens, beginning with token ``begin`` of the layer.
 
-    Every query sees all of the first ``whole`` tokens, a multiple of the tokens that the program processes at once. ``means`` contains the
-    streams of the page means, if keys have any; its ``first`` is the program's first token, counted from the start of their first page.
+    Every query sees the first ``whole`` tokens, a multiple of the tokens that the program processes together. ``means`` contains the
+    streams of the page means, if keys have any, and the program's first token, counted from the start of its first page.
     """
 
     begin: Any
@@ -54,7 +53,7 @@ class Work(NamedTuple):
 def load_work(row: tl.tensor, batch: tl.tensor, head: tl.tensor, K: tl.constexpr, V: tl.constexpr) -> tl.tuple:
     """Load the ``Work`` of one sequence and KV head from ``row``, int64 ``[FIRST_ADDRESS + STREAM_INTEGERS * streams]``.
 
-    The streams are those of the keys, of the values, and of the page means.
+    The row contains the streams of keys, of values, and of page means, in this order.
     """
     begin = tl.load(row)
     count = tl.load(row + 1).to(tl.int32)
@@ -102,10 +101,10 @@ def within_length(
     SPAN: tl.constexpr,
     TILES: tl.constexpr,
 ) -> tl.tuple:
-    """Limit ``work`` to a sequence of ``length`` tokens. Also returns the number of its tokens before the first query's window.
+    """Limit ``work`` to a sequence of ``length`` tokens. Also returns how many of its tokens are before the first query's window.
 
-    The first query is at ``position``. A query sees tokens up to ``ahead`` positions after its own. The number returned is rounded down to
-    whole tiles of ``SPAN`` tokens, and ``whole`` to a multiple of ``TILES`` tiles.
+    The first query is at ``position``. A query sees tokens up to ``ahead`` positions after its own. The returned number is rounded down to
+    whole tiles of ``SPAN`` tokens, and ``work.whole`` to a multiple of ``TILES`` tiles.
     """
     count = tl.maximum(0, tl.minimum(work.count, length - work.begin)).to(tl.int32)
     skipped = tl.maximum(0, position - window + 1 - work.begin).to(tl.int32) // SPAN * SPAN
@@ -118,9 +117,9 @@ def within_length(
 def skip_unseen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.constexpr, TILES: tl.constexpr) -> tl.tuple:
     """Return ``work`` relative to the first tile that every query sees, and the number of tokens before it that only some queries see.
 
-    No query sees tokens before token ``first`` of the layer, and every query sees the tokens of ``whole`` from token ``last`` on. The
-    tokens before the returned ``work`` have negative positions, in whole tiles of ``SPAN`` tokens. Whole tiles are processed ``TILES`` at a
-    time.
+    No query sees tokens before token ``first`` of the layer. Every query sees the first ``work.whole`` tokens, except those before token
+    ``last``. In the returned ``work``, earlier tokens have negative positions, in whole tiles of ``SPAN`` tokens. Whole tiles are processed
+    ``TILES`` at a time.
     """
     begin = tl.maximum(0, first - work.begin) // SPAN * SPAN
     shift = (tl.maximum(0, last - work.begin) + TILES * SPAN - 1) // (TILES * SPAN) * (TILES * SPAN)
@@ -155,7 +154,7 @@ def _prefetch_side(
 
 @triton.jit
 def _prefetch_stream(pointer: tl.tensor, first: tl.tensor, tokens: tl.tensor, ROW_BYTES: tl.constexpr, ROW_TOKENS: tl.constexpr) -> None:
-    """Prefetch rows in 16-byte pieces. All requests are made by one thread, which was faster than requests by all threads."""
+    """Prefetch rows in 16-byte pieces. One thread makes all requests, which was faster than requests by all threads."""
     begin = pointer.to(tl.int64) + first // ROW_TOKENS * ROW_BYTES
     tl.inline_asm_elementwise(
         """{ .reg .pred real; .reg .b32 thread, size; .reg .b64 begin;
@@ -182,10 +181,10 @@ def load_tiles(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load ``TILES`` tiles of ``TOKENS`` tokens: the codec's rows, and the rows of its signs, if any.
+    """Load ``TILES`` tiles of ``TOKENS`` tokens: the rows of codes, and the rows of signs, if any.
 
-    ``token`` ``[warp, token]`` are the tokens of each warp's first tile, counted from the token of row ``first``. With ``MASKED``, tokens
-    at ``end`` or later are not loaded. Dual loaders load half the tiles, each with twice the tokens.
+    ``token`` ``[warp, token]`` are the tokens of each warp's first tile, relative to row ``first``. With ``MASKED``, tokens at ``end`` or
+    later are not loaded. Dual loaders load half as many tiles, each with twice the tokens.
     """
     CONSTANTS: tl.constexpr = SIDE.constants
     SIGNS: tl.constexpr = SIDE.signs

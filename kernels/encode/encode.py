@@ -38,11 +38,10 @@ class Encoding(NamedTuple):
 def encode(
     codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, errors: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor] | None:
-    """Encode ``x`` ``[batch, kv_head, token, dim]`` into the streams of ``codec.layout``.
+    """Encode ``x`` ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, into the streams of ``codec.layout``.
 
-    ``x`` is bfloat16, float16 or float32, with arbitrary strides. ``before`` contains the streams of the preceding tokens, if any, and
-    ``errors`` is as in ``Output``. Returns None if ``formats/`` must encode ``x``, because the kernels do not support the codec, its
-    options or some values.
+    ``x`` may have any strides. ``before`` contains the streams of the preceding tokens, if any, and ``errors`` is as in ``Output``. Returns
+    None if ``formats/`` must encode ``x``, because the kernels do not support the codec, its options or some values.
     """
     encoding = prepare(codec, x, before, errors)
     if encoding is None or not encoding.run() or encoding.flag.item():

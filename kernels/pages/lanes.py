@@ -77,7 +77,7 @@ class PageSide:
             self.streams.append((name, dtype, places[name] // dtype.itemsize, layout.shape, layout.strides))
 
     def places(self, job: PageJob) -> Places | None:
-        """Return the offsets of each page and layer of ``job`` (see ``Layers.places``)."""
+        """Return the locations of the pages of ``job`` in the tensors and rows, as ``Layers.places`` does."""
         return self.layers.places(job.slots, job.rows.stride(0), self.stride)
 
 

@@ -1,6 +1,6 @@
 """kvpack bench attend: time one query over packed layers on the CPU, compared with attention over dense layers in the same run.
 
-Times are process times in one thread, because other load on the machine affects these least. All measurements are interleaved.
+Times are process times in one thread, which other load on the machine affects least. All measurements are interleaved.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CALLS = 3
 
 
 class _AttentionMethod(NamedTuple):
-    """A method of attention: its call, the bytes that it reads, and whether it uses kernels other than PyTorch's."""
+    """A method of attention: its name, the bytes that it reads, its call, and whether it uses kernels other than PyTorch's."""
 
     name: str
     bytes: int
@@ -51,7 +51,7 @@ class _AttentionMethod(NamedTuple):
 def run(
     tokens: Sequence[int] = TOKENS, recipes: Sequence[str] = RECIPES, *, repeats: int = 5, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Time one query of 32 heads over 8 KV heads of dim 128 for each number of ``tokens``. Returns a report as JSON values.
+    """Time one query of 32 heads over 8 KV heads of dim 128, for each number of tokens in ``tokens``. Returns a report as JSON values.
 
     ``seconds`` is the median over ``repeats`` rounds, each of which calls all methods once. Raises InvalidParameter.
     """

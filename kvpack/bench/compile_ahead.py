@@ -1,4 +1,4 @@
-"""Compile the kernels that a recipe's calls launch before the first call, even on a machine without a GPU.
+"""Compiles the kernels that a recipe's calls launch before the first call, even on a machine without a GPU.
 
 The calls run on CPU tensors, but each launch only adds its kernel to a list, with Triton's key for it. Processes then compile the kernels
 to Triton's cache, where launches with the same keys find them.
@@ -43,21 +43,23 @@ CHIPS = {
     100: ("B200", 148, 227 << 10),
     120: ("RTX 50", 170, 99 << 10),
 }
-"""GPUs of each compute capability, their multiprocessors, and the maximum shared memory of a program in bytes (CUDA C++ Programming Guide,
-16.2)."""
+"""For each compute capability: its GPUs, their multiprocessors, and the maximum shared memory of a program in bytes.
+
+Source: CUDA C++ Programming Guide, 16.2.
+"""
 
 TOKENS = (2048, 1000, 100)
-"""Lengths of caches: Triton compiles other kernels for numbers that are not multiples of 16."""
+"""Lengths of caches. Triton compiles other kernels for numbers that are not multiples of 16."""
 
 REPEATS = (1, 2, 4, 8, 32)
-"""Numbers of runs with which attention is compiled: shapes of launches and merges depend on the length."""
+"""Numbers of runs for which attention is compiled. The shapes of launches and merges depend on the length."""
 
 QUERIES, STEP_TOKENS = 512, 128
-"""Number of queries of a prompt, and of tokens that a live cache packs."""
+"""Number of queries of a prompt, and number of tokens that a live cache packs together."""
 
 
 class Shape(NamedTuple):
-    """Layers, query heads, KV heads and head dim of a model."""
+    """The number of layers, of query heads and of KV heads, and the head dim of a model."""
 
     layers: int = 1
     q_heads: int = 32
@@ -66,11 +68,11 @@ class Shape(NamedTuple):
 
 
 _jobs: Sequence[Compilation] = ()
-"""What forked processes compile."""
+"""The kernels that forked processes compile."""
 
 
 def chip(capability: int) -> Gpu:
-    """Return the GPU that stands for those of compute ``capability``, such as 90."""
+    """Return the GPU that represents all GPUs of a compute capability, such as 90."""
     from kvpack.kernels.gpu import Gpu
 
     _, multiprocessors, shared_bytes = CHIPS[capability]
@@ -101,12 +103,12 @@ def collect_kernels(gpu: Gpu) -> Iterator[dict[str, Compilation]]:
 
 
 def _library_outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tensors like those of cuDNN's or FlashAttention's, which need no compilation."""
+    """Return tensors of the same shapes as the results of cuDNN or FlashAttention, which need no compilation."""
     return q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 def calls(recipe: kvpack.Recipe, shape: Shape = Shape()) -> dict[str, Callable[[], object]]:  # noqa: B008
-    """Return calls over caches of ``shape`` packed with ``recipe``, by name, whose kernels ``collect_kernels`` collects."""
+    """Return calls by name. They run over caches of ``shape`` packed with ``recipe``, and ``collect_kernels`` collects their kernels."""
     pairs = {tokens: random_pairs(shape, tokens) for tokens in TOKENS}
     caches = {tokens: kvpack.pack(layers, recipe) for tokens, layers in pairs.items()}
     result: dict[str, Callable[[], object]] = {}
@@ -126,7 +128,7 @@ def calls(recipe: kvpack.Recipe, shape: Shape = Shape()) -> dict[str, Callable[[
 
 
 def random_pairs(shape: Shape, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return normal keys and values for each layer."""
+    """Return normally distributed keys and values for each layer."""
     generator = torch.Generator("cpu").manual_seed(0)
     size = 2, 1, shape.heads, tokens, shape.dim
     x = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(torch.bfloat16)
@@ -149,7 +151,7 @@ def _pack(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], recipe: kvpack.Rec
 
 
 def _step(cache: kvpack.Cache, shape: Shape) -> None:
-    """Append tokens to a live cache one by one, and attend with each, then pack many."""
+    """Append tokens to a live cache one by one, and attend to each, then append many, which are packed."""
     live = kvpack.LiveCache.of(cache)
     for tokens in (1, 1, 1, STEP_TOKENS):
         for layer, (k, v) in enumerate(random_pairs(shape, tokens)):
@@ -159,7 +161,7 @@ def _step(cache: kvpack.Cache, shape: Shape) -> None:
 
 
 def _check(sides: Sequence[Side]) -> None:
-    """Check streams, as ``load`` does on a device."""
+    """Check the streams of ``sides``, as ``load`` does on a device."""
     dispatch.digests([(torch.zeros(1 << 16, dtype=torch.uint8), 0, 1 << 16)])
     for side in sides:
         streams = side.runs[0].streams
@@ -222,7 +224,7 @@ def run(
 
 
 def _compile(jobs: Sequence[Compilation], processes: int, progress: Progress | None) -> list[dict[str, Any]]:
-    """Compile ``jobs`` in parallel, and return each result in their order."""
+    """Compile ``jobs`` in parallel, and return their results in the same order."""
     global _jobs
     _jobs = jobs
     results: dict[int, dict[str, Any]] = {}

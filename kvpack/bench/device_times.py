@@ -1,4 +1,4 @@
-"""Timing of calls until the device has finished: process time on a CPU, wall time on other devices."""
+"""Times calls until the device has finished: process time on a CPU, wall time on other devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPEATS = 3
 
 
 def call_seconds(calls: Sequence[Callable[[], None]], device: str) -> list[tuple[float | None, str | None]]:
-    """Return the time of each call in seconds, or the error that it raises."""
+    """Return, for each call, its time in seconds and None, or None and the text of the error that it raised."""
     if device == "cpu":
         return [(measured.process, None) for measured in time_interleaved(calls, REPEATS)]
     return [try_measure(partial(_median, call, device)) for call in calls]

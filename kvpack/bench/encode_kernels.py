@@ -1,4 +1,4 @@
-"""kvpack bench kernels: time encoding on a CUDA device, compared with a copy and with published times, and pack and unpack.
+"""kvpack bench kernels: time encoding on a CUDA device, compared with a copy and with published times, and time pack and unpack.
 
 Inputs are keys or values with the shape in the LLM row of OCTOPUS Table 7. Encoding times cover only the kernels, in CUDA graphs that cycle
 over inputs that together exceed the L2 cache. Packing and unpacking are the library's calls, including allocation and checks.
@@ -65,7 +65,7 @@ PAPER_SECONDS = {
     "kv=octahedral:b=3": 4.6e-3,
     "kv=octahedral:b=2": 4.5e-3,
 }
-"""Times in OCTOPUS Table 7 on an H200, in seconds: TQ-MSE, and OCTOPUS with its 3 x 3 rounding."""
+"""Times in seconds on an H200 from OCTOPUS Table 7, for TQ-MSE, and for OCTOPUS with its 3 x 3 rounding."""
 
 _INPUTS = 3
 
@@ -87,7 +87,7 @@ def run(recipes: Sequence[str], shape: KeyValueShape = SHAPE) -> dict[str, Any]:
 
 
 def codecs_of(recipe: str, heads: int, dim: int) -> Iterator[tuple[str, Codec]]:
-    """Yield (side, codec) for ``recipe``, which may name a synthetic basis. Duplicates and exact codecs are skipped."""
+    """Yield (side, codec) for ``recipe``, which may name a synthetic basis. Exact codecs and repeated ones are skipped."""
     named, basis = synthetic_basis.resolve_recipe(recipe, heads, (dim, dim))
     parsed = kvpack.Recipe(named, basis)
     result: list[Codec] = []

@@ -1,4 +1,4 @@
-"""Measurement of what recipes cost a model in memory (``evaluate``), as a table for notebooks."""
+"""Measures what recipes cost a model in memory (``evaluate``), and shows the results as a table in notebooks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["Evaluation", "evaluate"]
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """The results of ``evaluate``. Notebooks, consoles and ``print`` show a table and a verdict; ``report`` has all numbers as JSON values.
+    """The results of ``evaluate``. Notebooks, consoles and ``print`` show a table and a verdict. ``report`` has all numbers as JSON values.
 
     Fewer bits per value and a lower divergence (KL, in nats) are better. "Same choice" is the share of tokens for which the model's top
     choice stays the same.
@@ -49,7 +49,7 @@ class Evaluation:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Name and main results of each recipe, in descending order of bits."""
+        """The name and the main results of each recipe, in descending order of bits."""
         names = ("recipe", "bits_per_value", "kl_divergence", "of_reference", "same_choices", "perplexity", "attention_error")
         return [{name: row[name] for name in names} for row in self.report["recipes"]]
 
@@ -165,7 +165,7 @@ def evaluate(
 def _window_starts(
     words: Sequence[Text], model: Any, tokens: int | None, scored_tokens: int | None, windows: int | None, step: int, seed: int
 ) -> tuple[list[tuple[Text, int]], dict[str, int]]:
-    """Return the (start, text) of each window, and the window sizes. Raises InvalidParameter."""
+    """Return the (text, start) of each window, and the sizes of windows. Raises InvalidParameter."""
     longest = max(len(text.ids) + len(text.start) for text in words) - 1
     most = min(longest, positions(model) or longest)
     size = _size("tokens", min(TOKENS, most) if tokens is None else tokens, 2, most, "(the limit of the model or of the longest text)")
@@ -192,7 +192,7 @@ def _window_starts(
 
 
 def _size(name: str, value: int, low: int, high: int, reason: str) -> int:
-    """Return ``value`` as an int. Raises InvalidParameter unless it is in the given range."""
+    """Return ``value`` as an int. Raises InvalidParameter unless it is from ``low`` to ``high``. ``reason`` explains ``high``."""
     result = as_integer(value, name)
     check_size(name, result, low, high, reason)
     return result

@@ -31,7 +31,7 @@ def installed_version() -> str | None:
 def decode_calls(
     q: torch.Tensor, kv: Sequence[torch.Tensor], copies: Callable[[int], int]
 ) -> Iterator[tuple[str, int, list[Callable[[], object]]]]:
-    """Yield the name, the bytes read and calls that decode with ``q`` ``[batch, q_head, 1, dim]``, for bf16 and for fp8 pages.
+    """Yield, for bf16 and for fp8 pages, a name, the number of bytes read, and calls that decode with ``q`` ``[batch, q_head, 1, dim]``.
 
     ``kv`` are the keys and values ``[batch, kv_head, token, dim]``, and ``copies(size)`` is the number of caches over which calls cycle.
     Warns about a dtype that FlashInfer does not support.
@@ -53,14 +53,14 @@ def decode_calls(
 
 
 def _pages(x: torch.Tensor) -> torch.Tensor:
-    """Return keys or values as pages ``[page, token, kv_head, dim]``, those of each sequence one after the other."""
+    """Return keys or values as pages ``[page, token, kv_head, dim]``, one sequence after the other."""
     heads, tokens, dim = x.shape[1:]
     padded = torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, -tokens % PAGE_TOKENS))
     return padded.reshape(-1, PAGE_TOKENS, heads, dim).contiguous()
 
 
 def _planned(q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> Callable[..., object]:
-    """Return FlashInfer's decoding over pages of ``dtype``, with matrix units if several query heads share a KV head."""
+    """Return FlashInfer's decode call over pages of ``dtype``. It uses matrix units if several query heads share a KV head."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # type: ignore[import-not-found]
 
     (batch, q_heads, _, dim), (_, heads, tokens, _) = q.shape, k.shape

@@ -54,14 +54,14 @@ _SYNTHETIC = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)
 
 @dataclass(frozen=True)
 class Source:
-    """The KV cache to measure: one bf16 (k, v) per layer, and a description."""
+    """The KV cache to measure: a description, and the bf16 keys and values of each layer."""
 
     label: str
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors by their names in a dense file."""
+        """The tensors by their names in a dense file."""
         return {f"{number}.{side}": x for number, pair in enumerate(self.pairs) for side, x in zip("kv", pair, strict=True)}
 
     @property
@@ -109,13 +109,13 @@ def _prefill_source(folder: Path, path: str | None, tokens: int | None) -> Sourc
 
 
 class _Operation(NamedTuple):
-    """One operation to time, for one way of storing a cache."""
+    """An operation to time, for one way of storing a cache."""
 
     name: str
     operation: str
     call: Callable[[], object]
     writes: str | None = None
-    """Path of the file that the operation writes. An existing one is removed first, outside the timing."""
+    """Path of the file that the operation writes. An existing file is removed first, outside the timing."""
 
 
 def run(
@@ -130,7 +130,7 @@ def run(
     """Measure ``cache`` and return a report as JSON values, with one row per operation.
 
     If ``device`` is a CUDA device, the report contains only ``device_rows``, the rows of ``io_device.run``. In a row, ``of_copy`` is the
-    speed relative to a copy of the bf16 cache into memory that is already in use (above 1 is faster), and ``of_safetensors`` is the time
+    speed relative to a copy of the bf16 cache into memory that is already in use (above 1 is faster). ``of_safetensors`` is the time
     relative to the same operation with safetensors (below 1 is faster): save_file, load_file and a clone of its tensors, or load_file and
     attention. Raises InvalidParameter.
     """

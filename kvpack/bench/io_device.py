@@ -28,12 +28,12 @@ def run(
     folder: str | None,
     progress: Progress | None,
 ) -> dict[str, Any]:
-    """Return ``device``, its ``device_name``, and ``device_rows`` with one row per recipe and direction.
+    """Measure loads and saves. Returns ``device``, its ``device_name``, and ``device_rows`` with one row per recipe and direction.
 
-    In a row, ``seconds`` is the median time of kvpack's call. ``of_bus_seconds`` is that of the bus: a pinned copy of the file's bytes,
-    followed by a write in the case of a save. ``of_bus`` is the ratio of the two (above 1: faster than the bus), and ``first_seconds`` is
-    the time of the first call, which allocates pinned memory. Times end when the device is done. Raises InvalidParameter if the device is
-    not a CUDA device of this machine.
+    In a row, ``seconds`` is the median time of kvpack's call. ``of_bus_seconds`` is the bus's time for a pinned copy of the file's bytes,
+    plus the time of a write in the case of a save. ``of_bus`` is their ratio (above 1: faster than the bus), and ``first_seconds`` is the
+    time of the first call, which allocates pinned memory. Times end when the device is done. Raises InvalidParameter if the device is not a
+    CUDA device of this machine.
     """
     target = checked_device(device)
     if target.type != "cuda" or (target.index or 0) >= torch.cuda.device_count():

@@ -1,7 +1,7 @@
 """kvpack bench kernels: time attention over packed layers on a CUDA device, compared with the best bf16 attention in the same run.
 
-Calls are timed in CUDA graphs that cycle over buffers that together exceed the L2 cache. One time covers the main kernel and the merge,
-another one all of ``attend``, which may first rotate the query. Ratios to bf16 use the latter, because callers wait for all of it. Calls
+Calls are timed in CUDA graphs that cycle over buffers that together exceed the L2 cache. One time covers the main kernel and the merge.
+Another covers all of ``attend``, which may first rotate the query. Ratios to bf16 use the latter, because callers wait for all of it. Calls
 are also timed without graphs.
 """
 
@@ -42,7 +42,7 @@ SHAPES = {
     "E": QueryShape(64, 32, 8, 128, 4096),
     "F": QueryShape(4, 16, 8, 256, 32768),
 }
-"""Shapes by letter. A is that of Table 7 in the OCTOPUS paper."""
+"""Shapes by letter. Shape A is from Table 7 in the OCTOPUS paper."""
 
 RECIPES = (
     "fp8",
@@ -88,7 +88,10 @@ _COPIED_BYTES = 1 << 30
 
 
 def parse_shape(text: str) -> QueryShape:
-    """Return a shape, given by its letter or as batch x query heads x KV heads x dim x tokens. Raises InvalidParameter."""
+    """Return the shape that ``text`` specifies by a letter, or as batch x query heads x KV heads x dim x tokens.
+
+    Raises InvalidParameter.
+    """
     if text in SHAPES:
         return SHAPES[text]
     match = re.fullmatch(r"x".join([r"([1-9][0-9]{0,8})"] * 5), text)
@@ -110,10 +113,10 @@ def run(
     out: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure ``recipes`` (by default, those of each part) and return a report as JSON values.
+    """Measure ``recipes`` (by default, each part's own) and return a report as JSON values.
 
-    ``sweep`` adds contexts of many lengths and, with ``out``, a plot of them. ``peers`` adds FlashInfer, if it is installed.
-    Raises WriteFailed, or InvalidParameter, for example if there is no CUDA device.
+    ``sweep`` adds contexts of many lengths and, with ``out``, a plot of them. ``peers`` adds FlashInfer, if it is installed. Raises
+    WriteFailed, or InvalidParameter, for example if there is no CUDA device.
     """
     named = [(text, parse_shape(text)) for text in shapes]
     for recipe in recipes or ():
@@ -227,7 +230,7 @@ def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]
 
 
 def _after_rotation(q: torch.Tensor, layer: Layer) -> Callable[[], object]:
-    """Return a function that runs the launches after the query rotation: the split kernels and the merge."""
+    """Return a function that runs the launches after the query's rotation: the split kernels and the merge."""
     from kvpack.kernels.attend import attention
     from kvpack.kernels.attend.prepared import Options
 
@@ -248,7 +251,7 @@ def _copy_layer(layer: Layer) -> Layer:
 
 
 def _error(q: torch.Tensor, layer: Layer) -> float:
-    """Return the relative 2-norm error of ``kvpack.attend`` compared with fp64 attention over the decoded values."""
+    """Return the relative 2-norm error of ``kvpack.attend``, compared with float64 attention over the decoded values."""
     k, v = layer.unpack(torch.float32)
     assert k is not None
     assert v is not None

@@ -1,4 +1,4 @@
-"""Plots of a sweep of kvpack bench kernels: times of whole calls by context length, and ratios to bf16."""
+"""Plots a sweep of kvpack bench kernels: times of whole calls by context length, and ratios to bf16."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def _styles(rows: list[dict[str, Any]], dim: int) -> list[dict[str, Any]]:
-    """Return the style of each recipe: color and marker by codec, shade and line style by recipe."""
+    """Return the style of each recipe: a color and marker for its codec, with a shade and line style of its own."""
     families = [_family(row, dim) for row in rows]
     styles = []
     for number, family in enumerate(families):

@@ -1,8 +1,8 @@
-"""Measurement of needle recall: facts are inserted into a text, and the model is then asked for them.
+"""Measures needle recall: facts are inserted into a text, and the model is then asked for them.
 
 A prompt for a byte-level model contains LINES key lines, such as ``[[key QWERTY = 8J2K9XPL]]``, with 6 and 8 random characters from A-Z and
-0-9. A prompt for a model with a tokenizer contains one pass key of 5 digits at a given depth. An answer is right if all of its tokens are
-the model's top choice, given the true tokens before them.
+0-9. A prompt for a model with a tokenizer contains one pass key of 5 digits at some depth. An answer is right if all of its tokens are the
+model's top choice after the true tokens before them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DIGITS = "0123456789"
 class Prompt:
     """A text with inserted facts, and the (question, value) of each fact, all as token ids.
 
-    ``depths`` are the positions of the facts, as shares of the text.
+    ``depths`` are the positions of the facts, as fractions of the text's length.
     """
 
     ids: tuple[int, ...]
@@ -59,7 +59,7 @@ def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Pro
 
 
 def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Generator) -> Prompt:
-    """Insert a pass key into ``ids`` of ``text`` at ``depth``, a share of the prompt, and truncate the result to the original length."""
+    """Insert a pass key into ``ids`` of ``text`` at ``depth``, a fraction of the length, and truncate the result to the original length."""
     key = _random_word(5, _DIGITS, generator)
     line = text.encode(f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n")
     question = text.encode("\nWhat is the pass key? The pass key is")

@@ -1,4 +1,4 @@
-"""Measurement of process time and wall time. With one thread (``modes.one_thread``), other load affects process time least."""
+"""Measures process time and wall time. With one thread (``modes.one_thread``), other load affects process time least."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def time_interleaved(
 
     The first round is a warm-up. Use ``average`` instead of the median for calls that occasionally do work for later calls. ``before``
     contains a function (or None) for each call, which is called before the timing. The result of the last call is freed after the timing.
-    With ``new_memory``, free memory is first returned to the system; otherwise, a call may or may not reuse pages of the previous one,
+    With ``new_memory``, free memory is first returned to the system. Otherwise, a call may or may not reuse pages of the previous one,
     which makes times erratic.
     """
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if new_memory else None

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["RECIPES", "Settings", "run", "show"]
 
 RECIPES = ("fp8", "nvfp4", "kvpack-4", "octopus-3", "kvpack-3", "kvpack-2")
-"""Default recipes: those of engines, kvpack's own, and one from a paper. Together with CALIBRATED, they take 15 minutes on two cores."""
+"""Default recipes: engines' formats, kvpack's own, and one from a paper. Together with CALIBRATED, they take 15 minutes on two cores."""
 
 CALIBRATED = ("klt-2.5", "klt-1.75", "klt-1.25", "transform-1", "transform-0.6")
 """Additional default recipes if a basis is passed."""
@@ -64,9 +64,9 @@ DEFAULT_SCORE = 256
 DEFAULT_WINDOWS = 8
 DEFAULT_NEEDLES = 8
 LONG_TOKENS = 4096
-"""Number of tokens in the long text's single window."""
+"""Number of tokens in the long text's only window."""
 REFERENCE = "fp8"
-"""Recipe of serving engines with which other recipes' divergences are compared."""
+"""A recipe of serving engines, with which other recipes' divergences are compared."""
 
 TEXT, LONG_TEXT = "prose", "long"
 OTHER_TEXTS = ("code", LONG_TEXT)
@@ -202,7 +202,7 @@ def run(
 
 
 def _check(settings: Settings, basis: Basis | None) -> None:
-    """Raise InvalidParameter for mutually exclusive options, and for a missing device."""
+    """Raise InvalidParameter for options that exclude each other, and for a missing device."""
     if settings.offset is not None and basis is not None:
         raise InvalidParameter("--offset changes the keys, but the basis was calibrated without it: omit --offset or --basis")
     if settings.device == "cuda" and not torch.cuda.is_available():
@@ -210,7 +210,7 @@ def _check(settings: Settings, basis: Basis | None) -> None:
 
 
 def _modify_keys(network: Any, settings: Settings, sample: torch.Tensor) -> dict[str, Any]:
-    """Modify the keys of ``network`` according to the settings, and return a description of the change for the report."""
+    """Change the keys of ``network`` according to the settings, and return a description of the change for the report."""
     result: dict[str, Any] = {"twin": None, "offset": None}
     if settings.twin is not None:
         difference = make_twin(network, settings.twin, sample, settings.seed)
@@ -230,7 +230,7 @@ def _token_id(text: Text, token: str) -> int:
 
 
 def _precision(model: Any) -> str:
-    """Return the dtype and the device of the model, because results with different ones are not comparable."""
+    """Return the model's dtype and device as text. Results with different ones are not comparable."""
     if model.device.type == "cuda":
         return f"bf16 on one {torch.cuda.get_device_name(model.device)}"
     return "fp32 on a CPU"
@@ -274,7 +274,7 @@ class _TextWindows:
 
 @dataclass
 class _Measurement:
-    """A measurement over all windows, prompts and a generated text.
+    """A measurement over all windows and prompts and over a generated text.
 
     The exact results of a window are kept only while recipes are measured on it.
     """
@@ -339,7 +339,7 @@ class _Measurement:
         return begun, exact_losses, forgotten, measured
 
     def _prompts(self) -> Iterator[needles.Prompt]:
-        """Yield the needle prompts for each length and depth. Their texts overlap only between lengths."""
+        """Yield the needle prompts for each length and depth. Only prompts of different lengths have overlapping texts."""
         generator = torch.Generator().manual_seed(self.seed)
         count = self.sizes.needles
         for length in _lengths(self.sizes.tokens, self.long, positions(self.model)) if count else ():
@@ -385,7 +385,7 @@ class _Measurement:
         return written
 
     def _show(self, label: str, results: Iterable[str]) -> None:
-        """Report a preliminary result of each recipe."""
+        """Show a preliminary result of each recipe, if ``show_line`` is set."""
         if self.show_line:
             self.show_line(f"{label}: " + ", ".join(f"{name} {text}" for name, text in zip(self.names, results, strict=True)))
 
@@ -416,7 +416,7 @@ def _make_folder(path: str) -> None:
 
 
 def round_numbers(value: Any) -> Any:
-    """Return a report's ``value`` with all numbers rounded to ``_DIGITS`` significant digits."""
+    """Return ``value``, which may be nested, with all floats rounded to ``_DIGITS`` significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, dict):

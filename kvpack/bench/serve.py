@@ -1,6 +1,6 @@
 """kvpack bench serve: time decode steps, ``generate`` and the first token after a stored prefix, and measure memory.
 
-The model has random weights and either a built-in shape or one from a configuration. Keys and values are random. All results are compared
+The model has random weights and a shape that is built in or read from a configuration. Keys and values are random. All results are compared
 with transformers' own caches, or with recomputation, in the same run. On a CPU, times are process times in one thread, and each round
 measures all caches.
 """
@@ -56,7 +56,7 @@ SHAPES: dict[str, tuple[str, dict[str, int]]] = {
 
 RECIPES = ("kv=group:b=4,g=32", "oscar-2", "octopus-3")
 CONTEXTS = {"cuda": ((1, 32768), (1, 131072), (8, 16384), (24, 16384)), "cpu": ((1, 1024),)}
-"""Batch size and number of tokens of decode steps, by device."""
+"""Batch sizes and numbers of tokens for decode steps, by device."""
 PREFIXES = {"cuda": (8192, 32768), "cpu": (1024,)}
 SUFFIX = {"cuda": 512, "cpu": 32}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -65,7 +65,7 @@ GENERATED = 64
 """Number of tokens that ``generate`` adds on a GPU."""
 _WITHOUT_GRAPHS = "without graphs"
 DENSE_FILE = "dense safetensors"
-"""Name of the file with keys and values in the model's dtype."""
+"""Name, in reports, of the file with keys and values in the model's dtype."""
 
 
 def run(
@@ -83,7 +83,7 @@ def run(
     """Measure a model, and return the report that ``show`` prints.
 
     ``shape`` is a name in SHAPES, a name on the hub, or the path of a config.json or of its folder. ``dtype``, a name in DTYPES, is the
-    dtype of weights, keys and values; None selects the configuration's dtype, or bf16 if it has none. Raises InvalidParameter for an
+    dtype of weights, keys and values. None selects the configuration's dtype, or bf16 if it has none. Raises InvalidParameter for an
     unknown shape or dtype, for float32 on a CUDA device, and for layers without full or sliding attention.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -136,9 +136,9 @@ def _measure(
 
 
 def random_model(shape: str, layers: int | None, device: str, dtype: str | None, *, random_weights: bool = True) -> Any:
-    """Return a model of a known shape or of a configuration, with random weights. Raises InvalidParameter.
+    """Return a model with random weights, whose shape is built in or read from a configuration. Raises InvalidParameter.
 
-    If ``random_weights``, its keys and values will be random, so all layers must have full or sliding attention.
+    With ``random_weights``, all layers must have full or sliding attention, because their keys and values will be random.
     """
     library = transformers_library()
     config = _config(shape, layers)
@@ -209,7 +209,7 @@ def _dynamic_cache(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor
 
 
 def _add_skipped(states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Return the states of all layers as ``kvpack.pack`` accepts them, with the number of tokens that each has dropped."""
+    """Return the states of all layers as ``kvpack.pack`` accepts them, with the number of tokens that each layer has dropped."""
     return [(k, v, tokens - k.shape[2]) for k, v in states]
 
 
@@ -286,9 +286,9 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str) -> list[dict[s
 
 
 def _alternating_step_seconds(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, float]:
-    """Return the times of steps by cache, measured in alternation.
+    """Return the time of a step in seconds, by cache. Caches are measured in alternation.
 
-    The caches are DynamicCache, also with FlashAttention; ``recipe``, also without graphs; and no cache.
+    They are DynamicCache, also with FlashAttention, ``recipe``, also without graphs, and no cache.
     """
     from kvpack.integrations.transformers import KvpackCache
 
@@ -367,9 +367,9 @@ def _step_seconds(model: Any, past: Any, batch: int, device: str) -> float:
 def _first_token_rows(
     model: Any, tokens: int, recipes: Sequence[str], device: str, folder: str | None, count: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Return rows with the time to the first logits of a prompt of ``tokens`` tokens plus a suffix.
+    """Return rows with the time to the first logits of a prompt of ``tokens`` tokens and a suffix.
 
-    The prompt's first ``tokens`` tokens are loaded from a file in the page cache, or the whole prompt is computed.
+    The first ``tokens`` tokens are loaded from a file in the page cache, or the whole prompt is computed.
     """
     from safetensors.torch import load_file, save_file
 

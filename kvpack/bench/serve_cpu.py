@@ -1,4 +1,4 @@
-"""Timing of decode steps and ``generate`` on the CPU. Each round measures all caches, in process time of one thread."""
+"""Times decode steps and ``generate`` on the CPU. Each round measures all caches, in process time of one thread."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def with_plain_attention(model: Any) -> Any:
 
 
 def spare_tokens() -> int:
-    """Return the number of tokens that are added to each cache."""
+    """Return the number of tokens that the measurements add to each cache."""
     return 2 * STEPS * (ROUNDS + 1)
 
 
 def step_rows(
     model: Any, plain: Any, dense: Any, others: Mapping[str, Callable[[], Any]], packed: Mapping[str, kvpack.Cache], ids: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """Return one row per cache: ``dense``, a DynamicCache and ``others`` are used with the model ``plain``, ``packed`` with ``model``.
+    """Return one row per cache. The model ``plain`` uses ``dense``, a DynamicCache, and ``others``. The model ``model`` uses ``packed``.
 
     All caches contain the tokens of ``ids`` ``[batch, token]`` except the last. Times are seconds per step and per generated token. A cache
     that cannot be created has a row with the ``error``.

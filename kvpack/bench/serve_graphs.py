@@ -1,4 +1,4 @@
-"""Timing of decode steps in CUDA graphs, for caches whose steps consist only of kernels, compared with preallocated bf16 states."""
+"""Times decode steps in CUDA graphs, for caches whose steps consist only of kernels, compared with preallocated bf16 states."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def flash_attention() -> AbstractContextManager[None]:
 class StaticStates:
     """Preallocated bf16 keys and values. Steps write at a position stored on the device, and attend with cuDNN or FlashAttention.
 
-    As a context manager, it replaces the model's attention; ``cache`` is passed to the model. If a layer has a sliding window, its
-    ``states`` are those that the window has kept of ``tokens`` tokens.
+    As a context manager, it replaces the model's attention. ``cache`` is passed to the model. For a layer with a sliding window, ``states``
+    contain what the window has kept of ``tokens`` tokens.
     """
 
     def __init__(self, model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> None:
@@ -75,7 +75,7 @@ class StaticStates:
 
 
 def cache_of_length(tokens: int, layers: int) -> Any:
-    """Return a transformers cache that reports ``tokens`` tokens but stores none. A layer returns the states that it receives."""
+    """Return a transformers cache that reports ``tokens`` tokens but stores none. Each layer returns the states that it receives."""
     library: Any = transformers_library()
 
     class Layer(library.cache_utils.CacheLayerMixin):  # type: ignore[misc]
@@ -107,7 +107,7 @@ def cache_of_length(tokens: int, layers: int) -> Any:
 
 
 def graph_step(model: Any, past: Any, batch: int, tokens: int, steps: int) -> float:
-    """Return the time in seconds of one replay of a graph with a decode step after ``tokens`` tokens, averaged over ``steps`` replays."""
+    """Return the time in seconds to replay a graph with a decode step after ``tokens`` tokens, averaged over ``steps`` replays."""
     device = model.device
     token = torch.full((batch, 1), 5, device=device)
     position = torch.full((batch, 1), tokens, device=device)

@@ -1,4 +1,4 @@
-"""Other transformers caches in bench serve: StaticCache, and QuantizedCache with each of its backends."""
+"""The other transformers caches in bench serve: StaticCache, and QuantizedCache with each of its backends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMES = ("step_seconds", "eager_seconds", "generate_seconds", "graph_seconds", "
 
 
 def peers(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int, room: int) -> dict[str, Callable[[], Any]]:
-    """Return functions by name that create the caches, with ``states`` of ``tokens`` tokens and room for ``room`` more.
+    """Return functions by name. Each creates a cache that contains ``states`` of ``tokens`` tokens and has room for ``room`` more.
 
     A call raises transformers' error if it cannot create the cache for the model or the backend.
     """
@@ -49,15 +49,14 @@ def _fill(cache: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> An
 
 
 def row_of(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the row that ``measure`` returns for the cache ``name``, or a row with its ``error`` so that other caches are still measured.
-    """
+    """Return the row that ``measure`` returns for the cache ``name``. If it fails, returns a row with the ``error``."""
     result, error = try_measure(measure)
     row: dict[str, Any] = {"cache": name, **dict.fromkeys(TIMES), **(result or {})}
     return row if error is None else {**row, "error": error}
 
 
 def try_measure(measure: Callable[[], Result]) -> tuple[Result | None, str | None]:
-    """Return the result of ``measure``, or its error in one line."""
+    """Return the result of ``measure`` and None, or None and the text of its error in one line."""
     try:
         return measure(), None
     except torch.OutOfMemoryError:

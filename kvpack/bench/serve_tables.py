@@ -1,4 +1,4 @@
-"""Tables of ``kvpack bench serve``: decode steps, and times to the first token."""
+"""Prints the tables of ``kvpack bench serve``: decode steps, and times to the first token."""
 
 from __future__ import annotations
 

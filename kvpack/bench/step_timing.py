@@ -1,4 +1,4 @@
-"""Timing of decode steps of several caches in alternation, because the host limits their speed and its own speed varies."""
+"""Times decode steps of several caches in alternation, because the host limits their speed and its own speed varies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOTHING = "kvpack bench nothing"
 
 @dataclass(frozen=True)
 class Steps:
-    """Decode steps of ``model`` over ``past``. ``flash`` selects FlashAttention in SDPA.
+    """Decode steps of ``model`` over the cache ``past``. ``flash`` selects FlashAttention in SDPA.
 
     Without ``graphs``, steps over a KvpackCache are never replayed.
     """
@@ -40,7 +40,7 @@ class Steps:
 
 
 def steps_without_cache(model: Any, tokens: int) -> Steps:
-    """Return steps after ``tokens`` tokens of ``model``, whose attention is permanently replaced by one that only returns its queries."""
+    """Return steps of ``model`` after ``tokens`` tokens. Its attention is permanently replaced by one that only returns its queries."""
     library = transformers_library()
 
     def attend(_: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *__: Any, **___: Any) -> tuple[torch.Tensor, None]:
@@ -54,7 +54,7 @@ def steps_without_cache(model: Any, tokens: int) -> Steps:
 
 @contextmanager
 def without_graphs(past: Any) -> Iterator[None]:
-    """Disable graphs for steps over the KvpackCache ``past`` within this context."""
+    """Disable CUDA graphs over the KvpackCache ``past`` in a ``with`` block."""
     before, past.graphs = past.graphs, None
     try:
         yield
@@ -63,7 +63,7 @@ def without_graphs(past: Any) -> Iterator[None]:
 
 
 def seconds_of(runs: Sequence[Steps], batch: int, device: str, wait: Callable[[str], None]) -> dict[str, float]:
-    """Return the time in seconds of one step of each of ``runs``, by name: the median over turns of the mean time after warm-up steps."""
+    """Return the time in seconds of one step of each of ``runs``, by name: the median over turns of the mean after warm-up steps."""
     token = torch.full((batch, 1), 5, dtype=torch.int64, device=device)
     result: dict[str, list[float]] = {run.name: [] for run in runs}
     for _ in range(TURNS):

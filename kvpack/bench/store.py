@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 FLAT_TARGET = 1.5
-"""Maximum ratio of a chunk's cost with the most entries to its cost with the fewest entries for the cost to count as constant."""
+"""Maximum ratio of a chunk's cost with the most entries to the cost with the fewest entries. Up to it, the cost counts as constant."""
 
 
 def show(report: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ OPERATIONS = 64
 """Number of entries, of 4 layers each, that each process puts and gets."""
 _ENTRY_BYTES = bytes(64)
 _MATCHES = 41
-"""Number of matches that are timed together, because a single one is too short."""
+"""Number of matches that are timed together, because a single one is too short to time."""
 _MATCHES_PER_SIZE = 100
 
 MATCH_TARGET_MS = 5.0
@@ -221,7 +221,7 @@ def _path(store: Store, key: bytes) -> str:
 
 
 def _read(path: str, memory: memoryview) -> memoryview:
-    """Read a file into ``memory``, which is already in use."""
+    """Read a file into ``memory``, which is already in use, and return the part that it fills."""
     with open(path, "rb", buffering=0) as file:
         done = 0
         while count := file.readinto(memory[done:]):
@@ -247,7 +247,7 @@ def _read_dense(path: str) -> dict[str, torch.Tensor]:
 
 
 def _operations(folder: str, identity: Identity, processes: int) -> dict[str, Any]:
-    """Put, then get, chunks of 4 layers in several processes at once, each with its own prompts."""
+    """Put, then get, chunks of 4 layers in several processes, each with its own prompts. Returns the results."""
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(processes), context.Queue()
     cache = _prefix(identity.recipe, 4, HEADS, DIM, 1)

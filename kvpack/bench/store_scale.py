@@ -1,7 +1,7 @@
 """kvpack bench store --location: measure the cost of a store with many entries, which stay at the location.
 
 Entries are chunks of 16 tokens of one layer with one head, in prefixes of 100 chunks. A location with fewer entries than requested is
-filled first. The measurements then store some more, with the location's current size as the budget.
+filled first. The measurements then store more entries, with the location's current size as the budget.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ENTRIES = 10_000
 LOOKUPS = 20
 """Number of prefixes that are matched and loaded."""
 SAVES = 60
-"""Number of saves of 10 chunks at the budget, per process."""
+"""Number of saves of 10 chunks per process, in a store that is at its size budget."""
 PROCESSES = 8
 FILL_PROCESSES = 2
 """Number of processes that fill a folder."""
@@ -128,7 +128,7 @@ class _Scale:
         self._new = 10**9 + time.time_ns() % 10**9
 
     def fill(self, entries: int, progress: Progress | None) -> int:
-        """Add entries until there are ``entries``, and return the number added."""
+        """Add entries until there are ``entries``, and return how many were added."""
         backend = open_backend(self._location, Counters(), UNENCRYPTED, LocationOptions())
         existing, put = backend.size()[0], 0
         like = [_EntryTemplate(self._chunk_keys(number)) for number in range(CHUNKS)]
@@ -152,7 +152,7 @@ class _Scale:
             yield key, template[at].pieces(key, parent, ids)
 
     def _write_files(self, template: Sequence[_EntryTemplate], numbers: range, progress: Progress | None) -> int:
-        """Write the entries of prefixes to a folder that no other process uses, without counting them, and return their number."""
+        """Write the entries of prefixes to a folder that no other process uses, without counting them, and return how many there are."""
         folder = Folder(self._location, Counters(), durable=False)
         folder.make_folders(*folder.entry_folders)
         context = multiprocessing.get_context("fork")
@@ -180,7 +180,7 @@ class _Scale:
         return len(numbers) * CHUNKS
 
     def match(self) -> dict[str, float]:
-        """Return the times of looking up prefixes of 10 and of 100 chunks, each once."""
+        """Time the lookups of prefixes of 10 and of 100 chunks, each once. Returns milliseconds by name."""
         with self._store() as store:
             return {f"match {count} chunks": self._time_lookups(store.match, count) for count in (10, 100)}
 
@@ -201,7 +201,7 @@ class _Scale:
         return {"save 10 chunks at the budget, median": statistics.median(taken), "save 10 chunks at the budget, maximum": max(taken)}
 
     def processes(self) -> dict[str, float]:
-        """Return the CPU time of a save at the budget with one process, and with several relative to it."""
+        """Measure the CPU time of a save to a store at its size budget, with one process and, relative to that, with several."""
         (one, _), (many, refused) = (self._cpu_of(count) for count in (1, PROCESSES))
         several = f"with {PROCESSES} processes"
         return {
@@ -215,7 +215,7 @@ class _Scale:
             return {"collect": _milliseconds(store.collect)}
 
     def command(self, name: str) -> dict[str, float]:
-        """Run a kvpack command in its own process, as an operator does."""
+        """Time a kvpack command in its own process, as an operator runs it."""
         words = [sys.executable, "-m", "kvpack", "store", name, self._location]
         begun = time.perf_counter()
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
@@ -246,7 +246,7 @@ class _Scale:
             return backend.largest_budget() if isinstance(backend, Directory) else backend.size()[1]
 
     def _time_saves(self, worker: int, budget: int | None = None) -> tuple[list[float], int]:
-        """Return the time of each save in ms, and the number of chunks that were not stored, which cost nothing."""
+        """Return the time of each save in milliseconds, and the number of chunks that were not stored, which cost nothing."""
         taken = []
         with self._store(max_bytes=self._budget() if budget is None else budget) as store:
             for turn in range(SAVES):
@@ -257,7 +257,7 @@ class _Scale:
         return taken, refused
 
     def _cpu_of(self, processes: int) -> tuple[float, int]:
-        """Return the CPU time of a save in ms, and the number of chunks not stored."""
+        """Return the CPU time of a save in milliseconds, and the number of chunks that were not stored."""
         context = multiprocessing.get_context("fork")
         results, budget = context.Queue(), self._budget()
 
@@ -280,7 +280,7 @@ class _Scale:
 
 
 def _ids(number: int) -> list[int]:
-    """Return the token ids of a prefix."""
+    """Return the token ids of the prefix ``number``."""
     return [number % 2**31, number // 2**31, *range(CHUNK * CHUNKS - 2)]
 
 

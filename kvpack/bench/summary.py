@@ -1,4 +1,4 @@
-"""Computation of a measurement's report from its windows, and printing of the report's table."""
+"""Computes a measurement's report from its windows, and prints the report's table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ DEPTHS = 4
 
 @dataclass(frozen=True)
 class NeedleAnswer:
-    """The answer to a question about a needle. ``depth`` is a share of a prompt of ``tokens`` tokens; ``right`` is True if it is correct.
+    """The answer to a question about a needle. ``depth`` is the needle's position as a fraction of the prompt's ``tokens`` tokens.
+
+    ``right`` is True if the answer is correct.
     """
 
     tokens: int
@@ -114,8 +116,8 @@ def _bits(measured: Sequence[RecipeResult]) -> float:
 def mark_pareto_front(rows: Sequence[dict[str, Any]]) -> None:
     """Set ``on_front`` in each row: True if it is on the Pareto front of bits and KL divergence.
 
-    The cheapest recipe is on the front, and so is each further recipe whose divergence is significantly below that of the previous one on
-    the front. Divergences are compared per window as logarithms, so that windows with large divergences do not dominate.
+    The recipe with the fewest bits is on the front. Each further recipe is on it if its divergence is significantly below that of the
+    previous one on the front. Divergences are compared per window as logarithms, so that windows with large divergences do not dominate.
     """
     front: list[list[float]] = []
     for row in sorted(rows, key=lambda row: (row["bits_per_value"], row["kl_divergence"])):
@@ -126,7 +128,7 @@ def mark_pareto_front(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def compare(rows: Sequence[dict[str, Any]], reference: str | None) -> None:
-    """Set ``of_reference`` in each row: the ratio of its divergence to that of the recipe ``reference``, with its interval, or None."""
+    """Set ``of_reference`` in each row: the ratio of its divergence to that of the recipe ``reference``, with an interval, or None."""
     compared = next((_logarithms(row) for row in rows if row["recipe"] == reference), None)
     for row in rows:
         row["of_reference"] = None
@@ -142,7 +144,7 @@ def _logarithms(row: dict[str, Any]) -> list[float]:
 
 
 def _prediction_results(windows: Sequence[Comparison | RecipeResult], exact_losses: Sequence[float]) -> dict[str, Any]:
-    """Return the results of the predictions in ``windows``."""
+    """Return the perplexity, the divergence and other results of the predictions in ``windows``."""
     differences = [window.log_perplexity - exact for window, exact in zip(windows, exact_losses, strict=True)]
     divergences = [window.kl_divergence for window in windows]
     return {
@@ -176,7 +178,7 @@ def _row(recipe: str, measured: Sequence[RecipeResult], exact_losses: Sequence[f
 
 
 def family(recipe: str) -> str:
-    """Return the codec of the keys in most layers."""
+    """Return the codec that ``recipe`` uses for keys in most layers."""
     rule = next(rule for rule in reversed(parse_recipe(recipe).rules) if "k" in rule.sides and rule.covers(1, 3))
     return rule.codec_id
 
@@ -234,11 +236,11 @@ def _size_cells(row: dict[str, Any]) -> list[str]:
 
 
 _LIMITS = ((0.005, "few tokens change"), (0.05, "some tokens change, so test your own task first"))
-"""Upper limits of KL divergences, and their meaning. About sqrt(KL / 2) of the sampled tokens change, by Pinsker's inequality."""
+"""Upper limits of KL divergences, and their meaning. By Pinsker's inequality, about sqrt(KL / 2) of the sampled tokens change."""
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
-    """Return sentences that rate recipes by their KL divergence (upper end of its interval, worst text) and by needles."""
+    """Return sentences that rate recipes by needles and by KL divergence (the upper end of its interval on the worst text)."""
     worst: dict[str, float] = {}
     mean: dict[str, float] = {}
     for row in (row for part in (report, *report["others"]) for row in part["recipes"]):
@@ -310,12 +312,12 @@ def model_label(report: dict[str, Any]) -> str:
 
 
 def sizes_text(settings: dict[str, Any]) -> str:
-    """Describe the windows of a measurement."""
+    """Return a text that describes the windows of a measurement."""
     return f"{format_count(settings['windows'], 'window')} of {settings['tokens']:,} tokens, the last {settings['score']:,} scored"
 
 
 def _show_other(other: dict[str, Any], reference: str | None, bits: int) -> None:
-    """Print the results on a further text. Uncompressed values have ``bits`` bits."""
+    """Print the results on another text. Uncompressed values have ``bits`` bits."""
     columns = ["recipe", "bits per\nvalue", "smaller\nthan bf16", "perplexity", "change in log\nperplexity", "95 %\n+-"]
     columns += ["KL\n(nats)", "95 %\n+-", f"x {reference or ''}", "95 %\ninterval", "same\nchoice"]
     rows = [["uncompressed", f"{bits:.2f}", "", f"{other['uncompressed']['perplexity']:.4f}", *[""] * 7]]

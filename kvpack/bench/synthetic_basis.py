@@ -1,7 +1,7 @@
 """Random bases for benchmarks. The cost of the kernels of klt and transform depends on widths and bits, but not on the model.
 
-``klt=63211000:53100000`` selects these widths for the runs of keys and of values, and ``transform=0.6:head`` selects the bits per value and
-the scope of frames. For transform, the packed values are scaled so that columns are distributed as widely as a model's.
+``klt=63211000:53100000`` selects these widths for the runs of keys and of values. ``transform=0.6:head`` selects the bits per value and the
+scope of frames. For transform, the packed values are scaled so that columns are distributed as widely as a model's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAYERS = {
     "klt=63221110:53200000": "an average layer: 1.62 bits per value, the average of klt-1.64",
     "klt=75543221:65310000": "a heavy layer: 2.75 bits per value, like the heaviest of klt-1.75, whose average is 1.73",
 }
-"""Widths to measure, and a description of the layer that they come from, in calibrations of bytelm on the first half of its text."""
+"""Widths to measure, each with a description of its layer, from calibrations of bytelm on the first half of its text."""
 
 _SLOPE = 1.0
 _NORMAL = 1 << 14
@@ -44,11 +44,11 @@ _OCTAVES = 8
 """Range of the columns' standard deviations, in powers of 2. At 0.6 bits, two fifths of the columns have symbols."""
 _FIRST_DEVIATION = 2.0**-4
 _MIN_TABLE, _TABLES, _MAX_LEVEL = -4, 41, 63
-"""Constants of the tables: smallest standard deviation in steps (2^-4), number of tables (four per octave), and their largest level."""
+"""Constants of the tables: smallest standard deviation in steps (2^-4), number of tables (four per octave), and largest level."""
 
 
 def check(recipe: str) -> None:
-    """Raise InvalidParameter unless ``recipe`` is a recipe or names a synthetic basis."""
+    """Raise InvalidParameter unless ``recipe`` is a recipe or the name of a synthetic basis."""
     if recipe.startswith(NAME):
         _widths(recipe)
     elif recipe.startswith(TRANSFORM):
@@ -58,7 +58,7 @@ def check(recipe: str) -> None:
 
 
 def resolve_recipe(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[str, Basis | None]:
-    """Return the recipe that ``recipe`` names and, if it needs one, the basis.
+    """Return the recipe that ``recipe`` stands for and, if it needs one, the basis.
 
     The model has ``heads`` KV heads, and keys and values of the head dims ``dims``.
     """
@@ -73,7 +73,7 @@ def resolve_recipe(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[str,
 
 
 def pack(k: torch.Tensor, v: torch.Tensor, recipe: str) -> Layer:
-    """Pack ``k`` and ``v`` ``[batch, kv_head, token, dim]`` as a layer, with a synthetic basis if ``recipe`` names one."""
+    """Pack ``k`` and ``v``, ``[batch, kv_head, token, dim]``, as a layer, with a synthetic basis if ``recipe`` names one."""
     named, basis = resolve_recipe(recipe, k.shape[1], (k.shape[3], v.shape[3]))
     if recipe.startswith(TRANSFORM):
         assert basis is not None
@@ -107,7 +107,7 @@ def _basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float
 
 
 def _rows(widths: list[int], dim: int, seed: int) -> torch.Tensor:
-    """Return rows for one head: a random rotation, a small mean, and tables for a normal distribution."""
+    """Return the rows of a basis for one head: a random rotation, a small mean, and tables for a normal distribution."""
     generator = torch.Generator("cpu").manual_seed(seed)
     matrix = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64)).Q
     mean = torch.randn(1, dim, generator=generator, dtype=torch.float64) / 256
@@ -127,7 +127,7 @@ def _weight(width: int) -> float:
 
 
 def _parse_recipe(recipe: str) -> tuple[str, str]:
-    """Return the bits per value, and the scope of frames."""
+    """Return the bits per value, and the scope of frames, that ``recipe`` specifies."""
     match = re.fullmatch(rf"{TRANSFORM}([0-9.]+):({'|'.join(SCOPES)})", recipe)
     if match is None:
         raise InvalidParameter(f"{recipe!r}: expected {TRANSFORM}0.6:head, bits per value and the scope of frames, {' or '.join(SCOPES)}")
@@ -136,7 +136,7 @@ def _parse_recipe(recipe: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=4)
 def _frames_basis(scope: str, heads: int, dims: tuple[int, int]) -> Basis:
-    """Return a basis for one layer with frames that are rotations, and keys with RoPE."""
+    """Return a basis for one layer, with frames that are rotations and with keys that have RoPE."""
     rows, frames, tables = {}, {}, _normal_tables()
     for side, dim in zip(SIDES, dims, strict=True):
         rows[0, side] = torch.stack([_rows([1] * run_count(dim), dim, seed) for seed in range(heads)])
@@ -149,7 +149,7 @@ def _frames_basis(scope: str, heads: int, dims: tuple[int, int]) -> Basis:
 
 
 def _frame(channels: int, seed: int) -> torch.Tensor:
-    """Return a small mean and the rows of a random rotation."""
+    """Return a frame: a small mean, and the rows of a random rotation."""
     generator = torch.Generator("cpu").manual_seed(seed)
     matrix = torch.linalg.qr(torch.randn(channels, channels, generator=generator, dtype=torch.float64)).Q
     return torch.cat([torch.randn(1, channels, generator=generator, dtype=torch.float64) / 256, matrix]).to(torch.float32)
@@ -170,7 +170,9 @@ def _normal_tables() -> SymbolTables:
 
 
 def _values_from_columns(x: torch.Tensor, frames: Frames) -> torch.Tensor:
-    """Return keys or values whose columns are ``x`` ``[batch, kv_head, token, dim]`` times the standard deviations that the scales imply.
+    """Return keys or values whose columns are ``x`` times the standard deviations for the frames' scales.
+
+    ``x`` is ``[batch, kv_head, token, dim]``.
     """
     batch, heads, tokens, dim = x.shape
     wide = x.float() if frames.count == heads else x.float().transpose(1, 2).reshape(batch, 1, tokens, heads * dim)

@@ -1,4 +1,4 @@
-"""Timing of work on a CUDA device."""
+"""Times work on a CUDA device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIRST_SLEEP, _LAST_SLEEP = 1 << 24, 1 << 30
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the time of one call in seconds: the median over replays of a CUDA graph with all ``calls`` in turn.
+    """Return the time of one call in seconds: the median over replays of a CUDA graph that runs all ``calls``.
 
     The device is kept busy until a replay is queued, because launching a graph with many kernels can take longer than running them.
     """
@@ -79,8 +79,7 @@ def median_seconds(call: Callable[[], object]) -> float:
 
 
 def repeated_seconds(call: Callable[[], object]) -> float:
-    """Return the time in seconds of one of several calls in a row: device time, or host time if that is longer; the median of three runs.
-    """
+    """Return the time in seconds of one of several calls in a row: device time, or host time if longer. It is the median of three runs."""
 
     def run() -> None:
         for _ in range(_CALLS_IN_A_ROW):

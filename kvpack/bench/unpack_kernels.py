@@ -1,6 +1,6 @@
 """kvpack bench kernels: time unpacking a layer to bf16 on a CUDA device, compared with a copy of the same values.
 
-There are two times per recipe: of many library calls in a row (the longer of device time and host time), and of the device only.
+There are two times per recipe: for many library calls in a row (device time, or host time if longer), and for the device only.
 """
 
 from __future__ import annotations

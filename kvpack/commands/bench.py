@@ -18,7 +18,7 @@ MODEL_HELP = (
     "(default: the demo's model)"
 )
 DEMO = "demo"
-"""Name of the demo's model in bench quality."""
+"""Name with which bench quality selects the demo's model."""
 
 TEXT_HELP = "the text that the model reads (default: the demo's text)"
 

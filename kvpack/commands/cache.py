@@ -18,7 +18,7 @@ MAX_PROMPT_BYTES = 2**26
 """Maximum size of a prompt in bytes, which is more than any model supports."""
 
 _LARGE = 1.5
-"""Ratio of actual to nominal bits per value, from which on a hint is printed. Short texts exceed it."""
+"""Ratio of actual to nominal bits per value above which a hint is printed. Short texts exceed it."""
 
 
 def add(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""The device of commands with a model, and the model and tokenizer of the commands cache and generate."""
+"""Loads the model and tokenizer for the commands cache and generate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_compact(parser: argparse.ArgumentParser) -> None:
 
 
 def load_chat_model(model: str | None, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Load a model in the dtype of its weights, and its tokenizer. None selects the demo's model.
+    """Load a model in the dtype of its weights, and its tokenizer. If ``model`` is None, loads the demo's model.
 
     Raises the errors of ``kvpack.models.load_model``.
     """

@@ -1,4 +1,4 @@
-"""The store that a command uses, with its keys and catalog, and reporting of its faults."""
+"""The store that a command uses: its encryption keys, its catalog, and a report of its faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SYSTEM_REFUSED = 3
 
 
 class CommandStore:
-    """The store that ``arguments`` name. With ``skip_sweep``, opening it does not change its contents.
+    """The store at the location in ``arguments``. With ``skip_sweep``, opening it does not change its contents.
 
     Raises the errors of opening it and of reading its key file.
     """
@@ -45,20 +45,20 @@ class CommandStore:
 
     @property
     def name(self) -> str:
-        """Location without its password, for printing."""
+        """The location without passwords, for printing."""
         return shown_location(self.arguments.store)
 
     def silent(self, entries: int) -> bool:
-        """Return True if the store had faults and none of its entries was returned. ``entries`` is the number of entries returned."""
+        """Return True if the store had faults and returned no entries. ``entries`` is the number of entries that it returned."""
         return not entries and bool(self.faults)
 
     def catalog(self) -> Catalog:
-        """Return the contents of the headers of the store's entries."""
+        """Return the catalog of the store, which lists its entries by their headers."""
         with progress("read", self.arguments) as callback:
             return read_catalog(self.backend, callback, self.cipher, max_entry_bytes=self.max_entry_bytes)
 
     def basis(self, entry: ChunkEntry) -> Basis | None:
-        """Return the basis that an entry's recipe needs, from the store, or None if it needs none or the store does not have it.
+        """Return the basis that an entry's recipe needs, read from the store, or None if it needs none or the store does not have it.
 
         Raises DigestMismatch, and the errors of decryption and ``Basis``. The store is not changed.
         """

@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
 
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all commands that write kvpack files have."""
+    """Add the options that all commands have that write kvpack files."""
     parser.add_argument(
         "--compress",
         action=argparse.BooleanOptionalAction,
@@ -54,9 +54,9 @@ def add_basis(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_recipe_option(arguments: argparse.Namespace, *, reads_cache: bool = True) -> Recipe:
-    """Return the recipe to write, with the basis if it needs one.
+    """Return the recipe to write, with its basis if it needs one.
 
-    Raises InvalidParameter for a basis that neither the recipe nor, if ``reads_cache``, the input can use.
+    Raises InvalidParameter for a basis that neither the recipe nor, with ``reads_cache``, the input file can use.
     """
     from kvpack.coding.recipes import Recipe, parse_recipe
 
@@ -98,7 +98,7 @@ def _is_compressed(path: str) -> bool:
 
 
 def _adds_bits(cache: Cache, converted: Cache) -> bool:
-    """Return True if values that were already rounded were encoded again with more bits."""
+    """Return True if values that were already rounded have been encoded again with more bits."""
     return any(
         old.runs and old.codec.exact_dtype is None and new.codec.nominal_bits > old.codec.nominal_bits
         for before, after in zip(cache, converted, strict=True)

@@ -2,11 +2,12 @@
 
 A dense file contains the tensors ``{layer}.k`` and ``{layer}.v``, ``[batch, kv_head, token, dim]``, with layers from 0, and states of
 recurrent and convolution layers as ``{layer}.state.{name}``, ``[batch, ...]``. Known token ids are in ``token_ids``, int64 ``[row,
-token]``, with a single row if all sequences have the same ids. The metadata ``kvpack.unpacked`` is JSON with the model's identity as
-``model`` and the position of the first token as ``start``; if layers start elsewhere or have no tensors, ``start`` is ``{"range": position,
-"layers": [position of each]}``. Optional entries are the user's ``metadata``, ``position_offsets``, ``undetermined`` with the inputs that
-token ids do not determine, each as ``[text, position]``, and ``hidden`` with the tokens hidden by an attention mask, as ``[row, start,
-stop]``.
+token]``, with a single row if all sequences have the same ids.
+
+The metadata ``kvpack.unpacked`` is a JSON map. ``model`` is the model's identity, and ``start`` the position of the first token. If layers
+start elsewhere or have no tensors, ``start`` is ``{"range": position, "layers": [position of each]}``. Optional entries are the user's
+``metadata``, ``position_offsets``, ``undetermined`` (the inputs that token ids do not determine, each as ``[text, position]``) and
+``hidden`` (the tokens hidden by an attention mask, as ``[row, start, stop]``).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from kvpack.file.metadata import Value
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-"""safetensors dtype names by the dtypes that ``unpack`` can write."""
+"""For each dtype that ``unpack`` can write, its name in safetensors."""
 
 IDS = "token_ids"
 """Name of the tensor with token ids."""
@@ -84,7 +85,7 @@ def unpack(arguments: argparse.Namespace) -> int:
 
 
 def pack(arguments: argparse.Namespace) -> int:
-    """Read the dense file and write a kvpack file, with everything that ``unpack`` recorded."""
+    """Read the dense file and write a kvpack file that includes everything that ``unpack`` recorded."""
     import kvpack
 
     check_output(arguments, arguments.output, arguments.input, arguments.basis, arguments.recipe)
@@ -139,7 +140,7 @@ def _metadata(cache: Cache) -> dict[str, str]:
 def _read_dense(path: str) -> tuple[list[DenseLayer], _UnpackedInfo, Inputs | None]:
     """Return the layers, the metadata and the inputs of a dense file.
 
-    Raises MissingFile, or InvalidParameter if the file is not a safetensors file or its tensors are not a dense file's.
+    Raises MissingFile, or InvalidParameter if the file is not a safetensors file or has other tensors than a dense file.
     """
     from kvpack.cache import tensor_files
     from kvpack.cache.dense_states import DenseLayer
@@ -189,7 +190,7 @@ def _inputs(path: str, ids: torch.Tensor | None, note: _UnpackedInfo) -> Inputs 
 
 
 def _check_names(path: str, names: list[str], note: _UnpackedInfo) -> int:
-    """Return the number of layers. Raises InvalidParameter if the tensors and the metadata disagree on it."""
+    """Return the number of layers. Raises InvalidParameter if the metadata contradicts the tensors."""
     if "kvpack.header" in names:
         raise InvalidParameter(f"{path} is a kvpack file, not dense K and V: use kvpack convert, or kvpack unpack first")
     names = [name for name in names if name != IDS]

@@ -40,12 +40,12 @@ PACKAGES = (
     Package("matplotlib", "3.8", "plots", "bench"),
 )
 ENGINES = ("vllm", "sglang", "lmcache", "mlx-lm")
-"""Packages for which kvpack has integrations. They are listed if they are installed."""
+"""Packages that kvpack has integrations for. They are listed if they are installed."""
 
 RECIPES = ("lossless", "fp8", "octopus-4", "oscar-2", "turboquant-3", "turboangle-k8v4", "hqmq-s96-r4")
 """One preset for each kind of codec."""
 MAX_ERROR = 0.02
-"""Maximum error of attention over packed values compared with the same values unpacked, relative to their norm."""
+"""Maximum error of attention over packed values, compared with attention over the same values unpacked, relative to the latter's norm."""
 FAILED = 1
 _FILES_ON = "files on "
 
@@ -95,7 +95,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _run_checks(callback: Callable[[int, int], None] | None) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """Return the backend of each kind of device, and the results of all checks."""
+    """Run all checks. Returns the backend of each kind of device, and the results."""
     try:
         import torch
 
@@ -139,7 +139,7 @@ def _values(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _files(device: str) -> str:
-    """Pack, save, load and attend a cache with each recipe, and compare attention with that over the unpacked values."""
+    """Pack, save, load and attend to a cache with each recipe, and compare the result with attention over the unpacked values."""
     import torch
 
     import kvpack
@@ -225,7 +225,7 @@ def _model() -> str:
 
 
 def _advice(packages: list[dict[str, Any]], kernels: dict[str, str], checks: list[dict[str, Any]]) -> list[str]:
-    """Return advice on failed checks and on missing packages and features, most important first."""
+    """Return advice on failed checks and on missing packages and features. The most important comes first."""
     missing = any(package["name"] == "torch" and package["version"] is None for package in packages)
     failed = [check["name"] for check in checks if not check["ok"] and not missing]
     advice = [f"{name} failed: report it with the output of kvpack doctor --json" for name in failed]

@@ -98,7 +98,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def hub_name(path: str) -> str:
-    """Return the hub name of the model recorded in the file at ``path``. Raises InvalidParameter unless it has an owner.
+    """Return the name on the hub of the model recorded in the file at ``path``. Raises InvalidParameter unless the name has an owner.
 
     A name without an owner may be that of a local folder, and belong to another model on the hub.
     """

@@ -1,4 +1,4 @@
-"""kvpack inspect: print the contents of a file from its checked header, and the SHA-256 of a basis."""
+"""kvpack inspect: print the contents of a file according to its checked header, and the SHA-256 of a basis."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _print(summary: dict[str, Any]) -> None:
 
 
 def _print_layers(summary: dict[str, Any]) -> None:
-    """Print the table of layers, with one row for layers that differ at most in bytes."""
+    """Print the table of layers. Consecutive layers that differ only in their numbers of bytes share a row."""
     # Parameters are below the table, which then fits in 80 characters.
     codecs = [f"{params['id']} ({number})" for number, params in enumerate(summary["codecs"])]
     whole = (summary["start"], summary["stop"])
@@ -136,7 +136,7 @@ def _print_layers(summary: dict[str, Any]) -> None:
 
 
 def _group_layers(layers: list[dict[str, Any]]) -> Iterator[tuple[int, int, str, dict[str, Any], int]]:
-    """Yield (first layer, last layer, "k" or "v", side, bytes) for each range of layers that differ at most in bytes."""
+    """Yield (first layer, last layer, "k" or "v", side, bytes) for each range of layers that differ only in their numbers of bytes."""
     for _, run in groupby(enumerate(layers), key=lambda numbered: {name: _shape(side) for name, side in numbered[1].items()}):
         numbered = list(run)
         for name, side in numbered[0][1].items():
@@ -148,7 +148,7 @@ def _shape(side: dict[str, Any]) -> dict[str, Any]:
 
 
 def _codec_text(params: dict[str, Any]) -> str:
-    """Return a codec's id and parameters in one line, without tables, packing and unset options."""
+    """Return a codec's id and parameters as one line, without tables, packing and unset options."""
     named = {name: value for name, value in params.items() if name not in ("id", "dim", "fields", "seed") and not isinstance(value, bytes)}
     # Show only the name of a sidecar whose parameters are a map.
     words = (name if isinstance(value, dict) else f"{name}={value}" for name, value in named.items() if value != "none")
@@ -156,7 +156,7 @@ def _codec_text(params: dict[str, Any]) -> str:
 
 
 def _recipe_text(text: str) -> str:
-    """Return the name of the preset whose recipe is ``text``, or the text."""
+    """Return the name of the preset that has the recipe ``text``, or ``text`` itself if there is none."""
     from kvpack.coding.recipes import preset_name
 
     return printable(preset_name(text) or text)

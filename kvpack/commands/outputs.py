@@ -1,4 +1,4 @@
-"""Checks of commands' output files. They must not be inputs, and existing ones are replaced only with ``--force``."""
+"""Checks of commands' output files. They must not be inputs, and existing files are replaced only with ``--force``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".py", "merges.txt", "vocab.txt")
-"""File name suffixes that belong to a model or its tokenizer."""
+"""Suffixes of files that belong to a model or its tokenizer."""
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""A command-line parser that names unknown words and suggests the closest known word."""
+"""A command-line parser whose errors contain the unknown word and the closest known word."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Parser(argparse.ArgumentParser):
-    """A command-line parser without abbreviations, whose errors name the unknown word and a similar known word.
+    """A command-line parser without abbreviations. Its errors contain the unknown word and the closest known word.
 
     ``hints`` maps options of other commands or programs to what to write instead.
     """
@@ -50,7 +50,7 @@ def _unknown_option_message(parser: Parser, words: Sequence[str]) -> str | None:
 
 
 def _similar_command(parser: Parser, words: Sequence[str]) -> str:
-    """Return a suggestion if the first word that is not an option is not a command of this parser."""
+    """Return a suggestion if the first word that is not an option is no command of this parser, otherwise an empty string."""
     commands = _commands(parser)
     word = next((word for word in words if not word.startswith("-")), None)
     if commands is None or word is None or word in commands.choices:

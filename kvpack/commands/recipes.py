@@ -35,19 +35,19 @@ RECOMMENDED = {
     "transform-1": "smallest; needs a basis",
     "transform-0.6": "smallest; needs a basis",
 }
-"""The recipes that are listed without ``--all``, with a note on each."""
+"""The recipes that are listed without ``--all``, each with a note."""
 
 _KLT, _TRANSFORM = "calibrated for the model", "calibrated for the model, entropy-coded"
 CALIBRATED = dict.fromkeys(("klt-2.5", "klt-1.75", "klt-1.25"), _KLT) | dict.fromkeys(
     ("transform-1.5", "transform-1", "transform-0.6"), _TRANSFORM
 )
-"""Measured recipes that need a basis, and their sources. Their codecs also support other numbers of bits."""
+"""Measured recipes that need a basis, each with its source. Their codecs also support other numbers of bits."""
 
 DEFAULTS = {"layers": 32, "heads": 8, "tokens": 4096, "dim": 128}
-"""Default shape of the cache. Presets for one model have that model's layers and head dim."""
+"""Default shape of the cache. Presets for one model have that model's number of layers and head dim."""
 
 MEASURED_MODEL = "SmolLM2-135M-Instruct"
-"""Model of the published measurement."""
+"""The model on which the published losses were measured."""
 
 _LIMITS = {"layers": MAX_LAYERS, "heads": MAX_HEADS, "tokens": MAX_TOKENS, "dim": MAX_DIM}
 
@@ -80,7 +80,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one row per recipe, followed by the additions if all presets are listed."""
+    """Print one row per recipe, followed by the additions to recipes if all presets are listed."""
     from kvpack.coding.presets import ADDITIONS, PUBLISHED
 
     lists_all = arguments.all or arguments.json
@@ -145,7 +145,7 @@ def _show(
     shape: dict[str, int],
     model: _ModelShape | None,
 ) -> None:
-    """Print the table of ``rows`` and explain its columns. The rows are for caches of ``shape`` or of ``model``."""
+    """Print the table of ``rows`` and explain its columns. They are about caches of ``shape``, or of ``model`` if it is not None."""
     same_shape = len({(row["layers"], row["dim"]) for row in rows}) == 1
     if model is not None:
         suffix = f" of {arguments.model}: {model.words}"
@@ -170,7 +170,7 @@ def _show(
 
 
 def _print_table(title: str, rows: Sequence[dict[str, Any]], without_basis: Sequence[dict[str, Any]], *, notes: bool) -> None:
-    """Print the columns that fit in 80 characters. With ``notes``, this includes a note on each recipe, otherwise unsuitable keys."""
+    """Print the columns that fit in 80 characters. With ``notes``, they include a note on each recipe, otherwise the unsuitable keys."""
     print_table(
         title,
         ["recipe", "note" if notes else "breaks on", "bits in\nthe file", "bytes", "KL"],
@@ -236,7 +236,7 @@ def _with_measured_bits(error: MissingBasis, published: _PublishedMeasurement | 
 
 
 class _ModelShape(NamedTuple):
-    """The shape of a model's caches: all layers, the most common layer shape, and a description for the table's title."""
+    """The shape of a model's caches: all layers, the most common shape of a layer, and a description for the table's title."""
 
     layers: list[LayerShape | None]
     shape: dict[str, int]
@@ -244,7 +244,7 @@ class _ModelShape(NamedTuple):
 
 
 def _model_shape(path: str, requested: dict[str, int], basis: Basis | None) -> _ModelShape:
-    """Return the shape of the caches of the model ``path``. Raises InvalidParameter if ``requested`` contradicts it."""
+    """Return the shape of the caches of the model at ``path``. Raises InvalidParameter if ``requested`` contradicts it."""
     from kvpack.models import cache_shapes
 
     layers = cache_shapes(path)
@@ -280,7 +280,7 @@ def _divergence(value: float | None) -> str:
 
 
 def shape_of(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
-    """Return ``requested`` with the layers, heads and head dim of the model of ``basis``.
+    """Return ``requested`` with the number of layers, the heads and the head dim of the model of ``basis``.
 
     Raises InvalidParameter if ``requested`` contradicts them, or if the layers differ in shape.
     """
@@ -304,7 +304,7 @@ def _row(
     *,
     listed: bool,
 ) -> dict[str, Any]:
-    """Return the row of one recipe. If it is ``listed`` but does not support the shape, its bits are None."""
+    """Return the row of the recipe ``name``. If it is ``listed`` but does not support the shape, its bits are None."""
     from kvpack.coding.presets import PUBLISHED, Preset
     from kvpack.coding.recipes import Recipe, parse_recipe
 
@@ -351,7 +351,7 @@ def _published() -> dict[str, _PublishedMeasurement]:
 
 
 def _unsuitable_keys(recipe: Recipe, shape: dict[str, int]) -> list[str]:
-    """Return the kinds of keys that the recipe is not suitable for."""
+    """Return the kinds of keys for which the recipe is not suitable."""
     try:
         codecs = {recipe.codec(layer, shape["layers"], "k", shape["dim"]) for layer in range(shape["layers"])}
     except (InvalidParameter, MissingBasis):
@@ -378,16 +378,16 @@ def _layer_after(layer: LayerShape | None, tokens: int) -> _SizedLayer | None:
 
 
 def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
-    """Return nominal and actual bits per value (see ``recipe_sizes``) for equal layers."""
+    """Return the nominal and the actual bits per value of a cache of equal layers (see ``recipe_sizes``)."""
     return recipe_sizes(recipe, _equal_layers(layers, heads, tokens, dim))[:2]
 
 
 def recipe_sizes(recipe: Recipe, layers: Sequence[_SizedLayer | None]) -> tuple[float, float, int]:
     """Return the nominal bits per value, and the bits per value and the size in bytes of a file with one sequence.
 
-    Sizes that depend on the values are estimated, assuming no outliers, no raw tokens of low norm, and, for the codec lossless, normally
+    Sizes that depend on the values are estimated, assuming no outliers, no raw tokens of low norm and, for the codec lossless, normally
     distributed values. Raises OutOfBounds if the recipe names other layers, InvalidParameter if a codec does not support a head dim, and
-    InvalidHeader or LimitExceeded if a file cannot have the size.
+    InvalidHeader or LimitExceeded if a file of this shape is not possible.
     """
     from kvpack.file.container import file_size
     from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of

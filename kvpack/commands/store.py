@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 KEY_BYTES = 32
 _LAST_TIME = 253_402_300_799
-"""End of the year 9999 in seconds since 1970, the last date that datetime supports."""
+"""End of the year 9999, the last date that datetime supports, in seconds since 1970."""
 KEY_FILE_VARIABLE = "KVPACK_KEY_FILE"
 """Environment variable with the path of the key file if ``--key-file`` is not set."""
 
@@ -144,7 +144,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 
 def _recipe(row: dict[str, Any]) -> str:
-    """Return the recipe of a row, as the name of a preset if it has one."""
+    """Return the recipe of a row, or the name of the preset that has this recipe."""
     from kvpack.coding.recipes import preset_name
 
     return printable(preset_name(row["recipe"]) or row["recipe"])
@@ -159,7 +159,7 @@ def _are(count: int) -> str:
 
 
 def _notes(catalog: Catalog, *, keys: bool) -> list[str]:
-    """Return notes on entries that are not listed, and on unencrypted entries next to encrypted entries."""
+    """Return notes on entries that are not listed, and on unencrypted entries if others are encrypted."""
     closed = len(catalog.undecryptable)
     refused = len(catalog.unreadable) - closed
     lines = []
@@ -214,7 +214,7 @@ def _prefix_row(prefix: Prefix, pinned: bool) -> dict[str, Any]:
 
 
 def run_stat(arguments: argparse.Namespace) -> int:
-    """Print totals and one row per identity."""
+    """Print the totals, and one row per identity."""
     from kvpack.store.summary import summarize
 
     from .command_store import CommandStore
@@ -309,7 +309,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
 
 
 def run_unpin(arguments: argparse.Namespace) -> int:
-    """Unpin the prefix whose key starts with the given digits. Raises InvalidParameter unless exactly one matches."""
+    """Unpin the prefix whose key starts with the digits in ``arguments.key``. Raises InvalidParameter unless exactly one matches."""
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.pin_terms import validate_owner
 
@@ -336,7 +336,7 @@ def run_unpin(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Check all entries. Returns the worst exit code of the rejected ones, or 3 if the store does not respond."""
+    """Check all entries. Returns the worst exit code of the rejected entries, or 3 if the store does not respond."""
     from kvpack.formats.errors import Undecryptable
     from kvpack.store.catalog import verify
     from kvpack.store.faults import means_damage
@@ -369,7 +369,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def run_gc(arguments: argparse.Namespace) -> int:
-    """Collect garbage, and print the removed and the remaining entries."""
+    """Remove garbage, and print the removed and the remaining entries."""
     from kvpack.store.directory import Directory
     from kvpack.store.reclaim import reclaim
 

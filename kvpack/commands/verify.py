@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify all files. Returns the worst exit code of the rejected ones (``kvpack.errors``)."""
+    """Verify all files. Returns the worst exit code of the rejected files (``kvpack.errors``)."""
     from kvpack.coding.inspection import verify
 
     codes: list[int] = []
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _remove_unfinished(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Remove the unfinished files of dead writers from ``folder``, and report them."""
+    """Remove the unfinished files of dead writers from ``folder``. Returns the removed and the remaining ones for the report."""
     from kvpack.file.atomic import remove_dead
 
     removed, remaining = remove_dead(folder)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ADDRESS = "127.0.0.1"
 PACKAGE = Path(__file__).resolve().parents[1]
 FOLDERS = {"viewer": PACKAGE / "viewer", "readers/javascript": PACKAGE / "javascript"}
-"""URL paths that the page uses, and the folders that are served there."""
+"""The folders that are served, by the URL paths that the page uses."""
 TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
 PIECE = 1 << 20
 IDLE_SECONDS = 60
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Viewer(ThreadingHTTPServer):
-    """A server for the page and one file, under a random path that only its URL contains.
+    """A server for the page and one file, under a random path that only the server's URL contains.
 
     ``path`` is the file, and ``port`` is the port on 127.0.0.1 (0 for a free one). Raises MissingFile if the file is not a readable regular
     file, and InvalidParameter if the port cannot be used.
@@ -169,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _path_below_token(self) -> str | None:
-        """Return the path below the token in the URL, or None if the token is missing or wrong."""
+        """Return the path after the token in the URL, or None if the token is missing or wrong."""
         _, _, remainder = self.path.partition("/")
         token, _, path = remainder.partition("/")
         is_valid = hmac.compare_digest(token.encode("latin-1", "replace"), self.server.token.encode())
@@ -188,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Respond to malformed requests with the usual headers, and without a page that repeats their text."""
+        """Respond to malformed requests with the usual headers, and without a page that repeats the text of the request."""
         self.close_connection = True
         self.command = self.command or "GET"
         self.request_version = "HTTP/1.1"

@@ -18,7 +18,7 @@ OPTIONS = {
     "heads": (8, "KV heads"),
     "dim": (128, "head dim"),
 }
-"""Options for the model's shape, with their defaults."""
+"""Options for the model's shape: the default and the help text of each."""
 FAILED = 1
 
 
@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile, and print what was compiled; return 1 if a kernel does not compile."""
+    """Compile the kernels, and print what was compiled. Returns 1 if a kernel does not compile."""
     from kvpack.bench import compile_ahead
 
     requested = {name: value for name in OPTIONS if (value := getattr(arguments, name.replace("-", "_"))) is not None}

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 RECIPES = ("bf16", "turboangle-k8v4", "octopus-4", "hqmq-s96-r4", "octopus-3", "hqmq-s24-r3", "oscar-2")
-"""The uncompressed baseline, and one recipe of each family of codecs, in descending order of bits."""
+"""The uncompressed baseline, and one recipe from each family of codecs, in descending order of bits."""
 
 PROMPT_BYTES = 2000
 SAMPLE_BYTES = 60
@@ -51,7 +51,7 @@ _KEY_LINE = re.compile(rb"\[\[key (\w{6}) = (\w{8})\]\]")
 
 
 def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Write one file per recipe, read each in a new process, and return sizes, errors, answers and times as JSON values.
+    """Write one file per recipe, and read each in a new process. Returns sizes, errors, answers and times as JSON values.
 
     ``out`` is a folder in which the files are kept. ``progress`` counts files written and read. Raises InvalidParameter, or KvpackError if
     transformers is not installed or a reader fails.
@@ -82,7 +82,7 @@ def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | 
 
 
 def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the (k, v) pair of each layer after BOS and ``prompt``: float32 ``[1, kv_head, token, dim]`` each."""
+    """Return the keys and values of each layer after BOS and ``prompt``, each float32 ``[1, kv_head, token, dim]``."""
     transformers = transformers_library()
     model, cache = load_model(), transformers.DynamicCache()
     with torch.inference_mode():
@@ -92,7 +92,7 @@ def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @rounding_is_shown()
 def write(pairs: list[tuple[torch.Tensor, torch.Tensor]], recipe: str, path: Path) -> dict[str, Any]:
-    """Pack and save ``pairs``, and compare the decoded values with the original values."""
+    """Pack and save ``pairs``. Returns sizes and times, and the similarity of the decoded and the original values."""
     pack, save = kvpack.pack, kvpack.save
     started = time.perf_counter()
     cache = pack(pairs, recipe, model=IDENTITY)
@@ -115,7 +115,7 @@ def write(pairs: list[tuple[torch.Tensor, torch.Tensor]], recipe: str, path: Pat
 
 
 def read(path: str) -> dict[str, Any]:
-    """Load and verify the file, and continue the text without unpacking the cache. Runs in the process that reads the file."""
+    """Load and verify the file, and continue the text without unpacking the cache. Returns times and results."""
     load = kvpack.load
     # Collect garbage from imports now, so that it does not count as loading time.
     gc.collect()
@@ -127,9 +127,10 @@ def read(path: str) -> dict[str, Any]:
 
 @rounding_is_shown()
 def continue_from(past: Cache | Any) -> dict[str, Any]:
-    """Look up the keys, continue the text, and score the true continuation, all from the same prefilled cache.
+    """Look up the keys, continue the text, and score the actual continuation, all from the same prefilled cache. Returns the results.
 
-    ``past`` is a packed Cache, which is attended directly, or a transformers cache. It contains BOS and the prompt without its last byte.
+    ``past`` is a packed Cache, which is attended to directly, or a transformers cache. It contains BOS and the prompt without its last
+    byte.
     """
     from kvpack.integrations.transformers import KvpackCache
 
@@ -202,7 +203,7 @@ def _read_in_process(path: str) -> dict[str, Any]:
 
 
 def _greedy(model: Any, cache: Any, prompt: bytes, count: int) -> str:
-    """Generate ``count`` bytes after ``prompt``, choosing the most likely byte each time."""
+    """Return the ``count`` bytes that the model generates after ``prompt``, choosing the most likely byte each time."""
     tokens, result = torch.tensor([[*prompt]]), []
     for _ in range(count):
         token = int(model(tokens, **cache_names.cache_argument(model, cache)).logits[0, -1, :BOS].argmax())
@@ -226,7 +227,7 @@ def _file_name(recipe: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run ``python -m kvpack.demo.files reader FILE``: print the reader's results as JSON."""
+    """Run ``python -m kvpack.demo.files reader FILE``, which prints the reader's results as JSON."""
     command, path = words
     if command != "reader":
         raise SystemExit(f"unknown command {command!r}, expected reader")

@@ -54,7 +54,7 @@ def run(location: str, recipe: str = RECIPE, *, progress: Progress | None = None
 
 
 def load_or_prefill(location: str, recipe: str) -> dict[str, Any]:
-    """Do the work of one process: load the longest stored prefix, or prefill and save it if there is none, and continue from it."""
+    """Do the work of one process: load the longest stored prefix, or prefill and save it, and generate tokens. Returns the results."""
     from kvpack.integrations.transformers import KvpackCache
 
     model = load_model(attention="kvpack")
@@ -100,7 +100,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run ``python -m kvpack.demo.store LOCATION RECIPE``: print the results of one process as JSON."""
+    """Run ``python -m kvpack.demo.store LOCATION RECIPE``, which prints the results of one process as JSON."""
     location, recipe = words
     with one_thread():
         print(json.dumps(load_or_prefill(location, recipe)))

@@ -1,4 +1,4 @@
-"""Description of the adapters in effect on a model as text: their names, and a digest of their weights, scaling and state."""
+"""Describes the adapters in effect on a model as text: their names, and a digest of their weights, scaling and state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CUSTOM_ADAPTERS = re.compile(r"lora|adapter", re.IGNORECASE)
 
 
 def adapters_text(layers: Sequence[ModelPart], named: str | None) -> str:
-    """Return the identity field ``adapter``: the names of the adapters in effect (or ``named``) and their digest.
+    """Return the identity field ``adapter``: the names of the adapters in effect (or ``named``), and their digest.
 
     The field is empty without adapters. Adapters that are loaded but not in effect are ignored. Raises InvalidParameter, naming the module,
     for an adapter that kvpack cannot describe.
@@ -81,7 +81,7 @@ def _layer_state(part: ModelPart, active: list[str]) -> list[Any]:
 
 
 def _module_state(where: str, module: Any, other_adapters: Collection[str]) -> list[Any]:
-    """Describe an adapter module's attributes, tensors and inner modules, except those of the adapters ``other_adapters``."""
+    """Return a description of an adapter module's attributes, tensors and inner modules, except those of ``other_adapters``."""
     import torch
 
     check_determined(where, type(module))
@@ -117,7 +117,7 @@ def _has_class(value: Any, name: str) -> bool:
 
 
 def _prompt_state(model: Any, names: set[str]) -> list[Any]:
-    """Describe the learned prompt that a PeftModel prepends to the tokens, if it is enabled, and add its name to ``names``."""
+    """Return a description of the learned prompt that a PeftModel prepends, if it is enabled. Adds the prompt's name to ``names``."""
     encoders = model._modules.get("prompt_encoder")
     if encoders is None or model._adapters_disabled:
         return []

@@ -1,4 +1,4 @@
-"""Interpretation of the argument ``model=``, which identifies the model that a cache belongs to."""
+"""Interprets the argument ``model=``, which identifies the model of a cache."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ModelArgument: TypeAlias = torch.nn.Module | Identity | str | Mapping[str, str]
 def model_fields(model: ModelArgument | None) -> dict[str, str]:
     """Return the fields that identify ``model`` in a cache, or an empty dict for None.
 
-    Raises InvalidType for a value of any other type, and InvalidParameter for a model that ``Identity.of`` rejects, or for fields that a
-    header cannot store.
+    Raises InvalidType for a value of any other type. Raises InvalidParameter for a model that ``Identity.of`` rejects, and for fields that
+    a header cannot store.
     """
     result: dict[str, Any]
     if model is None:

@@ -1,4 +1,4 @@
-"""Conversion of values to text that is the same in every process, for the digests of an identity (spec/store.md, Keys)."""
+"""Converts values to text that is the same in every process, for the digests of an identity (spec/store.md, Keys)."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def weights_kind(weights: str) -> str:
 
 
 def json_digest(value: Any) -> str:
-    """Return the SHA-256, in hexadecimal digits, of ``json_text`` of ``value``."""
+    """Return the SHA-256 of ``json_text(value)`` in hexadecimal digits."""
     return f"sha256:{hashlib.sha256(json_text(value).encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 def json_text(value: Any) -> str:
-    """Return ``value``, which ``to_json_value`` has converted, as JSON without spaces and with sorted keys."""
+    """Return ``value``, a result of ``to_json_value``, as JSON without spaces and with sorted keys."""
     return _JSON.encode(value)
 
 
@@ -58,7 +58,7 @@ def class_name(kind: type) -> str:
 
 
 def to_json_value(where: str, value: Any, max_values: int | None = None) -> Any:
-    """Convert ``value`` to JSON values. A tensor becomes its digest, which covers at most ``max_values`` of its values.
+    """Return ``value`` as JSON values. A tensor becomes its digest, which covers at most ``max_values`` of its values.
 
     Raises InvalidParameter, naming ``where``, for a value that kvpack cannot convert to text.
     """
@@ -99,7 +99,7 @@ def to_json_value(where: str, value: Any, max_values: int | None = None) -> Any:
 
 
 def is_constant(value: Any) -> bool:
-    """Return True for a tensor, array or NumPy scalar, and for a structure or container of constants and scalars."""
+    """Return True for a tensor, array or NumPy scalar, and for a structure or container of such constants and of scalars."""
     import torch
 
     if isinstance(value, (torch.Tensor, numpy.generic)):
@@ -129,7 +129,7 @@ def _is_structure(value: Any) -> bool:
 
 
 def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = None) -> str:
-    """Return a tensor's dtype, its shape and the XXH3-128 of its bytes. A quantized tensor is described by all of its parts.
+    """Return a tensor's dtype and shape, and the XXH3-128 of its bytes. For a quantized tensor, all of its parts are described.
 
     With ``max_values``, only that many evenly spaced values are digested. Raises InvalidParameter, naming ``where``, for a tensor whose
     values are not in memory or cannot be read as bytes.
@@ -164,12 +164,12 @@ def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = Non
 
 
 def tensor_text(tensor: torch.Tensor) -> str:
-    """Return the part of a dense tensor's ``tensor_digest`` that precedes the digest: its dtype and shape."""
+    """Return the part of a dense tensor's ``tensor_digest`` before the digest: its dtype and shape."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any]:
-    """Return ``to_json_value(name, value, max_values)`` for each of ``named``.
+    """Return the result of ``to_json_value`` for each (name, value) in ``named``.
 
     Tensors are read in batches, because each read waits for a device.
     """
@@ -194,11 +194,14 @@ def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any
 
 
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""Integer dtype as which values are read, by item size."""
+"""The integer dtype as which values are read, by their size in bytes."""
 
 
 def _batch_digests(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, max_values: int) -> dict[int, str]:
-    """Return the ``tensor_digest`` of tensors with the same device and item size, by number. Values are read as integers of ``dtype``."""
+    """Return the ``tensor_digest`` of each of ``tensors``, pairs (number, tensor), by number. Values are read as integers of ``dtype``.
+
+    The tensors must be on the same device and have the same item size.
+    """
     import torch
 
     samples = [x if x.dim() == 1 else x.flatten() for x in (_spaced_values(tensor, max_values) for _, tensor in tensors)]

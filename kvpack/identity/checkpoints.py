@@ -1,4 +1,4 @@
-"""Digest of a checkpoint's files. Every byte is read once, and the digests of unchanged files are cached."""
+"""The digest of a checkpoint's files. Every byte is read once, and the digests of unchanged files are cached."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PIECE_BYTES = 1 << 26
-"""Size of the pieces of a file that one thread reads and digests."""
+"""Size in bytes of the pieces of a file. Each is read and digested by one thread."""
 BUFFER_BYTES = 1 << 22
 THREADS = 16
 """Maximum number of threads that read at the same time. A single thread cannot saturate a fast disk."""
 SETTLED_SECONDS = 2.0
-"""Age in seconds from which on a file's times are reliable, because a later change sets a different time.
+"""Age in seconds at which a file's times are reliable, because a later change yields another time.
 
 Digests of younger files are not cached.
 """
@@ -63,7 +63,7 @@ def _file_digest(path: str) -> str:
 
 
 def digest_file_bytes(path: str, size: int) -> str:
-    """Return the SHA-256 of the XXH3-128 of each ``PIECE_BYTES`` of a file of ``size`` bytes, read in threads. Raises OSError."""
+    """Return the digest of a file of ``size`` bytes: the SHA-256 of the XXH3-128 of each piece of ``PIECE_BYTES`` bytes. Raises OSError."""
     total = hashlib.sha256(size.to_bytes(8, "little"))
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -91,7 +91,7 @@ def _status(path: str) -> dict[str, int]:
 
 
 class _CachedDigest:
-    """The cache file for the digest of one file. ``place`` is its path, or None if there is no cache folder."""
+    """The cached digest of one file. ``place`` is the path of the cache file, or None if there is no cache folder."""
 
     def __init__(self, path: str, cache_path: str | None) -> None:
         self._path, self._place = path, cache_path
@@ -131,7 +131,7 @@ class _CachedDigest:
 
 @contextlib.contextmanager
 def _open_record(path: str) -> Iterator[_CachedDigest]:
-    """Yield a file's cached digest under a lock. One process at a time reads the file, and the others find its digest."""
+    """Yield a file's cached digest while holding a lock. One process at a time reads the file, and the others then find its digest."""
     folder = _folder()
     if folder is None:
         yield _CachedDigest(path, None)
@@ -149,7 +149,7 @@ def _open_record(path: str) -> Iterator[_CachedDigest]:
 
 
 def _folder() -> str | None:
-    """Return this user's cache folder for digests, which is created if missing, or None if other users could write to it."""
+    """Return this user's cache folder for digests, or None if other users could write to it. A missing folder is created."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.join(base, "kvpack-checkpoints")
     try:
@@ -160,5 +160,5 @@ def _folder() -> str | None:
 
 
 def _is_written_by_user(status: os.stat_result, is_kind: Any) -> bool:
-    """Return True if only this user can have written a file or folder."""
+    """Return True if a file or folder is of the kind ``is_kind`` and only this user can have written it."""
     return is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -1,4 +1,4 @@
-"""Determination of the identity of a serving engine's pages from the model's folder, without loading the model."""
+"""Determines the identity of a serving engine's pages from the model's folder, without loading the model."""
 
 from __future__ import annotations
 

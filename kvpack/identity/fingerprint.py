@@ -1,4 +1,4 @@
-"""Digests of a transformers model: of its weights, and of its configuration, modules, dtypes and buffers."""
+"""Digests of a transformers model's weights, and of its configuration, modules, dtypes and buffers."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _IGNORED_ATTRIBUTES = {"gradient_checkpointing", "hf_device_map", "name_or_path"
 """Attributes of modules that do not affect keys and values."""
 SAMPLED_VALUES = 64
 _LIBRARIES = {"accelerate", "peft", "torch", "transformers"}
-"""Packages whose private attributes do not affect keys and values. Private attributes of other modules may be constants."""
+"""Packages whose modules have only private attributes that do not affect keys and values. Those of other modules may be constants."""
 _STATE_METHODS = {"_save_to_state_dict", "get_extra_state", "state_dict"}
 """Methods that a module overrides to define its own state."""
 _MAX_LENGTH_SUFFIX = "max_seq_len_cached"
-"""Suffix of attributes in which a rotary embedding stores the longest sequence length so far. A buffer already reflects it."""
+"""Suffix of attributes in which a rotary embedding stores the longest sequence length so far. Its buffers already depend on it."""
 _POSITION_ATTRIBUTE = "rope_deltas"
 """Attribute in which a model stores the position of the text after the last prompt's images. It is None before the first prompt."""
 _CALL_WORDS = ("cache", "state", "long_inv_freq", _POSITION_ATTRIBUTE)
@@ -56,7 +56,7 @@ _FREQUENCIES = "inv_freq"
 
 
 def model_name(loaded_from: str) -> str:
-    """Return a model's name on the hub, or the last part of the folder that it was loaded from.
+    """Return a model's name on the hub, or the last part of the folder from which it was loaded.
 
     The rest of the path is dropped, so that files do not contain this machine's paths.
     """
@@ -71,12 +71,12 @@ def model_name(loaded_from: str) -> str:
 
 
 def weights_of(model_parts: Iterable[ModelPart]) -> Weights:
-    """Start computing the digest of all parameters and persistent buffers except those of adapters. Raises InvalidParameter."""
+    """Start computing the digest of all parameters and persistent buffers, except those of adapters. Raises InvalidParameter."""
     return Weights(_states(model_parts))
 
 
 def weights_sample(model_parts: Iterable[ModelPart]) -> str:
-    """Return ``SAMPLE`` and a digest of ``SAMPLED_VALUES`` evenly spaced values of each tensor of ``weights_of``.
+    """Return ``SAMPLE`` and a digest of ``SAMPLED_VALUES`` evenly spaced values of each tensor that ``weights_of`` digests.
 
     Files of earlier versions contain this digest. Raises InvalidParameter.
     """
@@ -90,7 +90,7 @@ def weights_sample(model_parts: Iterable[ModelPart]) -> str:
 
 
 def config_digest(config: Any, model_parts: Iterable[ModelPart]) -> str:
-    """Return a digest of everything that keys and values depend on, except the weights' values and the adapters.
+    """Return a digest of everything on which keys and values depend, except the weights' values and the adapters.
 
     It covers the model's configuration, and for every module its class, its plain attributes, the types, dtypes and shapes of its
     parameters, and its current buffers. Raises InvalidParameter.
@@ -130,7 +130,7 @@ def _model_modules(model_parts: Iterable[ModelPart]) -> Sequence[ModelPart]:
 
 
 def _states(model_parts: Iterable[ModelPart]) -> list[tuple[str, Any]]:
-    """Return the model's state by name, sorted, including the extra attributes of quantized modules."""
+    """Return the model's state as sorted (name, value) pairs, including the extra attributes of quantized modules."""
     defaults: dict[type, bool] = {}
     named: list[tuple[str, Any]] = []
     for part in _model_modules(model_parts):
@@ -162,7 +162,7 @@ def _default_state(part: ModelPart) -> Iterator[tuple[str, Any]]:
 
 
 def _fetch_offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` with its values, which accelerate may have offloaded to another device or to disk."""
+    """Return the tensor ``x`` with its values, which accelerate may have offloaded to another device or to disk."""
     hook = vars(module).get("_hf_hook")
     for inner in getattr(hook, "hooks", (hook,)):
         values = getattr(inner, "weights_map", None)
@@ -173,7 +173,7 @@ def _fetch_offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> tor
 
 
 def _own_state(part: ModelPart) -> dict[str, Any]:
-    """Return the state dict entries of a module that defines its own state, without those of its children."""
+    """Return the state dict of a module that defines its own state, without its children's entries."""
     import torch
 
     module, prefix = part.module, f"{part.name}."
@@ -224,7 +224,7 @@ def _module(part: ModelPart) -> list[Any]:
 def _short_sequence_frequencies(module: torch.nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:
     """Return a rotary embedding's frequencies for short sequences if the last forward pass may have changed ``buffer``.
 
-    Otherwise, ``buffer`` is returned.
+    Otherwise, returns ``buffer``.
     """
     before, found, _ = name.rpartition(_FREQUENCIES)
     first = module._buffers.get(f"{before}original_{_FREQUENCIES}") if found else None
@@ -241,7 +241,7 @@ def _short_sequence_frequencies(module: torch.nn.Module, name: str, buffer: torc
 
 
 def _attributes(where: str, found: Mapping[str, Any]) -> list[Any]:
-    """Return the attributes of a module that are settings, by name."""
+    """Return the attributes of a module that are settings, as (name, value)."""
     attributes = []
     for name in _setting_names(tuple(found)):
         value = None if name == _POSITION_ATTRIBUTE else found[name]
@@ -254,7 +254,7 @@ def _attributes(where: str, found: Mapping[str, Any]) -> list[Any]:
 
 
 def _constants(where: str, module: torch.nn.Module) -> list[Any]:
-    """Return the tensors, arrays and structures in a module's plain attributes, and a custom module's private floats, by name.
+    """Return the tensors, arrays and structures in a module's plain attributes, and a custom module's private floats, with their names.
 
     Modules that define their own state have none, because theirs are among the weights.
     """
@@ -305,7 +305,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _kind(where: str, tensor: torch.Tensor) -> list[Any]:
-    """Describe a parameter's class, attributes and dtype, which show how it is quantized."""
+    """Return a parameter's class, dtype, shape and attributes, which show how it is quantized."""
     attributes = _attributes(where, getattr(tensor, "__dict__", {}))
     kinds = [class_name(type(tensor)), str(tensor.dtype), list(tensor.shape), attributes]
     if hasattr(tensor, "__tensor_flatten__"):

@@ -1,4 +1,4 @@
-"""The identity of a prefix: everything that its bytes depend on, except its tokens.
+"""The identity of a prefix: everything on which its bytes depend, except its tokens.
 
 Stores with different identities share no entries.
 """
@@ -36,7 +36,7 @@ _HEADER_NAMES = {"model": "name"}
 
 @dataclass(frozen=True, init=False)
 class Identity:
-    """The identity of a prefix: everything that its keys and values depend on, except the tokens, as text.
+    """The identity of a prefix: everything on which its keys and values depend, except the tokens, as text.
 
     Stores with different identities share no entries. ``Identity.of`` returns the identity of a transformers model, and
     ``Identity.of_engine`` that of a serving engine's pages.
@@ -51,8 +51,8 @@ class Identity:
         tenant: Owner of the entries, as any text. All users without a tenant share the empty one.
         config: Digest of the configuration, the modules with their settings and quantization, and the buffers.
         extra: Anything else that affects the values, such as a forward hook (spec/notes.md lists what kvpack detects).
-        digests: Digests of all weights and of a sample of them, to reject caches of other weights even if they use another kind of digest.
-            Not in keys.
+        digests: Digests of all weights and of a sample of them. They serve to reject caches of other weights even if these use another
+            kind of digest. Not in keys.
         windows: Sliding window of each layer in tokens, or None for full attention. Stores load only tokens within the windows. Not in
             keys.
         keeps_states: True if layers have recurrent or convolution states, which a stored prefix must then include.
@@ -176,9 +176,9 @@ class Identity:
         extra: str = "",
         digests: tuple[str, ...] | None = None,
     ) -> Self:
-        """Return the identity of a model as ``of`` does, given its modules ``model_parts`` (``modules.parts``).
+        """Return the identity of a model as ``of`` does, from the ``modules.parts`` of the model.
 
-        This lists the modules only once. If ``digests`` and ``weights`` are given, no weights are read.
+        This lists the modules only once. With both ``digests`` and ``weights``, no weights are read.
         """
         from .adapters import adapters_text
         from .fingerprint import check_deterministic, config_digest, dtype_text, model_name, weights_of, weights_sample
@@ -221,7 +221,7 @@ class Identity:
     ) -> Self:
         """Return the identity of a serving engine's pages, without loading the model.
 
-        Files are read whole the first time, and again if their path, inode, size or times change; digests are cached in
+        Files are read completely the first time, and again if their path, inode, size or times change. Digests are cached in
         ``kvpack-checkpoints`` in the user's cache folder (XDG_CACHE_HOME).
 
         Args:
@@ -239,7 +239,7 @@ class Identity:
 
         Raises:
             MissingFile: The folder does not exist.
-            InvalidParameter: The folder has no weights and no revision is given, or a weights file changes while it is read.
+            InvalidParameter: The folder has no weights and there is no ``revision``, or a weights file changes while it is read.
         """
         from .engine_identity import engine_fields
 
@@ -259,12 +259,12 @@ class Identity:
         return {_HEADER_NAMES.get(name, name): value for name in fields if (value := getattr(self, name))}
 
     def weights_of_kind(self, kind: str) -> str:
-        """Return the digest of the weights of the given kind (``canonical_text.weights_kind``), or an empty string if it is unknown."""
+        """Return the weights' digest of the kind ``kind`` (see ``canonical_text.weights_kind``), or an empty string if it is unknown."""
         return next((text for text in (self.weights, *self.digests) if weights_kind(text) == kind), "")
 
     @classmethod
     def of_header(cls, model: Mapping[str, str], recipe: str, tenant: str) -> Self:
-        """Return the identity that the fields of a header describe, for ``tenant``. Raises InvalidParameter."""
+        """Return the identity in the fields of a header, for ``tenant``. Raises InvalidParameter."""
         fields = (name for name in _FIELDS if name not in ("recipe", "tenant"))
         named: dict[str, Any] = {name: model.get(_HEADER_NAMES.get(name, name), "") for name in fields}
         return cls(recipe=Recipe.from_recorded(recipe).canonical, tenant=tenant, **named)
@@ -276,7 +276,7 @@ class Identity:
 
     @property
     def digest(self) -> bytes:
-        """The 32-byte digest of all fields that keys depend on (spec/store.md, Keys)."""
+        """The 32-byte digest of all fields on which keys depend (spec/store.md, Keys)."""
         fields = [("format", str(FORMAT)), *((name, getattr(self, name)) for name in _FIELDS)]
         return hashlib.sha256(b"".join(length_prefixed(text.encode("utf-8", "surrogatepass")) for pair in fields for text in pair)).digest()
 
@@ -286,13 +286,13 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Identity) if field.co
 
 
 def length_prefixed(data: bytes) -> bytes:
-    """Prepend the length of ``data`` in 8 bytes, so that different sequences of fields never have the same bytes."""
+    """Return ``data`` after its length in 8 bytes, so that different sequences of fields never have the same bytes."""
     return len(data).to_bytes(8, "little") + data
 
 
 def states_key(digest: bytes) -> bytes:
     """Return the key of the states after the chunk with the key ``digest``.
 
-    Given an identity's digest, this is the root of a model with states.
+    For an identity's digest, this is the parent key of the first chunk of a model with states.
     """
     return hashlib.sha256(length_prefixed(_STATES) + length_prefixed(digest)).digest()

@@ -1,4 +1,4 @@
-"""Listing of a transformers model's modules, without modules of adapters and PyTorch's wrappers.
+"""Lists the modules of a transformers model, without the modules of adapters and PyTorch's wrappers.
 
 PEFT is recognized by its class names, so it need not be installed.
 """
@@ -24,18 +24,18 @@ _ADAPTER_LAYERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper", "ModulesToSaveW
 _ADAPTER_WRAPPERS = {"PeftModel", "PeftMixedModel", "BaseTuner"}
 """PEFT classes that contain the whole model."""
 _UNSUPPORTED_ADAPTERS = {"XLoraModel", "PolyModel", "PolyLayer", "ShadowModel", "ALoraLinearVariant"}
-"""PEFT classes whose output depends on a call's arguments or on later tokens, and which kvpack therefore rejects."""
+"""PEFT classes whose output depends on a call's arguments or on later tokens. kvpack rejects them."""
 _TORCH_WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
 """PyTorch wrapper classes, which do not affect values, and the attribute of each that contains the wrapped module."""
 _WRAPPER = "of torch"
 _BASE_ATTRIBUTES = ("base_layer", "original_module")
 """Attributes of PEFT layers that contain the replaced module."""
 _OTHER_LIBRARIES = {"adapters": "AdapterConfig"}
-"""Adapter libraries that keep state outside their modules, each with a name that distinguishes it from a user's own module."""
+"""Adapter libraries that keep state outside their modules. For each, a name that distinguishes it from a user's own module."""
 
 
 class ModelPart(NamedTuple):
-    """A module and its name in the model without adapters. ``adapter`` is "layer" for a PEFT layer, "around" for a wrapper, or empty."""
+    """A module, and its name in the model without adapters. ``adapter`` is "layer" for a PEFT layer, "around" for a wrapper, or empty."""
 
     name: str
     module: torch.nn.Module
@@ -43,7 +43,7 @@ class ModelPart(NamedTuple):
 
 
 def parts(model: torch.nn.Module) -> list[ModelPart]:
-    """Return every module of ``model`` once, before its children. An adapter's only child in the result is the module that it replaces.
+    """Return every module of ``model`` once, parents first. Of an adapter's children, only the module that it replaces is listed.
 
     PyTorch's wrappers are omitted, also from names. Raises InvalidParameter for an adapter whose effect kvpack cannot determine.
     """

@@ -1,4 +1,4 @@
-"""Description of a rotary embedding's settings as text, and the length up to which all sequences have the same frequencies."""
+"""Describes a rotary embedding's settings as text, and finds the length up to which all sequences have the same frequencies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MAX_TEXT_BYTES = 1024
-"""Maximum size in bytes of settings that are recorded as text. Longer settings become a digest, because every entry's header has them."""
+"""Maximum size in bytes of settings that are recorded as text. Longer ones become a digest, because every entry's header has them."""
 _LIMIT_KEY = "same_up_to"
 """Key that is added to the settings if longer sequences have different frequencies."""
 
@@ -29,14 +29,16 @@ def rope_text(config: Any) -> str:
 
 
 def max_uniform_length(config: Any) -> int | None:
-    """Return the length, in tokens, up to which all sequences of a model with ``config`` have the same frequencies, or None for any length.
+    """Return the length, in tokens, up to which all sequences of a model with ``config`` have the same RoPE frequencies.
+
+    Returns None if there is no limit.
     """
     limits = (_limit(config, rope) for rope in _rope_maps(getattr(config, "rope_parameters", None)))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def longest_sequence(rope: str) -> int | None:
-    """Return the length, in tokens, up to which all sequences have the same frequencies, or None if there is no limit.
+    """Return the length, in tokens, up to which all sequences have the same RoPE frequencies, or None if there is no limit.
 
     ``rope`` is the field of that name in an identity.
     """
@@ -49,7 +51,7 @@ def longest_sequence(rope: str) -> int | None:
 
 
 def _rope_maps(settings: Any) -> Iterator[dict[str, Any]]:
-    """Yield the maps within ``settings`` that name a RoPE type: a single one, or one per layer type."""
+    """Yield the maps within ``settings`` that contain a RoPE type: a single one, or one for each layer type."""
     if isinstance(settings, dict):
         if "rope_type" in settings:
             yield settings

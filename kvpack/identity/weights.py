@@ -1,4 +1,4 @@
-"""Digest of all weights of a model in memory, computed in the background at about the speed of reading each weight once.
+"""The digest of all weights of a model in memory, computed in the background at about the speed of reading each weight once.
 
 Weights can change unnoticed through ``.data``, so they are digested each time that a file or an identity is compared with the model. No
 cheaper check could prove that an earlier digest is still valid.
@@ -27,7 +27,7 @@ _ALIGNMENT = 8
 
 
 class Weights:
-    """Digest of a model's state, ``named`` by name, which is computed in the background.
+    """The digest of a model's state, which is computed in the background. ``named`` contains the (name, value) pairs of the state.
 
     Values must not change before ``wait_until_read`` returns. It waits until tensors in host memory have been read, and makes later work on
     a CUDA device wait until the device's tensors have been read. The constructor and ``text`` raise InvalidParameter for a tensor whose
@@ -55,14 +55,16 @@ class Weights:
         self._devices = [_DeviceDigests(device, named, values) for device, values in devices.items()]
 
     def wait_until_read(self) -> None:
-        """Wait until later changes of the weights cannot affect the digest."""
+        """Wait until later changes of the weights can no longer affect the digest."""
         for device in self._devices:
             device.wait_until_read()
         self._host.wait()
 
     @cached_property
     def text(self) -> str:
-        """Wait for the digest of all names, dtypes, shapes and values, and return it with the prefix ``sha256:``. Raises InvalidParameter.
+        """The digest of all names, dtypes, shapes and values, with the prefix ``sha256:``. Blocks until it is known.
+
+        Raises InvalidParameter.
         """
         result = self._found | dict(zip(self._host_numbers, self._host.results(), strict=True))
         for device in self._devices:

@@ -99,7 +99,7 @@ def sidecar_option_names() -> tuple[str, ...]:
 
 
 def create_codec(codec_id: str, dim: int, side: str, options: Options) -> Codec:
-    """Create the codec that a recipe requests, with its sidecars if there are any.
+    """Create the codec that a recipe requests, with its sidecars, if any.
 
     Args:
         codec_id: The codec id, such as ``"group"``.
@@ -112,7 +112,7 @@ def create_codec(codec_id: str, dim: int, side: str, options: Options) -> Codec:
 
     Raises:
         UnknownCodec: No codec has this id.
-        InvalidParameter: An option is unknown, out of range, or does not fit the others.
+        InvalidParameter: An option is unknown, out of range, or incompatible with another option.
 
     >>> from kvpack.formats.options import Options
     >>> options = Options("group", {"b": "4"})

@@ -30,7 +30,7 @@ OPTION = "frame"
 FRAMES = ("balanced", "centered")
 """Sidecar that maps keys into a calibrated frame of one of the kinds in ``FRAMES``.
 
-The frames of this kind (``frame``) are those of ``layer`` in the basis whose SHA-256 is ``basis``. ``source`` contains them once the codec
+``frame`` is the kind. ``layer`` and ``basis``, the SHA-256 of a basis, identify the frames. ``source`` contains the frames once the codec
 has received its basis; it is not stored.
 """
 

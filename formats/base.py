@@ -122,7 +122,7 @@ class Codec(EntryStreams, ABC):
     def min_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Return the smallest root mean square of a token that the run's shared scale encodes well: float32 ``[batch, kv_head or 1, 1]``.
 
-        Tokens below it have more than twice the typical relative error. Returns None if the run shares no scale.
+        Smaller tokens have more than twice the typical relative error. Returns None if the run shares no scale.
         """
         return None
 

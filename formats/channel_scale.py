@@ -99,8 +99,8 @@ class ChannelScale(ValueMap):
         """Return a run's factors ``[batch, kv_head, 1, dim]``: max(1, r / 4), where r is a channel's rms relative to the median channel's.
 
         The rms of a channel is the median over spans of 16 tokens, because an outlier in one token would otherwise scale all others. If
-        page means are subtracted, the factors are max(1, min((r / 10)^6, 3 sqrt(r))), multiplied by the result of ``_mean_factors``.
-        Balanced factors are proportional to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
+        page means are subtracted, the factors are max(1, min((r / 10)^6, 3 sqrt(r))), times ``_mean_factors``. Balanced factors are
+        proportional to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
         """
         squares = _span_squares(run, run.blocks)
         if self.queries is not None:

@@ -52,7 +52,7 @@ class Rope(NamedTuple):
     def rotate(self, x: torch.Tensor, first: int, *, back: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
         """Apply the embedding to ``x``, float32 ``[..., token, dim]``, or invert it if ``back``.
 
-        ``first`` is the position of the first token. If ``out`` is not None, the result is written to it.
+        ``first`` is the position of the first token. If ``out`` is not None, it receives the rotated values.
         """
         pairs = len(self.frequencies)
         sign = -1 if back else 1

@@ -211,7 +211,7 @@ class Group(CodecFamily):
 
     @property
     def _member_axis(self) -> int:
-        """Axis of the result of ``_group_values`` that runs over the members of a group."""
+        """Axis of the tensor that ``_group_values`` returns along which the members of a group lie."""
         return 3 if self.axis == "token" else 4
 
     def with_fp16_scales(self, streams: Mapping[str, torch.Tensor]) -> tuple[Group, dict[str, torch.Tensor]]:

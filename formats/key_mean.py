@@ -88,7 +88,8 @@ class KeyMean(PageVector):
 
     @property
     def with_half_means(self) -> Self:
-        """The sidecar that subtracts only half of each mean, for pages with a token far from it, such as an attention sink of low norm.
+        """The sidecar that subtracts only half of each mean, for pages with a token far from the mean, such as an attention sink of low
+        norm.
 
         Subtracting the whole mean would turn such a token into a large vector, whose error would exceed the token itself. With half of the
         mean, the other tokens lose little precision, and this token loses no more than they do.

@@ -409,7 +409,8 @@ class RunsOfWidth(NamedTuple):
 
 @lru_cache(MAX_CACHED_TABLES)
 def _runs_by_width(widths: bytes, dim: int) -> tuple[RunsOfWidth, ...]:
-    """Group the runs that have codes by width, for heads with their own ``widths``. Full runs precede those cut off by the end of a head.
+    """Group the runs that have codes by width, for heads with their own ``widths``. Full runs come before partial runs at the end of a
+    head.
     """
     result: dict[tuple[int, bool], list[tuple[int, int, tuple[int, ...]]]] = {}
     place, count = 0, head_run_count(dim)

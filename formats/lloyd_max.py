@@ -63,7 +63,7 @@ def octahedral_density(magnitude: Array) -> Array:
 def triplet_norm_masses(edges: Array, dim: int) -> Array:
     """Return the mass between ``edges`` of asin(norm), for three coordinates of a uniform direction in ``dim`` >= 4 dimensions.
 
-    Source: OCTOPUS Eq. 4 with r = sin(angle), which removes the pole at r = 1 for each of these dims.
+    Source: OCTOPUS Eq. 4 with r = sin(angle), which removes the pole at r = 1.
     """
     angle = (edges[1:] + edges[:-1]) / 2
     masses: Array = numpy.sin(angle) ** 2 * numpy.cos(angle) ** (dim - 4) * numpy.diff(edges)
@@ -73,7 +73,7 @@ def triplet_norm_masses(edges: Array, dim: int) -> Array:
 def coordinate_masses(edges: Array, dim: int) -> Array:
     """Return the relative mass between ``edges`` of asin(|u|), for a coordinate of a uniform direction in ``dim`` >= 2 dimensions.
 
-    Source: OCTOPUS Eq. 3 with u = sin(angle), which removes the pole at u = 1 for each of these dims.
+    Source: OCTOPUS Eq. 3 with u = sin(angle), which removes the pole at u = 1.
     """
     masses: Array = numpy.cos((edges[1:] + edges[:-1]) / 2) ** (dim - 2) * numpy.diff(edges)
     return masses

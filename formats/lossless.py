@@ -193,7 +193,7 @@ class Lossless(CodecFamily):
         return (bits >> exponent & 1 << fraction | bits & (1 << fraction) - 1).to(torch.int32)
 
     def _lengths(self, runs: Sequence[int]) -> Numbers:
-        """Return the number of symbols in every chunk of a head, int64. ``runs`` are the numbers of tokens in each run."""
+        """Return the number of symbols in every chunk of a head, int64. ``runs`` contains the number of tokens in each run."""
         tokens = [min(self.chunk, run - first) for run in runs for first in range(0, run, self.chunk)]
         return numpy.array(tokens, numpy.int64) * self.dim
 

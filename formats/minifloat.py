@@ -373,7 +373,7 @@ def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | Non
 def _scale_for(largest: torch.Tensor, quotient_limit: float, half: bool) -> torch.Tensor:
     """Return ``largest`` / ``quotient_limit`` in float16 (``half``) or float32.
 
-    The result is one unit larger if a subnormal scale would saturate values.
+    The scale is rounded up by one unit if it is subnormal and would saturate values.
     """
     largest = largest.clamp_max(_MAX_SCALED)
     scale = _divide(largest, quotient_limit).to(torch.float16 if half else torch.float32)

@@ -60,7 +60,7 @@ def typical_error(bits: float) -> float:
 def relative_errors(codec: Codec, streams: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Return the norm of each token's error relative to the token's norm. The error is the decoded ``streams`` minus ``x``.
 
-    ``x`` is ``[batch, kv_head, token, dim]``. The result is float32 ``[batch, kv_head, token]``, and 0 for tokens of zeros.
+    ``x`` is ``[batch, kv_head, token, dim]``. The errors are float32 ``[batch, kv_head, token]``, and 0 for tokens of zeros.
     """
     return (norms_per_head(codec.decode(streams).sub_(x)) / norms_per_head(x)).nan_to_num_(0.0, posinf=0.0)
 

@@ -271,7 +271,7 @@ def _length(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 @cache_per_device
 def _rotation_by_coordinate(rotation: Rotation) -> torch.Tensor:
-    """Return the matrix that rotates a row and orders the result: first coordinates of all triplets, then second, then third."""
+    """Return the matrix that rotates a row and reorders it: first coordinates of all triplets, then second, then third."""
     matrix = functional.pad(rotation.forward(torch.eye(rotation.dim, dtype=torch.float32)), (0, -rotation.dim % 3))
     return matrix.view(rotation.dim, -1, 3).transpose(1, 2).flatten(1)
 

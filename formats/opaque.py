@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Opaque(CodecFamily):
-    """Codec that stores ``dim`` bytes per token and head unchanged. Their values are the integers 0 to 255."""
+    """Codec that stores ``dim`` bytes per token and head unchanged. Each byte is a value from 0 to 255."""
 
     id: ClassVar[str] = "opaque"
 

@@ -172,7 +172,7 @@ class Grid:
 
 
 def _gather(rows: torch.Tensor | Planes, index: torch.Tensor) -> list[torch.Tensor]:
-    """Return the entries ``index`` of every row. Gathering row by row is several times faster than gathering all rows at once."""
+    """Return the entries ``index`` of every row. Gathering row by row is several times faster than gathering all rows in one call."""
     return [row.index_select(0, index) for row in rows]
 
 

@@ -49,7 +49,7 @@ In smaller pages, slots would take too much space.
 LOW_VALUE_SHARE = 0.55
 """Share of ``low_norm`` below which values are near zero: 0.33 times the median if ``low_norm`` is 0.6.
 
-In SmolLM2, that is true of four in five attention sinks, and of less than 1 in 1,000 other tokens.
+In SmolLM2, four in five attention sinks, and less than 1 in 1,000 other tokens, have values this small.
 """
 
 MAX_LOW_VALUES_PER_PAGE = 16

@@ -117,7 +117,7 @@ class Rotation:
 
 @lru_cache(maxsize=MAX_CACHED_TABLES)
 def rotation_of(kind: str, dim: int, seed: int = 0) -> Rotation:
-    """Return a rotation that all codecs with these parameters share. Raises InvalidParameter like ``Rotation``."""
+    """Return the rotation with these parameters, which all codecs share. Raises InvalidParameter if there is none."""
     return Rotation(kind, dim, seed)
 
 

@@ -1,10 +1,12 @@
 """The interface of sidecars: additional data that a codec stores next to its codes (spec/side-cars.md).
 
-Each sidecar is a frozen dataclass in its own file, of one of five kinds. Encoding applies the kinds in this order:
+Each sidecar is a frozen dataclass in its own file, of one of five kinds. Encoding applies the kinds in order:
 
-1. ``WholeTokens`` removes some tokens entirely from the values. 2. ``ValueMap`` maps the values of each head linearly, before the codec
-rotates them into the coded frame. 3. ``PageVector`` subtracts a vector that the tokens of a page share. 4. ``FramePart`` removes a part of
-the values from the coded frame; the codec encodes the rest. 5. ``ResidualSketch`` describes the codec's error.
+1. ``WholeTokens`` removes some tokens entirely from the values.
+2. ``ValueMap`` maps the values of each head linearly, before the codec rotates them into the coded frame.
+3. ``PageVector`` subtracts a vector that the tokens of a page share.
+4. ``FramePart`` removes a part of the values from the coded frame; the codec encodes the rest.
+5. ``ResidualSketch`` describes the codec's error.
 
 Decoding puts the parts back in the coded frame, adds the page vectors and the sketched residuals, inverts the rotation and the maps, and
 puts back the kept tokens. Sidecars of one kind apply in the order of the table ``formats.SIDECARS``; parts are put back, and maps are

@@ -214,7 +214,7 @@ def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:
 
 
 def relative_norms(norms: torch.Tensor) -> torch.Tensor:
-    """Divide norms by the typical norm of their head. The result is infinite if the typical norm is 0."""
+    """Divide norms by the typical norm of their head. If the typical norm is 0, returns infinity."""
     medians = median_norms(norms)
     return torch.where(medians > 0, norms / medians, torch.inf)
 

@@ -101,7 +101,7 @@ class Trellis(CodecFamily):
         return self.encode_with(x, nearest_path, _CPU_ROWS if x.device.type == "cpu" else _DEVICE_ROWS)
 
     def encode_with(self, x: torch.Tensor, search: Search, rows_at_once: int) -> dict[str, torch.Tensor]:
-        """Encode ``x``, ``rows_at_once`` rows at a time. ``search`` is ``nearest_path`` or an equivalent kernel."""
+        """Encode ``x``, ``rows_at_once`` rows at a time. ``search`` finds the paths, as ``nearest_path`` does."""
         streams = encode_by_rows(x, rows_at_once, partial(self._encode_rows, search))
         return streams | {"norm": encode_norms(streams["norm"], self.norm, "norm of a token")}
 

@@ -37,7 +37,8 @@ _without_device = INTERPRETER
 
 
 def gpu(device: torch.device | str) -> Gpu:
-    """Return the properties of ``device``. For the CPU, they are those of Triton's interpreter, unless ``assume`` changed them."""
+    """Return the properties of ``device``. For the CPU, return the properties of Triton's interpreter, or of the GPU passed to ``assume``.
+    """
     device = torch.device(device)
     return _properties(device) if device.type == "cuda" else _without_device
 

@@ -137,7 +137,7 @@ class _Collector:
 def collect_compilations(capability: int) -> Iterator[dict[str, Compilation]]:
     """Collect the kernels of all launches on CPU tensors, by key, instead of launching them.
 
-    They are for devices of a ``capability`` such as 90. Keys equal those of the same launches on such a device, if tensors have the same
+    They are for devices of a ``capability`` such as 90. The same launches on such a device have the same keys if tensors have the same
     dtypes, alignments and strides.
     """
     jit, collector = triton.runtime.JITFunction, _Collector()

@@ -32,7 +32,7 @@ def append_tokens(
     """Append ``k`` and ``v`` ``[batch, HEADS, tokens, dim]`` to tails ``[batch, HEADS, room, dim]``; each program appends one sequence.
 
     ``lengths``, int32 ``[batch]``, is the number of tokens of each sequence; it is increased by ``tokens``. ``packed``, int32 ``[1]``, is
-    how many of them are in packed pages. Tokens past the end of a tail are counted but not written. ``not_finite``, int32 ``[1]``, is set
+    the number of tokens in packed pages. Tokens past the end of a tail are counted but not written. ``not_finite``, int32 ``[1]``, is set
     to 1 if a value is not finite.
     """
     if DEPENDENT:

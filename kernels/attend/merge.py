@@ -58,10 +58,10 @@ def merge(
     """Merge the partial results of one query row into ``out``, float32 ``[batch, head, row, DIM]``.
 
     Each partial result is scaled by its largest score, and the sum is divided by the total weight. Column blocks before ``second_block``
-    sum parts ``[first_part, second_part)``; the others sum parts ``[second_part, last_part)``. ``channels``, int32, is the channel of each
-    column, or ``DIM`` for columns without a channel; it is padded to whole blocks. ``sink_logits``, float32 ``[kv_head, query head of the
-    KV head]``, are base-2 logarithms of weights that have no value; they are read only with ``SINK_LOGITS``. The output of a row that sees
-    no token is 0.
+    sum parts ``[first_part, second_part)``; later blocks sum parts ``[second_part, last_part)``. ``channels``, int32, is the channel of
+    each column, or ``DIM`` for columns without a channel; it is padded to whole blocks. ``sink_logits``, float32 ``[kv_head, query head of
+    the KV head]``, are base-2 logarithms of weights that have no value; they are read only with ``SINK_LOGITS``. The output of a row that
+    sees no token is 0.
     """
     program = tl.program_id(0)
     row = (program // rows * padded + program % rows).to(tl.int64) * parts
@@ -122,8 +122,8 @@ def merge_originals(
 ) -> None:
     """Merge one query row as ``merge`` does, and rotate it to the original frame: ``out`` is ``[batch, head, row, DIM]``.
 
-    The values have one or two coded frames: parts ``[0, second_part)`` have ``WIDTHS[0]`` columns of the first frame, and the others
-    ``WIDTHS[1]`` columns of the second. ``matrix``, float32 ``[matrices, frame, BLOCK_COLUMNS, DIM]``, is the result of
+    The values have one or two coded frames: parts ``[0, second_part)`` have ``WIDTHS[0]`` columns of the first frame, and later parts have
+    ``WIDTHS[1]`` columns of the second frame. ``matrix``, float32 ``[matrices, frame, BLOCK_COLUMNS, DIM]``, is the result of
     ``frame_columns.value_matrix``, padded to ``BLOCK_COLUMNS``. Without ``ROTATED``, columns are channels, and ``matrix`` is not read. A
     program writes ``BLOCK_DIM`` channels.
     """

@@ -37,7 +37,7 @@ MIN_ROWS, MAX_ROWS = 8, 16
 """Minimum and maximum number of query rows per program. Rows are the short side of its matrix products."""
 
 MERGE_PARTS, MERGE_COLUMNS = 512, 32
-"""Maximum number of parts that a program of ``merge.merge`` loads at once, and the number of columns it merges."""
+"""Maximum number of parts that a program of ``merge.merge`` loads together, and number of columns that it merges."""
 
 MAX_PARTS = 32
 """Maximum number of parts that one warp merges, with 4 columns per lane."""
@@ -55,7 +55,7 @@ ROW_VALUES, ROW_CHANNELS, ROW_WARPS = 1 << 15, 32, 8
 """Limits of a program of ``merge.merge_originals``: values in registers (parts times columns), channels written, and warps."""
 
 ORDERED_ROWS, ORDERED_PARTS, ORDERED_WARP_PARTS = 256, 512, 32
-"""Limits of ``merge.merge_originals`` without a rotation: maximum query rows, maximum parts loaded at once, and parts per warp."""
+"""Limits of ``merge.merge_originals`` without a rotation: maximum query rows, maximum parts loaded together, and parts per warp."""
 
 SCRATCH, QUERY, OUT, LENGTHS, STARTS, SINKS, MAPPED = range(7)
 """Indices of a call's tensors in the arguments of launches.
@@ -473,7 +473,7 @@ def _add_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
 def _column_channels(channels_of_frames: tuple[tuple[int, ...], ...], missing: int, block: int, device: str) -> torch.Tensor:
     """Return the channel of each column of each frame, int32, padded to whole blocks of ``block`` columns.
 
-    Columns without a channel are -1 in ``channels_of_frames`` and ``missing`` in the result.
+    Columns without a channel are -1 in ``channels_of_frames`` and ``missing`` in the returned tensor.
     """
     parts = []
     for channels in channels_of_frames:

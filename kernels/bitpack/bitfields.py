@@ -249,8 +249,8 @@ def shift_to_field(
 ) -> tl.tensor:
     """Shift each int16 word right, so that its column's field begins at bit 0.
 
-    The shift is ``POSITION`` in columns of the first field, and ``STRIDE_BITS`` more for each later field. The bits above are those of
-    other fields or, with ``FAST``, of the neighboring word.
+    The shift is ``POSITION`` in columns of the first field, and ``STRIDE_BITS`` more for each later field. Bits above the field belong to
+    other fields or, with ``FAST``, to the neighboring word.
     """
     column_field = broadcast_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
     if FAST:

@@ -111,7 +111,7 @@ def four_e4m3_as_f16(word: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
 def _four_powers_ptx(lowered: int) -> str:
     """Return PTX that converts the four e8m0 scales of each of two words to powers of two.
 
-    A result is the scale divided by its word's largest scale, times 2^``lowered``. There are four f16x2 results, with one scale of each
+    Each output is the scale divided by its word's largest scale, times 2^``lowered``. There are four f16x2 outputs, with one scale of each
     word per register. Exponents are raised by 256, so that none is below the exponent that becomes 0. The carry of one product into the
     upper half is canceled by another product.
     """

@@ -240,7 +240,7 @@ def _replicate(
 def move_ptx(at: int, last: int) -> str:
     """Return PTX that moves the field of each half of a register from any bit up to ``last`` to bit ``at``.
 
-    A multiplication, if possible, keeps the shift units free.
+    It multiplies where possible, to keep the shift units free.
     """
     turn = "shl.b32 by, 1, by; mul.lo.u32 {0}, $1, by;" if at >= last else "shf.l.wrap.b32 {0}, $1, $1, by;"
     low = f"and.b32 by, $2, 0xFFFF; sub.u32 by, {at}, by; {turn.format('low')}"

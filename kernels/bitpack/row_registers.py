@@ -169,8 +169,8 @@ def _load_register(
 def load_parities(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOADS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
     """Return, for each 16-bit load, the bit at which each token's half begins in its word, int32 ``[1, token]``.
 
-    All tiles share the result, because they begin an even number of rows after row ``first``. Rows have an odd number of halves. If
-    ``TOKENS`` is 0, only the first token's bit is returned. ``halves`` points to 0, 16, 0, 16, ...
+    The bits are the same for all tiles, because tiles begin an even number of rows after row ``first``. Rows have an odd number of halves.
+    If ``TOKENS`` is 0, only the first token's bit is returned. ``halves`` points to 0, 16, 0, 16, ...
     """
     result = ()
     for index in tl.static_range(len(LOADS)):
@@ -201,9 +201,9 @@ def read_register(loaded: tl.tuple, parities: tl.tuple, REGISTER: tl.constexpr) 
 
 @triton.jit
 def permute_bytes(low: tl.tensor, high: tl.tensor, selector: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Select each byte of the result from the bytes of ``low`` (0 to 3) and ``high`` (4 to 7), by four bits of ``selector``, lowest first.
+    """Return words whose bytes are selected from the bytes of ``low`` (0 to 3) and ``high`` (4 to 7).
 
-    All operands are 32-bit integers that broadcast to a tile. The result is uint32.
+    Four bits of ``selector`` select each byte, lowest first. All operands are 32-bit integers that broadcast to a tile. Returns uint32.
     """
     if FAST:
         value = tl.inline_asm_elementwise(

@@ -105,7 +105,7 @@ def load_factors(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load factors as ``load_factor`` does. For dual tiles, also load those of the second tokens; ``valid`` is then a pair."""
+    """Load factors as ``load_factor`` does. For dual tiles, also load the factors of the second tokens; ``valid`` is then a pair."""
     if DUAL:
         loaded = load_factor(pointer, first, token, valid[0], BITS, MASKED, FAST)
         loaded = loaded + load_factor(pointer, first, token + second_token_offset(DUAL, token.shape[1]), valid[1], BITS, MASKED, FAST)

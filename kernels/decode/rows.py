@@ -32,7 +32,7 @@ ROTATED_TOKENS, WIDE_ROTATED_TOKENS, MAX_NARROW_CHANNELS = 64, 16, 256
 """Tokens per rotated tile (the rows of an H100's matrix instruction), tokens per wide rotated tile, and maximum channels of the former."""
 
 WARPS, ROTATED_WARPS = 4, 8
-"""Number of warps per program that does not rotate, and per program that does. Rotating takes twice the registers."""
+"""Number of warps per program, without and with a rotation. Rotating takes twice the registers."""
 
 MAX_REGISTERS = 128
 """Maximum number of registers per thread. It lets a multiprocessor run sixteen warps."""

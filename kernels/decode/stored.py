@@ -57,7 +57,7 @@ def rotation_signs(rotation: Rotation, size: int, device: torch.device) -> torch
 
 @triton.jit
 def load_signs(matrix: tl.tensor, CHANNELS: tl.constexpr) -> tl.tuple:
-    """Load the result of ``rotation_signs``: the matrix, and the column signs if they are separate."""
+    """Load the tensors that ``rotation_signs`` returns: the matrix, and the column signs if they are separate."""
     SIZE: tl.constexpr = CHANNELS if CHANNELS <= _MAX_MATRIX_DIM else _FACTOR
     channel = tl.arange(0, SIZE)
     signs = tl.load(matrix + channel[:, None] * SIZE + channel[None, :])

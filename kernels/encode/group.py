@@ -56,8 +56,8 @@ class GroupConstants(NamedTuple):
     """Compile-time constants of a codec: codes of ``bits`` bits in groups of ``size`` tokens (``along_tokens``) or channels.
 
     ``middle`` is True if groups have centers. Stream 0 contains pairs (scale, center), int32 or, for 8-bit scales, int16, of shape
-    ``[batch, kv_head, token or token group, dim or channel group]``. ``ranged`` is the index of the stream with the range of 8-bit scales,
-    ``token_scale`` that of the token scales (one per head with ``per_head``), and ``products`` that of the table that
+    ``[batch, kv_head, token or token group, dim or channel group]``. ``ranged`` and ``token_scale`` are the indices of the streams with the
+    range of 8-bit scales and with the token scales (one per head with ``per_head``). ``products`` is the index of the table that
     ``_correct_token_scales`` needs. An index is -1 if there is no such tensor. With ``ranged``, table 0 contains the extremes of scales.
     """
 

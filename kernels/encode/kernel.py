@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class Output(NamedTuple):
     """Memory to which an encoder writes: a codec's ``streams``, and the code ``planes`` as views with the dtype that kernels write.
 
-    ``flag``, int32 ``[1]``, is set if ``formats/`` must encode the input instead. With ``origins``, streams and flag are those of the first
+    ``flag``, int32 ``[1]``, is set if ``formats/`` must encode the input instead. With ``origins``, streams and flag belong to the first
     batch entry. If the codec has ``direction_spread``, relative errors of tokens are written to ``errors``, float32 ``[batch, kv_head,
     token]``, unless it is None.
     """

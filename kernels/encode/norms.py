@@ -31,9 +31,10 @@ _MIN_SQUARE, _MAX_SQUARE = tl.constexpr(MIN_SQUARE), tl.constexpr(MAX_SQUARE)
 
 
 class NormConstants(NamedTuple):
-    """Compile-time constants for norms: ``limit`` is the smallest norm that does not fit, and ``rule`` is from ``rows.norm_rule_limit``.
+    """Compile-time constants for norms.
 
-    ``log8`` is the index of the table that ``store_norms`` needs for norms stored as bytes, or -1.
+    ``limit`` is the smallest norm that does not fit, and ``rule`` comes from ``rows.norm_rule_limit``. For norms stored as bytes, ``log8``
+    is the index of the table that ``store_norms`` needs; otherwise, it is -1.
     """
 
     limit: float
@@ -44,7 +45,8 @@ class NormConstants(NamedTuple):
 class NormState(NamedTuple):
     """State of a program's tokens, ``[token, 1]`` each.
 
-    ``norm`` is a token's norm, ``factor`` scales its values to a unit vector, and ``product`` and ``decoded`` are sums over decoded values.
+    ``norm`` is a token's norm, and ``factor`` normalizes its values. ``product`` and ``decoded`` are sums of values times decoded values,
+    and of squared decoded values.
     """
 
     norm: Any

@@ -31,7 +31,7 @@ BLOCK_TOKENS = 32
 BLOCK_TRIPLETS = 16
 
 _MAX_LEVELS = 64
-"""Maximum levels per coordinate. With more levels, ``formats/`` searches only nine directions, so it may find others than this search."""
+"""Maximum levels per coordinate. With more levels, ``formats/`` searches only nine directions, and may find a different direction."""
 
 
 class OctahedralConstants(NamedTuple):

@@ -283,7 +283,7 @@ def store_norms(
 def unbiased_factor(
     norm: tl.tensor, squares: tl.tensor, product: tl.tensor, decoded: tl.tensor, LIMIT: tl.constexpr, RULE: tl.constexpr
 ) -> tl.tensor:
-    """Return the result of ``formats.norm_rule.unbiased_factor`` for tiles of one shape."""
+    """Return the factor of ``formats.norm_rule.unbiased_factor``, for tiles of one shape."""
     is_close = (product > 0) & (2 * product * product >= squares * decoded) & (norm < LIMIT)
     return tl.where(is_close, tl.minimum(norm * (squares / tl.where(is_close, product, 1.0)), RULE), norm)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class AngleDenseConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles. ``log`` is True if norms are logarithms.
 
-    The range is stream number ``range_place``, and element ``range_place`` of the result of ``load``.
+    The range is stream number ``range_place``, and also element ``range_place`` of what ``load`` returns.
     """
 
     bins: ReplicatedPacking

@@ -48,8 +48,8 @@ def stream_addresses(streams: Mapping[str, torch.Tensor], streams_wanted: Sequen
 def describe_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], streams: Sequence[Stream], first: int) -> tuple[RowStream, ...]:
     """Return the ``RowStream`` of each stream, whose addresses and strides are in ``rows`` from column ``first`` on.
 
-    A stream's alignment is at most that of its rows, because no load crosses them. Otherwise, equal code would be compiled for each
-    alignment that results from the length of a cache.
+    A stream never counts as more aligned than its rows, because no load crosses them. Otherwise, kernels would be compiled again for each
+    alignment that the length of a cache can cause.
     """
     result = []
     for number, stream in enumerate(streams):

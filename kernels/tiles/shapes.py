@@ -33,7 +33,7 @@ SHARED_BYTES = 220 << 10
 """Shared memory per multiprocessor for tables and tiles in flight, in bytes."""
 
 MAX_BYTES_IN_FLIGHT = 96 << 10
-"""Maximum bytes of tiles that a program loads ahead."""
+"""Maximum number of bytes of tiles that a program loads ahead."""
 
 LARGE_TABLE_BYTES, MIN_COPIES = 80 << 10, 8
 """Constants for tables larger than the assembly declares: bytes for each of two programs, and minimum copies of an entry.

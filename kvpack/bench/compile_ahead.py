@@ -128,7 +128,6 @@ def calls(recipe: kvpack.Recipe, shape: Shape = Shape()) -> dict[str, Callable[[
 
 
 def random_pairs(shape: Shape, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return normally distributed keys and values for each layer."""
     generator = torch.Generator("cpu").manual_seed(0)
     size = 2, 1, shape.heads, tokens, shape.dim
     x = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(torch.bfloat16)

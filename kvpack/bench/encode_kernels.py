@@ -123,7 +123,6 @@ def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copie
 
 
 def show(report: dict[str, Any], device: str) -> None:
-    """Print the table and explain its columns."""
     from kvpack.output import bytes_text, print_table
 
     def number(value: float | None, scale: float, digits: int) -> str:

@@ -64,7 +64,6 @@ class Evaluation:
         return "\n".join([title, *lines, *verdict(dict(self.report))])
 
     def _repr_html_(self) -> str:
-        """Return the table as HTML, for notebooks."""
         title, columns, rows = table(dict(self.report))
         head = "".join(f"<th>{html.escape(column).replace(chr(10), '<br>')}</th>" for column in columns)
         body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)

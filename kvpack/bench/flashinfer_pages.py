@@ -21,7 +21,6 @@ _WORKSPACE_BYTES = 256 << 20
 
 
 def installed_version() -> str | None:
-    """Return FlashInfer's version, or None if it is not installed."""
     try:
         return metadata.version("flashinfer-python")
     except metadata.PackageNotFoundError:

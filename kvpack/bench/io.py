@@ -220,7 +220,6 @@ def _packed_file(cache: Source, recipe: str, path: str) -> list[_Operation]:
 
 
 def _remove(path: str) -> None:
-    """Remove a file, or a folder with its files, if it exists."""
     if os.path.isdir(path):
         shutil.rmtree(path)
     elif os.path.lexists(path):
@@ -234,7 +233,6 @@ def _queries(k: torch.Tensor) -> torch.Tensor:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print tables of complete operations and of their steps, and explain the columns."""
     from kvpack.output import print_table
 
     if "device_rows" in report:

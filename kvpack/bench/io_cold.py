@@ -142,7 +142,6 @@ def _fio(path: str) -> float:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the table."""
     from kvpack.output import bytes_text, print_table
 
     cells = [

@@ -122,7 +122,6 @@ def _row(recipe: str, operation: str, size: int, seconds: list[float], bus: list
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the table and explain its columns."""
     from kvpack.output import bytes_text, print_table
 
     rows = [

@@ -274,7 +274,6 @@ def _write(report: dict[str, Any], folder: Path) -> None:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one table per shape and explain its columns, then print the tables of the other parts."""
     from kvpack.output import bytes_text, print_table
 
     columns = [

@@ -71,7 +71,6 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def figure(report: dict[str, Any]) -> Any:
-    """Return the plot as a matplotlib figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     result = library().Figure(figsize=SIZE, dpi=200, layout="constrained")
@@ -136,7 +135,6 @@ def _is_label_left(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def _label_point(axes: Any, name: str, x: float, y: float, *, on_left: bool) -> None:
-    """Write ``name`` next to the point."""
     place = {"xytext": (-6 if on_left else 6, 5), "textcoords": "offset points", "ha": "right" if on_left else "left", "fontsize": 8}
     axes.annotate(name, (x, y), **place, zorder=5)
 

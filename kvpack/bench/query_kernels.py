@@ -105,7 +105,6 @@ def _sdpa_seconds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str
 
 
 def show(report: dict[str, Any], device: str) -> None:
-    """Print the table and explain its columns."""
     from kvpack.output import print_table
 
     counts = [peer["queries"] for peer in report["peers"]]

@@ -13,7 +13,6 @@ from .step_timing import MODEL_ONLY
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print a table of decode steps and one of first tokens."""
     _show_decode(report)
     _show_first_tokens(report)
 

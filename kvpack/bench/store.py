@@ -36,7 +36,6 @@ FLAT_TARGET = 1.5
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the measurements next to their targets."""
     shape = f"{report['layers']} layers, {report['heads']} heads of dim {report['dim']}, chunks of {report['chunk']} tokens"
     match, load, fewest, most = report["match"], report["load"], report["entries"][0], report["entries"][-1]
     print_table(
@@ -153,7 +152,6 @@ def _prefix(recipe: str, layers: int, heads: int, dim: int, chunks: int) -> kvpa
 
 
 def _median(run: Callable[[], object], repeats: int) -> float:
-    """Return the median time of ``repeats`` runs in seconds, after a warm-up run."""
     run()
     seconds = []
     for _ in range(repeats):
@@ -230,7 +228,6 @@ def _read(path: str, memory: memoryview) -> memoryview:
 
 
 def _save_dense(folder: str, layers: int, chunks: int) -> list[str]:
-    """Write the files of a store of bf16 safetensors, one per chunk."""
     x = torch.zeros(1, HEADS, CHUNK, DIM, dtype=torch.bfloat16)
     tensors = {f"{layer}.{side}": x.clone() for layer in range(layers) for side in "kv"}
     paths = [os.path.join(folder, f"{number}.safetensors") for number in range(chunks)]
@@ -302,7 +299,6 @@ def _cost_among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
 
 
 def _median_per_prompt(run: Callable[[Any], object], prompts: Sequence[Any]) -> float:
-    """Return the median time of ``run`` per prompt in seconds."""
     seconds = []
     for ids in prompts:
         started = time.perf_counter()

@@ -285,14 +285,12 @@ def _ids(number: int) -> list[int]:
 
 
 def _milliseconds(call: Callable[[], object]) -> float:
-    """Return the time of a call in milliseconds."""
     begun = time.perf_counter()
     call()
     return 1000 * (time.perf_counter() - begun)
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the rows next to their targets."""
     rows = []
     for name, value in report["rows"].items():
         target, unit = TARGETS.get(name, (None, "ms"))

@@ -276,7 +276,6 @@ def verdict(report: dict[str, Any]) -> list[str]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one table, explain its columns, and print the verdict."""
     exact, settings, reference = report["uncompressed"], report["settings"], report["reference"]
     print_table(*table(report))
     print("The tokens before the scored ones are packed, saved and loaded; the scored ones are appended and packed by the cache,")
@@ -317,7 +316,6 @@ def sizes_text(settings: dict[str, Any]) -> str:
 
 
 def _show_other(other: dict[str, Any], reference: str | None, bits: int) -> None:
-    """Print the results on another text. Uncompressed values have ``bits`` bits."""
     columns = ["recipe", "bits per\nvalue", "smaller\nthan bf16", "perplexity", "change in log\nperplexity", "95 %\n+-"]
     columns += ["KL\n(nats)", "95 %\n+-", f"x {reference or ''}", "95 %\ninterval", "same\nchoice"]
     rows = [["uncompressed", f"{bits:.2f}", "", f"{other['uncompressed']['perplexity']:.4f}", *[""] * 7]]
@@ -327,7 +325,6 @@ def _show_other(other: dict[str, Any], reference: str | None, bits: int) -> None
 
 
 def _show_needles(report: dict[str, Any]) -> None:
-    """Print the recall by depth and by length."""
     series = [("uncompressed", report["uncompressed"]["needles"]), *((row["recipe"], row["needles"]) for row in report["recipes"])]
     depths = [f"{100 * part['from']:.0f} to {100 * part['to']:.0f} %" for part in series[0][1]["by_depth"]]
     lengths = [f"{part['tokens']:,} tokens" for part in series[0][1]["by_length"]]
@@ -340,7 +337,6 @@ def _show_needles(report: dict[str, Any]) -> None:
 
 
 def _show_generated(report: dict[str, Any]) -> None:
-    """Print the divergence along a generated text."""
     written = report["generated"]
     part = next(iter(written.values()))["kl_divergences"]
     size = -(-report["settings"]["generated"] // len(part))

@@ -68,7 +68,6 @@ def _row(pair: list[torch.Tensor], recipe: str) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any], device: str) -> None:
-    """Print the table and explain its columns."""
     from kvpack.output import bytes_text, print_table
 
     rows = [

@@ -24,7 +24,6 @@ TEXT_HELP = "the text that the model reads (default: the demo's text)"
 
 
 def add(commands: Any) -> None:
-    """Add ``bench`` to the command line."""
     parser = commands.add_parser("bench", help="measure on this machine", description="Measure kvpack on this machine.")
     kinds = parser.add_subparsers(title="measurements", metavar="WHAT", required=True)
     io = kinds.add_parser(
@@ -275,7 +274,6 @@ def _add_store(kinds: Any) -> None:
 
 
 def run_store(arguments: argparse.Namespace) -> int:
-    """Run ``bench store`` and print its tables."""
     from kvpack.bench import store, store_scale
     from kvpack.formats.errors import InvalidParameter
 
@@ -303,7 +301,6 @@ def run_store(arguments: argparse.Namespace) -> int:
 
 
 def run_io(arguments: argparse.Namespace) -> int:
-    """Run ``bench io`` and print its tables."""
     from kvpack.bench import io, io_cold
     from kvpack.coding.recipes import parse_recipe
 
@@ -332,7 +329,6 @@ def run_io(arguments: argparse.Namespace) -> int:
 
 
 def run_quality(arguments: argparse.Namespace) -> int:
-    """Run ``bench quality``, print its table and save its plot."""
     from kvpack.models import transformers_library
 
     # Raises a clear error if transformers is missing, before the next line imports it.
@@ -377,7 +373,6 @@ def run_kernels(arguments: argparse.Namespace) -> int:
 
 
 def run_attend(arguments: argparse.Namespace) -> int:
-    """Run ``bench attend`` and print one table per number of tokens."""
     from kvpack.bench import attend
 
     with progress("bench attend", arguments) as callback:

@@ -22,7 +22,6 @@ _LARGE = 1.5
 
 
 def add(commands: Any) -> None:
-    """Add ``cache`` to the command line."""
     parser = commands.add_parser(
         "cache",
         help="compute the KV cache of a text and save it",
@@ -48,7 +47,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the model over the text and save the cache."""
     from kvpack.integrations.transformers_version import installed
 
     # Raises a clear error if transformers is missing, before the next line imports it.

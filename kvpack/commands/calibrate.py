@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add ``calibrate`` to the command line."""
     parser = commands.add_parser(
         "calibrate",
         help="make the basis of a model, which klt and transform need, and with which kvpack-2 to kvpack-4 lose less",
@@ -64,7 +63,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Calibrate the model, write the basis and print its digest."""
     check_output(arguments, arguments.out, arguments.text)
     from kvpack.models import transformers_library
 

@@ -20,7 +20,6 @@ RECIPE_HELP = "a preset such as octopus-3, a recipe string, or @FILE to read a r
 
 
 def add(commands: Any) -> None:
-    """Add ``convert`` to the command line."""
     parser = commands.add_parser("convert", help="write a file in another recipe", description="Decode a kvpack file and encode it again.")
     parser.add_argument("input", metavar="IN")
     parser.add_argument("output", metavar="OUT")
@@ -67,7 +66,6 @@ def parse_recipe_option(arguments: argparse.Namespace, *, reads_cache: bool = Tr
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Load the file, convert it and save it."""
     import kvpack
     from kvpack.coding.recipes import preset_name
 

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add ``demo`` to the command line."""
     parser = commands.add_parser(
         "demo",
         help="run a small model over packed files",
@@ -24,7 +23,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo and print its table."""
     from kvpack.demo import files as demo
 
     recipes = arguments.recipe or list(demo.RECIPES)

@@ -48,7 +48,6 @@ _NAME = re.compile(r"(0|[1-9][0-9]{0,8})\.([kv]|state\.(?P<state>[a-z][a-z0-9_.]
 
 
 def add(commands: Any) -> None:
-    """Add ``unpack`` and ``pack`` to the command line."""
     parser = commands.add_parser("unpack", help="decode to a safetensors file", description="Decode a file to dense K and V.")
     parser.add_argument("input", metavar="FILE")
     parser.add_argument("output", metavar="OUT.safetensors")

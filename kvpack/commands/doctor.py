@@ -51,7 +51,6 @@ _FILES_ON = "files on "
 
 
 def add(commands: Any) -> None:
-    """Add ``doctor`` to the command line."""
     parser = commands.add_parser(
         "doctor",
         help="check the installation",

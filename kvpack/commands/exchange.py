@@ -18,7 +18,6 @@ _HEADS = re.compile(r"[0-9]{1,5}(,[0-9]{1,5})*", re.ASCII)
 
 
 def add(commands: Any) -> None:
-    """Add ``import`` and ``export`` to the command line."""
     parser = commands.add_parser(
         "import",
         help="read a prompt cache of mlx-lm or a slot of llama.cpp",
@@ -60,7 +59,6 @@ def add(commands: Any) -> None:
 
 
 def import_(arguments: argparse.Namespace) -> int:
-    """Read the prompt cache or the slot, pack it and save it."""
     from kvpack.integrations.llama_cpp import import_slot, is_state_file
     from kvpack.integrations.mlx_lm import import_prompt_cache
 
@@ -87,7 +85,6 @@ def import_(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Decode the file and write the prompt cache or the slot."""
     import kvpack
     from kvpack.integrations.llama_cpp import export_slot
     from kvpack.integrations.mlx_lm import export_prompt_cache

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add ``generate`` to the command line."""
     parser = commands.add_parser(
         "generate",
         help="continue a saved cache with a prompt",
@@ -51,7 +50,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Generate the answer, and save the longer cache if requested."""
     from kvpack.integrations.transformers_version import installed
 
     # Raises a clear error if transformers is missing, before the next line imports it.

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add ``inspect`` to the command line."""
     description = "Show the layers, codecs, bits per value, streams, model and token range of a file, or one row for each of several files."
     parser = commands.add_parser("inspect", help="show the contents of files", description=description)
     parser.add_argument("files", metavar="FILE", nargs="+")

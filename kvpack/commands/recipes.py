@@ -53,7 +53,6 @@ _LIMITS = {"layers": MAX_LAYERS, "heads": MAX_HEADS, "tokens": MAX_TOKENS, "dim"
 
 
 def add(commands: Any) -> None:
-    """Add ``recipes`` to the command line."""
     description = (
         "List the recommended recipes, or compute the size of the given ones. Bits in the file count all bytes of a cache of the given "
         "shape, and "

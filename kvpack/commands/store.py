@@ -27,7 +27,6 @@ KEY_FILE_VARIABLE = "KVPACK_KEY_FILE"
 
 
 def add(commands: Any) -> None:
-    """Add ``store`` to the command line."""
     parser = commands.add_parser(
         "store", help="list, check, clean, export and import stored prefixes", description="Manage a prefix store."
     )
@@ -105,7 +104,6 @@ def _group(text: str) -> int | str:
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
-    """Print one row per prefix."""
     from .command_store import CommandStore
 
     store = CommandStore(arguments)
@@ -399,7 +397,6 @@ def run_gc(arguments: argparse.Namespace) -> int:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Write one prefix to a file."""
     from kvpack.store.transfer import export_prefix
 
     from .command_store import CommandStore

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add ``tune`` to the command line."""
     parser = commands.add_parser(
         "tune",
         help="find the best recipe for a model within a budget of bits",
@@ -65,7 +64,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Search for a recipe, write the recipe file and print the results."""
     check_output(arguments, arguments.out, arguments.text, arguments.basis, arguments.measurements)
     from kvpack.models import transformers_library
 

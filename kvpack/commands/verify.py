@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add ``verify`` to the command line."""
     parser = commands.add_parser("verify", help="check every byte of files", description="Check every byte of kvpack files.")
     parser.add_argument("files", nargs="+", metavar="FILE")
     parser.add_argument(

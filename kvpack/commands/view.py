@@ -49,7 +49,6 @@ _RANGE = re.compile(r"bytes=([0-9]{1,19})-([0-9]{0,19})", re.ASCII)
 
 
 def add(commands: Any) -> None:
-    """Add ``view`` to the command line."""
     description = (
         "Show a file in the browser: header, layers, bytes by stream, verification, and images of keys and values. "
         "The page is served from this machine to this machine only, and no data leaves it. Ctrl-C ends the command."
@@ -63,7 +62,6 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve the page and the file until Ctrl-C."""
     with contextlib.suppress(KeyboardInterrupt), Viewer(arguments.file, arguments.port) as viewer:
         text = f"{printable(arguments.file)}: open {viewer.url}\nCtrl-C ends the server."
         print_report({"file": arguments.file, "url": viewer.url}, text, arguments)

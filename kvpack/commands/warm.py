@@ -23,7 +23,6 @@ FAILED = 1
 
 
 def add(commands: Any) -> None:
-    """Add ``warm`` to the command line."""
     parser = commands.add_parser(
         "warm",
         help="compile the GPU kernels of recipes, so that the first calls do not wait",

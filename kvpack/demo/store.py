@@ -82,7 +82,6 @@ def load_or_prefill(location: str, recipe: str) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one row per process, with the text that it generated."""
     rows = [
         [
             row["process"],

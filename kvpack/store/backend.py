@@ -85,7 +85,6 @@ class Pin(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """The last key of the chain."""
         return self.chain[-1]
 
 
@@ -200,20 +199,16 @@ class SingleTierBackend:
         return [FoundEntry(data, 0) for data in self.get(keys)] if beyond < 0 else []
 
     def contains_many(self: Backend, keys: Sequence[bytes]) -> list[bool]:
-        """Implement ``Backend.contains_many`` one key at a time."""
         return [self.count_present([key]) == 1 for key in keys]
 
     def find_many(self: Backend, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
-        """Implement ``Backend.find_many`` one key at a time."""
         result = [self.find([key], beyond=tier) for key, tier in zip(keys, beyond, strict=True)]
         return [entries[0] if entries else None for entries in result]
 
     def peek_many(self: Backend, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
-        """Implement ``Backend.peek_many`` one key at a time."""
         return [self.peek(key, front=front) for key in keys]
 
     def put_all(self: Backend, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
-        """Implement ``Backend.put_all`` one entry at a time."""
         stored = takewhile(bool, (self.put(chain[: position + 1], pieces, now_ns) for position, pieces in entries.items()))
         count = sum(stored)
         return [index < count for index in range(len(entries))]

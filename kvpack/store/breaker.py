@@ -40,7 +40,6 @@ class CircuitBreaker:
             return True
 
     def record_success(self) -> None:
-        """Record that the server answered."""
         with self._lock:
             self._failure_count = 0
 

@@ -77,7 +77,6 @@ class Prefix:
 
     @property
     def key(self) -> bytes:
-        """Key of the last chunk."""
         return self.entries[-1].stored.key
 
     @property

@@ -301,7 +301,6 @@ class Directory(SingleTierBackend):
         return self._pins.remove(keys, owner)
 
     def pins(self) -> Sequence[Pin]:
-        """Return the pins in effect."""
         try:
             return self._pins.active()
         except OSError as error:
@@ -331,7 +330,6 @@ class Directory(SingleTierBackend):
         self._evictor.collect()
 
     def close(self) -> None:
-        """Release the index. The next call opens it again."""
         self._index.close()
 
     def _restore_times(self) -> None:
@@ -428,7 +426,6 @@ class FolderSizes:
         self._listed: dict[str, _FolderTotals] = {}
 
     def total(self) -> tuple[int, int]:
-        """Return the number of entries and their total size in bytes."""
         listed = [self._folder_totals(folder) for folder in ENTRY_FOLDERS]
         return sum(part.entries for part in listed), sum(part.size for part in listed)
 

@@ -77,6 +77,5 @@ class KeySet:
         self._keys.update(keys)
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Remove ``keys``."""
         if self._keys:
             self._keys.difference_update(keys)

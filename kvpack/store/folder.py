@@ -100,7 +100,6 @@ class Folder:
 
     @cached_property
     def entry_folders(self) -> list[str]:
-        """The folders that contain entries."""
         return [f"{self.root}/{folder}" for folder in ENTRY_FOLDERS]
 
     def missing_folder_bytes(self, path: str) -> int:
@@ -115,7 +114,6 @@ class Folder:
         return missing * min(allocated_bytes(parent), self.block)
 
     def path(self, key: bytes) -> str:
-        """Return the path of the entry ``key``."""
         name = key.hex()
         return f"{self.root}/{name[0]}/{name[1]}/{name}"
 
@@ -159,7 +157,6 @@ class Folder:
         return [bytes.fromhex(name) for name in keys_in if _ENTRY_NAME.fullmatch(name) and int(name[:2], 16) == folder]
 
     def unfinished(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield (path, status) of every unfinished file."""
         for folder in (self.unfinished_folder, self.pins_folder, self.holds_folder):
             for name, status in regular_files(folder, self._counters):
                 if name.startswith(TEMPORARY_PREFIX):

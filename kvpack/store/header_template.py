@@ -127,5 +127,4 @@ def _invert_bits(data: bytes) -> bytes:
 
 
 def _differing_bytes(first: bytes, other: bytes) -> list[int]:
-    """Return the positions at which two packed headers of equal length differ."""
     return [place for place, (byte, changed) in enumerate(zip(first, other, strict=True)) if byte != changed]

@@ -402,7 +402,6 @@ class Index:
         connection.execute("UPDATE folders SET node = ?, changed = ? WHERE folder = ?", (*state, folder))
 
     def _folder_state(self, folder: int) -> tuple[int, int]:
-        """Return the inode and the modification time of a subfolder, or (0, 0) if it is missing."""
         try:
             status = os.stat(self._folder.entry_folders[folder])
         except OSError:
@@ -421,7 +420,6 @@ class Index:
         ]
 
     def _list_folder(self, folder: int) -> tables.FolderListing:
-        """List a subfolder. Raises OSError."""
         state = self._folder_state(folder)
         rows = {
             tables.row_id(key): (key[tables.NUMBER_BYTES :], status.st_size, status.st_mtime_ns)
@@ -448,5 +446,4 @@ class Index:
         return False
 
 def _boot_number() -> int:
-    """Return the id of the machine's current boot as an SQLite integer."""
     return int.from_bytes(boot_id(), "big", signed=True)

@@ -106,7 +106,6 @@ def note(connection: sqlite3.Connection, name: str) -> int:
 
 
 def set_note(connection: sqlite3.Connection, name: str, value: int) -> None:
-    """Store the number ``value`` under ``name``."""
     connection.execute("REPLACE INTO notes VALUES (?, ?)", (name, value))
 
 

@@ -38,7 +38,6 @@ class LastUse(NamedTuple):
     ttl: int | None
 
     def has_expired(self, now_ns: int) -> bool:
-        """Return True if the entry has expired."""
         return self.ttl is not None and self.used_ns + self.ttl * SECOND_NS <= now_ns
 
 

@@ -87,7 +87,6 @@ class Leases:
             lease.release()
 
     def close(self) -> None:
-        """Release all leases."""
         self.release([*self._held])
 
     def _is_held(self, key: bytes) -> bool:

@@ -121,7 +121,6 @@ class Memory(SingleTierBackend):
         """Do nothing. Entries are kept as long as the store is in use."""
 
     def _active_pins(self) -> Sequence[Pin]:
-        """Return the pins in effect, and drop all others."""
         self._pins = {name: pin for name, pin in self._pins.items() if is_active(pin)}
         return [*self._pins.values()]
 
@@ -143,7 +142,6 @@ class Memory(SingleTierBackend):
         return True
 
     def _remove(self, key: bytes) -> int:
-        """Remove an entry and return its size in bytes, or 0 if it did not exist."""
         data, _ = self._entries.pop(key, (b"", 0))
         self._total -= len(data)
         return len(data)

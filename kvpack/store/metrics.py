@@ -37,7 +37,6 @@ class Collector:
             self._stores.append((store, labels))
 
     def remove(self, store: MeteredStore) -> None:
-        """Stop collecting the metrics of ``store``."""
         with self._lock:
             self._stores = [(other, labels) for other, labels in self._stores if other is not store]
 

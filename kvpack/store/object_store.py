@@ -268,7 +268,6 @@ class ObjectStore(SingleTierBackend):
         self._merge_records()
 
     def close(self) -> None:
-        """Write the record of noted uses."""
         self._record_uses()
 
     def _kind(self, name: str) -> Kind | None:
@@ -392,7 +391,6 @@ class ObjectStore(SingleTierBackend):
         return last_uses_in([(used_ns, name, bytes(record)) for (name, _, used_ns), record in records if record])
 
     def _entries(self) -> ListedEntries | None:
-        """List all entries. Returns None if the store does not answer."""
         result: ListedEntries = []
         for names in in_parallel(lambda first: self._names("list", f"{first}/"), "0123456789abcdef", MAX_CONCURRENT_REQUESTS):
             if names is None:
@@ -436,7 +434,6 @@ class ObjectStore(SingleTierBackend):
         return [*in_parallel(read, names, MAX_CONCURRENT_REQUESTS)]
 
     def _remove_all(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Remove entries. Returns the keys of those that existed."""
         removed = in_parallel(self._remove, map(_name, keys), MAX_CONCURRENT_REQUESTS)
         return {key for key, success in zip(keys, removed, strict=True) if success}
 

@@ -44,6 +44,5 @@ def open_for_identity(
 
 
 def check_identity(identity: Any) -> None:
-    """Raise InvalidType unless ``identity`` is an ``Identity``."""
     if not isinstance(identity, Identity):
         raise InvalidType(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")

@@ -362,7 +362,6 @@ class PageStore:
 
     @property
     def _max_page_bytes(self) -> int:
-        """The maximum size of a page's entry in bytes."""
         size = self.codec.nbytes if self._cipher is None else encrypted_bytes(bytes(MAX_ID_BYTES), self.codec.nbytes)
         return min(size, self._max_entry_bytes)
 

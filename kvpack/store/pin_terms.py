@@ -52,7 +52,6 @@ def owner_digest(owner: str) -> bytes:
 
 
 def encode_pin(chain: Sequence[bytes], terms: PinTerms) -> bytes:
-    """Return the bytes of a pin (spec/store.md, Pins)."""
     owner = terms.owner.encode()
     return _HEAD.pack(_MAGIC, terms.until, len(owner)) + owner + b"".join(chain)
 
@@ -80,5 +79,4 @@ def split_keys(data: bytes) -> tuple[bytes, ...]:
 
 
 def is_active(pin: Pin) -> bool:
-    """Return True if a pin has not ended."""
     return pin.until is None or pin.until > time.time()

@@ -63,11 +63,9 @@ class Pins:
         return bool(removed)
 
     def active(self) -> list[Pin]:
-        """Return the pins in effect. Raises OSError."""
         return [pin for pin, _ in self._active_pins()]
 
     def keys(self) -> set[bytes]:
-        """Return all pinned keys. Raises OSError."""
         return {key for pin in self.active() for key in pin.chain}
 
     def sweep(self) -> None:

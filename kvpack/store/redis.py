@@ -471,7 +471,6 @@ class _RedisLease:
 
 
 def is_redis(location: str | os.PathLike[str]) -> bool:
-    """Return True if ``location`` is the URL of a Redis server."""
     return isinstance(location, str) and location.startswith(SCHEMES)
 
 
@@ -481,7 +480,6 @@ def _argument(limit: int | None) -> int | str:
 
 
 def _split(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
-    """Split ``items`` into parts of at most ``count``."""
     for begin in range(0, len(items), count):
         yield items[begin : begin + count]
 

@@ -297,7 +297,6 @@ class _Exchange:
         self.begin()
 
     def begin(self) -> None:
-        """Record the start of a request."""
         self._start, self._sent, self._received = time.monotonic(), 0, 0
         self._is_in_first_line = True
         self._socket.settimeout(self._seconds)

@@ -89,7 +89,6 @@ def _has_descriptions(backend: Backend) -> TypeIs[Directory | Redis]:
 
 
 def _kinds_of_entries(catalog: Catalog) -> list[tuple[str, bytes, int]]:
-    """Return (descriptive text, key, size) of each readable entry."""
     result: list[tuple[str, bytes, int]] = []
     for entry in catalog.entries.values():
         result.append((chunk_text(tuple(entry.model.items()), entry.recipe, entry.tokens), entry.stored.key, entry.stored.size))

@@ -258,12 +258,10 @@ class Tiers:
 
 
 def prometheus_text(counters: Counters, backend: Backend, gauges: Mapping[str, tuple[str, int]]) -> str:
-    """Return the metrics of a store and its tiers in Prometheus' text format."""
     if not isinstance(backend, Tiers):
         return counters.prometheus(gauges)
     return counters.prometheus(gauges, backend.stats()) + backend.histograms()
 
 
 def _call_each(backends: Sequence[Backend], call: Callable[[Backend], bool]) -> bool:
-    """Call ``call`` with every backend. Returns True if any call returned True."""
     return True in [call(backend) for backend in backends]

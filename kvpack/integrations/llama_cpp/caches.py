@@ -191,7 +191,6 @@ def export_slot(
 
 
 def _check_origin(cache: Cache) -> None:
-    """Raise InvalidParameter unless the cache came from llama.cpp."""
     if cache.model.get("config") != CONFIG:
         raise InvalidParameter(
             f"the cache did not come from llama.cpp: its model has the config {cache.model.get('config', '')!r:.80}, expected {CONFIG!r}; "
@@ -380,7 +379,6 @@ def _saved_tokens(number: int, layer: Layer, latents: bool, tokens: int, window:
 
 
 def _max_saved_tokens(tokens: int, window: int | None) -> int:
-    """Return the maximum number of tokens that llama.cpp saves for a layer."""
     return tokens if window is None else min(tokens, window)
 
 

@@ -76,7 +76,6 @@ class CellBlock(NamedTuple):
 
     @property
     def cell_bytes(self) -> int:
-        """Size of a cell in bytes."""
         if self.dtype in BLOCKS:
             return self.channels // BLOCK * BLOCKS[self.dtype].size
         return self.channels * TYPES[self.dtype][1]
@@ -117,7 +116,6 @@ class Reader:
 
     @property
     def remaining(self) -> int:
-        """Number of bytes that have not been read yet."""
         return self.size - self.at
 
     def skip(self, count: int, description: str) -> int:

@@ -93,7 +93,6 @@ def byte_geometry(shape: Sequence[int], dtype: torch.dtype) -> tuple[PageGeometr
 
 
 def as_page_buffer(geometry: PageGeometry, x: torch.Tensor) -> PageBuffer:
-    """Return a page buffer of one slot that views the object ``x``."""
     if geometry.dim_v is None:
         # The buffer must be a view of the engine's memory, because loads write to it.
         if not x.is_contiguous():

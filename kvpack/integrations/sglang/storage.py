@@ -180,7 +180,6 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """Return the number of leading keys whose pages are stored."""
         return sum(takewhile(bool, self.store.contains(_bytes(keys))))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:

@@ -95,7 +95,6 @@ class CompiledCalls(operators.Tickets):
         return seen
 
     def compiled_starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
-        """Call ``starts`` from compiled code."""
         starts: torch.Tensor
         starts, self.tickets[layer] = first_seen(self.tickets[layer], columns, layer, queries)
         return starts
@@ -109,12 +108,10 @@ class CompiledCalls(operators.Tickets):
         self.tickets = [ticket] * len(self.tickets)
 
     def compiled_end(self, module: int) -> None:
-        """Call ``Tracking.leave`` from compiled code."""
         self.tickets = [end_pass(self.tickets, module)] * len(self.tickets)
 
     @property
     def cache(self) -> Any:
-        """The KvpackCache."""
         cache = self._cache()
         assert cache is not None
         return cache

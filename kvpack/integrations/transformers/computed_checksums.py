@@ -51,7 +51,6 @@ class ComputedChecksums:
 
     @property
     def batch(self) -> int:
-        """Number of recorded sequences."""
         return next((line.sums.shape[0] for line in self._lines.values()), 0)
 
     def add(self, past: TransformersCache, tokens: int) -> None:

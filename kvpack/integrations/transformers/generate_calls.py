@@ -39,19 +39,16 @@ def unwatch_generate(model: PreTrainedModel) -> None:
 
 
 def pass_trackers(past: Any) -> list[Any]:
-    """Return the pass trackers of the KvpackCaches in ``past``."""
     return [cache.passes for cache in _kvpack_caches(past)]
 
 
 def caches_in(past: Any) -> list[TransformersCache]:
-    """Return the key/value caches in ``past``."""
     if isinstance(past, EncoderDecoderCache):
         return [past.self_attention_cache, past.cross_attention_cache]
     return [past] if isinstance(past, TransformersCache) else []
 
 
 def _kvpack_caches(past: Any) -> list[Any]:
-    """Return the KvpackCaches in ``past``."""
     return [cache for cache in caches_in(past) if hasattr(cache, "passes")]
 
 

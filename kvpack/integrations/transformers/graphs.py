@@ -110,7 +110,6 @@ class StepGraphs:
         return out
 
     def drop(self) -> None:
-        """Release the graph and its memory."""
         self._graph, self._eager, self._kind = None, 0, None
 
     def _step(self, cache: Any, model: torch.nn.Module, arguments: Mapping[str, Any]) -> _Step | None:
@@ -268,7 +267,6 @@ class _CachedSnapshot:
         self._kept: ModelSnapshot | None = None
 
     def current(self, model: torch.nn.Module) -> ModelSnapshot:
-        """Return the current snapshot of ``model``."""
         if self._kept is None or not self._kept.unchanged():
             self._kept = ModelSnapshot(model)
         return self._kept
@@ -351,7 +349,6 @@ def may_replay(model: torch.nn.Module) -> bool:
 
 
 def can_capture(device: torch.device) -> bool:
-    """Return True if steps on ``device`` can be captured."""
     return device.type == "cuda"
 
 

@@ -86,12 +86,10 @@ class _HooksReference:
         refuse_pickled_model()
 
     def recordings(self) -> list[Recording]:
-        """Return the recordings of the model's passes."""
         hooks = self._hooks()
         return [] if hooks is None else hooks.recordings
 
     def record_encoder(self, arguments: dict[str, Any], output: Any) -> None:
-        """Record the result of an encoder."""
         hooks = self._hooks()
         if hooks is not None:
             hooks.encoder_calls.ended(arguments, output)
@@ -158,12 +156,10 @@ class PassStack:
 
     @property
     def is_outermost(self) -> bool:
-        """True if the current call is not inside another."""
         return len(self._inside) == 1
 
     @property
     def is_idle(self) -> bool:
-        """True if no call is in progress."""
         return not self._inside
 
     def is_outermost_call(self, module: torch.nn.Module) -> bool:

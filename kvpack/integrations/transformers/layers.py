@@ -180,7 +180,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         )
 
     def reset(self) -> None:
-        """Drop all tokens."""
         self.live.reset(self.number)
         self.is_sliding = self.window is not None
 

@@ -184,7 +184,6 @@ class Model(ExpectedLayers):
 
     @property
     def attention(self) -> str:
-        """Name of the attention in effect."""
         return str(self._decoder_config._attn_implementation)
 
     @property

@@ -144,7 +144,6 @@ class RotaryPositions:
             self._refuse([start], start)
 
     def crop(self, tokens: int) -> None:
-        """Keep the positions of the first ``tokens`` tokens."""
         if not 0 < tokens < self._end:
             return
         if self._largest is None:
@@ -154,7 +153,6 @@ class RotaryPositions:
             self._deltas = self._largest[:, -1:] + 1 - tokens
 
     def select(self, indices: torch.Tensor) -> None:
-        """Keep the sequences ``indices`` of the batch."""
         if len(self._deltas) > 1:
             self._deltas, self._hidden = self._deltas[indices.cpu()], self._hidden[indices.cpu()]
             self._largest = None if self._largest is None else self._largest[indices.cpu()]

@@ -99,7 +99,6 @@ class Record:
             self._findings.append(_InputNote(start, self.tokens, text))
 
     def select(self, indices: torch.Tensor) -> None:
-        """Keep the sequences ``indices`` of the batch."""
         self._read_pending()
         self.sources = [select_sources(sources, indices.tolist()) for sources in self.sources]
         if self._ids.shape[0] > 1:
@@ -109,7 +108,6 @@ class Record:
             self._drop_visible()
 
     def crop(self, tokens: int) -> None:
-        """Keep the first ``tokens`` tokens."""
         self._read_pending()
         self.tokens = tokens
         self.sources = self.sources if tokens else []
@@ -222,7 +220,6 @@ class Record:
         )
 
     def _hidden_ranges(self) -> list[HiddenRange]:
-        """Return the ranges of hidden tokens of each row."""
         if self._visible is None:
             return []
         edges = torch.nn.functional.pad(~self._visible, (1, 1)).to(torch.int8).diff(dim=1)
@@ -258,7 +255,6 @@ class Record:
         return [PADDED if seen.counts_visible and torch.equal(mask[:, :start], before) else MASKED]
 
     def _read_pending(self) -> None:
-        """Read the collected passes from the device."""
         pending, self._pending = self._pending, []
         for start, stop, seen in pending:
             self._known = True

@@ -97,11 +97,9 @@ class Rollback:
         return states.selected
 
     def forget(self) -> None:
-        """Drop all states."""
         self._states = {}
 
     def select(self, indices: Any) -> None:
-        """Keep only the sequences at ``indices`` in every state."""
         if self._states:
             rows = row_numbers(indices)
             self._states = {position: states.select(rows) for position, states in self._states.items()}

@@ -56,7 +56,6 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             self.has_previous_state[index] = True
 
     def select_states(self, indices: Any) -> None:
-        """Keep the sequences ``indices`` of every state."""
         rows = torch.tensor(row_numbers(indices), dtype=torch.int64, device="cpu")
         for states in (self.conv_states, self.recurrent_states):
             for index, state in states.items():

@@ -110,7 +110,6 @@ class Tracking:
         self._running = True
 
     def record_sources(self, sources: Sources) -> None:
-        """Record the encoder input of the current pass."""
         if self._passes.current is not None:
             self._passes.current.sources = sources
 
@@ -120,7 +119,6 @@ class Tracking:
         return self._passes.current is not None and self._passes.current.start > 0
 
     def _begin(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
-        """Check a pass that begins."""
         self._check_model(module)
         if self._model is not None and self._model.has_encoder and not self._passes.has_encoder:
             raise InvalidParameter(
@@ -369,7 +367,6 @@ class Tracking:
         self._failed = False
 
     def reset(self) -> None:
-        """Record that the cache dropped all tokens."""
         self.crop(0)
         self.restored()
 
@@ -384,7 +381,6 @@ class Tracking:
             self.record.add(tokens - self.record.tokens, self._passes.current)
 
     def select(self, indices: torch.Tensor) -> None:
-        """Keep the sequences ``indices`` of the batch."""
         self.record.select(indices)
         if self._positions is not None:
             self._positions.select(indices)

@@ -55,7 +55,6 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
         super().register_kv_caches(kv_caches)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the ids of the blocks that failed to load."""
         if not self._is_packed:
             blocks: set[int] = super().get_block_ids_with_load_errors()
             return blocks

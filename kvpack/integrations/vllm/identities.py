@@ -72,7 +72,6 @@ def _fields(name: str, part: Any, fields: Sequence[str]) -> dict[str, Any] | Non
 
 
 def _to_json_value(value: Any) -> Any:
-    """Return a value from a configuration as a JSON value."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)
 
 

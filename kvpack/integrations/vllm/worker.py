@@ -98,7 +98,6 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         self._told: Counter[tuple[str, ...]] = Counter()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Start encoding device blocks into chunks."""
         parts = []
         with self._on_stream():
             for part in self._parts(src_spec, dst_spec):
@@ -109,7 +108,6 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
-        """Start decoding chunks into device blocks."""
         parts = []
         with self._on_stream():
             for part in self._parts(dst_spec, src_spec):

@@ -36,9 +36,7 @@ MAX_KINDS = 64
 """Maximum number of entries in ``_checked_options``."""
 
 _checked_options: dict[Any, Any] = {}
-"""Options of calls with many queries that have passed the checks. The key contains everything on which the checks depend, so layers of the
-same kind share an entry.
-"""
+"""Options that have passed the checks of calls with many queries. Layers of the same kind share an entry."""
 
 _prepared_calls: WeakKeyDictionary[Layer, dict[Any, Callable[..., torch.Tensor]]] = WeakKeyDictionary()
 """Prepared calls of each layer, by everything on which their checks depend."""
@@ -147,9 +145,9 @@ def _prepared_call(q: torch.Tensor, layer: Layer, request: Any) -> Callable[[tor
 
 
 def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]], device: torch.device) -> None:
-    """Prepare the runs of all layers of a model for calls with many queries on ``device``.
+    """Prepare the runs of all layers of a model together, for calls with many queries on ``device``.
 
-    ``layers`` contains the runs of keys and of values of each layer. Preparing all layers together is faster than one by one.
+    ``layers`` contains each layer's runs of keys and of values.
     """
     if dispatch.uses_triton(device):
         from kvpack.kernels.attend import layer_sharing
@@ -158,10 +156,7 @@ def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]], d
 
 
 def _remember_options(layer: Layer, request: Any, options: Any, kernels: ModuleType) -> None:
-    """Store the checked options, so that other layers of the same kind skip the checks in calls with many queries.
-
-    Other calls are prepared separately for each layer, and nothing is stored for them.
-    """
+    """Store the checked options, so that other layers of the same kind skip the checks in calls with many queries."""
     from kvpack.kernels.attend import layer_sharing, many_queries
 
     if kernels is many_queries and (kind := layer_sharing.kind_key(layer)) is not None:
@@ -299,10 +294,9 @@ def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> Non
 
 
 def checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, batch: int, skipped: int, tokens: int) -> torch.Tensor | None:
-    """Convert ``lengths`` or ``starts`` to an integer tensor with values from 0 to ``tokens``, or return None if it is None.
+    """Convert ``lengths`` or ``starts`` to a tensor with values from 0 to ``tokens``. None is returned unchanged.
 
-    The caller's ``numbers`` count the layer's ``skipped`` tokens; the returned ones do not. Numbers in host memory are checked, and numbers
-    on a device are clamped.
+    The caller's ``numbers`` include the layer's ``skipped`` tokens; the returned ones do not. Numbers on a device are clamped.
     """
     if numbers is None:
         return None

@@ -94,8 +94,7 @@ def load_tokenizer(folder: Path) -> Any | None:
 
 
 class LayerShape(NamedTuple):
-    """The shape of a layer's keys and values: the number of heads, both head dims, and the sliding window, or None if there is no window.
-    """
+    """The number of heads, head dims and sliding window of a layer's keys and values. Without a window, ``window`` is None."""
 
     heads: int
     dim_k: int

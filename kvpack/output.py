@@ -30,9 +30,7 @@ def print_json(value: Any) -> None:
 
 
 def print_report(report: dict[str, Any], show: Callable[[dict[str, Any]], None] | str, arguments: argparse.Namespace) -> int:
-    """Print ``report`` as JSON if ``--json`` is set. Otherwise, print ``show`` if it is text, or call it with the report. Returns exit code
-    0.
-    """
+    """Print ``report`` as JSON if ``--json`` is set. Otherwise, print ``show``, or call it with the report. Returns exit code 0."""
     if arguments.json:
         print_json(report)
     elif isinstance(show, str):
@@ -74,10 +72,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def _shrink(widths: list[int], minimums: Sequence[int], available: int) -> None:
-    """Reduce ``widths`` in place, widest first, until they add up to ``available`` characters.
-
-    Only the first widths, which have ``minimums``, are reduced, and none below its minimum.
-    """
+    """Reduce the first ``widths`` in place, widest first, to fit ``available`` characters in total. None is reduced below its minimum."""
     for _ in range(sum(widths) - available):
         spare = [(width, number) for number, (width, limit) in enumerate(zip(widths, minimums, strict=False)) if width > limit]
         if not spare:
@@ -119,8 +114,7 @@ def bytes_text(count: int) -> str:
 
 
 def format_count(count: int, noun: str, plural: str = "") -> str:
-    """Return ``count`` with thousands separators, followed by ``noun`` or, unless ``count`` is 1, its plural (``noun`` plus s by default).
-    """
+    """Return ``count`` with thousands separators, followed by ``noun`` or, unless ``count`` is 1, by ``plural`` (default: ``noun`` + s)."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 

@@ -305,8 +305,7 @@ class Cache(PackedObject):
         return replace(self, layers=layers, recipe=text)
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> list[Pair]:
-        """Decode all layers. Returns a dense (k, v) pair per layer, each ``[batch, kv_head, token, dim]`` of ``dtype``, or None if absent.
-        """
+        """Decode all layers to dense (k, v) pairs, each ``[batch, kv_head, token, dim]`` of ``dtype``. Absent keys or values are None."""
         return [layer.unpack(dtype) for layer in self.layers]
 
     def to(self, device: torch.device | str) -> Cache:

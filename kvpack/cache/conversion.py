@@ -79,8 +79,7 @@ def pack_tails(layers: Sequence[Layer], start: int) -> tuple[Layer, ...]:
 
 
 def _cached_norms(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
-    """Return a function that computes, for a codec, the norms by which it selects raw tokens. The layer's own norms are computed only once.
-    """
+    """Return a function that computes the norms by which a codec selects raw tokens. The layer's own norms are computed only once."""
     get_norms = {name: cache(side.norms) for name, side in layer.sides.items()}
 
     def norms(codec: Codec) -> torch.Tensor | None:

@@ -172,8 +172,7 @@ def _convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bases
 
 
 def _bind_header_bases(file: container.File, basis: Bases | None) -> Header:
-    """Find the bases that an open cache file needs, and return its header with these bases. Raises InvalidParameter if the file is a basis.
-    """
+    """Return the header of an open cache file with the bases that it needs. Raises InvalidParameter if the file is a basis."""
     if file.header.is_basis:
         raise InvalidParameter(f"{file.where} is a basis, not a cache: load it with kvpack.Basis.load")
     if basis is not None or any(map(_bases_needed, file.header.codecs)):

@@ -154,9 +154,7 @@ class Layer(PackedObject):
 
 
 def _norms_between(side: Side, appended: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return the norms of tokens ``[start, stop)``, float32 ``[batch, kv_head, token]``. Tokens after those of ``side`` are in
-    ``appended``.
-    """
+    """Return the norms of tokens ``[start, stop)`` of ``side`` with ``appended`` after it, float32 ``[batch, kv_head, token]``."""
     older = side.norms(start) if start < side.tokens else appended.new_zeros(*appended.shape[:2], 0, dtype=torch.float32)
     return torch.cat([older, dispatch.norms(appended)], 2)[:, :, : stop - start]
 

@@ -18,8 +18,7 @@ class _NotATransformersCache(InvalidParameter, FrozenInstanceError):
 
 
 def explain_errors(cls: type[Class]) -> type[Class]:
-    """Decorate a frozen dataclass so that access to attributes of transformers caches raises an error that names the right object to pass.
-    """
+    """Decorate a frozen dataclass so that using it as a transformers cache raises an error that names the right object to pass."""
     set_attribute: Any = cls.__setattr__
 
     def refuse_access(self: object, name: str) -> NoReturn:

@@ -54,7 +54,7 @@ class Stretch:
 
     @property
     def layout(self) -> Mapping[str, Layout]:
-        """Layout of each stream. Its number of rows does not apply."""
+        """Layout of each stream, ignoring its number of rows."""
         return self.codec.row_layouts
 
     def run(self, number: int) -> tuple[int, int]:
@@ -171,7 +171,7 @@ class Stretch:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedRun:
-    """``tokens`` packed tokens that were encoded together. ``streams`` have the shapes that ``Codec.layout`` returns."""
+    """A run of packed tokens that were encoded together. ``streams`` have the shapes that ``Codec.layout`` returns."""
 
     codec: Codec
     tokens: int

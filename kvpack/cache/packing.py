@@ -346,8 +346,7 @@ def _pack_layers(
 def _pack_pair(
     layer: DenseLayer, numbers: range, codecs: Codecs, window: int, start: int
 ) -> tuple[list[tuple[Side | None, Side | None]], OutlierChannel | None]:
-    """Encode keys and values of the layers ``numbers``, which are joined as the batch of ``layer``. Returns pairs, and any outlier channel.
-    """
+    """Encode keys and values of the layers ``numbers``, joined as the batch of ``layer``. Returns pairs, and any outlier channel."""
     k, v, outlier = layer.k, layer.v, None
     norms = cache(dispatch.norms)
     # Keys and values mostly have the same rule for raw tokens.
@@ -403,7 +402,7 @@ def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChanne
 
 
 def _warn_of_outlier_channels(outliers: Sequence[OutlierChannel], layers: int) -> None:
-    """Issue one KvpackWarning about the worst of ``outliers``. ``layers`` is the cache's number of layers."""
+    """Issue one KvpackWarning about the worst of ``outliers``. The cache has ``layers`` layers."""
     if outliers:
         worst = max(outliers, key=lambda channel: channel.ratio)
         warnings.warn(

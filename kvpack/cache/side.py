@@ -86,7 +86,6 @@ class Side:
 
     @cached_property
     def packed_tokens(self) -> int:
-        """Number of packed tokens."""
         return self.runs.tokens
 
     @property

@@ -1,7 +1,6 @@
 """Loading of a file's layers to a device, through staging memory.
 
-Threads read into staging memory, where bytes are checked and from which they are copied. The bytes in use are therefore the ones that were
-checked, even if the file changes in the meantime.
+Bytes are checked in staging memory and copied from there, so that the checked bytes are used even if the file changes.
 """
 
 from __future__ import annotations
@@ -175,7 +174,6 @@ def _span(file: File, sides: Sequence[SideOffsets], value_codecs: AbstractSet[in
 
 
 def _copies(number: int, group: _LoadGroup) -> Iterator[StagedCopy]:
-    """Yield the copies of a group."""
     if group.span is None:
         for side, start in group.sides:
             yield StagedCopy(number, start, start + side.nbytes, None, side)

@@ -34,8 +34,7 @@ PIECE_BYTES = 1 << 20
 READ_BYTES = 1 << 22
 """Maximum number of bytes in one read of a Python thread. It is larger than in C, because each read needs the interpreter."""
 _MAX_STAGED_COPIES = 5
-"""Maximum number of copies that have staging memory at the same time if C threads read, so that the memory fits in the processor's cache.
-"""
+"""Maximum number of copies that have staging memory if C threads read, so that the memory fits in the processor's cache."""
 _MAX_UNFINISHED_COPIES = 2
 """Maximum number of copies that may be unfinished while the next one is read."""
 _MAX_READERS = 14
@@ -45,7 +44,7 @@ _MIN_DIRECT_READERS = 8
 _MAX_CHECKERS = 16
 """Maximum number of threads that also check the bytes that they read."""
 _MAX_WAITING_READS = 2
-"""Number of reads that have memory but no Python thread yet."""
+"""Maximum number of reads that have memory but no Python thread yet."""
 
 
 @dataclass(frozen=True)

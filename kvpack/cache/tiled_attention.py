@@ -121,8 +121,7 @@ def _finite_shift(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _merge_short_runs(side: Side, per_tile: int) -> Side:
-    """Merge the runs of ``side`` if they are shorter than half a tile on average. Tiles end at the ends of runs, and short tiles are slow.
-    """
+    """Merge the runs of ``side`` if they are shorter than half a tile on average, because tiles end with runs, and short tiles are slow."""
     return side.merged() if 2 * side.packed_tokens < per_tile * len(side.runs) else side
 
 

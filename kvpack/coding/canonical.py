@@ -43,7 +43,6 @@ class Range(NamedTuple):
 
     @property
     def is_all(self) -> bool:
-        """True if the range covers all layers."""
         return (self.begin, self.end) in ((0, math.inf), (-math.inf, -1))
 
     def may_overlap(self, other: Range) -> bool:
@@ -51,7 +50,7 @@ class Range(NamedTuple):
         return self.counts != other.counts or self.counts == BOTH or (self.begin <= other.end and other.begin <= self.end)
 
     def without(self, other: Range) -> list[Range]:
-        """Return the parts of this range that ``other`` does not cover for any number of layers."""
+        """Return the parts of this range that ``other`` may leave uncovered, depending on the number of layers."""
         if self.counts != other.counts:
             return [self]
         if self.counts == BOTH:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _CLAUSES = ("k", "v", "kv", "layers", "raw", "window", "tail")
-"""Keywords before the first "=" of a clause."""
+"""Keywords that begin a clause, before its first "="."""
 
 
 class InvalidClause(InvalidParameter):

@@ -240,7 +240,7 @@ def digests(ranges: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], lis
 def norms(x: torch.Tensor) -> torch.Tensor:
     """Return the norm of each token and head, float32 ``[batch, kv_head, token]``, computed in C if possible.
 
-    Compared with ``token_norms.norms_per_head``, the last bits may differ, because C adds in a different order.
+    C adds in a different order than ``token_norms.norms_per_head``, so the last bits may differ.
     """
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
@@ -252,7 +252,7 @@ def norms(x: torch.Tensor) -> torch.Tensor:
 
 
 def environment_key() -> tuple[str | None, str | None]:
-    """Return the environment variables that select kernels, as part of a cache key."""
+    """Return the values of the environment variables that select kernels, as part of a cache key."""
     return os.environ.get(VARIABLE), os.environ.get(ASSEMBLY_VARIABLE)
 
 
@@ -302,7 +302,7 @@ rans.compiled_decoder, rans.compiled_encoder = _decode_chunks, _encode_chunks
 
 
 def _add_words(data: memoryview, sum_: int) -> int | None:
-    """Add words to a checksum like ``row.checksum``, but in C. Returns None if the C kernels are unavailable or disabled."""
+    """Add words to a row's checksum in C. Returns None if the C kernels are unavailable or disabled."""
     if not _runs_c():
         return None
     from kvpack.kernels.cpu import checksum
@@ -323,10 +323,10 @@ def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
 
 
 def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, device: torch.device) -> bool:
-    """Return True if a token's ``codec.error_sizes`` exceed ``ratio`` times the typical size.
+    """Return True if an error size (``codec.error_sizes``) exceeds ``ratio`` times the typical size.
 
-    The C kernels read sizes directly from the streams if they can. The streams are on ``device``. Because sizes are rounded, a size
-    slightly below the limit may also count.
+    The C kernels read sizes directly from the streams, which are on ``device``, if they can. Because sizes are rounded, one slightly below
+    the limit may also count.
     """
     if uses_c(device):
         from kvpack.kernels.cpu import encode as c_encode
@@ -385,7 +385,7 @@ def uses_c(device: torch.device) -> bool:
 
 @cache
 def c_is_built() -> bool:
-    """Return True if the C kernels were built and run on this machine. Without a C compiler, kvpack is installed without C kernels."""
+    """Return True if the C kernels were built and can run on this machine. Without a C compiler, kvpack is installed without them."""
     from kvpack.kernels.cpu.library import library
 
     return library() is not None

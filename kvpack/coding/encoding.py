@@ -38,13 +38,11 @@ TORCH_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "B
 """torch dtypes of stored tensors, by name."""
 
 STATE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-"""Names of stored dtypes, by torch dtype."""
 
 RAW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """torch dtypes of raw tails, by their name in headers."""
 
 RAW_NAMES = {dtype: name for name, dtype in RAW_DTYPES.items()}
-"""Names of the dtypes of raw tails in headers, by torch dtype."""
 
 BLOCK_VALUES = 1 << 19
 """Number of values per block on the CPU. A block fits in the processor's cache, but is large enough to hide the overhead of a call."""
@@ -123,9 +121,9 @@ def encode(
 
 
 def scale_fit_errors(codec: Codec, x: torch.Tensor, shared: Collection[str], where: str) -> torch.Tensor:
-    """Return how badly the tokens of ``x``, ``[batch, kv_head, token, dim]``, fit their shared scales (``token_norms.measure_fit_errors``).
+    """Return how badly the tokens of ``x``, ``[batch, kv_head, token, dim]``, fit the scales that are shared along the axes ``shared``.
 
-    ``shared`` names the axes along which scales are shared. Raises the errors of ``encode``.
+    Raises the errors of ``encode``.
     """
     return measure_fit_errors(_coded_norms(codec, x, where, None), shared)
 

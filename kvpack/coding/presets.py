@@ -55,7 +55,6 @@ class KvpackPreset(NamedTuple):
 KVPACK_PRESETS = {
     f"kvpack-{bits}{'-trellis' if trellis else ''}": KvpackPreset(bits, trellis) for bits in (4, 3, 2) for trellis in (False, True)
 }
-"""kvpack's own presets, by name."""
 
 MAX_TRELLIS_BITS = 4
 """Maximum number of bits per value in the codec trellis."""
@@ -87,9 +86,7 @@ _MIXED_KV = {
     "starcoder2-3b": (40, 64, "0-15", 256, 128),
     "olmo-1b": (32, 64, "0-3", 256, 64),
 }
-"""Models with their numbers of bins in boosted layers, from TurboAngle Tables 2, 3 and 5. Other layers have 128 bins for keys and 64 for
-values.
-"""
+"""Models with their bins in boosted layers, from TurboAngle Tables 2, 3 and 5. Other layers have 128 bins for keys and 64 for values."""
 
 
 def _turboangle_clauses(k_bins: int, v_bins: int) -> tuple[str, str]:
@@ -138,7 +135,6 @@ def _mixed_kv_recipe(boosted: str, k_bins: int, v_bins: int) -> str:
 
 
 def _basic_presets() -> dict[str, Preset]:
-    """Return the lossless presets, kvpack's own presets, and the formats of serving engines."""
     result = {"raw": Preset("kv=raw", "uncompressed, in the dtype of the values", raw="")}
     for name in ("bf16", "fp16", "fp32"):
         result[name] = Preset(f"kv=raw:dtype={name}", f"uncompressed, stored as {name}", raw="")
@@ -155,7 +151,6 @@ def _basic_presets() -> dict[str, Preset]:
 
 
 def _rotation_presets() -> dict[str, Preset]:
-    """Return the presets that rotate keys."""
     result = {}
     for b in (2, 3, 4):
         result[f"octopus-{b}"] = Preset(
@@ -182,7 +177,6 @@ def _rotation_presets() -> dict[str, Preset]:
 
 
 def _group_presets() -> dict[str, Preset]:
-    """Return the presets that quantize groups of values, with a scale per group."""
     result, rotated = {}, "rotation=hadamard"
     for name, g, window in (("oscar-2", 32, ""), ("oscar-2-g128", 128, ";tail=128")):
         words = f"b=2,g={g},{rotated}"
@@ -208,7 +202,6 @@ def _group_presets() -> dict[str, Preset]:
 
 
 def _direction_presets() -> dict[str, Preset]:
-    """Return the presets that encode angles or quaternions."""
     result = {}
     result["turboangle-k8v4"] = Preset(";".join(_turboangle_clauses(128, 64)), "TurboAngle K8V4-log")
     result["turboangle-norm8"] = Preset("k=angle:n=128,norm=linear8;v=angle:n=64,norm=linear8", "TurboAngle with norm8")

@@ -31,7 +31,7 @@ def parse_raw_clause(clause: str) -> dict[str, str]:
 
 
 def raw_positions_of(words: Mapping[str, str]) -> RawPositions | None:
-    """Return the rule that codec options set for raw tokens, or None if no tokens are kept raw. Raises InvalidParameter."""
+    """Return the rule for raw tokens that codec options set, or None if no tokens are kept raw. Raises InvalidParameter."""
     return RawPositions.from_options(1, "k", Options("raw", words))
 
 

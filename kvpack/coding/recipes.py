@@ -62,7 +62,6 @@ PRESETS: dict[str, str] = {name: preset.recipe for name, preset in PUBLISHED.ite
 """
 
 _NAMED = {name: preset.recipe for name, preset in (PUBLISHED | ADDITIONS).items()}
-"""Recipe texts of presets and additions, by name."""
 SIDES = ("k", "v")
 MAX_WINDOW = 1 << 20
 

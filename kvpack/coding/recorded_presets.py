@@ -93,4 +93,3 @@ RECORDED: dict[str, str] = {
     "v=group:b=2,g=32,rotation=hadamard,scales=u8",
     "boundary-1": "layers=0,-1:k=raw",
 }
-"""Recipe texts by name of the preset or addition."""

@@ -72,7 +72,7 @@ class Rule:
         calibrated: CalibratedRows | None = None,
         balanced: CalibratedFrames | None = None,
     ) -> Codec:
-        """Return the codec that the rule selects for ``side``, for values with a head dim and dtype.
+        """Return the rule's codec for keys or values (``side``) with head dim ``dim`` and dtype ``dtype``.
 
         ``calibrated`` and ``balanced`` are parameters from a basis, which only some codecs need.
 

@@ -47,15 +47,14 @@ CODED_SPREAD = 1.4
 """Ratio of a token's norm to the typical norm, after value maps and page means, above which the token is examined."""
 
 _DIRECTION_MARGIN = 0.9
-"""Factor of the limit for errors in the coded frame, because channel scales may enlarge or reduce errors."""
+"""Factor applied to the limit for errors in the coded frame, because channel scales may enlarge or reduce errors."""
 
 _SAMPLED, _MIN_SAMPLES = 32, 4
 """Sampling interval in tokens, and minimum number of samples, for estimating the typical size of values."""
 
 
 MANY_RATIO = 4.0
-"""In a page with many large tokens, a warning counts only tokens that are more than this many times as large as is typical of their head.
-"""
+"""In a page with many large tokens, a warning counts only tokens more than this many times as large as is typical of their head."""
 
 OWN_RATIO = 1.75
 """A token is stored raw if its absolute and its relative error in a head are more than this many times the typical error."""
@@ -75,7 +74,7 @@ _OWN, _RUN = "own", "run"
 
 @dataclass(frozen=True)
 class PoorFit:
-    """The tokens of an encoded run that have too large errors, or that make a shared scale too large.
+    """The tokens of an encoded run whose errors are too large, or that make a shared scale too large.
 
     Args:
         where: Name of the run for messages.
@@ -293,10 +292,7 @@ def may_lose_precision(codec: Codec, streams: Streams, sizes: TokenSizes, device
 
 
 def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
-    """Return a mask of tokens whose error may be large because of their size or scales, or None if there are none.
-
-    The mask is bool ``[batch, kv_head, token]``.
-    """
+    """Return a mask of tokens whose size or scales may cause a large error, bool ``[batch, kv_head, token]``, or None if there are none."""
     codec, kept = run.codec, run.kept
     spread = codec.summary.error_spread
     sizes = codec.family.error_sizes(run.streams) if spread else run.sizes.norms
@@ -315,10 +311,7 @@ def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
 
 
 def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
-    """Return a mask of tokens whose direction the codec may fit badly, or None if there are none.
-
-    The mask is bool ``[batch, kv_head, token]``.
-    """
+    """Return a mask of tokens whose direction the codec may fit badly, bool ``[batch, kv_head, token]``, or None if there are none."""
     if run.sizes.errors is None:
         return None
     errors = run.sizes.errors.clamp_min(run.codec.summary.min_error)

@@ -221,8 +221,7 @@ def _check_writable(where: str, target: str) -> None:
 
 
 def _set_mode(descriptor: int, target: str, folder: str) -> None:
-    """Set the mode, owner and group of a finished file to those of the file that it replaces, or its mode to the umask's. Raises OSError.
-    """
+    """Copy the mode, owner and group of the file that is replaced to its replacement, or set the umask's mode. Raises OSError."""
     try:
         old = os.stat(target)
     except OSError:

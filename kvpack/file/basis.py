@@ -27,14 +27,14 @@ SUFFIX = ".kvbasis"
 DTYPES = ("fp16", "fp32")
 """Dtypes in which rows may be stored."""
 FREQUENCIES, VALUES = "table.frequencies", "table.values"
-"""Names of the first layer's states with the coding tables, which the frames of all layers share."""
+"""Names of the first layer's states that store the coding tables, which the frames of all layers share."""
 KEY_FRAMES = {frame: f"k.{frame}" for frame in FRAMES}
-"""Names of a layer's states with frames for keys, by kind: for whole keys, and for keys minus their mean."""
+"""Names of the states that store a layer's frames for keys, by kind: for whole keys, and for keys minus their mean."""
 MEAN, QUERIES = "k.mean", "k.queries"
-"""Names of a layer's states with the mean of its keys before RoPE, and with the second moments of its queries."""
+"""Names of the states that store the mean of a layer's keys before RoPE, and the second moments of its queries."""
 _KEYS = (*KEY_FRAMES.values(), MEAN, QUERIES)
 ROPE = {f"rope.{pairing}": pairing for pairing in PAIRINGS}
-"""Names of a layer's states with its RoPE frequencies, each with the way in which RoPE pairs channels."""
+"""Names of the states that store a layer's RoPE frequencies, each with the way in which RoPE pairs channels."""
 
 
 class BasisSide(Protocol):
@@ -65,7 +65,7 @@ class HasSides(Protocol):
 
 
 def check_basis(layers: Sequence[HasSides], codecs: Sequence[Codec]) -> None:
-    """Raise InvalidHeader unless all keys and values in the file are rows of a basis. The message names the position."""
+    """Raise InvalidHeader unless all keys and values in the file are rows of a basis."""
     for number, layer in enumerate(layers):
         for name, side in layer.sides():
             where, codec = f"layers[{number}].{name}", codecs[side.codec]
@@ -80,7 +80,7 @@ def check_basis(layers: Sequence[HasSides], codecs: Sequence[Codec]) -> None:
 
 
 def check_frames(layers: Sequence[HasSides], codecs: Sequence[Codec], states: Sequence[StateEntry]) -> None:
-    """Raise InvalidHeader unless the states that describe frames match each other and the rows. The message names the state."""
+    """Raise InvalidHeader unless the states that describe frames match each other and the rows."""
     by_name = {(state.layer, state.name): state for state in states}
     has_frames = False
     for number, layer in enumerate(layers):
@@ -153,7 +153,7 @@ def _check_tables(frequencies: StateEntry | None, values: StateEntry | None) -> 
 
 
 def check_frame_values(state: StateEntry, array: Array) -> None:
-    """Raise InvalidPayload if the values of a state that describes frames break a rule. The message names the position."""
+    """Raise InvalidPayload if the values of a state that describes frames break a rule."""
     name = state.name
     if name in ("k.frames", "v.frames", *_KEYS) or (name == VALUES and state.layer == 0):
         check_finite(state.where, array, "the frames of a basis")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Rule(NamedTuple):
-    """A rule for a value, which must have exactly the type ``kind``. A bool is not an integer.
+    """A rule for a value, which must have exactly the type ``kind``. A bool does not count as an integer.
 
     An integer must be from ``low`` to ``high``. For other types, ``high`` limits the number of UTF-8 bytes, bytes or entries. If
     ``choices`` is not empty, text must be one of them. The rule ``each`` applies to the entries of a list or tuple, and to the values of a

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def file_size(contents: Contents) -> int:
-    """Return the size in bytes of the file that ``write`` writes without compression. Raises LimitExceeded."""
+    """Return the size in bytes of the file that ``write`` would create without compression. Raises LimitExceeded."""
     return undigested_front(contents).file_bytes
 
 
@@ -63,12 +63,12 @@ def write(
 
 
 def to_bytes(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> bytes:
-    """Return the bytes of the file that ``write`` writes. Raises InvalidParameter or LimitExceeded."""
+    """Return the bytes of the file that ``write`` would create. Raises InvalidParameter or LimitExceeded."""
     return b"".join(pieces(contents, arrays, compress=compress))
 
 
 def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> list[memoryview]:
-    """Return the bytes of the file that ``write`` writes, as consecutive buffers. Raises InvalidParameter or LimitExceeded."""
+    """Return the bytes of the file that ``write`` would create, as consecutive buffers. Raises InvalidParameter or LimitExceeded."""
     names, array_names = set(contents.layouts), set(arrays)
     if names != array_names:
         missing, unknown = (sorted(map(str, a - b))[:8] for a, b in ((names, array_names), (array_names, names)))
@@ -137,8 +137,8 @@ class SideOffsets:
 class File:
     """An open kvpack file, from ``open_file`` or ``open_bytes``. It is a context manager that closes the file.
 
-    ``header`` and ``front`` are its parsed header and the bytes before the payload, ``size`` is its size in bytes, and ``tensors`` are the
-    header's tensor entries by name. Error messages begin with ``where``.
+    ``front`` contains the bytes before the payload, ``size`` is in bytes, and ``tensors`` are the header's tensor entries by name. Error
+    messages begin with ``where``.
     """
 
     def __init__(self, source: Source, where: str, memory_limit: int | None) -> None:
@@ -282,7 +282,8 @@ class File:
             self._check(entry, arrays, prefix, check_chunks)
 
     def span(self, sides: Sequence[SideOffsets]) -> Span | None:
-        """Return the byte range of the file that has the same layout as ``sides`` one after another in memory, or None if there is none."""
+        """Return the byte range of the file with the same layout as ``sides`` stored one after another in memory, or None if there is none.
+        """
         tensors, start = [], 0
         for places in sides:
             tensors += [(tensor, start + begin, start + end) for tensor, begin, end in self._tensors_at(places)]

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from .header import Header, SideEntry
 
 FREE_BYTES = 1 << 24
-"""Number of bytes of allocations that are not counted. Ordinary files need less."""
+"""Total size in bytes of allocations that are not counted. Ordinary files need less."""
 CONSTANT_BYTES = 1 << 26
 """Maximum memory in bytes that reading takes in addition to ``memory_limit``, including ``FREE_BYTES``."""
 THREAD_BYTES = 1 << 25
-"""Memory in bytes for each PyTorch thread after the first, which stores the tile that the thread decodes."""
+"""Memory in bytes for the tile of each PyTorch thread after the first."""
 
 HEADER_FACTOR = 48
 """Maximum number of bytes of Python objects for each byte of kvpack.header."""
@@ -86,8 +86,7 @@ def _front_bytes(json_bytes: int, header_bytes: int) -> int:
 
 
 def _check(parts: dict[str, int], memory_limit: int) -> None:
-    """Raise LimitExceeded if ``parts``, in bytes, add up to more than ``memory_limit`` plus ``FREE_BYTES``. The message lists the largest.
-    """
+    """Raise LimitExceeded if ``parts``, in bytes, add up to more than ``memory_limit`` plus ``FREE_BYTES``."""
     total = sum(parts.values())
     if total > memory_limit + FREE_BYTES:
         largest = sorted(((size, part) for part, size in parts.items() if size > total // 50), reverse=True)

@@ -210,7 +210,7 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
 
 
 def align_up(end: int) -> int:
-    """Return the lowest offset from ``end`` on at which a tensor may begin."""
+    """Return ``end`` rounded up to a multiple of ``TENSOR_ALIGNMENT``."""
     return end + -end % TENSOR_ALIGNMENT
 
 
@@ -289,8 +289,7 @@ def pack_header(header: Contents) -> bytes:
 def parse_header(data: bytes) -> Header:
     """Parse the bytes of kvpack.header. Bytes that ``pack_header`` cannot create are rejected.
 
-    Raises UnsupportedVersion, UnknownCodec, InvalidHeader or LimitExceeded, with the position in the message. Unknown versions, features
-    and codecs are reported first, whatever the rest of the header contains.
+    Raises UnsupportedVersion, UnknownCodec, InvalidHeader or LimitExceeded. Unknown versions, features and codecs are reported first.
     """
     try:
         return _parse(data)
@@ -358,7 +357,6 @@ def _is_canonical(top: dict[str, Any], data: bytes) -> bool:
 
 
 def newer_format_message(version: int) -> str:
-    """Return the error message about a file in a newer format version."""
     return f"written by a newer kvpack in format {version}, but this one reads format {FORMAT}: upgrade kvpack"
 
 

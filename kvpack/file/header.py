@@ -75,7 +75,7 @@ class SideEntry:
 
     ``codec`` is an index into the codec list. ``runs`` are the numbers of tokens in the runs, and ``tail`` is the number of raw tokens.
     ``window`` is the number of raw tokens that are encoded together. ``entries`` contains the number of rows of each stream with one row
-    per entry. Raises InvalidHeader or LimitExceeded, with the field in the message.
+    per entry. Raises InvalidHeader or LimitExceeded.
     """
 
     codec: int
@@ -134,7 +134,7 @@ class LayerEntry:
 class TensorEntry:
     """The header entry for one stored tensor. ``digest`` is the big-endian XXH3-128 of the ``stored_bytes`` bytes in the file.
 
-    Raises InvalidHeader or LimitExceeded, with the field in the message.
+    Raises InvalidHeader or LimitExceeded.
     """
 
     name: str
@@ -173,7 +173,7 @@ class Contents:
 
     ``model`` identifies the model, and ``recipe`` is informative. ``start`` is the first position of the range that all layers share, and
     ``starts`` are the first positions of the layers. Readers ignore unknown ``ignorable`` features but keep them. An unknown ``required``
-    feature raises UnsupportedVersion. Raises InvalidHeader or LimitExceeded, with the position in the message.
+    feature raises UnsupportedVersion. Raises InvalidHeader or LimitExceeded.
     """
 
     codecs: tuple[Codec, ...]
@@ -270,8 +270,7 @@ class Contents:
 
     @cached_property
     def _first_uses(self) -> dict[tuple[int, str], SideEntry]:
-        """The first occurrence of each distinct entry of keys or values, by (layer, side). Most layers have equal entries, which are
-        checked once.
+        """First occurrence of each distinct entry of keys or values, by (layer, side). Most layers have equal entries, checked only once.
         """
         first: dict[SideEntry, tuple[int, str]] = {}
         for number, layer in enumerate(self.layers):
@@ -339,10 +338,7 @@ class Header(Contents):
 
 
 def side_tensors(codec: Codec, side: SideEntry, prefix: str = "") -> dict[str, Layout]:
-    """Return the layout of each tensor of keys or values, in file order (spec/container.md, Runs and tail).
-
-    The names are the stream names after ``prefix``.
-    """
+    """Return the layout of each tensor of keys or values by name, after ``prefix``, in file order (spec/container.md, Runs and tail)."""
     result, entries, rows_by_size = {}, dict(side.entries), {1: sum(side.runs)}
     for stream, layout in codec.run_layouts(side.batch, side.heads).items():
         rows, size = len(side.runs), layout.tokens_per_row
@@ -371,7 +367,6 @@ def features_of(codecs: Iterable[Codec]) -> tuple[str, ...]:
 
 
 def unsupported_feature_message(feature: str) -> str:
-    """Return the error message about a required feature that this version of kvpack does not support."""
     return f"the file needs the feature {feature!r:.200}, which this version of kvpack does not support: upgrade kvpack"
 
 

@@ -46,9 +46,9 @@ class _EndOfBytes(Exception):
 
 
 def unknown_features(data: bytes, features: Collection[str], codecs: Collection[str]) -> UnknownFeatures:
-    """Find the first required feature and the first codec id in a header that this version does not know.
+    """Return the format version of a header, and its first feature and codec that are not in ``features`` and ``codecs``.
 
-    ``features`` and ``codecs`` are the known ones. The scan takes linear time.
+    The scan takes linear time.
     """
     scanner = _Scanner(data)
     result: dict[str, int | str | None] = {}

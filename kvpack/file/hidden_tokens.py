@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 FEATURE = "hidden-tokens"
-"""Name of the feature in ``required``, and of its data in ``ignorable``."""
 
 _RECORD = struct.Struct("<IQQ")
 _PLACE = f"ignorable[{FEATURE!r}]"
@@ -41,7 +40,7 @@ def features_of(hidden: Iterable[HiddenRange]) -> tuple[tuple[str, ...], dict[st
 def hidden_tokens(data: bytes, batch: int, start: int, stop: int) -> tuple[HiddenRange, ...]:
     """Parse the feature's data in a file with ``batch`` sequences and positions ``[start, stop)``.
 
-    Raises InvalidHeader, with the record in the message.
+    Raises InvalidHeader.
     """
     if not data or len(data) % _RECORD.size:
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected a positive multiple of {_RECORD.size}")

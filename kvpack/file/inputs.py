@@ -134,7 +134,8 @@ class Inputs:
         return any((not self.rows and text.endswith(ROWS_DIFFER)) or text.endswith(IDS_LEFT_OUT) for text in self.undetermined)
 
     def with_missing_ids(self, start: int, stop: int) -> Inputs:
-        """Return the inputs for a cache with tokens ``[start, stop)``, with a clause for tokens whose ids are missing without a reason.
+        """Return the inputs for a cache with tokens ``[start, stop)``, with a clause for tokens whose ids are missing for no recorded
+        reason.
 
         If no ids are known at all, no clause is added, because the caller is responsible for the ids of such caches.
         """
@@ -379,7 +380,7 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, nu
 
 
 def _check_digests(expected: Sequence[bytes], digests: tuple[bytes, ...], number: int, end: int) -> None:
-    """Raise InvalidParameter if part ``number`` has other ``digests`` than ``expected`` for the ids before position ``end``."""
+    """Raise InvalidParameter if the ``digests`` of part ``number`` for the ids before position ``end`` differ from ``expected``."""
     count = max(len(digests), len(expected))
     for row, pair in enumerate(zip(_for_rows(digests, count), _for_rows(tuple(expected), count), strict=True)):
         if len(set(pair)) > 1:
@@ -415,9 +416,9 @@ def _sequences_differ(inputs: Inputs) -> bool:
 
 
 def _common_ids(rows: Sequence[bytes], first: int) -> tuple[bytes, tuple[bytes, ...], list[tuple[str, int]]]:
-    """Return the ids that all ``rows`` begin with, and, if rows differ, all rows and a clause that says so with its position.
+    """Return the ids that all ``rows`` begin with. If rows differ, also return all rows, and a clause that says so with its position.
 
-    The first id is at position ``first``. If rows do not differ, the rows and the list of clauses are empty.
+    The first id is at position ``first``.
     """
     if len(set(rows)) == 1:
         return rows[0], (), []

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 FEATURE = "layer-state"
-"""Name of the feature in ``required``, and of its data in ``ignorable``."""
 DTYPES = ("U8", "U16", "F16", "BF16", "F32")
 """Dtypes that a state can have. A state's record stores an index into this tuple."""
 MAX_SIZES = 8
@@ -36,7 +35,7 @@ class HasBatch(Protocol):
 
 
 class HasSides(Protocol):
-    """Anything that yields keys and values, such as a layer entry."""
+    """A layer with keys and values."""
 
     def sides(self) -> Iterator[tuple[str, HasBatch]]: ...
 
@@ -45,7 +44,7 @@ class HasSides(Protocol):
 class StateEntry:
     """The description of a layer's state, which has shape ``[batch, ...]`` and one of ``DTYPES``.
 
-    Raises InvalidHeader or LimitExceeded, with the state in the message.
+    Raises InvalidHeader or LimitExceeded.
     """
 
     layer: int
@@ -91,7 +90,7 @@ def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str
 
 
 def layer_states(data: bytes, layers: Sequence[HasSides]) -> tuple[StateEntry, ...]:
-    """Parse the feature's data into states in file order. Raises InvalidHeader or LimitExceeded, with the position in the message."""
+    """Parse the feature's data into states in file order. Raises InvalidHeader or LimitExceeded."""
     if not data or len(data) % _RECORD.size:
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each state, and at least one state")
     states = tuple(_parse(at // _RECORD.size, data[at : at + _RECORD.size]) for at in range(0, len(data), _RECORD.size))

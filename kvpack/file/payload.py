@@ -108,9 +108,9 @@ class Span:
 
 
 def span_of(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> Span | None:
-    """Return the range of the file with these tensors, or None unless memory and file have the same layout.
+    """Return the byte range of ``tensors`` in the file, or None unless their layout there is the same as in memory.
 
-    Each element is a tensor entry with its range ``[begin, end)`` in memory, in which the first tensor begins at 0.
+    Each tensor entry comes with its range ``[begin, end)`` in memory. The first tensor begins at 0.
     """
     places = [front.places[tensor.name] for tensor, _, _ in tensors]
     for (tensor, begin, end), place in zip(tensors, places, strict=True):

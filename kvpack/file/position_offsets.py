@@ -1,5 +1,4 @@
-"""The required feature ``position-offsets``: differences between rotary positions and token indices (spec/container.md, Position offsets).
-"""
+"""The required feature ``position-offsets``: rotary positions minus token indices (spec/container.md, Position offsets)."""
 
 from __future__ import annotations
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from .layer_states import StateEntry
 
 FEATURE = "position-offsets"
-"""Name of the feature in ``required``, and of its data in ``ignorable``."""
 OFFSET_BYTES = 8
 """Size of an offset in bytes: two's complement, little-endian."""
 
@@ -32,7 +30,7 @@ class HasTokens(Protocol):
 
 
 class HasSides(Protocol):
-    """Anything that yields keys and values, such as a layer entry."""
+    """A layer with keys and values."""
 
     def sides(self) -> Iterator[tuple[str, HasTokens]]: ...
 
@@ -47,8 +45,7 @@ def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[st
 def position_offsets(
     data: bytes, layers: Sequence[HasSides], starts: Sequence[int], states: Iterable[StateEntry], start: int
 ) -> tuple[int, ...]:
-    """Parse the feature's data into the offset of each sequence. Raises InvalidHeader or LimitExceeded, with the sequence in the message.
-    """
+    """Parse the feature's data into the offset of each sequence. Raises InvalidHeader or LimitExceeded."""
     if not data or len(data) % OFFSET_BYTES:
         raise InvalidHeader(
             f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {OFFSET_BYTES} for each sequence, and at least one sequence"

@@ -168,7 +168,6 @@ class MemoryFile:
         memory[:] = self._view[begin : begin + len(memory)]
 
     def view(self, begin: int, end: int) -> memoryview:
-        """Return a view of bytes ``[begin, end)``."""
         return self._view[begin:end]
 
     def read_ahead(self, begin: int, end: int) -> Generator[int, None, None]:
@@ -176,7 +175,6 @@ class MemoryFile:
         yield end
 
     def close(self) -> None:
-        """Release the view of the bytes."""
         self._view.release()
 
 
@@ -256,7 +254,7 @@ class DiskFile:
     def copy_to_memory(self) -> MemoryFile:
         """Return the whole file in memory.
 
-        If the file is not in the page cache, its reads bypass it, and its first bytes can be used before all have arrived. Closing the
+        If the file is not in the page cache, reads bypass the cache, and the first bytes can be used before all have arrived. Closing the
         returned file closes this one. Raises Truncated or MissingFile.
         """
         if (cold := read_cold(self.descriptor, self.size)) is not None:

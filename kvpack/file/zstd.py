@@ -1,4 +1,4 @@
-"""Compression of stored tensors with zstd. Each is one frame with a known decoded size (spec/container.md, zstd)."""
+"""Compression of stored tensors with zstd. Each tensor is one frame with a known decoded size (spec/container.md, zstd)."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def check_size(name: str, value: int, low: int, high: int, reason: str) -> None:
 
 
 def window_ids(tokens: int, text: Text) -> int:
-    """Return the number of ids that a window of ``tokens`` tokens takes from the text, including the id after the window."""
+    """Return how many ids of the text a window of ``tokens`` tokens takes, including the id that follows the window."""
     return tokens + 1 - len(text.start)
 
 
@@ -60,6 +60,5 @@ def starts(ids: int, size: int, count: int, seed: int) -> list[int]:
 
 
 def window(text: Text, start: int, size: int) -> torch.Tensor:
-    """Return the token ids of a window, ``[1, token]``: the ids that begin each sequence, and ``size`` ids of the text from ``start`` on.
-    """
+    """Return the token ids of a window, ``[1, token]``: those that begin each sequence, and ``size`` ids of the text from ``start`` on."""
     return torch.tensor([[*text.start, *text.ids[start : start + size]]])

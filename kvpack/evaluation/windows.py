@@ -133,7 +133,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How predictions of a window's scored tokens over another prefix differ from those over the uncompressed one."""
+    """Predictions of a window's scored tokens over a different prefix, compared with those over the uncompressed one."""
 
     log_perplexity: float
     kl_divergence: float
@@ -260,7 +260,7 @@ def read_over(model: Any, exact: UncompressedResult, pairs: Pairs) -> Comparison
 
 
 def packed_file(pairs: Pairs, recipe: str | Recipe, path: str) -> Cache:
-    """Convert ``pairs`` to bf16, pack them, save them to ``path``, and return the cache as loaded from there."""
+    """Convert ``pairs`` to bf16, pack them, save them to ``path``, and return the cache loaded from ``path``."""
     kvpack.save(pack_as_bf16(pairs, recipe), path)
     return _load(path, recipe, pairs[0][0].device)
 
@@ -400,12 +400,12 @@ def compare_predictions(exact: UncompressedResult, log_probabilities: torch.Tens
 
 
 def _divergence(exact: torch.Tensor, log_probabilities: torch.Tensor) -> float:
-    """Return KL(exact || other) in nats, averaged over positions. Log-probabilities are ``[position, vocabulary]``."""
+    """Return KL(exact || other) of log-probabilities ``[position, vocabulary]`` in nats, averaged over positions."""
     return divergences(exact, log_probabilities).mean().item()
 
 
 def divergences(exact: torch.Tensor, log_probabilities: torch.Tensor) -> torch.Tensor:
-    """Return KL(exact || other) in nats, as float64 ``[position]``. Log-probabilities are ``[position, vocabulary]``."""
+    """Return KL(exact || other) of log-probabilities ``[position, vocabulary]`` in nats, as float64 ``[position]``."""
     parts = []
     for first in range(0, len(exact), _ROWS):
         p, q = exact[first : first + _ROWS].double(), log_probabilities[first : first + _ROWS].double()

@@ -79,7 +79,6 @@ class LiveLayer:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in the layer."""
         return self.seen_tokens - self.skipped
 
     @property
@@ -90,7 +89,6 @@ class LiveLayer:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes in use."""
         return sum(side.nbytes for side in self.sides.values()) + sum(x.nbytes for x in self._pending.values())
 
     def update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
@@ -202,7 +200,6 @@ class LiveLayer:
                 self._drop_unseen()
 
     def reset(self) -> None:
-        """Drop all tokens."""
         self._wait({})
         self.skipped = self.raw_tokens = 0
         for side in self.sides.values():

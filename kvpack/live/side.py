@@ -37,7 +37,6 @@ class OpenPage:
 
     @staticmethod
     def of(codec: Codec, batch: int, heads: int, capacity: int, device: torch.device) -> OpenPage:
-        """Create an empty page."""
         layout = codec.layout(batch, heads, capacity)
         streams = {name: torch.zeros(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device=device) for name, entry in layout.items()}
         return OpenPage(codec, capacity, streams)
@@ -100,7 +99,6 @@ class LiveSide:
         self._joined: PackedRuns | None = None
         self._has_warned = False
         self.packed_tokens = self._runs.tokens
-        """Number of packed tokens."""
 
     @property
     def batch(self) -> int:
@@ -116,7 +114,6 @@ class LiveSide:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes in use, including space for new tokens."""
         packed = sum(stream.nbytes for stretch in self._runs.stretches for stream in stretch.streams.values())
         filled = sum(stream.nbytes for page in self._open for stream in page.streams.values())
         return packed + filled + self.unfinished.nbytes + self.tail.nbytes
@@ -209,7 +206,6 @@ class LiveSide:
         return SideState(self._runs, self.unfinished, tuple(self._open), filled, self._joined, self.tail)
 
     def restore(self, state: SideState) -> None:
-        """Restore a snapshot."""
         self._runs, self._open, self._joined, self.tail = state.runs, list(state.open), state.joined, state.tail
         self.unfinished = state.unfinished
         for page, filled in zip(state.open, state.filled, strict=True):

@@ -55,8 +55,8 @@ def supports(codec: Codec) -> bool:
 def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor, left_out: torch.Tensor) -> None:
     """Encode pages and write the streams of ``lane`` to ``rows``, uint8 ``[page, byte]``.
 
-    ``keys`` are the layers' keys. Adds the counts that ``count_left_out`` returns to ``left_out``, int64 ``[2]``. Raises InvalidParameter
-    and OutOfRange if any page is invalid.
+    ``keys`` are the layers' keys. Adds the counts of ``count_left_out`` to ``left_out``, int64 ``[2]``. Raises InvalidParameter and
+    OutOfRange if any page is invalid.
     """
     for first, some in _slot_batches(lane, slots, torch.float32):
         x, key_norms, fit_errors = _measure(lane, layers, keys, some, rows.device)
@@ -89,10 +89,7 @@ def can_lose_precision(lane: Lane) -> bool:
 
 
 def allocate_errors(lane: Lane, pages: int, device: torch.device) -> torch.Tensor | None:
-    """Return an uninitialized tensor for the errors that ``lanes.encode`` measures in ``pages`` pages, or None if they are not needed.
-
-    The tensor is float32 ``[page and layer, kv_head, token]``.
-    """
+    """Return an uninitialized float32 tensor ``[page and layer, kv_head, token]`` for ``lanes.encode``, or None if it needs none."""
     if not lane.plain_codec.summary.direction_spread:
         return None
     return torch.empty(pages * lane.count, lane.geometry.heads, lane.geometry.tokens, dtype=torch.float32, device=device)
@@ -151,8 +148,8 @@ def _measure(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Gather the values of the pages in ``slots``.
 
-    Returns three tensors: the values ``[page and layer, kv_head, token, dim]``, the norms of the keys, and the fit errors of the values.
-    The norms are None if the lane has no raw tokens. The fit errors (``token_norms.measure_fit_errors``) are None if no scales are shared.
+    Returns the values ``[page and layer, kv_head, token, dim]``, the norms of their keys, and their fit errors. The norms are None if the
+    lane has no raw tokens. The fit errors (``token_norms.measure_fit_errors``) are None if no scales are shared.
     """
     from kvpack.kernels.pages.lanes import gather
 
@@ -174,8 +171,8 @@ def _encode(
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
     """Encode ``codec_input``, and return its streams and their ``excess_losses``.
 
-    ``x`` contains the values of pages. ``codec_input`` is ``x`` with any raw tokens replaced. The losses of the tokens in ``chosen``, if it
-    is passed, are ignored.
+    ``x`` contains the values of pages. ``codec_input`` is ``x`` with any raw tokens replaced. Losses of the tokens in ``chosen`` are
+    ignored.
     """
     codec = codec or lane.plain_codec
     sizes = allocate_sizes(codec, x)
@@ -191,9 +188,9 @@ def _halve_means(
     encoded: dict[str, torch.Tensor],
     lost: torch.Tensor,
 ) -> torch.Tensor:
-    """Re-encode pages in which tokens lose precision, using half means, and return the remaining losses.
+    """Re-encode pages in which tokens lose precision into ``encoded``, with half means. Returns the remaining losses.
 
-    The parameters are the arguments and return values of ``_encode``. The new streams are written into ``encoded``.
+    The other parameters are as for ``_encode``.
     """
     if lane.halved_codec is None or not (lost[0] > 1).any():
         return lost
@@ -228,9 +225,7 @@ def _lane_name(lane: Lane) -> str:
 
 
 def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[int], status: torch.Tensor) -> None:
-    """Decode the streams of ``lane`` in ``rows`` into the pages in ``slots``. Pages whose ``status``, int32 ``[page]``, is not 0 are
-    skipped.
-    """
+    """Decode the streams of ``lane`` in ``rows`` into the pages in ``slots`` whose ``status``, int32 ``[page]``, is 0."""
     from kvpack.kernels.pages.lanes import scatter
 
     geometry, dtype = lane.geometry, layers.first.dtype
@@ -265,9 +260,7 @@ def _slot_batches(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Itera
 
 
 def _pages(lane: Lane, count: int, dtype: torch.dtype, device: torch.device, dim: int | None = None) -> torch.Tensor:
-    """Allocate memory for the layers of ``count`` pages, ``[page and layer, kv_head, token, dim]``. Each layer is aligned to ``ALIGNED``
-    bytes.
-    """
+    """Allocate the layers of ``count`` pages, ``[page and layer, kv_head, token, dim]``, each aligned to ``ALIGNED`` bytes."""
     shape = lane.geometry.heads, lane.geometry.tokens, dim or lane.codec.dim
     step = -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED // dtype.itemsize
     values = torch.empty(count * lane.count, step, dtype=dtype, device=device)

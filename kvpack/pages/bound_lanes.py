@@ -162,10 +162,9 @@ class BoundLane:
         return choose_slot_tokens(raw, norms, codec.token_group, lane.slots, fit_errors)
 
     def _fit_errors(self, slot: int, row: memoryview, sizes: TokenSizes, used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-        """Return the losses of precision of tokens that are not raw, ``[2, layer, token]``, or None if all tokens fit.
+        """Return the losses of precision of tokens that are not raw, ``[2, layer, token]`` (``excess_losses``), or None if all tokens fit.
 
-        The losses are those of ``excess_losses``: each token's own, and the ones that it causes to others. ``sizes`` are the sizes that
-        ``_encode`` returned. ``used`` maps layers to their raw tokens.
+        ``sizes`` are from ``_encode``. ``used`` maps layers to their raw tokens.
         """
         lane = self._lane
         if not lane.may_lose_precision:
@@ -203,9 +202,9 @@ class BoundLane:
         rest: Mapping[int, torch.Tensor],
         fit_errors: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Re-encode layers in which tokens lose precision, using ``halved`` means, and return the remaining fit errors.
+        """Re-encode layers in which tokens that are not ``kept`` raw lose precision, with ``halved`` means.
 
-        ``fit_errors`` of the raw tokens, which are marked in ``kept``, are ignored.
+        Returns the remaining fit errors.
         """
         for number in ((fit_errors[0] > 1) & ~kept).any(1).nonzero()[:, 0].tolist():
             for target, source in zip(sizes, self._encode_layer(slot, row, number, rest, halved), strict=True):
@@ -257,9 +256,7 @@ class BoundLane:
         return TokenSizes(*(torch.cat(parts) if parts[0] is not None else None for parts in zip(*result, strict=True)))
 
     def _encode_layer(self, slot: int, row: memoryview, number: int, rest: Mapping[int, torch.Tensor], codec: Codec) -> TokenSizes:
-        """Encode layer ``number`` with ``codec``, and return the sizes of its tokens. If ``rest`` has values for the layer, encode those
-        instead.
-        """
+        """Encode layer ``number``, or its values in ``rest`` if present, with ``codec``. Returns the sizes of its tokens."""
         lane, streams = self._lane, self._streams(row, number)
         x, sizes = rest[number][0] if number in rest else self._tensors[number][slot], TokenSizes()
         if isinstance(codec, Opaque):
@@ -274,7 +271,7 @@ class BoundLane:
         return sizes
 
     def decode(self, row: memoryview, slot: int, threads: int) -> None:
-        """Decode ``row``, which has been checked, into the page in ``slot``. Raises MemoryError."""
+        """Decode a checked row into the page in ``slot``. Raises MemoryError."""
         if self._decoders is not None:
             address = address_of(row)
             for stretch in self._stretches:
@@ -348,9 +345,9 @@ def _has_contiguous_channels(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int, tuple[int, int, int]]]:
-    """Split the layers into stretches that lie at equal distances in memory, ideally a single one.
+    """Return the stretches of layers that are evenly spaced in memory, ideally a single one.
 
-    Returns tuples (first layer, number of layers, address, bytes per slot, (bytes per layer, per head, per token)).
+    Each is (first layer, number of layers, address, bytes per slot, (bytes per layer, per head, per token)).
     """
     size = tensors[0].element_size()
     strides = {tuple(stride * size for stride in x.stride()[:3]) for x in tensors}
@@ -367,7 +364,7 @@ def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int
 
 
 def _c_functions(lane: Lane) -> tuple[Any, Any, Any]:
-    """Return the C functions that encode pages, that decode pages, and that detect large errors, each None if C kernels do not support it.
+    """Return the C functions that encode pages, decode pages, and detect large errors. Each is None if the codec is not supported.
 
     The first two are dicts by number of layers, with a function for one layer and one for all layers.
     """

@@ -52,10 +52,9 @@ class PageBuffer:
                 )
 
     def checked_slots(self, slots: Sequence[int], written: bool = False) -> list[int]:
-        """Return ``slots`` as a list of Python integers. Raises OutOfBounds for a slot outside the buffer.
+        """Return ``slots`` as Python integers. Raises the errors of the function ``checked_slots``.
 
-        Raises InvalidParameter for anything but integers. If the slots will be ``written``, also raises it for a repeated slot, and if any
-        values share memory.
+        Also raises InvalidParameter if the slots will be ``written`` but values share memory.
         """
         check_flag(written, "written")
         if written and self._shared:
@@ -64,7 +63,7 @@ class PageBuffer:
 
     @cached_property
     def _shared(self) -> str:
-        """Description of the tensors that share memory, for messages, such as an expanded tensor. Empty if no tensors share memory."""
+        """Describe the tensors that share memory, such as an expanded tensor, for messages. Empty if there are none."""
         names = [f"layers[{number}].{side}" for side, tensors in self.sides.items() for number in range(len(tensors))]
         tensors = [tensor for tensors in self.sides.values() for tensor in tensors]
         shared = find_overlap([_strided(tensor) for tensor in tensors]) if self.slots else None
@@ -95,10 +94,10 @@ def _strided(x: torch.Tensor) -> Strided:
 
 
 def checked_slots(slots: Sequence[int], count: int, written: bool) -> list[int]:
-    """Return ``slots`` as a list of Python integers, because adding narrow integers to addresses would overflow.
+    """Return ``slots`` as Python integers, because adding narrow integers to addresses would overflow.
 
-    Raises OutOfBounds for a slot outside 0 to ``count`` - 1, and InvalidParameter for anything but integers. If the slots will be
-    ``written``, also raises InvalidParameter for a repeated slot.
+    Raises OutOfBounds for a slot outside 0 to ``count`` - 1, and InvalidParameter for anything except integers or, if the slots will be
+    ``written``, for a repeated slot.
     """
     result = [as_integer(slot, "a slot") for slot in as_list(slots, "slots", "slots, which are integers")]
     for slot in result:

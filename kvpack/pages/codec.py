@@ -121,9 +121,9 @@ class PageCodec:
         """Decode ``rows`` to the pages in ``slots``, and return, for each page, None or the error that prevented it.
 
         A page with an error is left unchanged. Each row is checked before anything is written: its checksum, namespace, geometry, recipe
-        and, if ``keys`` are passed, the digest of its key. With ``values=True``, the rules of the row's codecs are checked as well; use it
-        for rows from untrusted sources. Buffers in ``rows`` may be longer than a row. Raises InvalidParameter or OutOfBounds for arguments
-        that are invalid for all pages.
+        and, if ``keys`` are passed, the digest of its key. With ``values=True``, for rows from untrusted sources, the codecs' rules are
+        checked as well. Buffers in ``rows`` may be longer than a row. Raises InvalidParameter or OutOfBounds for arguments that are invalid
+        for all pages.
         """
         return self.start_decode(rows, pages, slots, keys=keys, values=values).outcomes()
 

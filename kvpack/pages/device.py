@@ -34,7 +34,7 @@ Rows = Sequence[Any] | torch.Tensor
 _MAX_COUNT = 2**31 - 1
 
 _REFUSED, _SUSPECT = 1, 2
-"""Status of a page that kernels could not encode, and status of a page in which tokens may lose precision or cause others to lose it."""
+"""Statuses of pages: one that kernels could not encode, and one in which tokens may lose precision or cause others to lose it."""
 
 
 class PageJob:
@@ -67,7 +67,7 @@ class PageJob:
         return self._event is None or bool(self._event.query())
 
     def outcomes(self) -> list[Outcome]:
-        """Wait for the device, and return, for each page, None or the error because of which it was skipped."""
+        """Wait for the device, and return, for each page, None or the error that prevented it."""
         if self._finish is not None:
             if self._event is not None:
                 self._event.synchronize()
@@ -98,8 +98,7 @@ class DevicePages:
             self._pads = torch.tensor(pads, dtype=torch.int32, device=device) if pads else None
             self._padding = None if self._pads is None else self._pads.to(torch.int64)
             self._shared_left_out, self.left_out = left_out, torch.zeros(2, dtype=torch.int64, device=device)
-            """Number of tokens for which pages had no raw slot, and number of those that are costly (see ``LeftOutTokens``), int64 ``[2]``.
-            """
+            """Numbers of tokens without a raw slot, and of those that are costly (see ``LeftOutTokens``), int64 ``[2]``."""
 
     def encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None]) -> PageJob:
         """Start encoding pages to ``rows``. This is fastest if the rows are in device memory."""
@@ -206,9 +205,9 @@ class DevicePages:
     def _count_losses(
         self, measured: Sequence[tuple[PageLane, Layers, Layers]], slots: Sequence[int], rows: torch.Tensor, numbers: Sequence[int]
     ) -> int:
-        """Count the tokens that lose precision, or cause others to, in some pages, and add the counts to ``left_out``.
+        """Count the tokens that lose precision, or cause others to, in the pages at indices ``numbers``, and add them to ``left_out``.
 
-        ``numbers`` are the pages' indices in ``slots``. Returns the number of tokens to warn about.
+        Returns the number of tokens to warn about.
         """
         if not numbers:
             return 0

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .left_out import LeftOutTokens
 
 Outcome = KvpackError | None
-"""Result for one page: None, or the error for which it was skipped."""
+"""Outcome for one page: None, or the error that prevented it."""
 
 CPU = torch.device("cpu")
 
@@ -72,9 +72,7 @@ class HostPages:
         digests: Sequence[bytes | None],
         names: Sequence[int] | None = None,
     ) -> list[Outcome]:
-        """Encode the pages in ``slots`` to ``targets``, and return each page's error or None. Errors name slots as in ``names``, if it is
-        passed.
-        """
+        """Encode the pages in ``slots`` to ``targets``. Returns each page's error or None. Errors name slots as in ``names``, if passed."""
         plan = self._plan
         lanes = [BoundLane.of(lane, pages) for lane in plan.lanes]
 

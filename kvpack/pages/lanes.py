@@ -133,5 +133,4 @@ def check_values(row: memoryview, contents: Contents, layout: RowLayout, where: 
 
 
 def address_of(row: memoryview) -> int:
-    """Return the address of a row's first byte."""
     return int(numpy.frombuffer(row, numpy.uint8).ctypes.data)

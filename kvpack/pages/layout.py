@@ -186,8 +186,7 @@ def _check_tensor(x: Any, name: str) -> None:
 
 
 def as_integers(x: torch.Tensor) -> torch.Tensor:
-    """Return a view of ``x`` as integers with the same bits, because indexing does not support every dtype and NaN is not equal to itself.
-    """
+    """Return a view of ``x`` as integers with the same bits. Indexing does not support every dtype, and NaN does not equal itself."""
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 

@@ -88,9 +88,9 @@ def _fold_pools(tensors: list[Strided]) -> Strided | None:
 
 
 def _can_reach(terms: list[tuple[int, int, int]], target: int, item: int) -> bool:
-    """Return True if a sum Σ c·stride comes within ``item`` of ``target``, or if a bounded search cannot rule it out.
+    """Return True if Σ c·stride, with c from low to high for each of ``terms``, comes within ``item`` of ``target``.
 
-    ``terms`` are tuples (low, high, stride), with c from low to high.
+    Each term is (low, high, stride). Also returns True if a bounded search cannot rule it out.
     """
     below = [(0, 0)]
     for low, high, stride in reversed(terms):

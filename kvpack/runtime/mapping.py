@@ -21,12 +21,12 @@ _FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_READ = 22
 """Value of MADV_POPULATE_READ, which maps all pages in one call (Linux 5.14 and later)."""
 _UNKNOWN_ADVICE = 22
-"""Value of EINVAL, the error that older kernels return for MADV_POPULATE_READ."""
+"""EINVAL, the error for advice that older kernels do not know."""
 _LOWEST_BITS = bytes(number & 1 for number in range(256))
 
 _DEFAULT_MAX_MAPPINGS = 65_530
 _MAPPING_DIVISOR = 4
-"""Fraction of the process's allowed mappings that kvpack uses (1/4). Threads and allocators need mappings, too."""
+"""Divisor of the process's mapping limit. kvpack uses at most this share, because threads and allocators need mappings, too."""
 _MAPPED: set[int] = set()
 """Addresses of the mappings in use. Changing a set needs no lock; a finalizer must not wait for one."""
 
@@ -45,7 +45,7 @@ class _Mapping:
 
 @functools.cache
 def max_mappings() -> int:
-    """Return the maximum number of files that kvpack maps at the same time, a fraction of the system's limit per process."""
+    """Return the maximum number of files that kvpack maps at the same time, derived from the system's limit per process."""
     try:
         with open("/proc/sys/vm/max_map_count", "rb") as file:
             return int(file.read(32)) // _MAPPING_DIVISOR
@@ -59,10 +59,9 @@ def may_map() -> bool:
 
 
 def map_file(descriptor: int, size: int) -> memoryview:
-    """Map the first ``size`` bytes (at least 1) of an open file into private memory, and return that memory.
+    """Map the first ``size`` bytes (at least 1) of an open file into private memory. Writes to it do not change the file.
 
-    The memory is writable, but writes do not change the file. All pages are mapped immediately, so that a disk error raises OSError now
-    instead of causing a signal later.
+    All pages are mapped immediately, so that a disk error raises OSError now instead of causing a signal later.
     """
     address = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, descriptor, 0)
     if address is None or address == _FAILED:
@@ -76,10 +75,10 @@ def map_file(descriptor: int, size: int) -> memoryview:
 
 
 def populate(address: int, size: int) -> None:
-    """Map ``size`` bytes of an existing mapping, from page-aligned ``address`` on, into memory without blocking other threads.
+    """Load ``size`` bytes of a mapping into memory, from the page-aligned ``address`` on, without blocking other threads.
 
-    Reading many pages from disk in one call is faster than page by page. Older kernels ignore the call, and map pages on first use. Raises
-    OSError if pages cannot be read.
+    One call is faster than loading page by page. Older kernels ignore it, and load pages on first use. Raises OSError if pages cannot be
+    read.
     """
     if _LIBC.madvise(address, size, _MADV_POPULATE_READ) and ctypes.get_errno() != _UNKNOWN_ADVICE:
         raise _last_error()

@@ -54,7 +54,7 @@ class _Block:
         self._end = self._at + nbytes
 
     def take(self, values: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Allocate the next ``values`` values as a tensor ``[value]``. Returns None if they do not fit in the block."""
+        """Allocate a tensor with ``values`` values. Returns None if it does not fit in the block."""
         nbytes = values * dtype.itemsize
         if nbytes > self._end - self._at:
             return None
@@ -82,10 +82,7 @@ _pieces: ContextVar[list[_Block] | None] = ContextVar("kvpack_pieces_of_memory",
 
 @contextlib.contextmanager
 def shared_arena(values: int) -> Iterator[None]:
-    """Within this context, allocate large tensors next to each other.
-
-    ``values`` is the number of 16-bit values expected in all tensors. If they take less than ``MIN_OWN_MEMORY_BYTES``, nothing changes.
-    """
+    """Within this context, allocate tensors next to each other if ``values`` 16-bit values take at least ``MIN_OWN_MEMORY_BYTES``."""
     if 2 * values < MIN_OWN_MEMORY_BYTES or _pieces.get() is not None:
         yield
         return

@@ -46,10 +46,10 @@ def open_direct(descriptor: int) -> int | None:
 
 
 class ColdRead:
-    """Reads the first ``size`` bytes of an open file into ``memory``, in order, with several threads.
+    """Reads the first ``size`` bytes of an open file into ``memory``, in order, with several threads. ``data`` is a view of them.
 
-    ``data`` is a view of these bytes. ``direct`` is a descriptor from ``open_direct``; reads use it to bypass the page cache, and fall back
-    to ``descriptor`` if it fails. ``close`` waits for running reads and closes ``direct``. Until then, ``descriptor`` must stay open.
+    Reads bypass the page cache by using ``direct``, a descriptor from ``open_direct``, and fall back to ``descriptor``. ``close`` waits for
+    running reads and closes ``direct``. Until then, ``descriptor`` must stay open.
     """
 
     def __init__(self, descriptor: int, size: int, direct: int, memory: memoryview) -> None:
@@ -76,9 +76,9 @@ class ColdRead:
         return min(begin, self._size)
 
     def wait(self, end: int) -> int:
-        """Wait until the bytes before ``end`` have arrived, and return how far the file has been read.
+        """Wait for the bytes before ``end``, and return the end of the bytes that have arrived, which is lower if the file is shorter.
 
-        The returned offset is lower than ``end`` if the file is shorter. Raises OSError.
+        Raises OSError.
         """
         while self._reached < end and not self._is_short:
             expected = min(self._reached + _PIECE_BYTES, self._size)
@@ -132,9 +132,9 @@ def declare(library: ctypes.CDLL) -> None:
 class Reader:
     """Reads ranges of an open file in order, with C threads.
 
-    Each of ``reads`` is an offset, a number of bytes and a target address. Threads share each read in pieces of up to ``piece_bytes``. If
-    ``direct``, a descriptor from ``open_direct``, is passed, reads bypass the page cache. Reads and pieces must then begin at multiples of
-    ``BLOCK`` in the file and in memory, and whole blocks are written.
+    Each of ``reads`` is an offset, a number of bytes and a target address. Threads share each read in pieces of up to ``piece_bytes``. With
+    ``direct``, a descriptor from ``open_direct``, reads bypass the page cache. Reads and pieces must then begin at multiples of ``BLOCK``
+    in the file and in memory, and whole blocks are written.
 
     No read starts until ``allow`` is called. Use the reader as a context manager. Until it exits, the file's descriptor must stay open, and
     ``memory``, which contains the target addresses, is kept alive and written to. The reader closes ``direct``. Raises MemoryError if no

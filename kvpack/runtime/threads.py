@@ -50,10 +50,7 @@ def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: 
 
 
 class StartedCalls(Generic[Item, Result]):
-    """Calls ``call(item)`` for each item, in up to ``at_once`` threads.
-
-    A thread that waits for the results makes the calls that no other thread has started.
-    """
+    """Calls ``call(item)`` for each item, in up to ``at_once`` threads. A thread that waits makes calls that no other has started."""
 
     def __init__(self, call: Callable[[Item], Result], items: Iterable[Item], at_once: int) -> None:
         self._jobs = [_Job(item) for item in items]

@@ -23,9 +23,9 @@ RIDGE = 1e-3
 def fit_balanced_keys(
     moments_by_layer: Sequence[KeyMoments], ropes: Sequence[Rope | None] | None, progress: Progress | None = None
 ) -> dict[int, BalancedKeys]:
-    """Return the balanced frames of each layer.
+    """Return the balanced frames of each layer. ``progress`` counts layers.
 
-    ``ropes`` contains the RoPE of each layer's keys. If it is None, the means of keys before RoPE are omitted. ``progress`` counts layers.
+    ``ropes`` contains the RoPE of each layer's keys, or is None to omit the means of keys before RoPE.
     """
     fitted = {}
     for layer, moments in enumerate(moments_by_layer):

@@ -25,7 +25,7 @@ MIN_CHANNEL = 1e-3
 MIN_COST = 0.1
 """Minimum cost of an error in any layer, relative to the mean cost of an equally large error over all layers.
 
-A calibration may see few tokens for which a layer matters. The value was chosen on a fifth of the text that calibration did not read
+A calibration may see too few tokens for which a layer matters. The value was chosen on a fifth of the text, which calibration did not read
 (spec/writers.md, Calibration).
 """
 

@@ -52,7 +52,7 @@ POSITIONS = 1 << 15
 ROWS_POSITIONS = 4096
 """Default maximum number of positions over which klt's rows are averaged. More would harm short contexts."""
 WIDTHS_TOKENS = 1024
-"""Number of tokens per window for measuring the losses of single tensors. The last eighth is scored."""
+"""Number of tokens per window in which losses of single tensors are measured. The last eighth is scored."""
 SAMPLES = 8192
 """Number of tokens, over all windows, whose keys and values train the tables."""
 PROGRESS_SUFFIX = ".progress"
@@ -294,7 +294,7 @@ def _gather(
     layer_ropes: Sequence[Rope | None] | None,
     progress: Progress | None,
 ) -> Statistics:
-    """Return the statistics of all windows. Windows whose statistics are in the file ``path`` are not read again.
+    """Return the statistics of all windows. Windows that are already in the file ``path`` are not read again.
 
     If nothing is predicted, only statistics of keys are gathered.
     """

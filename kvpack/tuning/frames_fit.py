@@ -29,7 +29,7 @@ MIN_COST = 0.03
 MAX_DEVIATION = 2.0**-4
 """Standard deviation, in stored units, to which the largest one of all columns is scaled."""
 MIN_OCTAVES, MAX_OCTAVES = -4, 6
-"""Range of the base-2 logarithm of a column's standard deviation, in steps, for which there are tables."""
+"""Range of base-2 logarithms of columns' standard deviations, in steps, for which there are tables."""
 DEAD_ZONE = 0.06
 """Amount by which the rounding threshold exceeds half a step when the values of levels are computed.
 

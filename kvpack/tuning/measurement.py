@@ -42,7 +42,7 @@ class Loss:
 
     @staticmethod
     def combined(losses: Sequence[Loss]) -> Loss:
-        """Combine the losses of one recipe in different windows."""
+        """Combine the losses of one recipe in several windows."""
         return Loss(
             [divergence for loss in losses for divergence in loss.kl_divergences],
             [perplexity for loss in losses for perplexity in loss.log_perplexities],

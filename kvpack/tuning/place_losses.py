@@ -21,7 +21,7 @@ MEASURED_BITS = 2
 """Bit width at which tensors are measured: small enough for losses above the noise, and large enough that losses add up."""
 
 SCORED_PART = 8
-"""Divisor of the number of tokens in a window that gives the number of scored tokens."""
+"""Number of tokens in a window per scored token."""
 
 
 def single_place_recipe(layer: int, side: str, codec: str) -> str:

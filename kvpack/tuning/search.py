@@ -20,7 +20,6 @@ MAX_UNIFORM_RECIPES = 6
 """Maximum number of uniform recipes that are measured: those with the smallest predicted losses."""
 
 MAX_ROUNDS = 2
-"""Maximum number of rounds of exchanges."""
 
 RECIPES_PER_ROUND = 4
 """Typical number of recipes that a round measures after its single changes, for estimating progress."""

@@ -66,9 +66,7 @@ class Framing:
     ropes: Sequence[Rope | None]
 
     def view(self, layer: int, side: str, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x``, ``[1, kv_head, token, dim]`` from position 0 on, as ``[1, frame, token, channel]`` before RoPE.
-
-        ``x`` contains keys, values, or gradients with respect to them.
+        """Return keys, values or gradients ``[1, kv_head, token, dim]`` from position 0 on as ``[1, frame, token, channel]`` before RoPE.
         """
         rope = self.ropes[layer] if side == "k" else None
         x = x if rope is None else rope.rotate(x.to(torch.float32), 0, back=True)
@@ -79,9 +77,9 @@ class Framing:
 class KeyMoments:
     """Sums over the keys of a layer and over the queries that attend to them, in float64, for each KV head.
 
-    ``tokens`` and ``rows`` are the numbers of keys and of queries. ``keys``, ``pages`` and ``queries``, ``[kv_head, dim, dim]``, are sums
-    of outer products: of keys, of keys minus the mean of their page of ``PAGE_TOKENS`` tokens, and of queries. ``keys_before_rope``,
-    ``[kv_head, dim]``, is the sum of keys before RoPE.
+    ``tokens`` keys and ``rows`` queries are counted. ``keys``, ``pages`` and ``queries``, ``[kv_head, dim, dim]``, are sums of outer
+    products: of keys, of keys minus the mean of their page of ``PAGE_TOKENS`` tokens, and of queries. ``keys_before_rope``, ``[kv_head,
+    dim]``, is the sum of keys before RoPE.
     """
 
     tokens: torch.Tensor
@@ -95,7 +93,7 @@ class KeyMoments:
     def of(cls, k: torch.Tensor, queries: torch.Tensor, rows: int, rope: Rope | None) -> KeyMoments:
         """Compute the moments of keys ``[1, kv_head, token, dim]`` from position 0 on, without raw tokens.
 
-        ``queries`` is already a sum, over ``rows`` queries.
+        ``queries`` is the sum over ``rows`` queries.
         """
         counted = _encoded_tokens(k)
         x = k[0].to(torch.float64)[:, counted]
@@ -186,10 +184,7 @@ class Statistics:
                 self._count(name, values, ~raw[number], few if name.endswith(".frames") else chosen)
 
     def add_moments(self, window: int, pairs: Pairs, queries: QueryMoments, ropes: Sequence[Rope | None] | None) -> None:
-        """Add the moments of a window's keys and queries. Nothing is added if a layer has no queries.
-
-        ``pairs`` contains each layer's keys and values.
-        """
+        """Add the moments of a window's keys and queries. Nothing is added if a layer has no queries."""
         query_parts = [queries.of_layer(number, k.shape[1]) for number, (k, _) in enumerate(pairs)]
         if any(part is None for part in query_parts):
             return
@@ -309,7 +304,7 @@ def _outer_products(gradient: torch.Tensor, counted: torch.Tensor) -> torch.Tens
 
 
 def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.Generator) -> Iterator[Pairs]:
-    """Yield, for each temperature, gradients with respect to ``pairs``. They are of the log-probabilities of sampled next tokens."""
+    """Yield, for each temperature, the gradients of log-probabilities of sampled next tokens with respect to ``pairs``."""
     from transformers import DynamicCache
 
     leaves = [(k.detach().clone().requires_grad_(), v.detach().clone().requires_grad_()) for k, v in pairs]

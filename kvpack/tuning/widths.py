@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from .search import Measurement, Search
 
 MAX_CHECKED_RECIPES = 2
-"""Number of recipes that are measured as a whole: the chosen one, and the largest uniform one that fits."""
 
 
 def steps(layers: int) -> int:

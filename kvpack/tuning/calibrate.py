@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +58,8 @@ WIDTHS_TOKENS = 1024
 SAMPLES = 8192
 """Number of tokens, over all windows, whose keys and values train the tables."""
 PROGRESS_SUFFIX = ".progress"
+WRITE_INTERVAL = 5
+"""Minimum time between two writes of progress, as a multiple of the time that the last one took. A GPU reads windows faster."""
 MAX_LAYER_CHANNELS = 512
 """Maximum number of channels for which a layer gets a single frame by default. Decoding takes up to that many products per value."""
 SHOWN_BITS = (0.3, 0.6, 1.0)
@@ -100,7 +104,7 @@ def run(
 ) -> dict[str, Any]:
     """Calibrate a model on a text, write the basis to ``out``, and return a report as JSON values.
 
-    ``model`` is a folder, and ``text`` a file. Progress is saved to ``out`` + ".progress" after each window, so that an interrupted
+    ``model`` is a folder, and ``text`` a file. Progress is saved to ``out`` + ".progress" after windows, so that an interrupted
     calibration can resume; that file is removed at the end. Raises InvalidParameter for unsupported sizes and for a model with layers
     without keys and values, MissingFile, WriteFailed and OutOfRange.
     """
@@ -301,6 +305,7 @@ def _gather(
     size = sizes["tokens"] + 1 - len(text.start)
     window_starts = starts(len(text.ids), size, sizes["windows"], sizes["seed"])
     result = Statistics.read(path, _calibration_id(model, text, sizes))
+    written, writing = -math.inf, 0.0
     attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
     for number, start in enumerate(window_starts):
         if number >= result.windows:
@@ -315,7 +320,11 @@ def _gather(
                 result.add(model, read, pairs, sizes["seed"] + number, -(-SAMPLES // sizes["windows"]), framing)
             result.add_moments(number, pairs, queries, layer_ropes)
             result.windows += 1
-            result.write(path)
+            began = time.perf_counter()
+            if number + 1 == len(window_starts) or began - written >= WRITE_INTERVAL * writing:
+                result.write(path)
+                written = time.perf_counter()
+                writing = written - began
         if progress:
             progress(number + 1, sizes["windows"] + len(result.sums) + len(result.halves() or ()))
     return result

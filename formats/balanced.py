@@ -28,16 +28,16 @@ OPTION = "frame"
 """Recipe option that requests a frame, as in ``frame=balanced``."""
 
 FRAMES = ("balanced", "centered")
-"""Sidecar that maps keys into a calibrated frame of one of the kinds in ``FRAMES``.
-
-``frame`` is the kind. ``layer`` and ``basis``, the SHA-256 of a basis, identify the frames. ``source`` contains the frames once the codec
-has received its basis; it is not stored.
-"""
+"""Kinds of frames in a basis: for whole keys, and for keys minus their mean, if the mean is stored separately."""
 
 
 @dataclass(frozen=True)
 class FrameMap(ValueMap):
-    """Description, for messages, of the frames that the codec needs from the basis."""
+    """Sidecar that maps keys into a calibrated frame of kind ``frame`` (one of ``FRAMES``).
+
+    ``layer`` and ``basis``, the SHA-256 of a basis, identify the frames. ``source`` contains the frames once the codec has received its
+    basis; it is not stored.
+    """
 
     name: ClassVar[str] = "balanced"
     words: ClassVar[tuple[str, ...]] = (OPTION,)
@@ -119,7 +119,7 @@ class FrameMap(ValueMap):
         return plain_product(q, self.source_for(q.shape[1]).on_device(q.device).matrices.transpose(1, 2))
 
     def rotated_query(self, q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Map queries by ``query`` and then rotate them by ``rotation``, with one matrix product."""
+        """Map queries by ``query``, and rotate the mapped queries by ``rotation``, with one matrix product."""
         matrices = self.source_for(q.shape[1]).on_device(q.device).query_matrices(rotation)
         # A three-dimensional product has less overhead than a broadcast one.
         return plain_product(q[0], matrices)[None] if len(q) == 1 else plain_product(q, matrices)

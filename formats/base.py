@@ -116,7 +116,10 @@ class Codec(EntryStreams, ABC):
 
     @property
     def error_spread(self) -> float:
-        """Largest ratio of an ordinary token's ``error_sizes`` to the typical value."""
+        """Largest ratio of an ordinary token's ``error_sizes`` to the typical value.
+
+        It is 0 if errors are proportional to the coded norm.
+        """
         return 0.0
 
     def min_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

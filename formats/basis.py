@@ -62,7 +62,10 @@ def run_columns(run: int, dim: int) -> slice:
 
 
 class BasisRows:
-    """The basis rows of one layer's keys or values, float32 ``[batch or 1, kv_head, row, dim]``."""
+    """The basis rows of one layer's keys or values, float32 ``[batch or 1, kv_head, row, dim]``.
+
+    Raises InvalidParameter for fewer than ``row_count(dim)`` rows.
+    """
 
     def __init__(self, rows: torch.Tensor) -> None:
         if rows.dim() != 4 or rows.shape[2] < row_count(rows.shape[3]):

@@ -15,7 +15,10 @@ MAX_INVERSE_ERROR = 2.0**-8
 
 
 def invert_for_encoding(matrices: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the inverse of ``matrices`` ``[..., column, channel]``, float32 on the CPU. ``name`` describes the matrices in errors."""
+    """Return the inverse of ``matrices`` ``[..., column, channel]``, float32 on the CPU. ``name`` describes the matrices in errors.
+
+    Raises OutOfRange if a matrix has no inverse, or if the inverse changes values by more than ``MAX_INVERSE_ERROR``.
+    """
     # PyTorch 2.13 inverts batches incorrectly, or hangs, if its number of threads differs from OpenMP's.
     exact = matrices.to(torch.float64).cpu().numpy()
     try:

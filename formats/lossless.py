@@ -134,7 +134,10 @@ class Lossless(CodecFamily):
         return RunEncoder({"frequencies": stored}, lambda block, _: self.encode_with_tables(block, tables))
 
     def tables_for(self, counts: Numbers, before: Mapping[str, torch.Tensor] | None) -> Numbers:
-        """Return the frequencies for a run whose exponents have these ``counts``: int64 ``[batch · kv_head, symbol]``."""
+        """Return the frequencies for a run whose exponents have these ``counts``: int64 ``[batch · kv_head, symbol]``.
+
+        The tables of the run ``before`` are reused if new tables would not save more than the space they take.
+        """
         tables = rans.frequencies(_add_unseen(counts))
         if before is not None:
             last = _to_numpy(before["frequencies"]).reshape(counts.shape).astype(numpy.int64)

@@ -359,6 +359,9 @@ def max_quotient(codec: Minifloat) -> float:
 
 def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
     """Return the scales of a run whose largest values are ``largest``, ``[batch, kv_head or 1, 1]``. Scales that do not fit are infinite.
+
+    The preceding run's scales, ``last``, are kept unless they are too small or far too large, because runs with equal scales can be joined.
+    A larger scale leaves room to grow, so that later runs seldom need another. A scale of 0 means that all values so far are 0.
     """
     quotient_limit = max_quotient(codec)
     half = codec.scale_dtype == "fp16"

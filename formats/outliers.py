@@ -101,6 +101,8 @@ class Outliers(FramePart):
     def encode(self, u: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Set the outliers of ``u`` ``[batch, kv_head, token, dim]`` to zero. Returns the remaining values, and the streams with the
         outliers.
+
+        Raises OutOfRange if an outlier does not fit in float16.
         """
         chunks = _chunks(u)
         flagged = _norms(chunks) > threshold

@@ -241,7 +241,10 @@ class CachedLaunch:
 
 
 _cached_launches: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...], list[str]]] = {}
-"""Cached launches by key: a compiled kernel's launcher, the arguments before the kernel's own, and the names of its constants."""
+"""Cached launches by key: a compiled kernel's launcher, the arguments before the kernel's own, and the names of its constants.
+
+The key contains everything on which Triton specializes.
+"""
 
 
 def launch_cached(

@@ -69,7 +69,10 @@ def power_and_quotients(
     V: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return e, 2^-e, and the token factor divided by 2^e. With signs or outliers, also return the signs' factor divided by 2^e."""
+    """Return e, 2^-e, and the token factor divided by 2^e. With signs or outliers, also return the signs' factor divided by 2^e.
+
+    e is the exponent of the larger factor (see ``_power_and_quotient``).
+    """
     CONSTANTS: tl.constexpr = V.constants
     SIGNS: tl.constexpr = V.signs
     if V.factor is None:

@@ -36,7 +36,10 @@ class FlashBlock(NamedTuple):
 
 
 def block_shape(dim: int, room: int) -> FlashBlock:
-    """Return a launch shape for head dims up to ``dim``, a power of two, that needs at most ``room`` bytes of shared memory."""
+    """Return a launch shape for head dims up to ``dim``, a power of two, that needs at most ``room`` bytes of shared memory.
+
+    A program's shared memory contains the queries, and the keys and values of one tile per stage.
+    """
     if dim <= 64:
         return FlashBlock(128, 64, 4, 3)
     block = FlashBlock(128, 64, 8, 3) if dim <= 128 else FlashBlock(64, 32, 8, 2)

@@ -31,7 +31,11 @@ WARPS = 2
 
 
 def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Unpack uint16 planes ``[batch, kv_head, token, words]`` to one int32 tensor ``[..., symbols]`` per digit. Strides are arbitrary."""
+    """Unpack uint16 planes ``[batch, kv_head, token, words]`` to one int32 tensor ``[..., symbols]`` per digit. Strides are arbitrary.
+
+    The digits are the same as from ``Columns.unpack``, also for words that no writer produces. Raises InvalidParameter if the planes do not
+    match ``packing``.
+    """
     batch, heads, tokens = planes[0].shape[:3]
     for words, plane in zip(packing.planes, planes, strict=True):
         check_shape("plane", plane, (batch, heads, tokens, words))

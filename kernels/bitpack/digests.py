@@ -109,7 +109,10 @@ def digests(ranges: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
 
 @contextmanager
 def _launch_streams(device: torch.device, groups: int) -> Iterator[list[AbstractContextManager[Any]]]:
-    """Yield CUDA stream contexts for ``groups`` pairs of launches. At the end, the caller's stream waits for all of them."""
+    """Yield CUDA stream contexts for ``groups`` pairs of launches. At the end, the caller's stream waits for all of them.
+
+    A single pair runs on the caller's stream.
+    """
     if device.type != "cuda" or groups == 1:
         yield [nullcontext()]
         return
@@ -128,7 +131,10 @@ def _launch_streams(device: torch.device, groups: int) -> Iterator[list[Abstract
 
 @lru_cache(maxsize=16)
 def _device_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Return the ``STREAMS`` CUDA streams for digests on ``device``, the same on every call."""
+    """Return the ``STREAMS`` CUDA streams for digests on ``device``, the same on every call.
+
+    PyTorch reuses freed memory only on the same stream, so fixed streams bound the memory for sums.
+    """
     return [torch.cuda.Stream(device) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
 
 

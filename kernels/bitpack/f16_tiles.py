@@ -98,7 +98,7 @@ def middle_code(bits: int) -> float:
 
 @triton.constexpr_function
 def binary16_bits(value: float) -> int:
-    """Return the bits of ``value`` as float16."""
+    """Return the bit pattern of ``value`` as float16."""
     import struct
 
     return int.from_bytes(struct.pack("<e", value), "little")

@@ -51,7 +51,10 @@ def stream_rules(codec: Codec) -> Mapping[str, WordRule | str] | None:
 
 
 def find_invalid_sides(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor]]]) -> Callable[[], list[int]]:
-    """Start checking all ``sides``. Returns a function that waits for the device and returns the indices of the invalid sides."""
+    """Start checking all ``sides``. Returns a function that waits for the device and returns the indices of the invalid sides.
+
+    Every side must have rules (``stream_rules``), and contiguous streams on one device.
+    """
     streams: dict[WordRule | str, list[tuple[int, int, int]]] = {}
     keep_alive = [stream for _, tensors in sides for stream in tensors.values()]
     for index, (codec, tensors) in enumerate(sides):

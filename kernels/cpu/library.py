@@ -264,7 +264,10 @@ def levels() -> tuple[str, ...]:
 
 
 def thread_count(threads: int | None, default: int) -> int:
-    """Return ``threads`` unless it is None, then KVPACK_THREADS if it is set, then ``default``."""
+    """Return ``threads`` unless it is None, then KVPACK_THREADS if it is set, then ``default``.
+
+    Raises InvalidParameter if KVPACK_THREADS is not an integer from 1 to 9999.
+    """
     if threads is not None:
         return threads
     text = os.environ.get(THREADS, "")

@@ -175,7 +175,11 @@ def _is_in_original_frame(codec: Codec) -> bool:
 
 
 def _segment_table(stretch: Stretch, description: CodecDescription, batch: int, heads: int) -> tuple[Integers, Any] | None:
-    """Return the C table of a stretch's pages, and the streams that it points to. None if the C kernels do not support a stream."""
+    """Return the C table of a stretch's pages, and the streams that it points to. None if the C kernels do not support a stream.
+
+    Each row, int64, contains the page's first token in the stretch, its number of tokens, and four numbers per stream: an address, and
+    strides in bytes per batch entry, head and stream row.
+    """
     counts = numpy.diff(stretch.ends, prepend=0)
     streams, codec = dict(stretch.streams), stretch.codec
     if codecs.RAW_ENTRY in description.streams:

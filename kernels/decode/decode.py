@@ -27,7 +27,10 @@ FUSED_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode streams with arbitrary strides to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
+    """Decode streams with arbitrary strides to float32 ``[batch, kv_head, token, dim]`` in the coded frame.
+
+    Raises InvalidParameter if a stream does not match ``codec.layout``.
+    """
     # A stream shared by all heads has a head axis of 1, but other streams have the full shape.
     batch, heads = (max(stream.shape[axis] for stream in streams.values()) for axis in (0, 1))
     tokens = codec.token_count(streams)

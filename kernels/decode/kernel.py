@@ -80,7 +80,12 @@ def prepare_rows(
     view_stream: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, stream: stream,
     threads: int = 1,
 ) -> PreparedDecode:
-    """Prepare the launch that decodes ``packed`` with ``decoder``. Streams may have arbitrary strides."""
+    """Prepare the launch that decodes ``packed`` with ``decoder``. Streams may have arbitrary strides.
+
+    ``out``, ``rotated`` and ``pages`` are as in ``decode.prepare``. At most two lookup ``tables`` can be passed. Tiles have at least
+    ``min_channels`` channels and at most ``max_tokens`` tokens. ``view_stream(name, stream)`` must return each stream as the decoder reads
+    it. Raises InvalidParameter if a stream does not match ``codec.layout``.
+    """
     batch, heads = out.shape[:2]
     rows.check_layout(codec, packed, batch, heads)
     layouts = codec.row_layouts

@@ -192,7 +192,10 @@ def _launch(
 
 @lru_cache(maxsize=256)
 def _matrix(codec: Codec, in_order_of_joined: bool, device: str) -> tuple[torch.Tensor, float]:
-    """Return the matrix from columns to channels as its signs, float16 ``[column, channel]``, and the magnitude of all entries."""
+    """Return the matrix from columns to channels as its signs, float16 ``[column, channel]``, and the magnitude of all entries.
+
+    Both axes are padded with zeros to powers of two. Columns are in the order of tiles, or of ``join_tiles``.
+    """
     loader, channels = _required_loader(codec), _padded_dim(codec.dim)
     count, width = next_power_of_two(len(loader.channels)), len(loader.channels[0])
     with torch.inference_mode(False):

@@ -47,7 +47,7 @@ BLOCK_CHANNELS = 128
 SCALE_TOKENS = 16
 SCALE_HEADS = 4
 SCALE_WARPS = 4
-"""Number of warps per program of the kernels that compute token scales."""
+"""Launch shape of the kernels that compute token scales: tokens per program, heads loaded together, and warps per program."""
 
 _HALF_LIMIT, _MIN_HALF, _MAX_ENCODED = (tl.constexpr(value) for value in (HALF_LIMIT, MIN_HALF, scale_range.MAX_ENCODED))
 
@@ -369,7 +369,10 @@ def _group_values(value: tl.tensor, CONSTANTS: tl.constexpr) -> tl.tensor:
 
 
 class GroupExtents(NamedTuple):
-    """Values of a block divided by token scales, and the minimum, maximum and center of each group."""
+    """Values of a block divided by token scales, and the minimum, maximum and center of each group.
+
+    ``known`` is True for groups that have values. Group fields are ``[token group, channel]`` or ``[token, channel group]``.
+    """
 
     value: Any
     low: Any

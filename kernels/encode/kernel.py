@@ -157,7 +157,13 @@ def encode_rows(
     warps: int = WARPS,
     fusion: bool = True,
 ) -> bool:
-    """Encode ``x`` to ``output`` with ``quantizer``. If digits cannot be packed exactly, return False and write nothing."""
+    """Encode ``x`` to ``output`` with ``quantizer``. If digits cannot be packed exactly, return False and write nothing.
+
+    A program encodes ``tokens`` tokens, ``block`` symbols at a time (0 for all ``symbols``), with ``coordinates`` values each. ``padding``
+    counts symbols of levels above the first. ``terms(codec)`` is the input of ``plan_packing``, ``stored`` are the streams of scales, and
+    ``tables`` are the quantizer's other tensors and numbers. ``packs`` is False if the quantizer returns no digits. ``fusion`` is passed to
+    ``launch``.
+    """
     plan = _cached_plan(codec, terms, symbols + padding, x.device)
     if plan is None:
         return False
@@ -205,7 +211,10 @@ def _encode(
     QUANTIZER: tl.constexpr,
     SHAPE: tl.constexpr,
 ) -> None:
-    """Encode ``SHAPE.tokens`` tokens of one head. ``x`` is ``[batch, kv_head, token, dim]`` with arbitrary strides."""
+    """Encode ``SHAPE.tokens`` tokens of one head. ``x`` is ``[batch, kv_head, token, dim]`` with arbitrary strides.
+
+    ``matrix`` is the result of ``coordinate_matrices``; if it is None, values are loaded directly, block by block.
+    """
     CONSTANTS: tl.constexpr = QUANTIZER.constants
     LEVELS: tl.constexpr = QUANTIZER.levels
     STREAMS: tl.constexpr = SHAPE.streams

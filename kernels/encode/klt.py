@@ -50,7 +50,16 @@ _RUN_INTEGERS, _MAX_WIDTH = tl.constexpr(3), tl.constexpr(8)
 
 
 class DeviceBasis(NamedTuple):
-    """Device copy of a basis for some column widths, in the layout that kernels read."""
+    """Device copy of a basis for some column widths, in the layout that kernels read.
+
+    - ``matrix``: bfloat16 ``[kv_head, run, part, padded dim, RUN_COLUMNS]``, from channels to the columns of runs that have codes; the
+      parts add up to float32.
+    - ``columns``: float32 ``[kv_head, run, 2, RUN_COLUMNS]``, means and squared weights.
+    - ``tables``: float32 ``[kv_head, entry]``; for each run its entries, the bounds between them, and one filler.
+    - ``runs``: int32 ``[run, _RUN_INTEGERS]``, widths, first entries, and first columns in stream order. If heads have their own widths,
+      int32 ``[kv_head, run, 2, RUN_COLUMNS]``, the width and first entry of each column.
+    - ``places``: the byte positions by which ``klt_heads`` packs, else None.
+    """
 
     matrix: torch.Tensor
     columns: torch.Tensor
@@ -91,7 +100,10 @@ def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
 
 
 def compute_levels(x: torch.Tensor, output: Output, basis: DeviceBasis) -> torch.Tensor:
-    """Compute levels and gains. Returns the levels, uint8 ``[batch, kv_head, token, column]``, in stream order."""
+    """Compute levels and gains. Returns the levels, uint8 ``[batch, kv_head, token, column]``, in stream order.
+
+    Gains are written to ``output``, if the codec stores them.
+    """
     arguments, constants = input_arguments(x, output.origins)
     del constants["PARTS"]
     batch, heads, tokens, _ = x.shape

@@ -70,7 +70,10 @@ class MinifloatConstants(NamedTuple):
 
 
 def encode(codec: Minifloat, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. If the codec is not supported, return False and write nothing."""
+    """Encode ``x`` to ``output``. If the codec is not supported, return False and write nothing.
+
+    Except in engine pages, ``output`` must contain the run scale of the preceding tokens, or 0 if there are none.
+    """
     if codec.dim > MAX_PRODUCTS:
         return False
     streams, origins = output.streams, output.origins
@@ -106,7 +109,10 @@ def _digit_terms(codec: Minifloat) -> dict[str, list[Term]]:
 
 
 def choose_run_scales(codec: Minifloat, x: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the run scales for ``x``, and a mask of the finite ones. ``before`` contains the run scales of earlier tokens, or 0."""
+    """Return the run scales for ``x``, and a mask of the finite ones. ``before`` contains the run scales of earlier tokens, or 0.
+
+    PyTorch computes the scales in one pass over the input, without waiting for the device.
+    """
     largest = x.abs().amax((2, 3))[..., None].to(torch.float32)
     if codec.granularity != "head":
         largest = largest.amax(1, keepdim=True)

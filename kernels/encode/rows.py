@@ -269,7 +269,10 @@ def compute_norms(rows: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr, SMALLES
 def store_norms(
     norms: tl.tensor, norm: tl.tensor, row: tl.tensor, valid: tl.tensor, log8_bounds: tl.tensor | None, LIMIT: tl.constexpr
 ) -> None:
-    """Store one norm per row. Norms that do not fit, which ``compute_norms`` has flagged, are stored as 0."""
+    """Store one norm per row. Norms that do not fit, which ``compute_norms`` has flagged, are stored as 0.
+
+    With ``log8_bounds``, a norm is stored as a byte: the number of bounds that do not exceed it.
+    """
     stored = tl.where(norm < LIMIT, norm, 0.0)
     if log8_bounds is not None:
         code = tl.zeros(norm.shape, tl.int32)
@@ -292,7 +295,10 @@ def unbiased_factor(
 def store_errors(
     block: tl.tuple, factor: tl.tensor, squares: tl.tensor, product: tl.tensor, decoded: tl.tensor, SHAPE: tl.constexpr
 ) -> None:
-    """Store the errors of tokens u, relative to |u|, if they are measured. A token decodes to ``factor`` times d."""
+    """Store the errors of tokens u, relative to |u|, if they are measured. A token decodes to ``factor`` times d.
+
+    ``squares`` is |u|^2, ``product`` <u, d> and ``decoded`` |d|^2, ``[token, 1]`` each.
+    """
     if SHAPE.measured:
         error = tl.maximum(squares - 2 * factor * product + factor * factor * decoded, 0.0)
         tl.store(block.errors, tl.sqrt_rn(error / tl.where(squares > 0, squares, float("inf"))), block.valid)

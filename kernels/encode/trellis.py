@@ -35,7 +35,10 @@ symbol.
 
 
 def encode(codec: Trellis, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. Returns False, and writes nothing, for engine pages."""
+    """Encode ``x`` to ``output``. Returns False, and writes nothing, for engine pages.
+
+    Raises OutOfRange for norms that the codec cannot store.
+    """
     if output.origins is not None:
         return False
     for name, stream in codec.encode_with(x.to(torch.float32), nearest_path, ROWS).items():

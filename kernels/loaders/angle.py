@@ -150,7 +150,10 @@ def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.
 
 @triton.jit
 def range_factor(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return the number by which each token's norms are divided: a power of two, or the largest possible norm if norms are logarithms."""
+    """Return the number by which each token's norms are divided: a power of two, or the largest possible norm if norms are logarithms.
+
+    ``words`` are the tokens' ranges.
+    """
     LARGEST: tl.constexpr = (1 << CONSTANTS.norm_bits) - 1
     if CONSTANTS.log:
         step, minimum = _range_as_float32(words)

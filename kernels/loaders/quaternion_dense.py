@@ -104,7 +104,10 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the components of the chunks of step ``STEP``, unit quaternions times radius codes, as four float16 tiles."""
+    """Return the components of the chunks of step ``STEP``, unit quaternions times radius codes, as four float16 tiles.
+
+    Tiles are ``[warp, token, chunk]`` or transposed ``[warp, chunk, token]``.
+    """
     CODEWORD_BITS: tl.constexpr = CONSTANTS.codeword_bits
     RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
     TOGETHER: tl.constexpr = CODEWORD_BITS + RADIUS_BITS <= MAX_BITS

@@ -99,7 +99,10 @@ class Tiles:
     """For keys, ``step_factor(loaded, step, constants, fast)`` returns the factor of products with the tiles of a step, float32
     ``[warp, token]``."""
     load_columns: Any = None
-    """Function that loads the run-time constants of ``decode``. None means ``bitfields.load_column_fields``."""
+    """Function that loads the run-time constants of ``decode``. None means ``bitfields.load_column_fields``.
+
+    ``load_columns(table, rows, constants, tokens)`` receives a head's table and its ``work.Rows``.
+    """
     run_product: Any = None
     """Function ``run_product(x, pointers, constants)`` that multiplies ``x`` by the factor that all tokens share, or None.
 

@@ -1,4 +1,7 @@
-"""Lookups in a float16 table by entry index, for rows in one thread's registers. An entry has one or two f16x2."""
+"""Lookups in a float16 table by entry index, for rows in one thread's registers. An entry has one or two f16x2.
+
+The table is in shared memory, as ``shared_table`` stores it. Without inline PTX, the same functions use plain Triton.
+"""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005

@@ -74,7 +74,10 @@ def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...], bool], ...], device
 
 @lru_cache(maxsize=256)
 def value_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], block: int, device: str) -> torch.Tensor:
-    """Return the matrix from columns of sums in ``frames`` to channels, float32 ``[matrix, column, dim]``."""
+    """Return the matrix from columns of sums in ``frames`` to channels, float32 ``[matrix, column, dim]``.
+
+    The columns of each frame are padded to a multiple of ``block``.
+    """
     parts = []
     with torch.inference_mode(False):
         for codec, channels in frames:

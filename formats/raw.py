@@ -80,5 +80,5 @@ def round_to_dtype(x: torch.Tensor, dtype: str) -> torch.Tensor:
         lost = torch.nonzero(torch.isinf(values) & torch.isfinite(x)).tolist()
         if lost:
             value, largest = x[tuple(lost[0])].item(), torch.finfo(values.dtype).max
-            raise OutOfRange(f"the value at {lost[0]} is {value:.6g}, but the largest {dtype} is {largest:.6g}: choose a wider dtype")
+            raise OutOfRange(f"the value at {lost[0]} is {value:.6g}, but the largest {dtype} value is {largest:.6g}: choose a wider dtype")
     return values

@@ -295,7 +295,7 @@ def store_in_slots(
     values = exact.to(getattr(torch, TORCH_DTYPE_NAMES[raw.dtype]))
     values = values.masked_fill(~used[..., None, None], 0.0)
     if raw.dtype == "fp16" and x.dtype != torch.float16 and bool((values.isinf() & exact.isfinite()).any()):
-        raise OutOfRange("a raw token exceeds the largest fp16, 65504: choose a wider raw_dtype")
+        raise OutOfRange("a raw token exceeds the largest fp16 value, 65504: choose a wider raw_dtype")
     numbers = token.masked_fill(~used, -1).flatten()
     positions = encode_positions(numbers, torch.zeros_like(numbers)).view(*token.shape, _POSITION_WORDS)
     # Tokens with small norms do not enlarge scales; they matter only to codecs with groups of tokens.
@@ -373,7 +373,7 @@ def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tens
         entry, head, channel = torch.nonzero(lost)[0].tolist()
         raise OutOfRange(
             f"raw token {int(token[entry])} (sequence {int(sequence[entry])}, head {head}) has the value "
-            f"{exact[entry, head, channel].item():.6g} in channel {channel}, but the largest {dtype} is "
+            f"{exact[entry, head, channel].item():.6g} in channel {channel}, but the largest {dtype} value is "
             f"{torch.finfo(values.dtype).max:.6g}: {remedy}"
         )
     return values

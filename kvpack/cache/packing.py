@@ -248,7 +248,7 @@ def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> N
         actual, expected = checksums(x)[:, begin - position :].cpu().numpy(), recorded[:, begin - first :]
         if actual.shape != expected.shape or (actual != expected).any():
             raise InvalidParameter(
-                f"layers[{key[0]}].{key[1]}: inputs were recorded for other values (sequences or tokens were moved, or values rounded): "
+                f"layers[{key[0]}].{key[1]}: inputs were recorded for different values (sequences or tokens moved, or values rounded): "
                 "record them after the last change to the cache, or omit inputs="
             )
 

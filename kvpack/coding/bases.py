@@ -447,7 +447,7 @@ def _losses(basis: Basis, side: str) -> list[float]:
     texts = basis.model[name].split(",") if name in basis.model else []
     if (texts and len(texts) != basis.described_layer_count) or not all(_LOSS_PATTERN.fullmatch(text) for text in texts):
         raise InvalidHeader(
-            f"{basis.where}: model.{name} is {basis.model[name]!r:.100}, expected {basis.described_layer_count} numbers, such as 0.0125 or "
+            f"{basis.where}: model.{name} is {basis.model[name]!r:.100}, expected {basis.described_layer_count} numbers such as 0.0125 or "
             "3e-05"
         )
     return [float(text) for text in texts]

@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
         "--scope",
         choices=("head", "layer", "none"),
         help="what a frame of the transform codec covers: one head, or all heads of a layer, which needs fewer bits but more "
-        "multiplications to decode (default: layer up to 512 channels, else head); 'none' omits frames",
+        "multiplications to decode (default: layer up to 512 channels, otherwise head); 'none' omits frames",
     )
     parser.add_argument(
         "--balanced-only",

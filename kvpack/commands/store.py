@@ -62,7 +62,7 @@ def add(commands: Any) -> None:
     add.add_argument("--tokens", metavar="JSON", help="a file with the token ids as a JSON array (default: those in FILE)")
     add.add_argument("--basis", metavar="PATH", help="the basis that FILE needs, or a folder that contains it")
     add.add_argument(
-        "--chunk", type=int, metavar="N", help="tokens per chunk (default: as in FILE, else as in its stored beginning, else 256)"
+        "--chunk", type=int, metavar="N", help="tokens per chunk (default: as in FILE or its stored beginning, otherwise 256)"
     )
     add.add_argument(
         "--trust-names",

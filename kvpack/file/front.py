@@ -205,7 +205,7 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
         offset = _first_difference(data, front.text[: len(data)])
         raise InvalidHeader(f"the JSON header does not match kvpack.header at byte {offset} of the file")
     if size != front.file_bytes:
-        raise Truncated(f"has {size} bytes, but its header says {front.file_bytes}: copy or download the file again")
+        raise Truncated(f"has {size} bytes, but its header declares {front.file_bytes}: copy or download the file again")
     return header, front
 
 

@@ -365,7 +365,7 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, nu
         if computed != here:
             back = next(back for back in range(1, len(computed) + 1) if computed[-back] != here[-back])
             raise InvalidParameter(
-                f"caches[{number}] was computed after other tokens: the id of sequence {row} at position {position - back} was "
+                f"caches[{number}] was computed after different tokens: the id of sequence {row} at position {position - back} was "
                 f"{computed[-back]}, but here it is {here[-back]}: join only slices of the same cache"
             )
     for known, earlier in ((joined_ids, inputs.earlier), (before, beginning.earlier)):
@@ -385,7 +385,7 @@ def _check_digests(expected: Sequence[bytes], digests: tuple[bytes, ...], number
     for row, pair in enumerate(zip(_for_rows(digests, count), _for_rows(tuple(expected), count), strict=True)):
         if len(set(pair)) > 1:
             raise InvalidParameter(
-                f"caches[{number}] was computed after other tokens: the SHA-256 of the ids of sequence {row} before position {end} "
+                f"caches[{number}] was computed after different tokens: the SHA-256 of the ids of sequence {row} before position {end} "
                 "differs: join only slices of the same cache"
             )
 

@@ -44,7 +44,7 @@ def path_text(path: Any) -> str:
         raise InvalidType(f"a path must be text or os.PathLike, such as 'prompt.kvpack', but got {_show_value(path)}")
     data = path.encode("utf-8", "surrogatepass") if isinstance(path, str) else os.fsencode(path)
     if len(data) > _MAX_PATH or (isinstance(path, bytes) and b"\0" in data):
-        raise InvalidType(f"{len(data)} bytes are not a path: pass the path of a file, such as 'prompt.kvpack', not its contents")
+        raise InvalidType(f"got {len(data)} bytes in place of a path: pass the path of a file, such as 'prompt.kvpack', not its contents")
     return os.fsdecode(path)
 
 

@@ -122,7 +122,7 @@ def require_input_digests(cache: Cache, digests: Sequence[bytes], chunk: int) ->
         if index < len(digests) and not digests[index]:
             if text.endswith(WITHOUT_IDS):
                 raise InvalidParameter(
-                    f"{text}, so the ids that they are stored under cannot be compared with their own: if you know the ids of all tokens, "
+                    f"{text}, so token_ids cannot be compared with the ids that they were computed from: if you know all ids, "
                     "write dataclasses.replace(cache, inputs=kvpack.Inputs(ids))"
                 )
             raise InvalidParameter(

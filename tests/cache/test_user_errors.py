@@ -60,7 +60,7 @@ CALLS: dict[str, Call] = {
         f"device is '{ABSENT}', which this version of PyTorch cannot use .*: use another, such as 'cpu'",
     ),
     "load on the meta device": (lambda: kvpack.load("x", device="meta"), InvalidParameter, "meta', which has no values"),
-    "load the bytes of a file": (lambda: kvpack.load(b"\x80\0\0" * 99), InvalidType, "297 bytes are not a path"),
+    "load the bytes of a file": (lambda: kvpack.load(b"\x80\0\0" * 99), InvalidType, "got 297 bytes in place of a path"),
     "load a limit of text": (lambda: kvpack.load("x", memory_limit="1GB"), InvalidType, "memory_limit is '1GB', expected an integer"),
     # pack
     "pack a path": (lambda: kvpack.pack("x.kvpack", "kivi-4"), InvalidType, "the path 'x.kvpack' is not a KV cache: open kvpack files"),

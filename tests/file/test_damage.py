@@ -133,7 +133,7 @@ def test_every_truncated_file_is_refused(kind: str) -> None:
 )
 def test_appended_bytes_are_refused(more: bytes) -> None:
     data = small_file()
-    with pytest.raises(Truncated, match=f"has {len(data + more)} bytes, but its header says {len(data)}"):
+    with pytest.raises(Truncated, match=f"has {len(data + more)} bytes, but its header declares {len(data)}"):
         container.open_bytes(data + more)
 
 

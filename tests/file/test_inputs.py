@@ -94,7 +94,7 @@ def test_a_slice_depends_only_on_inputs_before_it(tmp_path: Path) -> None:
     one = cache_of(12, 0, Inputs(ids(*range(12))))
     other = cache_of(12, 0, Inputs(ids(*range(3), 50, *range(4, 12))))
     kvpack.save(other, tmp_path / "other")
-    told = r"^caches\[1\] was computed after other tokens: the id of sequence 0 at position 3 was 50, but here it is 3: "
+    told = r"^caches\[1\] was computed after different tokens: the id of sequence 0 at position 3 was 50, but here it is 3: "
     for tail in (other[:, 8:], other[:, 2:][:, 6:], kvpack.load(tmp_path / "other", tokens=(8, 12))):
         with pytest.raises(InvalidParameter, match=told):
             concat([one[:, :8], tail])
@@ -118,7 +118,7 @@ def test_a_saved_slice_depends_only_on_inputs_before_it(tmp_path: Path) -> None:
 
     one = cache_of(12, 0, Inputs(ids(*range(12))))
     other = cache_of(12, 0, Inputs(ids(*range(3), 50, *range(4, 12))))
-    told = r"^caches\[1\] was computed after other tokens: the SHA-256 of the ids of sequence 0 before position {} differs: join only"
+    told = r"^caches\[1\] was computed after different tokens: the SHA-256 of the ids of sequence 0 before position {} differs: join only"
     for tail in (saved(other[:, 8:]), saved(saved(other[:, 8:])[:, :2]), saved(saved(other)[:, 8:])):
         with pytest.raises(InvalidParameter, match=told.format(8)):
             concat([one[:, :8], tail])
@@ -159,7 +159,7 @@ def test_a_batch_slice_depends_only_on_its_own_rows() -> None:
     for kept in ([0, 1], [1, 0], [1]):
         assert torch.equal(concat([batch[:, :5].select(kept), batch[:, 5:].select(kept)]).token_ids, batch.select(kept).token_ids)
     for first, second in (([0, 1], [1, 0]), ([0, 0], [0, 1])):
-        with pytest.raises(InvalidParameter, match=r"was computed after other tokens: the id of sequence \d at position \d was"):
+        with pytest.raises(InvalidParameter, match=r"was computed after different tokens: the id of sequence \d at position \d was"):
             concat([batch[:, :5].select(first), batch[:, 5:].select(second)])
     with pytest.raises(InvalidParameter, match="the id of sequence 0 at position 4 was 24, but here it is 4"):
         concat([batch[:, :5].select([0]), batch[:, 5:].select([1])])

@@ -309,8 +309,8 @@ def scaled_basis(rows: float = 1.0, tables: float = 1.0, weights: float = 1.0, f
     ("recipe", "scales", "message"),
     [
         ("kv=klt:bits=2,rows=fp16", {"weights": 7e4}, r"the keys of layer 0 of the basis [0-9a-f]+: a basis row contains .*rows=fp32"),
-        ("kv=klt:bits=2,rows=fp16", {"rows": 1e5}, "the largest fp16 is 65504"),
-        ("kv=klt:bits=2,rows=fp16", {"tables": 1e6}, "the largest fp16 is 65504"),
+        ("kv=klt:bits=2,rows=fp16", {"rows": 1e5}, "above the largest fp16 value, 65504"),
+        ("kv=klt:bits=2,rows=fp16", {"tables": 1e6}, "above the largest fp16 value, 65504"),
         ("klt-2", {"rows": 1e30, "tables": 1e30}, "with the rows of the basis, a channel could decode to"),
         ("klt-2", {"rows": 1e37}, "with the rows of the basis, a channel could decode to"),
         ("klt-2", {"tables": 1e35}, "with the rows of the basis, a channel could decode to"),

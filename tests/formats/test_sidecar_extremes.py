@@ -144,7 +144,7 @@ PLACES = {
         150,
         -7e4,
         "sinks=200,channel_scale=fp16",
-        ": tokens 128 to 255: raw token 22 (sequence 1, head 2) has the value -70000 in channel 9, but the largest fp16 is 65504",
+        ": tokens 128 to 255: raw token 22 (sequence 1, head 2) has the value -70000 in channel 9, but the largest fp16 value is 65504",
     ),
 }
 

@@ -573,7 +573,7 @@ def test_a_llama_cpp_cache_is_refused_by_other_libraries(tmp_path: Path) -> None
     cache = import_slot(FILES / "rows.bin", kv_heads=1, model={"name": "tiny", "config": "another"})
     assert cache.model == {"name": "tiny", "dtype": "fp16 of llama.cpp", "config": CONFIG}
     with pytest.raises(
-        InvalidParameter, match=r"came from llama\.cpp, whose keys may have their channels in a different order from mlx-lm"
+        InvalidParameter, match=r"came from llama\.cpp, whose keys may have their channels in a different order than mlx-lm"
     ):
         export_prompt_cache(cache, tmp_path / "out.safetensors")
     transformers = pytest.importorskip("transformers")
@@ -598,7 +598,7 @@ def test_commands_import_and_export_files(tmp_path: Path, capsys: pytest.Capture
     assert "--kv-heads is 'one'" in capsys.readouterr().err
     assert main(["import", own, packed, "--kv-heads", "1", "--window", "0,2=4"]) == 0
     assert main(["export", packed, out]) == 2
-    assert "mlx-lm loads only files whose names end in .safetensors" in capsys.readouterr().err
+    assert "use a name that ends in .safetensors" in capsys.readouterr().err
     assert main(["export", packed, str(tmp_path / "out.safetensors")]) == 2
     assert "the cache came from llama.cpp" in capsys.readouterr().err
     assert main(["export", packed, out, "--streams", "1"]) == 2

@@ -606,9 +606,9 @@ def test_inputs_are_packed_only_with_the_values_that_they_were_recorded_for() ->
         lambda k: k.bfloat16().float(),
         lambda k: k + (torch.arange(20) == 7)[:, None],
     ):
-        with pytest.raises(InvalidParameter, match=r"layers\[0\]\.k: inputs were recorded for other values"):
+        with pytest.raises(InvalidParameter, match=r"layers\[0\]\.k: inputs were recorded for different values"):
             pack([(change(k), v) for k, v in pairs], FP32, inputs=inputs)
-    with pytest.raises(InvalidParameter, match="inputs were recorded for other values"):
+    with pytest.raises(InvalidParameter, match="inputs were recorded for different values"):
         pack(part, FP32, start=4, inputs=inputs.select([2], 0).slice(4, 15, 0))
 
 

@@ -30,7 +30,7 @@ A = torch.arange(3, 19)[None]
 B = A.flip(1)
 BEGUN = torch.tensor([[2, 7, 40, 9]])
 FP32 = "kv=raw:dtype=fp32"
-OTHER = "the encoder got a different source from the one that the caches were computed from"
+OTHER = "the encoder got a different source than the one that the caches were computed from"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -218,7 +218,7 @@ def test_prefill_refuses_a_prompt_that_does_not_continue_the_cache() -> None:
         with pytest.raises(InvalidParameter, match=r"(every is 0|chunk is -1), expected a number of tokens of at least 1"):
             kvpack.prefill(model, PROMPT, "raw", **wrong)
     hybrid = model_of("Falcon-H1")
-    with pytest.raises(InvalidParameter, match="every is 40, but a store needs states at the ends of chunks: expected a multiple of 16"):
+    with pytest.raises(InvalidParameter, match="every=40 skips the ends of chunks, where a store needs states: pass a multiple of 16"):
         kvpack.prefill(hybrid, PROMPT, "raw", every=40, chunk=CHUNK)
     assert model.config._attn_implementation == attention
 

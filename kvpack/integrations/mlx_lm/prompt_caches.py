@@ -93,11 +93,11 @@ def export_prompt_cache(
     """
     where = path_text(path)
     if not where.endswith(".safetensors"):
-        raise InvalidParameter(f"{where}: mlx-lm loads only files whose names end in .safetensors")
+        raise InvalidParameter(f"{where}: use a name that ends in .safetensors, because mlx-lm loads no other files")
     windows = parse_windows(windows, len(cache))
     if cache.model.get("config") == CONFIG:
         raise InvalidParameter(
-            "the cache came from llama.cpp, whose keys may have their channels in a different order from mlx-lm's: export it for llama.cpp"
+            "the cache came from llama.cpp, whose keys may have their channels in a different order than mlx-lm's: export it for llama.cpp"
         )
     if cache.start:
         raise InvalidParameter(

@@ -80,7 +80,7 @@ def prefill(
                 "least one new one"
             )
         if cache.keeps_states and every % chunk:
-            raise InvalidParameter(f"every is {every}, but a store needs states at the ends of chunks: expected a multiple of {chunk}")
+            raise InvalidParameter(f"every={every} skips the ends of chunks, where a store needs states: pass a multiple of {chunk}")
         fill(cache, model, ids, every, chunk)
     except BaseException:
         cache.release()

@@ -114,7 +114,7 @@ def check_sources(trackers: Sequence[Tracker], actual: Sources) -> None:
             )
     if recorded and (row := first_difference(recorded[0], actual)) is not None:
         raise InvalidParameter(
-            f"the encoder got a different source from the one that the caches were computed from: row {row} now has an encoder's "
+            f"the encoder got a different source than the one that the caches were computed from: row {row} now has an encoder's "
             f"{_source_name(actual, row)}, but the caches depend on {_source_name(recorded[0], row)}: pass that source, or compute "
             f"the other one into {_EMPTY}. Only if it is the same source, encoded elsewhere, use "
             "KvpackCache.of(dataclasses.replace(cache, inputs=None), model) for both caches, which skips comparing sources, ids and masks"

@@ -195,7 +195,7 @@ class Cache(PackedObject):
 
     @property
     def contents(self) -> Contents:
-        """Contents of the header of a file that stores this cache."""
+        """Header contents of a file that stores this cache."""
         return build_contents(self.layers, self.recipe, self.model, self.start, self.inputs, self.metadata, self.position_offsets)
 
     @cached_property

@@ -16,7 +16,7 @@ _WORDS_AT_ONCE = 1 << 20
 """Maximum number of integers that are summed in one operation."""
 
 _FACTOR = 0x9E3779B1
-"""Odd factor of the weights. Each head and integer has an odd index, which this factor multiplies to give its weight."""
+"""Odd factor of the weights. The weight of integer i of a token, over all heads, is 2 * i + 1 times this factor."""
 
 
 def has_checksums(x: Any) -> TypeGuard[torch.Tensor]:

@@ -30,7 +30,7 @@ def build_contents(
     metadata: Mapping[str, Value],
     offsets: Sequence[int] | None,
 ) -> Contents:
-    """Return the contents of the header of a file with ``layers``. The first token is at position ``start``."""
+    """Return the header contents of a file that stores ``layers``. The first token is at position ``start``."""
     codecs: dict[Codec, int] = {}
     layer_entries = []
     for layer in layers:

@@ -37,7 +37,7 @@ _LINEAR = {
 }
 _LAYERS = {"CacheLayerMixin", "DynamicLayer", "DummyLayer", *_SLIDING, *_STATIC, *_LINEAR}
 _STATES = {"conv": "conv_states", "recurrent": "recurrent_states"}
-"""Attributes of layers with states. Each attribute is a dict of state tensors by number. A tensor may be None."""
+"""Attributes of a layer that contain its states, by kind. Each attribute is a dict from numbers to tensors, or to None."""
 _LAYER_TENSORS = {"keys", "values", "cumulative_length", "_sliding_window_tensor"}
 """Attributes of known layers that contain tensors: keys, values, token counts and the window."""
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, type, FunctionType, MethodType)

@@ -212,7 +212,7 @@ class Minifloats:
             _raise_if_any(~torch.isfinite(values), "the value (element times scale)", values)
 
     def side(self, window: int = 0) -> Side:
-        """Return the packed keys or values, with all bits of the elements and scales preserved.
+        """Return the packed keys or values. All bits of the elements and scales are preserved.
 
         ``window`` is the number of appended tokens that are encoded together. Until then, they stay raw.
         """

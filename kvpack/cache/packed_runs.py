@@ -54,7 +54,7 @@ class Stretch:
 
     @property
     def layout(self) -> Mapping[str, Layout]:
-        """Layout of each stream, ignoring its number of rows."""
+        """Layout of each stream. The number of rows in these layouts is not meaningful."""
         return self.codec.row_layouts
 
     def run(self, number: int) -> tuple[int, int]:

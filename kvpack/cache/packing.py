@@ -188,7 +188,7 @@ def dense_states(past: Any) -> list[DenseLayer]:
 
 
 def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
-    """Return the states at positions within ``cache``, and drop all others.
+    """Return the states at positions within ``cache``, without all others.
 
     Raises InvalidParameter unless their layers, names and shapes match the cache's own states.
     """

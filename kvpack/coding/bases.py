@@ -193,7 +193,7 @@ class Basis:
         return arrays[layer]
 
     def sides_with_frames(self) -> list[tuple[int, str]]:
-        """Return the (layer, "k" or "v") pairs that have frames, in order."""
+        """Return the (layer, "k" or "v") pairs for which the basis has frames, in order."""
         return sorted(self._frames)
 
     def transform_parameters(self, layer: int, side: str, bits: float, raw: bool = False) -> CalibratedRows:
@@ -288,7 +288,7 @@ class Basis:
         return {}
 
     def _widths_at_slope(self, slope: float, per_head: bool) -> dict[tuple[int, str], bytes]:
-        """Return the widths at which one more bit for a column would reduce the weighted error by at most ``slope``."""
+        """Return the widths beyond which another bit for any column would reduce the weighted error by at most ``slope``."""
         result = {}
         for place in self._rows:
             weights = self._run_weights[*place, per_head]
@@ -410,7 +410,7 @@ def basis_bytes(
 
 
 def _states(frames: Mapping[tuple[int, str], Frames], balanced: Mapping[int, BalancedKeys], dtype: str) -> dict[StateEntry, Any]:
-    """Return the arrays of all frames by their state entry in the file."""
+    """Return the arrays to store for all frames, each by the entry that describes it in the file."""
     result: dict[StateEntry, Any] = {}
 
     def add(layer: int, name: str, stored: str, array: Any) -> None:

@@ -33,7 +33,7 @@ SINK_TOKENS = 4
 """Number of first tokens that stay visible if the past is dropped. Models use them as attention sinks."""
 
 PASS_TOKENS = 32
-"""Maximum number of scored tokens per forward pass. A pass attends to its own tokens without compression."""
+"""Maximum number of scored tokens per forward pass. A pass attends to its own tokens before they are packed."""
 
 _ROWS = 64
 """Number of positions whose distributions are compared in one operation."""

@@ -34,7 +34,7 @@ MEAN, QUERIES = "k.mean", "k.queries"
 """Names of the states that store the mean of a layer's keys before RoPE, and the second moments of its queries."""
 _KEYS = (*KEY_FRAMES.values(), MEAN, QUERIES)
 ROPE = {f"rope.{pairing}": pairing for pairing in PAIRINGS}
-"""Names of the states that store a layer's RoPE frequencies, each with the way in which RoPE pairs channels."""
+"""Names of the states that store a layer's RoPE frequencies, mapped to the way in which RoPE pairs channels."""
 
 
 class BasisSide(Protocol):

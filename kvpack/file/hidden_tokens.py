@@ -38,7 +38,7 @@ def features_of(hidden: Iterable[HiddenRange]) -> tuple[tuple[str, ...], dict[st
 
 
 def hidden_tokens(data: bytes, batch: int, start: int, stop: int) -> tuple[HiddenRange, ...]:
-    """Parse the feature's data in a file with ``batch`` sequences and positions ``[start, stop)``.
+    """Return the hidden ranges stored in the feature's data, for a file with ``batch`` sequences and positions ``[start, stop)``.
 
     Raises InvalidHeader.
     """

@@ -37,7 +37,7 @@ def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dic
 
 
 def layer_starts(data: bytes, start: int, layers: Sequence[HasSides]) -> tuple[int, ...]:
-    """Parse the feature's data into the first position of each layer. Raises InvalidHeader or LimitExceeded."""
+    """Return the first position of each layer, parsed from the feature's data. Raises InvalidHeader or LimitExceeded."""
     if len(data) != START_BYTES * len(layers):
         raise InvalidHeader(f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {START_BYTES * len(layers)} for {len(layers)} layers")
     starts = tuple(int.from_bytes(data[at : at + START_BYTES], "little") for at in range(0, len(data), START_BYTES))

@@ -90,7 +90,7 @@ def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str
 
 
 def layer_states(data: bytes, layers: Sequence[HasSides]) -> tuple[StateEntry, ...]:
-    """Parse the feature's data into states in file order. Raises InvalidHeader or LimitExceeded."""
+    """Return the states in file order, parsed from the feature's data. Raises InvalidHeader or LimitExceeded."""
     if not data or len(data) % _RECORD.size:
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each state, and at least one state")
     states = tuple(_parse(at // _RECORD.size, data[at : at + _RECORD.size]) for at in range(0, len(data), _RECORD.size))

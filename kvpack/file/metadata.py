@@ -46,7 +46,7 @@ def to_bytes(metadata: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> dict[str, Value]:
-    """Parse the feature's data into a dict. For bytes that ``to_bytes`` cannot create, the dict is empty."""
+    """Return the dict stored in the feature's data, or an empty dict for bytes that ``to_bytes`` cannot create."""
     try:
         result = dict(_entries(data))
         return result if to_bytes(result) == data else {}

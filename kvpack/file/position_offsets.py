@@ -45,7 +45,7 @@ def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[st
 def position_offsets(
     data: bytes, layers: Sequence[HasSides], starts: Sequence[int], states: Iterable[StateEntry], start: int
 ) -> tuple[int, ...]:
-    """Parse the feature's data into the offset of each sequence. Raises InvalidHeader or LimitExceeded."""
+    """Return the offset of each sequence, parsed from the feature's data. Raises InvalidHeader or LimitExceeded."""
     if not data or len(data) % OFFSET_BYTES:
         raise InvalidHeader(
             f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {OFFSET_BYTES} for each sequence, and at least one sequence"

@@ -67,7 +67,7 @@ def selected_text(text: str, indices: Sequence[int]) -> str:
 
 
 def first_difference(expected: Sources, actual: Sources) -> int | None:
-    """Return the first sequence whose sources differ, or None if there is none."""
+    """Return the index of the first sequence whose sources differ, or None if there is none."""
     count = max(len(expected), len(actual))
     if len(expected) not in (1, count) or len(actual) not in (1, count):
         return 0

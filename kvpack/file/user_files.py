@@ -196,7 +196,7 @@ class ArrivingFile(MemoryFile):
     view = read
 
     def read_into(self, begin: int, memory: memoryview) -> None:
-        """Copy bytes from ``begin`` on into ``memory``. Raises Truncated or MissingFile."""
+        """Fill ``memory`` with bytes from ``begin`` on. Raises Truncated or MissingFile."""
         self._wait(begin + len(memory))
         super().read_into(begin, memory)
 

@@ -451,7 +451,7 @@ class LiveCache:
             )
 
     def _settle(self) -> None:
-        """Update the numbers of tokens by what graph replays have added, which is read from the device."""
+        """Add the tokens of graph replays to the layers' numbers of tokens. The device knows how many there are."""
         for steps in self._steps:
             if steps is not None:
                 steps.read_replayed_tokens()

@@ -227,7 +227,7 @@ class LiveLayer:
         """Number of tokens in an update that did not fit in the tail and is not encoded yet."""
 
     def _encode(self, values: dict[str, torch.Tensor]) -> None:
-        """Encode whole windows of all raw keys and values, given by side. The remaining tokens become the tail."""
+        """Encode whole windows of ``values``, which contains all raw keys and values. The remaining tokens become the tail."""
         tokens = next(x.shape[2] for x in values.values())
         unseen = 0 if self.keeps_past else self._count_unseen(tokens)
         # No later query sees these tokens, so they are dropped without being encoded.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 GROWTH = 16
-"""Divisor of the number of packed tokens that gives the capacity of a new page. It limits unused memory."""
+"""A new page has room for one token per ``GROWTH`` packed tokens, which limits unused memory."""
 
 MIN_WINDOWS = 8
 """Minimum number of windows that fit in a new page."""
@@ -42,7 +42,7 @@ class OpenPage:
         return OpenPage(codec, capacity, streams)
 
     def write(self, streams: Mapping[str, torch.Tensor], start: int, tokens: int) -> None:
-        """Append ``tokens`` tokens of ``streams``, from their token ``start`` on. Both numbers are multiples of the token group."""
+        """Append ``tokens`` tokens from ``streams``, from its token ``start`` on. Both numbers are multiples of the token group."""
         for name, entry in self.codec.row_layouts.items():
             row, first, count = self.filled // entry.tokens_per_row, start // entry.tokens_per_row, -(-tokens // entry.tokens_per_row)
             self.streams[name][:, :, row : row + count] = streams[name][:, :, first : first + count]

@@ -251,7 +251,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
 
 
 def _slot_batches(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, list[int]]]:
-    """Yield batches of slots whose values take at most ``MAX_BYTES``, each as the index of its first slot and the slots themselves."""
+    """Yield batches of slots whose values take at most ``MAX_BYTES``, as (index of the first slot, slots)."""
     geometry = lane.geometry
     page = lane.count * geometry.heads * geometry.tokens * lane.codec.dim * dtype.itemsize
     at_once = max(1, MAX_BYTES // page)

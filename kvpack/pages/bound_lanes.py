@@ -1,4 +1,4 @@
-"""Lanes bound to an engine's memory, which encode its pages to rows and decode rows to its pages."""
+"""Lanes bound to an engine's memory. They encode pages in it to rows, and decode rows to pages."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class BoundLane:
         return token.masked_fill(token == tokens, -1).numpy(), left_out.numpy()
 
     def _raw_choices(self, raw: RawPositions, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the raw tokens of each layer of the page in ``slot``, and all tokens that qualify, as ``choose_slot_tokens`` does."""
+        """Return, for each layer of a page, the tokens to keep raw and all tokens that qualify, as ``choose_slot_tokens`` does."""
         lane, codec = self._lane, self._lane.plain_codec
         dtype, fit_errors = lane.geometry.computed_dtype, None
         if lane.shared:

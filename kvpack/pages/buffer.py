@@ -1,4 +1,4 @@
-"""PageBuffer: an engine's own memory, viewed as slots that each contain a page, with arbitrary strides."""
+"""PageBuffer: an engine's own memory, with arbitrary strides, viewed as slots that each contain a page."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class PageCodec:
         return self._host.check(views, _digests(keys, len(views), "rows"), values)
 
     def _get_device_pages(self, pages: PageBuffer) -> DevicePages | None:
-        """Return the implementation for the device of ``pages``, or None for pages in host memory that need no kernels."""
+        """Return the implementation for the device of ``pages``, or None for host memory, which ``HostPages`` handles."""
         if pages.device == CPU and not dispatch.uses_triton(CPU):
             return None
         if pages.device not in self._devices:

@@ -93,8 +93,8 @@ class PageGeometry:
     def codec(self, recipe: Recipe, layer: int, side: str) -> Codec:
         """Return the codec for the keys or values (``side``) of a layer.
 
-        Raises MissingBasis. Raises InvalidParameter for a codec whose sizes depend on the values, for opaque bytes unless they are stored
-        raw, and for a basis with a different number of heads.
+        Raises MissingBasis, or InvalidParameter: for a codec whose sizes depend on the values, for opaque bytes that are not stored raw,
+        and for a basis with a different number of heads.
         """
         dim, where = self.dims[side], f"layers[{layer}].{side}"
         codec = recipe.codec(layer, self.layers, side, dim, ENCODING_DTYPES.get(self.dtype, "bf16" if self.dtype == "u8" else self.dtype))
@@ -120,10 +120,10 @@ class PageGeometry:
         return codec
 
     def slots(self, codec: Codec) -> dict[str, int]:
-        """Return the fixed number of raw tokens that a page has room for, by stream, or an empty dict if it has no room.
+        """Return how many raw tokens a page has room for, for each stream that stores them. Without room, the dict is empty.
 
-        Pages with a basis have room for at least one: a basis is calibrated without the tokens that recipes keep raw, and represents them
-        poorly.
+        Pages with a basis have room for at least one. The basis was calibrated without the tokens that recipes keep raw, and represents
+        them poorly.
         """
         raw, count = codec.raw_positions, slot_count(self.tokens, int(isinstance(codec.family, Klt)))
         return dict.fromkeys(raw.layout(1, 1, 0), count) if raw is not None and count else {}

@@ -66,7 +66,7 @@ class Lane:
 
     @cached_property
     def halved_codec(self) -> Codec | None:
-        """``plain_codec`` with its key means halved (``KeyMean.with_half_means``), or None if it has no means."""
+        """``plain_codec`` with half of each key mean subtracted (``KeyMean.with_half_means``), or None if it has no means."""
         key_mean = self.plain_codec.sidecar(KeyMean)
         if key_mean is None:
             return None

@@ -1,4 +1,4 @@
-"""Counter of raw tokens that do not fit into an engine's pages, with a single warning if they cost precision."""
+"""Counting of raw tokens that do not fit into an engine's pages. A single warning is issued if they cost precision."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def find_overlap(tensors: list[Strided]) -> tuple[int, int] | None:
 
 
 def _fold_pools(tensors: list[Strided]) -> Strided | None:
-    """Combine tensors of equal shape at equal distances, such as the layers of one pool, into one with more axes, or return None."""
+    """Combine tensors of equal shape at equal distances, such as the layers of a pool, into one tensor. Returns None if impossible."""
     if len({tensor[1:] for tensor in tensors}) != 1:
         return None
     begins = sorted(tensor.begin for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Locks that a forked child can acquire even if another thread of the parent held them."""
+"""Locks that a forked child can acquire even if a thread of its parent held them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _DEFAULT_MAX_MAPPINGS = 65_530
 _MAPPING_DIVISOR = 4
 """Divisor of the process's mapping limit. kvpack uses at most this share, because threads and allocators need mappings, too."""
 _MAPPED: set[int] = set()
-"""Addresses of the mappings in use. Changing a set needs no lock; a finalizer must not wait for one."""
+"""Addresses of the mappings in use. Changing a set needs no lock, for which a finalizer could not wait."""
 
 
 class _Mapping:

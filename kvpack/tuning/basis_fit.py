@@ -85,7 +85,7 @@ def channel_costs(cost: torch.Tensor) -> torch.Tensor:
 
 
 def _floors(statistics: Statistics, costs: dict[str, torch.Tensor], minimum: float) -> dict[str, torch.Tensor]:
-    """Return the cost to add to each channel, ``[part, channel]``, by name of statistics."""
+    """Return the cost to add to each channel, ``[part, channel]``, for each of the statistics in ``costs``."""
     shapes, sizes, losses = {}, {}, {}
     for name, cost in costs.items():
         mean = statistics.sums[name] / statistics.counts[name]
@@ -139,7 +139,7 @@ def _row(values: Array) -> torch.Tensor:
 
 
 def _training_values(values: Array) -> Array:
-    """Return at most about ``MAX_TRAINING_VALUES`` of the values in ascending order, evenly spaced by rank."""
+    """Return about ``MAX_TRAINING_VALUES`` of the values, evenly spaced by rank and in ascending order."""
     step = max(1, len(values) // MAX_TRAINING_VALUES)
     ordered: Array = numpy.sort(values)[step // 2 :: step]
     return ordered

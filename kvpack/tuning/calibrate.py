@@ -282,7 +282,7 @@ def rate(basis: Basis, bits: float) -> dict[str, float]:
 
 
 def _columns_with_symbols(frames: Frames, step: int, chunk: int) -> float:
-    """Return the index after the last column that has a nonzero level in half of all chunks, averaged over frames."""
+    """Return the number of columns up to the last one with a nonzero level in half of all chunks, averaged over frames."""
     tables = frames.tables
     zeros = (tables.frequencies[:, 1 + tables.max_level] / rans.TOTAL) ** chunk
     used = zeros[frames.tables_at(step)] < 0.5

@@ -27,7 +27,7 @@ MIN_COST = 0.03
 """Minimum cost of an error in any layer, as in basis_fit.py, but chosen for the codec transform."""
 
 MAX_DEVIATION = 2.0**-4
-"""Standard deviation, in stored units, to which the largest one of all columns is scaled."""
+"""Largest standard deviation of any column after scaling, in stored units."""
 MIN_OCTAVES, MAX_OCTAVES = -4, 6
 """Range of base-2 logarithms of columns' standard deviations, in steps, for which there are tables."""
 DEAD_ZONE = 0.06
@@ -46,7 +46,7 @@ _MIN_BITS, _MAX_BITS = 0.1, 3.0
 MAX_SCALE = 1.25
 """Maximum factor that scales a table's values. Most columns of small tables are 0, and their lost energy must not be compensated."""
 _SMOOTHED = 8.0
-"""Weight, in levels, of the Laplace distribution that is added to each table's counts."""
+"""Total count that a Laplace distribution adds to the levels of each table."""
 _MIN_PART = 1e-5
 """Minimum frequency of a level with a symbol of its own. Escapes take less space for rarer levels."""
 
@@ -98,7 +98,7 @@ def _columns(
 
 
 def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str], Array]) -> SymbolTables:
-    """Return the coding tables, by standard deviation of a column in steps. They are trained on all columns, at all usual steps."""
+    """Return the coding tables, one per range of standard deviations. They are trained on all columns, at all usual step sizes."""
     levels = 2 * MAX_LEVEL + 1
     # The last entry counts levels that have no symbol.
     counts, seen, sums, squares = (numpy.zeros((_TABLES, levels + 1)) for _ in range(4))

@@ -91,5 +91,5 @@ def _gain(first: Point, second: Point) -> float:
 
 
 def _slope(points: list[Point], number: int) -> float:
-    """Return the heap key of the step to point ``number``. The step with the largest gain sorts first."""
+    """Return the sort key of the step to point ``number``. The step with the largest gain is first."""
     return -_gain(points[number - 1], points[number])

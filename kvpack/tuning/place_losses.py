@@ -21,7 +21,7 @@ MEASURED_BITS = 2
 """Bit width at which tensors are measured: small enough for losses above the noise, and large enough that losses add up."""
 
 SCORED_PART = 8
-"""Number of tokens in a window per scored token."""
+"""One in this many tokens of a window is scored."""
 
 
 def single_place_recipe(layer: int, side: str, codec: str) -> str:

@@ -39,7 +39,7 @@ _checked_options: dict[Any, Any] = {}
 """Options that have passed the checks of calls with many queries. Layers of the same kind share an entry."""
 
 _prepared_calls: WeakKeyDictionary[Layer, dict[Any, Callable[..., torch.Tensor]]] = WeakKeyDictionary()
-"""Prepared calls of each layer, by everything on which their checks depend."""
+"""Prepared calls of each layer. The keys contain everything on which the checks of a call depend."""
 
 _cpu_calls: WeakKeyDictionary[Layer, PreparedAttention | None] = WeakKeyDictionary()
 """Prepared C kernel calls by layer, or None if the C kernels do not support the layer."""

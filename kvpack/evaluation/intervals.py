@@ -24,7 +24,7 @@ def student_t(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool:
-    """Return True if the mean of ``values`` is significantly lower than that of ``others``, which are paired with them.
+    """Return True if the mean of ``values`` is significantly lower than the mean of the paired ``others``.
 
     A single pair is compared directly.
     """

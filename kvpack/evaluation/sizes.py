@@ -60,5 +60,5 @@ def starts(ids: int, size: int, count: int, seed: int) -> list[int]:
 
 
 def window(text: Text, start: int, size: int) -> torch.Tensor:
-    """Return the token ids of a window, ``[1, token]``: those that begin each sequence, and ``size`` ids of the text from ``start`` on."""
+    """Return the token ids of a window, ``[1, token]``: the text's ``start`` ids, and ``size`` of its ``ids`` from ``start`` on."""
     return torch.tensor([[*text.start, *text.ids[start : start + size]]])

@@ -133,7 +133,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predictions of a window's scored tokens over a different prefix, compared with those over the uncompressed one."""
+    """Predictions of a window's scored tokens over a different prefix, compared with the uncompressed model's."""
 
     log_perplexity: float
     kl_divergence: float

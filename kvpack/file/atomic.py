@@ -221,7 +221,7 @@ def _check_writable(where: str, target: str) -> None:
 
 
 def _set_mode(descriptor: int, target: str, folder: str) -> None:
-    """Set a new file's mode, owner and group to those of the file that it replaces, or its mode by the umask. Raises OSError."""
+    """Give a new file the mode, owner and group of the file that it replaces, or the mode set by the umask. Raises OSError."""
     try:
         old = os.stat(target)
     except OSError:

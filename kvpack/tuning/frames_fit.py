@@ -52,7 +52,7 @@ _MIN_PART = 1e-5
 
 
 def fit_frames(statistics: Statistics, framing: Framing, step: Callable[[], None]) -> dict[tuple[int, str], Frames]:
-    """Return the frames of each layer's keys and values. ``step`` is called after each of them."""
+    """Return the frames of all layers' keys and values. ``step`` is called after each layer's keys or values."""
     names = [name for name in statistics.sums if name.endswith(f".{SUFFIX}")]
     fitted: dict[tuple[int, str], list[tuple[Array, Array, Array, Array]]] = {}
     for name, cost in costs_of(statistics, names, MIN_COST).items():

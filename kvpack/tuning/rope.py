@@ -40,7 +40,7 @@ def find_ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
     """Return the RoPE of each layer's keys, or None for keys that do not depend on position. ``tokens`` is ``[1, token]``.
 
     A sequence of one token attends only to itself, so its keys at two positions differ only by RoPE. RoPE of any type (default, linear,
-    llama3, yarn, ...) is described by its frequencies. If these depend on the sequence length, they are those for sequences of up to
+    llama3, yarn, ...) is described by its frequencies. If frequencies depend on the sequence length, they are valid for up to
     ``Rope.longest`` tokens. Raises InvalidParameter, naming the layer, for keys that depend on positions in another way.
     """
     single_tokens = tokens[0, :_TOKENS, None]

@@ -339,7 +339,9 @@ def concat(caches: Sequence[Cache]) -> Cache:
             cache with other token ids before the slice.
         InvalidType: An element is not a packed cache.
 
-    >>> cache = kvpack.pack(past, "octopus-3") >>> kvpack.concat([cache[:, :32], cache[:, 32:]]).tokens 64
+    >>> cache = kvpack.pack(past, "octopus-3")
+    >>> kvpack.concat([cache[:, :32], cache[:, 32:]]).tokens
+    64
     """
     argument: Any = caches
     if not isinstance(argument, list | tuple):

@@ -38,7 +38,9 @@ class Layer(PackedObject):
         skipped: Number of tokens at the beginning of the cache that the layer lacks, because a sliding window has dropped them.
         states: States of a recurrent or convolution layer after all tokens: tensors ``[batch, ...]`` by name, stored without encoding.
 
-    >>> layer = kvpack.pack(past, "octopus-3")[0] >>> layer.tokens, layer.k.heads, layer.v.dim (64, 2, 64)
+    >>> layer = kvpack.pack(past, "octopus-3")[0]
+    >>> layer.tokens, layer.k.heads, layer.v.dim
+    (64, 2, 64)
     """
 
     k: Side | None

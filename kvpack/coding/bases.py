@@ -86,7 +86,11 @@ class Basis:
         layers: Number of layers of the model.
         data: Bytes of the file, read-only.
 
-    >>> basis = kvpack.Basis.load("model.kvbasis") >>> basis.layers 2 >>> kvpack.pack(past, kvpack.Recipe("klt-2", basis)).tokens 64
+    >>> basis = kvpack.Basis.load("model.kvbasis")
+    >>> basis.layers
+    2
+    >>> kvpack.pack(past, kvpack.Recipe("klt-2", basis)).tokens
+    64
     """
 
     def __init__(self, data: bytearray, where: str) -> None:

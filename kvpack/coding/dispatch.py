@@ -416,7 +416,8 @@ def backends() -> dict[str, str]:
     For codecs that kernels do not support, PyTorch operations are used instead. Raises InvalidParameter if the environment variable
     KVPACK_KERNELS has an unknown value.
 
-    >>> sorted(kvpack.backends()) ['cpu', 'cuda']
+    >>> sorted(kvpack.backends())
+    ['cpu', 'cuda']
     """
     chosen = _checked_backend(os.environ.get(VARIABLE, ""))
     forced = f"PyTorch operations ({VARIABLE}={chosen})"

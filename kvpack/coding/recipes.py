@@ -95,8 +95,11 @@ class Recipe:
         InvalidParameter: The recipe is invalid. The message points at the invalid word and lists the valid ones.
         MissingFile: The recipe file or the basis file does not exist.
 
-    >>> kvpack.Recipe("k=scalar:b=4;v=group:b=2,g=32") == kvpack.Recipe("v=group:g=32,b=2;k=scalar:b=4") True >>> from kvpack.codecs import
-    Raw, Scalar >>> kvpack.Recipe(kv=Scalar(b=4), layers={"0,-1": Raw()}).text 'kv=scalar:b=4;layers=0,-1:kv=raw'
+    >>> kvpack.Recipe("k=scalar:b=4;v=group:b=2,g=32") == kvpack.Recipe("v=group:g=32,b=2;k=scalar:b=4")
+    True
+    >>> from kvpack.codecs import Raw, Scalar
+    >>> kvpack.Recipe(kv=Scalar(b=4), layers={"0,-1": Raw()}).text
+    'kv=scalar:b=4;layers=0,-1:kv=raw'
     """
 
     text: str = field(compare=False)

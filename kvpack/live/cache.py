@@ -61,8 +61,13 @@ class LiveCache:
 
     The first tokens of a layer raise MissingBasis if the recipe lacks the basis that it needs.
 
-    >>> live = kvpack.LiveCache("octopus-3", layers=2) >>> for layer, (k, v) in enumerate(past): ...     live.update(layer, k, v) >>>
-    live.attend(0, torch.randn(1, 4, 1, 64, dtype=torch.bfloat16)).shape torch.Size([1, 4, 1, 64]) >>> live.freeze().tokens 64
+    >>> live = kvpack.LiveCache("octopus-3", layers=2)
+    >>> for layer, (k, v) in enumerate(past):
+    ...     live.update(layer, k, v)
+    >>> live.attend(0, torch.randn(1, 4, 1, 64, dtype=torch.bfloat16)).shape
+    torch.Size([1, 4, 1, 64])
+    >>> live.freeze().tokens
+    64
     """
 
     def __init__(

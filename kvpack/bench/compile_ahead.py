@@ -52,7 +52,7 @@ TOKENS = (2048, 1000, 100)
 """Lengths of caches. Triton compiles other kernels for numbers that are not multiples of 16."""
 
 REPEATS = (1, 2, 4, 8, 32)
-"""Numbers of runs for which attention is compiled. The shapes of launches and merges depend on the length."""
+"""Numbers of runs for which attention is compiled, because its launches depend on the length."""
 
 QUERIES, STEP_TOKENS = 512, 128
 """Number of queries of a prompt, and number of tokens that a live cache packs together."""
@@ -150,7 +150,7 @@ def _pack(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], recipe: kvpack.Rec
 
 
 def _step(cache: kvpack.Cache, shape: Shape) -> None:
-    """Append tokens to a live cache one by one, and attend to each, then append many, which are packed."""
+    """Append tokens to a live cache and attend to them: several times one token, then many, which are packed."""
     live = kvpack.LiveCache.of(cache)
     for tokens in (1, 1, 1, STEP_TOKENS):
         for layer, (k, v) in enumerate(random_pairs(shape, tokens)):
@@ -189,8 +189,8 @@ def run(
 ) -> dict[str, Any]:
     """Compile the kernels of ``recipes`` for the CUDA device, or for GPUs of ``capability``, and return a report as JSON values.
 
-    Raises InvalidParameter if there is no device and no ``capability``, if Triton is missing or interprets, and for recipes that cannot be
-    packed.
+    Raises InvalidParameter if there is no device and no ``capability``, if Triton is missing or in interpreter mode, and for recipes that
+    cannot be packed.
     """
     begin = time.perf_counter()
     if not triton_version.is_supported() or os.environ.get("TRITON_INTERPRET") == "1":

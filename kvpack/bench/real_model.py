@@ -62,9 +62,9 @@ def folder() -> Path:
 
 
 def basis(on: str = "prose") -> str | None:
-    """Return the basis file next to the model, or None if the model was not calibrated.
+    """Return the path of the basis next to the model, or None if the model was not calibrated.
 
-    Raises MissingFile for a basis calibrated on another text than prose that does not exist.
+    For any other text than prose, raises MissingFile instead.
     """
     path = model_folder() / CALIBRATIONS[on][1]
     if not path.is_file() and on != "prose":

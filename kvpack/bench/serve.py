@@ -288,7 +288,7 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str) -> list[dict[s
 def _alternating_step_seconds(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, float]:
     """Return the time of a step in seconds, by cache. Caches are measured in alternation.
 
-    They are DynamicCache, also with FlashAttention, ``recipe``, also without graphs, and no cache.
+    They are a DynamicCache with and without FlashAttention, ``recipe`` with and without graphs, and no cache.
     """
     from kvpack.integrations.transformers import KvpackCache
 
@@ -367,9 +367,9 @@ def _step_seconds(model: Any, past: Any, batch: int, device: str) -> float:
 def _first_token_rows(
     model: Any, tokens: int, recipes: Sequence[str], device: str, folder: str | None, count: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Return rows with the time to the first logits of a prompt of ``tokens`` tokens and a suffix.
+    """Return rows with the time to the first logits of a prompt that has ``tokens`` tokens and a suffix.
 
-    The first ``tokens`` tokens are loaded from a file in the page cache, or the whole prompt is computed.
+    In each row, the first ``tokens`` tokens are loaded from a file in the page cache, or the whole prompt is computed.
     """
     from safetensors.torch import load_file, save_file
 

@@ -38,7 +38,7 @@ def spare_tokens() -> int:
 def step_rows(
     model: Any, plain: Any, dense: Any, others: Mapping[str, Callable[[], Any]], packed: Mapping[str, kvpack.Cache], ids: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """Return one row per cache. The model ``plain`` uses ``dense``, a DynamicCache, and ``others``. The model ``model`` uses ``packed``.
+    """Return one row per cache. ``dense``, a DynamicCache, and ``others`` run with ``plain``, and ``packed`` with ``model``.
 
     All caches contain the tokens of ``ids`` ``[batch, token]`` except the last. Times are seconds per step and per generated token. A cache
     that cannot be created has a row with the ``error``.

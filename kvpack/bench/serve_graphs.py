@@ -33,7 +33,7 @@ class StaticStates:
     """Preallocated bf16 keys and values. Steps write at a position stored on the device, and attend with cuDNN or FlashAttention.
 
     As a context manager, it replaces the model's attention. ``cache`` is passed to the model. For a layer with a sliding window, ``states``
-    contain what the window has kept of ``tokens`` tokens.
+    contain only those of the ``tokens`` tokens that the window has kept.
     """
 
     def __init__(self, model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> None:

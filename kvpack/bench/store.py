@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 FLAT_TARGET = 1.5
-"""Maximum ratio of a chunk's cost with the most entries to the cost with the fewest entries. Up to it, the cost counts as constant."""
+"""Maximum ratio of a chunk's cost with the most entries to that with the fewest, if the cost is to count as constant."""
 
 
 def show(report: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ def run(
 
 
 def _prefix(recipe: str, layers: int, heads: int, dim: int, chunks: int) -> kvpack.Cache:
-    """Return a cache of Gaussian values with identical chunks, because the measured operations do not depend on values."""
+    """Return a cache of Gaussian values. All chunks are the same, because the measured operations do not depend on values."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, heads, CHUNK, dim, generator=generator).to(torch.bfloat16)
     packed = kvpack.pack([(x, x)] * layers, recipe)

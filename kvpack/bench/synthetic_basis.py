@@ -120,7 +120,7 @@ def _rows(widths: list[int], dim: int, seed: int) -> torch.Tensor:
 
 
 def _weight(width: int) -> float:
-    """Return a weight with which a run gets exactly ``width`` bits if each bit must reduce the error by more than ``_SLOPE``."""
+    """Return a weight for which a run gets ``width`` bits, if every bit has to reduce the error by more than ``_SLOPE``."""
     last = DISTORTIONS[width - 1] - DISTORTIONS[width] if width else 4 * (DISTORTIONS[0] - DISTORTIONS[1])
     following = DISTORTIONS[width] - DISTORTIONS[width + 1] if width < MAX_WIDTH else last / 4
     return _SLOPE / math.sqrt(last * following)

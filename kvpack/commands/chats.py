@@ -13,7 +13,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def add_device(parser: argparse.ArgumentParser, dtype: str = "") -> None:
-    """Add the option ``--device``. ``dtype`` is the dtype of the model, if it is not that of its weights."""
+    """Add the option ``--device``. ``dtype`` is the model's dtype, if it differs from that of the weights."""
     loaded = f", in {dtype}" if dtype else ""
     parser.add_argument("--device", choices=DEVICES, help=f"device of the model{loaded} (default: cuda if there is one, otherwise cpu)")
 

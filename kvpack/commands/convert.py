@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
 
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all commands have that write kvpack files."""
+    """Add the options of all commands that write kvpack files."""
     parser.add_argument(
         "--compress",
         action=argparse.BooleanOptionalAction,

@@ -169,7 +169,7 @@ def _show(
 
 
 def _print_table(title: str, rows: Sequence[dict[str, Any]], without_basis: Sequence[dict[str, Any]], *, notes: bool) -> None:
-    """Print the columns that fit in 80 characters. With ``notes``, they include a note on each recipe, otherwise the unsuitable keys."""
+    """Print those columns of the table that fit in 80 characters, with a note on each recipe or, without ``notes``, its unsuitable keys."""
     print_table(
         title,
         ["recipe", "note" if notes else "breaks on", "bits in\nthe file", "bytes", "KL"],
@@ -279,7 +279,7 @@ def _divergence(value: float | None) -> str:
 
 
 def shape_of(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
-    """Return ``requested`` with the number of layers, the heads and the head dim of the model of ``basis``.
+    """Return ``requested`` with the layers, heads and head dim set to those of the model that ``basis`` was calibrated for.
 
     Raises InvalidParameter if ``requested`` contradicts them, or if the layers differ in shape.
     """

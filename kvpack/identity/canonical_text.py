@@ -194,7 +194,7 @@ def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any
 
 
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""The integer dtype as which values are read, by their size in bytes."""
+"""Integer dtypes by size in bytes. Values are read as integers of the same size."""
 
 
 def _batch_digests(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, max_values: int) -> dict[int, str]:

@@ -40,7 +40,7 @@ _IGNORED_ATTRIBUTES = {"gradient_checkpointing", "hf_device_map", "name_or_path"
 """Attributes of modules that do not affect keys and values."""
 SAMPLED_VALUES = 64
 _LIBRARIES = {"accelerate", "peft", "torch", "transformers"}
-"""Packages whose modules have only private attributes that do not affect keys and values. Those of other modules may be constants."""
+"""Packages in whose modules private attributes do not affect keys and values. In other modules, they may be constants."""
 _STATE_METHODS = {"_save_to_state_dict", "get_extra_state", "state_dict"}
 """Methods that a module overrides to define its own state."""
 _MAX_LENGTH_SUFFIX = "max_seq_len_cached"
@@ -186,7 +186,7 @@ def _own_state(part: ModelPart) -> dict[str, Any]:
 
 
 def _has_default_state(kind: type[torch.nn.Module]) -> bool:
-    """Return True if modules of a class do not define their own state, so that it consists of parameters and persistent buffers."""
+    """Return True if the state of a class's modules consists only of their parameters and persistent buffers."""
     import torch
 
     usual = torch.nn.Module

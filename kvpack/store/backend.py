@@ -191,7 +191,7 @@ class SingleTierBackend:
 
     @property
     def parts(self: Backend) -> Sequence[Backend]:
-        """The combined backends: only this one."""
+        """The backend of the only tier: this one."""
         return [self]
 
     def find(self: Backend, keys: Sequence[bytes], *, beyond: int = -1) -> list[FoundEntry]:

@@ -97,7 +97,7 @@ class Catalog:
     """The entries of a location, by kind and key.
 
     ``entries`` are the readable chunks. ``unreadable`` maps each entry that cannot be read to its error, which is Undecryptable if only its
-    encryption key is missing. ``pages`` are serving engines' pages. The keys of ``states`` are those of the preceding chunks.
+    encryption key is missing. ``pages`` are serving engines' pages. ``states`` are keyed by the preceding chunk.
     """
 
     entries: Mapping[bytes, ChunkEntry]

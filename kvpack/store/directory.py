@@ -92,7 +92,7 @@ class Directory(SingleTierBackend):
 
     @property
     def trust(self) -> Trust:
-        """The check of which users may write to the folder."""
+        """Checks which users may write to the folder."""
         return self._folder.trust
 
     @property
@@ -222,7 +222,7 @@ class Directory(SingleTierBackend):
     def _touch_others(self, chain: Sequence[bytes]) -> None:
         """Record the use of a chain that includes files of other trusted users.
 
-        Their times can only be set to the current time, without expiry.
+        The times of these files can only be set to the current time, without expiry.
         """
         for key in reversed(chain):
             try:

@@ -182,7 +182,7 @@ def _wait_for_lock(descriptor: int) -> None:
 
 
 def _read(descriptor: int, node: int, *, any_boot: bool = False) -> UsageCount | None:
-    """Return the count in an open file, or None if it is invalid, or belongs to another boot or to another folder than the inode ``node``.
+    """Return the count in an open file, or None unless it is valid and belongs to this boot and to the folder with the inode ``node``.
 
     With ``any_boot``, the folder and the boot are ignored.
     """

@@ -191,7 +191,7 @@ class EntryReader:
     def check_shape(self, file: container.File) -> None:
         """Raise InvalidHeader if an entry's layers, heads or head dims differ from the model's.
 
-        Any are accepted if the model's are unknown.
+        If the model's are unknown, any are accepted.
         """
         if self.shape is None:
             return

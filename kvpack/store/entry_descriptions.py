@@ -32,7 +32,7 @@ class Descriptions(NamedTuple):
 
 
 def kind_text(kind: str) -> str:
-    """Return the text that describes an entry of another kind than a chunk: pages, states or bases."""
+    """Return the text that describes an entry that is not a chunk: pages, states or a basis."""
     return json.dumps({"kind": kind})
 
 
@@ -57,7 +57,7 @@ def parse_text(text: str) -> dict[str, Any] | None:
 
 
 def entry_text(pieces: Sequence[memoryview]) -> str | None:
-    """Return the text that describes an entry, or None if its ``pieces``, which this process wrote, do not reveal it.
+    """Return the text that describes an entry, or None if it cannot be determined from ``pieces``, which this process wrote.
 
     An encrypted entry, for example, has no text.
     """

@@ -82,7 +82,7 @@ def encrypted_version(first_bytes: bytes | memoryview) -> int | None:
 
 
 def key_id(first_bytes: bytes | memoryview) -> bytes | None:
-    """Return the id of the key that encrypts an entry, or None unless ``first_bytes`` contain an id in encryption version 1."""
+    """Return the id of the key that encrypts an entry, or None unless ``first_bytes`` contain a whole id in encryption version 1."""
     front = bytes(first_bytes[:FRONT_BYTES])
     if not front.startswith(MAGIC) or len(front) == len(MAGIC):
         return None

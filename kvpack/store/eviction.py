@@ -56,7 +56,7 @@ Such entries are evicted first, in order.
 _EXTRA_FRACTION = 64
 """Share of the entries, 1/64, that a round removes in addition to what the budget requires, so that writers seldom have to count."""
 _MAX_EXTRA = 256
-"""Maximum number of these extra entries in a round that uses the index."""
+"""Maximum number of extra entries (see ``_EXTRA_FRACTION``) in a round that uses the index."""
 _MAX_PER_ROUND = 384
 """Maximum number of entries that a round with the index removes, which takes about ten milliseconds."""
 _PAGE_ENTRIES = 64

@@ -209,7 +209,7 @@ class Index:
     def oldest(self, count: int, after: tuple[int, int], until: int) -> list[tables.IndexRow]:
         """Return up to ``count`` rows last used no later than ``until``, least recently used first.
 
-        They start after the pair ``after``, a last use and a row number.
+        The first one follows the pair ``after``, a last use and a row number.
         """
         query = "SELECT id, rest, size, used FROM entries WHERE (used, id) > (?, ?) AND used <= ? ORDER BY used, id LIMIT ?"
         with self._guard():

@@ -276,7 +276,7 @@ class ObjectStore(SingleTierBackend):
         return None if kind is None else self._form.kind(*kind)
 
     def _reserve(self, sizes: Sequence[int], chain: Sequence[bytes]) -> int:
-        """Make room for entries of ``sizes`` bytes and reserve it. Returns the number of leading entries that fit."""
+        """Make room for entries of ``sizes`` bytes and reserve the room. Returns the number of leading entries that fit."""
         fitting = next((index for index, size in enumerate(sizes) if size > self._form.max_bytes), len(sizes))
         if self._max_bytes is None:
             return fitting

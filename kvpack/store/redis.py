@@ -66,9 +66,9 @@ _REFUSED, _STORED, _CROWDED = 0, 1, 3
 """Replies of the put script for one entry. If the entry exists, the script returns its front and size instead."""
 _NO_REPLY = object()
 NOTED_SECONDS = 5.0
-"""Time in seconds for which a put does not note the use of a chain again. It is shorter for a short ``ttl``.
+"""Time in seconds for which a put does not record the use of a chain again. It is shorter for a short ``ttl``.
 
-This applies to chains whose use has been noted up to the entry before the new ones.
+This applies to a chain whose use has been recorded up to the entry before the new ones.
 """
 _MAX_TRIES = 8
 """Maximum number of times that a put makes room. Other writers may use the room first."""
@@ -227,7 +227,7 @@ class Redis(SingleTierBackend):
         return (0, 0) if reply is None else (reply[0], reply[1])
 
     def read_descriptions(self, also: str | None = None) -> Descriptions | None:
-        """Return the totals that the server keeps, and the entries without a description or of the kind ``also``.
+        """Return the totals by description, and the entries without a description or with one of the kind ``also``.
 
         Returns None after a fault.
         """
@@ -384,7 +384,10 @@ class Redis(SingleTierBackend):
         return ("put", b"".join(chain[: group[-1] + 1]), _argument(self._max_bytes), _argument(self._ttl), *settings, *added)
 
     def _make_room(self, chain: Sequence[bytes], sizes: Sequence[int]) -> bool:
-        """Evict entries until entries of ``sizes`` bytes fit, or the first of them that the budget allows. Returns True if they do."""
+        """Evict entries until entries of ``sizes`` bytes fit, or as many of the first ones as the budget allows.
+
+        Returns True if they do.
+        """
         assert self._max_bytes is not None
         needed = 0
         for size in sizes:

@@ -53,7 +53,7 @@ class EntryCount:
 
     @property
     def is_known(self) -> bool:
-        """True if the sizes have been summed since their sum was last lost."""
+        """True if the sum of the sizes is known."""
         return self._summed is not None
 
     def advance(self) -> None:

@@ -38,7 +38,7 @@ def integers(count: int) -> Callable[[Any], list[int]]:
 
 
 def bytes_up_to(max_bytes: int) -> Callable[[Any], bytes]:
-    """Return a check that accepts only at most ``max_bytes`` bytes."""
+    """Return a check that accepts up to ``max_bytes`` bytes."""
 
     def check(reply: Any) -> bytes:
         if type(reply) is not bytes or len(reply) > max_bytes:

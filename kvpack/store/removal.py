@@ -33,7 +33,7 @@ class EntryFilter:
     used_before_ns: int | None = None
 
     def keys(self, catalog: Catalog) -> set[bytes]:
-        """Return the keys of matching chunks and of the states after them. A filter only by age also matches serving engines' pages."""
+        """Return the keys of matching chunks and of the states after them. A filter by age only also matches serving engines' pages."""
         candidates = catalog.entries.keys() if self.tenant is None else _tenant_keys(catalog, self.tenant)
         selected = {key for key in candidates if self._matches(catalog.entries[key])}
         selected |= {catalog.states[key].stored.key for key in selected & set(catalog.states)}
@@ -85,7 +85,7 @@ def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinne
 
 
 def unpin_chains(backend: Backend, keys: set[bytes]) -> None:
-    """Remove the pins of chains that contain one of ``keys``. Without that entry, the rest of the chain is unreachable."""
+    """Remove the pins of chains that contain one of ``keys``, because a chain is unreachable from a missing entry on."""
     for pin in backend.pins():
         if not keys.isdisjoint(pin.chain):
             backend.unpin([pin.key])

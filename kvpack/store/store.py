@@ -367,7 +367,7 @@ class Store:
         return any(chain[-1] in pinned and self._backend.unpin(chain, owner) for chain in chains)
 
     def _with_states(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the keys of a prefix's entries: its chunks and, for a model that keeps states, the states after the last chunk."""
+        """Return the keys of the entries of a prefix's chunks and, for a model that keeps states, of the states after the last chunk."""
         return list(keys) if self._states is None else [*keys, states_key(keys[-1])]
 
     def delete(self, token_ids: Any, *, start: int = 0, inputs: Sequence[bytes] | None = None) -> int:
@@ -389,8 +389,8 @@ class Store:
     def clear(self) -> int:
         """Remove every stored prefix of this identity, with its pins, and return how many entries were removed.
 
-        This reads the header of every entry. Chunks with a missing ancestor are found neither here nor by ``load``. They are evicted in
-        time.
+        This reads the header of every entry. Neither this method nor ``load`` finds chunks with a missing ancestor. They are eventually
+        evicted.
         """
         catalog = read_catalog(self._backend, cipher=self._cipher, max_entry_bytes=self._max_entry_bytes)
         keys = chain_keys(catalog, [self._root])

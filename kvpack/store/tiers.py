@@ -1,8 +1,8 @@
 """A backend that combines several tiers, fastest first, such as memory, a folder and a server.
 
-An entry read from a slower tier is copied to the faster tiers once it has been checked. A saved entry is written either to all tiers before
-``save`` returns (write-through), or to the first tier at first and to the others in the background (write-back). Each tier evicts by its
-own budget.
+An entry read from a slower tier is copied to the faster tiers once it has been checked. A saved entry is either written to all tiers before
+``save`` returns (write-through), or only to the first tier, and to the others in the background (write-back). Each tier evicts by its own
+budget.
 """
 
 from __future__ import annotations

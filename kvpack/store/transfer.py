@@ -38,7 +38,7 @@ MAX_TOKENS_BYTES = 2**26
 _CHUNK_BYTES = 4
 """Size in bytes of the field before the chunks: the number of tokens per chunk, little-endian."""
 CHUNK_SIZE_FEATURE = "chunk-tokens"
-"""Feature with the number of tokens per chunk in a file with ``IDS_FEATURE``, encoded in the same way."""
+"""Feature with the number of tokens per chunk, in ``_CHUNK_BYTES`` bytes, of a file with ``IDS_FEATURE``."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class NotAnEntry(OSError):
 
 
 class Trust:
-    """The check of which users may write to the folder ``root``. If the folder does not exist yet, its ``owner`` is this user.
+    """Checks which users may write to the folder ``root``. If the folder does not exist yet, its ``owner`` is this user.
 
     ``trusted_group`` is the id or name of a group whose members may write there and are trusted like the owner. Raises InvalidParameter if
     this user is not in that group, or if ``root`` cannot be a store: it is not a folder, others may write to it, or it is not accessible.

@@ -1,4 +1,4 @@
-"""Reading and writing of llama.cpp's sequence state files, in which llama-server saves slots::
+"""Reads and writes llama.cpp's sequence state files, in which llama-server saves slots::
 
     cache = import_slot("slot.bin", "octopus-4", kv_heads=8)
     export_slot(cache, "again.bin", dtype="fp16")

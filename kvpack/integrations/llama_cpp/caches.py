@@ -365,7 +365,7 @@ def _ids(cache: Cache) -> bytes:
 
 
 def _saved_tokens(number: int, layer: Layer, latents: bool, tokens: int, window: int | None) -> int:
-    """Return how many of the newest tokens of a layer llama.cpp saves."""
+    """Return the number of tokens, counted from the newest, that llama.cpp saves for a layer."""
     if layer.k is None or (layer.v is None) != latents or layer.states:
         contents = "no values, unlike layer 0" if layer.v is None else "values, unlike layer 0"
         contents = "states" if layer.states else "no keys" if layer.k is None else contents
@@ -383,7 +383,7 @@ def _max_saved_tokens(tokens: int, window: int | None) -> int:
 
 
 def _check_token_count(number: int, layer_tokens: int, tokens: int, window: int | None) -> None:
-    """Raise InvalidParameter unless a layer's ``layer_tokens`` tokens are all tokens, or all in the next token's ``window``."""
+    """Raise InvalidParameter unless a layer has all ``tokens`` tokens, or all within the ``window`` of the next token."""
     if layer_tokens < (tokens if window is None else max(1, min(tokens, window - 1))):
         needed = f"but a window of {window} includes the previous {window - 1}" if window else "so it needs a sliding window: pass windows="
         raise InvalidParameter(f"layer {number} holds the newest {layer_tokens} of {tokens} tokens, {needed}")

@@ -1,4 +1,4 @@
-"""KvpackL2Adapter, an L2 adapter that stores LMCache's objects in a PageStore. Each is checked and evicted independently."""
+"""KvpackL2Adapter, an L2 adapter that stores LMCache's objects in a PageStore. Each object is checked and evicted independently."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ class KvpackCache(PassCalls):
         return model.generate(ids, **cache_names.cache_argument(model, self), **options)
 
     def release(self) -> None:
-        """Stop recording forward passes, and restore the model's attention. If another cache needs either, it continues."""
+        """Stop recording forward passes, and restore the model's attention. Does neither for as long as another cache needs it."""
         self._hooks = self._switch = self._forward = self.graphs = None
 
     def activate_past_recording(self) -> None:

@@ -52,7 +52,7 @@ class CompiledCalls(operators.Tickets):
         return out
 
     def starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
-        """Return the first token that each sequence attends to. Tokens after it that the padding mask ``columns`` hides are recorded."""
+        """Return the first token that each sequence attends to. Later tokens that the padding mask ``columns`` hides are recorded."""
         length, first = self.cache.mask_sizes(queries, layer)
         padding = read_padding(length, first, columns)
         starts = torch.zeros(len(columns), dtype=torch.int32, device=columns.device) if padding.starts is None else padding.starts

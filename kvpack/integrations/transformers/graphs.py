@@ -49,7 +49,7 @@ _CAPTURE_LOCK = threading.Lock()
 """Lock that serializes captures, because all of them use one stream."""
 
 _NOT_CAPTURED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models for which a capture that the user did not request has failed. It is not tried again for their next caches."""
+"""Models for which a capture that the user did not request has failed. No capture is tried again for their next caches."""
 
 _FORWARDS: weakref.WeakValueDictionary[int, ForwardSwitch] = weakref.WeakValueDictionary()
 """The ``ForwardSwitch`` of each model, keyed by the model's id, for as long as a cache references it."""
@@ -113,7 +113,7 @@ class StepGraphs:
         self._graph, self._eager, self._kind = None, 0, None
 
     def _step(self, cache: Any, model: torch.nn.Module, arguments: Mapping[str, Any]) -> _Step | None:
-        """Return the decode step that a pass with these arguments is, or None if it is not one."""
+        """Return the decode step for a pass with these arguments, or None if the pass is not a decode step."""
         step_arguments = {name: value for name, value in arguments.items() if value is not None and name not in NAMES}
         ids, positions = step_arguments.get("input_ids"), step_arguments.get("position_ids")
         if not step_arguments.keys() <= _TENSORS | _SETTINGS or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
@@ -193,7 +193,7 @@ class _GraphRefused(Exception):
 
 
 class _Step(NamedTuple):
-    """A decode step. Steps of the same ``kind`` differ only in the values of these tensors."""
+    """A decode step: its kind and its tensors. Steps of the same kind differ only in the values of the tensors."""
 
     kind: Hashable
     ids: torch.Tensor

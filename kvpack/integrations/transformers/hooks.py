@@ -113,7 +113,7 @@ def _before(hooks: _HooksReference, number: int, module: torch.nn.Module, args: 
 
 
 def _check_source(hooks: _HooksReference, past: Any, arguments: dict[str, Any]) -> None:
-    """Record the encoder input of a call over an encoder-decoder cache, and check that the cache's tokens have the same."""
+    """Record the encoder input of a call over an encoder-decoder cache, and check that it equals that of the cache's tokens."""
     if isinstance(past, EncoderDecoderCache) and (sources := hooks.sources(arguments)) is not None:
         for passes in [*pass_trackers(past), *hooks.recordings()]:
             passes.record_sources(sources)
@@ -257,7 +257,10 @@ class Recording:
         return dict(self._known_record(past_key_values)[1].states)
 
     def _known_record(self, past: TransformersCache) -> tuple[Record, ComputedChecksums]:
-        """Return the record of a cache and its checksums, updated to the current state. Raises InvalidParameter without a recorded pass."""
+        """Return the record of a cache and its checksums, updated to the current state.
+
+        Raises InvalidParameter for a cache without a recorded pass.
+        """
         recorded = self._records.get(past) if isinstance(past, TransformersCache) else None
         if recorded is None:
             raise InvalidParameter(f"no recorded forward pass used this {type(past).__name__}: run the pass within recording(model)")

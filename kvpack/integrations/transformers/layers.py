@@ -36,7 +36,7 @@ class Decoding:
         )
 
     def warn_about_read(self, number: int, name: str) -> None:
-        """Issue a KvpackWarning that dense ``name`` of layer ``number`` were read, unless one has already been issued."""
+        """Issue a KvpackWarning that dense keys or values (``name``) of layer ``number`` were read, unless one has already been issued."""
         self._warn(
             f"layers[{number}].{name} was read, which decodes all {name} of the layer: cache.packed[{number}] is the packed layer; for "
             "attention that reads tensors, use KvpackCache(..., dense=True)"

@@ -162,7 +162,7 @@ def global_hooks() -> int:
 
 
 def has_other_hooks(module: torch.nn.Module) -> bool:
-    """Return True if a module has hooks other than kvpack's, and transformers' hooks that collect outputs."""
+    """Return True if a module has hooks other than kvpack's hooks and those with which transformers collects outputs."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     places = [str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks]
     return not all(place.startswith((f"{__package__}.", "transformers.")) for place in places)

@@ -1,4 +1,4 @@
-"""The inputs of one forward pass, if they can be determined from its arguments."""
+"""The inputs of one forward pass, as far as its arguments determine them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WITHOUT_EFFECT = {
 
 _POSITIONS = ("position_ids", "cache_position")
 OTHER_FREQUENCIES = "have the RoPE frequencies of a sequence of more than"
-"""Text about tokens whose RoPE frequencies depended on the length of the sequence, up to that length."""
+"""Beginning of the text about tokens whose RoPE frequencies depended on the sequence length. The length follows."""
 
 _KNOWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", *_POSITIONS}
 """Arguments that ``Pass`` reads."""
@@ -98,7 +98,7 @@ class Pass:
         self._found.append(text)
 
     def check_positions(self, arguments: Mapping[str, Any]) -> None:
-        """Record if positions do not follow the cache. They are passed to the model, or by the model to one of its parts."""
+        """Record if the positions in ``arguments``, which belong to the model or to one of its parts, do not follow the cache."""
         for name in _POSITIONS:
             positions = arguments.get(name)
             if isinstance(positions, torch.Tensor) and positions.numel():

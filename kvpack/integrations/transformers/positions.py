@@ -22,9 +22,10 @@ _DELTAS = "rope_deltas"
 
 
 class RotaryPositions:
-    """The positions of tokens after a cache in such a model: the number of tokens before them, plus ``deltas``, one for each row.
+    """The positions of tokens after a cache in a model with such positions: the number of tokens before them, plus the row's delta.
 
-    The first pass over an empty cache may have any positions, depending on images and padding. They determine the deltas.
+    ``deltas`` contains one delta per row. The first pass over an empty cache may have any positions, depending on images and padding. They
+    determine the deltas.
     """
 
     def __init__(self, deltas: torch.Tensor, tokens: int, model: Model) -> None:
@@ -81,10 +82,7 @@ class RotaryPositions:
         return tuple(self._deltas.expand(rows, 1).flatten().tolist())
 
     def begin(self, model: torch.nn.Module | None, arguments: Mapping[str, Any], start: int) -> None:
-        """Prepare for a forward pass, or for ``generate``'s computation of its positions.
-
-        Models that compute positions use these deltas.
-        """
+        """Prepare for a forward pass, or for ``generate``'s computation of its positions, by setting the model's ``rope_deltas``."""
         self._given = False
         if not start:
             return

@@ -64,7 +64,7 @@ def _undetermined_inputs(inputs: Inputs) -> dict[int, str]:
 
 
 def check_rows_known(cache: Cache) -> None:
-    """Raise InvalidParameter for a batch whose rows have different ids that are not all known."""
+    """Raise InvalidParameter for a batch whose rows have different ids, if some ids are unknown."""
     inputs = cache.inputs
     if inputs is not None and inputs.rows_are_unknown:
         text = next(text for text in inputs.undetermined if text.endswith((ROWS_DIFFER, IDS_LEFT_OUT)))

@@ -154,7 +154,7 @@ class Record:
 
     @property
     def ids(self) -> torch.Tensor:
-        """The known ids of each row, int64 ``[batch, token]``. If all rows are the same, there is only one."""
+        """The known ids of each row, int64 ``[batch, token]``. If all rows are the same, there is only one row."""
         self._read_pending()
         return self._ids
 
@@ -279,7 +279,7 @@ class Record:
 
 
 def ids_of(inputs: Inputs) -> torch.Tensor:
-    """Return the known ids of each row, int64 ``[row, token]``. If all rows are the same, there is only one."""
+    """Return the known ids of each row, int64 ``[row, token]``. If all rows are the same, there is only one row."""
     return torch.stack([torch.from_numpy(numpy.frombuffer(row, "<u4").astype(numpy.int64)) for row in inputs.known_ids])
 
 

@@ -1,4 +1,4 @@
-"""Digests of the inputs of an encoder-decoder model's encoder (its sources), and comparison of them with those of caches."""
+"""Digests of the inputs of an encoder-decoder model's encoder (its sources), and their comparison with the sources of caches."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class EncoderCalls:
         return (sources[:1] if len(set(sources)) == 1 else sources) or None
 
     def _outputs(self, hidden: Any) -> tuple[str, ...]:
-        """Return the digest of each sequence. They are cached, because each step of ``generate`` passes the same tensor."""
+        """Return the digest of each sequence. Digests are cached, because each step of ``generate`` passes the same tensor."""
         if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or hidden.is_meta:
             return ()
         version = 0 if hidden.is_inference() else hidden._version

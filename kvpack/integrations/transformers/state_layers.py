@@ -40,7 +40,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         return read_states(self, f"layers[{self.state_number}]")
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Continue from copies of ``states``. Raises InvalidParameter for states that the model does not keep."""
+        """Set the states to copies of ``states``. Raises InvalidParameter for states that the model does not keep."""
         for name, state in states.items():
             kind, _, place = name.partition(".")
             if kind not in ("conv", "recurrent") or place not in map(str, range(self.number_of_states)):
@@ -131,7 +131,7 @@ def copy_states(layers: Sequence[Any]) -> States:
 
 
 def restore(layers: Sequence[Any], states: States) -> None:
-    """Continue cache layers from copies of ``states``. Layers without states are reset."""
+    """Set the states of cache layers to copies of ``states``. Layers without states are reset."""
     for layer, layer_states in zip(layers, states, strict=True):
         if isinstance(layer, StateLayer):
             device = layer.device
@@ -141,7 +141,7 @@ def restore(layers: Sequence[Any], states: States) -> None:
 
 
 def restore_states(layers: Sequence[Any], cache: Cache) -> None:
-    """Continue cache layers from the states of ``cache``. Raises InvalidParameter if the layers and the cache have different states."""
+    """Set the states of cache layers to those in ``cache``. Raises InvalidParameter if the layers and the cache have different states."""
     device = next((side.device for layer in cache for side in layer.sides.values()), None)
     for number, (state_layer, layer) in enumerate(zip(layers, cache.layers, strict=True)):
         keeps = isinstance(state_layer, StateLayer)

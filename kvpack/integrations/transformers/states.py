@@ -18,7 +18,7 @@ class CapturedStep(NamedTuple):
     """The inputs of a decode step that a CUDA graph captures.
 
     ``starts`` is the first token that each sequence attends to, int32 ``[batch]``, or None if all sequences attend to all tokens.
-    ``tokens`` is a number of tokens on which no replay may depend.
+    ``tokens`` is an arbitrary number of tokens, which must not affect the graph.
     """
 
     starts: torch.Tensor | None
@@ -180,7 +180,10 @@ class _WithoutGradients(torch.autograd.Function):
 
 
 def without_gradients(value: Any, *computed: torch.Tensor) -> Any:
-    """Return ``value``. ``backward`` through it raises InvalidParameter if it would reach the tensors ``computed``, its inputs."""
+    """Return ``value``.
+
+    ``backward`` through it raises InvalidParameter if it would reach the tensors that ``value`` was ``computed`` from.
+    """
     if value is None or not torch.is_grad_enabled() or not any(x.requires_grad for x in computed):
         return value
     return _WithoutGradients.apply(value, *computed)  # type: ignore[no-untyped-call]

@@ -33,7 +33,7 @@ _ROWS = ("decoder_input_ids", "input_ids", "decoder_inputs_embeds", "inputs_embe
 """Arguments that have a row for each sequence. Those of a decoder come first."""
 
 _FIELDS = ("dtype", "rope", "adapter", "weights", "config")
-"""Fields of ``identity_of`` that may change over a model's lifetime. Changes by users precede the digests that change with them."""
+"""Fields of ``identity_of`` that may change over a model's lifetime. Fields that users change precede the digests that change with them."""
 
 
 _SHARED = (
@@ -188,7 +188,7 @@ class Tracking:
             )
 
     def _check_model(self, module: torch.nn.Module) -> None:
-        """Raise InvalidParameter for a pass of a model that neither is, contains, nor is part of the cache's model."""
+        """Raise InvalidParameter for a pass of a model that is not the cache's model, does not contain it, and is not part of it."""
         model = None if self._watched is None else self._watched()
         if model is None or module is outermost_model(model):
             return
@@ -235,7 +235,7 @@ class Tracking:
     def _compare_model(self) -> None:
         """If weights have changed, record in which fields the model now differs from the model of the first token.
 
-        Raises InvalidParameter if the model has changed since the cache was compared with it, before any pass.
+        Raises InvalidParameter if the model changed after the cache was compared with it, but before its first pass.
         """
         model, seen = None if self._watched is None else self._watched(), self._passes.current
         if model is None or seen is None or self._first is None or self._latest is None or self._latest.state is None:
@@ -333,7 +333,7 @@ class Tracking:
 
     @contextmanager
     def without_recording(self) -> Iterator[None]:
-        """Do not record calls in a ``with`` block, because a CUDA graph captures them as part of a recorded call."""
+        """Suspend recording in a ``with`` block, whose calls a CUDA graph captures as part of a recorded call."""
         self._muted = True
         try:
             yield
@@ -414,7 +414,7 @@ class Tracking:
 
     @contextmanager
     def check_chunks(self, ids: torch.Tensor, arguments: dict[str, Any], columns: int) -> Iterator[None]:
-        """Check all token ids of a prompt, as ``check_generate`` does, before ``generate`` prepares it in chunks in a ``with`` block.
+        """Check all token ids of a prompt, as ``check_generate`` does, before a ``with`` block that prepares it in chunks.
 
         ``columns`` is the width of the attention mask that ``generate`` creates if ``arguments`` has none. If the mask is as wide as
         ``ids``, these begin with the cache's ids.

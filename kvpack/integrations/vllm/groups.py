@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
 
 FLOATS = {DTYPES[name]: name for name in ("bf16", "fp16", "fp32")}
-"""kvpack's names of the dtypes that are packed. 8-bit dtypes are not packed, because they depend on scales outside the pages."""
+"""kvpack's names of the dtypes that are packed. 8-bit values are not packed, because they depend on scales outside the pages."""
 
 GROUPS, BLOCK_OFFSETS = "kvpack_groups", "kvpack_places"
 """Keys under which the connector stores the model's cache groups, and the result of ``block_offsets``, in the spec's configuration."""
@@ -163,7 +163,7 @@ def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_
 
 
 def _groups_of(kv_cache_config: Any) -> list[Any]:
-    """Return vLLM's groups that it offloads, in vLLM's order."""
+    """Return the groups that vLLM offloads, as vLLM's own objects and in vLLM's order."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 
     return [kv_cache_config.kv_cache_groups[number] for number in get_offloading_group_ids(kv_cache_config)]

@@ -45,10 +45,10 @@ Unpacker = Callable[[Columns, Sequence["torch.Tensor"]], list["torch.Tensor"]]
 
 
 class _Checks(NamedTuple):
-    """Checks of a codec's stored streams, and the stream names that they need.
+    """Checks of a codec's streams, and the streams that they need.
 
     ``packed`` lists the name, packing and planes of each code stream. ``finite`` lists the streams that must contain finite numbers.
-    ``batch_stream`` is the name of a stream whose first axis is the batch.
+    ``batch_stream`` names a stream whose first axis is the batch.
     """
 
     packed: list[tuple[str, Columns, list[str]]]

@@ -118,7 +118,7 @@ class BasisRows:
     def head_tables(self, heads: Sequence[int], runs: Sequence[int], width: int) -> torch.Tensor:
         """Return the decoded values of all codes of ``width`` bits for runs of 8 columns: float32 ``[batch, run, code]``.
 
-        ``heads`` and ``runs`` are the head and the index of each run. Two runs of 8 columns share the tables of one run of ``RUN_COLUMNS``.
+        ``heads`` and ``runs`` identify each run. Two runs of 8 columns share the tables of one run of ``RUN_COLUMNS``.
         """
         result = self._tables[:, list(heads), [run // 2 for run in runs]]
         return result[..., (1 << width) - 2 : (2 << width) - 2]

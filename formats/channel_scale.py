@@ -40,8 +40,8 @@ _MIN_WEIGHT = 2.0**-10
 """Minimum weight of a channel, relative to the average. Its inverse is the maximum balanced factor."""
 
 _MAX_MEAN_RATIO = 8.0
-"""Maximum ratio assumed between a channel's mean square with and without page means. Larger ratios come from key biases, which do not
-predict the size of queries.
+"""Maximum ratio assumed between a channel's mean square with and without page means. Key biases, which cause larger ratios, do not predict
+query sizes.
 """
 
 _SPAN_TOKENS = 16
@@ -162,9 +162,9 @@ def _span_squares(run: Run, blocks: Callable[[], Iterator[torch.Tensor]]) -> tor
 def _mean_factors(rest: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """Return factors computed from the mean squares of keys.
 
-    ``rest`` are the mean squares without page means, ``whole`` those with page means, ``[batch, kv_head, 1, dim]`` each. Queries are
-    unknown, but in each pair of channels that RoPE rotates, they are about as large as whole keys. Balanced factors are therefore
-    proportional to (``rest`` / ``whole``)^(1/4). The smallest factor is 1.
+    ``rest`` are without and ``whole`` with page means, ``[batch, kv_head, 1, dim]`` each. Queries are unknown, but in each pair of channels
+    that RoPE rotates, they are about as large as whole keys. Balanced factors are therefore proportional to (``rest`` / ``whole``)^(1/4).
+    The smallest factor is 1.
     """
     rest, whole = (torch.stack(squares.chunk(2, 3)).sum(0).repeat(1, 1, 1, 2) for squares in (rest, whole))
     share = torch.where(whole > 0, rest / whole, 1.0).clamp(1 / _MAX_MEAN_RATIO, 1.0)

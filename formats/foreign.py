@@ -29,8 +29,8 @@ def is_foreign(codec: Any) -> bool:
 def begin_run(codec: Any, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
     """Return ``codec.begin(run, before)`` for a codec without sidecars, with checks if the codec is foreign.
 
-    The encoder of a foreign codec raises InvalidParameter for streams that do not match the codec's layout or that readers would reject,
-    and for decoded values of the wrong dtype or shape.
+    They raise InvalidParameter for streams that do not match the codec's layout or that readers would reject, and for decoded values of the
+    wrong dtype or shape.
     """
     encoder: RunEncoder = codec.begin(run, before)
     if not is_foreign(codec):

@@ -52,7 +52,7 @@ class Rope(NamedTuple):
     def rotate(self, x: torch.Tensor, first: int, *, back: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
         """Apply the embedding to ``x``, float32 ``[..., token, dim]``, or invert it if ``back``.
 
-        ``first`` is the position of the first token. If ``out`` is not None, it receives the rotated values.
+        ``first`` is the position of the first token. Writes to ``out`` unless it is None.
         """
         pairs = len(self.frequencies)
         sign = -1 if back else 1

@@ -185,9 +185,8 @@ class Group(CodecFamily):
         return unbiased_factor(factor.to(torch.float32), product, length, TOKEN_SCALE_DTYPES[self.token_scale], squares).to(factor.dtype)
 
     def _divide_by_token_scale(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Map ``x`` to the coded frame, and divide it by its token scales if the codec has any.
-
-        Returns the divided values, and the stream of token scales, if any.
+        """Map ``x`` to the coded frame, and divide it by its token scales, if any. Returns the divided values, and the stream of token
+        scales.
         """
         u = self.rotation.forward(x)
         if self.token_scale == "none":
@@ -215,7 +214,7 @@ class Group(CodecFamily):
         return 3 if self.axis == "token" else 4
 
     def with_fp16_scales(self, streams: Mapping[str, torch.Tensor]) -> tuple[Group, dict[str, torch.Tensor]]:
-        """Return an equivalent codec with float16 scales, and the streams for it, which decode to the same bits.
+        """Return an equivalent codec with float16 scales, and its streams, which decode to the same bits.
 
         8-bit scales become the float16 values that they stand for.
         """

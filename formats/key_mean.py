@@ -34,7 +34,7 @@ BITS = (4, 8)
 _CLIPPED = 0.4
 """Number of steps by which the largest channel of a mean may exceed its code.
 
-Clipping costs less than rounding, which can cause an error of half a step, and it makes all steps smaller.
+Clipping costs at most 0.4 steps, less than rounding, and makes all steps smaller.
 """
 
 

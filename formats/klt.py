@@ -59,10 +59,10 @@ WIDTH_SCOPES = ("shared", "heads")
 class Klt(CodecFamily):
     """Codec that stores columns of a calibrated basis, with a number of bits per run of columns.
 
-    ``basis`` is the SHA-256 of the basis; ``layer`` and ``side`` select a part of it. ``widths`` has the bits of each run of 16 columns or,
-    if ``fields`` names the stream ``codes``, of each run of 8 columns of each head. ``rows`` selects where the rows of the basis are
-    stored: in their own file (``basis``), or in the stream ``rows`` as fp16 or fp32. ``source`` contains the rows once the codec has
-    received its basis; it is not stored.
+    ``basis`` is its SHA-256; ``layer`` and ``side`` select a part. ``widths`` has the bits of each run of 16 columns or, if ``fields``
+    names the stream ``codes``, of each run of 8 columns of each head. ``rows`` selects where the basis rows are stored: in their own file
+    (``basis``), or in the stream ``rows`` as fp16 or fp32. ``source`` contains the rows once the codec has received its basis; it is not
+    stored.
     """
 
     id: ClassVar[str] = "klt"
@@ -196,7 +196,7 @@ class Klt(CodecFamily):
     def basis_rows(self, streams: Mapping[str, torch.Tensor]) -> BasisRows:
         """Return the basis rows for ``streams``, on their device.
 
-        Raises MissingBasis if the codec has not received its basis, or InvalidParameter if the number of heads is wrong.
+        Raises MissingBasis without a basis, or InvalidParameter for another number of heads.
         """
         if "rows" in streams:
             return BasisRows(streams["rows"][:, :, 0])
@@ -207,7 +207,7 @@ class Klt(CodecFamily):
         """Return an equivalent codec whose ``source`` contains the rows. If the rows are stored in ``streams``, ``basis`` becomes their
         digest.
 
-        Raises MissingBasis if the codec has not received its basis, or InvalidParameter if the number of heads is wrong.
+        Raises MissingBasis without a basis, or InvalidParameter for another number of heads.
         """
         parts = self.basis_rows(streams)
         if "rows" not in streams:
@@ -217,10 +217,7 @@ class Klt(CodecFamily):
         return replace(self, rows="basis", basis=digest, source=BasisRows(stored))
 
     def source_for(self, heads: int) -> BasisRows:
-        """Return the rows of the basis.
-
-        Raises MissingBasis if the codec has not received its basis, or InvalidParameter if the rows are for another number of heads.
-        """
+        """Return the rows of the basis. Raises MissingBasis without a basis, or InvalidParameter for another number of heads."""
         if self.source is None:
             raise missing_basis_error(self.basis_location)
         try:

@@ -21,11 +21,10 @@ _STEPS = 100
 def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
     """Return the ``levels`` centroids, ascending, that minimize the mean squared error of a density.
 
-    ``edges``, float64 ``[cells + 1]``, are the ascending bounds of the density's cells, and ``masses``, float64 ``[cells]``, their masses.
-    The density is constant within a cell. The centroids are a fixed point of Lloyd's iteration: every centroid is the mean of the interval
-    between its neighboring midpoints. Newton's method finds it, starting from the companding quantizer, whose point density is the cube
-    root of the density (Panter and Dite 1951). Raises InvalidParameter if 100 steps do not bring it within 1e-10, or if a cell loses all
-    its mass.
+    The density is constant in cells with ascending bounds ``edges``, float64 ``[cells + 1]``, and ``masses``, float64 ``[cells]``. The
+    centroids are a fixed point of Lloyd's iteration: every centroid is the mean between its neighboring midpoints. Newton's method finds
+    it, starting from the companding quantizer, whose point density is the cube root of the density (Panter and Dite 1951). Raises
+    InvalidParameter if 100 steps do not bring it within 1e-10, or if a cell loses all its mass.
     """
     midpoints = (edges[1:] + edges[:-1]) / 2
     masses = masses / masses.sum()

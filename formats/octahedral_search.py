@@ -124,10 +124,7 @@ class Codebook:
         return torch.cat([product(chunk, self._directions).argmax(-1) for chunk in chunks]).to(torch.int32).view(x.shape)
 
     def _grid_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Return the codewords that the local 3x3 search would find. Only directions in cells that codewords share are searched.
-
-        For all other directions, a grid contains the codeword.
-        """
+        """Return the codewords that the local 3x3 search finds. A grid stores them, except for directions in cells that codewords share."""
         xi, eta = (coordinate.mul_(self._cells).floor_() for coordinate in octahedral_coordinates(x, y, z))
         cell = xi.add_(eta, alpha=self._cells + 1).to(torch.int32).view(-1)
         index = self._grid.index_select(0, cell).to(torch.int32)

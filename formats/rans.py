@@ -79,9 +79,9 @@ def frequencies(counts: Numbers) -> Numbers:
 
 
 def cost_bits(counts: Numbers, table: Numbers) -> Numbers:
-    """Return the number of bits that symbols with these ``counts`` cost with the frequencies ``table``: ``[table]``.
+    """Return the number of bits, ``[table]``, that symbols with these ``counts`` cost with the frequencies ``table``.
 
-    Both arguments are ``[table, symbol]``. The cost is infinite if a symbol that occurs has frequency 0.
+    The cost is infinite if a symbol that occurs has frequency 0.
     """
     with numpy.errstate(divide="ignore"):
         bits = PRECISION - numpy.log2(table.astype(numpy.float64))
@@ -102,7 +102,7 @@ def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) 
 def encode_in_numpy(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
     """Encode the first ``lengths[i]`` symbols of each chunk i with the frequencies ``tables``, ``[table, symbol]``.
 
-    ``symbols`` are ``[chunk, symbol]``, and ``lengths`` are ``[chunk]``. ``table`` is the table number of each chunk, ``[chunk]``, or of
+     ``table`` is the table number of each chunk, ``[chunk]``, or of
     each symbol, ``[chunk, symbol]``. Every symbol must have a frequency above 0.
     """
     chunks, longest = len(symbols), int(lengths.max(initial=0))
@@ -138,9 +138,9 @@ def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) ->
 def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> DecodedChunks:
     """Decode the first ``lengths[i]`` symbols of each chunk i to uint8. Symbols after a chunk's last one are undefined.
 
-    The frequencies ``tables``, ``[table, symbol]``, sum to ``TOTAL`` in each table. ``table`` is the table number of each chunk,
-    ``[chunk]``, or of each symbol, ``[chunk, symbol]``. Any words, counts and states are safe to decode; ``DecodedChunks.faulty_chunks``
-    reports those that no encoder produces.
+    The frequencies ``tables``, ``[table, symbol]``, sum to ``TOTAL``. ``table`` is the table number of each chunk, ``[chunk]``, or of each
+    symbol, ``[chunk, symbol]``. Any words, counts and states are safe to decode; ``DecodedChunks.faulty_chunks`` reports those that no
+    encoder produces.
     """
     count, longest = len(lengths), int(lengths.max(initial=0))
     steps, shortest = -(-longest // LANES), int(lengths.min(initial=longest))
@@ -185,7 +185,7 @@ def _step_tables(table: Numbers, step: int) -> Numbers:
 def slot_table(tables: Numbers) -> Numbers:
     """Return all slots of all tables, flat uint32.
 
-    Bits 0 to 7 of a slot are its symbol; bits 8 to 19 are the symbol's frequency - 1; the bits from 20 on are the symbol's first slot.
+    A slot contains its symbol (bits 0 to 7), the symbol's frequency - 1 (from bit 8 on), and its first slot (from bit 20 on).
     """
     tables = tables.astype(numpy.int64)
     starts = numpy.cumsum(tables, 1) - tables

@@ -41,10 +41,7 @@ if TYPE_CHECKING:
 POSITIONS, VALUES = "raw_positions", "raw_values"
 
 TOKENS_PER_SLOT = 64
-"""Number of tokens in an engine's page per raw token that the page's row can store.
-
-In smaller pages, slots would take too much space.
-"""
+"""Number of tokens in an engine's page per raw token that the page's row can store. In smaller pages, slots would take too much space."""
 
 LOW_VALUE_SHARE = 0.55
 """Share of ``low_norm`` below which values are near zero: 0.33 times the median if ``low_norm`` is 0.6.
@@ -248,9 +245,9 @@ class RawPositions(WholeTokens):
 
 
 def mark_poor_fits(chosen: torch.Tensor, fit_errors: torch.Tensor) -> torch.Tensor:
-    """Return ``chosen``, bool ``[batch, token]``, plus the tokens with ``fit_errors`` above 1.
+    """Return ``chosen``, bool ``[batch, token]``, plus the tokens with ``fit_errors`` above 1, in pages with few of them.
 
-    They are added only in pages with few such tokens. ``fit_errors`` are the result of ``token_norms.measure_fit_errors``.
+    ``fit_errors`` come from ``token_norms.measure_fit_errors``.
     """
     return chosen | drop_crowded_pages((fit_errors > 1) & ~chosen)
 

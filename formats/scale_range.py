@@ -18,10 +18,7 @@ if TYPE_CHECKING:
     from .value_blocks import Array
 
 SCALE, CENTER = 0, 1
-"""Indices of the scale and the center in a pair.
-
-A range has the same order: for each, the step and the minimum of the square root.
-"""
+"""Indices of the scale and the center in a pair. A range has the same order: for each, the step and the minimum of the square root."""
 
 MAX_ENCODED = 255.0**2
 """Largest scale or center that is encoded. Even if the range is rounded up, decoded values stay below the largest float16."""

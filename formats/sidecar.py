@@ -181,9 +181,8 @@ class ValueMap(Sidecar):
         return self.forward(q, streams)
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
-        """Return the step that maps ``run`` with the streams of the run ``before``, so that the runs can be joined.
-
-        Without such a run, the streams are measured.
+        """Return the step that maps ``run`` with the streams of the run ``before``, so that the runs can be joined, or with measured
+        streams.
         """
         names = self.layout(1, 1, 0)
         if before is not None and all(name in before for name in names):
@@ -234,9 +233,9 @@ class FramePart(Sidecar):
 
     @abstractmethod
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
-        """Return the step that removes and stores the part. ``before`` contains the streams of the preceding run, if any.
+        """Return the step that removes the part: it returns the remaining values, and the streams with the part.
 
-        The blocks of ``run`` are in the coded frame. The step returns the remaining values, and the streams that contain the part.
+        The blocks of ``run`` are in the coded frame. ``before`` contains the streams of the preceding run, if any.
         """
 
     @abstractmethod

@@ -56,7 +56,7 @@ _TYPICAL_BITS = 0.5
 _SYMBOLS_AT_ONCE = 1 << 22
 """Maximum number of symbols decoded together, because even a small chunk may decode to many tokens.
 
-The sequences of a token group are never split, even if one has more symbols.
+A sequence of a token group is never split.
 """
 
 
@@ -153,10 +153,7 @@ class Transform(CodecFamily):
         return {"words": (pairs[..., 0] + (pairs[..., 1] << 16)).sum(1).T}
 
     def source_for(self, heads: int) -> Frames:
-        """Return the frames of the basis.
-
-        Raises MissingBasis if the codec has not received its basis, or InvalidParameter if the frames are for another number of heads.
-        """
+        """Return the frames of the basis. Raises MissingBasis without a basis, or InvalidParameter for another number of heads."""
         if self.source is None:
             raise missing_basis_error(self.basis_location)
         try:
@@ -233,8 +230,8 @@ class Transform(CodecFamily):
     def symbols(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Symbols]]:
         """Decode the symbols of ``streams`` in parts. Yields the number of each part's first chunk, and its symbols.
 
-        Chunks are ordered by token group, sequence and head. The heads of a sequence are never split between parts. Raises MissingBasis, or
-        InvalidParameter for the wrong number of heads.
+        Chunks are ordered by token group, sequence and head. Parts never split the heads of a sequence. Raises the errors of
+        ``source_for``.
         """
         batch, heads, rows = streams["columns"].shape
         source = self.source_for(heads)

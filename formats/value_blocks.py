@@ -85,7 +85,7 @@ def read_values(array: Array, start: int, stop: int) -> numpy.ndarray[Any, Any]:
 
 
 def take_rows(array: Array, width: int, numbers: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
-    """Return a copy of the rows with the indices ``numbers``, in that order. A row has ``width`` values."""
+    """Copy the rows with the indices ``numbers``, in that order. A row has ``width`` values."""
     if isinstance(array, numpy.ndarray):
         result: numpy.ndarray[Any, Any] = array.reshape(-1, width)[numbers]
         return result

@@ -63,10 +63,7 @@ _model_layers: WeakKeyDictionary[Sequence[PackedRun], list[tuple[ref[Sequence[Pa
 
 
 def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]]) -> None:
-    """Determine the kinds of all ``layers`` of a model together, which is faster than layer by layer.
-
-    A layer is its key pages and its value pages.
-    """
+    """Determine the kinds of all ``layers`` (key pages and value pages) of a model together, which is faster than layer by layer."""
     model_layers = []
     for k, v in layers:
         _known_pages(k)

@@ -114,8 +114,8 @@ def create_call(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable 
 class _TokenBlock(NamedTuple):
     """A block of tokens ``[start, stop)`` for one pass of queries.
 
-    All queries see the first ``seen`` tokens, a multiple of ``splits``; an attention library handles them. A library also handles the
-    causal triangle, which begins at layer position ``own``. ``flash`` handles the tokens in between.
+    An attention library handles the first ``seen`` tokens, a multiple of ``splits``, which all queries see, and the causal triangle, which
+    begins at layer position ``own``. ``flash`` handles the tokens in between.
     """
 
     start: int
@@ -321,9 +321,8 @@ class ManyQueriesCall:
     def _add_causal_block(
         self, sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ahead: int, empty: bool
     ) -> None:
-        """Add attention to the tokens ``k`` and ``v``, causally masked, to ``sums`` and ``lse``.
-
-        The tokens begin ``ahead`` positions after the first query.
+        """Add causal attention to the tokens ``k`` and ``v``, which begin ``ahead`` positions after the first query, to ``sums`` and
+        ``lse``.
         """
         tokens, queries = k.shape[2], q.shape[2]
         if ahead == 0 and tokens == queries:

@@ -60,8 +60,8 @@ def multiply_pages(
 ) -> None:
     """Write the products of ``ROWS`` query rows and the means of ``count`` pages from page ``first`` on to ``products``.
 
-    ``products`` are float32 ``[page, row]``. ``q`` is float16 ``[half, padded row, channel]`` (``rotation.rotate_queries``). ``loaded`` is
-    the result of ``load_means`` for page 0 (``begin``). ``streams`` are the codes and the scales of the means. The caller must execute a
+    ``products`` are float32 ``[page, row]``. ``q`` is float16 ``[half, padded row, channel]`` (``rotation.rotate_queries``). ``loaded``
+    comes from ``load_means`` for page 0 (``begin``). ``streams`` are the codes and the scales of the means. The caller must execute a
     ``tl.debug_barrier`` before it reads the products.
     """
     BYTES: tl.constexpr = MEANS.dim * MEANS.bits // 8
@@ -93,10 +93,7 @@ def _store_products(
     WARPS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """Store the products of ``queries`` and the ``loaded`` means, which start with page ``begin``.
-
-    ``queries`` contains, for each part of the channels, the high and the low half.
-    """
+    """Store the products of the ``loaded`` means, from page ``begin`` on, and ``queries``: two halves for each part of the channels."""
     page = _page_numbers(begin, WARPS)
     product = _multiply(_centered(loaded[1], 0, MEANS.bits, FAST), queries[0])
     if MEANS.bits == 4:

@@ -123,7 +123,7 @@ def merge_originals(
     """Merge one query row as ``merge`` does, and rotate it to the original frame: ``out`` is ``[batch, head, row, DIM]``.
 
     The values have one or two coded frames: parts ``[0, second_part)`` have ``WIDTHS[0]`` columns of the first frame, and later parts have
-    ``WIDTHS[1]`` columns of the second frame. ``matrix``, float32 ``[matrices, frame, BLOCK_COLUMNS, DIM]``, is the result of
+    ``WIDTHS[1]`` columns of the second frame. ``matrix``, float32 ``[matrices, frame, BLOCK_COLUMNS, DIM]``, comes from
     ``frame_columns.value_matrix``, padded to ``BLOCK_COLUMNS``. Without ``ROTATED``, columns are channels, and ``matrix`` is not read. A
     program writes ``BLOCK_DIM`` channels.
     """

@@ -1,7 +1,4 @@
-"""Conversion of a page's outliers to the format that tile loaders read.
-
-Entries are sorted by sequence and head. The decoded values that they replace are subtracted from them.
-"""
+"""Conversion of a page's outliers for tile loaders: sorted by sequence and head, minus the decoded values that they replace."""
 
 from __future__ import annotations
 

@@ -16,10 +16,7 @@ MAX_CHANNELS = 128
 
 @triton.jit
 def load_matrix_columns(matrix: tl.tensor, column: tl.tensor, COLUMNS: tl.tensor, dim: tl.tensor, BLOCK_DIM: tl.constexpr) -> tl.tensor:
-    """Load the columns with indices ``column`` of a float32 matrix ``[dim, COLUMNS]``, transposed to ``[column, BLOCK_DIM]``.
-
-    Values past ``dim`` are 0.
-    """
+    """Load the columns ``column`` of a float32 matrix ``[dim, COLUMNS]``, transposed to ``[column, BLOCK_DIM]`` and 0 past ``dim``."""
     channel = tl.arange(0, BLOCK_DIM)
     mask = (channel < dim)[None, :] & (column < COLUMNS)[:, None]
     return tl.load(matrix + channel[None, :] * COLUMNS + column[:, None], mask, 0.0)

@@ -20,9 +20,7 @@ from .factors import broadcast_over_rows, tile_factors
 
 
 class DecodeConstants(NamedTuple):
-    """Constants for decoding tiles that are not known at compile time: column fields (``bitfields.load_column_fields``), and the lookup
-    table in global memory.
-    """
+    """Constants for decoding tiles, known only at run time: column fields (``load_column_fields``), and the table in global memory."""
 
     column_fields: Any
     table: Any

@@ -241,8 +241,8 @@ def _page_segment(codec: Codec, first: int, page: PackedRun, streams: Mapping[st
 def decode_segments(to_decode: Sequence[Segment], columns: tuple[int, ...], side: str) -> list[Segment]:
     """Decode one side ("k" or "v") of the segments ``to_decode`` in the coded frame, and return segments of decoded values.
 
-    ``columns`` is the result of ``frame_columns.columns`` and determines their order. Values are float16, like tiles, or float32 if some
-    are too large or too small.
+    ``columns`` comes from ``frame_columns.columns`` and determines their order. Values are float16, like tiles, or float32 if some are too
+    large or too small.
     """
     both = [(segment.k, segment.v) if side == "k" else (segment.v, segment.k) for segment in to_decode]
     # Decode all that the pages of both sides share, even if the layer segment is shorter, so that every call decodes the same tokens.

@@ -182,10 +182,7 @@ def _round_product(value: tl.tensor, factor: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def merge_tokens(softmax: tl.tuple, second: tl.tensor, V: tl.constexpr) -> tl.tuple:
-    """Merge the states of the first and second tokens of tile rows.
-
-    This halves the number of rows and, for dual values, of columns.
-    """
+    """Merge the states of the first and second tokens of tile rows. This halves the number of rows and, for dual values, of columns."""
     largest = softmax.largest
     total = softmax.total
     WARPS: tl.constexpr = largest.shape[0]

@@ -135,8 +135,8 @@ def extract_field(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, F
 def load_column_fields(numbers: tl.tensor, PACKINGS: tl.constexpr) -> tl.tuple:
     """Load the per-column constants that ``expand_planes`` and ``select_by_field`` need, two tensors per code stream.
 
-    ``PACKINGS`` contains two integers per stream: columns with words, and columns of the tile. They are loaded from ``numbers`` (int16 0,
-    1, 2, ...) instead of computed, because loaded values have the layout of matrix operands already before words are decoded.
+    ``PACKINGS`` contains two integers per stream: columns with words, and columns of the tile. The constants are loaded from ``numbers``
+    (int16 0, 1, 2, ...), because loaded values have the layout of matrix operands even before words are decoded.
     """
     column_fields = ()
     for index in tl.static_range(len(PACKINGS) // 2):

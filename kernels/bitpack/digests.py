@@ -1,8 +1,8 @@
 """XXH3-128 digests of tensors, computed on their device (spec/container.md, Digests), with two launches for all tensors of a load.
 
-Each block of 1,024 bytes adds a sum to the hash's accumulators. The sum does not depend on the accumulators, so the first launch computes
-the sums of all blocks in parallel, at memory speed. The second launch combines each tensor's sums in order, with a few instructions per
-block, for all tensors in parallel. Above 1 GiB, several such pairs of launches run concurrently.
+Each block of 1,024 bytes adds a sum to the hash's accumulators, but the sum does not depend on them. The first launch computes the sums of
+all blocks in parallel, at memory speed. The second combines each tensor's sums in order, for all tensors in parallel. Above 1 GiB, several
+such pairs of launches run concurrently.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"

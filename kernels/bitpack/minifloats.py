@@ -48,7 +48,7 @@ def _elements_ptx(element: str, position: int, converts: bool) -> str:
 def elements_as_f16(word: tl.tensor, POSITION: tl.constexpr, ELEMENT: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Convert the element at bit ``POSITION`` of each word to float16.
 
-    e2m1 results are too small by a factor of 2^E2M1_EXPONENT. With ``FAST``, zeros may have either sign.
+    e2m1 values come out too small by a factor of 2^E2M1_EXPONENT. With ``FAST``, zeros may have either sign.
     """
     if FAST:
         CONVERTS: tl.constexpr = cuda_capability_geq(8, 9)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class ReplicatedPacking(NamedTuple):
     """The layout of one stream's columns in replicated tiles, for ``load_stream`` and ``stream_step_words``.
 
-    The first six fields have the meaning they have in ``tiles.TilePacking``, except that ``tile_width`` counts the loaded columns. A tile
-    has ``copies`` copies of the loaded columns, which cover ``fields_per_tile`` fields of ``bits`` bits each.
+    The first six fields are as in ``tiles.TilePacking``, but ``tile_width`` counts the loaded columns. A tile has ``copies`` copies of
+    them, which cover ``fields_per_tile`` fields of ``bits`` bits each.
     """
 
     stream: int

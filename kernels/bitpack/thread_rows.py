@@ -90,10 +90,7 @@ def load_row(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the row of one plane for each token, as uint32 words in the shape and layout of ``layout_source``.
-
-    ``layout_source`` is an ordinary Triton load.
-    """
+    """Load the row of one plane for each token, as uint32 words in the shape and layout of an ordinary load, ``layout_source``."""
     words = ()
     if FAST and (MASKED or STORED_WORDS % 2 == 0):
         address = pointer.to(tl.int64) + first * (2 * STORED_WORDS) + token.to(tl.int64) * (2 * STORED_WORDS)

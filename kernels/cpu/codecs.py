@@ -267,10 +267,7 @@ def _describe_klt(codec: Klt) -> CodecDescription | None:
 
 
 def _head_run_table(codec: Klt, offsets: dict[tuple[int, int], int]) -> list[int]:
-    """Return the C table of the column runs of all heads.
-
-    It contains the offset at which each head's numbers begin, the end offset, and 5 numbers per run.
-    """
+    """Return the C table of column runs: the offset of each head's numbers, the end offset, and 5 numbers per run."""
     heads: list[list[int]] = [[] for _ in range(codec.fixed_heads or 0)]
     result = [
         (head, run, bytes_[0], part.width, part.columns)
@@ -347,7 +344,7 @@ def _describe_trellis(codec: Trellis) -> CodecDescription | None:
 
 
 def _describe_sidecars(codec: CodecWithSidecars) -> CodecDescription | None:
-    """Return the C description of a codec with sidecars, or None if the C kernels do not support them.
+    """Return the C description of a codec with sidecars, or None if it is not supported.
 
     Supported are at most one key_mean, one outliers and one qjl, and any raw tokens.
     """

@@ -67,10 +67,7 @@ _FLOATS, _PAIRS, _POWERS = range(3)
 _ROUNDING_MARGIN = 1 - 2.0**-10
 _CACHE_SIZE = 64
 _TABLES, _ROTATION = "tables of the C encoder", "matrix of the rotation"
-"""Keys of ``Codec.derived_values``, which belongs to one codec object.
-
-Codecs that differ only in how they search are equal, but need different tables.
-"""
+"""Keys of ``Codec.derived_values``. Each codec object has its own tables, because codecs that only search differently are equal."""
 
 
 @lru_cache(_CACHE_SIZE)
@@ -319,10 +316,7 @@ def _padded_table(values: list[float], padding: float) -> torch.Tensor:
 
 
 def norms(x: torch.Tensor) -> torch.Tensor | None:
-    """Return the norm of each token of ``x`` in each head, like ``formats.token_norms.norms_per_head``.
-
-    Returns None for unsupported dtypes and strides. Raises MemoryError.
-    """
+    """Return the norms of ``formats.token_norms.norms_per_head``, or None for unsupported dtypes and strides. Raises MemoryError."""
     batch, heads, tokens, dim = x.shape
     if x.dtype not in DTYPES or not (x.stride(3) == 1 or dim == 1):
         return None

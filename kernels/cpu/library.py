@@ -1,8 +1,7 @@
-"""Loader of the compiled C library of this folder, and the library's argument structures.
+"""Loader of the compiled C library of this folder, and its argument structures, which the loader checks against the library.
 
-The loader checks that the library and the structures match. Python calls plain C functions through ctypes, which releases the GIL. Building
-does not need Python headers, and one build works with all Python versions. Threads of the library run only during a call (``threads.h``) or
-while a file is read (``reader.c``).
+Python calls plain C functions through ctypes, which releases the GIL. Building does not need Python headers, and one build works with all
+Python versions. The library's threads run only during a call (``threads.h``) or while a file is read (``reader.c``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decoder of codec group for ``kernel`` (spec/codecs/group.md), tested against ``formats/group.py``."""
+"""Decoder of codec group for ``kernel`` (spec/codecs/group.md)."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -42,7 +42,7 @@ def prepare(
 ) -> PreparedDecode | None:
     """Prepare the launch that decodes codec group, as ``decode.prepare`` does.
 
-    In float32, values equal those of ``Group.decode_frame`` bit for bit. In narrower dtypes, near-ties may be rounded differently.
+    Float32 values equal those of ``Group.decode_frame`` bit for bit. In narrower dtypes, near-ties may be rounded differently.
     """
     names = list(codec.row_layouts)
     along_tokens = codec.axis == "token"

@@ -1,4 +1,4 @@
-"""Decoder of codec minifloat for ``kernel`` (spec/codecs/minifloat.md), tested against ``formats/minifloat.py``."""
+"""Decoder of codec minifloat for ``kernel`` (spec/codecs/minifloat.md)."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -44,7 +44,7 @@ def prepare(
 ) -> PreparedDecode | None:
     """Prepare the launch that decodes codec minifloat, as ``decode.prepare`` does. The codec has no rotation.
 
-    In float32, values equal those of ``Minifloat.decode_frame`` bit for bit.
+    Float32 values equal those of ``Minifloat.decode_frame`` bit for bit.
     """
     names = list(codec.row_layouts)
     in_blocks = codec.granularity == "block"

@@ -1,4 +1,4 @@
-"""Decoder of codec polar for ``kernel`` (spec/codecs/polar.md), tested against ``formats/polar.py``."""
+"""Decoder of codec polar for ``kernel`` (spec/codecs/polar.md)."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -36,11 +36,7 @@ class LevelSymbols(NamedTuple):
 
 
 class PolarConstants(NamedTuple):
-    """Compile-time constants of a codec.
-
-    ``codes`` are the packings of codes, ``levels`` the locations of angles, ``radii`` the number of radii per token, and ``stream`` the
-    index of their stream.
-    """
+    """Compile-time constants of a codec: code packings, locations of angles, number of radii per token, and the radii's stream number."""
 
     codes: tuple[CodeStream, ...]
     levels: tuple[LevelSymbols, ...]
@@ -53,7 +49,7 @@ def prepare(
 ) -> PreparedDecode | None:
     """Prepare the launch that decodes codec polar, as ``decode.prepare`` does. Returns None if a level does not pair all radii equally.
 
-    In float32, values equal those of ``Polar.decode_frame`` bit for bit.
+    Float32 values equal those of ``Polar.decode_frame`` bit for bit.
     """
     levels = _level_symbols(codec)
     if levels is None:

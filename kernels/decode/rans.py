@@ -1,4 +1,4 @@
-"""rANS decoding steps (spec/rans.md) for programs of one warp, tested against ``formats/rans.py``. Threads are the lanes of a chunk.
+"""rANS decoding steps (spec/rans.md) for programs of one warp. Threads are the lanes of a chunk.
 
 A step looks up the symbols of all lanes in a table of slots (``formats.rans.slot_table``). Then the lanes whose states are too small read
 the next words of the chunk, in lane order.

@@ -1,4 +1,4 @@
-"""Encoder of codec angle on the GPU (spec/codecs/angle.md), tested against ``formats/angle.py``."""
+"""Encoder of codec angle on the GPU (spec/codecs/angle.md)."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -39,8 +39,8 @@ _MIN_SUM, _MAX_SUM, _ZERO, _OCTAVES, _PI = (tl.constexpr(value) for value in (MI
 class AngleConstants(NamedTuple):
     """Compile-time constants of a codec: the number of angle ``bins``, the ``norm`` format and its largest code (``steps``).
 
-    ``limit`` is the smallest number that a stored range cannot represent, and ``smallest_step`` the smallest normal step. ``rule`` is the
-    result of ``rows.norm_rule_limit``.
+    ``limit`` is the smallest number that a stored range cannot represent, and ``smallest_step`` the smallest normal step. ``rule`` comes
+    from ``rows.norm_rule_limit``.
     """
 
     bins: int
@@ -52,7 +52,7 @@ class AngleConstants(NamedTuple):
 
 
 def encode(codec: Angle, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. If the codec is not supported, return False and write nothing."""
+    """Encode ``x`` to ``output``, or return False if the codec is not supported."""
     if codec.dim > MAX_PRODUCTS:
         return False
     symbols = max(MIN_AXIS, next_power_of_two(codec.dim // 2))

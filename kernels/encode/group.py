@@ -1,4 +1,4 @@
-"""Encoder of codec group on the GPU (spec/codecs/group.md), tested against ``formats/group.py``.
+"""Encoder of codec group on the GPU (spec/codecs/group.md).
 
 Without a rotation and token scales, the streams are the same bit for bit.
 """
@@ -72,7 +72,7 @@ class GroupConstants(NamedTuple):
 
 
 def encode(codec: Group, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. If the codec is not supported, return False and write nothing.
+    """Encode ``x`` to ``output``, or return False if the codec is not supported.
 
     8-bit scales are supported only for engine pages; elsewhere, they depend on other tokens too.
     """

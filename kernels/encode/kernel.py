@@ -116,7 +116,7 @@ class EncodeShape(NamedTuple):
 class TokenBlock(NamedTuple):
     """Tokens of a program, from one head of one sequence, beginning with token ``first``.
 
-    ``heads`` and ``tokens`` are the sequence's numbers of heads and tokens. ``token`` (indices in the sequence), ``row`` (indices over all
+     ``token`` (indices in the sequence), ``row`` (indices over all
     heads) and ``valid`` are ``[token, 1]``. ``rows`` are the values ``[token, channel]``, or pointers to them if nothing is rotated. The
     sequence's index is ``batch`` in the ``stored`` streams of scales, and ``sequence`` in ``tables``. ``errors`` are the addresses of the
     tokens' errors, ``[token, 1]``, if they are measured.
@@ -213,7 +213,7 @@ def _encode(
 ) -> None:
     """Encode ``SHAPE.tokens`` tokens of one head. ``x`` is ``[batch, kv_head, token, dim]`` with arbitrary strides.
 
-    ``matrix`` is the result of ``coordinate_matrices``; if it is None, values are loaded directly, block by block.
+    ``matrix`` comes from ``coordinate_matrices``; if it is None, values are loaded directly, block by block.
     """
     CONSTANTS: tl.constexpr = QUANTIZER.constants
     LEVELS: tl.constexpr = QUANTIZER.levels

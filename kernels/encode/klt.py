@@ -1,4 +1,4 @@
-"""Encoder of codec klt on the GPU (spec/codecs/klt.md), tested against ``formats/klt.py``.
+"""Encoder of codec klt on the GPU (spec/codecs/klt.md).
 
 Widths are run-time data, so that all layers of a model share compiled kernels: one kernel writes a byte per column, and another packs the
 columns of one width.
@@ -72,7 +72,7 @@ _device_bases: WeakKeyDictionary[BasisRows, dict[tuple[bytes, int | None, int, s
 
 
 def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. If the input is not supported, return False and write nothing.
+    """Encode ``x`` to ``output``, or return False if the input is not supported.
 
     Not supported are a basis that is stored in the streams or differs between sequences, and tables that do not ascend. Raises
     MissingBasis, or InvalidParameter for a wrong number of heads or a singular matrix.

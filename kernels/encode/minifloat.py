@@ -70,7 +70,7 @@ class MinifloatConstants(NamedTuple):
 
 
 def encode(codec: Minifloat, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. If the codec is not supported, return False and write nothing.
+    """Encode ``x`` to ``output``, or return False if the codec is not supported.
 
     Except in engine pages, ``output`` must contain the run scale of the preceding tokens, or 0 if there are none.
     """

@@ -1,4 +1,4 @@
-"""Encoder of codec octahedral on the GPU (spec/codecs/octahedral.md), tested against ``formats/octahedral.py``.
+"""Encoder of codec octahedral on the GPU (spec/codecs/octahedral.md).
 
 Triplets are three tiles of coordinates, which the rotation computes directly. The nearest direction is the best of the four whose
 coordinates enclose the triplet's, which the local searches in ``formats/octahedral_search.py`` also find.
@@ -50,7 +50,7 @@ class OctahedralConstants(NamedTuple):
 
 
 def encode(codec: Octahedral, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. If the codec is not supported, return False and write nothing."""
+    """Encode ``x`` to ``output``, or return False if the codec is not supported."""
     levels = 1 << codec.b_dir - 1
     if codec.rounding == "full" or (codec.rounding == "local3x3" and levels > _MAX_LEVELS):
         return False

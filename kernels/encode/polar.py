@@ -1,4 +1,4 @@
-"""Encoder of codec polar on the GPU (spec/codecs/polar.md), tested against ``formats/polar.py``."""
+"""Encoder of codec polar on the GPU (spec/codecs/polar.md)."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -50,7 +50,7 @@ class PolarConstants(NamedTuple):
 
 
 def encode(codec: Polar, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. If the codec is not supported, return False and write nothing.
+    """Encode ``x`` to ``output``, or return False if the codec is not supported.
 
     Not supported are levels with an odd number of radii, and head dims above ``MAX_PRODUCTS``.
     """

@@ -1,4 +1,4 @@
-"""Encoder of codec quaternion on the GPU (spec/codecs/quaternion.md), tested against ``formats/quaternion.py``.
+"""Encoder of codec quaternion on the GPU (spec/codecs/quaternion.md).
 
 The search tries all secondary quaternions: after a rotation by the inverse of one, the nearest Hurwitz unit has a closed form.
 """
@@ -40,7 +40,7 @@ _UNITS, _MIN_RADIUS, _MAX_RADIUS = tl.constexpr(UNITS), tl.constexpr(MIN_RADIUS)
 class QuaternionConstants(NamedTuple):
     """Compile-time constants of a codec: the largest radius code (``steps``), and the smallest scale that does not fit (``limit``).
 
-    ``rule`` is the result of ``rows.norm_rule_limit``. The tables are the secondary quaternions, ``[count, 4]``, and their count.
+    ``rule`` comes from ``rows.norm_rule_limit``. The tables are the secondary quaternions, ``[count, 4]``, and their count.
     """
 
     steps: int
@@ -49,7 +49,7 @@ class QuaternionConstants(NamedTuple):
 
 
 def encode(codec: Quaternion, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. If the codec is not supported, return False and write nothing."""
+    """Encode ``x`` to ``output``, or return False if the codec is not supported."""
     if codec.dim > MAX_PRODUCTS:
         return False
     symbols = max(MIN_AXIS, next_power_of_two(-(-codec.dim // 4)))

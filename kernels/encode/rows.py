@@ -96,10 +96,7 @@ def operand_type(x: torch.Tensor) -> Any:
 
 
 def input_arguments(x: torch.Tensor, origins: BatchOffsets | None = None) -> InputArguments:
-    """Return the kernel arguments for ``x`` ``[batch, kv_head, token, dim]`` with arbitrary strides.
-
-    Unless ``origins`` is None, it contains the offsets of batch entries.
-    """
+    """Return the kernel arguments for ``x`` ``[batch, kv_head, token, dim]``, with batch entries at ``origins``. Strides are arbitrary."""
     padded = max(MIN_AXIS, next_power_of_two(x.shape[3]))
     parts = _PARTS if x.dtype == torch.float32 else 1
     return InputArguments(
@@ -337,10 +334,7 @@ def find_level(values: tl.tensor, bounds: tl.tensor, LEVELS: tl.constexpr) -> tl
 
 @triton.jit
 def enclosing_levels(values: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> tl.tuple:
-    """Return the index of the lower of two neighbors in an ascending table that enclose each value, and both neighbors.
-
-    At the ends of the table, they are clamped.
-    """
+    """Return the two entries of an ascending table that enclose each value, clamped at the ends, after the index of the lower entry."""
     if LEVELS <= 16:
         level = tl.zeros(values.shape, tl.int32)
         lower = tl.zeros(values.shape, tl.float32) + tl.load(table)

@@ -1,4 +1,4 @@
-"""Encoder of codec scalar on the GPU (spec/codecs/scalar.md), tested against ``formats/scalar.py``."""
+"""Encoder of codec scalar on the GPU (spec/codecs/scalar.md)."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -56,7 +56,7 @@ class ScaledState(NamedTuple):
 
 
 def encode(codec: Scalar, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. If the codec is not supported, return False and write nothing."""
+    """Encode ``x`` to ``output``, or return False if the codec is not supported."""
     symbols = max(MIN_AXIS, next_power_of_two(codec.dim))
     tables = [table_bounds(codec.magnitude_table, x.device), table_values(codec.magnitude_table, x.device)]
     if codec.bits_high:
@@ -103,10 +103,7 @@ def _quantize(
 def _encode_magnitudes(
     value: tl.tensor, magnitude: tl.tensor, block: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes for values with these magnitudes in a unit vector, and the magnitudes that the codes decode to.
-
-    With two widths, every channel is encoded in both.
-    """
+    """Return the codes for values with these magnitudes in a unit vector (see ``_quantize``), and the magnitudes they decode to."""
     LEVELS: tl.constexpr = CONSTANTS.levels
     HIGH_LEVELS: tl.constexpr = CONSTANTS.high_levels
     BLOCK: tl.constexpr = SHAPE.block

@@ -293,10 +293,7 @@ def _look_up_pairs(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return table entries ``[warp, token, column]``, by looking up the codes of two neighboring columns together.
-
-    The codes are neighboring fields of a word.
-    """
+    """Look up the codes of two columns together: neighboring fields of a word. Returns table entries ``[warp, token, column]``."""
     STRIDE: tl.constexpr = entry_stride(SHARED, FAST)
     word, position, first = _load_codes(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS // 2, False, FAST)
     if STRIDE:

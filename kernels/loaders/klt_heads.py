@@ -40,7 +40,7 @@ entry.
 
 
 class KltHeadsConstants(NamedTuple):
-    """Compile-time constants of a codec: bytes per row, number of table ``entries`` per head, number of tiles, and whether it has gains.
+    """Compile-time constants of a codec: bytes per row, table ``entries`` per head, tiles, and whether there are gains.
 
     The table entries are followed, for each tile, by the bit offset of each column's code, and then by its mask and first table entry.
     """

@@ -189,10 +189,7 @@ def _load_run_scale(pointer: tl.tensor, token: tl.tensor) -> tl.tensor:
 def _load_block_scales(
     scales: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """Load the tokens' block scales, int32 ``[warp, token]`` each.
-
-    A loaded number is a word of four scales, the first in the lowest byte, or one scale.
-    """
+    """Load the tokens' block scales, int32 ``[warp, token]`` each: four scales, the first in the lowest byte, or a single scale."""
     WORDS: tl.constexpr = CONSTANTS.words
     BLOCKS: tl.constexpr = CONSTANTS.blocks
     loaded = ()

@@ -35,7 +35,7 @@ class OctahedralDenseConstants(NamedTuple):
     """Compile-time constants of a codec and its rows.
 
     If ``whole``, table entries are whole symbols. ``norms`` is the table of triplet norms in registers (``register_table``), indexed by
-    codes of ``norm_index_bits`` bits, or None. ``registers`` is the result of ``thread_tiles.assign_tiles``.
+    codes of ``norm_index_bits`` bits, or None. ``registers`` comes from ``thread_tiles.assign_tiles``.
     """
 
     rows: tuple[int, ...]

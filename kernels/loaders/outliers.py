@@ -33,18 +33,14 @@ from .outlier_patches import (
 from .tiles import Outliers, Tiles
 
 BOUNDS, PLACES, VALUES, POWER, COLUMNS = "outlier_bounds", "outlier_places", "outlier_values", "outlier_power", "outlier_columns"
-"""Names of derived streams.
-
-They contain the first entry of each granule of tokens, what ``pack_entries`` returns (three streams), and what ``column_stream`` returns.
-"""
+"""Names of derived streams: the first entry of each granule of tokens, what ``pack_entries`` returns, and ``column_stream``."""
 
 
 def pack_entries(token: torch.Tensor, chunk: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return positions, values divided by a power of two, and that power, of the outlier entries.
+    """Return positions, int32 ``[entry]``, scaled values, float16 in int32 ``[entry, 2]``, and the power of two that divides them, float32.
 
-    ``values`` are ``[entry, 4]``. Positions are int32 ``[entry]``, values float16 stored as int32 ``[entry, 2]``, and the power is float32,
-    about the square root of the largest value. Attention weights are multiplied by the power, so that neither values nor weights overflow
-    float16.
+    ``values`` are ``[entry, 4]``. The power is about the square root of the largest value. Attention weights are multiplied by it, so that
+    neither values nor weights overflow float16.
     """
     power = torch.ldexp(
         torch.ones((), dtype=torch.float32, device=values.device), (torch.frexp(values.abs().amax()).exponent // 2).clamp(-8, 8)
@@ -121,9 +117,8 @@ def _patch_positions(
 
 @triton.jit
 def _entry_bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Return the first outlier entry, and the end of the entries, for the granules that contain each warp's ``TOKENS`` tokens.
-
-    The tokens begin at row ``first``.
+    """Return the first and the end of the outlier entries, for the granules that contain each warp's ``TOKENS`` tokens from row ``first``
+    on.
     """
     bounds = ()
     first, last = first.to(tl.int32), last.to(tl.int32)

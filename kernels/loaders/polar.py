@@ -156,10 +156,7 @@ def _elementwise_max(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) ->
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the token factors, float32 ``[warp, token]``.
-
-    A factor is the radius, or a power of two near the largest radius, divided by the scales of the tables.
-    """
+    """Return the token factors, float32 ``[warp, token]``: the radius, or a power of two near the largest, divided by table scales."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
     if CONSTANTS.radii > 1:
@@ -180,9 +177,8 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the channels of step ``STEP`` before multiplication by the token factor.
-
-    They are one float16 tile, ``[warp, token, column]`` or transposed.
+    """Return the channels of step ``STEP``, not yet multiplied by the token factor: one float16 tile, ``[warp, token, column]`` or
+    transposed.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)

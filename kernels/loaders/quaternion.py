@@ -30,10 +30,7 @@ VALUES = 4
 
 
 class QuaternionConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles.
-
-    ``code_bits`` and ``radius_bits`` are the bits per codeword and per radius code.
-    """
+    """Compile-time constants of a codec and its tiles, with the bits per codeword and per radius code."""
 
     packing: TilePacking
     fields_per_tile: int

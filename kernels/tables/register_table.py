@@ -64,7 +64,7 @@ def select_four(
 ) -> tl.tuple:
     """Return the values of four symbols, starting with ``SYMBOL``, from a table in registers, as f16x2 with equal halves.
 
-    ``TABLE`` is the result of ``byte_table``. An index is ``BITS`` bits at bit ``FIRST`` of a field of ``DISTANCE`` bits.
+    ``TABLE`` comes from ``byte_table``. An index is ``BITS`` bits at bit ``FIRST`` of a field of ``DISTANCE`` bits.
     """
     TERMS: tl.constexpr = _digit_positions(PACKING, SYMBOL, FIRST, BITS, DISTANCE)
     digits = tl.zeros_like(words[0])

@@ -58,10 +58,7 @@ def look_up_words(
 
 @triton.jit
 def look_up_repeated(place: tl.tensor, table: tl.tensor, FIRST: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the f16x2 of an entry of four equal values.
-
-    Only half of an entry is read, which exists in twice as many copies.
-    """
+    """Return the f16x2 of an entry of four equal values. Only half of an entry is read, which exists in twice as many copies."""
     if FAST and SHARED.copies > 0:
         HALVES: tl.constexpr = halve_entries(SHARED, 0, 0)
         result = look_up_words(place, table, 1, 2, FIRST, HALVES, FAST)

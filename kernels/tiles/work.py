@@ -15,7 +15,7 @@ from kvpack.kernels.bitpack.tile_layout import second_token_offset
 from kvpack.kernels.loaders.qjl import load_signs
 
 FIRST_ADDRESS = tl.constexpr(6)
-"""Number of integers per row of the work table before the addresses. These integers are the fields of ``Work`` before its streams."""
+"""Number of integers per row of the work table before the addresses: the fields of ``Work`` before its streams."""
 
 POSITION_BIAS = tl.constexpr(1 << 20)
 """Number added to both sides of token comparisons, so that the compiler does not compute addresses from the compared positions.

@@ -80,7 +80,6 @@ _HOMES = {
 """Module of each public name, except errors, which are all in ``errors``."""
 
 _MODULES = ("errors", "formats", "pages")
-"""Names of the public modules."""
 
 __all__ = [
     "PRESETS",

@@ -20,7 +20,6 @@ _COLUMN_GAP = 3
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--json``, which all commands have."""
     parser.add_argument("--json", action="store_true", help="print one JSON value instead of text")
 
 

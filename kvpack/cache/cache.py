@@ -315,7 +315,6 @@ class Cache(PackedObject):
 
 
 def without_states(cache: Cache) -> Cache:
-    """Return ``cache`` without states."""
     return replace(cache, layers=with_states(cache.layers, ({},) * len(cache)), states_at=MappingProxyType({}))
 
 

@@ -330,7 +330,7 @@ class PackedRuns(Sequence[PackedRun]):
         return PackedRuns(tuple(result))
 
     def mapped(self, codec: Codec, change: Callable[[Streams], Streams]) -> PackedRuns:
-        """Return the same runs with ``codec`` and new streams. ``change`` maps the streams of each stretch to the new ones."""
+        """Return the same runs with ``codec`` as their codec and with the streams that ``change`` returns for each stretch."""
         return PackedRuns(tuple(Stretch(codec, stretch.ends, change(stretch.streams)) for stretch in self.stretches))
 
     @cached_property

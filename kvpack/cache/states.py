@@ -21,12 +21,10 @@ StatesAt = Mapping[int, States]
 
 
 def collect_states(layers: Iterable[Layer]) -> States:
-    """Return the states of each layer."""
     return tuple(layer.states for layer in layers)
 
 
 def with_states(layers: Sequence[Layer], states: States) -> tuple[Layer, ...]:
-    """Return ``layers`` with their states replaced by ``states``."""
     return tuple(replace(layer, states=MappingProxyType(dict(state))) for layer, state in zip(layers, states, strict=True))
 
 
@@ -51,5 +49,4 @@ class SelectedStates:
 
     @property
     def selected(self) -> States:
-        """The states of the selected sequences."""
         return self.states if self.rows is None else select_states(self.states, self.rows)

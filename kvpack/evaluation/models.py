@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 MAX_TEXT_BYTES = 2**30
-"""Maximum size of a text in bytes."""
 
 
 @dataclass(frozen=True)

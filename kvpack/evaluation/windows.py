@@ -270,7 +270,6 @@ def _load(path: str, recipe: str | Recipe, device: torch.device) -> Cache:
 
 
 def pack_as_bf16(pairs: Pairs, recipe: str | Recipe) -> Cache:
-    """Convert ``pairs`` to bf16 and pack them."""
     return kvpack.pack([(k.to(torch.bfloat16), v.to(torch.bfloat16)) for k, v in pairs], recipe)
 
 
@@ -312,7 +311,7 @@ def uncompressed_cache(model: Any, pairs: Pairs | None = None) -> Any:
 
 
 def key_offsets(model: Any) -> dict[int, torch.Tensor] | None:
-    """Return the offsets that ``twins.offset_keys`` adds to keys, ``[kv_head, 1, dim]`` by layer, or None for an unmodified model."""
+    """Return the offsets ``[kv_head, 1, dim]`` that ``twins.offset_keys`` adds to each layer's keys, or None for an unmodified model."""
     return getattr(model, "kvpack_key_offsets", None)
 
 

@@ -19,7 +19,6 @@ CHAT_MESSAGES = f"{CHAT}messages"
 MAX_NAME_BYTES = 255
 """Maximum number of UTF-8 bytes of a name."""
 TEXT, INTEGER, NUMBER = range(3)
-"""Type codes of values."""
 
 Value = str | int | float
 

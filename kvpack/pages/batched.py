@@ -89,7 +89,9 @@ def can_lose_precision(lane: Lane) -> bool:
 
 
 def allocate_errors(lane: Lane, pages: int, device: torch.device) -> torch.Tensor | None:
-    """Return an uninitialized float32 tensor ``[page and layer, kv_head, token]`` for ``lanes.encode``, or None if it needs none."""
+    """Return an uninitialized float32 tensor ``[page and layer, kv_head, token]`` for the errors of ``lanes.encode``, or None if they are
+    not needed.
+    """
     if not lane.plain_codec.summary.direction_spread:
         return None
     return torch.empty(pages * lane.count, lane.geometry.heads, lane.geometry.tokens, dtype=torch.float32, device=device)

@@ -340,7 +340,6 @@ class BoundLane:
 
 
 def _has_contiguous_channels(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if the channels of all tensors are contiguous."""
     return all(x.stride(3) == 1 or x.shape[3] == 1 for x in tensors)
 
 

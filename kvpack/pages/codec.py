@@ -36,9 +36,9 @@ class PageCodec:
 
     Buffers are read and written in place. In host memory, C kernels need no extra memory for pages. PyTorch operations replace missing C
     kernels, layer by layer: for 8-bit scales, channel scales, key means, and encoding by oscar and by minifloat with a scale per run. On a
-    CUDA device, kernels run on the current stream, and read and write rows in device memory. A job consists of a few launches for each side
-    and one for the checksums. If no kernel supports a recipe and geometry page by page, all pages are coded together. Rows in host memory
-    are copied to and from the device. Cases that the device does not support are copied to host memory and coded there.
+    CUDA device, kernels run on the current stream, and read and write rows in device memory. If no kernel supports a recipe and geometry
+    page by page, all pages are coded together. Rows in host memory are copied to and from the device. Cases that the device does not
+    support are copied to host memory and coded there.
 
     A row has room for one raw token per 64 tokens of its page. Tokens whose norm is below ``raw_low_norm`` times the page's median are
     stored there. Codecs that encode tokens together also store those above ``raw_high_norm``. ``raw_first`` is ignored, because a page has

@@ -32,9 +32,9 @@ BITS = (4, 8)
 """Allowed numbers of bits per channel of a mean."""
 
 _CLIPPED = 0.4
-"""Number of steps by which the largest channel of a mean may exceed its code.
+"""Number of steps by which the largest channel of a mean may exceed the largest code.
 
-Clipping costs at most 0.4 steps, less than rounding, and makes all steps smaller.
+This clipping error is smaller than the largest rounding error, and it makes all steps smaller.
 """
 
 

@@ -59,10 +59,10 @@ WIDTH_SCOPES = ("shared", "heads")
 class Klt(CodecFamily):
     """Codec that stores columns of a calibrated basis, with a number of bits per run of columns.
 
-    ``basis`` is its SHA-256; ``layer`` and ``side`` select a part. ``widths`` has the bits of each run of 16 columns or, if ``fields``
-    names the stream ``codes``, of each run of 8 columns of each head. ``rows`` selects where the basis rows are stored: in their own file
-    (``basis``), or in the stream ``rows`` as fp16 or fp32. ``source`` contains the rows once the codec has received its basis; it is not
-    stored.
+    ``basis`` is the SHA-256 of the basis; ``layer`` and ``side`` select a part. ``widths`` has the bits of each run of 16 columns or, if
+    ``fields`` names the stream ``codes``, of each run of 8 columns of each head. ``rows`` selects where the basis rows are stored: in their
+    own file (``basis``), or in the stream ``rows`` as fp16 or fp32. ``source`` contains the rows once the codec has received its basis; it
+    is not stored.
     """
 
     id: ClassVar[str] = "klt"

@@ -35,7 +35,7 @@ MIN_DIM = 2
 """Minimum head dim. A coordinate of a shorter unit vector has no density."""
 
 ROUNDINGS = ("nearest", "scaled")
-"""How codes are chosen: the codes nearest to the unit vector, or to the multiple of it that decodes to the nearest direction."""
+"""Rules for choosing codes: the nearest to the unit vector, or to the multiple of the vector that decodes to the nearest direction."""
 
 SCALES = (0.85, 0.95, 1.05, 1.15)
 """The multiples of a unit vector that ``rounding=scaled`` tries. The kernels in ``kernels/`` try the same ones."""

@@ -195,8 +195,8 @@ class ValueMap(Sidecar):
 class PageVector(Sidecar):
     """Sidecar that subtracts one vector per page from the tokens, in the coded frame.
 
-    A page is ``page_tokens`` tokens of a run; the last one may be shorter. It is also a token group: the mean of the other tokens replaces
-    kept tokens, so that the vector does not depend on them.
+    A page is ``page_tokens`` tokens of a run; the last page may be shorter. A page is also a token group: the mean of the other tokens
+    replaces kept tokens, so that the vector does not depend on them.
     """
 
     @property

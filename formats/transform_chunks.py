@@ -158,7 +158,7 @@ def decode_levels(symbols: Symbols, tables: SymbolTables, dim: int) -> list[Numb
 
 
 def _used_columns(levels: Numbers) -> int:
-    """Return the number of columns up to the last one with a nonzero level; ``levels`` are ``[column, token]``."""
+    """Return the number of columns up to the last column with a nonzero level. ``levels`` are ``[column, token]``."""
     used = numpy.flatnonzero(levels.any(1))
     return int(used[-1]) + 1 if len(used) else 0
 

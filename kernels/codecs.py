@@ -75,7 +75,7 @@ def reject_call(*_: Any) -> bool:
 class CodecKernels(NamedTuple):
     """Functions of a codec's kernels. The defaults ``unsupported`` and ``reject_call`` mean that there is no kernel.
 
-    - ``tiles(codec)`` returns the tile loader for attention, and ``dual_tiles(codec, dual)`` the dual one, or None.
+    - ``tiles(codec)`` returns the tile loader for attention, and ``dual_tiles(codec, dual)`` the dual loader, or None.
     - ``encode`` encodes values to streams, and returns False if it does not support them (``encode.prepare``).
     - ``prepare(codec, packed, out, rotated, pages)`` returns a decoding launch, or None (``decode.prepare``).
     - ``decode_into(codec, packed, out, rotated, pages)`` decodes with several launches, or returns False.

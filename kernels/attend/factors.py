@@ -1,4 +1,4 @@
-"""Token factors: one scale per token, by which scores and softmax weights are multiplied instead of decoded values."""
+"""Token factors: one scale per token. Instead of decoded values, scores and softmax weights are multiplied by it."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 

@@ -26,9 +26,9 @@ def _page_numbers(begin: tl.tensor, WARPS: tl.constexpr) -> tl.tensor:
 def load_means(
     streams: tl.tuple, first: tl.tensor, begin: tl.tensor, count: tl.tensor, MEANS: tl.constexpr, WARPS: tl.constexpr
 ) -> tl.tuple:
-    """Load the scales and codes of the means of the pages that are multiplied together, starting with page ``begin``.
+    """Load the scales and codes of the page means that are multiplied together, starting with page ``begin``.
 
-    Page numbers are relative to page ``first``. For numbers of ``count`` and above, the last page is loaded.
+    Page numbers are relative to page ``first``. From page ``count`` on, the last page is loaded instead.
     """
     BYTES: tl.constexpr = MEANS.dim * MEANS.bits // 8
     BLOCK: tl.constexpr = max(16, triton.next_power_of_2(BYTES))

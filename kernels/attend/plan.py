@@ -48,7 +48,7 @@ MAX_ROUNDS, MIN_TILES = 4, 8
 """Maximum rounds of concurrent programs, and minimum tiles per program of a launch with several programs."""
 
 MIN_MEAN_PAGES, MAX_MEAN_PAGES = 32, 64
-"""Minimum, and approximate maximum, number of pages for whose products with means a program has room."""
+"""Minimum, and approximate maximum, number of page means whose products with queries a program stores."""
 
 
 class LaunchKey(NamedTuple):

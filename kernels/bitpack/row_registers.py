@@ -94,7 +94,7 @@ def byte_selectors(places: Sequence[Sequence[RegisterByte]], registers: Sequence
     """Return the selectors with which ``permute_bytes`` gathers each column's bytes from ``registers``.
 
     Each register after the first has a list with one selector per column. ``places`` contains the positions of each column's bytes, which
-    become the lowest bytes of the gathered word; its other bytes are arbitrary.
+    become the lowest bytes of the gathered word. The word's other bytes are arbitrary.
     """
     result = []
     for index in range(1, len(registers)):
@@ -189,7 +189,9 @@ def _load_parity(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOAD: 
 
 @triton.jit
 def read_register(loaded: tl.tuple, parities: tl.tuple, REGISTER: tl.constexpr) -> tl.tensor:
-    """Return register ``REGISTER`` from the result of ``load_registers``, uint32 ``[warp, token]``. A 16-bit load has no upper half."""
+    """Return register ``REGISTER`` from the registers that ``load_registers`` returned: uint32 ``[warp, token]``. A 16-bit load has no
+    upper half.
+    """
     value = loaded[REGISTER.load]
     if REGISTER.half == 1:
         value = value >> 32

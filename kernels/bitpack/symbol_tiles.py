@@ -58,7 +58,7 @@ def load_symbol_tile(
 
 @triton.jit
 def _use_sums_layout(tile: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return ``tile`` in the layout of matrix-product results, which it takes from an unused product."""
+    """Return ``tile`` in the layout of matrix-product results. The layout is taken from an unused product."""
     WARPS: tl.constexpr = tile.shape[0]
     square = tl.zeros((WARPS, WIDTH, WIDTH), tl.float16)
     zeros = tl.zeros(tile.shape, tl.float16)

@@ -29,7 +29,7 @@ _MAX_ANGLES = tl.constexpr(MAX_ANGLES)
 
 
 class LevelSymbols(NamedTuple):
-    """Location of one level's angles: the index of their code stream, and of the first angle in it."""
+    """Location of one level's angles: the index of their code stream, and the index of the level's first angle in that stream."""
 
     stream: int
     first: int

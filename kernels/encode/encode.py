@@ -52,7 +52,7 @@ def encode(
 def prepare(
     codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, errors: torch.Tensor | None = None
 ) -> Encoding | None:
-    """Prepare ``encode`` and allocate the streams. Returns None if the codec or device has no kernel, or if ``x`` is empty.
+    """Prepare the encoding of ``x`` and allocate its streams. Returns None if the codec or device has no kernel, or if ``x`` is empty.
 
     Streams with one row for all tokens are copied from ``before``, or set to 0 if it is None.
     """

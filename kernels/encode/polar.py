@@ -155,9 +155,9 @@ def _project_pairs(first: tl.tensor, second: tl.tensor, code: tl.tensor, directi
 
 
 class PolarState(NamedTuple):
-    """State of one level: its radii, and the projections of each radius's values onto their decoded direction.
+    """State of one level: its radii, and each radius's values projected onto the direction that they decode to.
 
-    Projections are only computed if the norm rule or the errors need them. Above the first level, fields are flat, ``[token * pair]``.
+    Projections are computed only if the norm rule or the errors need them. Above the first level, fields are flat, ``[token * pair]``.
     """
 
     radius: Any

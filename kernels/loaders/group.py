@@ -47,7 +47,7 @@ MAX_SCALES_PER_LOAD = 8
 """Maximum number of scales of one token per load, unless a step needs more."""
 
 ALONG_TOKENS, ALONG_CHANNELS, WITHIN_FIELDS, PER_VALUE = (tl.constexpr(number) for number in range(4))
-"""How scales belong to a tile: one per column, one per token, one per group of neighboring columns of a token, or one per value."""
+"""Kinds of scales in a tile: one per column, one per token, one per group of neighboring columns of a token, or one per value."""
 
 
 class GroupConstants(NamedTuple):

@@ -344,7 +344,7 @@ def _load_codes(
 ) -> tl.tuple:
     """Return the word with the code of each of ``COUNT`` columns, the bit where the code begins, and the first entry of its table.
 
-    With a nonzero ``STRIDE``, the amount by which to rotate the word right, or the factor for the word, takes the place of the bit.
+    With a nonzero ``STRIDE``, the bit is replaced by the number of bits by which to rotate the word right, or by the word's factor.
     """
     SELECTORS: tl.constexpr = TILE.selectors
     ODD_SELECTORS: tl.constexpr = TILE.odd_selectors

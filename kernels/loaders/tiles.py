@@ -111,8 +111,8 @@ class Tiles:
     offset: bool = False
     """True if all tokens of a head have a common offset that is not in tiles.
 
-    The offset adds a term to scores that depends only on the query, and a term to sums that depends only on the weights. It is an
-    additional last column, whose channel follows the last one.
+    The offset adds a term to scores that depends only on the query, and a term to sums that depends only on the weights. It is stored as an
+    additional last column, with an additional last channel.
     """
     dtype: str = "fp16"
     """Dtype of tiles: fp16, or the dtype of raw values. Without inline PTX, bf16 is widened to fp32."""

@@ -195,7 +195,10 @@ def symbol_pair(words: tl.tuple, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, 
 
 @triton.jit
 def _two_words(words: tl.tuple, WORD: tl.constexpr, WORDS: tl.constexpr) -> tl.tensor:
-    """Return 16-bit word ``WORD`` of a row and the next one, as uint32. Rows are circular: the first word follows the last one."""
+    """Return two consecutive 16-bit words of a row, beginning with word ``WORD``, as uint32.
+
+    Rows are circular: the first word follows the last word.
+    """
     FIRST: tl.constexpr = WORD % WORDS
     SECOND: tl.constexpr = (WORD + 1) % WORDS
     first, second = words[FIRST // 2], words[SECOND // 2]

@@ -1,4 +1,4 @@
-"""Inline PTX for lookup tables in shared memory: declaration, filling and lookups, by the symbol ``kvpack_tables``.
+"""Inline PTX for lookup tables in shared memory: declaration, filling and lookups. All use the symbol ``kvpack_tables``.
 
 ``shared_table``, ``thread_lookups`` and ``field_lookups`` have plain Triton versions of the operations.
 """

@@ -69,7 +69,7 @@ _ENTRY_NAME = re.compile("[0-9a-f]{64}")
 class Folder:
     """The folder ``root`` of a directory backend. With ``durable``, new folders are forced to disk.
 
-    Raises InvalidParameter as ``Trust`` does.
+    Raises InvalidParameter if the folder cannot be a store (see ``Trust``).
     """
 
     def __init__(self, root: str | os.PathLike[str], counters: Counters, *, durable: bool, trusted_group: int | str | None = None) -> None:

@@ -27,7 +27,7 @@ GRACE_NS = 3600 * 10**9
 _MAX_NOTED = 65_536
 SECOND_NS = 10**9
 _AGE_FACTOR = 1.25
-"""Uses may be merged into one record if the ratio of their ages is at most about this."""
+"""Uses may be merged into one record if the ratio of their ages is at most this."""
 _RECORD = re.compile(r"(?P<time>[0-9]{20})-[0-9a-f]{16}(-ttl(?P<ttl>[0-9]{1,10}))?(?P<merged>-merged)?")
 
 

@@ -131,10 +131,10 @@ def export_slot(
 ) -> int:
     """Write ``cache``, which must come from llama.cpp, as a sequence state. Returns the file's size in bytes.
 
-    ``dtype`` is as in ``export_prompt_cache``, and ``windows`` as in ``import_slot``. Quantized blocks are written unchanged, without a
-    ``dtype``. llama.cpp loads the file only in a context of the same model whose cache has the same types, ``transposed`` (True if values
-    are transposed, as they are without flash attention) and ``streams`` (1, or one per sequence if the cache is not unified). Both default
-    to those of the imported file. ``progress`` counts layers.
+    ``dtype`` has the same meaning as in ``export_prompt_cache``, and ``windows`` as in ``import_slot``. Quantized blocks are written
+    unchanged, so ``dtype`` must be omitted for them. llama.cpp loads the file only in a context of the same model whose cache has the same
+    types, ``transposed`` (True if values are transposed, as they are without flash attention) and ``streams`` (1, or one per sequence if
+    the cache is not unified). Both default to the imported file's. ``progress`` counts layers.
 
     Raises InvalidParameter for a cache that did not come from llama.cpp. Also raises it, naming the layer, for contents that such a file
     cannot represent: layers without keys or values, states, batches, windows with missing tokens, and unknown token ids. Raises OutOfRange

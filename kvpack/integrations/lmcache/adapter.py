@@ -64,7 +64,7 @@ class StoredObjects:
                 self._adapter._notify_keys_stored([*new], [*new.values()])
 
     def deleted(self, keys: Iterable[Any]) -> None:
-        """Report those of the objects ``keys`` that are no longer stored, even if another process had stored them."""
+        """Report which of the objects ``keys`` are no longer stored, even if another process had stored them."""
         with self._lock:
             names = [*keys]
             missing = [key for key, present in zip(names, self._contains(names), strict=True) if not present]
@@ -72,7 +72,7 @@ class StoredObjects:
                 self._adapter._notify_keys_deleted(missing, [self._told.pop(key, 0) for key in missing])
 
     def report_missing(self, keys: Iterable[Any]) -> None:
-        """Report those of the objects ``keys`` that were reported as stored but are gone."""
+        """Report which of the objects ``keys``, once reported as stored, are gone."""
         with self._lock:
             self.deleted([key for key in keys if key in self._told])
 

@@ -1,6 +1,6 @@
 """A compressed, checked and bounded storage tier for SGLang's HiCache::
 
-    python -m sglang.launch_server --enable-hierarchical-cache --page-size 64 --hicache-storage-backend dynamic \
+    python -m sglang.launch_server --enable-hierarchical-cache --page-size 64 --hicache-storage-backend dynamic \\
         --hicache-storage-backend-extra-config '{"backend_name": "kvpack", "location": "/var/cache/kvpack", "recipe": "octopus-4",
         "revision": "COMMIT"}'
 

@@ -160,7 +160,7 @@ def restore_states(layers: Sequence[Any], cache: Cache) -> None:
 
 
 def check_states_available(layers: Sequence[Any]) -> None:
-    """Raise InvalidParameter if a model keeps a layer's states in its modules, so that the layer has none after tokens."""
+    """Raise InvalidParameter if a layer has no states after tokens, because the model keeps them in its modules."""
     for number, layer in enumerate(layers):
         if isinstance(layer, StateLayer) and not any(layer.has_previous_state.values()):
             raise InvalidParameter(

@@ -137,8 +137,9 @@ def _page_bytes(group: Any) -> dict[str, int]:
 def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> None:
     """Raise InvalidParameter unless the blocks of the layers' tensors have the ``layout``.
 
-    ``kv_caches`` are vLLM's, by layer name: ``[block, head, token, K and V]``, or ``[block, K or V, token, head, channel]``. Attention may
-    have smaller blocks than the cache. In that case, the strides of its tensor are those of its own blocks.
+    ``kv_caches`` are vLLM's tensors by layer name. Their axes are block, head, token, and the channels of K and then V; or block, K or V,
+    token, head, and channel. Attention may have smaller blocks than the cache. In that case, a tensor has the strides of attention's
+    blocks.
     """
     for group, kept in zip(groups, _groups_of(kv_cache_config), strict=True):
         if group.kind != "attention":

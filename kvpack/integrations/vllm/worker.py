@@ -75,9 +75,9 @@ class _Transfer:
 class PackedWorker(OffloadingWorker):  # type: ignore[misc]
     """Encodes blocks into chunks of ``memory``, int8 ``[chunk, byte]``, and decodes them. A chunk has one row per block.
 
-    ``codecs`` and ``pages`` have one entry per group. On a CUDA device, it uses its own stream, which first waits for the current one.
-    ``release`` frees the memory. Specs of chunks have ``keys`` (``chunk_keys.attach_keys``), which rows contain. A block whose row cannot
-    be decoded, or belongs to another block, is left unchanged and added to ``failed_blocks``.
+    ``codecs`` and ``pages`` have one entry per group. On a CUDA device, work runs on a stream of its own, which first waits for the current
+    stream. ``release`` frees the memory. Specs of chunks contain ``keys`` (``chunk_keys.attach_keys``), which are also in the rows. A block
+    whose row cannot be decoded, or belongs to another block, is left unchanged and added to ``failed_blocks``.
     """
 
     def __init__(

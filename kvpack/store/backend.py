@@ -103,7 +103,7 @@ class Backend(Protocol):
         """The backend of each tier, fastest first."""
 
     def count_present(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading ``keys`` have an entry in a format that this store reads."""
+        """Return how many ``keys``, counted up to the first missing one, have an entry in a format that this store reads."""
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         """Return, for each of ``keys``, whether it has an entry. The keys need not form a chain."""
@@ -191,7 +191,7 @@ class SingleTierBackend:
 
     @property
     def parts(self: Backend) -> Sequence[Backend]:
-        """The backend of the only tier: this one."""
+        """The only tier's backend, which is this one."""
         return [self]
 
     def find(self: Backend, keys: Sequence[bytes], *, beyond: int = -1) -> list[FoundEntry]:

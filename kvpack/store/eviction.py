@@ -261,8 +261,8 @@ class Evictor:
     def _evict_indexed(self, size: int, protected: set[bytes], budget: int | None, usage_before: UsageCount) -> EvictionResult | None:
         """Evict as ``_evict`` does, but according to the index and the count ``usage_before``.
 
-        Returns None if they do not match the folder. Rows that are out of date are nearly always good enough. Folders that have changed
-        without the index are listed after there is room, because other writers wait for it.
+        Returns None if they do not match the folder. Outdated rows are nearly always good enough. Folders that have changed without the
+        index are listed only after making room, because other writers wait for the room.
         """
         if not self._index.exists:
             return None

@@ -47,7 +47,7 @@ RECOUNT_SECONDS = 60.0
 _SLACK = 16
 """Share of the budget, 1/16, that eviction frees in addition, so that most puts need not list the entries."""
 _MERGE_INTERVAL = 32
-"""A store merges all records of uses after 1 in 32 of its records, chosen at random."""
+"""A store merges all records of uses with a probability of 1 in 32 after each record that it puts."""
 MAX_RECORDS_BYTES = 256 * 2**20
 """Maximum total size, in bytes, of the records of uses, or of the pins, that are read. This is enough for 8 million keys."""
 _MAX_SEEN_LEASES = 4096

@@ -355,7 +355,7 @@ def test_a_zero_pair_does_not_widen_a_logarithmic_range() -> None:
 def test_huge_norms_are_refused_but_fit_in_fp32() -> None:
     x = gaussian(1, 2, 5, 128)
     x[0, 1, 3] *= 1e9
-    with pytest.raises(OutOfRange, match=r"the step or minimum of a token's norms .* at \[0, 1, 3, \d\] is .*binary16 is 65504"):
+    with pytest.raises(OutOfRange, match=r"the step or minimum of a token's norms .* at \[0, 1, 3, \d\] is .*binary16 value is 65504"):
         angle().encode(x)
     others: list[dict[str, Any]] = [{"range": "fp32"}, {"norm": "log8"}, {"norm": "fp32"}]
     for words in others:

@@ -240,9 +240,9 @@ def test_invalid_token_ids_are_refused(ids: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-4"), "packed with 'kv=group:b=4;.*', .* has 'kv=group:b=2;"),
+        (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-4"), "recipe is 'kv=group:b=4;.*', .* is 'kv=group:b=2;"),
         (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-2", start=32), "starts at position 32"),
-        (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-2", model={"name": "other"}), "name 'other', .* has 'model'"),
+        (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-2", model={"name": "other"}), "model is 'other', .* has 'model'"),
         (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32), batch=2), "kivi-2"), "holds 2 sequences"),
         (lambda: random_pairs(1, 40), "a list is not a packed cache"),
         (

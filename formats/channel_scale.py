@@ -29,7 +29,9 @@ _ORDINARY_RATIO = 4.0
 """A channel stays unscaled if its root mean square is at most this multiple of the median channel's."""
 
 _ORDINARY_RATIO_WITH_MEANS = 10.0
-"""The same limit if page means are subtracted. Queries vary in the same channels as keys, so errors in large channels matter more."""
+"""Replaces ``_ORDINARY_RATIO`` if page means are subtracted. Queries vary in the same channels as keys, so errors in large channels matter
+more.
+"""
 
 _MAX_FACTOR = 65504.0
 

@@ -27,7 +27,7 @@ MAX_FREQUENCY = 2.0
 """Maximum frequency in radians per position. At lower frequencies, float64 is precise enough for the angles of all positions."""
 
 SCALES_PER_TABLE = 4
-"""Number of consecutive scales that share a table; an octave has 16."""
+"""Number of consecutive scales that share a table; an octave has 16 scales."""
 
 SCALES_PER_OCTAVE = 16
 """Number of scales per factor of 2 in size. The codec's steps have the same spacing."""

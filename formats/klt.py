@@ -43,7 +43,7 @@ ROW_DTYPES = {"basis": None, **NORMS}
 """Stored dtypes of the basis rows, by parameter value. For ``basis``, the file does not store them."""
 
 MAX_WITHOUT_GAIN = 64
-"""Largest head dim without a gain by default, if heads have their own widths: there, more bits for columns help more than a gain."""
+"""Largest head dim without a gain by default, if heads have their own widths. More bits for columns then help more than a gain."""
 
 HEAD_RUN_COLUMNS = 8
 """Number of columns that share a width if each head has its own widths. Their codes are whole bytes."""

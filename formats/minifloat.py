@@ -75,7 +75,7 @@ _MIN_SIZE_FACTOR = 0.35
 """Root mean square of normally distributed values, relative to the smallest normal element, at which subnormal elements double their error.
 """
 _MIN_BLOCK_SIZE_FACTOR = 0.009
-"""The same bound relative to the run's scale, for blocks with e4m3 scales. Below it, the block scales are subnormal."""
+"""Like ``_MIN_SIZE_FACTOR``, but relative to the run's scale, for blocks with e4m3 scales. Below it, block scales are subnormal."""
 
 _MAX_HEADROOM = 16.0
 _GROWTH_FACTOR = 2.0
@@ -313,7 +313,7 @@ def encode_elements(x: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def encode_portably(x: torch.Tensor, element: str) -> torch.Tensor:
-    """Compute ``encode_elements`` with operations that every device supports: int32."""
+    """Return the int32 codes of ``encode_elements``, computed with operations that every device supports."""
     form = ELEMENTS[element]
     spare = 23 - form.fraction_bits
     smallest_normal = 2.0 ** (1 - form.bias)

@@ -2,8 +2,8 @@
 
 A codec of directions decodes a token x to a factor times a direction d, which its codes describe. Papers store the norm of x as the factor
 ("norm"). The error is then small, but since d only approximates the direction of x, every product with x shrinks, and with it every
-attention score. The factor |x|^2 / <x, d> ("unbiased") makes <x, decoded x> = |x|^2 at the same size. After a random rotation, the expected
-decoded token is x. Source: RaBitQ (Gao and Long 2024, arXiv 2405.12497), Theorem 3.2.
+attention score. The factor |x|^2 / <x, d> ("unbiased") makes <x, decoded x> = |x|^2 without storing more bits. After a random rotation, the
+expected decoded token is x. Source: RaBitQ (Gao and Long 2024, arXiv 2405.12497), Theorem 3.2.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SKETCHED_NORM_RULE = "norm"
 _MIN_NORMAL = 2.0**-126
 
 _SPREADS = (1.75, 1.9, 2.3, 3.1, 4.2, 6.0, 7.5, 9.0)
-"""``error_spread`` by bits per value, from 1, for 64 channels."""
+"""Values of ``error_spread`` for 1, 2, ... bits per value and 64 channels."""
 
 _USUAL_ERROR = 1.6
 """Typical relative error of directions, times 2^(bits per value)."""

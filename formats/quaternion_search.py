@@ -179,7 +179,7 @@ def _gather(rows: torch.Tensor | Planes, index: torch.Tensor) -> list[torch.Tens
 def _build_lists(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Divide the map into cells, ``resolution`` along each axis, except that cells with at most two codewords are not divided further.
 
-    Returns the row number of every cell, ``[resolution] * 3``, the list of every row, ``[row, longest]``, and its length.
+    Returns the row number of every cell, ``[resolution] * 3``, the list of every row, ``[row, longest]``, and each list's length.
     """
     corners = torch.cartesian_prod(*[torch.arange(2, device="cpu")] * 3)
     cells, size = corners, 2

@@ -28,7 +28,7 @@ _HALF_LIMIT = 65520.0
 _HEADROOM = 1 / 8
 _GROWTH = 1 / 2
 _MIN_SIZE_FACTOR = 0.13
-"""Ratio to a range's resolution at which the measured error of normally distributed values is twice the typical error."""
+"""Size of normally distributed values, relative to a range's resolution, at which the measured error is twice the typical error."""
 
 
 def decode_pairs(codes: torch.Tensor, scale_range: torch.Tensor) -> torch.Tensor:

@@ -156,7 +156,7 @@ class WholeTokens(Sidecar):
 
 
 class ValueMap(Sidecar):
-    """Sidecar that maps the values of each head linearly. Any streams that it has contain one row per run.
+    """Sidecar that maps the values of each head linearly. Its streams, if any, have one row per run.
 
     Attention maps the queries instead of the keys, and the sums of values instead of the values, so the map must be linear.
     """

@@ -296,7 +296,7 @@ class CodecWithSidecars(Codec):
         return frame
 
     def to_coded_frame(self, tokens: torch.Tensor, sequence: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Map the kept ``tokens`` ``[entry, kv_head, dim]`` to the coded frame. ``sequence`` is the sequence number of each."""
+        """Map the kept ``tokens`` ``[entry, kv_head, dim]`` to the coded frame. ``sequence`` is the sequence number of each token."""
         if not len(tokens):
             return tokens
         # Rows stored once per run exist for every sequence and head; a kept token uses those of its sequence.

@@ -93,7 +93,10 @@ def _store_products(
     WARPS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """Store the products of the ``loaded`` means, from page ``begin`` on, and ``queries``: two halves for each part of the channels."""
+    """Store the products of ``queries`` and the ``loaded`` means, which start with page ``begin``.
+
+    ``queries`` has two halves for each part of the channels.
+    """
     page = _page_numbers(begin, WARPS)
     product = _multiply(_centered(loaded[1], 0, MEANS.bits, FAST), queries[0])
     if MEANS.bits == 4:

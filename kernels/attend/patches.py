@@ -1,4 +1,4 @@
-"""Loading of the outliers of keys and values, which are added to tiles. Sides without outliers have empty results."""
+"""Loading of the outliers of keys and values, which are added to tiles. Without outliers, the functions return empty tuples."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -70,7 +70,7 @@ def load_patches(
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> tl.tuple:
-    """Return the outliers of each warp's ``TOKENS`` tokens, which begin at token ``offset`` of the work, without prefetching."""
+    """Load the outliers of each warp's ``TOKENS`` tokens, beginning at token ``offset`` of the work, without prefetching others."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_first = work.k.first + offset

@@ -264,7 +264,7 @@ def shift_to_field(
 
 @triton.constexpr_function
 def step_position(step: int, bits: int, field_stride: int) -> int:
-    """Return the bit at which a step's digits begin in the result of ``step_words``. With a field stride, all steps share the words."""
+    """Return the bit at which a step's digits begin in the words of ``step_words``. With a field stride, all steps share the words."""
     return step * bits if field_stride > 1 else 0
 
 

@@ -30,7 +30,7 @@ class RowLoad(NamedTuple):
 
 
 class Register(NamedTuple):
-    """A 32-bit register of a row: the result of load number ``load``, or half ``half`` (0 low, 1 high) of a 64-bit load.
+    """A 32-bit register of a row: the one that load number ``load`` fills, or half ``half`` (0 low, 1 high) of a 64-bit load.
 
     For a 16-bit load, ``parity`` is the index in ``load_parities`` of the position of each token's half in its word; otherwise -1.
     """

@@ -30,7 +30,7 @@ MAX_WORDS_PER_LOAD = 8
 
 
 def row_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
-    """Return one ``Stream`` for each plane of a code stream. Elements have up to 128 bits, as many as divide a row."""
+    """Return one ``Stream`` for each plane of a code stream. Elements are the widest that divide a row, up to 128 bits."""
     return tuple(word_stream(f"{name}.{plane}", words) for plane, words in enumerate(packing.planes))
 
 

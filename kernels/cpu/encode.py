@@ -316,7 +316,7 @@ def _padded_table(values: list[float], padding: float) -> torch.Tensor:
 
 
 def norms(x: torch.Tensor) -> torch.Tensor | None:
-    """Return the norms of ``formats.token_norms.norms_per_head``, or None for unsupported dtypes and strides. Raises MemoryError."""
+    """Return each token's norm in each head, like ``norms_per_head``, or None for unsupported dtypes and strides. Raises MemoryError."""
     batch, heads, tokens, dim = x.shape
     if x.dtype not in DTYPES or not (x.stride(3) == 1 or dim == 1):
         return None
@@ -351,10 +351,10 @@ def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: fl
 
 
 def has_large(sizes: torch.Tensor, ratio: float, level: int = 0, kind: int = _FLOATS) -> bool | None:
-    """Return the same as ``formats.token_norms.has_large_size``, computed in C.
+    """Return True if a size is large, like ``formats.token_norms.has_large_size``.
 
     Returns None if ``sizes`` are empty, not contiguous, or floats other than float32. ``level`` is an index into ``library.levels()``. For
-    other kinds than floats, ``kind`` defines how to compute sizes from scales ``[batch, kv_head, token, scale, ...]``.
+    other values of ``kind``, sizes are computed from scales ``[batch, kv_head, token, scale, ...]``.
     """
     if not sizes.numel() or not sizes.is_contiguous() or (kind == _FLOATS and sizes.dtype != torch.float32):
         return None

@@ -29,7 +29,9 @@ TILE_VALUES = 1 << 12
 """Number of values per tile: 32 per thread, enough to hide the latency of loads."""
 
 ROTATED_TOKENS, WIDE_ROTATED_TOKENS, MAX_NARROW_CHANNELS = 64, 16, 256
-"""Tokens per rotated tile (the rows of an H100's matrix instruction), tokens per wide rotated tile, and maximum channels of the former."""
+"""Tokens per rotated tile (the rows of an H100's matrix instruction), tokens per wide rotated tile, and maximum channels of tiles that are
+not wide.
+"""
 
 WARPS, ROTATED_WARPS = 4, 8
 """Number of warps per program, without and with a rotation. Rotating takes twice the registers."""

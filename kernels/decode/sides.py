@@ -41,7 +41,8 @@ class SidePart(NamedTuple):
 class RawTokens(NamedTuple):
     """Raw tokens of an output.
 
-    ``token`` is the index in the output and ``sequence`` the sequence of each, int64 ``[entry]``. ``values`` are ``[entry, kv_head, dim]``.
+    ``token`` and ``sequence``, int64 ``[entry]``, are each raw token's index in the output and its sequence. ``values`` are ``[entry,
+    kv_head, dim]``.
     """
 
     token: torch.Tensor

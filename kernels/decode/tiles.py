@@ -45,7 +45,7 @@ TOKENS = 32
 """Minimum number of tokens in a warp's tile; loaders with one row per thread need more."""
 
 PROGRAMS = 1 << 10
-"""Number of programs that fill a device. Only with more tiles than this, programs get more than one tile."""
+"""Number of programs that fill a device. Programs get more than one tile only if there are more tiles than this."""
 
 MAX_TILES = 4
 """Maximum number of tiles per warp."""
@@ -89,10 +89,7 @@ class PageTable(NamedTuple):
 
 @lru_cache(maxsize=256)
 def find_loader(codec: Codec) -> Tiles | None:
-    """Return the tile loader for ``codec``, or None if it has none or cannot be used here.
-
-    It cannot be used for raw, or for sidecars that loaders add to tiles.
-    """
+    """Return the tile loader for ``codec``. None for raw, for codecs without a loader, and for sidecars that loaders add to tiles."""
     tiles = loaders.tiles_of(codec)
     if tiles is None or type(codec) is Raw or tiles.signs or tiles.means or tiles.outliers or tiles.dtype != "fp16":
         return None

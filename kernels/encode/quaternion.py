@@ -32,7 +32,8 @@ TILE_CHUNKS = 1 << 10
 
 MIN_RADIUS = 2.0**-40
 MAX_RADIUS = 2.0**60
-"""Limit of a token's largest radius below which float32 is accurate, down to ``MIN_RADIUS``. ``formats/`` encodes other tokens."""
+"""Upper limit of a token's largest radius for float32 to be accurate; ``MIN_RADIUS`` is the lower limit. ``formats/`` encodes other tokens.
+"""
 
 _UNITS, _MIN_RADIUS, _MAX_RADIUS = tl.constexpr(UNITS), tl.constexpr(MIN_RADIUS), tl.constexpr(MAX_RADIUS)
 

@@ -99,7 +99,7 @@ def load(
 def load_range(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """Load the range (step, minimum) of each token as int32 ``[warp, token]``: two float16 numbers in one, or two of float32."""
+    """Load the range (step, minimum) of each token: one int32 ``[warp, token]`` with both float16 numbers, or two with float32 numbers."""
     words = ()
     for word in tl.static_range(2 - CONSTANTS.half_range):
         words = words + (load_per_token(pointer, first, token, valid, 2 - CONSTANTS.half_range, word, MASKED),)
@@ -229,7 +229,8 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return both channels of the pairs of step ``STEP``, divided by the token factor: two float16 tiles in the layout of the planes."""
+    """Return both channels of the pairs of step ``STEP``, not yet multiplied by the token factor: two float16 tiles in the planes' layout.
+    """
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)

@@ -103,7 +103,8 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return both channels of the pairs of step ``STEP``, divided by the token factor: two float16 tiles in the layout of the planes."""
+    """Return both channels of the pairs of step ``STEP``, not yet multiplied by the token factor: two float16 tiles in the planes' layout.
+    """
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
     # In a shared table, an index that already has its bits at the byte offset needs no shift.

@@ -183,7 +183,8 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return both channels of the pairs of step ``STEP``, divided by the token factors, as float16 tiles, possibly transposed."""
+    """Return both channels of the pairs of step ``STEP``, not yet multiplied by the token factors, as float16 tiles, possibly transposed.
+    """
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
     AT: tl.constexpr = entry_offset_bit(CONSTANTS.bin_bits, SHARED, FAST)

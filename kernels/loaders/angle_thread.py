@@ -103,7 +103,8 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return both channels of the pairs of step ``STEP``, divided by the token factor, as one float16 tile, possibly transposed."""
+    """Return both channels of the pairs of step ``STEP``, not yet multiplied by the token factor, as one float16 tile, possibly transposed.
+    """
     REGISTERS: tl.constexpr = CONSTANTS.registers
     return (decode_rows(loaded, table, REGISTERS, STEP, decode_pair, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 
@@ -112,7 +113,7 @@ def decode(
 def decode_pair(
     words: tl.tuple, table: tl.tensor, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Return the channels of one pair, divided by the token factor, as f16x2."""
+    """Return the channels of one pair, not yet multiplied by the token factor, as f16x2."""
     BINS: tl.constexpr = CONSTANTS.bins
     HIGH_BINS: tl.constexpr = CONSTANTS.high_bins
     NORMS: tl.constexpr = CONSTANTS.norms

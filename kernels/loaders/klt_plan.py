@@ -18,7 +18,7 @@ MAX_TOKENS = tl.constexpr(64)
 
 
 LOOK_UP, SELECT, LOOK_UP_PAIRS, LOOK_UP_TWO = (tl.constexpr(number) for number in range(4))
-"""Kinds of decoding: look up one entry per column, select one of two, look up a pair for two columns, or look up two for two columns.
+"""Kinds of decoding: look up one entry per column, select one of two, or, for two columns together, look up a pair or two entries.
 
 Two columns can be decoded together only for keys: a register of keys has neighboring columns, while a register of values has two tokens.
 """

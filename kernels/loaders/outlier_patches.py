@@ -225,7 +225,7 @@ def _compute_tile(
     TOKENS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Return the tile of ``outlier_tile`` without shared memory, as a product of entries and a 0/1 matrix of their tokens."""
+    """Return the tile of ``outlier_tile``, computed as a product of entries and a 0/1 matrix of their tokens, without shared memory."""
     WIDTH: tl.constexpr = CONSTANTS.width
     place, values = loaded[0], loaded[1]
     row = _tile_row(place, entries, TILE, TOKENS)

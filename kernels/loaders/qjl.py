@@ -224,7 +224,7 @@ def _half_tile_sum(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr)
 
 @triton.jit
 def bit_factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``sign_norm_factor`` adjusted for products that are half of those with the signs, times ``QUERY_FACTOR``."""
+    """Return ``sign_norm_factor``, adjusted because the signs' products are halved and multiplied by ``QUERY_FACTOR``."""
     return read_factor(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * (CONSTANTS.unit * (2 / QUERY_FACTOR))
 
 

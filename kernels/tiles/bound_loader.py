@@ -1,4 +1,4 @@
-"""Tile loaders bound to the streams of one launch: everything about one side for which kernels are compiled."""
+"""Tile loaders bound to the streams of one launch, with all compile-time constants of one side."""
 
 from __future__ import annotations
 

@@ -79,10 +79,7 @@ class BalancedFrames:
 
 
 class CalibratedFrames(NamedTuple):
-    """Calibration data for one layer's keys, from the basis with SHA-256 ``digest``.
-
-    It is either ``frames``, or ``queries``, the mean square of each query channel.
-    """
+    """Calibration data for one layer's keys from the basis ``digest``: ``frames``, or ``queries``, the channels' mean squares."""
 
     digest: bytes
     layer: int

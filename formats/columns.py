@@ -405,10 +405,7 @@ def _bits_at(words: Sequence[numpy.ndarray[Any, Any]], position: int) -> numpy.n
 
 
 def reduce_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.ndarray[Any, Any]:
-    """Reduce each word of ``plane`` over all rows with ``combine``.
-
-    Many rows are reduced together, so that the reduction runs along contiguous memory.
-    """
+    """Reduce each word of ``plane`` over all rows with ``combine``, many rows together, to run along contiguous memory."""
     rows = plane.reshape(-1, plane.shape[-1])
     at_once = max(1, _WORDS_AT_ONCE // max(1, rows.shape[1]))
     whole = len(rows) // at_once * at_once

@@ -210,14 +210,11 @@ class Group(CodecFamily):
 
     @property
     def _member_axis(self) -> int:
-        """Axis of the tensor that ``_group_values`` returns along which the members of a group lie."""
+        """Axis of the members of a group in what ``_group_values`` returns."""
         return 3 if self.axis == "token" else 4
 
     def with_fp16_scales(self, streams: Mapping[str, torch.Tensor]) -> tuple[Group, dict[str, torch.Tensor]]:
-        """Return an equivalent codec with float16 scales, and its streams, which decode to the same bits.
-
-        8-bit scales become the float16 values that they stand for.
-        """
+        """Return an equivalent codec with float16 scales, which replace 8-bit scales, and its streams, which decode to the same bits."""
         if self.scale_dtype == "fp16":
             return self, dict(streams)
         pairs = scale_range.decode_pairs(streams["scales"], streams["scale_range"])

@@ -32,10 +32,7 @@ BITS = (4, 8)
 """Allowed numbers of bits per channel of a mean."""
 
 _CLIPPED = 0.4
-"""Number of steps by which the largest channel of a mean may exceed the largest code.
-
-This clipping error is smaller than the largest rounding error, and it makes all steps smaller.
-"""
+"""Number of steps by which a mean's largest channel may exceed the largest code. Clipping this little makes all steps smaller."""
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ class Klt(CodecFamily):
     def basis_rows(self, streams: Mapping[str, torch.Tensor]) -> BasisRows:
         """Return the basis rows for ``streams``, on their device.
 
-        Raises MissingBasis without a basis, or InvalidParameter for another number of heads.
+        Raises MissingBasis without a basis, or InvalidParameter if the number of heads is wrong.
         """
         if "rows" in streams:
             return BasisRows(streams["rows"][:, :, 0])
@@ -207,7 +207,7 @@ class Klt(CodecFamily):
         """Return an equivalent codec whose ``source`` contains the rows. If the rows are stored in ``streams``, ``basis`` becomes their
         digest.
 
-        Raises MissingBasis without a basis, or InvalidParameter for another number of heads.
+        Raises MissingBasis without a basis, or InvalidParameter if the number of heads is wrong.
         """
         parts = self.basis_rows(streams)
         if "rows" not in streams:
@@ -217,7 +217,7 @@ class Klt(CodecFamily):
         return replace(self, rows="basis", basis=digest, source=BasisRows(stored))
 
     def source_for(self, heads: int) -> BasisRows:
-        """Return the rows of the basis. Raises MissingBasis without a basis, or InvalidParameter for another number of heads."""
+        """Return the rows of the basis. Raises MissingBasis without a basis, or InvalidParameter unless it has ``heads`` heads."""
         if self.source is None:
             raise missing_basis_error(self.basis_location)
         try:

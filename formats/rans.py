@@ -185,7 +185,7 @@ def _step_tables(table: Numbers, step: int) -> Numbers:
 def slot_table(tables: Numbers) -> Numbers:
     """Return all slots of all tables, flat uint32.
 
-    A slot contains its symbol (bits 0 to 7), the symbol's frequency - 1 (from bit 8 on), and its first slot (from bit 20 on).
+    A slot contains the symbol, its frequency - 1 (from bit 8 on), and its first slot (from bit 20 on).
     """
     tables = tables.astype(numpy.int64)
     starts = numpy.cumsum(tables, 1) - tables

@@ -165,9 +165,7 @@ class RawPositions(WholeTokens):
         return replace_tokens(x, token, sequence, chosen, token_group), self.encode_tokens(x, token, sequence, start)
 
     def encode_tokens(self, x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, start: int = 0) -> dict[str, torch.Tensor]:
-        """Return the streams that store the tokens of ``x`` at each pair of ``token`` and ``sequence``. ``x`` and ``start`` are as in
-        ``encode``.
-        """
+        """Return the streams for the tokens of ``x`` at each pair of ``token`` and ``sequence``. Other arguments are as in ``encode``."""
         values = gather_raw_values(x, token, sequence, self.dtype, "choose a wider raw_dtype")
         return {POSITIONS: encode_positions(token + start, sequence)[None, None], VALUES: values[None, None]}
 
@@ -342,9 +340,9 @@ def count_left_out(needs_raw: torch.Tensor, chosen: torch.Tensor, fit_errors: to
 
 
 def restore_slot_tokens(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a copy of the pages ``values`` with their raw tokens put back.
+    """Return the pages ``values`` ``[page, kv_head, token, dim]`` with raw tokens from ``streams`` ``[page, slot, ...]`` put back.
 
-    ``values`` are ``[page, kv_head, token, dim]``, and ``streams`` are ``[page, slot, ...]``. The host does not wait for the device.
+    The host does not wait for the device.
     """
     tokens = values.shape[2]
     words = streams[POSITIONS].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)

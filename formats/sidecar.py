@@ -146,10 +146,7 @@ class WholeTokens(Sidecar):
         """Return the values of the kept tokens, float32 ``[entry, kv_head, dim]``."""
 
     def put(self, x: torch.Tensor, tokens: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return ``x`` ``[batch, kv_head, token, dim]`` with the kept tokens put back.
-
-        ``tokens`` ``[entry, kv_head, dim]`` are the kept tokens in the frame of ``x``.
-        """
+        """Return ``x`` ``[batch, kv_head, token, dim]`` with the kept ``tokens`` ``[entry, kv_head, dim]``, in the same frame, put back."""
         result = x.clone()
         result.permute(2, 0, 1, 3)[self.token_positions(streams)] = tokens
         return result

@@ -388,10 +388,7 @@ class _Steps:
         self._steps.append(step)
 
     def encode(self, block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Apply all steps to a block. Returns the block for the codec, and the streams of all steps.
-
-        ``start`` is the number of the block's first token.
-        """
+        """Apply all steps to a block, whose first token is number ``start``. Returns the block for the codec, and the steps' streams."""
         return _apply_steps(tuple(self._steps), block, start)
 
     def run(self) -> Run:

@@ -153,7 +153,7 @@ class Transform(CodecFamily):
         return {"words": (pairs[..., 0] + (pairs[..., 1] << 16)).sum(1).T}
 
     def source_for(self, heads: int) -> Frames:
-        """Return the frames of the basis. Raises MissingBasis without a basis, or InvalidParameter for another number of heads."""
+        """Return the frames of the basis. Raises MissingBasis without a basis, or InvalidParameter unless it has ``heads`` heads."""
         if self.source is None:
             raise missing_basis_error(self.basis_location)
         try:
@@ -377,9 +377,9 @@ class Transform(CodecFamily):
             self.check_ends(rans.DecodedChunks(result.symbols, result.read, result.states), result.counts, (batch, heads), where, first)
 
     def check_ends(self, decoded: rans.DecodedChunks, counts: Numbers, shape: tuple[int, int], where: str, first: int = 0) -> None:
-        """Check the ends of chunks as ``rans_checks.check_ends`` does. Chunks are ordered by token group, sequence and head.
+        """Check the ends of chunks, ordered by token group, sequence and head, as ``rans_checks.check_ends`` does.
 
-        ``first`` is the number of the first chunk. Words that store escaped levels count as read. ``shape`` is (batch, kv_head).
+        ``first`` is the number of the first chunk. Words of escapes count as read. ``shape`` is (batch, kv_head).
         """
         batch, heads = shape
 

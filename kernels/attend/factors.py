@@ -26,7 +26,7 @@ def tile_factors(
 ) -> tl.tensor:
     """Return the token factors in element ``AT`` of each ``loaded`` tile: ``[warp, token]``, or ``[warp, token, row]`` for dual tiles.
 
-    ``FACTOR`` is the loader's function. With ``PAIRED``, it returns two tensors ``[warp, token]``, or one tensor ``[warp, token, 2]``.
+    With ``PAIRED``, the loader's ``FACTOR`` returns two tensors ``[warp, token]``, or one tensor ``[warp, token, 2]``.
     """
     factor = FACTOR(loaded[0][AT], CONSTANTS, FAST)
     if PAIRED and len(factor) == 1:

@@ -142,5 +142,5 @@ class AppendCall:
         return [(k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)] == self._expected
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, packed: torch.Tensor, not_finite: torch.Tensor) -> None:
-        """Append ``k`` and ``v`` ``[batch, kv_head, token, dim]`` to the tails. For the other arguments, see ``append.append_tokens``."""
+        """Append ``k`` and ``v`` ``[batch, kv_head, token, dim]`` to the tails (see ``append.append_tokens``)."""
         self._chain((k.contiguous(), v.contiguous(), lengths, packed, not_finite))

@@ -344,10 +344,7 @@ def _describe_trellis(codec: Trellis) -> CodecDescription | None:
 
 
 def _describe_sidecars(codec: CodecWithSidecars) -> CodecDescription | None:
-    """Return the C description of a codec with sidecars, or None if it is not supported.
-
-    Supported are at most one key_mean, one outliers and one qjl, and any raw tokens.
-    """
+    """Return the C description of a codec with at most one key_mean, one outliers and one qjl, and any raw tokens, or None."""
     description = describe(codec.codec)
     if description is None or any(len(kind) > 1 for kind in (codec.page_vectors, codec.frame_parts, codec.sketches)):
         return None

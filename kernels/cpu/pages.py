@@ -93,7 +93,7 @@ class LargeErrors:
         self._call = library.SizesArguments(None, kind, layers, stride, heads, tokens, members, PAGE_TOKENS, ratio, 0)
 
     def run(self, row: int) -> bool:
-        """Return True if the packed row at address ``row`` has a token with a large error (see ``encode.has_large_error``)."""
+        """Return True if the packed row at address ``row`` has a large error (see ``encode.has_large_error``)."""
         call = library.SizesArguments.from_buffer_copy(self._call)
         call.data = row + self._offset
         return encode.run_sizes(call)

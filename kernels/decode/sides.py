@@ -39,11 +39,7 @@ class SidePart(NamedTuple):
 
 
 class RawTokens(NamedTuple):
-    """Raw tokens of an output.
-
-    ``token`` and ``sequence``, int64 ``[entry]``, are each raw token's index in the output and its sequence. ``values`` are ``[entry,
-    kv_head, dim]``.
-    """
+    """Raw tokens: each one's index in the output and its sequence, int64 ``[entry]``, and the values ``[entry, kv_head, dim]``."""
 
     token: torch.Tensor
     sequence: torch.Tensor
@@ -139,10 +135,7 @@ def _decode_with_fallback(parts: Sequence[SidePart], start: int, out: torch.Tens
 
 
 def _codec_without_raw(codec: Codec) -> Codec:
-    """Return the codec that decodes all tokens except raw ones.
-
-    This is ``codec`` without its raw tokens, if it has no other sidecar; otherwise, it is ``codec``.
-    """
+    """Return the codec that decodes all tokens except raw ones: ``codec`` without raw tokens if it has no other sidecar, else ``codec``."""
     return codec.family if codec.raw_positions is not None and codec.without_raw_positions is codec.family else codec
 
 

@@ -62,8 +62,8 @@ class StreamPacking(NamedTuple):
 class Term(NamedTuple):
     """The contribution of one of the kernel's digits to a code stream: ``bits`` bits at bit ``shift``, times ``weight`` place values.
 
-    ``source`` is the index of the kernel's digit, and ``digit`` is the packing's digit that has the place values. ``symbols`` are the
-    kernel's symbols in the stream's order, or empty if the order is the same.
+    ``source`` is the index of the kernel's digit, and ``digit`` is the digit of the packing. ``symbols`` are the kernel's symbols in the
+    stream's order, or empty if the order is the same.
     """
 
     source: int

@@ -32,8 +32,7 @@ TILE_CHUNKS = 1 << 10
 
 MIN_RADIUS = 2.0**-40
 MAX_RADIUS = 2.0**60
-"""Upper limit of a token's largest radius for float32 to be accurate; ``MIN_RADIUS`` is the lower limit. ``formats/`` encodes other tokens.
-"""
+"""Largest radius for which float32 is accurate (``MIN_RADIUS`` is the smallest). ``formats/`` encodes other tokens."""
 
 _UNITS, _MIN_RADIUS, _MAX_RADIUS = tl.constexpr(UNITS), tl.constexpr(MIN_RADIUS), tl.constexpr(MAX_RADIUS)
 

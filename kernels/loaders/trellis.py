@@ -197,7 +197,7 @@ def symbol_pair(words: tl.tuple, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, 
 def _two_words(words: tl.tuple, WORD: tl.constexpr, WORDS: tl.constexpr) -> tl.tensor:
     """Return two consecutive 16-bit words of a row, beginning with word ``WORD``, as uint32.
 
-    Rows are circular: the first word follows the last word.
+    The first word follows the last word.
     """
     FIRST: tl.constexpr = WORD % WORDS
     SECOND: tl.constexpr = (WORD + 1) % WORDS

@@ -1,7 +1,8 @@
 """Table lookups by bits of a packed row in one thread's registers. Each takes a shift, a mask and a load.
 
 A table entry is two f16x2: one value twice, or the values of two neighboring fields of a column, which form one index. Unlike in
-``look_up_words``, one instruction selects the thread's own copy of the table and masks the index; the compiler would use two.
+``look_up_words``, one instruction selects the thread's own copy of the table and masks the index; the compiler does not find this
+instruction.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.

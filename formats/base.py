@@ -45,7 +45,7 @@ Unpacker = Callable[[Columns, Sequence["torch.Tensor"]], list["torch.Tensor"]]
 
 
 class _Checks(NamedTuple):
-    """Checks of a codec's streams, and the streams that they need.
+    """Checks of a codec's streams, and their inputs.
 
     ``packed`` lists the name, packing and planes of each code stream. ``finite`` lists the streams that must contain finite numbers.
     ``batch_stream`` names a stream whose first axis is the batch.

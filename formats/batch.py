@@ -32,7 +32,7 @@ def select_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], indices:
 def split_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tensor]]:
     """Split the sequences into ``parts`` equal parts, and return the streams of each part.
 
-    Of streams with one row per entry, only raw tokens by position are supported.
+    Raw tokens by position are the only supported entries.
     """
     layouts, raw = codec.row_layouts, codec.raw_positions
     by_stream = {name: streams[name].chunk(parts, 0) for name, layout in layouts.items() if layout.batch_axis == 0}

@@ -76,10 +76,7 @@ def normalize_rows(rows: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor
 
 
 def unbiased_norm(norm: torch.Tensor, unit: torch.Tensor, decoded: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return the factors to store as ``dtype`` for unit rows and norms from ``normalize_rows`` (see ``unbiased_factor``).
-
-    ``decoded`` ``[row, dim]`` is what the unit rows decode to.
-    """
+    """Return ``unbiased_factor`` for unit rows and norms from ``normalize_rows``. The rows decode to ``decoded`` ``[row, dim]``."""
     product = (unit * decoded).sum(-1) / (norm / norm.clamp(min=_MIN_NORMAL))
     return unbiased_factor(norm, product, decoded.square().sum(-1), dtype)
 

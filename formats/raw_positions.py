@@ -332,8 +332,8 @@ def slot_mask(token: torch.Tensor, tokens: int) -> torch.Tensor:
 def count_left_out(needs_raw: torch.Tensor, chosen: torch.Tensor, fit_errors: torch.Tensor | None = None) -> torch.Tensor:
     """Count the tokens that should be raw but are not ``chosen``. Returns int64 ``[2]``: all such tokens, and those that cost precision.
 
-    ``chosen`` is bool ``[page, token]``, and ``needs_raw`` is the second result of ``choose_slot_tokens``. Tokens with ``fit_errors`` above
-    1 also count, but no token counts twice. ``fit_errors`` are ``[2, page, token]`` from ``token_errors.excess_losses``.
+    ``chosen`` is bool ``[page, token]``, and ``needs_raw`` is the second result of ``choose_slot_tokens``. Tokens with ``fit_errors``,
+    ``[2, page, token]``, above 1 (see ``token_errors.excess_losses``) also count, but never twice.
     """
     left = needs_raw if fit_errors is None else needs_raw | (fit_errors > 1)
     return (left & ~chosen).sum((1, 2))

@@ -1,8 +1,8 @@
-"""Extraction of digits from rows in one thread's registers (``thread_rows``), for one symbol or for two neighboring symbols.
+"""Extraction of digits from rows in one thread's registers (``thread_rows``), for one symbol or two neighbors, 16 bits apart.
 
-``words`` are the 32-bit words of a row, uint32 tensors ``[warp * token / 2]``; results have the same type. The digits of two neighbors are
-placed 16 bits apart. Usually the same words contain both, so that one set of instructions extracts them. Division by a base that is not a
-power of two is a multiplication by its reciprocal, which takes fewer instructions if the dividend's upper bound is small.
+``words`` are the 32-bit words of a row, uint32 tensors ``[warp * token / 2]``; results have the same type. Usually the same words contain
+two neighbors, so that the same instructions extract both. Division by a base that is not a power of two is a multiplication by its
+reciprocal, which takes fewer instructions if the dividend's upper bound is small.
 """
 
 # Triton compiles no conditional expressions of tensors.

@@ -146,8 +146,7 @@ class TileDecodeLaunch(NamedTuple):
     ) -> None:
         """Decode to ``out``, beginning at element ``first`` of ``out``.
 
-        Unless ``table`` is None, it replaces the work table by one with other addresses: a tensor, and the offset of the table in the
-        tensor.
+        ``table``, if not None, replaces the work table: a tensor, and the offset of the table in the tensor.
         """
         if self.launch is not None:
             work = (self.work.table, 0) if table is None else table

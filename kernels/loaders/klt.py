@@ -217,8 +217,8 @@ def _as_stored_register(register: Register, tile: Tile) -> Register:
 def _select_half(lower: tl.tensor, upper: tl.tensor, loaded: tl.tuple, constants: tl.tuple, TILE: tl.constexpr) -> tl.tensor:
     """Select ``lower`` for tokens in the lower half of their word, and ``upper`` for all other tokens.
 
-    Arguments are ``[1, column, 1]``; the selected values are ``[1, column, token]``. Each register has a pair of tokens, so at most two
-    selections per column are needed.
+    Arguments are ``[1, column, 1]``; returns ``[1, column, token]``. A register has a pair of tokens, so a column needs at most two
+    selections.
     """
     COUNT: tl.constexpr = lower.shape[1]
     PAIRS_OF_TOKENS: tl.constexpr = loaded[0].shape[1] // 2

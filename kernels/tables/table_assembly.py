@@ -146,8 +146,8 @@ SELECT_BY_BIT = tl.constexpr(
 )
 """PTX that selects two 16-bit values, each by one bit of its own word. A value is one input, XORed with a second input if the bit is 1.
 
-The inputs are the words, the amount by which each word is rotated right so that its bit is the highest, and two registers: the first inputs
-of both values, and their second inputs.
+The inputs are the words, the amount by which each word is rotated right so that its bit is the highest, and the first and second inputs of
+both values in one register each.
 """
 
 

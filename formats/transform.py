@@ -230,8 +230,8 @@ class Transform(CodecFamily):
     def symbols(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Symbols]]:
         """Decode the symbols of ``streams`` in parts. Yields the number of each part's first chunk, and its symbols.
 
-        Chunks are ordered by token group, sequence and head. Parts never split the heads of a sequence. Raises the errors of
-        ``source_for``.
+        Chunks are ordered by token group, sequence and head. Parts never split the heads of a sequence. Raises MissingBasis without a
+        basis.
         """
         batch, heads, rows = streams["columns"].shape
         source = self.source_for(heads)

@@ -64,7 +64,7 @@ class SideSegment(NamedTuple):
     exact: bool = True
     """True if tile loaders can decode the segment accurately enough."""
     page: PackedRun | None = None
-    """The page that contains the tokens, from its token ``start`` on, or None for the raw tail."""
+    """The page that contains the tokens, starting at token ``start`` of the page, or None for the raw tail."""
     start: int = 0
     raw: bool = False
     """True if the segment contains raw tokens, and must therefore be decoded beforehand (``decode_segments``)."""

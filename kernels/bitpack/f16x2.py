@@ -36,7 +36,7 @@ def _negate_ptx(low: int, high: int) -> str:
 def negate_f16x2(
     values: tl.tensor, words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, POSITION: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """Flip the signs in f16x2 ``values`` according to a column: the low half's by bit ``POSITION``, the high half's by the next bit."""
+    """Flip the signs in f16x2 ``values``: the low half by bit ``POSITION`` of a column, and the high half by the next bit."""
     LOW: tl.constexpr = column_pieces(PACKING, COLUMN, POSITION, 1)
     HIGH: tl.constexpr = column_pieces(PACKING, COLUMN, POSITION + 1, 1)
     LOW_BIT: tl.constexpr = constant_at(LOW, 0)

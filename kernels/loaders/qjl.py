@@ -135,7 +135,7 @@ def _isolate_bit_ptx(position: int) -> str:
 
 @triton.constexpr_function
 def _sign_position(step: int, fields_per_tile: int, field_stride: int) -> int:
-    """Return the bit of each word of ``_sign_words`` that contains a column's sign in ``step``."""
+    """Return the bit that contains a column's sign in ``step``, in each word of ``_sign_words``."""
     return step % 16 if fields_per_tile == 1 else step if field_stride > 1 else 0
 
 

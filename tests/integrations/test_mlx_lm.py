@@ -119,7 +119,7 @@ def test_a_window_that_is_not_full_is_exported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ([("QuantizedKVCache", [K, V, 40])], r"layer 0 is a 'QuantizedKVCache', but kvpack reads KVCache"),
+        ([("QuantizedKVCache", [K, V, 40])], r"layer 0 is a 'QuantizedKVCache', but kvpack reads only KVCache"),
         ([("KVCache", [K, V, 40]), ("ArraysCache", [K])], "layer 1 is a 'ArraysCache'"),
         ([("RotatingKVCache", [rotated(K, 16, 37), V[:, :, :16], 37, 4, 16, 5])], "keeps the first 4 of 37 tokens next to the newest 12"),
         ([("RotatingKVCache", [K, V, 37, 0, 16, 41])], "the next position in its window of 16 is 41 after 37 tokens, but it holds 40"),
@@ -203,7 +203,7 @@ def test_files_of_other_libraries_are_refused(tmp_path: Path) -> None:
 
 def test_contents_that_mlx_lm_cannot_store_are_named(tmp_path: Path) -> None:
     path = tmp_path / "out.safetensors"
-    with pytest.raises(InvalidParameter, match=r"names end in \.safetensors"):
+    with pytest.raises(InvalidParameter, match=r"name that ends in \.safetensors"):
         export_prompt_cache(kvpack.pack([(K, V)], "raw"), tmp_path / "out")
     with pytest.raises(InvalidParameter, match=r"layer 0: the codec octahedral decodes to binary32.*dtype='bf16'"):
         export_prompt_cache(kvpack.pack([(K, V)], "octopus-3"), path)

@@ -54,6 +54,13 @@ class _Codecs(dict[str, type[CodecFamily]]):
                 f"codec id {codec_id!r} already belongs to {known.__module__}.{known.__qualname__}: give {codec.__module__}."
                 f"{codec.__qualname__} an id with a prefix of your own, such as 'acme-{codec_id}'"
             )
+        where, params = f"codec {codec_id}: class {codec.__qualname__}", getattr(codec, "__dataclass_params__", None)
+        if not (params and params.frozen and "dim" in getattr(codec, "__dataclass_fields__", ())):
+            raise InvalidParameter(
+                f"{where} is not a frozen dataclass with a field dim: write @dataclass(frozen=True) above it, and dim: int in it"
+            )
+        if missing := sorted(codec.__abstractmethods__):
+            raise InvalidParameter(f"{where} lacks {', '.join(missing)}: define what is missing in the class")
         super().__setitem__(codec_id, codec)
 
 

@@ -13,7 +13,7 @@ import torch
 import kvpack
 from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter
-from kvpack.formats.family import in_range
+from kvpack.formats.family import CodecFamily, in_range
 from kvpack.formats.runs import Run, RunEncoder
 from kvpack.formats.streams import Layout
 from support import toy_codec
@@ -199,6 +199,31 @@ def test_a_codec_id_cannot_be_registered_twice() -> None:
         CODECS["acme-scalar"] = Scalar
     assert CODECS["scalar"] is scalar
     assert "acme-scalar" not in CODECS
+
+
+def test_a_codec_class_must_be_a_complete_frozen_dataclass() -> None:
+    class Plain(CodecFamily):
+        id: ClassVar[str] = "acme-faulty"
+
+        dim: int
+
+    @dataclass
+    class Mutable(CodecFamily):
+        id: ClassVar[str] = "acme-faulty"
+
+        dim: int
+
+    @dataclass(frozen=True)
+    class Partial(CodecFamily):
+        id: ClassVar[str] = "acme-faulty"
+
+        dim: int
+
+    refused = r"is not a frozen dataclass with a field dim: write @dataclass\(frozen=True\) above it"
+    for codec, message in ((Plain, refused), (Mutable, refused), (Partial, r"Partial lacks .*nominal_bits.*: define what is missing")):
+        with pytest.raises(InvalidParameter, match=message):
+            CODECS["acme-faulty"] = codec
+    assert "acme-faulty" not in CODECS
 
 
 def test_a_reloaded_module_may_register_its_codec_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,10 @@ class _Import(argparse.Action):
         except ModuleNotFoundError as error:
             if error.name != value:
                 raise
-            raise InvalidParameter(f"--import is {value!r}, which is neither in the current folder nor installed") from None
+            raise InvalidParameter(
+                f"--import is {value!r}, which is neither in the current folder nor installed: run kvpack in the module's folder, or "
+                "add that folder to PYTHONPATH"
+            ) from None
 
 
 def parser() -> argparse.ArgumentParser:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from kvpack.file import container
-from kvpack.file.front import TENSOR_ALIGNMENT
+from kvpack.file.front import LENGTH_BYTES, TENSOR_ALIGNMENT
 from kvpack.file.header import DIGEST_BYTES
-from kvpack.formats.errors import DigestMismatch, InvalidHeader, LimitExceeded
+from kvpack.formats.errors import DigestMismatch, InvalidHeader, LimitExceeded, Truncated
 from kvpack.runtime.threads import in_parallel
 
 from .backend import MAX_ENTRY_BYTES
@@ -218,7 +218,15 @@ def open_entry(data: Data, key: bytes) -> container.File:
     Raises the errors of ``container.open_bytes``, and LimitExceeded for an entry that would use far more memory than its size. Entries may
     be malicious: parsing an 8 MiB header can take 400 MB of memory.
     """
-    return container.open_bytes(data, where=f"entry {key.hex()}", memory_limit=_MEMORY_FACTOR * len(data) + _MEMORY_ALLOWANCE)
+    where = f"entry {key.hex()}"
+    try:
+        return container.open_bytes(data, where=where, memory_limit=_MEMORY_FACTOR * len(data) + _MEMORY_ALLOWANCE)
+    except LimitExceeded as error:
+        # Readers keep an entry that exceeds a limit, but no reader can use one that is shorter than its JSON header.
+        end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
+        if end <= len(data):
+            raise
+        raise Truncated(f"{where}: the entry has {len(data)} bytes, but its JSON header ends at byte {end}") from error
 
 
 def shape_of(file: container.File) -> SideShapes:

@@ -300,6 +300,7 @@ def test_a_cache_packed_in_parts_is_saved_up_to_the_last_possible_slice(tmp_path
 
 DAMAGE = {
     "a flipped bit": lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
+    "a JSON header of more than the maximum": lambda data: data[:5] + b"\x10" + data[6:],
     "a zero page": lambda data: data[:4096] + bytes(4096) + data[8192:],
     "cut short": lambda data: data[:-1],
     "a byte more": lambda data: data + b"\0",

@@ -248,8 +248,8 @@ def test_lengths_that_include_all_tokens_change_nothing() -> None:
         pytest.param(
             {"sink_logits": torch.zeros(3)}, InvalidParameter, r"sink_logits has shape \[3\], .* per query head, \[4\]", id="too few logits"
         ),
-        pytest.param({"sink_logits": torch.zeros(4, dtype=torch.int64)}, InvalidType, "sink_logits: torch.int64", id="integer logits"),
-        pytest.param({"sink_logits": [0.0] * 4}, InvalidType, "sink_logits: list", id="a list of logits"),
+        pytest.param({"sink_logits": torch.zeros(4, dtype=torch.int64)}, InvalidType, "sink_logits is torch.int64", id="integer logits"),
+        pytest.param({"sink_logits": [0.0] * 4}, InvalidType, "sink_logits is list", id="a list of logits"),
         pytest.param({"lengths": [50]}, InvalidParameter, r"lengths has shape \[1\], .* for each sequence, \[2\]", id="too few lengths"),
         pytest.param({"lengths": [50, 51]}, OutOfBounds, r"lengths\[1\] is 51, expected 0 to 50", id="a length above the tokens"),
         pytest.param({"lengths": torch.tensor([-1, 50])}, OutOfBounds, r"lengths\[0\] is -1, expected 0 to 50", id="a negative length"),

@@ -8,12 +8,12 @@ import pytest
 
 from benchmarks import viewer
 from benchmarks.__main__ import main
-from support import spec_readers
+from support.reader_programs import missing_reason
 
 
 @pytest.mark.scenario
 def test_the_report_has_its_table(capsys: pytest.CaptureFixture[str]) -> None:
-    if reason := spec_readers.missing("javascript"):
+    if reason := missing_reason("javascript"):
         pytest.skip(reason)
     assert main(["viewer", "--tokens", "64", "--recipe", "fp8", "--recipe", "klt-4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -83,7 +83,7 @@ def test_the_table_lists_every_row(report: Any, capsys: pytest.CaptureFixture[st
     assert "DP3EIW8U right" in row
     assert "5 of 5" in row
     assert repr(report["files"][0]["sample"]) in text
-    assert f"by {kvpack.backends()['cpu']}\n" in text
+    assert f"reading processes: {kvpack.backends()['cpu']}\n" in text
 
 
 def test_the_command_prints_and_saves_the_report(report: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

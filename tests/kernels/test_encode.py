@@ -14,7 +14,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import kvpack
-from kvpack.coding import dispatch, triton_version
+from kvpack.coding import dispatch
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.formats.columns import Columns
 from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfRange
@@ -258,7 +258,8 @@ def test_unsupported_options_are_left_to_formats(codec_id: str, dim: int, words:
     assert encoded(codec_of(codec_id, dim, "k", words), values(dim, "float32")) is None
 
 
-@pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels need a newer Triton")
+@pytest.mark.kernels
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter stands for other GPUs")
 def test_devices_without_bfloat16_products_are_left_to_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels import gpu
 

@@ -44,7 +44,7 @@ def test_a_reader_agrees_with_all_store_entries(name: str) -> None:
 def test_another_error_class_for_an_entry_is_a_difference(tmp_path: Path) -> None:
     answers = {name: "DigestMismatch" if line.get("damaged") else "Undecryptable" for name, line in spec_readers.entries().items()}
 
-    def read(path: Path, bases: object = (), wanted: object = None) -> Answer:
+    def read(path: Path, bases: object = (), entry: object = None) -> Answer:
         line = spec_readers.entries().get(path.name, {"file": path.name})
         return Answer("ok", "", numpy.zeros(1, "f4"), {}) if "file" in line else Answer(answers[path.name], "", None, {})
 

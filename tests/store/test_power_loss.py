@@ -135,6 +135,6 @@ def test_violations_of_these_rules_are_noticed(mutant: str, folder: Path, monkey
         monkeypatch.setattr("kvpack.store.entries.check_payload", lambda *_: None)
         monkeypatch.setattr("kvpack.file.front.check_digest", lambda *_: None)
         monkeypatch.setattr("kvpack.file.container.check_digest", lambda *_: None)
-    monkeypatch.setattr(sys.modules[__name__], "DEFAULT_STEP", 1)
+    monkeypatch.setattr(sys.modules[__name__], "EVERY", 1)
     with pytest.raises((AssertionError, kvpack.KvpackError)):
         crashes(folder, monkeypatch, durable=durable)

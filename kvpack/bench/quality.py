@@ -148,7 +148,7 @@ def run(
         reference: Recipe that is also measured, and with which the others are compared.
         out: Folder for the plot and the report.
         progress: Called as ``progress(done, total)``.
-        show_line: Called with a line of preliminary results after each window, prompt and generated text.
+        show_line: Called with a first line that names the texts, and with preliminary results after each window, prompt and generated text.
 
     ``cpu_seconds`` are process times over all threads. Two runs with the same seed differ only in times, and in rounding if PyTorch uses
     another number of threads. Raises InvalidParameter for unsupported sizes and for a missing device, MissingFile, WriteFailed and, for
@@ -296,6 +296,9 @@ class _Measurement:
         return self.parts[0].sizes
 
     def run(self) -> dict[str, Any]:
+        if self.show_line:
+            count, words = sum(part.sizes.windows for part in self.parts), ", ".join(part.text.name for part in self.parts)
+            self.show_line(f"reading {count} {'window' if count == 1 else 'windows'} of {words}; results follow after each")
         with tempfile.TemporaryDirectory(prefix="kvpack-bench-") as folder:
             path = os.path.join(folder, "window.kvpack")
             read = [self._windows(part, path) for part in self.parts]

@@ -263,8 +263,8 @@ class Store:
         if not self._has_logged_short_prefix:
             self._has_logged_short_prefix = True
             log.warning(
-                "nothing was stored: the prefix has %d tokens, but a store keeps whole chunks of %d: pass a smaller chunk= to store "
-                "shorter prefixes (logged once)",
+                "nothing was stored: the prefix has %d tokens (of a chat: prompt and reply), but a store keeps whole chunks of %d: pass a "
+                "smaller chunk= to store shorter prefixes (logged once)",
                 tokens,
                 self.chunk,
             )

@@ -62,7 +62,9 @@ def check_digits(codec: Any, stream: str, digits: Sequence[torch.Tensor]) -> Non
         raise InvalidParameter(f"{where}, which is missing from packings: add it to packings")
     shapes, expected = [list(digit.shape) for digit in digits], [packing.symbols] * len(packing.bases)
     if [shape[-1] for shape in shapes] != expected:
-        raise InvalidParameter(f"{where} from digits of shapes {shapes}, expected last axes {expected}: reshape them, or change packings")
+        raise InvalidParameter(
+            f"{where} from digits of shapes {shapes}, but their last axes must have the sizes {expected}: reshape them, or change packings"
+        )
     for digit, alphabet in zip(digits, packing.alphabets, strict=True):
         values = digit.to(torch.float64)
         if values.numel() and not (values.amin() >= 0 and values.amax() < alphabet and not values.frac().any()):

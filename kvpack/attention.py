@@ -248,7 +248,7 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
     if q.shape[0] != k.batch or q.shape[1] % k.heads or not q.shape[1] or q.shape[3] != k.dim:
         raise InvalidParameter(
             f"q has shape {list(q.shape)}, which does not match keys of shape [{k.batch}, {k.heads}, {k.tokens}, {k.dim}]: "
-            "batch and dim must be equal, and q_head must be a multiple of kv_head"
+            "both must have the same batch and dim, and q_head must be a multiple of kv_head"
         )
     if not q.device == k.device == v.device:
         places = f"{k.device} (keys) and {v.device} (values)"

@@ -116,7 +116,7 @@ class Cipher:
         return [memoryview(front), memoryview(sealed), memoryview(end + digest.digest())]
 
     def decrypt(self, key: bytes, data: Data) -> bytearray:
-        """Decrypt the entry ``key`` into new memory, which is allocated only after all checks that need no key.
+        """Decrypt the entry stored under ``key``. Memory is allocated only after every check that needs no encryption key.
 
         Raises NotKvpack if the entry is not encrypted, UnsupportedVersion if a later version encrypted it, Truncated or DigestMismatch if
         it is damaged, Undecryptable if no available key decrypts it, and MemoryError.
@@ -154,7 +154,7 @@ def _check_head(where: str, view: memoryview) -> tuple[bytes, int]:
     """Check the digest of an encrypted entry, and return the id of its key and the offset of its nonce."""
     version = encrypted_version(view[:FRONT_BYTES])
     if version is None:
-        raise NotKvpack(f"{where} is not encrypted, but a store with keys reads only encrypted entries")
+        raise NotKvpack(f"{where} is not encrypted, but a store with encryption keys reads only encrypted entries")
     if version > VERSION:
         raise UnsupportedVersion(
             f"{where} has version {version} of the encryption format, but this version of kvpack reads version {VERSION}: upgrade kvpack"

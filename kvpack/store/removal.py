@@ -85,7 +85,7 @@ def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinne
 
 
 def unpin_chains(backend: Backend, keys: set[bytes]) -> None:
-    """Remove the pins of chains that contain one of ``keys``, because a chain is unreachable from a missing entry on."""
+    """Remove the pins of chains that contain any of the missing ``keys``. The rest of a chain is unreachable once an entry is missing."""
     for pin in backend.pins():
         if not keys.isdisjoint(pin.chain):
             backend.unpin([pin.key])

@@ -91,7 +91,7 @@ FAULTS: dict[str, tuple[Callable[[Largest, Streams], Streams], str]] = {
     ),
     "too few symbols": (
         lambda codec, streams: streams | codec.pack("codes", some_codes()[..., :60]),
-        "encode packs stream 'codes' from digits of shapes [[1, 2, 10, 60]], expected last axes [64]: reshape them",
+        "encode packs stream 'codes' from digits of shapes [[1, 2, 10, 60]], but their last axes must have the sizes [64]: reshape them",
     ),
     "an unknown code stream": (
         lambda codec, streams: streams | codec.pack("code", some_codes()),
@@ -99,7 +99,7 @@ FAULTS: dict[str, tuple[Callable[[Largest, Streams], Streams], str]] = {
     ),
     "too many digits": (
         lambda codec, streams: streams | codec.pack("codes", some_codes(), some_codes()),
-        "encode packs stream 'codes' from digits of shapes [[1, 2, 10, 64], [1, 2, 10, 64]], expected last axes [64]",
+        "encode packs stream 'codes' from digits of shapes [[1, 2, 10, 64], [1, 2, 10, 64]], but their last axes must have the sizes [64]",
     ),
 }
 

@@ -76,7 +76,7 @@ class Rollback:
         self._passes.crop(tokens)
         if states is not None:
             restore(self._layers, states)
-            self._passes.restored()
+            self._passes.mark_restored()
             self._states = {position: position_states for position, position_states in self._states.items() if position <= tokens}
 
     def _states_after(self, tokens: int, tokens_to_remove: int) -> States | None:

@@ -92,7 +92,7 @@ def encoder_decoder_parts(inside: Sequence[Any], name: str) -> list[torch.nn.Mod
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def check_sources(trackers: Sequence[Tracker], actual: Sources) -> None:
-    """Check that the ``actual`` sources of a pass equal the sources of both caches of a pair, which ``trackers`` track.
+    """Check that a pass read the same inputs (``actual``) as both caches of an encoder-decoder pair, which ``trackers`` track.
 
     Raises InvalidParameter if they differ, or if the caches have different sources. Issues a KvpackWarning once if a cache does not record
     its sources.

@@ -362,13 +362,13 @@ class Tracking:
         """True if a forward pass has failed or not ended since the states last matched the cache's last token."""
         return self._failed or self._running
 
-    def restored(self) -> None:
+    def mark_restored(self) -> None:
         """Record that states match the cache's last token again."""
         self._failed = False
 
     def reset(self) -> None:
         self.crop(0)
-        self.restored()
+        self.mark_restored()
 
     def check_update(self) -> None:
         """Raise InvalidParameter if tokens are about to be appended at positions that do not follow the cache."""

@@ -257,8 +257,8 @@ def _check_layout(config: Any, groups: Sequence[Group], layout: str) -> None:
     last = {"adjacent": "HNC", "adjacent-tokens-first": "NHC"}.get(layout, "")
     if config.kv_cache_layout is not None and not config.kv_cache_layout.endswith(last):
         raise InvalidParameter(
-            f"layout is {layout!r}, but vLLM keeps the cache in {config.kv_cache_layout}: layouts that end in HNC are adjacent, those that "
-            "end in NHC adjacent-tokens-first"
+            f"layout is {layout!r}, but vLLM stores the cache as {config.kv_cache_layout}: set layout to 'adjacent' if that ends in HNC, "
+            "or to 'adjacent-tokens-first' if it ends in NHC"
         )
 
 

@@ -50,7 +50,7 @@ def run(model: str | None, shape: str | None, device: str, *, repeats: int = 5, 
         _ = weights_of(parts(network)).text
 
     def name() -> None:
-        _ = name_model(network).fields
+        _ = name_model(network).identity_fields
 
     def decode_step() -> None:
         network(ids[:, :1], **cache_names.cache_argument(network, past))

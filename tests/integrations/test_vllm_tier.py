@@ -468,9 +468,9 @@ TWO = Config("m", groups=named(attention(), STATES), extra_config=told(attention
         ),
         (Config("m", canonical_layout=True), {}, "needs the direct layout of rows"),
         (Config("m", extra_config={}), {}, 'mistaken for one another: set "kv_connector": "KvpackConnector" and "placement": "store"'),
-        (Config("m", kv_cache_layout="LBNHC"), {}, "layout is 'adjacent', but vLLM keeps the cache in LBNHC"),
-        (Config("m"), {"layout": "adjacent-tokens-first"}, "layout is 'adjacent-tokens-first', but vLLM keeps the cache in LBHNC"),
-        (Config("m", kv_cache_layout="BHLNC"), {}, "layout is 'adjacent', but vLLM keeps the cache in BHLNC"),
+        (Config("m", kv_cache_layout="LBNHC"), {}, "layout is 'adjacent', but vLLM stores the cache as LBNHC"),
+        (Config("m"), {"layout": "adjacent-tokens-first"}, "layout is 'adjacent-tokens-first', but vLLM stores the cache as LBHNC"),
+        (Config("m", kv_cache_layout="BHLNC"), {}, "layout is 'adjacent', but vLLM stores the cache as BHLNC"),
         (Config("m"), {"recipe": "octopus-4;boundary-1"}, "names layers by 'layers=0,-1:k=raw', but a row holds several blocks of a layer"),
     ],
     ids=[

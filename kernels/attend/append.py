@@ -29,11 +29,11 @@ def append_tokens(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Append ``k`` and ``v`` ``[batch, HEADS, tokens, dim]`` to tails ``[batch, HEADS, room, dim]``; each program appends one sequence.
+    """Append ``tokens`` new tokens to the raw tails of a layer. Each program appends the tokens of one sequence.
 
-    ``lengths``, int32 ``[batch]``, is the number of tokens of each sequence; it is increased by ``tokens``. ``packed``, int32 ``[1]``, is
-    the number of tokens in packed pages. Tokens past the end of a tail are counted but not written. ``not_finite``, int32 ``[1]``, is set
-    to 1 if a value is not finite.
+    ``k`` and ``v`` are ``[batch, HEADS, tokens, dim]``, and the tails are ``[batch, HEADS, room, dim]``. ``lengths``, int32 ``[batch]``,
+    counts the tokens of each sequence, and the kernel adds ``tokens`` to it. ``packed``, int32 ``[1]``, is the number of tokens in packed
+    pages. Tokens past the end of a tail are counted but not written. ``not_finite``, int32 ``[1]``, is set to 1 if a value is not finite.
     """
     if DEPENDENT:
         gdc_wait()

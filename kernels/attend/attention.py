@@ -36,7 +36,8 @@ _prepared: WeakKeyDictionary[Layer, dict[Any, PreparedCall]] = WeakKeyDictionary
 
 
 def supports(q: torch.Tensor, layer: Layer) -> bool:
-    """Return True if the split kernel supports the call: every segment has a tile loader, and each KV head has few query rows."""
+    """Return True if the split kernel supports the call. Every segment must have a tile loader, and each KV head must have few query rows.
+    """
     k, v = keys_and_values(layer)
     blocks = -(-q.shape[1] // k.heads * q.shape[2] // MAX_ROWS)
     few = blocks <= MAX_SPLIT_ROW_BLOCKS or (blocks <= MAX_ROW_BLOCKS and blocks * k.tokens <= MAX_BLOCK_TOKENS)
@@ -46,7 +47,7 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
 
 
 def prepare(q: torch.Tensor, layer: Layer, options: Options) -> PreparedCall:
-    """Prepare softmax(scale q k^T) v over a supported layer for queries shaped like ``q``. The prepared call is cached with the layer.
+    """Prepare softmax(scale q k^T) v over a supported layer, for queries shaped like ``q``. The prepared call is cached with the layer.
 
     Tiles are float16 (raw tokens keep their dtype), and sums are float32. The relative error in the 2-norm is at most 2e-3 if no decoded
     value exceeds 65504. The prepared call never synchronizes with the device, so CUDA graphs can capture it.

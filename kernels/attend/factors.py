@@ -24,9 +24,10 @@ def tile_factors(
     PAIRED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the token factors in element ``AT`` of each ``loaded`` tile: ``[warp, token]``, or ``[warp, token, row]`` for dual tiles.
+    """Return the token factors of the ``loaded`` tiles: ``[warp, token]``, or ``[warp, token, row]`` if query rows see different tokens.
 
-    With ``PAIRED``, the loader's ``FACTOR`` returns two tensors ``[warp, token]``, or one tensor ``[warp, token, 2]``.
+    Element ``AT`` of each loaded tile contains the stored factors, which the function ``FACTOR`` converts. With ``PAIRED``, ``FACTOR``
+    returns the factors of both tokens of a dual tile's row: two tensors ``[warp, token]``, or one tensor ``[warp, token, 2]``.
     """
     factor = FACTOR(loaded[0][AT], CONSTANTS, FAST)
     if PAIRED and len(factor) == 1:
@@ -50,8 +51,8 @@ def broadcast_over_rows(value: tl.tensor) -> tl.tensor:
 def _power_and_quotient(factor: tl.tensor) -> tl.tuple:
     """Split ``factor`` into 2^e and a quotient with magnitude in [1, 2). Returns e, 2^-e and the quotient.
 
-    The split is exact for magnitudes of 2^-100 and more; smaller factors get the quotient 0. A token with a factor of 0 gets the largest e
-    of its tile, because its weight still counts in the softmax total and must not underflow.
+    The split is exact for magnitudes of at least 2^-100; a smaller factor gets the quotient 0. A factor of 0 gets the largest e of its
+    tile, because the weight of its token still counts in the softmax total and must not underflow.
     """
     bits = factor.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) & 0xFF
@@ -71,7 +72,7 @@ def power_and_quotients(
 ) -> tl.tuple:
     """Return e, 2^-e, and the token factor divided by 2^e. With signs or outliers, also return the signs' factor divided by 2^e.
 
-    e is the exponent of the larger factor (see ``_power_and_quotient``).
+    e is the exponent of the token factor or of the signs' factor, whichever is larger (see ``_power_and_quotient``).
     """
     CONSTANTS: tl.constexpr = V.constants
     SIGNS: tl.constexpr = V.signs

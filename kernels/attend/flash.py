@@ -27,7 +27,7 @@ MERGED_ROWS = 16
 
 
 class FlashBlock(NamedTuple):
-    """Launch shape of ``_attend``: the query rows and tokens of a tile of scores, and the program's warps and pipeline stages."""
+    """Launch shape of ``_attend``: the query rows and tokens in a tile of scores, and the warps and pipeline stages of a program."""
 
     rows: int
     tokens: int
@@ -38,7 +38,7 @@ class FlashBlock(NamedTuple):
 def block_shape(dim: int, room: int) -> FlashBlock:
     """Return a launch shape for head dims up to ``dim``, a power of two, that needs at most ``room`` bytes of shared memory.
 
-    A program's shared memory contains the queries, and the keys and values of one tile per stage.
+    The shared memory of a program contains its queries, and one tile of keys and of values per pipeline stage.
     """
     if dim <= 64:
         return FlashBlock(128, 64, 4, 3)
@@ -103,7 +103,7 @@ def _attend_launch(
     dtype: torch.dtype,
     device: torch.device,
 ) -> CachedLaunch:
-    """Return the compiled launch for queries of ``shape``. ``kv_shape`` contains the numbers of KV heads, tokens and value channels."""
+    """Return the compiled launch of ``_attend`` for queries of ``shape``. ``kv_shape`` is (KV heads, tokens, value channels)."""
     batch, heads, queries, dim = shape
     kv_heads, count, v_dim = kv_shape
     pads = max(16, next_power_of_two(dim)), max(16, next_power_of_two(v_dim))
@@ -126,11 +126,12 @@ def _attend_launch(
 
 
 def merge(sums: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, splits: int = 1, first: bool = False) -> None:
-    """Merge partial results over ``splits`` token ranges into ``sums`` ``[batch, head, row, dim]`` float32 and ``lse``, in place.
+    """Merge partial attention results over ``splits`` token ranges into ``sums`` and ``lse``, in place.
 
-    ``part`` ``[batch * splits, head, row, dim]`` and ``part_lse`` ``[batch * splits, head, row]`` are results of ``attend``. Only the
-    channels must be contiguous. If ``sums`` and ``lse`` are contiguous, a head of ``part`` may contain the rows of several heads of
-    ``sums``. With ``first``, the contents of ``sums`` and ``lse`` are ignored.
+    ``sums`` is float32 ``[batch, head, row, dim]``, and ``lse`` is ``[batch, head, row]``. ``part`` ``[batch * splits, head, row, dim]``
+    and ``part_lse`` ``[batch * splits, head, row]`` are the results of ``attend``. Only the channels must be contiguous. If ``sums`` and
+    ``lse`` are contiguous, a head of ``part`` may contain the rows of several heads of ``sums``. With ``first``, the previous contents of
+    ``sums`` and ``lse`` are ignored.
     """
     batch, heads, rows, dim = part.shape[0] // splits, *part.shape[1:]
     own: tuple[int, ...] = (heads * rows * dim, rows * dim, dim, heads * rows, rows, 1)
@@ -198,7 +199,7 @@ def _attend(
     TOKENS: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Compute attention of ``ROWS`` queries of one head over ``count`` tokens, in tiles ``[row, token]`` of base-2 scores.
+    """Compute attention of ``ROWS`` queries of one head over ``count`` tokens. Scores are computed in tiles ``[row, token]``, in base 2.
 
     With ``WIDE``, tiles are converted to float32, because the interpreter cannot multiply bfloat16.
     """

@@ -29,8 +29,8 @@ CAPACITY_STEP = 8
 class GrowingCall:
     """A prepared attention call for queries shaped like ``q`` over a growing ``layer``, whose tails include spare capacity.
 
-    ``supports`` must return True for ``layer``. Every call needs the sequence lengths, int32 ``[batch]``. With ``options.starts``, it also
-    needs the first token that each sequence's queries see. Sliding windows are computed on the device because they move with every call.
+    ``supports`` must return True for ``layer``. Every call needs the sequence lengths, int32 ``[batch]``. With ``options.starts``, a call
+    also needs the first visible token of each sequence. Sliding windows are computed on the device, because they move with every call.
     """
 
     def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
@@ -43,17 +43,16 @@ class GrowingCall:
 
     @staticmethod
     def supports(q: torch.Tensor, layer: Layer) -> bool:
-        """Return True if a ``GrowingCall`` supports ``layer`` and queries like ``q``."""
         return GrowingCall.supports_layer(layer) and supports(q, layer)
 
     @staticmethod
     def supports_layer(layer: Layer) -> bool:
-        """Return True if every segment has a tile loader, and no page transforms its values with PyTorch operations."""
+        """Return True if every segment has a tile loader and no page applies value maps with PyTorch operations."""
         sides = [segments.side_segments(side) for side in (layer.k, layer.v) if side is not None]
         return all(side.supported and all(segment.frame.query_codec is not None for segment in side.segments) for side in sides)
 
     def refresh(self, layer: Layer) -> bool:
-        """Switch to the current pages of ``layer``. Returns True if launches changed, so that CUDA graphs must be captured again."""
+        """Switch to the current pages of ``layer``. Returns True if launches changed, in which case CUDA graphs must be captured again."""
         launches = self._plan_launches(layer)
         same = len(launches) == len(self._launches) and all(
             new.constants == old.constants and new.k.matches(old.k) and new.v.matches(old.v) and _has_room(old, new)
@@ -70,7 +69,7 @@ class GrowingCall:
     def __call__(
         self, q: torch.Tensor, lengths: torch.Tensor, sink_logits: torch.Tensor | None = None, starts: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the attention output of ``q`` ``[batch, q_head, q_len, dim]``. The queries are the last tokens of each sequence."""
+        """Return the attention output for ``q`` ``[batch, q_head, q_len, dim]``. The queries belong to the last tokens of each sequence."""
         return self._prepared(q, sink_logits, lengths, starts)
 
     def _plan_launches(self, layer: Layer) -> list[Launch]:
@@ -91,10 +90,10 @@ class GrowingCall:
 
 
 def _work_capacity(launch: Launch) -> int:
-    """Return the number of rows to allocate for a launch's work table.
+    """Return the number of rows to allocate for the work table of ``launch``.
 
-    A launch over only the tail needs no spare rows. Other launches get one row per concurrent program or, if they have more rows, the next
-    multiple of ``CAPACITY_STEP``.
+    A launch over only the tail needs no spare rows. Any other launch gets one row per concurrent program. If it already has more rows,
+    their number is rounded up to a multiple of ``CAPACITY_STEP``.
     """
     rows: int = launch.work.shape[0]
     if launch.tail_only or rows <= launch.programs:
@@ -103,7 +102,7 @@ def _work_capacity(launch: Launch) -> int:
 
 
 def _has_room(old: Launch, new: Launch) -> bool:
-    """Return True if the work table of ``new`` fits in the work table of ``old``."""
+    """Return True if the work table of ``new`` fits in the memory that ``old`` allocated for its work table."""
     return new.work.shape[0] <= old.work.shape[0]
 
 
@@ -134,11 +133,9 @@ class AppendCall:
         self._chain = LaunchChain([(launch, [(k_tail, 0), (v_tail, 0), *((index, 0) for index in range(5))])])
 
     def appends_to(self, k_tail: torch.Tensor, v_tail: torch.Tensor) -> bool:
-        """Return True if this call appends to exactly these tail tensors."""
         return self._tails[0] is k_tail and self._tails[1] is v_tail
 
     def supports(self, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Return True if ``k`` and ``v`` have the shapes, dtypes and devices that the launch was prepared for."""
         return [(k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)] == self._expected
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, packed: torch.Tensor, not_finite: torch.Tensor) -> None:

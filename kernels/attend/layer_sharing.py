@@ -43,9 +43,9 @@ _VALUE_DEPENDENT_CODECS = (CodecWithSidecars, Klt, Minifloat)
 
 
 class _PageListKey(NamedTuple):
-    """The kind of a list of pages, on which prepared calls depend, and the addresses of all its streams, page by page.
+    """Identifies the pages of one layer: the id of their ``kind``, and the addresses of their streams, page by page.
 
-    Lists that differ only in addresses have the same ``kind``, a number.
+    Lists of pages that differ only in addresses have the same kind, and therefore share prepared calls.
     """
 
     kind: int
@@ -63,7 +63,8 @@ _model_layers: WeakKeyDictionary[Sequence[PackedRun], list[tuple[ref[Sequence[Pa
 
 
 def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]]) -> None:
-    """Determine the kinds of all ``layers`` (key pages and value pages) of a model together, which is faster than layer by layer."""
+    """Determine the kinds of the pages of all ``layers`` (key pages, value pages) of a model at once, which is faster than layer by layer.
+    """
     model_layers = []
     for k, v in layers:
         _known_pages(k)
@@ -112,7 +113,10 @@ def kind_key(layer: Layer) -> Hashable | None:
 
 
 class WorkTables:
-    """Concatenated work tables for the token blocks of a call. ``bind`` adds the addresses of any layer of the same kind as ``layer``."""
+    """The work tables of all token blocks of a call, concatenated. They fit every layer of the same kind as ``layer``.
+
+    Tables store stream indices instead of addresses; ``bind`` inserts the addresses of a particular layer.
+    """
 
     def __init__(self, layer: Layer) -> None:
         self._ends, self._streams, first = [], [], 0
@@ -136,9 +140,9 @@ class WorkTables:
         )
 
     def add(self, values: bool, rows: Integers, tokens: Integers) -> int:
-        """Add the table ``rows`` for the layer's keys, or for its values if ``values`` is True. Returns the offset of the table.
+        """Add a work table for the keys, or for the values if ``values`` is True. Returns the offset of the table in int64 elements.
 
-        ``tokens`` is the first token of each row.
+        ``rows`` is the table, with the addresses of the original layer. ``tokens`` is the first token of each row.
         """
         streams = self._streams[values][numpy.searchsorted(self._ends[values], tokens, "right")]
         offset, (pages, width) = len(self._rows), rows.shape
@@ -153,9 +157,9 @@ class WorkTables:
         return offset
 
     def bind(self, layer: Layer, device: torch.device) -> tuple[torch.Tensor, int]:
-        """Return the work tables of ``layer``, as part of an int64 tensor on ``device``, and their offset in this tensor.
+        """Return an int64 tensor on ``device`` that contains the work tables of ``layer``, and the element at which they begin.
 
-        The tables of all layers of the same model and kind are built together.
+        The tables of all layers of the same model and kind are built and copied together.
         """
         k, v = (side.runs for side in keys_and_values(layer))
         table = self._device_tables.get(k)
@@ -173,13 +177,13 @@ class WorkTables:
 
 
 def _kinds_of(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> tuple[int, int] | None:
-    """Return the kinds of a layer's key pages and value pages, or None if they cannot be shared."""
+    """Return the kind ids of a layer's key pages and value pages, or None if the layer cannot share calls."""
     known = _known_pages(k), _known_pages(v)
     return None if known[0] is None or known[1] is None else (known[0].kind, known[1].kind)
 
 
 def _addresses(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> Integers:
-    """Return the addresses of all page streams of a shareable layer, keys first."""
+    """Return the addresses of all page streams of a layer, keys first. The layer must be able to share calls."""
     known = _known_pages(k), _known_pages(v)
     assert known[0] is not None
     assert known[1] is not None
@@ -187,7 +191,7 @@ def _addresses(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> Integers:
 
 
 def reads_stored_streams(side: Side) -> bool:
-    """Return True if kernels read the stored page streams directly, without conversion."""
+    """Return True if kernels read the stored streams of every page of ``side``, rather than converted copies."""
     for segment in segments.side_segments(side).segments:
         if segment.page is None:
             continue

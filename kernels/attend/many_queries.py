@@ -73,10 +73,7 @@ _templates: dict[Any, ManyQueriesCall | None] = {}
 
 
 def supports(q: torch.Tensor, layer: Layer) -> bool:
-    """Return True if these kernels support the call.
-
-    ``q`` must have a 16-bit dtype and be on the layer's device. Head dims may be up to ``MAX_DIM``.
-    """
+    """Return True if these kernels support the call: 16-bit queries on the layer's device, and head dims up to ``MAX_DIM``."""
     k, v = keys_and_values(layer)
     return q.device == k.device == v.device and q.dtype in DTYPES and max(k.dim, v.dim) <= MAX_DIM
 
@@ -84,8 +81,8 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
 def prepare(q: torch.Tensor, layer: Layer, options: Options) -> ManyQueriesCall:
     """Prepare a call for queries shaped like ``q``. The prepared call is cached with the layer.
 
-    Decoded keys and values, and rotated queries, are rounded to the queries' dtype, so the output is as accurate as attention over an
-    unpacked layer. Besides the output, a call allocates at most ``SCRATCH_BYTES`` and the sums of ``MAX_QUERIES`` queries.
+    Decoded keys and values, and rotated queries, are rounded to the dtype of the queries, so the output is as accurate as attention over an
+    unpacked layer. Besides the output, a call allocates at most ``SCRATCH_BYTES``, and the sums of ``MAX_QUERIES`` queries.
     """
     calls = _calls.setdefault(layer, {})
     key = (q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
@@ -97,7 +94,7 @@ def prepare(q: torch.Tensor, layer: Layer, options: Options) -> ManyQueriesCall:
 
 
 def create_call(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable | None) -> ManyQueriesCall:
-    """Create a call over ``layer``, from the template for layers of this ``kind`` (``layer_sharing.kind_key``) if there is one."""
+    """Create a call over ``layer``. If another layer of the same ``kind`` (``layer_sharing.kind_key``) has a template, reuse it."""
     if kind is None:
         return ManyQueriesCall(q, layer, options)
     key = (kind, q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
@@ -112,10 +109,10 @@ def create_call(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable 
 
 
 class _TokenBlock(NamedTuple):
-    """A block of tokens ``[start, stop)`` for one pass of queries.
+    """A block of tokens ``[start, stop)`` that one pass of queries attends to.
 
-    An attention library handles the first ``seen`` tokens, a multiple of ``splits``, which all queries see, and the causal triangle, which
-    begins at layer position ``own``. ``flash`` handles the tokens in between.
+    PyTorch's attention libraries handle the first ``seen`` tokens, which every query sees, in ``splits`` equal ranges. They also handle the
+    tokens from layer position ``own`` on, which form a causal triangle with the queries. ``flash`` handles the tokens in between.
     """
 
     start: int
@@ -128,9 +125,9 @@ class _TokenBlock(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A range of ``queries`` queries that are handled together, and the token blocks that they see.
+    """Queries of a call that are handled together, and the token blocks that they see.
 
-    The range begins with query ``first`` of the call, which is at token ``position``.
+    There are ``queries`` queries, beginning with query ``first`` of the call. ``position`` is the position of the first query's token.
     """
 
     first: int
@@ -140,7 +137,7 @@ class _Pass(NamedTuple):
 
 
 class ManyQueriesCall:
-    """A prepared call of ``attend`` for queries shaped like ``q``. Everything that depends only on their shape is computed once."""
+    """A prepared call of ``attend`` for queries shaped like ``q``. Everything that depends only on shapes is computed once."""
 
     def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
         k, v = keys_and_values(layer)
@@ -164,7 +161,7 @@ class ManyQueriesCall:
         """Cached results of ``_fits_single_call``. The key is True if PyTorch's settings allow FlashAttention."""
 
     def make_template(self, layer: Layer) -> ManyQueriesCall | None:
-        """Return a call that ``bind`` can bind to any layer of the same kind as ``layer``, or None if this kind cannot be shared."""
+        """Return a call without a layer, for ``bind``, or None if layers of this kind cannot share calls."""
         tables, passes = layer_sharing.WorkTables(layer), []
         for pass_ in self._passes:
             parts = []
@@ -182,21 +179,21 @@ class ManyQueriesCall:
         return call
 
     def bind(self, layer: Layer) -> ManyQueriesCall:
-        """Return a copy of this template that attends to ``layer``."""
+        """Return a copy of this template that attends to ``layer``, which must have the template's kind."""
         assert self._tables is not None
         call = self._copy()
         call._sides, call._table = keys_and_values(layer), self._tables.bind(layer, self._device)
         return call
 
     def _copy(self) -> ManyQueriesCall:
-        """Return a shallow copy, faster than ``copy.copy``."""
+        """Return a shallow copy. This is faster than ``copy.copy``."""
         call = object.__new__(ManyQueriesCall)
         call.__dict__.update(self.__dict__)
         return call
 
     @property
     def runs_only_kernels(self) -> bool:
-        """True if no page transforms its values with PyTorch operations, which depend on the caller's modes."""
+        """True if no page applies value maps with PyTorch operations, which depend on the caller's modes."""
         return all(frame.page is None and frame.codec is not None for frame in self._frames)
 
     def __call__(
@@ -239,10 +236,9 @@ class ManyQueriesCall:
         return _Pass(first, count, position, parts)
 
     def _blocks(self, position: int, queries: int) -> Iterator[tuple[int, int]]:
-        """Yield the blocks ``[start, stop)`` of tokens that any query sees.
+        """Yield the blocks ``[start, stop)`` of tokens that at least one query sees. ``position`` is the first query's position.
 
-        For causal attention, a block also starts at the first query's position if there are several sequences, or too many tokens for one
-        block.
+        For causal attention, a block also starts at ``position`` if there are several sequences, or too many tokens for one block.
         """
         options = self._options
         end = min(self._tokens, position + queries) if options.causal else self._tokens
@@ -259,7 +255,6 @@ class ManyQueriesCall:
     def _attend_pass(
         self, q: torch.Tensor, pass_: _Pass, sink_logits: torch.Tensor | None, lengths: torch.Tensor | None, starts: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the attention output for the queries of one pass."""
         rotated = self._map_queries(q)
         memory = torch.empty(self._elements, dtype=self._dtype, device=self._device)
         if self._fits_single_call(rotated, pass_, memory):
@@ -306,7 +301,7 @@ class ManyQueriesCall:
         part.values.decode(v, self._table, memory, part.keys.elements)
 
     def _fits_single_call(self, q: torch.Tensor, pass_: _Pass, memory: torch.Tensor) -> bool:
-        """Return True if one FlashAttention call can handle these queries and all tokens, decoded to ``memory``."""
+        """Return True if one FlashAttention call can handle all queries of the call and all tokens, which are decoded to ``memory``."""
         switches: Any = torch.backends.cuda
         allowed = switches.flash_sdp_enabled()
         if allowed not in self._single_call:
@@ -321,8 +316,9 @@ class ManyQueriesCall:
     def _add_causal_block(
         self, sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ahead: int, empty: bool
     ) -> None:
-        """Add causal attention to the tokens ``k`` and ``v``, which begin ``ahead`` positions after the first query, to ``sums`` and
-        ``lse``.
+        """Add causal attention over the tokens ``k`` and ``v`` to ``sums`` and ``lse``.
+
+        The first of these tokens is ``ahead`` positions after the first query. With ``empty``, ``sums`` and ``lse`` are overwritten.
         """
         tokens, queries = k.shape[2], q.shape[2]
         if ahead == 0 and tokens == queries:
@@ -337,9 +333,10 @@ class ManyQueriesCall:
     def _add_visible_tokens(
         self, sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, part: _TokenBlock, memory: torch.Tensor, empty: bool
     ) -> None:
-        """Add attention to the first ``part.seen`` tokens, which every query sees, to ``sums`` and ``lse``.
+        """Add attention over the first ``part.seen`` tokens of a block, which every query sees, to ``sums`` and ``lse``.
 
-        The rows of all query heads of a KV head are handled as one head. The tokens are split into ``part.splits`` ranges.
+        The rows of all query heads of a KV head are handled as one head, and the tokens are split into ``part.splits`` ranges. With
+        ``empty``, ``sums`` and ``lse`` are overwritten.
         """
         q = q.reshape(self._batch, self._heads, -1, q.shape[3])
         if part.splits > 1:
@@ -349,12 +346,15 @@ class ManyQueriesCall:
 
 
 def _decoded_tokens(part: _TokenBlock, memory: torch.Tensor, start: int, stop: int, splits: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of tokens ``[start, stop)`` of a block that was decoded to ``memory``."""
+    """Return the keys and values of tokens ``[start, stop)`` of the block ``part``, which was decoded to ``memory``."""
     return part.keys.tokens(memory, 0, start, stop, splits), part.values.tokens(memory, part.keys.elements, start, stop, splits)
 
 
 def _split_count(programs: int, tokens: int, device: torch.device) -> int:
-    """Return the number of splits, a power of two, with which a block has about one program per multiprocessor."""
+    """Return into how many ranges to split ``tokens``, a power of two, so that about one program runs on each multiprocessor.
+
+    ``programs`` is the number of programs without splitting.
+    """
     most = max(1, tokens // MIN_SPLIT_TOKENS)
     return min(next_power_of_two(max(1, gpu(device).multiprocessors // programs)), 1 << (most.bit_length() - 1), MAX_SPLITS)
 
@@ -362,7 +362,7 @@ def _split_count(programs: int, tokens: int, device: torch.device) -> int:
 def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention over dense keys and values, and its natural log-sum-exp, using cuDNN or FlashAttention if either supports it.
 
-    With ``causal``, the numbers of queries and tokens must be equal.
+    With ``causal``, there must be as many queries as tokens.
     """
     peer = _library_name(q, k, v, causal)
     if peer == "cudnn":
@@ -386,7 +386,7 @@ def supports_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> b
 
 
 def attend_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return causal attention of queries at the last positions over dense keys and values, by FlashAttention.
+    """Return causal attention over dense keys and values, using FlashAttention. The queries belong to the last tokens.
 
     PyTorch calls this mask causal lower right (``torch.nn.attention.bias.CausalBias``).
     """
@@ -395,7 +395,7 @@ def attend_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale:
 
 
 def _library_name(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> str | None:
-    """Return the fastest library that supports these tensors, "cudnn" or "flash", or None. On an H200, cuDNN is the fastest."""
+    """Return the fastest library that supports these tensors: "cudnn" (the fastest on an H200), "flash", or None."""
     if q.device.type != "cuda" or k.shape[3] != v.shape[3] or k.shape[3] % 8 or k.shape[2] < q.shape[2] * causal:
         return None
     switches: Any = torch.backends.cuda

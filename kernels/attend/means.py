@@ -18,7 +18,7 @@ PAGES = tl.constexpr(16)
 
 @triton.jit
 def _page_numbers(begin: tl.tensor, WARPS: tl.constexpr) -> tl.tensor:
-    """Return the numbers of the pages that are multiplied together, starting with page ``begin``: int32 ``[page]``."""
+    """Return the numbers of the pages that a program multiplies in one step, starting with page ``begin``: int32 ``[page]``."""
     return tl.arange(0, WARPS * PAGES) + POSITION_BIAS + (begin - POSITION_BIAS)
 
 
@@ -26,9 +26,9 @@ def _page_numbers(begin: tl.tensor, WARPS: tl.constexpr) -> tl.tensor:
 def load_means(
     streams: tl.tuple, first: tl.tensor, begin: tl.tensor, count: tl.tensor, MEANS: tl.constexpr, WARPS: tl.constexpr
 ) -> tl.tuple:
-    """Load the scales and codes of the page means that are multiplied together, starting with page ``begin``.
+    """Load the scales and codes of the page means that a program multiplies in one step, starting with page ``begin``.
 
-    Page numbers are relative to page ``first``. From page ``count`` on, the last page is loaded instead.
+    Pages are counted from page ``first`` of the streams. There are ``count`` pages; the last one is loaded in place of missing pages.
     """
     BYTES: tl.constexpr = MEANS.dim * MEANS.bits // 8
     BLOCK: tl.constexpr = max(16, triton.next_power_of_2(BYTES))
@@ -58,11 +58,11 @@ def multiply_pages(
     WARPS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """Write the products of ``ROWS`` query rows and the means of ``count`` pages from page ``first`` on to ``products``.
+    """Write the products of ``ROWS`` query rows with the means of ``count`` pages, starting with page ``first``, to ``products``.
 
     ``products`` are float32 ``[page, row]``. ``q`` is float16 ``[half, padded row, channel]`` (``rotation.rotate_queries``). ``loaded``
-    comes from ``load_means`` for page 0 (``begin``). ``streams`` are the codes and the scales of the means. The caller must execute a
-    ``tl.debug_barrier`` before it reads the products.
+    contains the first means (``load_means`` with ``begin`` = 0), and ``streams`` are the codes and scales of all means. The caller must
+    execute a ``tl.debug_barrier`` before it reads the products.
     """
     BYTES: tl.constexpr = MEANS.dim * MEANS.bits // 8
     BLOCK: tl.constexpr = max(16, triton.next_power_of_2(BYTES))
@@ -95,7 +95,8 @@ def _store_products(
 ) -> None:
     """Store the products of ``queries`` and the ``loaded`` means, which start with page ``begin``.
 
-    ``queries`` has two halves for each part of the channels.
+    Each element of ``queries`` is a high and a low half (``_load_halves``). With 4-bit codes, the first element covers the first half of
+    the channels, and the second element covers the rest.
     """
     page = _page_numbers(begin, WARPS)
     product = _multiply(_centered(loaded[1], 0, MEANS.bits, FAST), queries[0])
@@ -107,7 +108,10 @@ def _store_products(
 
 @triton.jit
 def _load_halves(q: tl.tensor, stride: tl.tensor, byte: tl.tensor, BYTES: tl.constexpr) -> tl.tuple:
-    """Load the high and low halves of a query for the channels of the first ``BYTES`` bytes. The halves are ``stride`` values apart."""
+    """Load the high half and the low half of a query for the channels whose codes are in ``BYTES`` bytes.
+
+    The low half begins ``stride`` values after the high half ``q``. The sum of both has more precision than a float16 number.
+    """
     if byte.shape[0] == BYTES:
         halves = tl.load(q), tl.load(q + stride)
     else:
@@ -118,7 +122,10 @@ def _load_halves(q: tl.tensor, stride: tl.tensor, byte: tl.tensor, BYTES: tl.con
 
 @triton.constexpr_function
 def _centered_ptx(position: int, bits: int) -> str:
-    """Return PTX that converts the codes of ``bits`` bits at bit ``position`` of each of four bytes, minus the middle code, to float16."""
+    """Return PTX that extracts a code of ``bits`` bits from each of four bytes, subtracts the middle code and converts to float16.
+
+    Codes begin at bit ``position`` of the byte.
+    """
     middle = 1024 + (1 << bits - 1)
     codes = "mov.b32 codes, $2;" if bits == 8 else f"shr.b32 codes, $2, {position}; and.b32 codes, codes, 0x0F0F0F0F;"
     # The lowest bits of binary16 numbers from 1024 to 2047 represent integers, in steps of 1.
@@ -129,7 +136,7 @@ def _centered_ptx(position: int, bits: int) -> str:
 
 @triton.jit
 def _centered(code: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the codes of ``BITS`` bits at bit ``POSITION`` of each int8 in ``code``, minus the middle code, as float16."""
+    """Extract a code of ``BITS`` bits from each int8, beginning at bit ``POSITION``, and return it minus the middle code, as float16."""
     if FAST:
         value = tl.inline_asm_elementwise(_centered_ptx(POSITION, BITS), "=r,=r,r", [code], dtype=tl.float16, is_pure=True, pack=4)
     else:
@@ -139,5 +146,5 @@ def _centered(code: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST:
 
 @triton.jit
 def _multiply(codes: tl.tensor, query: tl.tuple) -> tl.tensor:
-    """Return the products of float16 ``codes`` ``[page, byte]`` and a query that is split into two halves."""
+    """Return the products of float16 ``codes`` ``[page, byte]`` and a query in two halves (``_load_halves``)."""
     return tl.dot(codes, query[0]) + tl.dot(codes, query[1])

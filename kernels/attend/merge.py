@@ -13,9 +13,9 @@ from .softmax import NO_SCORE
 
 @triton.jit
 def _add_parts(largest_score: tl.tensor, weight_sum: tl.tensor, part_largest: tl.tensor, weight: tl.tensor) -> tl.tuple:
-    """Add partial results to a row's softmax.
+    """Add partial results to the softmax of a query row.
 
-    Returns the row's largest score, its sum of weights, and the factors by which to rescale the earlier sums and the added sums.
+    Returns the row's largest score, its sum of weights, and two factors: one that rescales the earlier sums, and one for the added sums.
     """
     new_largest = tl.maximum(largest_score, tl.max(part_largest, 0))
     rescale = tl.exp2(largest_score - new_largest)
@@ -25,7 +25,7 @@ def _add_parts(largest_score: tl.tensor, weight_sum: tl.tensor, part_largest: tl
 
 @triton.jit
 def _add_sink(largest_score: tl.tensor, weight_sum: tl.tensor, sink: tl.tensor) -> tl.tuple:
-    """Add a head's sink logit to a row's softmax. Returns the sum of weights, and the factor by which to rescale earlier sums."""
+    """Add a head's sink logit to a row's softmax. Returns the sum of weights, and the factor that rescales the earlier sums."""
     new_largest = tl.maximum(largest_score, sink)
     rescale = tl.exp2(largest_score - new_largest)
     return weight_sum * rescale + tl.exp2(sink - new_largest), rescale
@@ -60,8 +60,8 @@ def merge(
     Each partial result is scaled by its largest score, and the sum is divided by the total weight. Column blocks before ``second_block``
     sum parts ``[first_part, second_part)``; later blocks sum parts ``[second_part, last_part)``. ``channels``, int32, is the channel of
     each column, or ``DIM`` for columns without a channel; it is padded to whole blocks. ``sink_logits``, float32 ``[kv_head, query head of
-    the KV head]``, are base-2 logarithms of weights that have no value; they are read only with ``SINK_LOGITS``. The output of a row that
-    sees no token is 0.
+    the KV head]``, are base-2 logarithms of weights without values; they are read only with ``SINK_LOGITS``. A row that sees no token gets
+    the output 0.
     """
     program = tl.program_id(0)
     row = (program // rows * padded + program % rows).to(tl.int64) * parts

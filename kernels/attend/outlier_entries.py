@@ -32,10 +32,10 @@ _entries: WeakKeyDictionary[PackedRun, dict[tuple[int, int], Mapping[str, torch.
 
 
 def page_entries(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
-    """Return the streams, except columns, that ``loaders.outliers`` reads for tokens ``[start, stop)``.
+    """Return the outlier streams that ``loaders.outliers`` reads for tokens ``[start, stop)``, except the stream of columns.
 
-    The streams are cached with the page. Returns an empty mapping if there are no outliers, and None if the entries would be inexact, which
-    is never the case for pages that kvpack encoded.
+    The streams are cached with the page. Returns an empty mapping if there are no outliers. Returns None if the entries would be inexact,
+    which cannot happen for pages that kvpack encoded.
     """
     cached = _entries.setdefault(page, {})
     if (start, stop) not in cached:

@@ -23,7 +23,7 @@ def begin_patches(
     AHEAD: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the constants (``prepare_patches``) and the first loads (``first_entries``) for the outliers of keys and values."""
+    """Return what all tiles share (``prepare_patches``) and the first loads (``first_entries``), for the outliers of keys and of values."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_ready = prepare_patches(work.k.streams, numbers, K_OUTLIERS, WARPS, TOKENS, False, AHEAD, FAST)
@@ -45,9 +45,9 @@ def next_patches(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Return the outliers of each warp's next ``TOKENS`` tokens, and the loads for the next call.
+    """Return the outliers of each warp's ``TOKENS`` tokens, and the loads for the next call.
 
-    The tokens begin at token ``offset`` of the work.
+    The tokens begin ``offset`` tokens after the first token of the work.
     """
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
@@ -70,7 +70,10 @@ def load_patches(
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> tl.tuple:
-    """Load the outliers of each warp's ``TOKENS`` tokens, beginning at token ``offset`` of the work, without prefetching others."""
+    """Load the outliers of each warp's ``TOKENS`` tokens. Unlike ``next_patches``, this prefetches nothing for later tokens.
+
+    The tokens begin ``offset`` tokens after the first token of the work.
+    """
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_first = work.k.first + offset

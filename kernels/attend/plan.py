@@ -52,7 +52,7 @@ MIN_MEAN_PAGES, MAX_MEAN_PAGES = 32, 64
 
 
 class LaunchKey(NamedTuple):
-    """Key that groups segments into launches: the frames of keys and values, and whether their tokens are decoded beforehand."""
+    """Segments with equal keys share a launch: the frames of keys and values, and whether either side is decoded beforehand."""
 
     k: Frame
     v: Frame
@@ -67,9 +67,10 @@ _plans: WeakKeyDictionary[Layer, dict[Any, list[Launch]]] = WeakKeyDictionary()
 class Launch:
     """A launch of ``split.attend_split`` over all segments with the same two codecs: its ``work`` table and compile-time constants.
 
-    ``keep_alive`` contains the tensors whose addresses are in the work. The device runs ``programs`` programs concurrently per sequence and
-    block of rows. ``has_tail`` is True if some tokens are in a raw tail, and ``tail_only`` if all tokens are. ``balanced`` is True if the
-    programs are distributed evenly over the multiprocessors, even while another kernel finishes on some of them.
+    ``keep_alive`` contains the tensors whose addresses are in the work table. ``programs`` is the number of programs that the device runs
+    concurrently for each sequence and block of query rows. ``has_tail`` is True if some tokens are in a raw tail, and ``tail_only`` if all
+    are. ``balanced`` is True if programs are distributed evenly over the multiprocessors, even while another kernel finishes on some of
+    them.
     """
 
     k: Frame
@@ -91,12 +92,12 @@ class Launch:
 
     @property
     def dual(self) -> bool:
-        """True if one score row covers two tokens (see ``split``)."""
+        """True if one row of scores covers two tokens (see ``split``)."""
         return bool(self.constants["K"].dual or self.constants["V"].dual)
 
 
 def _choose_loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
-    """Return the tile loaders of keys and values. Dual loaders for neighboring tokens are used if both sides support them."""
+    """Return the tile loaders of keys and values. If both sides support it, the dual loaders for neighboring tokens are used."""
     keys, values = loader(k, dual), loader(v, dual)
     result = keys.keys or keys, values.values or values
     if all(tiles.dual and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in result):
@@ -110,7 +111,7 @@ def _choose_loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
 def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool) -> list[Launch]:
     """Return the launches that attend to tokens ``[begin, end)``. They are cached with the layer.
 
-    Every query sees all tokens in the range ``whole``. ``dual`` allows tiles with two tokens per row, for few query rows.
+    Every query sees all tokens in the range ``whole``. ``dual`` allows tiles with two tokens per row, which suit few query rows.
     """
     cached = _plans.setdefault(layer, {})
     key = (begin, end, whole, row_blocks, dual, addresses.uses_assembly(k.device))
@@ -122,7 +123,7 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
 def plan_launches(
     k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool, growing: bool = False
 ) -> list[Launch]:
-    """Return the launches as ``launches`` does, but without caching. For a ``growing`` layer, work tables stay on the host."""
+    """Plan the launches that ``launches`` caches. For a ``growing`` layer, work tables stay on the host."""
     fast = addresses.uses_assembly(k.device)
     by_kernel: dict[LaunchKey, list[Segment]] = {}
     for segment in segments.layer_segments(segments.side_segments(k).segments, segments.side_segments(v).segments, begin, end):
@@ -209,7 +210,7 @@ def _launch(
 
 
 def choose_programs(shape: LaunchShape, tokens: int, tile: int, sequences: int, multiprocessors: int) -> int:
-    """Return the number of programs per sequence with the shortest estimated time for ``tokens`` tokens, in steps of ``tile``.
+    """Return the number of programs per sequence with the shortest estimated time for ``tokens`` tokens, in steps of ``tile`` tokens.
 
     All programs run in one round, or in several rounds if that leaves less of the device idle in the last round.
     """
@@ -232,10 +233,10 @@ def build_work(
     whole: tuple[int, int],
     keep_alive: list[torch.Tensor],
 ) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
-    """Return the work table, int64 ``[item, column]`` (see ``work.load_work``), of ``programs`` programs per sequence.
+    """Return the work table, int64 ``[item, column]``, with one item for each of ``programs`` programs per sequence (``work.load_work``).
 
-    Tensors whose addresses the table contains are appended to ``keep_alive``. A program processes its tokens in steps of ``tile``. Every
-    query sees all tokens in the range ``whole``.
+    Tensors whose addresses the table contains are appended to ``keep_alive``. A program processes its tokens in steps of ``tile`` tokens.
+    Every query sees all tokens in the range ``whole``.
     """
     tokens = sum(segment.tokens for segment in segments)
     work: list[numpy.ndarray[Any, numpy.dtype[numpy.int64]]] = []
@@ -269,7 +270,7 @@ def build_work(
 
 
 def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
-    """Return True if a stream whose rows are not a multiple of 4 bytes may end within an aligned 4-byte word."""
+    """Return True if some stream of the segment may end inside an aligned 4-byte word, because its rows are not multiples of 4 bytes."""
     for stream in tiles.streams:
         if stream.tokens == 1 and stream.row * stream.bits % 32:
             tensor = segment.streams[stream.name]
@@ -280,6 +281,6 @@ def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
 
 
 def _has_whole_tiles(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], column: int, tiles: Tiles, shape: LaunchShape) -> bool:
-    """Return True if the tokens of each warp's tile always belong to one token group."""
+    """Return True if all tokens of a warp's tile are in one token group, for every tile of the table ``rows``."""
     tokens = shape.tokens * (2 if tiles.dual == NEIGHBORS else 1)
     return tiles.whole_groups % tokens == 0 and not (rows[:, column] % tokens).any()

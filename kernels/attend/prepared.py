@@ -69,7 +69,7 @@ UNLIMITED = 1 << 30
 
 
 class QueryShape(NamedTuple):
-    """Shape of a call's queries. ``heads`` is the layer's number of KV heads."""
+    """Shape of a call's queries, and ``heads``, the layer's number of KV heads."""
 
     batch: int
     q_heads: int
@@ -79,17 +79,16 @@ class QueryShape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of query rows per KV head: its query heads times ``q_len``."""
+        """Number of query rows per KV head: ``q_len`` rows for each of its query heads."""
         return self.q_heads // self.heads * self.q_len
 
     @property
     def block(self) -> int:
-        """Number of query rows that a program processes."""
         return min(MAX_ROWS, max(MIN_ROWS, next_power_of_two(self.rows)))
 
     @property
     def sequences(self) -> int:
-        """Number of independent sequences for kernels: batch entries times KV heads."""
+        """Number of sequences as kernels count them: batch entries times KV heads."""
         return self.batch * self.heads
 
     @property
@@ -101,7 +100,7 @@ class QueryShape(NamedTuple):
 class Options(NamedTuple):
     """Options of a ``kvpack.attend`` call.
 
-    ``lengths``, ``starts`` and ``sink_logits`` are True if the call has these arguments.
+    ``lengths``, ``starts`` and ``sink_logits`` are True if the call passes these arguments.
     """
 
     scale: float
@@ -117,7 +116,7 @@ class PreparedCall:
     """A prepared attention call: all launches over one layer for queries of ``shape`` and ``dtype``.
 
     ``launches`` with the same value frame must be adjacent. ``position`` is the position of the first query in a sequence of full length.
-    ``masked`` lists, for each launch, whether it reads the sequence lengths. ``cut`` is True if the device skips tokens before each
+    ``masked`` contains a flag per launch: True if it reads the sequence lengths. ``cut`` is True if the device skips tokens before each
     sequence's window or start. ``dual`` allows two tokens per tile row.
     """
 
@@ -189,11 +188,11 @@ class PreparedCall:
 
     @property
     def runs_only_kernels(self) -> bool:
-        """True if a call runs only kernels: no page transforms its values with PyTorch operations, which depend on the caller's modes."""
+        """True if no page applies value maps with PyTorch operations, which depend on the caller's modes."""
         return not self._mapped_frames and all(frame.page is None for frame in self._v_frames)
 
     def after_rotation(self, q: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Run the call once with ``q``, and return a function that repeats it without rotating ``q`` again, for benchmarks."""
+        """Run the call once with ``q``, and return a function that repeats it without rotating ``q`` again. Benchmarks use it."""
         tensors = self._call_tensors(q.contiguous(), None, None, None)
         self._chain(tensors)
         return lambda: self._run(tensors, self._rotations)
@@ -201,7 +200,7 @@ class PreparedCall:
     def _call_tensors(
         self, q: torch.Tensor, sink_logits: torch.Tensor | None, lengths: torch.Tensor | None, starts: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """Return the tensors of a call, in the order of the constants from SCRATCH to MAPPED."""
+        """Return the tensors of a call, at the indices ``SCRATCH`` to ``MAPPED``."""
         shape, device = self.shape, self._device
         scratch = torch.empty(self._scratch, dtype=torch.float32, device=device)
         tensors = [scratch, q]
@@ -238,7 +237,7 @@ class PreparedCall:
         return self._sum_frames(sums).reshape(shape.batch, shape.q_heads, shape.q_len, self.dim_v)
 
     def _sum_frames(self, sums: dict[Frame, torch.Tensor]) -> torch.Tensor:
-        """Return the sum over all frames of ``sums``, rotated to the original frame: ``[batch, kv_head, row, dim]``."""
+        """Rotate the ``sums`` of each frame to the original frame, and return their total, ``[batch, kv_head, row, dim]``."""
         out = None
         for index, (frame, merged) in enumerate(sums.items(), 1):
             if frame.page is not None:
@@ -264,18 +263,21 @@ class PreparedCall:
         return out
 
     def _plain_frames(self) -> list[Frame]:
-        """Return the key frames whose queries need only a cached matrix."""
+        """Return the key frames to which a single cached matrix maps queries."""
         return [frame for frame in self._k_frames if frame.query_codec is not None]
 
     def _frame_columns(self, frame: Frame) -> list[tuple[int, ...]]:
-        """Return the channels of the columns of rotated queries: in the loader's order, then in channel order if pages have means."""
+        """Return the channels of the columns of rotated queries, in the loader's order.
+
+        If pages have means, a second tuple has channel order.
+        """
         columns = [frame_columns.columns(frame.codec, self._dual)]
         if frame.codec.sidecar(KeyMean) is not None:
             columns.append(tuple(range(frame.codec.dim)))
         return columns
 
     def _prepare_rotations(self) -> list[_LaunchTensors]:
-        """Return one launch for all plain key frames, and one for each frame whose page transforms its values."""
+        """Return one launch for all plain key frames, and one for each frame whose page applies value maps."""
         queries = [(QUERY, self._plain_frames())] if self._plain_frames() else []
         queries += [(QUERY, [frame]) for frame in self._factors]
         queries += [(MAPPED + index, [frame]) for index, frame in enumerate(self._mapped_frames)]
@@ -347,7 +349,7 @@ class PreparedCall:
 
     @property
     def _partials(self) -> list[tuple[int, int]]:
-        """Offsets of the partial results in the scratch buffer: sums, largest scores and totals."""
+        """Offsets of the partial results in the scratch buffer: of the sums, the largest scores and the totals."""
         return [(SCRATCH, self._sums), (SCRATCH, self._largest), (SCRATCH, self._total)]
 
     def _prepare_merge(self) -> _LaunchTensors:
@@ -374,7 +376,7 @@ class PreparedCall:
         return launch, [(OUT, 0), *self._partials, (matrix, 0), (SINKS, 0)]
 
     def _prepare_frame_merges(self) -> list[_LaunchTensors]:
-        """Return one launch of ``merge.merge`` per value frame, which writes the sums of the frame."""
+        """Return one launch of ``merge.merge`` per value frame, which writes that frame's sums."""
         first = MAPPED + len(self._mapped_frames)
         result = []
         for tensor_index, (frame, (start, stop)) in enumerate(self._v_frames.items(), first):
@@ -383,7 +385,7 @@ class PreparedCall:
         return result
 
     def _prepare_products(self) -> list[_LaunchTensors]:
-        """Return a launch that merges the columns of all frames, and one that multiplies them by the matrix from columns to channels."""
+        """Return two launches: one merges the columns of all frames, and one multiplies them by the matrix from columns to channels."""
         shape, sums = self.shape, MAPPED + len(self._mapped_frames)
         codecs = tuple((frame.codec, frame_columns.columns(frame.codec, self._dual)) for frame in self._v_frames)
         matrix = frame_columns.value_matrix(codecs, 1, str(self._device))
@@ -410,7 +412,7 @@ class PreparedCall:
     def _merge_into(
         self, out: int, channels_of_frames: list[tuple[int, ...]], dim: int, first: int, second: int, last: int
     ) -> _LaunchTensors:
-        """Return a launch of ``merge.merge`` that writes to tensor number ``out``, which has ``dim`` channels.
+        """Return a launch of ``merge.merge`` that writes ``dim`` channels to the call's tensor number ``out``.
 
         It merges parts ``[first, second)`` of the first frame and parts ``[second, last)`` of the second frame. ``channels_of_frames``
         contains, for each frame, the channel of each column.
@@ -435,35 +437,34 @@ class PreparedCall:
 
 
 class _ScratchAllocator:
-    """Allocator of offsets in one scratch buffer. Sizes and offsets are in elements."""
+    """Allocates parts of one scratch buffer. Sizes and offsets are in elements."""
 
     def __init__(self) -> None:
         self.size = 0
 
     def allocate(self, elements: int) -> int:
-        """Reserve ``elements`` elements and return their offset."""
         first = self.size
         self.size += elements
         return first
 
 
 def _global_mean_pages(launch: Launch) -> int:
-    """Return the number of pages whose products with means each program of ``launch`` stores in global memory."""
+    """Return for how many pages a program of ``launch`` stores products with means in global memory."""
     means = launch.constants["K"].means
     return 0 if means is None or launch.constants["FAST"] else means.pages
 
 
 def _page_query(q: torch.Tensor, frame: Frame) -> torch.Tensor:
-    """Return ``q`` in the codec's inner frame, after the value maps of the frame's page."""
+    """Map ``q`` by the value maps of the page of ``frame``, so that it matches the values that the codec encodes."""
     assert frame.page is not None
     assert isinstance(frame.page.codec, CodecWithSidecars)
     return frame.page.codec.inner_query(q.to(torch.float32), frame.page.streams)
 
 
 def _add_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """Return ``sums`` in the codec's frame, with the sums of QJL signs, which are in the last columns, added.
+    """Add the sums of QJL signs, which are in the last columns, to the other sums. Returns sums in the codec's frame.
 
-    Without signs, ``sums`` is unchanged.
+    Without signs, ``sums`` is returned unchanged.
     """
     qjl = codec.sidecar(Qjl)
     return sums if qjl is None else sums[..., : codec.dim] + qjl.rotation.inverse(sums[..., codec.dim :])
@@ -471,9 +472,9 @@ def _add_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _column_channels(channels_of_frames: tuple[tuple[int, ...], ...], missing: int, block: int, device: str) -> torch.Tensor:
-    """Return the channel of each column of each frame, int32, padded to whole blocks of ``block`` columns.
+    """Return the channel of each column of each frame, int32. Frames are padded to whole blocks of ``block`` columns.
 
-    Columns without a channel are -1 in ``channels_of_frames`` and ``missing`` in the returned tensor.
+    A column without a channel is -1 in ``channels_of_frames`` and ``missing`` in the result.
     """
     parts = []
     for channels in channels_of_frames:

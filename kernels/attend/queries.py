@@ -21,13 +21,13 @@ class Queries(NamedTuple):
     ``tiles`` are ``[warp, column, row]``, in the column order of key tiles (``_query_tiles``). The other tensors have shape ``[1, 1,
     row]``:
 
-    - ``half_sum``: the part of the query sum that signs need (``qjl.half_sum``);
-    - ``offset``: added to all scores of the row;
-    - ``scale``: factor of the row's scores;
+    - ``half_sum``: half the sum of the query's sign columns (``qjl.half_sum``); 0 without signs;
+    - ``offset``: a number to add to all scores of the row;
+    - ``scale``: the factor of the row's scores;
     - ``position``: the token position of the row's query;
     - ``second``: True if the row's scores belong to the second token of a dual tile's rows;
-    - ``products``: address of the row's product with the mean of the program's first page, one of ``pages`` pages that are ``stride``
-      products apart (``key_mean.load_products``); unused without means.
+    - ``products``: the address of the row's product with the mean of the program's first page, unused without means. The program has
+      ``pages`` pages, whose products are ``stride`` products apart (``key_mean.load_products``).
     """
 
     tiles: Any
@@ -43,7 +43,7 @@ class Queries(NamedTuple):
 
 @triton.constexpr_function
 def constexpr_sum(numbers: tuple[int, ...]) -> int:
-    """Return the sum of ``numbers``, computed at compile time."""
+    """Return the sum of ``numbers``. Triton evaluates this at compile time."""
     return sum(numbers)
 
 
@@ -67,9 +67,9 @@ def load_queries(
 ) -> tl.tuple:
     """Load the ``Queries`` of a block of ``BLOCK`` rows of one sequence and KV head.
 
-    ``q`` is float32 ``[sequence, column, padded row]`` and ``scales`` float32 ``[sequence, padded row]``; a sequence is one batch entry and
-    one KV head. With ``DUAL``, tile rows contain two tokens, so the ``ROWS`` rows are the query rows twice: for the first tokens, then for
-    the second tokens.
+    ``q`` is float32 ``[sequence, column, padded row]``, and ``scales`` is float32 ``[sequence, padded row]``. Here, a sequence is one batch
+    entry and one KV head. With ``DUAL``, a tile row contains two tokens, so the query rows occur twice among the ``ROWS`` rows: once for
+    the first tokens, and once for the second tokens.
     """
     # Triton 3.6 accepts tuples and strings as function arguments only if they are bound to a name.
     WIDTHS: tl.constexpr = K.widths
@@ -101,7 +101,7 @@ def load_queries(
 
 @triton.jit
 def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
-    """Return ``queries`` with positions relative to ``token``, as int32."""
+    """Return ``queries`` with positions counted from ``token``, as int32."""
     position = (queries.position - token).to(tl.int32)
     return Queries(
         queries.tiles, queries.half_sum, queries.offset, queries.scale, position, queries.second,
@@ -111,7 +111,7 @@ def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def with_scale(queries: tl.tuple, scale: tl.tensor) -> tl.tuple:
-    """Return ``queries`` with their scale replaced by ``scale``, clamped to finite values."""
+    """Return ``queries`` with the given scale, clamped to finite values."""
     return Queries(
         queries.tiles, queries.half_sum, queries.offset, finite_factor(scale), queries.position, queries.second,
         queries.products, queries.pages, queries.stride,
@@ -130,8 +130,8 @@ def _query_tiles(
 ) -> tl.tuple:
     """Load the query as tiles ``[warp, column, row]`` in the column order of key tiles.
 
-    For bf16 keys, there are two tiles: the query's high and low halves. With ``DUAL``, rows belong to the first or ``second`` token of a
-    tile row. For dual keys, the columns of the other token are 0; otherwise each token has its own set of tiles.
+    For bf16 keys, there are two tiles: the high halves and the low halves of the query. With ``DUAL``, each row belongs to the first or the
+    second token of a tile row. For dual keys, the columns of the other token are 0; otherwise each token has its own set of tiles.
     """
     WIDTHS: tl.constexpr = K.widths
     tiles = ()
@@ -168,7 +168,7 @@ def _query_tile(
     """Load one tile of the query, ``[warp, column, row]``.
 
     With ``DUAL``, only ``selected`` rows are nonzero. With ``DUAL_KEYS``, ``selected`` rows are nonzero in the first token's columns, and
-    all other rows in the second token's columns.
+    all other rows are nonzero in the second token's columns.
     """
     column = tl.arange(0, 2 * WIDTH if DUAL_KEYS else WIDTH)[None, :, None]  # [1, column, 1]
     source_column = column // (2 * INTERLEAVE) * INTERLEAVE + column % INTERLEAVE if DUAL_KEYS else column

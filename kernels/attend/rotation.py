@@ -16,7 +16,10 @@ MAX_CHANNELS = 128
 
 @triton.jit
 def load_matrix_columns(matrix: tl.tensor, column: tl.tensor, COLUMNS: tl.tensor, dim: tl.tensor, BLOCK_DIM: tl.constexpr) -> tl.tensor:
-    """Load the columns ``column`` of a float32 matrix ``[dim, COLUMNS]``, transposed to ``[column, BLOCK_DIM]`` and 0 past ``dim``."""
+    """Load the columns with the indices ``column`` from a float32 matrix ``[dim, COLUMNS]``, transposed to ``[column, BLOCK_DIM]``.
+
+    Channels past ``dim`` are 0.
+    """
     channel = tl.arange(0, BLOCK_DIM)
     mask = (channel < dim)[None, :] & (column < COLUMNS)[:, None]
     return tl.load(matrix + channel[None, :] * COLUMNS + column[:, None], mask, 0.0)
@@ -45,16 +48,16 @@ def rotate_queries(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Rotate queries ``q`` ``[sequence, row, DIM]`` into the frames of ``matrix`` and ``blocks`` (``query_matrix``).
+    """Rotate queries ``q`` ``[sequence, row, DIM]`` into all frames of ``matrix`` and ``blocks`` (``frame_columns.query_matrix``).
 
     A sequence is one batch entry and one KV head. The normalized queries are written to ``rotated`` as float32 ``[sequence, column, padded
     row]``, one frame after another, padded with zeros to ``padded`` rows. With ``HALVES``, the frames that ``blocks`` marks are instead
-    written as float16 ``[sequence, half, padded row, column]``: the high halves, and then the low ones. The queries' norms times
-    ``score_factor`` are written to ``scales``, float32 ``[sequence, padded row]``. With ``SCALED``, queries are first multiplied by
-    ``factors``, float32 ``[sequence, DIM]``.
+    written as float16 ``[sequence, half, padded row, column]``, high halves first. The norms of the queries times ``score_factor`` are
+    written to ``scales``, float32 ``[sequence, padded row]``. With ``SCALED``, queries are first multiplied by ``factors``, float32
+    ``[sequence, DIM]``.
 
-    A program processes ``ROWS`` padded rows; if there are several matrices, they belong to one sequence. With ``EARLY``, the next kernel
-    may begin while this one runs.
+    A program processes ``ROWS`` padded rows; if there are several matrices, these rows belong to one sequence. With ``EARLY``, the next
+    kernel may begin while this one runs.
     """
     block = blocks + tl.program_id(1) * 4
     first = tl.load(block)
@@ -120,8 +123,8 @@ def rotate_sums(
 ) -> None:
     """Rotate float32 ``sums`` ``[sequence, row, FRAME_DIM]`` from a coded frame to the original frame, ``out`` ``[sequence, row, DIM]``.
 
-    With ``ADD``, ``addend`` is added. A sequence has ``count`` rows in ``row_blocks`` blocks and uses one of the ``matrices`` (see
-    ``frame_matrix``). If there is only one matrix, all rows may be passed as one sequence.
+    With ``ADD``, ``addend`` is added. A sequence has ``count`` rows in ``row_blocks`` blocks, and uses one of the ``matrices`` matrices
+    (``frame_columns.frame_matrix``). If there is only one matrix, all rows may be passed as one sequence.
     """
     sequence = (tl.program_id(0) // row_blocks).to(tl.int64)
     sequence_row = tl.program_id(0) % row_blocks * ROWS + tl.arange(0, ROWS)

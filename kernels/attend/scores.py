@@ -20,16 +20,16 @@ from .factors import broadcast_over_rows, tile_factors
 
 
 class DecodeConstants(NamedTuple):
-    """Constants for decoding tiles, known only at run time: column fields (``load_column_fields``), and the table in global memory."""
+    """What decoding needs at run time: the column fields (``bitfields.load_column_fields``), and the lookup table in global memory."""
 
     column_fields: Any
     table: Any
 
 
 class VisibleTokens(NamedTuple):
-    """The tokens that a query sees: before ``end``, at most ``ahead`` positions after the query, and within its ``window``.
+    """Bounds of the tokens that a query sees: below ``end``, at most ``ahead`` positions after the query, and within its ``window``.
 
-    ``first`` is the first visible token, or None if only the window limits the range.
+    ``first`` is the first visible token, or None if only the window sets a lower bound.
     """
 
     end: Any
@@ -54,11 +54,11 @@ def score(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return base-2 scores ``[warp, token, row]`` for each ``loaded`` tile. With ``MASKED``, the scores of invisible tokens are -inf.
+    """Return base-2 scores ``[warp, token, row]`` for each ``loaded`` tile. With ``MASKED``, invisible tokens get the score -inf.
 
-    ``token`` ``[warp, token]`` are the token numbers in each warp's first tile. ``first`` is the first warp's first token, counted from the
-    start of the program's first page of means. With ``DUAL``, scores in ``queries.second`` rows belong to the token that is
-    ``tile_layout.second_token_offset`` tokens later; if key tiles are not dual, each token then has its own tile.
+    ``token``, ``[warp, token]``, contains the token numbers of each warp's first tile. ``first`` is the first warp's first token, counted
+    from the start of the program's first page of means. With ``DUAL``, the scores in ``queries.second`` rows belong to the token that is
+    ``tile_layout.second_token_offset`` tokens later. If key tiles are not dual, that token has a tile of its own.
     """
     TOKENS: tl.constexpr = token.shape[1]
     TOKENS_PER_ROW: tl.constexpr = 2 if DUAL and not K.dual else 1
@@ -101,7 +101,7 @@ def _score_tile(
 ) -> tl.tensor:
     """Return the base-2 scores ``[warp, token, row]`` of tile ``TILE``. QJL signs use the last columns of the query.
 
-    If two tiles are ``loaded``, their tokens share score rows, and each tile has its own query tiles.
+    If two tiles are ``loaded``, their tokens share rows of scores, and each tile has its own query tiles.
     """
     STEPS: tl.constexpr = K.steps
     CONSTANTS: tl.constexpr = K.constants
@@ -152,9 +152,9 @@ def _score_tile(
 
 @triton.jit
 def _add_products(scores: tl.tensor, tiles: tl.tuple, q: tl.tuple, FIRST: tl.constexpr) -> tl.tensor:
-    """Add K q^T to ``scores`` ``[warp, token, row]``, for key ``tiles`` ``[warp, token, column]`` and query tiles from ``FIRST`` on.
+    """Add K q^T to ``scores`` ``[warp, token, row]``, for key ``tiles`` ``[warp, token, column]`` and the query tiles from ``FIRST`` on.
 
-    For bfloat16 tiles, ``q`` contains a high and a low half per tile; the two products together are precise enough.
+    For bfloat16 tiles, ``q`` contains a high and a low half per tile, because one bfloat16 product is not precise enough.
     """
     for index in tl.static_range(len(tiles)):
         tile = tiles[index]

@@ -35,9 +35,9 @@ ALIGNMENT = 64
 
 
 class DecodedFrame(NamedTuple):
-    """The frame that keys or values are decoded to: the coded frame of ``codec``, or the original frame if ``codec`` is None.
+    """The frame to which keys or values are decoded: the coded frame of ``codec``, or the original frame if ``codec`` is None.
 
-    If value maps precede the coded frame, ``page`` is the page that they belong to.
+    If value maps precede the coded frame, ``page`` is the page that stores them.
     """
 
     codec: Codec | None = None
@@ -49,11 +49,11 @@ class DecodedFrame(NamedTuple):
         return self.codec is None or (self.page is None and _is_in_order(self.codec))
 
     def columns(self, dim: int) -> int:
-        """Return the number of columns for values with ``dim`` channels."""
+        """Return the number of columns in this frame for values with ``dim`` channels."""
         return dim if self.codec is None else len(frame_columns.columns(self.codec, False))
 
     def query_map(self, heads: int, dtype: torch.dtype, device: torch.device) -> tuple[TensorFunction, float]:
-        """Return a function that maps queries to this frame, and the factor of their scores.
+        """Return a function that maps queries to this frame, and the factor by which to multiply their scores.
 
         The queries are 16-bit ``[batch, q_head, query, dim]``. The keys have ``heads`` heads.
         """
@@ -63,7 +63,7 @@ class DecodedFrame(NamedTuple):
         return _dense_channels if matrix is None else lambda q: torch.matmul(q, matrix), factor
 
     def sum_map(self, heads: int, dtype: torch.dtype, device: torch.device) -> TensorFunction:
-        """Return a function that maps sums of values to the original frame, in ``dtype``.
+        """Return a function that maps sums of values from this frame to the original frame, in ``dtype``.
 
         The sums are float32 ``[batch, q_head, query, column]``. The values have ``heads`` heads.
         """
@@ -126,7 +126,7 @@ def _page_originals(codec: Codec, page: PackedRun, heads: int, dtype: torch.dtyp
 
 @lru_cache(maxsize=256)
 def _channels(codec: Codec) -> torch.Tensor:
-    """Return the channel of each column, int64, or the head dim for columns without a channel."""
+    """Return the channel of each column of the codec's tiles, int64. Columns without a channel get the head dim."""
     channels = [channel if channel >= 0 else codec.dim for channel in frame_columns.columns(codec, False)]
     return torch.tensor(channels, dtype=torch.int64, device="cpu")
 
@@ -139,7 +139,7 @@ def _column_channels(codec: Codec, device: str) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor | None, float]:
-    """Return the matrix from channels to columns as its signs, ``[dim, column]`` in ``dtype``, and the magnitude of all entries.
+    """Return the matrix from channels to columns in two parts: its signs, ``[dim, column]`` in ``dtype``, and the magnitude of its entries.
 
     The signs are None for the identity.
     """
@@ -150,7 +150,6 @@ def _matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor
 
 @lru_cache(maxsize=256)
 def _value_matrix(codec: Codec, device: str) -> torch.Tensor | None:
-    """Return the matrix from columns to channels, float32 ``[column, dim]``, or None for the identity."""
     return None if _is_in_order(codec) else frame_columns.value_matrix(((codec, frame_columns.columns(codec, False)),), 1, device)[0]
 
 
@@ -159,7 +158,8 @@ def _is_in_order(codec: Codec) -> bool:
 
 
 def frame_of(side: Side) -> DecodedFrame:
-    """Return the coded frame of ``side`` if all packed tokens share it and a tile loader decodes them, otherwise the original frame."""
+    """Return the coded frame of ``side`` if all packed tokens share it and a tile loader decodes them. Otherwise return the original frame.
+    """
     packed = [segment for segment in segments.side_segments(side).segments if segment.page is not None]
     loader = tiles.find_loader(packed[0].codec) if packed else None
     # Offsets that all tokens share, such as a mean, are not in any column.
@@ -172,7 +172,7 @@ def frame_of(side: Side) -> DecodedFrame:
 
 
 class DecodedBlock:
-    """A block of tokens ``[start, stop)`` of keys or values. Its launches are prepared once; each call decodes the block again."""
+    """A block of tokens ``[start, stop)`` of keys or values. Its launches are prepared once, and each call decodes the block again."""
 
     def __init__(self, side: Side, frame: DecodedFrame, start: int, stop: int, dtype: torch.dtype) -> None:
         self._frame, self._dtype, self._stop = frame, dtype, stop
@@ -196,7 +196,7 @@ class DecodedBlock:
     def make_template(self, side: Side, values: bool, tables: layer_sharing.WorkTables) -> DecodedBlock | None:
         """Return a block that decodes any side of the same kind as ``side``, or None if sides of this kind cannot share it.
 
-        The block's work table is added to ``tables``, as values or as keys.
+        The work table of the block is added to ``tables``: as a table of values if ``values``, otherwise as a table of keys.
         """
         block = object.__new__(DecodedBlock)
         block.__dict__.update(self.__dict__)
@@ -209,7 +209,7 @@ class DecodedBlock:
         return block
 
     def decode(self, side: Side, tables: tuple[torch.Tensor, int] | None, scratch: torch.Tensor, offset: int) -> None:
-        """Decode the block from ``side`` to ``scratch`` at element ``offset``.
+        """Decode the block from ``side`` into ``scratch``, beginning at element ``offset``.
 
         ``tables`` are the layer's shared work tables (``WorkTables.bind``), or None if the block has its own.
         """
@@ -229,9 +229,9 @@ class DecodedBlock:
             self._store(tail.to(self._dtype), scratch.as_strided(self._raw, self._strides, offset + self._raw_at))
 
     def tokens(self, scratch: torch.Tensor, offset: int, start: int, stop: int, splits: int = 1) -> torch.Tensor:
-        """Return tokens ``[start, stop)`` of the block, which was decoded to ``scratch`` at element ``offset``.
+        """Return tokens ``[start, stop)`` of the block, which was decoded into ``scratch`` at element ``offset``.
 
-        The shape is ``[batch * splits, kv_head, token / splits, channel or column]``. The tensor is a view, unless only some tokens are
+        The shape is ``[batch * splits, kv_head, token / splits, channel or column]``. The tensor is a view, except if only some tokens are
         requested and several sequences are split.
         """
         batch, heads, tokens, width = self._shape
@@ -245,7 +245,7 @@ class DecodedBlock:
 
 
 def _work_table(side: Side, codec: Codec, start: int, stop: int) -> tiles.PageTable:
-    """Return the table of work that decodes the packed tokens ``[start, stop)`` of ``side``."""
+    """Return the work table with which ``tiles.decode`` decodes the packed tokens ``[start, stop)`` of ``side``."""
     parts = []
     for segment in segments.side_segments(side).segments:
         begin, end = max(start, segment.first), min(stop, segment.first + segment.tokens)
@@ -266,9 +266,9 @@ def _group_start(side: Side, token: int) -> int:
 
 
 def _decode_in_parts(side: Side, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Decode tokens ``[start, stop)`` with PyTorch, in parts of at most ``DECODED_BYTES``.
+    """Decode tokens ``[start, stop)`` with PyTorch, in parts of at most ``DECODED_BYTES`` bytes.
 
-    Yields the start, the end and the values of each part.
+    Yields (start, stop, values) for each part.
     """
     first = 0
     max_tokens = max(1, DECODED_BYTES // (4 * side.batch * side.heads * side.dim))

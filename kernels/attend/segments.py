@@ -76,7 +76,7 @@ class SideSegment(NamedTuple):
 
 
 class SideSegments(NamedTuple):
-    """All segments of a side, and properties of them that every call needs.
+    """All segments of a side, and facts about them that every call needs.
 
     ``supported`` is True if every segment has an accurate tile loader. ``outliers`` is True if any segment has outliers.
     """
@@ -87,16 +87,16 @@ class SideSegments(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A codec's coded frame. If channel scales or a channel order also define it, ``page`` is the page that stores them."""
+    """A codec's coded frame. If channel scales or a channel order are part of its definition, ``page`` is the page that stores them."""
 
     codec: Codec
     page: PackedRun | None
 
     @property
     def query_codec(self) -> Codec | None:
-        """Codec for which a cached matrix maps queries to this frame, or None if the page's value maps must be applied first.
+        """Codec whose cached matrix maps queries to this frame, or None if the page's value maps must be applied first.
 
-        It includes the page's balanced frame, if this is the page's only value map.
+        A balanced frame is part of the matrix if it is the page's only value map.
         """
         if self.page is None:
             return self.codec
@@ -108,9 +108,7 @@ class Frame(NamedTuple):
 
     @property
     def channel_factors(self) -> torch.Tensor | None:
-        """Channel scales of the page, float32 ``[batch, kv_head, 1, dim]``, or None if mapping queries does not need exactly these and a
-        matrix.
-        """
+        """Channel scales of the page, float32 ``[batch, kv_head, 1, dim]``. They are None unless they are the page's only value map."""
         if self.page is None:
             return None
         assert isinstance(self.page.codec, CodecWithSidecars)
@@ -124,7 +122,7 @@ class Frame(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens of a layer that lie in one key segment and one value segment."""
+    """Consecutive tokens of a layer, from one key segment and one value segment."""
 
     first: int
     tokens: int
@@ -148,11 +146,11 @@ def side_segments(side: Side) -> SideSegments:
 
 
 def _page_segments(page: PackedRun, first: int, dtype: torch.dtype, first_page: PackedRun) -> list[SideSegment]:
-    """Return the segments of ``page``: a single one, or several if it has raw tokens. Segments with raw tokens are marked ``raw``.
+    """Return the segments of ``page``: one, or several if the page has raw tokens. Segments with raw tokens are marked ``raw``.
 
-    Raw segments use the same frame as the other segments, but with codec klt they are decoded to ``dtype`` in the original frame, like the
-    raw tail, because klt's tiles have no room for columns without codes. Pages whose value maps are equal on all pages use ``first_page``'s
-    frame.
+    Raw segments have the same frame as the other segments. Codec klt is an exception: its tiles have no room for columns without codes, so
+    its raw segments are decoded to ``dtype`` in the original frame, like the raw tail. If value maps are equal on all pages, segments use
+    the frame of ``first_page``.
     """
     codec = page.codec
     if not isinstance(codec, CodecWithSidecars):
@@ -186,7 +184,8 @@ def _page_segments(page: PackedRun, first: int, dtype: torch.dtype, first_page: 
 def _segment_with_sidecars(page: PackedRun, first: int, start: int, stop: int, frame: PackedRun | None) -> SideSegment:
     """Return the segment of tokens ``[start, stop)`` of a page with sidecars.
 
-    Its codec keeps the sidecars that tile loaders apply: means, outliers and signs. The other sidecars are applied to queries and sums.
+    The segment's codec keeps the sidecars that tile loaders apply: means, outliers and signs. The other sidecars are applied to queries and
+    sums.
     """
     assert isinstance(page.codec, CodecWithSidecars)
     streams = page.streams if (start, stop) == (0, page.tokens) else page.rows(start, stop, entries=False)
@@ -208,7 +207,7 @@ def _segment_with_sidecars(page: PackedRun, first: int, start: int, stop: int, f
 
 
 def slice_segment(segment: SideSegment, start: int, stop: int) -> SideSegment:
-    """Return tokens ``[start, stop)`` of a segment. ``start`` must be a multiple of the codec's token group."""
+    """Return tokens ``[start, stop)`` of ``segment``. ``start`` must be a multiple of the codec's token group."""
     page = segment.page
     if page is None or stop - start == segment.tokens:
         return segment
@@ -239,10 +238,10 @@ def _page_segment(codec: Codec, first: int, page: PackedRun, streams: Mapping[st
 
 
 def decode_segments(to_decode: Sequence[Segment], columns: tuple[int, ...], side: str) -> list[Segment]:
-    """Decode one side ("k" or "v") of the segments ``to_decode`` in the coded frame, and return segments of decoded values.
+    """Decode one side ("k" or "v") of the segments ``to_decode`` to the coded frame, and return segments that contain the values.
 
-    ``columns`` comes from ``frame_columns.columns`` and determines their order. Values are float16, like tiles, or float32 if some are too
-    large or too small.
+    ``columns`` is the column order (``frame_columns.columns``). Values are float16, like tiles, or float32 if some are too large or too
+    small.
     """
     both = [(segment.k, segment.v) if side == "k" else (segment.v, segment.k) for segment in to_decode]
     # Decode all that the pages of both sides share, even if the layer segment is shorter, so that every call decodes the same tokens.
@@ -268,10 +267,10 @@ def decode_segments(to_decode: Sequence[Segment], columns: tuple[int, ...], side
 
 
 def _decode_blocks(page: PackedRun, blocks: Sequence[tuple[int, int]], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Decode the token ranges ``blocks`` of ``page``, which are ascending: to ``dtype`` in the original frame, or to the coded frame.
+    """Decode the ascending token ranges ``blocks`` of ``page``: to the original frame if ``dtype`` is given, otherwise to the coded frame.
 
-    In the coded frame, a block is float16, or float32 if float16 is not accurate enough. Blocks are cached with the page, which outlives
-    the layer object of a growing layer.
+    In the coded frame, a block is float16, or float32 if float16 is not accurate enough. Blocks are cached with the page, because a page
+    outlives the layer object of a growing layer.
     """
     cached = _decoded_blocks.setdefault(page, {})
     missing = [block for block in blocks if (*block, dtype) not in cached]
@@ -296,7 +295,7 @@ def _decode_blocks(page: PackedRun, blocks: Sequence[tuple[int, int]], dtype: to
 
 
 def layer_segments(k: Sequence[SideSegment], v: Sequence[SideSegment], begin: int, end: int) -> list[Segment]:
-    """Return the layer segments of tokens ``[begin, end)``, cut at every boundary of the key segments ``k`` and value segments ``v``."""
+    """Return the segments of tokens ``[begin, end)``, cut at every boundary between key segments ``k`` and between value segments ``v``."""
     edges = sorted(
         {begin, end, *(edge for segment in (*k, *v) for edge in (segment.first, segment.first + segment.tokens) if begin < edge < end)}
     )

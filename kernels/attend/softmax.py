@@ -23,8 +23,9 @@ NO_SCORE = tl.constexpr(-1.0e30)
 class Softmax(NamedTuple):
     """State of a warp's online softmax, in float32.
 
-    ``largest`` is the largest score, ``[warp, 1, row]``. ``total`` is the total of weights, ``[warp, token, row]``, kept separately for
-    each token position in a tile. ``sums`` are the sums of weighted values, ``[warp, column, row]`` for each tile of a token's values.
+    ``largest`` is the largest score so far, ``[warp, 1, row]``. ``total`` is the total of weights, ``[warp, token, row]``, kept separately
+    for each token position in a tile. ``sums`` are the sums of weighted values, ``[warp, column, row]``, one for each value tile of a
+    token.
     """
 
     largest: Any
@@ -34,7 +35,8 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def empty_softmax(V: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr) -> tl.tuple:
-    """Return a ``Softmax`` of no tokens. For dual values (two tokens per row), its sums have twice as many columns."""
+    """Return the initial ``Softmax``, which has seen no tokens. For dual values (two tokens per tile row), its sums have twice the columns.
+    """
     V_WIDTHS: tl.constexpr = V.widths
     largest = tl.full((WARPS, 1, ROWS), NO_SCORE, tl.float32)
     total = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
@@ -60,11 +62,11 @@ def add(
     V: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return ``softmax`` after adding the ``loaded`` tiles of values, with ``scores`` ``[warp, token, row]`` for each tile.
+    """Return ``softmax`` after adding the ``loaded`` tiles of values. ``scores`` contains one tensor ``[warp, token, row]`` per tile.
 
-    Earlier sums are rescaled once for all tiles. A token's factor is split into 2^e and a quotient: e is added to the score and the
-    quotient multiplies the weight, so that weights stay in [-2, 2]. Signs have their own factors, and their sums come last; e is then the
-    exponent of the larger factor.
+    The earlier sums are rescaled once for all tiles. A token's factor is split into 2^e and a quotient. e is added to the score, and the
+    quotient multiplies the weight, so that weights stay in [-2, 2]. Signs have factors of their own, and their sums come last; e is then
+    the exponent of the larger factor.
     """
     STEPS: tl.constexpr = V.steps
     CONSTANTS: tl.constexpr = V.constants
@@ -73,15 +75,15 @@ def add(
     OUTLIERS: tl.constexpr = V.outliers
     SIGN_STEPS: tl.constexpr = 0 if V.signs is None else V.signs.steps
     FIRST_SIGNS: tl.constexpr = len(softmax.sums) - SIGN_STEPS
-    EACH: tl.constexpr = len(loaded) // len(scores)
+    TILES_PER_ROW: tl.constexpr = len(loaded) // len(scores)
     largest, total, weights, sign_weights, plain_weights, rescale = _weights(softmax, scores, loaded, second, V, FAST)
     sums = ()
     for index in tl.static_range(len(softmax.sums)):
         sums = sums + (softmax.sums[index] * rescale,)
     for index in tl.static_range(len(loaded)):
-        weight = _tile_weights(weights[index // EACH], second, index, EACH)
+        weight = _tile_weights(weights[index // TILES_PER_ROW], second, index, TILES_PER_ROW)
         if V.signs is not None:
-            sign_weight = _tile_weights(sign_weights[index // EACH], second, index, EACH)
+            sign_weight = _tile_weights(sign_weights[index // TILES_PER_ROW], second, index, TILES_PER_ROW)
         added = ()
         for step in tl.static_range(STEPS):
             tiles = V.decode(loaded[index][0], lookup.column_fields, lookup.table, step, CONSTANTS, SHARED, True, FAST)
@@ -97,17 +99,17 @@ def add(
 
 @triton.jit
 def _weights(softmax: tl.tuple, scores: tl.tuple, loaded: tl.tuple, second: tl.tensor, V: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the new largest score and total, the weights of values, signs and outliers, and the factor that rescales earlier sums.
+    """Return the new largest score and total, the weights of values, signs and outliers, and the factor that rescales the earlier sums.
 
-    Weights are ``[warp, token, row]`` per tile; the factor is ``[warp, 1, row]``.
+    Weights are ``[warp, token, row]`` for each tile; the factor is ``[warp, 1, row]``.
     """
-    EACH: tl.constexpr = len(loaded) // len(scores)
+    TILES_PER_ROW: tl.constexpr = len(loaded) // len(scores)
     shifted_scores = ()
     powers = ()
     for tile in tl.static_range(len(scores)):
         score = scores[tile]
         if V.factor is not None or V.signs is not None:
-            power = power_and_quotients(loaded[tile * EACH : (tile + 1) * EACH], second, V, FAST)
+            power = power_and_quotients(loaded[tile * TILES_PER_ROW : (tile + 1) * TILES_PER_ROW], second, V, FAST)
             score = score + broadcast_over_rows(power[0])
             powers = powers + (power,)
         shifted_scores = shifted_scores + (score,)
@@ -135,7 +137,7 @@ def _weights(softmax: tl.tuple, scores: tl.tuple, loaded: tl.tuple, second: tl.t
 
 @triton.jit
 def _add_weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl.constexpr) -> tl.tuple:
-    """Return the sums from index ``FIRST`` on, after adding V^T P^T of ``tiles`` ``[warp, column, token]`` to them."""
+    """Add the products V^T P^T of ``tiles`` ``[warp, column, token]`` to the sums from index ``FIRST`` on, and return only these sums."""
     added = ()
     for index in tl.static_range(len(tiles)):
         tile = tiles[index]
@@ -155,10 +157,10 @@ def _add_weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl
 
 
 @triton.jit
-def _tile_weights(weights: tl.tensor, second: tl.tensor, NUMBER: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
-    """Return the weights for value tile ``NUMBER``. If a score row covers two tiles (``EACH`` is 2), weights of the other tile become 0."""
-    if EACH == 2:
-        weights = tl.where(second == (NUMBER % 2 == 1), weights, 0)
+def _tile_weights(weights: tl.tensor, second: tl.tensor, TILE: tl.constexpr, TILES_PER_ROW: tl.constexpr) -> tl.tensor:
+    """Return the weights for value tile ``TILE``. If a row of scores covers two tiles, the weights of the other tile's tokens become 0."""
+    if TILES_PER_ROW == 2:
+        weights = tl.where(second == (TILE % 2 == 1), weights, 0)
     return weights
 
 
@@ -175,14 +177,14 @@ def _largest_of(tiles: tl.tuple) -> tl.tensor:
 def _round_product(value: tl.tensor, factor: tl.tensor) -> tl.tensor:
     """Return ``value * factor``, rounded before any later addition. ``factor`` is at most 1.
 
-    Two lanes add the same two products in opposite order. If the compiler fused the additions, their sums would differ.
+    Two threads add the same two products in opposite order. Fused multiply-adds would make their sums differ.
     """
     return tl.where(factor > 1, 0.0, value * factor)
 
 
 @triton.jit
 def merge_tokens(softmax: tl.tuple, second: tl.tensor, V: tl.constexpr) -> tl.tuple:
-    """Merge the states of the first and second tokens of tile rows. This halves the number of rows and, for dual values, of columns."""
+    """Merge the sums of the first and second tokens of tile rows. This halves the number of rows and, for dual values, of columns."""
     largest = softmax.largest
     total = softmax.total
     WARPS: tl.constexpr = largest.shape[0]

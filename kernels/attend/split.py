@@ -88,17 +88,17 @@ def attend_split(
 ) -> None:
     """Attend to one work item for one KV head and one block of query rows, and write one partial result per warp.
 
-    ``work_table`` is int64 ``[item, WORK_ROW]`` (``work.load_work``), ``numbers`` is int16 0, 1, 2, ... for ``load_column_fields``.
-    ``k_table`` and ``v_table`` are float16 ``[table, entry, value]``. ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32
-    ``[batch, head, row]`` are padded to whole row blocks. If keys have means, ``mean_q`` is the query for ``means.multiply_pages``; without
-    ``FAST``, ``products`` is room for each program's products with page means, float32 ``[program, page, row]``. The outputs are
-    ``sums_out``, float32 ``[batch, head, row, part, column]``, and ``largest_out`` and ``total_out``, ``[batch, head, row, part]``. With
-    ``LENGTHS``, ``lengths``, int32 ``[batch]``, contains the sequence lengths; ``position`` is the position of the first query in a
-    sequence of full length. With ``CUT``, the kernel skips tokens before a sequence's windows and, unless ``starts`` is None, before its
-    entry in ``starts``, int32 ``[batch]``.
+    ``work_table`` is int64 ``[item, WORK_ROW]`` (``work.load_work``), and ``numbers`` is int16 0, 1, 2, ... for ``load_column_fields``.
+    ``k_table`` and ``v_table`` are float16 ``[table, entry, value]``. ``q``, float32 ``[batch, head, column, row]``, and ``scales``,
+    float32 ``[batch, head, row]``, are padded to whole row blocks. If keys have means, ``mean_q`` is the query for
+    ``means.multiply_pages``. Without ``FAST``, ``products`` has room for each program's products with page means, float32 ``[program, page,
+    row]``. The outputs are ``sums_out``, float32 ``[batch, head, row, part, column]``, and ``largest_out`` and ``total_out``, ``[batch,
+    head, row, part]``. With ``LENGTHS``, ``lengths``, int32 ``[batch]``, contains the sequence lengths; ``position`` is the position of the
+    first query in a sequence of full length. With ``CUT``, the kernel skips the tokens before a sequence's windows and, unless ``starts``
+    is None, before its entry in ``starts``, int32 ``[batch]``.
 
-    With ``LATE``, values are loaded after their tokens' scores. With ``PREFETCH``, the rows of the next tokens are prefetched into the L2
-    cache; with ``LOADS_AHEAD``, they are loaded into registers.
+    With ``LATE``, values are loaded only after the scores of their tokens are computed, to save registers. With ``PREFETCH``, the rows of
+    the next tokens are prefetched into the L2 cache; with ``LOADS_AHEAD``, they are loaded into registers.
     """
     # Triton 3.6 accepts tuples and strings as function arguments only if they are bound to a name.
     DUAL: tl.constexpr = K.dual or V.dual

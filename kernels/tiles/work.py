@@ -135,18 +135,18 @@ def skip_unseen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.cons
 
 
 @triton.jit
-def prefetch(work: tl.tuple, offset: tl.tensor, K: tl.constexpr, V: tl.constexpr, BEYOND: tl.constexpr, TOKENS: tl.constexpr) -> None:
-    """Prefetch rows of up to ``TOKENS`` tokens into the L2 cache, starting ``BEYOND`` tokens after token ``offset`` of the work."""
-    _prefetch_side(work.k, offset, work.count, K, BEYOND, TOKENS)
-    _prefetch_side(work.v, offset, work.count, V, BEYOND, TOKENS)
+def prefetch(work: tl.tuple, offset: tl.tensor, K: tl.constexpr, V: tl.constexpr, DISTANCE: tl.constexpr, TOKENS: tl.constexpr) -> None:
+    """Prefetch rows of up to ``TOKENS`` tokens into the L2 cache, starting ``DISTANCE`` tokens after token ``offset`` of the work."""
+    _prefetch_side(work.k, offset, work.count, K, DISTANCE, TOKENS)
+    _prefetch_side(work.v, offset, work.count, V, DISTANCE, TOKENS)
 
 
 @triton.jit
 def _prefetch_side(
-    rows: tl.tuple, offset: tl.tensor, count: tl.tensor, SIDE: tl.constexpr, BEYOND: tl.constexpr, TOKENS: tl.constexpr
+    rows: tl.tuple, offset: tl.tensor, count: tl.tensor, SIDE: tl.constexpr, DISTANCE: tl.constexpr, TOKENS: tl.constexpr
 ) -> None:
-    first = rows.first + offset + BEYOND
-    tokens = tl.minimum(count - offset - BEYOND, TOKENS)
+    first = rows.first + offset + DISTANCE
+    tokens = tl.minimum(count - offset - DISTANCE, TOKENS)
     for number in tl.static_range(len(SIDE.streams)):
         if SIDE.streams[number].row_bytes:
             _prefetch_stream(rows.streams[number], first, tokens, SIDE.streams[number].row_bytes, SIDE.streams[number].tokens)

@@ -151,7 +151,7 @@ engines: $(INSTALLED)
 	PYTHONPATH=build/engines/llama_cpp $(BIN)/python tests/support/engines/llama_cpp_round_trip.py
 
 # The kernels compiled, on a machine with a CUDA device: most of the time goes to compiling, so in many processes.
-GPU_TESTS = $(KERNEL_TESTS) tests/bench/test_attention_kernels.py tests/bench/test_encode_kernels.py tests/benchmarks/test_pages.py tests/kernels/test_cuda.py tests/cache/test_staged_cuda.py
+GPU_TESTS = $(shell grep -lrE "pytest.mark.(kernels|cuda)" tests --include="test_*.py")
 
 gpu-test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses auto --dist worksteal $(GPU_TESTS)

@@ -29,10 +29,10 @@ def load_words(
     TRANSPOSED: tl.constexpr,
     SECOND_OFFSET: tl.constexpr = 0,
 ) -> tl.tensor:
-    """Load the rows of ``token`` ``[warp, token]``, counted from token ``first``, as an int16 tile of ``PAD`` columns.
+    """Load one row of words per ``token`` ``[warp, token]`` as an int16 tile of ``PAD`` columns. Rows are counted from row ``first``.
 
-    A row has ``ROW`` words, which are repeated to fill the columns if ``ROW`` is a power of two, and otherwise padded with zeros. With
-    ``SECOND_OFFSET``, the second half of the columns belongs to another token (``tile_layout``).
+    A row has ``ROW`` words. If ``ROW`` is a power of two, they are repeated to fill the columns; otherwise, they are padded with zeros.
+    With ``SECOND_OFFSET``, the second half of the columns belongs to another token (``tile_layout``).
     """
     column_index = tl.arange(0, PAD)[None, :]
     column = broadcast_columns(column_index, TRANSPOSED)
@@ -56,7 +56,7 @@ def load_words(
 def load_per_token(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, ROW: tl.constexpr, AT: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tensor:
-    """Load element ``AT`` of each token's row of ``ROW`` elements, ``[warp, token]``. Token numbers are relative to ``first``."""
+    """Load element ``AT`` of each token's row of ``ROW`` elements, ``[warp, token]``. Rows are counted from row ``first``."""
     address = pointer + first * ROW + (token * ROW + AT)
     if MASKED:
         value = tl.load(address, valid, 0)
@@ -77,8 +77,8 @@ def load_planes(
 ) -> tl.tuple:
     """Load all planes of a code stream, each as an int16 tile of ``PACKING.tile_width`` columns.
 
-    A plane of bytes is repeated, as ``expand_planes`` expects. ``PACKING`` is a ``tiles.TilePacking``. ``token`` and ``valid`` are ``[warp,
-    token]``; for dual tiles, ``valid`` is a pair.
+    A plane of bytes is loaded as words that are repeated, so that ``expand_planes`` can select a byte for each column. ``PACKING`` is a
+    ``TilePacking``. ``token`` and ``valid`` are ``[warp, token]``; for dual tiles, ``valid`` is a pair.
     """
     FIRST: tl.constexpr = PACKING.stream
     BYTES: tl.constexpr = PACKING.column_bytes
@@ -133,10 +133,12 @@ def extract_field(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, F
 
 @triton.jit
 def load_column_fields(numbers: tl.tensor, PACKINGS: tl.constexpr) -> tl.tuple:
-    """Load the per-column constants that ``expand_planes`` and ``select_by_field`` need, two tensors per code stream.
+    """Load the constants per column that ``expand_planes`` and ``select_by_field`` need: two tensors per code stream.
 
-    ``PACKINGS`` contains two integers per stream: columns with words, and columns of the tile. The constants are loaded from ``numbers``
-    (int16 0, 1, 2, ...), because loaded values have the layout of matrix operands even before words are decoded.
+    The first tensor is the bit at which a column's byte begins in a plane of bytes. The second is the number of the field that the column
+    shows in a tile wider than a row. ``PACKINGS`` contains two integers per stream: the number of columns with words, and the number of
+    tile columns. The constants are loaded from ``numbers`` (int16 0, 1, 2, ...) instead of being computed, because loaded values have the
+    layout of matrix operands even before words are decoded.
     """
     column_fields = ()
     for index in tl.static_range(len(PACKINGS) // 2):
@@ -158,9 +160,14 @@ BYTES_PTX = tl.constexpr(
 
 @triton.jit
 def expand_planes(
-    loaded: tl.tuple, column_fields: tl.tuple, NUMBER: tl.constexpr, PACKING: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
+    loaded: tl.tuple,
+    column_fields: tl.tuple,
+    PACKING_INDEX: tl.constexpr,
+    PACKING: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the planes of code stream number ``NUMBER`` as int16 tiles. For a plane of bytes, each column gets its own byte."""
+    """Return the planes of a code stream as int16 tiles. In a plane of bytes, each column gets its own byte."""
     FIRST: tl.constexpr = PACKING.stream
     BYTES: tl.constexpr = PACKING.column_bytes
     expanded = ()
@@ -168,7 +175,7 @@ def expand_planes(
         expanded = expanded + (loaded[FIRST + plane],)
     if BYTES % 2:
         word = loaded[FIRST + BYTES // 2]
-        shift = broadcast_columns(column_fields[2 * NUMBER], TRANSPOSED)
+        shift = broadcast_columns(column_fields[2 * PACKING_INDEX], TRANSPOSED)
         if FAST:
             byte = tl.inline_asm_elementwise(BYTES_PTX, "=r,r,r", [word, shift], dtype=tl.int16, is_pure=True, pack=2)
         else:
@@ -189,13 +196,16 @@ def select_by_field(
     value: tl.tensor,
     other: tl.tensor,
     column_fields: tl.tuple,
-    NUMBER: tl.constexpr,
+    PACKING_INDEX: tl.constexpr,
     FIELD: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return ``value`` in columns with a field number below ``FIELD``, and ``other`` elsewhere. Both are 16-bit tiles of a stream."""
-    column_field = broadcast_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
+    """Return ``value`` in columns whose field number (``load_column_fields``) is below ``FIELD``, and ``other`` in all other columns.
+
+    Both are 16-bit tiles of the code stream.
+    """
+    column_field = broadcast_columns(column_fields[2 * PACKING_INDEX + 1], TRANSPOSED)
     if FAST:
         value = tl.inline_asm_elementwise(
             select_ptx(FIELD), "=r,r,r,r", [value, other, column_field], dtype=value.dtype, is_pure=True, pack=2
@@ -207,7 +217,7 @@ def select_by_field(
 
 @triton.jit
 def extract_straddling(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Extract ``BITS`` bits of each column that begin at ``BIT`` and span two words, as an int16 tile."""
+    """Extract ``BITS`` bits of each column, beginning at bit ``BIT``, as an int16 tile. The bits must span two words."""
     WORD: tl.constexpr = BIT // 16
     POSITION: tl.constexpr = BIT % 16
     if FAST:
@@ -222,7 +232,7 @@ def extract_straddling(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, 
 
 @triton.jit
 def extract_bits(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Extract ``BITS`` bits of each column, beginning at ``BIT``, as an int16 tile."""
+    """Extract ``BITS`` bits of each column, beginning at bit ``BIT``, as an int16 tile."""
     if BIT % 16 + BITS > 16:
         value = extract_straddling(planes, BIT, BITS, FAST)
     else:
@@ -241,7 +251,7 @@ def shift_ptx(position: int, stride_bits: int) -> str:
 def shift_to_field(
     word: tl.tensor,
     column_fields: tl.tuple,
-    NUMBER: tl.constexpr,
+    PACKING_INDEX: tl.constexpr,
     POSITION: tl.constexpr,
     STRIDE_BITS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -252,7 +262,7 @@ def shift_to_field(
     The shift is ``POSITION`` in columns of the first field, and ``STRIDE_BITS`` more for each later field. Bits above the field belong to
     other fields or, with ``FAST``, to the neighboring word.
     """
-    column_field = broadcast_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
+    column_field = broadcast_columns(column_fields[2 * PACKING_INDEX + 1], TRANSPOSED)
     if FAST:
         value = tl.inline_asm_elementwise(
             shift_ptx(POSITION, STRIDE_BITS), "=r,r,r", [word, column_field], dtype=tl.int16, is_pure=True, pack=2
@@ -264,7 +274,10 @@ def shift_to_field(
 
 @triton.constexpr_function
 def step_position(step: int, bits: int, field_stride: int) -> int:
-    """Return the bit at which a step's digits begin in the words of ``step_words``. With a field stride, all steps share the words."""
+    """Return the bit at which the digits of ``step`` begin in the words that ``step_words`` returns.
+
+    With a ``field_stride``, all steps share the same words, so the digits begin at a different bit in each step.
+    """
     return step * bits if field_stride > 1 else 0
 
 
@@ -272,7 +285,7 @@ def step_position(step: int, bits: int, field_stride: int) -> int:
 def step_words(
     planes: tl.tuple,
     column_fields: tl.tuple,
-    NUMBER: tl.constexpr,
+    PACKING_INDEX: tl.constexpr,
     PACKING: tl.constexpr,
     FIRST: tl.constexpr,
     BITS: tl.constexpr,
@@ -283,20 +296,20 @@ def step_words(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return an int16 tile with the digits of step ``STEP`` at bit ``step_position``, for rows narrower than the tile.
+    """Return an int16 tile with the digits of step ``STEP`` at bit ``step_position``, for rows that are narrower than the tile.
 
-    Field 0 of ``FIELDS`` begins at bit ``FIRST``; adjacent fields of the tile are ``FIELD_STRIDE`` fields apart
-    (``tiles.tile_field_stride``). Other bits are unspecified.
+    There are ``FIELDS`` fields, and field 0 begins at bit ``FIRST``. Neighboring fields of the tile are ``FIELD_STRIDE`` fields apart in a
+    word (``tiles.tile_field_stride``). All other bits of the tile are unspecified.
     """
     FIELD: tl.constexpr = 0 if FIELD_STRIDE > 1 else STEP * FIELDS_PER_TILE
     BEGIN: tl.constexpr = FIRST + FIELD * BITS
     LAST: tl.constexpr = BEGIN + (FIELDS_PER_TILE - 1) * FIELD_STRIDE * BITS
     if BEGIN // 16 == (LAST + BITS - 1) // 16:
-        value = shift_to_field(planes[BEGIN // 16], column_fields, NUMBER, BEGIN % 16, FIELD_STRIDE * BITS, TRANSPOSED, FAST)
+        value = shift_to_field(planes[BEGIN // 16], column_fields, PACKING_INDEX, BEGIN % 16, FIELD_STRIDE * BITS, TRANSPOSED, FAST)
     else:
         value = extract_bits(planes, BEGIN, BITS, FAST)
         for index in tl.static_range(1, FIELDS_PER_TILE):
             if FIELD + index * FIELD_STRIDE < FIELDS:
                 other = extract_bits(planes, BEGIN + index * FIELD_STRIDE * BITS, BITS, FAST)
-                value = select_by_field(value, other, column_fields, NUMBER, index, TRANSPOSED, FAST)
+                value = select_by_field(value, other, column_fields, PACKING_INDEX, index, TRANSPOSED, FAST)
     return value

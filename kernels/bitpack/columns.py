@@ -31,10 +31,10 @@ WARPS = 2
 
 
 def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Unpack uint16 planes ``[batch, kv_head, token, words]`` to one int32 tensor ``[..., symbols]`` per digit. Strides are arbitrary.
+    """Unpack uint16 planes ``[batch, kv_head, token, words]`` to one int32 tensor ``[..., symbols]`` per digit. Any strides are allowed.
 
-    The digits are the same as from ``Columns.unpack``, also for words that no writer produces. Raises InvalidParameter if the planes do not
-    match ``packing``.
+    The digits equal those of ``Columns.unpack``, even for words that no writer produces. Raises InvalidParameter if the planes do not match
+    ``packing``.
     """
     batch, heads, tokens = planes[0].shape[:3]
     for words, plane in zip(packing.planes, planes, strict=True):
@@ -74,7 +74,7 @@ def tile_shape(packing: Columns) -> tuple[int, int]:
 
 
 def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> None:
-    """Raise InvalidParameter unless ``tensor`` has the ``expected`` shape; kernels would otherwise read out of bounds."""
+    """Raise InvalidParameter unless ``tensor`` has the ``expected`` shape. Kernels would read out of bounds otherwise."""
     if tuple(tensor.shape) != expected:
         raise InvalidParameter(f"{name}: the codec needs shape {list(expected)}, got {list(tensor.shape)}")
 
@@ -88,7 +88,7 @@ def device_table(rows: Sequence[Sequence[int]], device: torch.device) -> torch.T
 def launch(
     kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int = WARPS, fusion: bool = False, **constants: Any
 ) -> None:
-    """Launch ``kernel`` on ``device`` with ``programs`` programs. If that is 0, nothing is launched.
+    """Launch ``kernel`` with ``programs`` programs on ``device``. Nothing is launched if ``programs`` is 0.
 
     Without ``fusion``, products and sums are rounded separately, as in PyTorch.
     """
@@ -105,7 +105,7 @@ def launch(
 def constant_at(constants: Any, *indices: int) -> Any:
     """Return the element at ``indices`` of nested constant tuples.
 
-    It exists because Triton accepts only one index at a time, and Triton 3.6 drops field names.
+    Triton accepts only one index at a time, and Triton 3.6 drops field names; this function does neither.
     """
     for index in indices:
         constants = constants[index]
@@ -114,7 +114,7 @@ def constant_at(constants: Any, *indices: int) -> Any:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tile_origin(heads: tl.tensor, tokens: tl.tensor, BLOCK_TOKENS: tl.constexpr) -> tl.tuple:
-    """Return the batch index, head and first token, int64, of this program's tile in a one-dimensional grid."""
+    """Return the batch index, head and first token of this program's tile, int64, in a one-dimensional grid."""
     program = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(tokens, BLOCK_TOKENS)
     row = program // blocks
@@ -134,9 +134,9 @@ def load_word(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Load word ``WORD`` of each ``column`` as int32 ``[token, symbol]``, or one byte from a plane of bytes.
+    """Load word ``WORD`` of each ``column`` as int32 ``[token, symbol]``. In a plane of bytes, load a byte instead.
 
-    ``strides`` are the strides of each plane ``[batch, kv_head, token, words]``. ``token`` is ``[token, 1]`` and ``column`` ``[1,
+    ``strides`` contains the strides of each plane ``[batch, kv_head, token, words]``. ``token`` is ``[token, 1]``, and ``column`` is ``[1,
     symbol]``.
     """
     row = planes[WORD] + batch * strides[WORD][0] + head * strides[WORD][1] + token * strides[WORD][2]
@@ -164,9 +164,9 @@ def load_bit_fields(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Load the digit of each ``symbol`` as int32 ``[token, symbol]``.
+    """Load the digit of each ``symbol`` as int32 ``[token, symbol]``, for packings whose digits are bit fields.
 
-    A digit has ``BITS`` bits (at most 16); field 0 begins at ``FIRST_BIT``.
+    A digit has ``BITS`` bits (at most 16). In field 0 of a column, it begins at bit ``FIRST_BIT``.
     """
     column = symbol % WIDTH
     position = FIRST_BIT + symbol // WIDTH * BITS
@@ -193,7 +193,10 @@ def load_columns(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Load the whole column that contains each symbol (at most 7 bytes). Returns int32 for up to 3 bytes, else int64; never negative."""
+    """Load the whole column that contains each symbol. Columns have up to 7 bytes.
+
+    Returns nonnegative integers: int32 for columns of up to 3 bytes, otherwise int64.
+    """
     column = symbol % WIDTH
     value = tl.full(mask.shape, 0, tl.int32 if COLUMN_BYTES <= 3 else tl.int64)
     for plane in tl.static_range((COLUMN_BYTES + 1) // 2):
@@ -204,7 +207,9 @@ def load_columns(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def extract_digit(columns: tl.tensor, field: tl.tensor, FIRST: tl.constexpr, BASE: tl.constexpr, FIELDS: tl.constexpr) -> tl.tensor:
-    """Return columns // (FIRST * BASE^field) % BASE as int32. Uses one division by a constant per bit of ``field``, which is less than 64.
+    """Return columns // (FIRST * BASE^field) % BASE as int32.
+
+    The division is done in one step per bit of ``field``, each with a constant divisor. ``field`` must be less than 64.
     """
     quotient = columns // FIRST
     for bit in tl.static_range(6):
@@ -232,7 +237,8 @@ def _unpack(
 ) -> None:
     """Unpack one tile ``[token, symbol]`` of every digit to ``digits``, int32 ``[batch, kv_head, token, symbol]``.
 
-    With ``BINARY``, ``FIRST`` and ``BASES`` are each digit's first bit and number of bits; otherwise its first place value and its base.
+    With ``BINARY``, ``FIRST`` and ``BASES`` are the first bit and the number of bits of each digit. Otherwise, they are its first place
+    value and its base.
     """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]

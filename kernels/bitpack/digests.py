@@ -70,9 +70,7 @@ The groups are the secrets for the end of a block, for the last stripe and for t
 
 @lru_cache(maxsize=16)
 def _constants(device: str) -> torch.Tensor:
-    """Return an int64 tensor with the constants of XXH3.
-
-    It contains the 24 words of the secret, 8 words at each of three unaligned offsets in the secret, and the initial accumulators.
+    """Return the constants of XXH3, int64: the secret's 24 words, 8 words at each of three unaligned offsets, and the initial accumulators.
     """
     words = b"".join(_SECRET[offset : offset + size] for offset, size in ((0, 192), (121, 64), (11, 64), (117, 64)))
     values = numpy.concatenate([numpy.frombuffer(words, "<u8"), numpy.array(_ACCUMULATORS, numpy.uint64)])
@@ -83,8 +81,8 @@ def _constants(device: str) -> torch.Tensor:
 def digests(ranges: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
     """Return the digests of byte ``ranges`` in device memory, int64 ``[range, 2]``, high half first.
 
-    A range consists of a contiguous uint8 tensor, the first byte, and the byte after the last. All tensors are on one device. A range
-    begins at a multiple of 8 bytes and has at least ``MIN_BYTES`` bytes.
+    A range is a contiguous uint8 tensor, the index of its first byte, and the index after its last byte. All tensors are on one device. A
+    range begins at a multiple of 8 bytes and has at least ``MIN_BYTES`` bytes.
     """
     device = ranges[0][0].device
     result = torch.empty(len(ranges), 2, dtype=torch.int64, device=device)
@@ -109,7 +107,7 @@ def digests(ranges: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
 
 @contextmanager
 def _launch_streams(device: torch.device, groups: int) -> Iterator[list[AbstractContextManager[Any]]]:
-    """Yield CUDA stream contexts for ``groups`` pairs of launches. At the end, the caller's stream waits for all of them.
+    """Yield a list of CUDA stream contexts for each of ``groups`` pairs of launches. Afterwards, the caller's stream waits for all of them.
 
     A single pair runs on the caller's stream.
     """
@@ -131,9 +129,9 @@ def _launch_streams(device: torch.device, groups: int) -> Iterator[list[Abstract
 
 @lru_cache(maxsize=16)
 def _device_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Return the ``STREAMS`` CUDA streams for digests on ``device``, the same on every call.
+    """Return the ``STREAMS`` CUDA streams for digests on ``device``.
 
-    PyTorch reuses freed memory only on the same stream, so fixed streams bound the memory for sums.
+    Every call returns the same streams, because PyTorch reuses freed memory only on the same stream. This bounds the memory for sums.
     """
     return [torch.cuda.Stream(device) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
 
@@ -154,7 +152,7 @@ def _as_words(address: tl.tensor) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["parts"])
 def _sum_blocks(sums: tl.tensor, table: tl.tensor, constants: tl.tensor, parts: tl.tensor, BLOCKS: tl.constexpr) -> None:
-    """Write the sum that each block in one part of a tensor adds to the accumulators. The tensor's last stripe is left out."""
+    """Write the sum that each block in one part of a tensor adds to the accumulators. The tensor's last stripe (64 bytes) is left out."""
     row = table + (tl.program_id(0) // parts) * TABLE_INTEGERS
     size = tl.load(row + 1)
     block = (tl.program_id(0) % parts).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None, None, None]
@@ -178,7 +176,7 @@ def _scramble(accumulators: tl.tensor, sums: tl.tensor, secret: tl.tensor) -> tl
 
 @triton.jit
 def _digest_half(accumulators: tl.tensor, secret: tl.tensor, start: tl.tensor) -> tl.tensor:
-    """Return one 64-bit half of the digest from the final ``accumulators``."""
+    """Compute one 64-bit half of the digest from the final ``accumulators``."""
     a, b = tl.split(accumulators ^ secret)
     value = start + tl.sum((a * b) ^ tl.umulhi(a, b), 0)
     value = (value ^ (value >> 37)) * AVALANCHE
@@ -187,7 +185,7 @@ def _digest_half(accumulators: tl.tensor, secret: tl.tensor, start: tl.tensor) -
 
 @triton.jit
 def _finish(result: tl.tensor, sums: tl.tensor, table: tl.tensor, constants: tl.tensor, STEPS: tl.constexpr) -> None:
-    """Combine a tensor's block sums, and write the high and the low half of its digest to ``result``."""
+    """Combine the block sums of one tensor, and write the high and the low half of its digest to ``result``."""
     row = table + tl.program_id(0).to(tl.int64) * TABLE_INTEGERS
     size = tl.load(row + 1)
     lane = tl.arange(0, PAIRS)[:, None] * 2 + tl.arange(0, 2)

@@ -17,7 +17,7 @@ from .bitfields import extract_straddling
 
 @triton.jit
 def code_as_f16(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Convert ``BITS`` bits (at most 10) of each word, beginning at bit ``POSITION``, to float16."""
+    """Convert ``BITS`` bits of each word, beginning at bit ``POSITION``, to float16. ``BITS`` is at most 10."""
     if FAST:
         value = tl.inline_asm_elementwise(_code_ptx(POSITION, BITS), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -35,7 +35,6 @@ def _code_ptx(position: int, bits: int) -> str:
 
 @triton.jit
 def multiply(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Multiply two float16 tiles element by element."""
     if FAST:
         value = tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -45,7 +44,6 @@ def multiply(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tens
 
 @triton.jit
 def exp2(exponent: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Return 2 to the power of each element of a float16 tile, in float16."""
     if FAST:
         value = tl.inline_asm_elementwise("ex2.approx.f16x2 $0, $1;", "=r,r", [exponent], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -60,7 +58,7 @@ def _negate_ptx(position: int) -> str:
 
 @triton.jit
 def negate_by_bit(value: tl.tensor, word: tl.tensor, POSITION: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Flip the signs of float16 ``value`` wherever bit ``POSITION`` of ``word`` is set."""
+    """Negate each float16 in ``value`` if bit ``POSITION`` of its element of ``word`` is set."""
     if FAST:
         result = tl.inline_asm_elementwise(_negate_ptx(POSITION), "=r,r,r", [value, word], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -70,7 +68,7 @@ def negate_by_bit(value: tl.tensor, word: tl.tensor, POSITION: tl.constexpr, FAS
 
 @triton.jit
 def split_scales(scales: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """Split each int32 of ``scales`` into a float16 scale (low half) and center (high half) for ``affine``."""
+    """Split each int32 of ``scales`` into a float16 scale (low half) and center (high half), for ``affine``."""
     if FAST:
         scale, center = tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
@@ -92,13 +90,13 @@ FRACTION_BITS = 10
 
 @triton.constexpr_function
 def middle_code(bits: int) -> float:
-    """Return the midpoint between the smallest and largest code of ``bits`` bits."""
+    """Return the midpoint between the smallest and the largest code of ``bits`` bits."""
     return ((1 << bits) - 1) / 2
 
 
 @triton.constexpr_function
 def binary16_bits(value: float) -> int:
-    """Return the bit pattern of ``value`` as float16."""
+    """Return the bit pattern of ``value`` as a float16 number."""
     import struct
 
     return int.from_bytes(struct.pack("<e", value), "little")
@@ -106,7 +104,7 @@ def binary16_bits(value: float) -> int:
 
 @triton.constexpr_function
 def _affine_ptx(position: int, bits: int, middle: float) -> str:
-    """Return PTX that computes (code - ``middle``) * scale + center for two words, with each code inserted into a float16 fraction."""
+    """Return PTX that computes (code - ``middle``) * scale + center for two words. It inserts each code into the fraction of a float16."""
     half_bit = int(middle % 1 > 0)
     shared_bits = (FRACTION_BITS - half_bit) // bits * bits
     # Use the same shift for as many fields as possible, so that the assembler merges the shifts.
@@ -138,9 +136,9 @@ def affine(
     MIDDLE: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return (code - ``MIDDLE``) * scale + center in float16, for ``BITS``-bit codes that begin at bit ``POSITION`` of ``word``.
+    """Return (code - ``MIDDLE``) * scale + center in float16. Codes have ``BITS`` bits and begin at bit ``POSITION`` of ``word``.
 
-    ``scale`` and ``center`` are float16 and broadcast to ``word``. ``MIDDLE`` is ``middle_code``, or that number rounded up: an integer
+    ``scale`` and ``center`` are float16 and broadcast to ``word``. ``MIDDLE`` is ``middle_code`` or that number rounded up. An integer
     saves a shift for codes that begin at bit 0.
     """
     if FAST:

@@ -17,7 +17,8 @@ from .thread_digits import column_pieces
 
 @triton.jit
 def join_halves(low: tl.tensor, high: tl.tensor, LOW: tl.constexpr, HIGH: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Join one half of ``low`` and one half of ``high``; ``LOW`` and ``HIGH`` select each operand's lower (0) or upper (1) half."""
+    """Join one half of ``low`` and one half of ``high``. ``LOW`` and ``HIGH`` select the lower (0) or the upper (1) half of each operand.
+    """
     if FAST:
         SELECT: tl.constexpr = (0x7600 if HIGH else 0x5400) + (0x32 if LOW else 0x10)
         value = tl.inline_asm_elementwise(f"prmt.b32 $0, $1, $2, {SELECT};", "=r,r,r", [low, high], dtype=tl.uint32, is_pure=True, pack=1)
@@ -36,7 +37,7 @@ def _negate_ptx(low: int, high: int) -> str:
 def negate_f16x2(
     values: tl.tensor, words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, POSITION: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """Flip the signs in f16x2 ``values``: the low half by bit ``POSITION`` of a column, and the high half by the next bit."""
+    """Flip the signs in f16x2 ``values``. Bit ``POSITION`` of a column controls the low half, and bit ``POSITION`` + 1 the high half."""
     LOW: tl.constexpr = column_pieces(PACKING, COLUMN, POSITION, 1)
     HIGH: tl.constexpr = column_pieces(PACKING, COLUMN, POSITION + 1, 1)
     LOW_BIT: tl.constexpr = constant_at(LOW, 0)
@@ -55,7 +56,6 @@ def negate_f16x2(
 
 @triton.jit
 def multiply_f16x2(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Multiply two f16x2 tensors, half by half."""
     if FAST:
         value = tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.uint32, is_pure=True, pack=1)
     else:
@@ -73,12 +73,12 @@ def _scale_ptx(which: int) -> str:
 
 
 @triton.jit
-def scale_f16x2(values: tl.tensor, scales: tl.tensor, WHICH: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Multiply both halves of ``values`` by one half of ``scales``: the lower half if ``WHICH`` is 0, the upper half if it is 1."""
+def scale_f16x2(values: tl.tensor, scales: tl.tensor, HALF: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Multiply both halves of ``values`` by one half of ``scales``: the lower half if ``HALF`` is 0, the upper half if it is 1."""
     if FAST:
-        value = tl.inline_asm_elementwise(_scale_ptx(WHICH), "=r,r,r", [values, scales], dtype=tl.uint32, is_pure=True, pack=1)
+        value = tl.inline_asm_elementwise(_scale_ptx(HALF), "=r,r,r", [values, scales], dtype=tl.uint32, is_pure=True, pack=1)
     else:
-        value = multiply_f16x2(values, join_halves(scales, scales, WHICH, WHICH, FAST), FAST)
+        value = multiply_f16x2(values, join_halves(scales, scales, HALF, HALF, FAST), FAST)
     return value
 
 
@@ -90,7 +90,7 @@ def broadcast_f16x2(value: tl.tensor) -> tl.tensor:
 
 @triton.constexpr_function
 def _affine_ptx(bits: int) -> str:
-    """Return PTX for ``affine_f16x2``, which inserts each code into the low bits of a float16 fraction."""
+    """Return PTX for ``affine_f16x2``. It inserts each code into the low bits of a float16 fraction."""
     import struct
 
     bias = int.from_bytes(struct.pack("<e", 1024.0 + (1 << bits >> 1)), "little") * 0x10001
@@ -101,9 +101,9 @@ def _affine_ptx(bits: int) -> str:
 
 @triton.jit
 def affine_f16x2(codes: tl.tensor, scale: tl.tensor, center: tl.tensor, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return (code - 2^BITS / 2) * scale + center for two ``BITS``-bit codes (at most 8 bits) 16 bits apart, as f16x2.
+    """Return (code - 2^BITS / 2) * scale + center for two codes per register, as f16x2.
 
-    ``scale`` and ``center`` are f16x2.
+    The codes have ``BITS`` bits (at most 8) and are 16 bits apart. ``scale`` and ``center`` are f16x2.
     """
     if FAST:
         value = tl.inline_asm_elementwise(_affine_ptx(BITS), "=r,r,r,r", [codes, scale, center], dtype=tl.uint32, is_pure=True, pack=1)
@@ -113,14 +113,13 @@ def affine_f16x2(codes: tl.tensor, scale: tl.tensor, center: tl.tensor, BITS: tl
 
 
 @triton.jit
-def _affine_half(codes: tl.tensor, scale: tl.tensor, center: tl.tensor, BITS: tl.constexpr, WHICH: tl.constexpr) -> tl.tensor:
-    code = ((codes >> (16 * WHICH)) & 0xFFFF).to(tl.float16) - float(1 << BITS >> 1)
-    return (code * _half_as_f16(scale, WHICH) + _half_as_f16(center, WHICH)).to(tl.uint16, bitcast=True).to(tl.uint32)
+def _affine_half(codes: tl.tensor, scale: tl.tensor, center: tl.tensor, BITS: tl.constexpr, HALF: tl.constexpr) -> tl.tensor:
+    code = ((codes >> (16 * HALF)) & 0xFFFF).to(tl.float16) - float(1 << BITS >> 1)
+    return (code * _half_as_f16(scale, HALF) + _half_as_f16(center, HALF)).to(tl.uint16, bitcast=True).to(tl.uint32)
 
 
 @triton.jit
 def exp2_f16x2(exponents: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Return 2 to the power of each half of ``exponents``, as f16x2."""
     if FAST:
         value = tl.inline_asm_elementwise("ex2.approx.f16x2 $0, $1;", "=r,r", [exponents], dtype=tl.uint32, is_pure=True, pack=1)
     else:
@@ -131,5 +130,5 @@ def exp2_f16x2(exponents: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _half_as_f16(values: tl.tensor, WHICH: tl.constexpr) -> tl.tensor:
-    return (values >> (16 * WHICH)).to(tl.uint16).to(tl.float16, bitcast=True)
+def _half_as_f16(values: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
+    return (values >> (16 * HALF)).to(tl.uint16).to(tl.float16, bitcast=True)

@@ -21,8 +21,8 @@ E2M1_EXPONENT = tl.constexpr(14)
 def _elements_ptx(element: str, position: int, converts: bool) -> str:
     """Return PTX that converts the elements at bit ``position`` of two words to an f16x2.
 
-    e2m1 results are too small by a factor of 2^E2M1_EXPONENT, and zeros may have either sign. ``converts`` is True if the device has an
-    instruction that converts two e4m3 values. The PTX repeats steps that several fields share; the assembler merges them.
+    For e2m1, results are too small by a factor of 2^E2M1_EXPONENT, and zeros may have either sign. ``converts`` is True if the device has
+    an instruction that converts two e4m3 values. The PTX repeats steps that several fields share; the assembler merges them.
     """
     byte = "and.b32 $0, {0}, 0xFF00FF00;" if position >= 8 else "prmt.b32 $0, {0}, 0, 0x2404;"
     if element == "e5m2":
@@ -48,7 +48,7 @@ def _elements_ptx(element: str, position: int, converts: bool) -> str:
 def elements_as_f16(word: tl.tensor, POSITION: tl.constexpr, ELEMENT: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Convert the element at bit ``POSITION`` of each word to float16.
 
-    e2m1 values come out too small by a factor of 2^E2M1_EXPONENT. With ``FAST``, zeros may have either sign.
+    For e2m1, results are too small by a factor of 2^E2M1_EXPONENT. With ``FAST``, zeros may have either sign.
     """
     if FAST:
         CONVERTS: tl.constexpr = cuda_capability_geq(8, 9)
@@ -86,7 +86,7 @@ FOUR_E4M3_PTX = tl.constexpr(
 
 @triton.jit
 def four_e4m3_as_f16(word: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """Convert the four unsigned e4m3 bytes of each int32 word to float16, and return four tiles."""
+    """Convert the four unsigned e4m3 bytes of each int32 word to four float16 tiles."""
     CONVERTS: tl.constexpr = FAST and cuda_capability_geq(8, 9)
     if CONVERTS:
         result = tl.inline_asm_elementwise(
@@ -111,9 +111,9 @@ def four_e4m3_as_f16(word: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
 def _four_powers_ptx(lowered: int) -> str:
     """Return PTX that converts the four e8m0 scales of each of two words to powers of two.
 
-    Each output is the scale divided by its word's largest scale, times 2^``lowered``. There are four f16x2 outputs, with one scale of each
-    word per register. Exponents are raised by 256, so that none is below the exponent that becomes 0. The carry of one product into the
-    upper half is canceled by another product.
+    A result is the scale divided by its word's largest scale, times 2^``lowered``. There are four f16x2 outputs, each with one scale of
+    either word. The code raises exponents by 256, so that none is below the exponent that becomes 0. One product carries into the upper
+    half; another product cancels this carry.
     """
     exponent = 15 + lowered
     both = 0x10001
@@ -130,7 +130,10 @@ def _four_powers_ptx(lowered: int) -> str:
 
 @triton.jit
 def four_powers_as_f16(word: tl.tensor, LOWERED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the four e8m0 scales of each int32 word, divided by the word's largest scale, times 2^``LOWERED``, as float16 tiles."""
+    """Convert the four e8m0 scales of each int32 word to four float16 tiles.
+
+    A result is the scale divided by the word's largest scale, times 2^``LOWERED``.
+    """
     PACKS: tl.constexpr = FAST and cuda_capability_geq(9, 0)
     if PACKS:
         result = tl.inline_asm_elementwise(

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class ReplicatedPacking(NamedTuple):
     """The layout of one stream's columns in replicated tiles, for ``load_stream`` and ``stream_step_words``.
 
-    The first six fields are as in ``tiles.TilePacking``, but ``tile_width`` counts the loaded columns. A tile has ``copies`` copies of
-    them, which cover ``fields_per_tile`` fields of ``bits`` bits each.
+    The first six fields are as in ``TilePacking``, except that ``tile_width`` counts only the loaded columns. A tile contains ``copies``
+    copies of these columns, which show ``fields_per_tile`` fields of ``bits`` bits each.
     """
 
     stream: int
@@ -47,9 +47,9 @@ class ReplicatedPacking(NamedTuple):
 
 
 def common_tile_width(packings: Sequence[Columns]) -> int | None:
-    """Return the tile width that all streams can share, or None if there is none.
+    """Return the tile width that all streams can share, or None if they cannot share one.
 
-    All streams must have bit fields, and their widths must be equal or all be powers of two.
+    All streams must have bit fields. Their widths must all be equal or all be powers of two.
     """
     widths = {packing.width for packing in packings}
     if not all(map(has_whole_word_tiles, packings)) or not (all(map(is_power_of_two, widths)) or len(widths) == 1):
@@ -58,7 +58,7 @@ def common_tile_width(packings: Sequence[Columns]) -> int | None:
 
 
 def step_symbols(packings: Sequence[Columns], columns: int) -> list[tuple[int, ...]]:
-    """Return the symbol of each column for every step, or -1 for columns without a symbol."""
+    """Return, for every step, the symbol of each column. Columns without a symbol are -1."""
     symbols = columns if is_power_of_two(packings[0].width) else packings[0].width
     count = packings[0].symbols
     return [
@@ -68,7 +68,6 @@ def step_symbols(packings: Sequence[Columns], columns: int) -> list[tuple[int, .
 
 
 def replicated_packings(packings: Sequence[Columns], columns: int) -> list[ReplicatedPacking]:
-    """Return the ``ReplicatedPacking`` of each stream in tiles of ``columns`` columns."""
     pointer = 0
     result = []
     for packing in packings:
@@ -85,14 +84,17 @@ def replicated_packings(packings: Sequence[Columns], columns: int) -> list[Repli
 
 
 def stream_widths(packings: Sequence[ReplicatedPacking], columns: int) -> tuple[int, ...]:
-    """Return the widths for ``bitfields.load_column_fields``: two pairs per stream, for loaded columns and for tile columns."""
+    """Return the argument of ``bitfields.load_column_fields``: two pairs per stream, for the loaded columns and for the tile columns."""
     return tuple(number for packing in packings for number in (packing.width, packing.tile_width, packing.width, columns))
 
 
 @triton.constexpr_function
-def step_bit(packing: ReplicatedPacking, step: int, at: int) -> int:
-    """Return the bit at which the digits of ``step`` begin in the words of ``stream_step_words``. In replicated tiles, it is ``at``."""
-    return step * packing.bits if packing.fields_per_tile == 1 else at
+def step_bit(packing: ReplicatedPacking, step: int, target_bit: int) -> int:
+    """Return the bit at which the digits of ``step`` begin in the words of ``stream_step_words``.
+
+    In replicated tiles, this is always ``target_bit``.
+    """
+    return step * packing.bits if packing.fields_per_tile == 1 else target_bit
 
 
 @triton.jit
@@ -109,7 +111,7 @@ def load_columns(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Load a tile with one word per column from the rows of ``token``, counted from token ``first``. A row has ``ROW`` words.
+    """Load a tile with one word per column from the rows of ``token``. Rows have ``ROW`` words and are counted from row ``first``.
 
     ``word``, ``[1, column]``, is the index in the row of each column's word. ``second`` is as in ``tile_layout.column_tokens``. ``COPIED``
     is True if the tile will be replicated in registers.
@@ -144,7 +146,7 @@ def load_stream(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tuple:
-    """Load all planes of a stream with a ``ReplicatedPacking``, as tiles of ``PACKING.tile_width`` columns (``bitfields.load_planes``)."""
+    """Load all planes of a stream as ``bitfields.load_planes`` does. ``PACKING`` is a ``ReplicatedPacking``."""
     if PACKING.copies == 1:
         planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     else:
@@ -161,7 +163,7 @@ def load_stream(
 
 @triton.constexpr_function
 def plane_words(packing: ReplicatedPacking, plane: int) -> int:
-    """Return the number of words per row of ``plane``; the last plane may consist of bytes."""
+    """Return the number of words per row of ``plane``. In a last plane of bytes, a word contains two columns."""
     return packing.width if 2 * plane + 1 < packing.column_bytes else (packing.width + 1) // 2
 
 
@@ -169,26 +171,26 @@ def plane_words(packing: ReplicatedPacking, plane: int) -> int:
 def stream_step_words(
     loaded: tl.tuple,
     column_fields: tl.tuple,
-    NUMBER: tl.constexpr,
+    STREAM_INDEX: tl.constexpr,
     PACKING: tl.constexpr,
     STEP: tl.constexpr,
-    AT: tl.constexpr,
+    TARGET_BIT: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the words with the digits of step ``STEP`` of stream ``NUMBER`` as int16 tiles, low words first.
+    """Return the words that contain the digits of step ``STEP`` of a code stream, as int16 tiles, low words first.
 
-    The digits begin at bit ``AT`` in replicated tiles, otherwise at bit ``step_bit``.
+    The digits begin at bit ``TARGET_BIT`` in replicated tiles, otherwise at bit ``step_bit``.
     """
-    words = expand_planes(loaded, column_fields, 2 * NUMBER, PACKING, TRANSPOSED, FAST)
+    words = expand_planes(loaded, column_fields, 2 * STREAM_INDEX, PACKING, TRANSPOSED, FAST)
     if PACKING.fields_per_tile > 1:
-        words = (_replicate(words, column_fields, NUMBER, PACKING, STEP, AT, TRANSPOSED, FAST),)
+        words = (_replicate(words, column_fields, STREAM_INDEX, PACKING, STEP, TARGET_BIT, TRANSPOSED, FAST),)
     return words
 
 
 @triton.constexpr_function
 def _fields_per_window(bits: int) -> int:
-    """Return the number of neighboring fields that fit in one word, rounded down to a power of two."""
+    """Return how many neighboring fields of ``bits`` bits fit in one word, rounded down to a power of two."""
     return 1 << ((WORD_BITS // bits).bit_length() - 1)
 
 
@@ -196,20 +198,20 @@ def _fields_per_window(bits: int) -> int:
 def _replicate(
     planes: tl.tuple,
     column_fields: tl.tuple,
-    NUMBER: tl.constexpr,
+    STREAM_INDEX: tl.constexpr,
     PACKING: tl.constexpr,
     STEP: tl.constexpr,
-    AT: tl.constexpr,
+    TARGET_BIT: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Replicate the planes' columns, with each copy's field moved to bit ``AT``, as one int16 tile."""
+    """Replicate the columns of the planes as one int16 tile. In each copy, a different field is moved to bit ``TARGET_BIT``."""
     SIZE: tl.constexpr = PACKING.bits
     FIRST: tl.constexpr = STEP * PACKING.fields_per_tile
     LAST: tl.constexpr = PACKING.fields - 1
     FIELDS_PER_WINDOW: tl.constexpr = _fields_per_window(SIZE)
     COUNT: tl.constexpr = (PACKING.fields_per_tile + FIELDS_PER_WINDOW - 1) // FIELDS_PER_WINDOW
-    copy_field = column_fields[4 * NUMBER + 3] % PACKING.fields_per_tile
+    copy_field = column_fields[4 * STREAM_INDEX + 3] % PACKING.fields_per_tile
     value = tile_copies(_read_window(planes, FIRST * SIZE, FIELDS_PER_WINDOW * SIZE, FAST), PACKING.copies, TRANSPOSED)
     for window in tl.static_range(1, COUNT):
         if FIRST + window * FIELDS_PER_WINDOW <= LAST:
@@ -229,22 +231,22 @@ def _replicate(
     shift = broadcast_columns(copy_field % FIELDS_PER_WINDOW * SIZE, TRANSPOSED)
     if FAST:
         value = tl.inline_asm_elementwise(
-            move_ptx(AT, (FIELDS_PER_WINDOW - 1) * SIZE), "=r,r,r", [value, shift], dtype=tl.int16, is_pure=True, pack=2
+            move_ptx(TARGET_BIT, (FIELDS_PER_WINDOW - 1) * SIZE), "=r,r,r", [value, shift], dtype=tl.int16, is_pure=True, pack=2
         )
     else:
-        value = ((value >> shift) & ((1 << SIZE) - 1)) << AT
+        value = ((value >> shift) & ((1 << SIZE) - 1)) << TARGET_BIT
     return value
 
 
 @triton.constexpr_function
-def move_ptx(at: int, last: int) -> str:
-    """Return PTX that moves the field of each half of a register from any bit up to ``last`` to bit ``at``.
+def move_ptx(target_bit: int, last: int) -> str:
+    """Return PTX that moves a field in each half of a register from any bit up to ``last`` to bit ``target_bit``.
 
     It multiplies where possible, to keep the shift units free.
     """
-    turn = "shl.b32 by, 1, by; mul.lo.u32 {0}, $1, by;" if at >= last else "shf.l.wrap.b32 {0}, $1, $1, by;"
-    low = f"and.b32 by, $2, 0xFFFF; sub.u32 by, {at}, by; {turn.format('low')}"
-    high = f"shr.u32 by, $2, 16; sub.u32 by, {at}, by; {turn.format('high')}"
+    turn = "shl.b32 by, 1, by; mul.lo.u32 {0}, $1, by;" if target_bit >= last else "shf.l.wrap.b32 {0}, $1, $1, by;"
+    low = f"and.b32 by, $2, 0xFFFF; sub.u32 by, {target_bit}, by; {turn.format('low')}"
+    high = f"shr.u32 by, $2, 16; sub.u32 by, {target_bit}, by; {turn.format('high')}"
     return f"{{ .reg .b32 by, low, high; {low} {high} prmt.b32 $0, low, high, 0x7610; }}"
 
 
@@ -257,7 +259,7 @@ def _join_ptx(position: int) -> str:
 
 @triton.jit
 def _read_window(planes: tl.tuple, BEGIN: tl.constexpr, SIZE: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Read up to ``SIZE`` bits of each column, beginning at ``BEGIN``, as an int16 tile. Higher bits are unspecified."""
+    """Read up to ``SIZE`` bits of each column, beginning at bit ``BEGIN``, as an int16 tile. Higher bits of the tile are unspecified."""
     WORD: tl.constexpr = BEGIN // 16
     POSITION: tl.constexpr = BEGIN % 16
     if POSITION == 0:

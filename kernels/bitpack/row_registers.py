@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class RowLoad(NamedTuple):
-    """One load per token: element ``at`` of a row of stream number ``stream``, which has ``row`` elements of ``bits`` (16, 32 or 64) bits.
+    """One load per token: element number ``at`` of the token's row in stream number ``stream``.
+
+    The row has ``row`` elements of ``bits`` bits (16, 32 or 64).
     """
 
     stream: int
@@ -30,9 +32,10 @@ class RowLoad(NamedTuple):
 
 
 class Register(NamedTuple):
-    """A 32-bit register of a row: the one that load number ``load`` fills, or half ``half`` (0 low, 1 high) of a 64-bit load.
+    """A 32-bit register of a row, filled by load number ``load``. ``half`` selects the low (0) or high (1) half of a 64-bit load.
 
-    For a 16-bit load, ``parity`` is the index in ``load_parities`` of the position of each token's half in its word; otherwise -1.
+    A 16-bit load reads the aligned word that contains the half-word of the token. ``parity`` is then the index in ``load_parities`` of the
+    bit at which that half-word begins. For other loads, it is -1.
     """
 
     load: int
@@ -41,14 +44,14 @@ class Register(NamedTuple):
 
 
 class RegisterByte(NamedTuple):
-    """Position of a byte: byte ``byte`` (0 is the lowest) of register number ``register``."""
+    """The position of a byte in the registers of a row: ``byte`` counts from the least significant byte of register ``register``."""
 
     register: int
     byte: int
 
 
 class RowPlan:
-    """A plan for loading rows: the loads, the registers that they fill, and the streams that they read, ordered by code stream."""
+    """How to load the rows of several code streams: the loads, the registers that they fill, and the planes that they read."""
 
     def __init__(self) -> None:
         self.loads: list[RowLoad] = []
@@ -57,7 +60,10 @@ class RowPlan:
         self.halves = 0
 
     def add(self, name: str, packing: Columns) -> CodeRegisters:
-        """Add loads for all planes of a code stream, in elements as wide as its rows allow. A 16-bit element fills a whole register."""
+        """Add loads for all planes of a code stream, and return the registers that they fill.
+
+        Elements are as wide as the stream's rows allow. A 16-bit element fills a whole register.
+        """
         first = []
         for plane, words in enumerate(packing.planes):
             bits = 64 if words % 4 == 0 else 32 if words % 2 == 0 else 16
@@ -78,7 +84,7 @@ class CodeRegisters(NamedTuple):
     packing: Columns
     first: tuple[int, ...]
 
-    def place(self, column: int, byte: int) -> RegisterByte:
+    def byte_position(self, column: int, byte: int) -> RegisterByte:
         """Return where byte ``byte`` of column ``column`` is in the registers."""
         plane, high = divmod(byte, 2)
         word = column
@@ -90,38 +96,38 @@ class CodeRegisters(NamedTuple):
         return RegisterByte(self.first[plane] + word // 2, 2 * (word % 2) + high)
 
 
-def byte_selectors(places: Sequence[Sequence[RegisterByte]], registers: Sequence[int]) -> list[list[int]]:
-    """Return the selectors with which ``permute_bytes`` gathers each column's bytes from ``registers``.
+def byte_selectors(positions: Sequence[Sequence[RegisterByte]], registers: Sequence[int]) -> list[list[int]]:
+    """Return the selectors with which ``permute_bytes`` gathers the bytes of each column from ``registers``.
 
-    Each register after the first has a list with one selector per column. ``places`` contains the positions of each column's bytes, which
-    become the lowest bytes of the gathered word. The word's other bytes are arbitrary.
+    There is a list for each register after the first, with one selector per column. ``positions`` contains the positions of each column's
+    bytes. They become the lowest bytes of the gathered word; its other bytes are arbitrary.
     """
     result = []
     for index in range(1, len(registers)):
         step = []
-        for column in places:
+        for column in positions:
             selector = 0
-            for byte, place in enumerate(column):
-                position = registers.index(place.register)
-                nibble = 4 + place.byte if position == index else place.byte if index == 1 and position == 0 else byte
+            for byte, source in enumerate(column):
+                source_index = registers.index(source.register)
+                nibble = 4 + source.byte if source_index == index else source.byte if index == 1 and source_index == 0 else byte
                 selector |= nibble << 4 * byte
             step.append(selector)
         result.append(step)
     return result
 
 
-def select_upper_half(step: Sequence[int], index: int, half: int) -> list[int]:
-    """Return the selectors ``step``, changed so that they read the upper 16 bits of register ``half`` instead of the lower 16 bits.
+def select_upper_half(selectors: Sequence[int], index: int, half: int) -> list[int]:
+    """Change ``selectors`` so that they read the upper 16 bits of register ``half`` instead of the lower 16 bits.
 
-    ``step`` is number ``index`` of the lists that ``byte_selectors`` returns.
+    ``selectors`` is list number ``index`` of the result of ``byte_selectors``.
     """
     if half != index and not (half == 0 and index == 1):
-        return list(step)
+        return list(selectors)
     # As in ``permute_bytes``, bytes 4 to 7 are those of the register that is added.
     register_bit = 4 if half == index else 0
     return [
         sum((nibble + 2 if nibble & 4 == register_bit else nibble) << 4 * position for position, nibble in enumerate(_nibbles(selector)))
-        for selector in step
+        for selector in selectors
     ]
 
 
@@ -133,7 +139,7 @@ def _nibbles(selector: int) -> list[int]:
 def load_registers(
     pointers: tl.tuple, first: tl.tensor, token: tl.tensor, valid: tl.tensor, LOADS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Load the rows of ``token`` ``[warp, token]``, counted from row ``first``, for ``read_register``. Returns one tensor per load."""
+    """Load the rows of ``token`` ``[warp, token]`` for ``read_register``: one tensor per load. Rows are counted from row ``first``."""
     loaded = ()
     for index in tl.static_range(len(LOADS)):
         loaded = loaded + _load_register(pointers, first, token, valid, constant_at(LOADS, index), MASKED, FAST)
@@ -144,10 +150,10 @@ def load_registers(
 def _load_register(
     pointers: tl.tuple, first: tl.tensor, token: tl.tensor, valid: tl.tensor, LOAD: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Load one element per token.
+    """Load one element of a row per token.
 
-    A 16-bit element is loaded as the aligned word that contains it, because Triton only prefetches 32-bit loads; otherwise, it is copied to
-    both halves of a word.
+    Triton prefetches only 32-bit loads. A 16-bit element is therefore loaded as the aligned word that contains it. If that is not possible,
+    the element is copied to both halves of a word.
     """
     pointer = pointers[LOAD.stream]
     if LOAD.bits == 64:
@@ -167,10 +173,10 @@ def _load_register(
 
 @triton.jit
 def load_parities(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOADS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Return, for each 16-bit load, the bit at which each token's half begins in its word, int32 ``[1, token]``.
+    """Return, for each 16-bit load, the bit at which each token's half-word begins in its word (0 or 16), int32 ``[1, token]``.
 
-    The bits are the same for all tiles, because tiles begin an even number of rows after row ``first``. Rows have an odd number of halves.
-    If ``TOKENS`` is 0, only the first token's bit is returned. ``halves`` points to 0, 16, 0, 16, ...
+    These bits are the same for all tiles, because tiles begin an even number of rows after row ``first``, and rows have an odd number of
+    half-words. If ``TOKENS`` is 0, only the first token's bit is returned. ``halves`` points to 0, 16, 0, 16, ...
     """
     result = ()
     for index in tl.static_range(len(LOADS)):
@@ -189,8 +195,9 @@ def _load_parity(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOAD: 
 
 @triton.jit
 def read_register(loaded: tl.tuple, parities: tl.tuple, REGISTER: tl.constexpr) -> tl.tensor:
-    """Return register ``REGISTER`` from the registers that ``load_registers`` returned: uint32 ``[warp, token]``. A 16-bit load has no
-    upper half.
+    """Return register ``REGISTER`` of the rows that ``load_registers`` loaded: uint32 ``[warp, token]``.
+
+    If a 16-bit load filled the register, its upper half is undefined.
     """
     value = loaded[REGISTER.load]
     if REGISTER.half == 1:
@@ -203,9 +210,9 @@ def read_register(loaded: tl.tuple, parities: tl.tuple, REGISTER: tl.constexpr) 
 
 @triton.jit
 def permute_bytes(low: tl.tensor, high: tl.tensor, selector: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Return words whose bytes are selected from the bytes of ``low`` (0 to 3) and ``high`` (4 to 7).
+    """Return words that consist of selected bytes of ``low`` (bytes 0 to 3) and ``high`` (bytes 4 to 7), uint32.
 
-    Four bits of ``selector`` select each byte, lowest first. All operands are 32-bit integers that broadcast to a tile. Returns uint32.
+    Each four bits of ``selector`` select one byte, lowest first. All operands are 32-bit integers that broadcast to a tile.
     """
     if FAST:
         value = tl.inline_asm_elementwise(

@@ -36,9 +36,9 @@ TABLE_INTEGERS = tl.constexpr(3)
 
 @lru_cache(maxsize=256)
 def stream_rules(codec: Codec) -> Mapping[str, WordRule | str] | None:
-    """Return the rule of each stream that has one, or None if some rule cannot be checked here.
+    """Return the rule of each stream that has one: a ``WordRule``, or the name of a dtype whose values must be finite.
 
-    The rule of a float stream is its dtype name.
+    Returns None if this module cannot check some rule of the codec.
     """
     result: dict[str, WordRule | str] = {}
     for stream, packing in codec.packings().items():
@@ -53,7 +53,7 @@ def stream_rules(codec: Codec) -> Mapping[str, WordRule | str] | None:
 def find_invalid_sides(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor]]]) -> Callable[[], list[int]]:
     """Start checking all ``sides``. Returns a function that waits for the device and returns the indices of the invalid sides.
 
-    Every side must have rules (``stream_rules``), and contiguous streams on one device.
+    ``stream_rules`` must support every codec, and all streams must be contiguous and on one device.
     """
     streams: dict[WordRule | str, list[tuple[int, int, int]]] = {}
     keep_alive = [stream for _, tensors in sides for stream in tensors.values()]
@@ -98,10 +98,10 @@ def _check_values(
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> None:
-    """Set the side's ``status`` if a value in one part of a stream breaks its rule.
+    """Set the ``status`` of a side if a value in one part of a stream breaks its rule.
 
-    With ``EXPONENT``, floats must be finite. Otherwise, words must satisfy ``bounds`` ``[2, width]``: a mask of bits that must be 0, and a
-    maximum.
+    With ``EXPONENT``, values are floats and must be finite. Otherwise, they are words and must satisfy ``bounds`` ``[2, width]``: a mask of
+    bits that must be 0, and a maximum.
     """
     row = table + (first + tl.program_id(0) // parts) * TABLE_INTEGERS
     begin = (tl.program_id(0) % parts).to(tl.int64) * (LANES * STEPS)

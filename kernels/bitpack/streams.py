@@ -19,9 +19,9 @@ RUN_TOKENS = 1 << 30
 
 @dataclass(frozen=True)
 class Stream:
-    """A stored stream as a loader reads it: ``row`` elements of ``bits`` bits (8 to 128) for every ``tokens`` tokens.
+    """A stored stream as a loader reads it: a row of ``row`` elements for every ``tokens`` tokens. Elements have ``bits`` bits (8 to 128).
 
-    A pair of float16 numbers is one 32-bit element.
+    A pair of float16 numbers counts as one 32-bit element.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Stream:
 
 
 def plane_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
-    """Return one ``Stream`` of 16-bit words for each plane of code stream ``name``."""
+    """Return a ``Stream`` of 16-bit words for each plane of the code stream ``name``."""
     return tuple(Stream(f"{name}.{plane}", 16, words) for plane, words in enumerate(packing.planes))
 
 

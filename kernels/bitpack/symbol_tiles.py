@@ -24,7 +24,7 @@ MAX_BITS = tl.constexpr(16)
 
 
 def symbol_steps(symbols: int) -> list[tuple[int, ...]]:
-    """Return the symbol of each column, per step, or -1 for columns without a symbol."""
+    """Return, for each step, the symbol of each column. Columns without a symbol are -1."""
     return [
         tuple(symbol if symbol < symbols else -1 for symbol in range(first, first + WIDTH.value))
         for first in range(0, symbols, WIDTH.value)
@@ -43,7 +43,8 @@ def load_symbol_tile(
 ) -> tl.tensor:
     """Return the tile of symbols of step ``STEP``: int16 ``[warp, token, column]``, or transposed ``[warp, column, token]``.
 
-    ``TWO(words, symbol, CONSTANTS, FAST)`` must return a symbol and the next one, 16 bits apart.
+    ``TWO(words, symbol, CONSTANTS, FAST)`` must return an even-numbered symbol in the low 16 bits, and the symbol after it in the high 16
+    bits.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
@@ -58,7 +59,7 @@ def load_symbol_tile(
 
 @triton.jit
 def _use_sums_layout(tile: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return ``tile`` in the layout of matrix-product results. The layout is taken from an unused product."""
+    """Return ``tile`` in the layout of matrix-product results. An unused product serves as the source of the layout."""
     WARPS: tl.constexpr = tile.shape[0]
     square = tl.zeros((WARPS, WIDTH, WIDTH), tl.float16)
     zeros = tl.zeros(tile.shape, tl.float16)

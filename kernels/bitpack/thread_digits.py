@@ -39,18 +39,23 @@ class RowPacking(NamedTuple):
 
 
 class BitPiece(NamedTuple):
-    """Bits of a value that are in one word: ``bits`` bits of ``word`` from bit ``shift`` on, which begin at bit ``before`` of the value."""
+    """The part of a value that one word stores.
+
+    The ``bits`` bits of ``word`` from bit ``shift`` on are the bits of the value from bit ``value_bit`` on.
+    """
 
     word: int
     shift: int
     bits: int
-    before: int
+    value_bit: int
 
 
 class PairPiece(NamedTuple):
-    """Bits of two digits that are in one word. Shifted right by ``shift`` (left if negative) and masked, the digits are 16 bits apart.
+    """The bits of two digits that one word stores.
 
-    If ``in_bytes``, the digits are the two bytes of a 16-bit half, which are first moved 16 bits apart.
+    After a right shift by ``shift`` (left if negative) and ``mask``, they are 16 bits apart.
+
+    If ``in_bytes``, the digits are the two bytes of a 16-bit half, which must first be moved 16 bits apart.
     """
 
     word: int
@@ -60,7 +65,7 @@ class PairPiece(NamedTuple):
 
 
 def row_packing(packings: Sequence[Columns], index: int) -> RowPacking:
-    """Return the ``RowPacking`` of stream number ``index`` in a row that contains all ``packings``."""
+    """Return the ``RowPacking`` of stream number ``index``, in a row that contains all ``packings`` one after another."""
     first_word = sum((halves + 1) // 2 for halves in stored_words_per_plane(packings[:index]))
     packing = packings[index]
     return RowPacking(first_word, packing.column_bytes, packing.width, packing.bases[0], packing.binary)
@@ -68,7 +73,8 @@ def row_packing(packings: Sequence[Columns], index: int) -> RowPacking:
 
 @triton.constexpr_function
 def bit_pieces(first: int, column_bytes: int, width: int, column: int, position: int, bits: int) -> tuple[BitPiece, ...]:
-    """Return the pieces that contain ``bits`` bits of a column, beginning at bit ``position``."""
+    """Return the pieces of ``bits`` bits of column number ``column``, beginning at bit ``position``. ``first`` is the stream's first word.
+    """
     pieces = []
     done = 0
     while done < bits:
@@ -85,7 +91,9 @@ def bit_pieces(first: int, column_bytes: int, width: int, column: int, position:
 
 @triton.constexpr_function
 def column_pieces(packing: RowPacking, column: int, position: int, bits: int) -> tuple[BitPiece, ...]:
-    """Return ``bit_pieces`` for a column of ``packing``. The fields of ``packing`` are unpacked here, because Triton 3.6 drops field names.
+    """Return ``bit_pieces`` for a column of ``packing``.
+
+    This function unpacks the fields of ``packing``, because Triton 3.6 drops their names.
     """
     return tuple(BitPiece(*piece) for piece in bit_pieces(packing.first_word, packing.column_bytes, packing.width, column, position, bits))
 
@@ -97,7 +105,7 @@ def _base_bits(base: int) -> int:
 
 @triton.jit
 def column_bits(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, POSITION: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """Return ``BITS`` bits (at most 32) of a column, beginning at bit ``POSITION``, as uint32."""
+    """Return ``BITS`` bits of a column, beginning at bit ``POSITION``, as uint32. ``BITS`` is at most 32."""
     PIECES: tl.constexpr = column_pieces(PACKING, COLUMN, POSITION, BITS)
     value = _read_piece(words, constant_at(PIECES, 0))
     for index in tl.static_range(1, len(PIECES)):
@@ -108,8 +116,8 @@ def column_bits(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, PO
 @triton.jit
 def _read_piece(words: tl.tuple, PIECE: tl.constexpr) -> tl.tensor:
     value = (words[PIECE.word] >> PIECE.shift) & ((1 << PIECE.bits) - 1)
-    if PIECE.before > 0:
-        value = value << PIECE.before
+    if PIECE.value_bit > 0:
+        value = value << PIECE.value_bit
     return value
 
 
@@ -124,7 +132,7 @@ def max_fields(packing: RowPacking) -> int:
 
 @triton.constexpr_function
 def _reciprocal(divisor: int, below: int) -> int:
-    """Return m such that (n * m) >> 32 equals n // ``divisor`` for all n less than ``below``, or 0 if there is no such m."""
+    """Return m such that (x * m) >> 32 equals x // ``divisor`` for all x less than ``below``, or 0 if there is no such m."""
     value = -(-(1 << 32) // divisor)
     return value if divisor > 1 and below * (value * divisor - (1 << 32)) < 1 << 32 else 0
 
@@ -187,7 +195,7 @@ def symbol_digit(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, F
 
 @triton.jit
 def column_low_word(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the low 32 bits of a column that has at least 32 bits."""
+    """Return the lowest 32 bits of a column that has at least 32 bits."""
     PIECES: tl.constexpr = column_pieces(PACKING, COLUMN, 0, 32)
     if FAST and len(PIECES) == 2:
         SELECT: tl.constexpr = (0x7600 if PIECES[1][1] else 0x5400) + (0x32 if PIECES[0][1] else 0x10)
@@ -209,7 +217,7 @@ def _exponent_of_two(base: int) -> int:
 def first_upper_field(packing: RowPacking) -> int:
     """Return the field at which ``symbol_digit`` splits a column of more than 4 bytes into two 32-bit numbers, or 0 if it cannot.
 
-    It is the smallest field with an upper part of at most 32 bits, after shifting out the base's factors of two.
+    It is the smallest field from which the upper part, without the base's factors of two, has at most 32 bits.
     """
     column_bytes, base = packing.column_bytes, packing.base
     twos = _exponent_of_two(base)
@@ -221,7 +229,7 @@ def first_upper_field(packing: RowPacking) -> int:
 
 @triton.constexpr_function
 def _symbol_pair_pieces(packing: RowPacking, symbol: int) -> tuple[PairPiece, ...]:
-    """Return the pieces that contain ``symbol`` and the next symbol, or an empty tuple if the two are not in the same words."""
+    """Return the pieces that contain both ``symbol`` and the symbol after it, or an empty tuple if no word contains both."""
     column, bits = symbol % packing.width, packing.base.bit_length() - 1
     position = symbol // packing.width * bits
     if not packing.binary or column + 1 == packing.width:
@@ -229,16 +237,16 @@ def _symbol_pair_pieces(packing: RowPacking, symbol: int) -> tuple[PairPiece, ..
     pieces = []
     columns = packing.first_word, packing.column_bytes, packing.width
     for low, high in zip(bit_pieces(*columns, column, position, bits), bit_pieces(*columns, column + 1, position, bits), strict=True):
-        word, shift, count, before = low
+        word, shift, count, value_bit = low
         if high[0] != word or high[1] - shift not in (8, 16) or (high[1] - shift == 8 and shift >= 8):
             return ()
-        pieces.append(PairPiece(word, shift - before, ((1 << count) - 1 << before) * 0x10001, high[1] - shift == 8))
+        pieces.append(PairPiece(word, shift - value_bit, ((1 << count) - 1 << value_bit) * 0x10001, high[1] - shift == 8))
     return tuple(pieces)
 
 
 @triton.jit
 def insert_above(high: tl.tensor, low: tl.tensor, BIT: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``low | high << BIT``, for ``low`` less than 2^``BIT``."""
+    """Return ``low | high << BIT``. ``low`` must be less than 2^``BIT``."""
     if FAST:
         # The compiler would emit two instructions.
         value = tl.inline_asm_elementwise(
@@ -251,7 +259,7 @@ def insert_above(high: tl.tensor, low: tl.tensor, BIT: tl.constexpr, FAST: tl.co
 
 @triton.jit
 def _spread_bytes(word: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Return the low two bytes of each word, moved 16 bits apart."""
+    """Return the two lowest bytes of each word, moved 16 bits apart."""
     if FAST:
         value = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4140;", "=r,r", [word], dtype=tl.uint32, is_pure=True, pack=1)
     else:
@@ -263,7 +271,10 @@ def _spread_bytes(word: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
 def symbol_pair_digits(
     words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, SYMBOLS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """Return the digits of an even symbol (low 16 bits) and of the next one (high 16 bits)."""
+    """Return the digits of two neighboring symbols: an even-numbered one in the low 16 bits, and the one after it in the high 16 bits.
+
+    ``SYMBOL`` is either of the two. If there is no symbol after it, the digit is repeated.
+    """
     EVEN: tl.constexpr = SYMBOL // 2 * 2
     ODD: tl.constexpr = EVEN + (EVEN + 1 < SYMBOLS)
     PIECES: tl.constexpr = _symbol_pair_pieces(PACKING, EVEN)

@@ -33,7 +33,7 @@ SymbolValue = tuple[int, int]
 
 
 def pair_values(symbols: int, values: int, dim: int) -> list[tuple[SymbolValue, SymbolValue]]:
-    """Assign the decoded channels to registers, two per register.
+    """Assign the decoded channels to registers, two channels per register.
 
     A register contains two values of one symbol, or the leftover values of two neighboring symbols.
     """
@@ -54,7 +54,7 @@ def pair_values(symbols: int, values: int, dim: int) -> list[tuple[SymbolValue, 
 def assign_tiles(registers: Sequence[tuple[SymbolValue, SymbolValue]], values: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Return the registers of all tiles, each as four integers (two ``SymbolValue``), and the channel of each column of every tile.
 
-    The last tile is filled with copies of the first register. Columns with a repeated value have channel -1.
+    The last tile is filled up with copies of the first register. Columns with a repeated value have channel -1.
     """
     filled = [*registers, *[registers[0]] * (-len(registers) % F16X2_PER_TILE.value)]
     seen: set[SymbolValue] = set()
@@ -76,7 +76,7 @@ def _log2(count: int) -> int:
 
 @triton.jit
 def _join_halves(values: tl.tuple) -> tl.tuple:
-    """Join each element of the first half of ``values`` with its counterpart in the second half, along a new last axis."""
+    """Join each element in the first half of ``values`` with its counterpart in the second half, along a new last axis."""
     joins = ()
     HALF: tl.constexpr = len(values) // 2
     for index in tl.static_range(HALF):
@@ -88,7 +88,8 @@ def _join_halves(values: tl.tuple) -> tl.tuple:
 def assemble_tile(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Assemble f16x2 registers into a float16 tile ``[warp, token, column]``, or transposed ``[warp, column, token]``.
 
-    ``first`` and ``second`` are the registers for the first and the second half of every warp's tokens, uint32 ``[warp * token / 2]`` each.
+    ``first`` contains the registers for the first half of each warp's tokens, and ``second`` those for the second half. A register is
+    uint32 ``[warp * token / 2]``.
     """
     WIDTH: tl.constexpr = 2 * len(first)
     columns = ()
@@ -124,7 +125,7 @@ def load_rows_and_factor(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the rows of all code streams (``thread_rows.load_rows``), and one token factor as int32 ``[warp, token]``.
+    """Load the rows of all code streams (``thread_rows.load_rows``), and the token factors as int32 ``[warp, token]``.
 
     ``CONSTANTS`` must have the fields ``rows`` and ``factor_bits``.
     """
@@ -155,7 +156,7 @@ def decode_rows(
 ) -> tl.tensor:
     """Return the decoded tile of step ``STEP``.
 
-    ``SYMBOL(words, table, symbol, CONSTANTS, SHARED, FAST)`` must return the registers with the values of one symbol.
+    ``SYMBOL(words, table, symbol, CONSTANTS, SHARED, FAST)`` must return the f16x2 registers with the values of one symbol.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
@@ -208,7 +209,8 @@ def _decode_register(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the register with value number ``LOW`` of symbol ``FIRST`` and value number ``HIGH`` of symbol ``SECOND``."""
+    """Return the register with value ``LOW`` of symbol ``FIRST`` in its low half, and value ``HIGH`` of symbol ``SECOND`` in its high half.
+    """
     low = SYMBOL(words, table, FIRST, CONSTANTS, SHARED, FAST)
     if FIRST == SECOND and LOW < HIGH:
         register = low[LOW // 2]

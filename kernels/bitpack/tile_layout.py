@@ -19,7 +19,7 @@ from triton import language as tl
 
 @triton.jit
 def broadcast_tokens(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Reshape ``value`` from ``[warp, token]`` to ``[warp, token, 1]`` or transposed ``[warp, 1, token]``, to broadcast to a tile."""
+    """Reshape ``[warp, token]`` to ``[warp, token, 1]``, or transposed ``[warp, 1, token]``, so that it broadcasts to a tile."""
     if TRANSPOSED:
         value = value[:, None, :]
     else:
@@ -29,7 +29,7 @@ def broadcast_tokens(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def broadcast_columns(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Reshape ``value`` from ``[warp, column]`` to ``[warp, 1, column]`` or transposed ``[warp, column, 1]``, to broadcast to a tile."""
+    """Reshape ``[warp, column]`` to ``[warp, 1, column]``, or transposed ``[warp, column, 1]``, so that it broadcasts to a tile."""
     if TRANSPOSED:
         value = value[:, :, None]
     else:
@@ -39,14 +39,16 @@ def broadcast_columns(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
 
 @triton.constexpr_function
 def second_token_offset(dual: int, tokens: int) -> int:
-    """Return the distance in tokens between the two tokens of a dual tile's row. The tile has ``tokens`` rows; ``dual`` is ``Tiles.dual``.
-    """
+    """Return how many tokens apart the two tokens of a dual tile's row are. The tile has ``tokens`` rows; ``dual`` is ``Tiles.dual``."""
     return (0, tokens, 1)[dual]
 
 
 @triton.jit
 def repeat_columns(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Repeat each column of ``[warp, token, n]``, or transposed ``[warp, n, token]``, ``COPIES`` times in a row: n * ``COPIES`` columns."""
+    """Repeat each column ``COPIES`` times in a row: ``[warp, token, width]`` becomes ``[warp, token, width * COPIES]``.
+
+    If transposed, columns are the middle axis.
+    """
     WARPS: tl.constexpr = value.shape[0]
     COUNT: tl.constexpr = value.shape[1 if TRANSPOSED else 2]
     TOKENS: tl.constexpr = value.shape[2 if TRANSPOSED else 1]
@@ -59,7 +61,7 @@ def repeat_columns(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.conste
 
 @triton.jit
 def split_last_axis(value: tl.tensor) -> tl.tuple:
-    """Split ``value`` along its last axis, whose length is a power of two, into one tensor per element."""
+    """Split ``value`` along its last axis into one tensor per element. The length of the axis must be a power of two."""
     COUNT: tl.constexpr = value.shape[-1]
     parts = ()
     if COUNT == 1:
@@ -93,7 +95,7 @@ def tile_copies(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr
 def column_tokens(token: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
     """Return the token of each tile element, in a shape that broadcasts to the tile.
 
-    ``token`` is ``[warp, token]``. ``second``, ``[1, column]``, is 1 for columns of the second token of a row, else 0.
+    ``token`` is ``[warp, token]``. ``second``, ``[1, column]``, is 1 for columns of the second token of a row, otherwise 0.
     """
     value = broadcast_tokens(token, TRANSPOSED)
     if SECOND_OFFSET:
@@ -103,9 +105,9 @@ def column_tokens(token: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.constex
 
 @triton.jit
 def valid_columns(valid: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return a mask of the tile elements with a valid token, in a shape that broadcasts to the tile.
+    """Return a mask of the tile elements whose token is valid, in a shape that broadcasts to the tile.
 
-    ``valid`` is ``[warp, token]`` or, for a dual tile, a pair of such masks for the first and second tokens.
+    ``valid`` is ``[warp, token]``. For a dual tile, it is a pair of such masks, for the first and the second tokens.
     """
     if SECOND_OFFSET:
         is_second = broadcast_columns(second, TRANSPOSED) != 0

@@ -17,24 +17,24 @@ MAX_DIGIT_BITS = 14
 
 
 def tile_width(packing: Columns) -> int:
-    """Return the number of columns in a tile of whole rows."""
+    """Return the number of columns of a tile that contains whole rows: the row's columns, padded to a power of two of at least 16."""
     return max(MIN_TILE_WIDTH, next_power_of_two(packing.width))
 
 
 def tile_field_count(packing: Columns, dual: int = 0) -> int:
-    """Return the number of a token's fields in one tile: more than 1 if a row has fewer words than the minimum tile width."""
+    """Return how many fields of a token are in one tile: several if a row has fewer words than the minimum tile width."""
     return tile_width(packing) // packing.width if is_power_of_two(packing.width) and not dual else 1
 
 
 def has_whole_word_tiles(packing: Columns) -> bool:
-    """Return True if tiles of whole words support ``packing``: its fields are bit fields of at most ``MAX_DIGIT_BITS`` bits."""
+    """Return True if tiles of whole words support ``packing``: fields must be bit fields of at most ``MAX_DIGIT_BITS`` bits."""
     return packing.binary and all(base.bit_length() - 1 <= MAX_DIGIT_BITS for base in packing.bases)
 
 
 class TilePacking(NamedTuple):
     """The layout of a code stream's columns in tiles, for ``bitfields.load_planes``.
 
-    ``stream`` is the number of the stream that contains plane 0. A tile has ``tile_width`` columns, of which ``width`` have words. ``dual``
+    ``stream`` is the index of the stream that contains plane 0. A tile has ``tile_width`` columns, of which ``width`` have words. ``dual``
     is as in ``Tiles``.
     """
 
@@ -47,5 +47,4 @@ class TilePacking(NamedTuple):
 
 
 def tile_packing(stream: int, packing: Columns, dual: int = 0) -> TilePacking:
-    """Return the ``TilePacking`` of a code stream whose plane 0 is stream number ``stream``."""
     return TilePacking(stream, packing.column_bytes, packing.width, tile_width(packing), packing.fields, dual)

@@ -57,8 +57,9 @@ def load_factor(
 ) -> tl.tuple:
     """Load one ``BITS``-bit factor per token, ``[warp, token]``, for ``read_factor``.
 
-    With ``FAST``, a factor of 8 or 16 bits is loaded as the aligned 32-bit word that contains it, and the bit at which it begins, because
-    Triton prefetches only loads of 32 bits. If a stream ends within such a word, unmasked tiles never reach its end (see ``attend.plan``).
+    Triton prefetches only 32-bit loads. With ``FAST``, a factor of 8 or 16 bits is therefore loaded as the aligned 32-bit word that
+    contains it, together with the bit at which it begins. If a stream ends inside such a word, unmasked tiles never reach its end (see
+    ``attend.plan``).
     """
     if BITS < 32 and FAST:
         if MASKED:
@@ -78,7 +79,7 @@ def load_factor(
 
 @triton.jit
 def read_factor(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Convert the factors that ``load_factor`` stored at index ``AT`` of ``loaded`` to float32 ``[warp, token]``."""
+    """Convert the factors from ``load_factor``, element ``AT`` of ``loaded``, to float32 ``[warp, token]``."""
     bits = loaded[AT]
     if BITS == 16 and FAST:
         bits = bits >> loaded[AT + 1]
@@ -105,7 +106,8 @@ def load_factors(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load factors as ``load_factor`` does. For dual tiles, also load the factors of the second tokens; ``valid`` is then a pair."""
+    """Load factors as ``load_factor`` does. For dual tiles, also load the factors of the second tokens; ``valid`` is then a pair of masks.
+    """
     if DUAL:
         loaded = load_factor(pointer, first, token, valid[0], BITS, MASKED, FAST)
         loaded = loaded + load_factor(pointer, first, token + second_token_offset(DUAL, token.shape[1]), valid[1], BITS, MASKED, FAST)
@@ -116,7 +118,7 @@ def load_factors(
 
 @triton.jit
 def read_factors(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, DUAL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Convert the factors loaded by ``load_factors`` to float32 ``[warp, token]``. For dual tiles, returns a pair."""
+    """Convert the factors from ``load_factors`` to float32 ``[warp, token]``. For dual tiles, returns a pair of such tensors."""
     if DUAL:
         value = read_factor(loaded, AT, BITS, FAST), read_factor(loaded, AT + (2 if BITS < 32 and FAST else 1), BITS, FAST)
     else:

@@ -150,7 +150,7 @@ class Plan:
 
 def _code_bytes(words: CodeRegisters, word: int, first: int, bits: int) -> list[RegisterByte]:
     """Return the register bytes that contain ``bits`` bits of column ``word``, beginning at bit ``first``."""
-    return [words.place(word, byte) for byte in range(first // 8, (first + bits - 1) // 8 + 1)]
+    return [words.byte_position(word, byte) for byte in range(first // 8, (first + bits - 1) // 8 + 1)]
 
 
 def _half_bits(values: torch.Tensor) -> torch.Tensor:

@@ -64,18 +64,19 @@ if TYPE_CHECKING:
 
 
 def unsupported(*_: Any) -> None:
-    """Return None, which means that no parameters of the codec are supported."""
+    """Return None. In the table, it means that no parameters of the codec are supported."""
 
 
 def reject_call(*_: Any) -> bool:
-    """Return False, which means that the kernel does not support the call."""
+    """Return False. In the table, it means that the codec has no such kernel."""
     return False
 
 
 class CodecKernels(NamedTuple):
     """Functions of a codec's kernels. The defaults ``unsupported`` and ``reject_call`` mean that there is no kernel.
 
-    - ``tiles(codec)`` returns the tile loader for attention, and ``dual_tiles(codec, dual)`` the dual loader, or None.
+    - ``tiles(codec)`` returns the tile loader for attention, or None.
+    - ``dual_tiles(codec, dual)`` returns the dual tile loader, or None.
     - ``encode`` encodes values to streams, and returns False if it does not support them (``encode.prepare``).
     - ``prepare(codec, packed, out, rotated, pages)`` returns a decoding launch, or None (``decode.prepare``).
     - ``decode_into(codec, packed, out, rotated, pages)`` decodes with several launches, or returns False.
@@ -93,32 +94,29 @@ class CodecKernels(NamedTuple):
 
 
 def supports_all(*_: Any) -> bool:
-    """Return True, which means that all parameters of the codec are supported."""
+    """Return True. In the table, it means that all parameters of the codec are supported."""
     return True
 
 
 def codec_kernels(codec: Codec) -> CodecKernels:
-    """Return the table row of ``codec``, by exact class, because an unknown subclass may have more streams than its parent."""
+    """Return the table row of ``codec``. It is found by exact class, because an unknown subclass may have more streams than its parent."""
     return CODECS.get(type(codec), CodecKernels())
 
 
 def _has_dual_rows(codec: Codec) -> bool:
-    """Return True if rows of ``codec`` have the number of words that dual tiles need."""
+    """Return True if rows of ``codec`` have few enough words for dual tiles."""
     return all(packing.width == DUAL_ROW_WORDS for packing in codec.packings().values())
 
 
 def _octahedral_tiles(codec: Octahedral) -> Tiles | None:
-    """Return the loader of ``codec`` for its arrangement, or None if there is none."""
     return octahedral_tiles.tiles(codec) if codec.arrangement == "direct" else octahedral_dense_tiles.tiles(codec)
 
 
 def _angle_tiles(codec: Angle) -> Tiles | None:
-    """Return the loader of ``codec`` for its arrangement, or None if there is none."""
     return angle_tiles.tiles(codec) if codec.arrangement == "direct" else angle_dense_tiles.tiles(codec) or angle_thread_tiles.tiles(codec)
 
 
 def _quaternion_tiles(codec: Quaternion) -> Tiles | None:
-    """Return the loader of ``codec`` for its arrangement, or None if there is none."""
     return quaternion_tiles.tiles(codec) if codec.arrangement == "direct" else quaternion_dense_tiles.tiles(codec)
 
 

@@ -21,7 +21,7 @@ class Gpu(NamedTuple):
 
     @property
     def overlaps_launches(self) -> bool:
-        """True if a kernel can start while the previous kernel finishes (programmatic dependent launch)."""
+        """True if a kernel can start while the previous one finishes (programmatic dependent launch)."""
         return self.capability >= (9, 0)
 
     @property
@@ -37,13 +37,13 @@ _without_device = INTERPRETER
 
 
 def gpu(device: torch.device | str) -> Gpu:
-    """Return the properties of ``device``. The CPU stands for Triton's interpreter, or for the GPU passed to ``assume``."""
+    """Return the properties of ``device``. For the CPU, return those of Triton's interpreter or of the GPU passed to ``assume``."""
     device = torch.device(device)
     return _properties(device) if device.type == "cuda" else _without_device
 
 
 def assume(other: Gpu) -> None:
-    """Plan later launches over CPU tensors as if for the GPU ``other``, to compile kernels without that GPU."""
+    """Plan later launches over CPU tensors as if they ran on the GPU ``other``. Kernels can then be compiled without that GPU."""
     global _without_device
     _without_device = other
 

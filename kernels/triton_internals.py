@@ -43,7 +43,7 @@ def check_assumption(holds: bool, expected: str, result: object) -> None:
 
 
 def shared_bytes(kernel: Any) -> int:
-    """Return the shared memory, in bytes, with which a compiled ``kernel`` is launched."""
+    """Return the number of bytes of shared memory with which the compiled ``kernel`` is launched."""
     packed, metadata = kernel.packed_metadata, kernel.metadata
     expected = (metadata.num_warps, metadata.num_ctas, metadata.shared)
     check_assumption(
@@ -62,7 +62,7 @@ def enlarge_shared_memory(kernel: Any, size: int) -> None:
 
 
 def allow_shared_memory(kernel: Any, size: int) -> None:
-    """Allow the CUDA driver to launch ``kernel`` with ``size`` bytes of dynamic shared memory, in addition to its static memory."""
+    """Allow the CUDA driver to launch ``kernel`` with ``size`` bytes of dynamic shared memory, in addition to its static shared memory."""
     # Reading this attribute loads the code and sets the function's handle.
     _ = kernel.run
     check_assumption(isinstance(kernel.function, int), "a compiled kernel's function to be a handle of the CUDA driver", kernel.function)
@@ -74,9 +74,9 @@ def allow_shared_memory(kernel: Any, size: int) -> None:
 
 
 def code_key(values: Iterable[Any]) -> str:
-    """Return a cache key for code compiled with the constants ``values``, from the source of functions and the text of other constants.
+    """Return a cache key for code compiled with the constants ``values``: the source of functions, and the text of other constants.
 
-    Triton includes the source only of functions that are passed as arguments. For constants, it uses their ``cache_key``.
+    Triton includes only the source of functions that are passed as arguments. For constants, it uses their ``cache_key``.
     """
     return "-".join(_source_key(value) for value in values)
 
@@ -89,8 +89,9 @@ def _source_key(value: Any) -> str:
 
 
 def python_function(function: Any) -> Callable[..., Any]:
-    """Return the Python function of a ``triton.constexpr_function``. Calling it directly would drop the field names of tuples in Triton
-    3.6.
+    """Return the Python function that a ``triton.constexpr_function`` wraps.
+
+    Calling the wrapper would drop the field names of tuples in Triton 3.6.
     """
     check_assumption(callable(getattr(function, "fn", None)), "a constexpr_function to keep its function as fn", function)
     result: Callable[..., Any] = function.fn
@@ -98,7 +99,7 @@ def python_function(function: Any) -> Callable[..., Any]:
 
 
 class Compilation(NamedTuple):
-    """A kernel that is not compiled yet: its name, its key in Triton's cache, and a function that compiles it."""
+    """A kernel to compile: its name, its key in Triton's cache, and a function that compiles it."""
 
     kernel: str
     key: str
@@ -106,7 +107,7 @@ class Compilation(NamedTuple):
 
 
 class _TargetDriver:
-    """Driver that Triton can query before launches, for a device of one compute ``capability`` that need not exist."""
+    """Stands in for Triton's driver before launches, for a device of compute ``capability`` that need not exist."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -123,7 +124,7 @@ class _TargetDriver:
 
 
 class _Collector:
-    """Replacement for Triton's parallel compilation that collects kernels instead of compiling them."""
+    """Replaces Triton's parallel compilation. It collects kernels instead of compiling them."""
 
     def __init__(self) -> None:
         self.kernel = ""
@@ -135,10 +136,10 @@ class _Collector:
 
 @contextmanager
 def collect_compilations(capability: int) -> Iterator[dict[str, Compilation]]:
-    """Collect the kernels of all launches on CPU tensors, by key, instead of launching them.
+    """In the context, collect the kernels of all launches on CPU tensors, by key, instead of launching them.
 
-    They are for devices of a ``capability`` such as 90. The same launches on such a device have the same keys if tensors have the same
-    dtypes, alignments and strides.
+    The kernels are for devices of compute ``capability`` 10 * major + minor, such as 90. On such a device, the same launches have the same
+    keys if tensors have the same dtypes, alignments and strides.
     """
     jit, collector = triton.runtime.JITFunction, _Collector()
     run, active = jit.run, driver._active
@@ -166,7 +167,8 @@ def _has_launch_hooks() -> bool:
 def current_stream(device: int) -> int:
     """Return the current CUDA stream of ``device``, or -1 if cached launches are not allowed there now.
 
-    The driver launches only on the current device, and launch hooks must see each launch.
+    They are allowed only on the current device, because the driver launches there. They are not allowed with launch hooks, which must see
+    each launch.
     """
     if torch._C._cuda_getDevice() != device or _has_launch_hooks():
         return -1
@@ -177,7 +179,7 @@ class CachedLaunch:
     """A launch whose compiled kernel is looked up only once. Later calls only pass pointers to the driver.
 
     Triton's own launch binds and specializes every argument again, which takes longer on the host than these kernels take on the device.
-    ``arguments`` follow the pointers and never change; ``constants`` come last. ``allow`` is called with the compiled kernel before the
+    ``arguments`` follow the pointers and never change, and ``constants`` come last. ``allow`` is called with the compiled kernel before the
     first launch.
     """
 
@@ -250,7 +252,7 @@ The key contains everything on which Triton specializes.
 def launch_cached(
     function: Any, programs: int, device: torch.device, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
 ) -> bool:
-    """Launch the kernel that ``launch_and_cache`` cached for such arguments. If there is none, return False and launch nothing."""
+    """Launch the kernel that ``launch_and_cache`` cached for the same kind of arguments. Returns False if there is no such kernel."""
     if (stream := current_stream(device.index)) < 0:
         return False
     try:
@@ -284,7 +286,7 @@ def _launch_key(
 ) -> tuple[Any, ...]:
     """Return a key that is equal for launches that can use the same compiled code.
 
-    Raises TypeError for arguments and constants without such a key.
+    Raises TypeError if an argument or a constant has no such key.
     """
     constant_keys = [(name, type(value), value) for name, value in constants.items()]
     result = (function, device.index, *map(_argument_key, arguments), *constant_keys, *options.items())
@@ -293,9 +295,9 @@ def _launch_key(
 
 
 def _argument_key(value: Any) -> Any:
-    """Return the specialization key of an argument.
+    """Return the properties of an argument for which Triton compiles separate code.
 
-    The key contains a tensor's dtype and alignment, or an integer's width and flags for 1 and for multiples of 16.
+    For a tensor, these are its dtype and alignment. For an integer, these are its width, and whether it is 1 or a multiple of 16.
     """
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % POINTER_ALIGNMENT == 0
@@ -309,9 +311,9 @@ def _argument_key(value: Any) -> Any:
 
 
 def _launcher(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """Return the C launcher of a compiled kernel, and the arguments between the stream and the kernel's own.
+    """Return the C launcher of a compiled kernel, and the arguments that it takes between the stream and the kernel's own arguments.
 
-    Triton's Python launcher only adds scratch memory, which these kernels do not use.
+    Triton's Python launcher adds only scratch memory, which these kernels do not use.
     """
     run, behind = kernel.run, (kernel.packed_metadata, None, None, None)
     scratch = [getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
@@ -322,9 +324,10 @@ def _launcher(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
 
 
 class LaunchChain:
-    """A sequence of launches over the tensors of a call, and over fixed tensors.
+    """A sequence of launches over fixed tensors and over the tensors of a call.
 
-    Each pointer of a launch is a pair: a fixed tensor or the index of a call's tensor, and the number of elements to skip.
+    Each pointer of a launch is a pair. The first element is a fixed tensor, or the index of one of the call's tensors. The second is the
+    number of elements to skip.
     """
 
     def __init__(self, launches: Sequence[tuple[CachedLaunch, Sequence[tuple[int | torch.Tensor, int]]]]) -> None:
@@ -349,7 +352,10 @@ class LaunchChain:
             self._cache_addresses(tensors)
 
     def _cache_addresses(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Cache the addresses of fixed tensors. For tensors that each call passes, only the bytes to skip are cached."""
+        """Cache the addresses of the fixed tensors.
+
+        For the tensors of a call, whose addresses change, cache only the number of bytes to skip.
+        """
         fixed = []
         for launch, places in self._launches:
             pointers = []

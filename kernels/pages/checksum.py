@@ -36,8 +36,8 @@ DAMAGED, MISMATCHED = 1, 2
 def write(rows: torch.Tensor, nbytes: int, multiplier: int, status: torch.Tensor) -> None:
     """Write each row's checksum into ``rows``, uint8 ``[page, byte]``.
 
-    Rows are padded to a multiple of 16 bytes; only the first ``nbytes`` are data. For pages with a nonzero ``status``, int32 ``[page]``,
-    the first 8 bytes are set to zero instead, so that readers reject the row.
+    Rows are padded to a multiple of 16 bytes; only the first ``nbytes`` are data. If the ``status`` of a page, int32 ``[page]``, is
+    nonzero, its first 8 bytes are set to zero instead, so that readers reject the row.
     """
     _launch(rows, nbytes, multiplier, status, None, None, None)
 
@@ -45,7 +45,7 @@ def write(rows: torch.Tensor, nbytes: int, multiplier: int, status: torch.Tensor
 def check(
     rows: torch.Tensor, nbytes: int, multiplier: int, front: torch.Tensor, keys: torch.Tensor | None, pads: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the faults of each of ``rows``, int32 ``[page]``: 0, or a combination of ``DAMAGED`` and ``MISMATCHED``.
+    """Return the faults of each row, int32 ``[page]``: 0, or a combination of ``DAMAGED`` and ``MISMATCHED``.
 
     ``front``, int32, is the expected beginning of rows, except for the checksum and the key. ``keys``, uint8 ``[page, 32]``, are the
     expected keys, or None to accept any key. ``pads``, int32, are the positions of bytes that must be 0, or None.
@@ -77,7 +77,7 @@ def _launch(
 
 @lru_cache(maxsize=64)
 def multiplier_powers(multiplier: int, parts: int, device: str) -> torch.Tensor:
-    """Return powers of the multiplier, int64: for each lane, then for each part of a row, and then for each step."""
+    """Return powers of ``multiplier``, int64: one per lane, one per part of a row, and the factor between the steps of a part."""
     lanes = _descending_powers(multiplier, LANES)
     result = [*lanes, *_descending_powers(pow(multiplier, LANES * STEPS, 2**64), parts), pow(multiplier, LANES, 2**64)]
     with torch.inference_mode(False):
@@ -118,10 +118,10 @@ def _sum_rows(
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> None:
-    """Add one part of a row to its sum. The row's last program writes the checksum or, unless ``front`` is None, compares the row.
+    """Add one part of a row to the row's sum. The row's last program writes the checksum or, unless ``front`` is None, compares the row.
 
-    ``rows`` are int32 words, ``row_stride`` words apart. ``words`` is a multiple of 16. Words before the beginning of a row count as 0, so
-    that all parts are whole.
+    ``rows`` are int32 words, and successive rows are ``row_stride`` words apart. ``words`` is the number of words per row, a multiple of
+    16. Words before the beginning of a row count as 0, so that all parts have the same size.
     """
     page = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-Places = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+Offsets = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 _STREAMS = {**DTYPES, "U8": torch.uint8, "U16": torch.uint16}
 
 
@@ -41,11 +41,12 @@ class Layers:
         self._alike = all(tensor.stride()[1:] == self.first.stride()[1:] for tensor in tensors)
         self._slot_strides = numpy.array([tensor.stride(0) for tensor in tensors], numpy.int64)
 
-    def places(self, slots: Sequence[int], page: int, layer: int) -> Places | None:
-        """Return offsets, int64 ``[page and layer, 3]``: of a layer's values (in elements), of its streams (in bytes), and the page index.
+    def offsets(self, slots: Sequence[int], row_bytes: int, layer_bytes: int) -> Offsets | None:
+        """Return three offsets for each page and layer, int64 ``[page and layer, 3]``, or None if the tensors do not allow it.
 
-        Offsets are relative to the first layer's first slot, and to the first page. Pages are ``page`` bytes apart, and the layers of a
-        page are ``layer`` bytes apart. Returns None if offsets are not whole numbers of values, or if strides differ between layers.
+        They are the offset of a layer's values in elements, the offset of its streams in bytes, and the page index. Values are counted from
+        the first layer's first slot, and streams from the first page's row. Rows are ``row_bytes`` apart, and the layers in a row are
+        ``layer_bytes`` apart. The tensors must have equal strides, and be a whole number of values apart.
         """
         size = self.first.element_size()
         # The engine may have moved its memory since the last job.
@@ -56,7 +57,7 @@ class Layers:
         result = numpy.empty((len(slots), len(self.tensors), 3), numpy.int64)
         result[:, :, 0] = numpy.array(slots, numpy.int64)[:, None] * self._slot_strides + apart // size
         pages = numpy.arange(len(slots), dtype=numpy.int64)[:, None]
-        result[:, :, 1] = pages * page + numpy.arange(len(self.tensors), dtype=numpy.int64) * layer
+        result[:, :, 1] = pages * row_bytes + numpy.arange(len(self.tensors), dtype=numpy.int64) * layer_bytes
         result[:, :, 2] = pages
         return result.reshape(-1, 3)
 
@@ -64,21 +65,20 @@ class Layers:
 class PageSide:
     """One side (keys or values) of an engine's pages: consecutive layers with the same codec.
 
-    ``places`` are the offsets of the first layer's streams in a row, and ``stride`` is the number of bytes between the streams of
-    consecutive layers.
+    ``offsets`` are the offsets of the first layer's streams in a row. The streams of consecutive layers are ``stride`` bytes apart.
     """
 
-    def __init__(self, codec: Codec, layers: Sequence[torch.Tensor], places: Mapping[str, int], stride: int) -> None:
+    def __init__(self, codec: Codec, layers: Sequence[torch.Tensor], offsets: Mapping[str, int], stride: int) -> None:
         self.codec, self.layers, self.stride = codec, Layers(layers), stride
         self.streams = []
         """Name, dtype, offset (in values of that dtype), shape and strides of each stream."""
         for name, layout in codec.layout(1, *layers[0].shape[1:3]).items():
             dtype = _STREAMS[layout.dtype]
-            self.streams.append((name, dtype, places[name] // dtype.itemsize, layout.shape, layout.strides))
+            self.streams.append((name, dtype, offsets[name] // dtype.itemsize, layout.shape, layout.strides))
 
-    def places(self, job: PageJob) -> Places | None:
-        """Return the locations of the pages of ``job`` in the tensors and rows, as ``Layers.places`` does."""
-        return self.layers.places(job.slots, job.rows.stride(0), self.stride)
+    def offsets(self, job: PageJob) -> Offsets | None:
+        """Return ``Layers.offsets`` for the pages of ``job``."""
+        return self.layers.offsets(job.slots, job.rows.stride(0), self.stride)
 
 
 class PageJob(NamedTuple):
@@ -100,11 +100,11 @@ def supports_rows(rows: torch.Tensor) -> bool:
 def encode(lane: PageSide, job: PageJob, errors: torch.Tensor | None = None) -> bool:
     """Write the streams of one side to all rows of ``job``. Returns False if the kernels do not support the call.
 
-    Unless ``errors`` is None, the tokens' relative errors are written to it, float32 ``[page and layer, kv_head, token]``.
+    Unless ``errors`` is None, the relative error of each token is written to it, float32 ``[page and layer, kv_head, token]``.
     """
     codec, first = lane.codec, lane.layers.first
     streams = _streams(lane, job)
-    moves = lane.places(job)
+    moves = lane.offsets(job)
     if moves is None:
         return False
     x = first[:1].expand(len(moves), *first.shape[1:])
@@ -123,7 +123,7 @@ def decode(lane: PageSide, job: PageJob) -> bool:
     """Decode the streams of one side from all rows of ``job`` with status 0. Returns False if the kernels do not support the call."""
     codec, first = lane.codec, lane.layers.first
     streams = _streams(lane, job)
-    moves = lane.places(job)
+    moves = lane.offsets(job)
     if moves is None:
         return False
     if _is_copied(codec, first.dtype):
@@ -137,18 +137,18 @@ def decode(lane: PageSide, job: PageJob) -> bool:
 
 
 def gather(layers: Layers, slots: Sequence[int], pages: torch.Tensor) -> None:
-    """Copy the pages in ``slots`` to ``pages`` ``[page and layer, ...]``, which are a multiple of ``STREAM_ALIGNMENT`` bytes apart."""
+    """Copy the values in ``slots`` to ``pages`` ``[page and layer, ...]``, which are a multiple of ``STREAM_ALIGNMENT`` bytes apart."""
     _copy_pages(layers, slots, pages, None)
 
 
 def scatter(layers: Layers, slots: Sequence[int], pages: torch.Tensor, status: torch.Tensor) -> None:
-    """Copy ``pages`` back to ``slots``, for pages whose ``status``, int32 ``[page]``, is 0. Reverses ``gather``."""
+    """Copy ``pages`` back to ``slots``, except pages with a nonzero ``status``, int32 ``[page]``. Reverses ``gather``."""
     _copy_pages(layers, slots, pages, status)
 
 
 def norms(layers: Layers, slots: Sequence[int]) -> torch.Tensor:
-    """Return the norms of the tokens of the pages in ``slots``: float32 ``[page and layer, kv_head, token]``."""
-    first, moves = layers.first, layers.places(slots, 0, 0)
+    """Return the norm of each token of the pages in ``slots``: float32 ``[page and layer, kv_head, token]``."""
+    first, moves = layers.first, layers.offsets(slots, 0, 0)
     if moves is not None:
         return token_norms(first[:1].expand(len(moves), *first.shape[1:]), _origins(moves, first))
     each = [norms(Layers([tensor]), slots) for tensor in layers.tensors]
@@ -158,28 +158,28 @@ def norms(layers: Layers, slots: Sequence[int]) -> torch.Tensor:
 def _copy_pages(layers: Layers, slots: Sequence[int], pages: torch.Tensor, status: torch.Tensor | None) -> None:
     step = pages.stride(0) * pages.element_size()
     every = len(layers.tensors) * step
-    moves = layers.places(slots, every, step)
+    moves = layers.offsets(slots, every, step)
     if moves is not None:
         copy(layers.first[:1].expand(len(moves), *layers.first.shape[1:]), pages, _origins(moves, layers.first), status)
         return
     for number, tensor in enumerate(layers.tensors):
-        moves = Layers([tensor]).places(slots, every, step)
+        moves = Layers([tensor]).offsets(slots, every, step)
         assert moves is not None
         copy(tensor[:1].expand(len(moves), *tensor.shape[1:]), pages[number:], _origins(moves, tensor), status)
 
 
 def _is_copied(codec: Codec, dtype: torch.dtype) -> bool:
-    """Return True if rows store the bytes of values unchanged."""
+    """Return True if rows store the values of ``dtype`` unchanged, so that converting them is a copy."""
     return isinstance(codec, Opaque) or (type(codec) is Raw and DTYPES[RAW_DTYPES[codec.dtype]] == dtype)
 
 
-def _origins(moves: Places, x: torch.Tensor) -> BatchOffsets:
+def _origins(moves: Offsets, x: torch.Tensor) -> BatchOffsets:
     aligned = math.gcd(16, common_alignment(moves[:, 0]) * x.element_size())
     return BatchOffsets(copy_to_device(moves, x.device), aligned)
 
 
 def _streams(lane: PageSide, job: PageJob) -> dict[str, torch.Tensor]:
-    """Return views of the first layer's streams in the first row."""
+    """Return views of the streams of the first layer in the first row of ``job``."""
     row = job.rows[0, : job.rows.shape[1] // STREAM_ALIGNMENT * STREAM_ALIGNMENT]
     as_dtype: dict[torch.dtype, torch.Tensor] = {}
     result = {}

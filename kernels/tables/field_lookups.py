@@ -35,10 +35,10 @@ def look_up_field(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the first ``WORDS`` (1 or 2) f16x2 of a table entry.
+    """Return the first ``WORDS`` f16x2 (1 or 2) of a table entry. Entries for ``WORDS`` = 1 contain the same f16x2 twice.
 
-    The entry's index, relative to ``FIRST``, is ``BITS`` bits of a column, beginning at bit ``POSITION``. Entries for ``WORDS`` = 1 contain
-    the same f16x2 twice. ``SHARED`` is the table's ``SharedTable``.
+    The index of the entry, counted from entry ``FIRST``, is ``BITS`` bits of a column, beginning at bit ``POSITION``. ``SHARED`` describes
+    the table (``SharedTable``).
     """
     UNIT: tl.constexpr = lookup_unit(VALUES, SHARED, FAST)
     PIECES: tl.constexpr = column_pieces(PACKING, COLUMN, POSITION, BITS)

@@ -25,8 +25,9 @@ from .table_assembly import BANK_BYTES, MAX_STATIC_BYTES, declare_ptx, fill_ptx,
 
 
 def choose_copies(entries: int, entry_bytes: int, budget: int) -> int:
-    """Return the number of copies of each entry: one per bank group if they fit in ``budget`` bytes, else the largest power of two that
-    fits, or 0.
+    """Return the number of copies of each entry: one per bank group if they fit in ``budget`` bytes.
+
+    Otherwise, return the largest power of two that fits, or 0 if not even one copy fits.
     """
     copies = BANK_BYTES // entry_bytes
     while copies and entries * entry_bytes * copies > budget:
@@ -35,9 +36,9 @@ def choose_copies(entries: int, entry_bytes: int, budget: int) -> int:
 
 
 def allow_tables(kernel: Any, table_bytes: int) -> None:
-    """Let the CUDA driver launch ``kernel``, which declares tables or patches in addition to its own shared memory.
+    """Allow the CUDA driver to launch ``kernel``, which declares tables or patches in addition to the compiler's shared memory.
 
-    Triton asks the driver for more than 48 KiB only if its own part exceeds that, because it does not count tables.
+    Triton does not count tables, so it asks the driver for more than 48 KiB only if the compiler's own part exceeds that.
     """
     size = triton_internals.shared_bytes(kernel)
     if table_bytes > MAX_STATIC_BYTES:
@@ -48,9 +49,9 @@ def allow_tables(kernel: Any, table_bytes: int) -> None:
 
 @triton.jit
 def declare(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
-    """Reserve ``SIZE`` bytes of shared memory for tables, once per kernel and before ``fill``.
+    """Reserve ``SIZE`` bytes of shared memory for tables. Must be called once per kernel, before ``fill``.
 
-    If they do not fit, the launch's dynamic shared memory is used (``allow_tables``).
+    If they exceed the static shared memory, they are in the launch's dynamic shared memory (``allow_tables``).
     """
     thread = tl.arange(0, 32 * WARPS)
     tl.inline_asm_elementwise(declare_ptx(SIZE), "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
@@ -58,9 +59,7 @@ def declare(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 
 @triton.jit
 def fetch(table: tl.tensor, ENTRIES: tl.constexpr, VALUES: tl.constexpr) -> tl.tensor:
-    """Load the entries of a table in global memory for ``fill``. An entry has ``VALUES`` (2 or 4) float16 values and is loaded as one
-    integer.
-    """
+    """Load the entries of a table from global memory, for ``fill``: one integer per entry of ``VALUES`` float16 values (2 or 4)."""
     number = tl.arange(0, triton.next_power_of_2(ENTRIES))
     if VALUES == 2:
         entries = tl.load(table.to(tl.pointer_type(tl.int32)) + number, number < ENTRIES, 0)
@@ -71,7 +70,7 @@ def fetch(table: tl.tensor, ENTRIES: tl.constexpr, VALUES: tl.constexpr) -> tl.t
 
 @triton.jit
 def fill(entries: tl.tensor, OFFSET: tl.constexpr, ENTRIES: tl.constexpr, VALUES: tl.constexpr, COPIES: tl.constexpr) -> None:
-    """Store the entries that ``fetch`` loaded at byte ``OFFSET`` of shared memory, ``COPIES`` times each.
+    """Store the ``entries`` that ``fetch`` loaded in shared memory, from byte ``OFFSET`` on, with ``COPIES`` copies of each.
 
     A ``tl.debug_barrier`` must follow.
     """
@@ -98,10 +97,11 @@ def look_up(
     ENTRIES: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the ``VALUES`` (2 or 4) float16 tiles of table entries, indexed by ``BITS`` bits at bit ``POSITION`` of each int16 ``word``.
+    """Look up table entries, and return one float16 tile for each of their ``VALUES`` values (2 or 4).
 
-    ``table`` is float16 ``[2^BITS, VALUES]`` in global memory. With inline PTX and nonzero ``COPIES``, copies of its first ``ENTRIES``
-    entries at ``OFFSET`` in shared memory are used instead.
+    The index is ``BITS`` bits of each int16 ``word``, beginning at bit ``POSITION``. ``table`` is float16 ``[2^BITS, VALUES]`` in global
+    memory. With inline PTX and nonzero ``COPIES``, its first ``ENTRIES`` entries are read from shared memory instead, where they begin at
+    byte ``OFFSET``.
     """
     if FAST and COPIES > 0:
         result = tl.inline_asm_elementwise(
@@ -122,9 +122,9 @@ def look_up(
 
 @triton.constexpr_function
 def halve_entries(shared: SharedTable, first: int, values: int) -> SharedTable:
-    """Return the part of a table from entry ``first`` on as a table of half entries, with twice as many copies.
+    """Return the table from entry ``first`` on, described as a table of half entries with twice as many copies.
 
-    Entries have ``values`` float16 values.
+    An entry has ``values`` float16 values.
     """
     return SharedTable(shared.offset + first * values * 2 * shared.copies, 2 * shared.copies, shared.entries - first)
 
@@ -140,9 +140,9 @@ def look_up_bits(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the table entries that ``BITS`` bits of each column, beginning at bit ``BIT``, select, as ``look_up`` does.
+    """Look up table entries by ``BITS`` bits of each column, beginning at bit ``BIT``. Returns the same tiles as ``look_up``.
 
-    The table begins at entry ``FIRST`` of ``table``. ``SHARED`` is its ``SharedTable``.
+    The lookup table begins at entry ``FIRST`` of ``table``. ``SHARED`` describes it (``SharedTable``).
     """
     OFFSET: tl.constexpr = SHARED.offset + FIRST * VALUES * 2 * SHARED.copies
     COPIES: tl.constexpr = SHARED.copies
@@ -166,9 +166,9 @@ def look_up_repeated(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return one tile of the table entries that ``look_up_bits`` selects, for entries of 4 equal values.
+    """Look up entries of 4 equal values as ``look_up_bits`` does, and return a single tile.
 
-    Only half of an entry is read, which exists in twice as many copies.
+    Only half of an entry is read, because halves exist in twice as many copies, so that fewer lanes conflict.
     """
     if FAST and SHARED.copies > 0:
         HALVES: tl.constexpr = halve_entries(SHARED, FIRST, 4)

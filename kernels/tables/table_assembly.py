@@ -39,7 +39,7 @@ def declare_ptx(size: int) -> str:
 
 @triton.constexpr_function
 def fill_ptx(offset: int, entries: int, entry_words: int, copies: int) -> str:
-    """Return PTX by which every thread stores the copies of one entry, 16 bytes at a time. Lanes begin at different banks."""
+    """Return PTX in which every thread stores the copies of one entry, 16 bytes at a time. Lanes begin at different banks."""
     run = 4 * entry_words * copies
     value = ["$1", "$1"] if entry_words == 1 else ["first", "second"]
     unpack = "" if entry_words == 1 else "mov.b64 {first, second}, $1;"
@@ -63,9 +63,10 @@ def fill_ptx(offset: int, entries: int, entry_words: int, copies: int) -> str:
 
 @triton.constexpr_function
 def tile_lookup_ptx(position: int, bits: int, values: int, offset: int, copies: int, entries: int) -> str:
-    """Return PTX that looks up the two 16-bit words of a register. An index is ``bits`` bits of a word, beginning at bit ``position``.
+    """Return PTX that looks up a table entry for each of the two 16-bit words in a register.
 
-    ``values`` is the number of float16 values per entry, 2 or 4. An index past ``entries`` selects the last entry.
+    An index is ``bits`` bits of a word, beginning at bit ``position``. An entry has ``values`` float16 values (2 or 4). An index past
+    ``entries`` selects the last entry.
     """
     entry_bytes = 2 * values
     stride, own = (entry_bytes * copies).bit_length() - 1, (entry_bytes - 1).bit_length()
@@ -95,10 +96,11 @@ def tile_lookup_ptx(position: int, bits: int, values: int, offset: int, copies: 
 
 @triton.constexpr_function
 def column_lookup_ptx(bits: int, offset: int, copies: int, multiplied: bool) -> str:
-    """Return PTX that looks up the codes in two 32-bit words, in tables with entries of two equal halves.
+    """Return PTX that looks up the codes in two 32-bit words, in tables whose entries have two equal halves.
 
-    The inputs are the words; for each word, the amount by which it is rotated right (or its factor if ``multiplied``) so that the code
-    becomes a byte offset; and the byte offset of each table's first entry, a multiple of the table's size.
+    The inputs are the two words, then a number for each word, then an offset for each word. The number is the amount by which to rotate the
+    word right so that the code becomes a byte offset or, if ``multiplied``, the factor that has this effect. The offset is the position in
+    bytes of the first table entry, a multiple of the table's size.
     """
     mask = ((1 << bits) - 1) * 4 * copies
 
@@ -120,10 +122,10 @@ def _move_word(name: str, word: str, by: str, multiplied: bool) -> str:
 
 @triton.constexpr_function
 def pair_lookup_ptx(bits: int, joint: bool, offset: int, copies: int, multiplied: bool) -> str:
-    """Return PTX that looks up two 16-bit entries, for neighboring codes of a word.
+    """Return PTX that looks up a 16-bit entry for each of two neighboring codes of a word.
 
-    The entries are one table entry for both codes (``joint``), or the low halves of two table entries. The inputs are as in
-    ``column_lookup_ptx``, for one word.
+    With ``joint``, one table entry for both codes contains the two values. Otherwise, they are the low halves of two table entries. The
+    inputs are as in ``column_lookup_ptx``, for one word.
     """
     unit = 4 * copies
     load = f"add.u32 {{0}}, {{0}}, base; ld.shared.b32 {{0}}, [{{0}} + {offset}];"
@@ -153,9 +155,9 @@ both values in one register each.
 
 @triton.constexpr_function
 def entry_lookup_ptx(words: int, offset: int, copies: int, entry_bytes: int) -> str:
-    """Return PTX that reads the first ``words`` (1 or 2) words of an entry, from the copy in the thread's own banks.
+    """Return PTX that reads the first ``words`` words of an entry (1 or 2), from the copy in the thread's own banks.
 
-    The input is the address of the entry's first copy.
+    The input is the address of the first copy.
     """
     own = (entry_bytes - 1).bit_length()
     load = "ld.shared.b32 $0, [place]" if words == 1 else "ld.shared.v2.b32 {$0, $1}, [place]"
@@ -168,29 +170,28 @@ def entry_lookup_ptx(words: int, offset: int, copies: int, entry_bytes: int) -> 
 
 
 @triton.constexpr_function
-def field_lookup_ptx(pieces: tuple[tuple[int, int, int, int], ...], words: int, place: int, stride: int) -> str:
+def field_lookup_ptx(pieces: tuple[tuple[int, int, int, int], ...], words: int, offset: int, stride: int) -> str:
     """Return PTX that reads the first ``words`` words of a table entry, from the copy for the thread's lane.
 
-    ``pieces`` are the fields of a ``BitPiece`` for each part of the entry's index. The PTX inputs are the words that contain these parts,
-    in the same order. The first entry is ``place`` bytes after the beginning of the shared tables, and entries are ``stride`` bytes apart,
-    a power of two.
+    Each of ``pieces`` contains the fields of a ``BitPiece`` for one part of the index. The inputs are the words that store these parts, in
+    the same order. The first entry is at byte ``offset`` of the shared tables, and entries are ``stride`` bytes apart, a power of two.
     """
     own = 2 + words // 2
     copies = stride >> own
     text = f"mov.u32 place, %laneid; and.b32 place, place, {copies - 1}; shl.b32 place, place, {own};"
     for number, piece in enumerate(pieces):
-        _, at, count, before = piece
-        target = stride.bit_length() - 1 + before
+        _, at, count, value_bit = piece
+        target = stride.bit_length() - 1 + value_bit
         move = f"shr.b32 part, ${words + number}, {at - target}" if at >= target else f"shl.b32 part, ${words + number}, {target - at}"
         text += f"{move}; lop3.b32 place, part, {((1 << count) - 1) << target}, place, 0xEA;"
     load = "ld.shared.b32 $0," if words == 1 else "ld.shared.v2.b32 {$0, $1},"
     return f"""{{
         .reg .b32 part, place, base;
-        {text} mov.u32 base, kvpack_tables; add.u32 place, place, base; {load} [place + {place}];
+        {text} mov.u32 base, kvpack_tables; add.u32 place, place, base; {load} [place + {offset}];
     }}"""
 
 
 @triton.constexpr_function
 def register_constraints(outputs: int, inputs: int) -> str:
-    """Return the PTX constraint string for ``outputs`` output and ``inputs`` input registers."""
+    """Return the constraint string of inline PTX with ``outputs`` output registers and ``inputs`` input registers."""
     return ",".join(["=r"] * outputs + ["r"] * inputs)

@@ -19,16 +19,16 @@ from .table_assembly import entry_lookup_ptx
 
 @triton.constexpr_function
 def lookup_unit(values: int, shared: SharedTable, fast: bool) -> int:
-    """Return the number of units per entry of ``values`` float16 values, for the positions that ``look_up_words`` uses.
+    """Return the number of units per entry of ``values`` float16 values, for the positions that ``look_up_words`` takes.
 
-    A unit is a byte for a table in shared memory, so that fields are shifted only once, and otherwise an entry.
+    If the table is in shared memory, a unit is a byte, so that fields are shifted only once. Otherwise, a unit is an entry.
     """
     return 2 * values * shared.copies if fast and shared.copies else 1
 
 
 @triton.jit
 def look_up_words(
-    place: tl.tensor,
+    position: tl.tensor,
     table: tl.tensor,
     WORDS: tl.constexpr,
     VALUES: tl.constexpr,
@@ -36,20 +36,20 @@ def look_up_words(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the first ``WORDS`` (1 or 2) f16x2 of the entry ``place`` units after entry ``FIRST``.
+    """Return the first ``WORDS`` f16x2 (1 or 2) of the entry that is ``position`` units (``lookup_unit``) after entry ``FIRST``.
 
-    Entries have ``VALUES`` (2 or 4) float16 values. ``SHARED`` is the table's ``SharedTable``. ``place`` must be inside the table.
+    Entries have ``VALUES`` float16 values (2 or 4). ``SHARED`` describes the table (``SharedTable``). The entry must be inside the table.
     """
     if FAST and SHARED.copies > 0:
         ASSEMBLY: tl.constexpr = entry_lookup_ptx(
             WORDS, SHARED.offset + FIRST * lookup_unit(VALUES, SHARED, FAST), SHARED.copies, 2 * VALUES
         )
         if WORDS == 1:
-            result = (tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [place], dtype=tl.uint32, is_pure=True, pack=1),)
+            result = (tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [position], dtype=tl.uint32, is_pure=True, pack=1),)
         else:
-            result = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [place], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1)
+            result = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [position], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1)
     else:
-        pointer = table.to(tl.pointer_type(tl.int32)) + (place + FIRST) * (VALUES // 2)
+        pointer = table.to(tl.pointer_type(tl.int32)) + (position + FIRST) * (VALUES // 2)
         result = ()
         for word in tl.static_range(WORDS):
             result = result + (tl.load(pointer + word).to(tl.uint32, bitcast=True),)
@@ -57,11 +57,14 @@ def look_up_words(
 
 
 @triton.jit
-def look_up_repeated(place: tl.tensor, table: tl.tensor, FIRST: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the f16x2 of an entry of four equal values. Only half of an entry is read, which exists in twice as many copies."""
+def look_up_repeated(position: tl.tensor, table: tl.tensor, FIRST: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return the f16x2 of an entry of four equal values.
+
+    Only half of an entry is read, because halves exist in twice as many copies, so that fewer lanes conflict.
+    """
     if FAST and SHARED.copies > 0:
         HALVES: tl.constexpr = halve_entries(SHARED, 0, 0)
-        result = look_up_words(place, table, 1, 2, FIRST, HALVES, FAST)
+        result = look_up_words(position, table, 1, 2, FIRST, HALVES, FAST)
     else:
-        result = look_up_words(place, table, 1, 4, FIRST, SHARED, FAST)
+        result = look_up_words(position, table, 1, 4, FIRST, SHARED, FAST)
     return result[0]

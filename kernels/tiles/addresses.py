@@ -28,13 +28,13 @@ def uses_assembly(device: torch.device) -> bool:
     return not gpu(device).interpreted and os.environ.get(VARIABLE, "") != "0"
 
 
-def stream_addresses(streams: Mapping[str, torch.Tensor], streams_wanted: Sequence[Stream], keep_alive: list[torch.Tensor]) -> list[int]:
-    """Return the address, batch stride and head stride, in bytes, of each requested stream, as one flat list.
+def stream_addresses(streams: Mapping[str, torch.Tensor], requested: Sequence[Stream], keep_alive: list[torch.Tensor]) -> list[int]:
+    """Return the address, batch stride and head stride of each of ``requested`` streams as one flat list, in bytes.
 
     Streams whose rows are not contiguous and aligned are copied. All tensors whose addresses are returned are appended to ``keep_alive``.
     """
     result: list[int] = []
-    for stream in streams_wanted:
+    for stream in requested:
         tensor = streams[stream.name]
         size, (batch, head) = tensor.element_size(), tensor.stride()[:2]
         if not has_dense_rows(tensor) or (tensor.data_ptr() | size * batch | size * head) % (stream.bits // 8):
@@ -46,10 +46,10 @@ def stream_addresses(streams: Mapping[str, torch.Tensor], streams_wanted: Sequen
 
 
 def describe_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], streams: Sequence[Stream], first: int) -> tuple[RowStream, ...]:
-    """Return the ``RowStream`` of each stream, whose addresses and strides are in ``rows`` from column ``first`` on.
+    """Return the ``RowStream`` of each stream, whose addresses and strides are in the columns of ``rows`` from ``first`` on.
 
-    A stream never counts as more aligned than its rows, because no load crosses them. Otherwise, kernels would be compiled again for each
-    alignment that the length of a cache can cause.
+    A stream never counts as more aligned than its rows, because no load crosses rows. Otherwise, kernels would be compiled again for each
+    alignment that the length of a cache happens to cause.
     """
     result = []
     for number, stream in enumerate(streams):

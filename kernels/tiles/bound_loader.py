@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class RowStream(NamedTuple):
     """The layout of a stream: elements of ``bits`` bits, and a row of ``row_bytes`` bytes for every ``tokens`` tokens.
 
-    ``aligned`` is the largest power of two, at most 16, that divides all addresses and strides in bytes.
+    ``aligned`` is the largest power of two, at most 16, that divides all addresses and strides, in bytes.
     """
 
     bits: int
@@ -24,11 +24,11 @@ class RowStream(NamedTuple):
 
 
 class BoundLoader(NamedTuple):
-    """A codec's loader (``tiles.Tiles``) bound to the streams of one launch.
+    """A codec's loader (``loaders.tiles.Tiles``) bound to the streams of one launch.
 
     ``widths`` are the columns of each tile, and ``stream_widths`` is the argument of ``bitfields.load_column_fields``. There are ``tables``
-    tables of ``table_values`` values each, which sequences and heads use in turn. ``columns`` counts the columns of all tiles, and the
-    ``offset``, if any.
+    tables of ``table_values`` values each, which sequences and heads use in turn. ``columns`` counts the columns of all tiles, and one more
+    if there is an ``offset``.
     """
 
     load: Any
@@ -56,7 +56,7 @@ class BoundLoader(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        """Key under which Triton caches compiled code."""
+        """The key by which Triton identifies this constant in its cache of compiled code."""
         return code_key(self)
 
 

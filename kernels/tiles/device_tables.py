@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 def load_tables(
     k: Tiles, v: Tiles, device: torch.device, fast: bool, budget: int
 ) -> tuple[SharedTables, tuple[torch.Tensor, torch.Tensor], list[SharedTable]]:
-    """Return the shared tables that a kernel declares and fills, the tables of both sides in global memory, and their places in shared
-    memory.
+    """Return the shared tables that a kernel declares and fills, both sides' tables in global memory, and their places in shared memory.
 
-    Shared tables use at most ``budget`` bytes in total.
+    Shared tables take at most ``budget`` bytes in total.
     """
     tables = [tiles.table for tiles in (k, v)]
     same = tables[0] is not None and tables[1] is not None and torch.equal(tables[0], tables[1])

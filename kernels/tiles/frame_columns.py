@@ -36,7 +36,9 @@ def loader(codec: Codec, dual: bool) -> Tiles:
 
 @lru_cache(maxsize=256)
 def columns(codec: Codec, dual: bool) -> tuple[int, ...]:
-    """Return the channel of each column of all tiles of ``loader``, or -1 for columns without one. The offset's channel, if any, is last.
+    """Return the channel of each column of all tiles of ``codec``. Columns without a channel are -1.
+
+    If the loader has an offset, its channel is last.
     """
     tiles = loader(codec, dual)
     return tuple(channel for part in tiles.channels for channel in part) + ((codec.dim,) if tiles.offset else ())
@@ -51,13 +53,14 @@ def frame_dim(codec: Codec) -> int:
 
 @lru_cache(maxsize=256)
 def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...], bool], ...], device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the matrix and blocks that ``rotate_queries`` uses for ``frames``.
+    """Return the matrix and the blocks with which ``rotate_queries`` maps queries to all of ``frames``.
 
-    A frame is a codec, its columns' channels (-1 for none), and whether queries are written as float16 halves instead of float32.
+    A frame is a codec, the channel of each column (-1 for none), and True if queries are written as float16 halves instead of float32.
 
-    The matrix is float32 ``[matrix, dim, column]``, the contribution of each query channel to each column; each frame is padded to whole
-    blocks of columns. The blocks are int64 ``[block, 4]``: the block's first column in its frame, the frame's number of columns, the number
-    of columns of all frames before it, and 1 for halves. Channels past the head dim are channels of qjl's rotation, or klt's offset.
+    The matrix is float32 ``[matrix, dim, column]``. It contains the contribution of each query channel to each column, and each frame is
+    padded to whole blocks of columns. The blocks are int64 ``[block, 4]``: the block's first column in its frame, the frame's number of
+    columns, the number of columns of all earlier frames, and 1 for halves. Channels past the head dim are channels of qjl's rotation, or
+    klt's offset.
     """
     parts, blocks = [], []
     before = 0
@@ -74,7 +77,7 @@ def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...], bool], ...], device
 
 @lru_cache(maxsize=256)
 def value_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], block: int, device: str) -> torch.Tensor:
-    """Return the matrix from columns of sums in ``frames`` to channels, float32 ``[matrix, column, dim]``.
+    """Return the matrix from the columns of sums in ``frames`` to channels, float32 ``[matrix, column, dim]``.
 
     The columns of each frame are padded to a multiple of ``block``.
     """
@@ -87,14 +90,14 @@ def value_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], block: int, 
 
 
 def is_in_order(codec: Codec, channels: tuple[int, ...]) -> bool:
-    """Return True if sums in columns for ``channels`` are already in the original frame and order."""
+    """Return True if sums whose columns have these ``channels`` are already in the original frame and order."""
     return codec.rotation.kind == "none" and not isinstance(codec, Klt) and channels == tuple(range(codec.dim))
 
 
 def column_signs(codec: Codec) -> tuple[torch.Tensor, float]:
-    """Return the matrix from channels to columns of ``codec``'s loader as its signs, float32 ``[column, dim]``, and a magnitude.
+    """Return the matrix from channels to the columns of the codec's tiles, as its signs, float32 ``[column, dim]``, and a magnitude.
 
-    All nonzero entries of Hadamard rotations and permutations have this magnitude.
+    All nonzero entries of the matrix have this magnitude, because it combines a Hadamard rotation and a permutation.
     """
     back = value_matrix(((codec, columns(codec, False)),), 1, "cpu")[0]
     return back.sign(), float(back.abs().max())
@@ -102,19 +105,19 @@ def column_signs(codec: Codec) -> tuple[torch.Tensor, float]:
 
 @lru_cache(maxsize=256)
 def frame_matrix(codec: Codec, device: str) -> torch.Tensor:
-    """Return the matrix from channels of ``codec``'s frame to original channels, float32 ``[matrix, frame dim, dim]``, on ``device``."""
+    """Return a cached copy of ``_frame_rows`` on ``device``, float32 ``[matrix, frame dim, dim]``."""
     with torch.inference_mode(False):
         return _frame_rows(codec).contiguous().to(device)
 
 
 def _repeat_to_equal_counts(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Repeat ``parts`` ``[matrix, ...]`` so that all have the same number of matrices. Sequences and heads use them in turn."""
+    """Repeat ``parts`` ``[matrix, ...]`` so that all have the same number of matrices. Sequences and heads use the matrices in turn."""
     most = math.lcm(*(part.shape[0] for part in parts))
     return [part.repeat(most // part.shape[0], 1, 1) for part in parts]
 
 
 def _query_rotation(codec: Codec) -> torch.Tensor:
-    """Return the matrix from query channels to the channels of ``codec``'s frame, float32 ``[matrix, dim, frame dim]``."""
+    """Return the matrix from query channels to the channels of the codec's frame, float32 ``[matrix, dim, frame dim]``."""
     if isinstance(codec, Klt):
         return _frame_rows(codec).transpose(1, 2)
     if balanced := codec.sidecar(FrameMap):
@@ -129,7 +132,7 @@ def _query_rotation(codec: Codec) -> torch.Tensor:
 
 
 def _frame_rows(codec: Codec) -> torch.Tensor:
-    """Return the matrix from the channels of ``codec``'s frame to original channels, float32 ``[matrix, frame dim, dim]``.
+    """Return the matrix from the channels of the codec's frame to the original channels, float32 ``[matrix, frame dim, dim]``.
 
     For klt, the matrix is scaled to the units of the tables, and its last row is the mean.
     """

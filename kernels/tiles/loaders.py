@@ -44,7 +44,7 @@ def _with_sidecars(codec: CodecWithSidecars) -> Tiles | None:
 
 @lru_cache(maxsize=256)
 def dual_tiles_of(codec: Codec, dual: int = APART) -> Tiles | None:
-    """Return the dual tile loader of ``codec``, or None if rows have an unsupported number of words.
+    """Return the dual tile loader of ``codec``, or None if dual tiles do not support its number of words per row.
 
     ``dual`` is the arrangement of the two tokens in a row.
     """

@@ -28,7 +28,7 @@ from .raw import Raw
 from .raw_positions import RawPositions
 from .raw_tokens import RawTokens
 from .scalar import Scalar
-from .sidecar import ResidualSketch
+from .sidecar import ResidualSketch, Sidecar
 from .sidecars import CodecWithSidecars
 from .streams import Layout as Layout
 from .transform import Transform
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from .base import Codec
     from .options import Options
-    from .sidecar import Sidecar
 
 
 class _Codecs(dict[str, type[CodecFamily]]):

@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import log2, pi
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM
+from .base import MAX_DIM, Unpacker
 from .columns import Columns, default_fields, factors_of_two, is_power_of_two, next_power_of_two, row_bytes
 from .encoding_blocks import encode_in_blocks
 from .errors import InvalidParameter
@@ -26,7 +26,6 @@ from .token_norms import stored_norm
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .base import Unpacker
     from .options import Options
 
 MAX_BINS = 1 << 16

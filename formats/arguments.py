@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Mapping, Set
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
 
 from .errors import InvalidParameter, InvalidType, KvpackError
 from .lazy import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _MAX_SHOWN = 80
 """Maximum number of characters of a value that a message shows."""

@@ -6,7 +6,7 @@ Ids are permanent: a codec id never changes its meaning, and equal ids and param
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
@@ -15,16 +15,14 @@ from .columns import Columns
 from .foreign import check_digits, check_layouts, is_foreign
 from .lazy import torch
 from .rotation import Rotation, rotation_of
-from .runs import RunEncoder
+from .runs import Run, RunEncoder
 from .streams import EntryStreams, Layout
 from .tables import BoundedCache
 from .token_norms import norms_per_head
 from .value_blocks import check_finite
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
 
-    from .runs import Run
     from .value_blocks import Array
 
 SidecarType = TypeVar("SidecarType")

@@ -7,7 +7,7 @@ would have to describe them. Dividing them out costs one number per channel, hea
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import functional, numpy, torch
@@ -17,7 +17,6 @@ from .value_blocks import first_index, value_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from typing import Any
 
     from .options import Options
     from .runs import Run

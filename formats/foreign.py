@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import torch
 from .parameter_checks import check_choice
-from .runs import RunEncoder
+from .runs import Run, RunEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .runs import Run
     from .streams import Layout
 
 _TORCH_NAMES = {"U8": "uint8", "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "F32": "float32"}

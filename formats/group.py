@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from . import scale_range
-from .base import MAX_DIM
+from .base import MAX_DIM, PayloadRule
 from .columns import Columns, default_fields
 from .family import ENCODER_ONLY, OPTIONAL, SEED, CodecFamily, in_range, one_of
 from .lazy import torch
@@ -26,7 +26,6 @@ from .token_norms import HEADS, TOKENS, stored_norm
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from .base import PayloadRule
     from .options import Options
 
 AXES = ("token", "channel")

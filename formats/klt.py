@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from .base import MAX_DIM
+from .base import MAX_DIM, PayloadRule
 from .basis import DIGEST_BYTES, MAX_GAIN, MAX_LAYER, MAX_WIDTH, BasisRows, missing_basis_error, row_count, run_columns, run_count
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
@@ -32,7 +32,6 @@ from .value_blocks import row_blocks
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from .base import PayloadRule
     from .options import Options
     from .value_blocks import Array
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from . import rans
-from .base import MAX_DIM
+from .base import MAX_DIM, PayloadRule, RunRule
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload
 from .family import CodecFamily, in_range, one_of
@@ -27,7 +27,6 @@ from .value_blocks import first_index, read_values, row_blocks, take_rows, value
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .base import PayloadRule, RunRule
     from .options import Options
     from .value_blocks import Array
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from .base import MAX_DIM
+from .base import MAX_DIM, PayloadRule
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload
 from .family import CodecFamily, in_range, one_of
@@ -25,7 +25,6 @@ from .value_blocks import first_index, value_blocks
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .base import PayloadRule
     from .options import Options
     from .value_blocks import Array
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .base import MAX_DIM
+from .base import MAX_DIM, PayloadRule, Unpacker
 from .columns import Columns, default_fields, reduce_rows
 from .encoding_blocks import encode_by_rows
 from .errors import InvalidPayload
@@ -29,9 +29,7 @@ from .value_blocks import arrays_in_memory, first_index, row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import Any
 
-    from .base import PayloadRule, Unpacker
     from .options import Options
     from .value_blocks import Array
 

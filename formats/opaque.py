@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from .base import MAX_DIM
 from .errors import InvalidType
@@ -11,9 +12,6 @@ from .family import CodecFamily
 from .lazy import torch
 from .parameter_checks import check_range
 from .streams import Layout
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM
+from .base import MAX_DIM, Unpacker
 from .columns import MAX_BASE, Columns, default_fields, factors_of_two, next_power_of_two, row_bytes
 from .encoding_blocks import encode_in_blocks
 from .errors import InvalidParameter
@@ -29,7 +29,6 @@ from .token_norms import stored_norm
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .base import Unpacker
     from .options import Options
 
 ARRANGEMENTS = ("dense", "direct")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .errors import InvalidParameter
 from .raw import DTYPES
-from .streams import EntryStreams
+from .streams import EntryStreams, Layout
 from .value_blocks import check_finite
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from .options import Options
     from .rotation import Rotation
     from .runs import Run
-    from .streams import Layout
     from .value_blocks import Array
 
 

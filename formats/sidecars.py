@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .arguments import prefix_errors
 from .balanced import FrameMap
-from .base import Codec
+from .base import Codec, PayloadRule, PlainCodec, RunRule, Unpacker
 from .batch import take_rows
 from .columns import Columns
 from .errors import InvalidParameter, OutOfRange
@@ -17,14 +17,12 @@ from .foreign import begin_run
 from .lazy import torch
 from .raw_positions import RawPositions
 from .runs import Run, RunEncoder
-from .sidecar import FramePart, PageVector, ResidualSketch, Sidecar, ValueMap, WholeTokens
+from .sidecar import FramePart, PageVector, ResidualSketch, RunStep, Sidecar, ValueMap, WholeTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from .base import PayloadRule, PlainCodec, RunRule, Unpacker
     from .rotation import Rotation
-    from .sidecar import RunStep
     from .streams import Layout
     from .value_blocks import Array
 

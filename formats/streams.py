@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .lazy import numpy, torch
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 HALF_LIMIT = 65520.0
 """Smallest number that rounds to infinity in float16. The largest finite float16 is 65504."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from .lazy import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MAX_CACHED_TABLES = 64
 """Maximum number of cached small tables and packings of each kind. File headers determine which are needed, so a bound is required."""

@@ -7,16 +7,13 @@ A norm is stored as float16, float32, or one byte that codes its logarithm. The 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator
 
 from .errors import OutOfRange
 from .lazy import functional, torch
 from .streams import HALF_LIMIT, NORMS
 from .tables import cache_per_device
 from .value_blocks import BLOCK_VALUES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
 
 LOG8 = "log8"
 TOKEN_NORMS = {**NORMS, LOG8: "U8"}

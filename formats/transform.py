@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from . import rans
-from .base import MAX_DIM
+from .base import MAX_DIM, PayloadRule, RunRule
 from .basis import DIGEST_BYTES, MAX_LAYER, missing_basis_error
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .family import CodecFamily, in_range, one_of
-from .frames import MAX_LEVEL, SCALES_PER_OCTAVE
+from .frames import MAX_LEVEL, SCALES_PER_OCTAVE, Frames, Rope
 from .lazy import numpy, torch
 from .products import product
 from .rans_checks import check_ends, check_states
@@ -37,8 +37,6 @@ from .value_blocks import first_index, read_values, row_blocks, take_rows, value
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .base import PayloadRule, RunRule
-    from .frames import Frames, Rope
     from .options import Options
     from .value_blocks import Array
 

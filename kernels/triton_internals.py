@@ -6,8 +6,9 @@ Triton documents its language and launches, but not the handles of compiled kern
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,9 +17,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import _async_compile, driver
 
 from kvpack.formats.errors import KvpackError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 COMPILER_BYTES = 16 << 10
 """Maximum bytes that the compiler uses, at the start of a launch's shared memory, to move values between lanes."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 NAMES = ("cache", "past_key_values", "layer_past")
 """Names of the cache parameter of a model's forward. Models with custom code still use the older names."""

@@ -9,8 +9,9 @@ import io
 import os
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from kvpack import KvpackError, __version__, backends
 from kvpack.errors import InvalidParameter, RoundedWarning
@@ -35,9 +36,6 @@ from .commands import (
 )
 from .commands.parsing import Parser
 from .output import printable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 COMMANDS = (cache, generate, inspect, view, verify, convert, dense, exchange, recipes, doctor, warm, demo, bench, calibrate, tune, store)
 """Command modules in the order of the help text. Each has a function ``add``."""

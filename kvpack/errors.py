@@ -12,7 +12,7 @@ A command that checks several files exits with the highest of their codes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from kvpack.formats.errors import (
     DigestMismatch,
@@ -34,9 +34,6 @@ from kvpack.formats.errors import (
     UnsupportedVersion,
     WriteFailed,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 WORST_FIRST = (3, 2, 1, 0)
 """Exit codes from worst to best. A command with several outcomes exits with the worst."""

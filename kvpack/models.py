@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from kvpack import cache_names, hub
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers_version import installed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 BOS = 256
 """Beginning-of-sequence id of the demo's model, whose other ids are bytes."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from kvpack.kernels.tiles import addresses
-from kvpack.kernels.tiles.layers import keys_and_values
+from kvpack.kernels.tiles.layers import Layer, keys_and_values
 
 from . import plan, segments
 from .prepared import MAX_ROWS, Options, PreparedCall, QueryShape
@@ -19,7 +19,6 @@ from .prepared import MAX_ROWS, Options, PreparedCall, QueryShape
 if TYPE_CHECKING:
     import torch
 
-    from kvpack.kernels.tiles.layers import Layer
 
 MAX_DUAL_ROWS = 8
 """Maximum number of query rows per KV head for dual tiles, which need a copy of the query rows for each of their two tokens."""

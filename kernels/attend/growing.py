@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from kvpack.kernels.gpu import gpu
-from kvpack.kernels.tiles.layers import keys_and_values
+from kvpack.kernels.tiles.layers import Layer, keys_and_values
 from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
 
 from . import append, plan, segments
@@ -17,7 +17,6 @@ from .attention import MAX_DUAL_ROWS, supports
 from .prepared import UNLIMITED, Options, PreparedCall, QueryShape
 
 if TYPE_CHECKING:
-    from kvpack.kernels.tiles.layers import Layer
 
     from .plan import Launch
 

@@ -14,7 +14,7 @@ from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.kernels.decode import tiles
 from kvpack.kernels.decode.tiles import FIRST_ADDRESS
-from kvpack.kernels.tiles.layers import keys_and_values
+from kvpack.kernels.tiles.layers import Layer, PackedRun, Side, keys_and_values
 from kvpack.kernels.tiles.work import STREAM_INTEGERS
 
 from . import segments
@@ -22,7 +22,6 @@ from . import segments
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-    from kvpack.kernels.tiles.layers import Layer, PackedRun, Side
 
     Integers = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 

@@ -7,9 +7,10 @@ Eq. 13). Results of blocks are merged by their log-sum-exp. PyTorch decodes bloc
 from __future__ import annotations
 
 import os
+from collections.abc import Hashable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,15 +18,10 @@ import torch
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.gpu import gpu
 from kvpack.kernels.tiles import addresses
-from kvpack.kernels.tiles.layers import keys_and_values
+from kvpack.kernels.tiles.layers import Layer, Side, keys_and_values
 
 from . import flash, layer_sharing, scratch
 from .prepared import Options
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
-
-    from kvpack.kernels.tiles.layers import Layer, Side
 
 DTYPES = (torch.bfloat16, torch.float16)
 

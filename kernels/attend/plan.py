@@ -17,7 +17,7 @@ import torch
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.gpu import gpu
 from kvpack.kernels.loaders.key_mean import PRODUCT_BYTES
-from kvpack.kernels.loaders.tiles import NEIGHBORS
+from kvpack.kernels.loaders.tiles import NEIGHBORS, Tiles
 from kvpack.kernels.tiles import addresses, device_tables, frame_columns, loaders
 from kvpack.kernels.tiles.addresses import describe_streams
 from kvpack.kernels.tiles.bound_loader import bind
@@ -29,7 +29,6 @@ from . import segments
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
-    from kvpack.kernels.loaders.tiles import Tiles
     from kvpack.kernels.tiles.layers import Layer, Side
 
     from .segments import Frame, Segment, SideSegment

@@ -6,22 +6,18 @@ contiguous. Addresses are 64-bit and do not depend on stored codes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.columns import next_power_of_two
+from kvpack.formats.columns import Columns, next_power_of_two
 from kvpack.formats.errors import InvalidParameter
 from kvpack.kernels.triton_internals import launch_and_cache, launch_cached
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvpack.formats.columns import Columns
 
 TILE_SYMBOLS = 1 << 11
 """Number of symbols per program, over all its tokens."""

@@ -9,10 +9,11 @@ such pairs of launches run concurrently.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -20,10 +21,6 @@ import triton
 from triton import language as tl
 
 from .columns import device_table, launch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
 
 MIN_BYTES = 241
 """Minimum number of bytes; XXH3 hashes shorter inputs with other algorithms, which this file does not implement."""

@@ -10,22 +10,18 @@ registers, and each copy is shifted to a different field.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 from triton import language as tl
 
-from kvpack.formats.columns import is_power_of_two
+from kvpack.formats.columns import Columns, is_power_of_two
 
 from .bitfields import expand_planes, extract_field, load_planes
 from .streams import WORD_BITS
 from .tile_layout import broadcast_columns, column_tokens, tile_copies, valid_columns
 from .tile_packing import has_whole_word_tiles, tile_width
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvpack.formats.columns import Columns
 
 
 class ReplicatedPacking(NamedTuple):

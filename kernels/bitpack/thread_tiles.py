@@ -10,7 +10,7 @@ which the compiler moves to the layout of matrix operands through shared memory.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import triton
 from triton import language as tl
@@ -18,9 +18,6 @@ from triton import language as tl
 from .f16x2 import join_halves
 from .thread_rows import load_number, load_rows, words_per_token
 from .token_factors import read_factor
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 F16X2_PER_TILE = tl.constexpr(16)
 """Number of registers per token in one tile, with two columns each."""

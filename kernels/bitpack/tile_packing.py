@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from kvpack.formats.columns import is_power_of_two, next_power_of_two
-
-if TYPE_CHECKING:
-    from kvpack.formats.columns import Columns
+from kvpack.formats.columns import Columns, is_power_of_two, next_power_of_two
 
 MIN_TILE_WIDTH = 16
 """Minimum number of tile columns: the inner dimension of one matrix instruction."""

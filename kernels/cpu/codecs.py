@@ -14,8 +14,8 @@ import torch
 
 from kvpack.formats.angle import NORMS as ANGLE_NORMS
 from kvpack.formats.angle import Angle, bin_directions
-from kvpack.formats.basis import RUN_COLUMNS
-from kvpack.formats.columns import is_power_of_two, next_power_of_two
+from kvpack.formats.basis import RUN_COLUMNS, BasisRows
+from kvpack.formats.columns import Columns, is_power_of_two, next_power_of_two
 from kvpack.formats.group import TOKEN_SCALE_DTYPES, Group
 from kvpack.formats.key_mean import CODES as MEAN_CODES
 from kvpack.formats.key_mean import SCALE as MEAN_SCALE
@@ -42,8 +42,6 @@ from . import library, rotations
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
-    from kvpack.formats.basis import BasisRows
-    from kvpack.formats.columns import Columns
 
 MIN_ENTRIES = 16
 """Minimum number of table entries, which fills the registers of one lookup. Tables are padded to powers of two."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from kvpack.formats.columns import is_power_of_two
-from kvpack.formats.rotation import PALEY_ORDERS, hadamard
+from kvpack.formats.rotation import PALEY_ORDERS, Rotation, hadamard
 
 from . import library
-
-if TYPE_CHECKING:
-    from kvpack.formats.rotation import Rotation
 
 _CACHE_SIZE = 64
 

@@ -12,14 +12,13 @@ from triton import language as tl
 
 from .digits import CodeStream, code_streams, load_digit
 from .kernel import TileDecoder, prepare_rows
-from .rows import as_float32, load_per_token
+from .rows import EnginePages, PackedPart, PreparedDecode, as_float32, load_per_token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.formats.group import Group
 
-    from .rows import EnginePages, PackedPart, PreparedDecode
 
 
 class GroupConstants(NamedTuple):

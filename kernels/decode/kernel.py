@@ -16,7 +16,7 @@ from triton import language as tl
 from kvpack.kernels.triton_internals import code_key
 
 from . import rows
-from .rows import advance_rows, load_block
+from .rows import EnginePages, PackedPart, PreparedDecode, advance_rows, load_block
 from .stored import load_signs, rotate_back, rotation_signs, store_tile
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from kvpack.formats.base import Codec
 
-    from .rows import EnginePages, PackedPart, PreparedDecode
 
 
 class TileDecoder(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.lossless import FLOAT_FORMATS
+from kvpack.formats.lossless import FLOAT_FORMATS, Lossless
 from kvpack.formats.rans import LANES, PRECISION, TOTAL
 from kvpack.kernels.bitpack import columns
 
@@ -23,8 +23,6 @@ from . import rans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from kvpack.formats.lossless import Lossless
 
     from .rows import EnginePages, PackedPart
 

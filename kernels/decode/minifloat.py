@@ -14,14 +14,13 @@ from kvpack.kernels.bitpack.minifloats import E2M1_EXPONENT, e4m3_as_f16, elemen
 
 from .digits import CodeStream, code_streams, load_digit
 from .kernel import TileDecoder, prepare_rows
-from .rows import as_float32, load_per_token
+from .rows import EnginePages, PackedPart, PreparedDecode, as_float32, load_per_token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.formats.minifloat import Minifloat
 
-    from .rows import EnginePages, PackedPart, PreparedDecode
 
 
 class MinifloatConstants(NamedTuple):

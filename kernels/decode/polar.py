@@ -14,7 +14,7 @@ from kvpack.kernels.encode.polar import MAX_ANGLES, level_directions
 
 from .digits import CodeStream, code_streams, load_digit
 from .kernel import TileDecoder, prepare_rows
-from .rows import as_float32
+from .rows import EnginePages, PackedPart, PreparedDecode, as_float32
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from kvpack.formats.polar import Polar
 
-    from .rows import EnginePages, PackedPart, PreparedDecode
 
 _MAX_ANGLES = tl.constexpr(MAX_ANGLES)
 

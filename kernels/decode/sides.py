@@ -11,7 +11,7 @@ from kvpack.formats.raw import Raw as RawCodec
 from kvpack.kernels.tiles.addresses import uses_assembly
 
 from . import decode, klt, unpack
-from .rows import PackedPart
+from .rows import PackedPart, PreparedDecode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
     from kvpack.kernels.tiles.layers import PackedRun, Side
 
-    from .rows import PreparedDecode
 
 
 class SidePart(NamedTuple):

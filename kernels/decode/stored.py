@@ -7,17 +7,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 from triton import language as tl
 
 from kvpack.formats.columns import is_power_of_two
-from kvpack.formats.rotation import hadamard
-
-if TYPE_CHECKING:
-    from kvpack.formats.rotation import Rotation
+from kvpack.formats.rotation import Rotation, hadamard
 
 _MIN_NORMAL = tl.constexpr(2.0**-126)
 

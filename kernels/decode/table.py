@@ -18,7 +18,7 @@ from kvpack.kernels.bitpack.columns import constant_at
 
 from .digits import CodeStream, code_streams, load_digit
 from .kernel import TileDecoder, prepare_rows
-from .rows import as_float32, load_per_token
+from .rows import EnginePages, PackedPart, PreparedDecode, as_float32, load_per_token
 from .table_codecs import TABLE_CODECS, TableForm, table_form
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from kvpack.formats.base import Codec
 
-    from .rows import EnginePages, PackedPart, PreparedDecode
 
 
 TRIPLET_THREAD_FACTOR = 2

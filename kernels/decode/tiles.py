@@ -28,7 +28,7 @@ from kvpack.kernels.tiles.shapes import table_budget
 from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles, stream_pointers
 from kvpack.kernels.triton_internals import CachedLaunch
 
-from .rows import check_layout
+from .rows import PackedPart, check_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
     from kvpack.kernels.loaders.tiles import Tiles
 
-    from .rows import PackedPart
 
 WARPS = 4
 """Number of warps per program. On an H200, one to eight warps, and loads one to three tiles ahead, are equally fast."""

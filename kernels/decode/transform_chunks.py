@@ -16,7 +16,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.frames import Frames, SymbolTables, first_cos_sin
+from kvpack.formats.frames import Frames, Rope, SymbolTables, first_cos_sin
 from kvpack.formats.rans import LANES, TOTAL, slot_table
 
 from . import rans
@@ -24,7 +24,6 @@ from . import rans
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvpack.formats.frames import Rope
     from kvpack.formats.transform import Transform
 
 _SLOTS = tl.constexpr(TOTAL)

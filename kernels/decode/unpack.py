@@ -26,23 +26,21 @@ from kvpack.kernels.gpu import gpu
 from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tables.table_assembly import MAX_STATIC_BYTES
 from kvpack.kernels.tiles import addresses, device_tables, frame_columns
-from kvpack.kernels.tiles.bound_loader import bind
+from kvpack.kernels.tiles.bound_loader import RowStream, bind
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
 from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles
 from kvpack.kernels.triton_internals import CachedLaunch
 
 from . import tiles
 from .decode import FUSED_DTYPES, supports_output
-from .rows import PreparedDecode
+from .rows import PackedPart, PreparedDecode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.formats.base import Codec
     from kvpack.kernels.loaders.tiles import Tiles
-    from kvpack.kernels.tiles.bound_loader import RowStream
 
-    from .rows import PackedPart
 
 BOUNDED_CODECS = (Angle, Octahedral, Polar, Quaternion, Scalar)
 """Codecs whose values are table entries times a token factor. Float16 tiles can represent the entries of any file."""

@@ -15,14 +15,13 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.columns import next_power_of_two
+from kvpack.formats.columns import Columns, next_power_of_two
 from kvpack.kernels.bitpack.columns import constant_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvpack.formats.base import Codec
-    from kvpack.formats.columns import Columns
 
 MIN_AXIS = 16
 """Minimum length of an axis of a matrix product."""

@@ -7,7 +7,7 @@ Without a rotation and token scales, the streams are the same bit for bit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,12 +15,12 @@ from triton import language as tl
 
 from kvpack.formats import scale_range
 from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.group import MIN_HALF
+from kvpack.formats.group import MIN_HALF, Group
 from kvpack.formats.streams import HALF_LIMIT
 from kvpack.kernels.bitpack.columns import launch, tile_origin
 
 from .columns import MIN_AXIS, WARPS, Term
-from .kernel import Quantizer, encode_rows
+from .kernel import Output, Quantizer, encode_rows
 from .rows import (
     flag_unless,
     input_arguments,
@@ -32,11 +32,6 @@ from .rows import (
     norm_rule_limit,
     unbiased_factor,
 )
-
-if TYPE_CHECKING:
-    from kvpack.formats.group import Group
-
-    from .kernel import Output
 
 BLOCK_TOKENS = 32
 ROTATED_CHANNELS = 32

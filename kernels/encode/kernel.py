@@ -20,7 +20,7 @@ from triton import language as tl
 from kvpack.kernels.bitpack.columns import launch, tile_origin
 from kvpack.kernels.triton_internals import code_key
 
-from .columns import WARPS, PackingPlan, add_digits, empty_columns, plan_packing, store_columns
+from .columns import WARPS, PackingPlan, StreamPacking, Term, add_digits, empty_columns, plan_packing, store_columns
 from .rows import coordinate_matrices, input_arguments, load_origin, load_rows, move_pointers, multiply_coordinates, rotation_scale
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from kvpack.formats.base import Codec
 
-    from .columns import StreamPacking, Term
     from .rows import BatchOffsets
 
 

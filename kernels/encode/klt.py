@@ -19,8 +19,8 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.basis import MAX_GAIN, RUN_COLUMNS, run_columns
-from kvpack.formats.klt import used_widths
+from kvpack.formats.basis import MAX_GAIN, RUN_COLUMNS, BasisRows, run_columns
+from kvpack.formats.klt import Klt, used_widths
 from kvpack.kernels.bitpack.columns import launch, tile_origin
 
 from .columns import WARPS
@@ -28,9 +28,6 @@ from .rows import MAX_SQUARE, block_tokens, flag_unless, input_arguments, load_o
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from kvpack.formats.basis import BasisRows
-    from kvpack.formats.klt import Klt
 
     from .kernel import Output
 

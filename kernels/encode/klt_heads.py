@@ -14,7 +14,7 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.klt import CODES, HEAD_RUN_COLUMNS
+from kvpack.formats.klt import CODES, HEAD_RUN_COLUMNS, Klt
 from kvpack.kernels.bitpack.columns import launch
 
 from .klt import COLUMNS, DeviceBasis, cached_basis, compute_levels, split_matrix
@@ -23,7 +23,6 @@ from .rows import load_origin, move_pointer
 
 if TYPE_CHECKING:
     from kvpack.formats.basis import BasisRows
-    from kvpack.formats.klt import Klt
 
     from .kernel import Output
 

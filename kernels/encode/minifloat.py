@@ -4,26 +4,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.minifloat import exponent_carry, floor_log2, max_quotient, run_scales
+from kvpack.formats.minifloat import Minifloat, exponent_carry, floor_log2, max_quotient, run_scales
 from kvpack.formats.streams import HALF_LIMIT
 from kvpack.kernels.bitpack.minifloats import e4m3_as_f16
 
 from .columns import MIN_AXIS, Term
-from .kernel import Quantizer, encode_rows
+from .kernel import Output, Quantizer, encode_rows
 from .page_values import largest_magnitudes
 from .rows import MAX_PRODUCTS, flag_unless, nearest_integer
-
-if TYPE_CHECKING:
-    from kvpack.formats.minifloat import Minifloat
-
-    from .kernel import Output
 
 TILE_VALUES = 1 << 12
 """Number of values in a program's tile. A tile contains whole tokens, because codes depend on a token's largest value."""

@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.formats.octahedral import norm_extends_index
+from kvpack.formats.octahedral import Octahedral, norm_extends_index
 
 from .columns import Term
-from .kernel import Quantizer, encode_rows
+from .kernel import Output, Quantizer, encode_rows
 from .norms import NormConstants, add_decoded, begin_norms, create_norms, end_norms
 from .rows import block_tokens, enclosing_levels, find_level, look_up_entry, table_bounds, table_values
 
 if TYPE_CHECKING:
     import torch
 
-    from kvpack.formats.octahedral import Octahedral
 
-    from .kernel import Output
 
 BLOCK_TOKENS = 32
 BLOCK_TRIPLETS = 16

@@ -7,18 +7,13 @@ One launch handles all pages.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 from triton import language as tl
 
 from kvpack.kernels.bitpack.columns import tile_origin
 
-from .rows import launch_on_tiles, load_origin, move_pointer
-
-if TYPE_CHECKING:
-    from .rows import BatchOffsets
+from .rows import BatchOffsets, launch_on_tiles, load_origin, move_pointer
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Integer dtypes by value size. Copying integers preserves all bits, including those of NaN."""

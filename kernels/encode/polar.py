@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,19 +15,14 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.octahedral_search import midpoints
-from kvpack.formats.polar import angle_directions, uniform_directions
+from kvpack.formats.polar import Polar, angle_directions, uniform_directions
 from kvpack.formats.tables import cache_per_device
 from kvpack.kernels.gpu import gpu
 
 from .angle import MAX_SUM, MIN_SUM, TILE_PAIRS, angle_and_norm
 from .columns import MIN_AXIS, Term
-from .kernel import Quantizer, encode_rows
+from .kernel import Output, Quantizer, encode_rows
 from .rows import MAX_PRODUCTS, find_level, flag_unless, norm_limit, norm_rule_limit, store_errors, unbiased_factor
-
-if TYPE_CHECKING:
-    from kvpack.formats.polar import Polar
-
-    from .kernel import Output
 
 MAX_ANGLES = 1 << 8
 """Maximum number of angles in the table of a level above the first."""

@@ -13,19 +13,17 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.quaternion import secondary_quaternions
+from kvpack.formats.quaternion import Quaternion, secondary_quaternions
 from kvpack.formats.quaternion_search import UNITS
 
 from .columns import MIN_AXIS, Term
-from .kernel import Quantizer, encode_rows
+from .kernel import Output, Quantizer, encode_rows
 from .rows import MAX_PRODUCTS, flag_unless, nearest_integer, norm_limit, norm_rule_limit, store_errors, unbiased_factor
 
 if TYPE_CHECKING:
     import torch
 
-    from kvpack.formats.quaternion import Quaternion
 
-    from .kernel import Output
 
 TILE_CHUNKS = 1 << 10
 """Number of chunks of four channels per program, over all its tokens."""

@@ -4,25 +4,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.scalar import SCALES
+from kvpack.formats.scalar import SCALES, ChannelSet, Scalar
 from kvpack.formats.tables import cache_per_device
 
 from .columns import MIN_AXIS, Term
-from .kernel import Quantizer, encode_rows
+from .kernel import Output, Quantizer, encode_rows
 from .norms import NormConstants, add_decoded, begin_norms, create_norms, end_norms
 from .rows import block_tokens, find_level, look_up_entry, table_bounds, table_values
-
-if TYPE_CHECKING:
-    from kvpack.formats.scalar import ChannelSet, Scalar
-
-    from .kernel import Output
 
 BLOCK_TOKENS = 64
 BLOCK_SYMBOLS = 32

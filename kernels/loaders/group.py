@@ -9,13 +9,13 @@ In this file, a *scale* is a 32-bit element of the stream of scales: the float16
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import triton
 from triton import language as tl
 
 from kvpack.formats.columns import is_power_of_two
-from kvpack.formats.group import TOKEN_SCALE_DTYPES
+from kvpack.formats.group import TOKEN_SCALE_DTYPES, Group
 from kvpack.formats.streams import DTYPE_BYTES
 from kvpack.kernels.bitpack.bitfields import expand_planes, load_per_token, load_planes, step_position, step_words
 from kvpack.kernels.bitpack.f16_tiles import affine, affine_column, middle_code, split_scales
@@ -33,9 +33,6 @@ from kvpack.kernels.bitpack.tile_packing import TilePacking, has_whole_word_tile
 from kvpack.kernels.bitpack.token_factors import load_factors, read_factors
 
 from .tiles import Tiles, step_symbols, tile_field_stride
-
-if TYPE_CHECKING:
-    from kvpack.formats.group import Group
 
 MIN_TOKENS, MAX_TOKENS = 16, 64
 """Minimum and maximum number of tokens in a warp's tile. Tokens with at least ``MIN_MANY_SCALES`` scales need small tiles."""

@@ -8,22 +8,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import triton
 from triton import language as tl
 
-from kvpack.formats.key_mean import CODES, SCALE
+from kvpack.formats.key_mean import CODES, SCALE, KeyMean
 from kvpack.kernels.bitpack.streams import Stream
 from kvpack.kernels.bitpack.tile_layout import second_token_offset
 from kvpack.kernels.tables.table_assembly import MATRIX_ALIGNMENT
 
-from .tiles import PageMeans
-
-if TYPE_CHECKING:
-    from kvpack.formats.key_mean import KeyMean
-
-    from .tiles import Tiles
+from .tiles import PageMeans, Tiles
 
 PRODUCT_BYTES = 64
 """Number of bytes of shared memory per page, for the products of its mean with up to 16 query rows."""

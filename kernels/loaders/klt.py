@@ -18,8 +18,8 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.basis import RUN_COLUMNS, missing_basis_error
-from kvpack.formats.klt import HEAD_RUN_COLUMNS, columns_by_width
+from kvpack.formats.basis import RUN_COLUMNS, BasisRows, missing_basis_error
+from kvpack.formats.klt import HEAD_RUN_COLUMNS, Klt, columns_by_width
 from kvpack.kernels.bitpack.columns import constant_at
 from kvpack.kernels.bitpack.row_registers import (
     Register,
@@ -40,8 +40,6 @@ from .klt_plan import COLUMNS, LOOK_UP, LOOK_UP_PAIRS, LOOK_UP_TWO, SELECT, Plan
 from .tiles import Tiles
 
 if TYPE_CHECKING:
-    from kvpack.formats.basis import BasisRows
-    from kvpack.formats.klt import Klt
     from kvpack.kernels.tables.shared_tables import SharedTable
 
 MAX_TRUSTED_VALUE = 2.0**15

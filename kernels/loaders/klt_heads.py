@@ -19,7 +19,7 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.klt import CODES, HEAD_RUN_COLUMNS
+from kvpack.formats.klt import CODES, HEAD_RUN_COLUMNS, Klt
 from kvpack.kernels.bitpack.streams import Stream
 from kvpack.kernels.bitpack.tile_layout import broadcast_columns, broadcast_tokens
 from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
@@ -28,7 +28,6 @@ from .tiles import Tiles
 
 if TYPE_CHECKING:
     from kvpack.formats.basis import BasisRows
-    from kvpack.formats.klt import Klt
 
 COLUMNS = tl.constexpr(16)
 """Number of columns per tile: the inner dimension of one matrix instruction."""

@@ -11,14 +11,15 @@ blocks, the token's largest power of two. If all tokens share a factor, queries 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.minifloat import ELEMENTS
+from kvpack.formats.minifloat import ELEMENTS, Minifloat
 from kvpack.kernels.bitpack.bitfields import expand_planes, load_per_token, load_planes, step_position, step_words
 from kvpack.kernels.bitpack.f16_tiles import multiply
 from kvpack.kernels.bitpack.minifloats import (
@@ -36,11 +37,6 @@ from kvpack.kernels.bitpack.tile_packing import TilePacking, has_whole_word_tile
 from kvpack.kernels.bitpack.token_factors import finite_factor, load_factors, read_factors
 
 from .tiles import Tiles, step_symbols
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kvpack.formats.minifloat import Minifloat
 
 PER_RUN, PER_TOKEN, PER_BLOCK, PER_STEP = (tl.constexpr(number) for number in range(4))
 """Kinds of scales: for all tokens, per token, per block, or per step (for blocks of keys that consist of the columns of a step).

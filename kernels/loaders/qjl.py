@@ -14,22 +14,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import triton
 from triton import language as tl
 
-from kvpack.formats.qjl import NORM, SIGNS
+from kvpack.formats.qjl import NORM, SIGNS, Qjl
 from kvpack.kernels.bitpack.bitfields import expand_planes, load_planes, step_words
 from kvpack.kernels.bitpack.streams import Stream, plane_streams
 from kvpack.kernels.bitpack.tile_packing import TilePacking, has_whole_word_tiles, tile_field_count, tile_packing, tile_width
 from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
 
 from .tiles import Tiles, step_symbols, tile_field_stride
-
-if TYPE_CHECKING:
-    from kvpack.formats.qjl import Qjl
-
 
 QUERY_FACTOR = tl.constexpr(0.25)
 """Factor for a query's sign columns. It keeps them from overflowing float16 when they are divided by a bit's power of two."""

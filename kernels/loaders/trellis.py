@@ -11,13 +11,13 @@ form a short index.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.trellis import WORD_BITS, window_values
+from kvpack.formats.trellis import WORD_BITS, Trellis, window_values
 from kvpack.kernels.bitpack.bitfields import load_per_token
 from kvpack.kernels.bitpack.streams import Stream
 from kvpack.kernels.bitpack.symbol_tiles import WIDTH, load_symbol_tile
@@ -27,9 +27,6 @@ from kvpack.kernels.bitpack.token_factors import FACTOR_BITS
 from kvpack.kernels.tables.shared_table import look_up
 
 from .tiles import Tiles
-
-if TYPE_CHECKING:
-    from kvpack.formats.trellis import Trellis
 
 MAX_INDEX_BITS = 10
 """Maximum number of bits of a joint index of two windows, so that shared memory has room for several copies of the table."""

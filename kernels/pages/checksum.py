@@ -7,17 +7,14 @@ In a single launch, each program sums one part of a row by Horner's rule, and th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 from triton import language as tl
 
 from kvpack.kernels.bitpack.columns import launch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LANES = 1 << 10
 """Number of words that a program processes per iteration."""

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy
 import torch
 
-from kvpack.kernels.bitpack.streams import has_dense_rows
+from kvpack.kernels.bitpack.streams import Stream, has_dense_rows
 from kvpack.kernels.gpu import gpu
 
 from .bound_loader import RowStream
 from .work import STREAM_INTEGERS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvpack.kernels.bitpack.streams import Stream
 
 VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 

@@ -5,26 +5,22 @@ Times are process times in one thread, which other load on the machine affects l
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpack
 from kvpack.attention import cpu_attention
-from kvpack.coding.encoding import rounding_is_shown
+from kvpack.coding.encoding import Progress, rounding_is_shown
 from kvpack.coding.recipes import parse_recipe
 from kvpack.evaluation.sizes import check_size
 from kvpack.runtime.modes import one_thread
 
 from .dense import matmul_attention
 from .process_time import time_interleaved
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kvpack.coding.encoding import Progress
 
 RECIPES = (
     "bf16", "lossless", "kivi-2", "kivi-4", "turboquant-3", "oscar-2", "octopus-3", "turboangle-k8v4", "hqmq-s24-r3", "polarquant-3",

@@ -5,16 +5,13 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from .process_time import time_interleaved
 from .serve_peers import try_measure
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 REPEATS = 3
 """Number of timings of a call, after one warm-up call."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.evaluation.models import tokenize
+from kvpack.evaluation.models import Text, tokenize
 from kvpack.evaluation.sizes import check_size, positions, starts, window, window_ids
-from kvpack.evaluation.windows import PASS_TOKENS, measure, read_forgotten, read_uncompressed
+from kvpack.evaluation.windows import PASS_TOKENS, Comparison, RecipeResult, measure, read_forgotten, read_uncompressed
 from kvpack.formats.arguments import as_integer, check_callback, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.identity.fingerprint import dtype_text, model_name
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvpack.coding.encoding import Progress
-    from kvpack.evaluation.models import Text
-    from kvpack.evaluation.windows import Comparison, RecipeResult
 
 TOKENS, SCORE, WINDOWS = 1024, 256, 4
 MAX_SEED = 2**63

@@ -10,16 +10,18 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 
 import kvpack
 from kvpack import cache_names
-from kvpack.coding.encoding import rounding_is_shown
+from kvpack.coding.encoding import Progress, rounding_is_shown
 from kvpack.evaluation.models import read_text, vocabulary
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import load_model, model_folder, transformers_library
@@ -27,12 +29,6 @@ from kvpack.runtime.modes import one_thread
 
 from . import dense, io_device
 from .process_time import time_interleaved
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from kvpack.coding.encoding import Progress
 
 DEFAULT_SYNTHETIC = "4x1x8x4096x128"
 """Default shape: 64 MiB in bf16, so that neither processor caches nor call overhead dominate."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.klt import Klt
 
 from . import quality_plot, synthetic_basis
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _SIZE = (11.0, 4.8)
 _LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 3)))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from kvpack.formats.errors import MissingPackage
 
 from .summary import model_label
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 STYLES = {
     "raw": ("#000000", "s"),

@@ -5,8 +5,9 @@ This corresponds to the prefill after a stored prefix. Several whole calls in a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,9 +16,6 @@ from kvpack.attention import attention_kernels
 
 from . import synthetic_basis
 from .timing import repeated_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class QueryShape(NamedTuple):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +15,6 @@ from kvpack import cache_names
 from kvpack.models import transformers_library
 
 from .serve_graphs import cache_of_length, flash_attention
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 WARM_STEPS, STEPS, TURNS = 2, 8, 6
 MODEL_ONLY = "the model alone"

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.coding.recipes import parse_recipe
 from kvpack.evaluation.intervals import CONFIDENCE, significantly_less, student_t, wilson
-from kvpack.evaluation.windows import SINK_TOKENS
+from kvpack.evaluation.windows import SINK_TOKENS, Comparison, RecipeResult
 from kvpack.output import format_count, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from kvpack.evaluation.windows import Comparison, RecipeResult
 
     from .generated import GenerationEffect
 

@@ -5,18 +5,15 @@ There are two times per recipe: for many library calls in a row (device time, or
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from . import synthetic_basis
 from .encode_kernels import KeyValueShape
 from .timing import graph_seconds, queued_seconds, repeated_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 SHAPE = KeyValueShape(1, 8, 65536, 128)
 

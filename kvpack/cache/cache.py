@@ -16,33 +16,29 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 import numpy
 import torch
 
-from kvpack.coding.recipes import parse_recipe
+from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.coding.token_errors import collect_poor_fits, warn_of_poor_fits
 from kvpack.file import container
-from kvpack.file.inputs import join_inputs
+from kvpack.file.inputs import Inputs, join_inputs
 from kvpack.formats.arguments import as_integer, check_callback, checked_device, prefix_errors
 from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive, OutOfBounds
 
 from .contents import build_contents
 from .conversion import convert_layers
-from .layer import Layer, slice_layer
+from .layer import Layer, Pair, slice_layer
 from .packed_objects import PackedObject, explain_errors
 from .rows import row_numbers
-from .states import collect_states, select_states, with_states
+from .states import States, StatesAt, collect_states, select_states, with_states
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
     from kvpack.coding.encoding import Progress
-    from kvpack.coding.recipes import Recipe
     from kvpack.file.header import Contents
-    from kvpack.file.inputs import Inputs
     from kvpack.file.metadata import Value
 
-    from .layer import Pair
     from .side import Rows
-    from .states import States, StatesAt
 
 
 @explain_errors

@@ -8,13 +8,12 @@ from kvpack.coding.encoding import RAW_NAMES, STATE_DTYPES
 from kvpack.file import layer_positions, layer_states, position_offsets
 from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of
 from kvpack.file.layer_states import StateEntry
-from kvpack.file.metadata import FEATURE, to_bytes
+from kvpack.file.metadata import FEATURE, Value, to_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvpack.file.inputs import Inputs
-    from kvpack.file.metadata import Value
     from kvpack.formats.base import Codec
 
     from .layer import Layer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, encode, is_rounded
+from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, Progress, encode, is_rounded
 from kvpack.formats.errors import OutOfRange
 from kvpack.formats.raw import EXACT_DTYPES
 from kvpack.formats.token_norms import PAGE_TOKENS
@@ -22,7 +22,6 @@ from .side import Side, pack_side
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvpack.coding.encoding import Progress
     from kvpack.coding.recipes import Recipe
     from kvpack.formats.base import Codec
     from kvpack.formats.raw_positions import RawPositions

@@ -7,9 +7,9 @@ examined.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FunctionType, MappingProxyType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,9 +19,6 @@ from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter, InvalidType
 
 from .minifloats import Minifloats
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _MODULE = "transformers.cache_utils"
 _CACHES = {"Cache", "DynamicCache", "StaticCache"}

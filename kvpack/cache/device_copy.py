@@ -8,13 +8,11 @@ still be using it. Call ``follow`` before a copy to newly allocated memory, and 
 from __future__ import annotations
 
 import contextlib
+from contextlib import AbstractContextManager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
 
 class StreamBus:

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.coding.basis_sources import bind_bases, find
-from kvpack.coding.encoding import TORCH_DTYPES
+from kvpack.coding.encoding import TORCH_DTYPES, Progress
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file import container
-from kvpack.file.metadata import from_bytes, to_bytes
+from kvpack.file.metadata import Value, from_bytes, to_bytes
 from kvpack.file.user_files import PIECE_BYTES, path_text
 from kvpack.formats.arguments import as_integer, check_callback, check_flag, checked_device, prefix_errors
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.runtime.modes import float32_no_grad
 
-from .device_copy import StreamBus
+from .device_copy import Bus, StreamBus
 from .layer import Layer
 from .packed_argument import check_packed
-from .parts import CachePart
+from .parts import CachePart, Layers, Tokens
 from .staged_load import load_layers
 from .staged_save import save_from
 from .stored_layers import build_cache, build_layer, build_side, stored_streams
@@ -34,14 +34,10 @@ if TYPE_CHECKING:
     import numpy
 
     from kvpack.coding.bases import Basis
-    from kvpack.coding.encoding import Progress
     from kvpack.file.header import Contents, Header
-    from kvpack.file.metadata import Value
     from kvpack.formats.streams import Layout
 
     from .cache import Cache
-    from .device_copy import Bus
-    from .parts import Layers, Tokens
 
     Bases = Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 
@@ -15,9 +15,6 @@ from kvpack.runtime.modes import float32_no_grad
 
 from .packed_runs import PackedRun, PackedRuns
 from .side import Side
-
-if TYPE_CHECKING:
-    from typing import Self
 
 ELEMENT_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 """Element formats by torch dtype, for dtypes with one element per value."""

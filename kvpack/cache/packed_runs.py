@@ -6,7 +6,7 @@ per stream, and creates ``PackedRun`` objects only on request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -21,7 +21,6 @@ from kvpack.formats.errors import OutOfBounds
 from kvpack.runtime.modes import float32_no_grad
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from kvpack.formats.base import Codec
     from kvpack.formats.streams import Layout

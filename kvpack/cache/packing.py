@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from kvpack.coding import dispatch
-from kvpack.coding.encoding import RAW_NAMES
+from kvpack.coding.encoding import RAW_NAMES, Progress
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.coding.token_errors import collect_poor_fits, warn_of_poor_fits
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.arguments import as_integer, as_list, check_callback, check_mapping
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, MissingBasis, OutOfBounds, OutOfRange
-from kvpack.identity.arguments import model_fields
+from kvpack.identity.arguments import ModelArgument, model_fields
 from kvpack.runtime.memory import shared_arena
 from kvpack.runtime.modes import float32_no_grad
 
@@ -33,11 +33,8 @@ from .side import Side, check_tensor, pack_sides
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
 
-    from kvpack.coding.encoding import Progress
     from kvpack.formats.base import Codec
-    from kvpack.identity.arguments import ModelArgument
 
     from .states import StatesAt
 

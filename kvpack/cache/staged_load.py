@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpack.coding import dispatch
-from kvpack.coding.encoding import TORCH_DTYPES
+from kvpack.coding.encoding import TORCH_DTYPES, Progress
 from kvpack.file.header import layout_bytes
 from kvpack.file.payload import Span
 from kvpack.formats.arguments import prefix_errors
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
-    from kvpack.coding.encoding import Progress
     from kvpack.file.container import File, SideOffsets
 
     from .device_copy import Bus

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from kvpack.file.front import other_format_name
 from kvpack.file.limits import MAX_TOKENS
-from kvpack.file.user_files import DiskFile, open_regular
+from kvpack.file.user_files import DiskFile, Source, open_regular
 from kvpack.formats.arguments import prefix_errors
 from kvpack.formats.errors import InvalidParameter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from kvpack.file.user_files import Source
 
 Result = TypeVar("Result")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -11,12 +12,7 @@ from kvpack.coding.blocks import for_each_block
 from kvpack.formats.products import plain_product
 from kvpack.runtime.modes import float32_no_grad
 
-from .side import sequences_at_once, tokens_at_once
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from .side import Side
+from .side import Side, sequences_at_once, tokens_at_once
 
 TILES_AT_A_TIME = 8
 """Number of tiles in each part that a thread processes. It is fixed, so that outputs do not depend on the number of threads."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.file import container
 from kvpack.file.basis import FREQUENCIES, KEY_FRAMES, ROPE, VALUES
-from kvpack.file.user_files import DiskFile, open_regular, path_text
+from kvpack.file.user_files import DiskFile, Source, open_regular, path_text
 from kvpack.formats.arguments import prefix_errors
 from kvpack.formats.balanced_frames import BalancedFrames
 from kvpack.formats.basis import BasisRows, row_count
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvpack.file.layer_states import StateEntry
-    from kvpack.file.user_files import Source
 
 LONGEST_ROPE = "rope_same_up_to"
 """Metadata key of a sequence length in tokens. For all sequences up to this length, RoPE uses the frequencies stored in the basis."""

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvpack.runtime.modes import float32_no_grad
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 Block = tuple[int, int]
 

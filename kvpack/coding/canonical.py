@@ -8,11 +8,9 @@ the number of layers.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 FIRST, LAST, BOTH = range(3)
 """Ways to number the layers of a range: from the first layer, from the last layer, or with one end from each."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter
@@ -12,9 +13,6 @@ from kvpack.formats.options import InvalidOption
 
 from .presets import ADDITIONS, PUBLISHED
 from .rules import CALIBRATED, CHECKED_DIM, Rule, check_basis_option
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _CLAUSES = ("k", "v", "kv", "layers", "raw", "window", "tail")
 """Keywords that begin a clause, before its first "="."""

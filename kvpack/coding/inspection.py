@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from kvpack.file.container import open_file
-from kvpack.file.header import FORMAT
+from kvpack.file.container import File, open_file
+from kvpack.file.header import FORMAT, SideEntry
 from kvpack.file.inputs import Inputs
 from kvpack.file.metadata import FEATURE, from_bytes
 from kvpack.formats.arguments import check_callback
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
 
-    from kvpack.file.container import File
-    from kvpack.file.header import SideEntry
     from kvpack.formats.base import Codec
 
     from .bases import Basis

@@ -5,14 +5,11 @@ The values set the options of ``RawPositions`` in this order. A value that is 0 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.options import InvalidOption, Options
 from kvpack.formats.raw_positions import RawPositions
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 PREFIX = "raw="
 

@@ -12,13 +12,10 @@ contains a ``/``, ends in ``.txt`` or is the path of an existing file, and so ca
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Container
 
 from kvpack.file.user_files import read_text
 from kvpack.formats.errors import InvalidParameter, LimitExceeded
-
-if TYPE_CHECKING:
-    from collections.abc import Container
 
 SUFFIX = ".txt"
 MAX_FILE_BYTES = 1 << 16

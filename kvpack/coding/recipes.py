@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -48,7 +48,6 @@ from .rules import BASIS_OPTIONS, CALIBRATED, CHECKED_DIM, Rule
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
 
     from kvpack.formats.base import Codec
 

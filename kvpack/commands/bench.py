@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpack.output import add_json, print_report, progress
 
 from .dense import DTYPES
-
-if TYPE_CHECKING:
-    import argparse
-
 
 MODEL_HELP = (
     "a transformers causal language model, by its folder or its name on the hub; without a tokenizer, its tokens are bytes "

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpack.output import add_json
 
 from .chats import add_compact, add_device, load_chat_model
 from .convert import RECIPE_HELP, add_writing, parse_recipe_option, report_saved
 from .outputs import check_output
-
-if TYPE_CHECKING:
-    import argparse
 
 MAX_PROMPT_BYTES = 2**26
 """Maximum size of a prompt in bytes, which is more than any model supports."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import argparse
+from typing import Any
 
 from kvpack.formats.errors import InvalidParameter
-
-if TYPE_CHECKING:
-    import argparse
 
 DEVICES = ("cpu", "cuda")
 

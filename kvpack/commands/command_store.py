@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.errors import worst_exit_code
 from kvpack.output import printable, progress
 from kvpack.store.backend import MAX_ENTRY_BYTES
-from kvpack.store.catalog import Catalog, read_catalog
+from kvpack.store.catalog import Catalog, ChunkEntry, read_catalog
 from kvpack.store.counters import Counters
 from kvpack.store.encryption import Cipher
 from kvpack.store.entry_kind import EntryFormat
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import argparse
 
     from kvpack.coding.bases import Basis
-    from kvpack.store.catalog import ChunkEntry
 
 SYSTEM_REFUSED = 3
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import argparse
+from typing import Any
 
 from kvpack.output import add_json, print_report, progress
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def add(commands: Any) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpack.file.hidden_tokens import HiddenRange
 from kvpack.file.inputs import ID_BYTES, Inputs
 from kvpack.file.limits import MAX_LAYERS, MAX_TOKENS
-from kvpack.file.metadata import to_bytes
+from kvpack.file.metadata import Value, to_bytes
 from kvpack.formats.errors import InvalidParameter, KvpackError
 from kvpack.output import add_json, print_report, progress
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from kvpack import Cache
     from kvpack.cache.dense_states import DenseLayer
     from kvpack.coding.encoding import Progress
-    from kvpack.file.metadata import Value
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 """For each dtype that ``unpack`` can write, its name in safetensors."""

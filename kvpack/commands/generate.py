@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpack.formats.errors import InvalidParameter
 from kvpack.output import add_json, print_json
 
 from .chats import add_compact, add_device, load_chat_model
 from .outputs import add_force, check_output
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def add(commands: Any) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpack.coding.inspection import inspect
 from kvpack.errors import KvpackError, worst_exit_code
 from kvpack.file.metadata import CHAT, CHAT_MESSAGES
 from kvpack.output import add_json, bytes_text, format_count, print_json, print_report, print_table, printable
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
 
 
 def add(commands: Any) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-from typing import TYPE_CHECKING
 
 from kvpack.formats.errors import InvalidParameter
-
-if TYPE_CHECKING:
-    import argparse
-
 
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".py", "merges.txt", "vocab.txt")
 """Suffixes of files that belong to a model or its tokenizer."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import argparse
+from typing import Any
 
 from kvpack.output import add_json, print_report, progress
 
 from .bench import MODEL_HELP, TEXT_HELP
 from .chats import add_device, chosen_device
 from .outputs import add_force, check_output
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def add(commands: Any) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpack.errors import KvpackError, worst_exit_code
 from kvpack.output import add_json, format_count, print_json, progress
 
 from .convert import add_basis
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def add(commands: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hmac
 import os
@@ -13,13 +14,10 @@ import urllib.parse
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpack.errors import InvalidParameter, MissingFile
 from kvpack.output import add_json, print_report, printable
-
-if TYPE_CHECKING:
-    import argparse
 
 ADDRESS = "127.0.0.1"
 PACKAGE = Path(__file__).resolve().parents[1]

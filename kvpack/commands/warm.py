@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import argparse
+from typing import Any
 
 from kvpack.errors import InvalidParameter
 from kvpack.output import add_json, format_count, print_report, print_table, printable, progress
 
 from .recipes import shape_of
-
-if TYPE_CHECKING:
-    import argparse
 
 OPTIONS = {
     "layers": (1, "layers, for recipes that name some"),

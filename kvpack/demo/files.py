@@ -16,27 +16,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 import kvpack
-from kvpack import cache_names
-from kvpack.coding.encoding import rounding_is_shown
+from kvpack import Cache, cache_names
+from kvpack.coding.encoding import Progress, rounding_is_shown
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import WriteFailed
 from kvpack.models import BOS, demo_text, load_model, transformers_library
 from kvpack.output import bytes_text, print_table, printable, step_counter
 from kvpack.runtime.modes import one_thread
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvpack import Cache
-    from kvpack.coding.encoding import Progress
 
 RECIPES = ("bf16", "turboangle-k8v4", "octopus-4", "hqmq-s96-r4", "octopus-3", "hqmq-s24-r3", "oscar-2")
 """The uncompressed baseline, and one recipe from each family of codecs, in descending order of bits."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import bz2
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpack.file.user_files import read_bytes
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import BOS, demo_text, load_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 MAX_TEXT_BYTES = 2**30
 

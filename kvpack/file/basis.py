@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvpack.formats import rans
 from kvpack.formats.balanced import FRAMES
-from kvpack.formats.base import MAX_DIM
+from kvpack.formats.base import MAX_DIM, Codec
 from kvpack.formats.basis import row_count
 from kvpack.formats.errors import InvalidHeader, InvalidPayload
 from kvpack.formats.frames import MAX_ALPHABET, MAX_FREQUENCY, MAX_TABLES, PAIRINGS
@@ -17,7 +17,6 @@ from kvpack.formats.value_blocks import check_finite, read_values
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvpack.formats.base import Codec
     from kvpack.formats.value_blocks import Array
 
     from .layer_states import StateEntry

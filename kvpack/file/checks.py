@@ -5,14 +5,12 @@ Error messages contain the position (``where``), the rule and the value.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 
 from .limits import MAX_BINARY_BYTES, MAX_NAMES, MAX_STRING_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class Rule(NamedTuple):

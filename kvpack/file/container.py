@@ -20,9 +20,9 @@ from . import basis
 from .atomic import write_file
 from .footprint import check_size
 from .front import align_up, check_digest, check_hash, make_front, read_front, undigested_front
-from .header import Contents, Header, TensorEntry, layout_bytes
+from .header import Contents, Header, SideEntry, TensorEntry, layout_bytes
 from .payload import Span, check_pad, check_pads, checked_array, read_checked, read_span, span_of
-from .user_files import DiskFile, MemoryFile, open_regular, path_text
+from .user_files import DiskFile, MemoryFile, Source, open_regular, path_text
 from .zstd import FEATURE as CHECKSUMS
 from .zstd import compress_frame, decompress_frame
 
@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     from kvpack.formats.value_blocks import Array
 
     from .atomic import Progress
-    from .header import SideEntry
     from .layer_states import StateEntry
-    from .user_files import Source
 
 
 def file_size(contents: Contents) -> int:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count, takewhile
-from typing import TYPE_CHECKING
 
 from .limits import MAX_BINARY_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def split(name: str, data: bytes) -> dict[str, bytes]:

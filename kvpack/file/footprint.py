@@ -8,14 +8,9 @@ counted. The interpreter, the tiles being decoded, and codec tables cached for a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvpack.formats.errors import LimitExceeded
 
-from .header import layout_bytes
-
-if TYPE_CHECKING:
-    from .header import Header, SideEntry
+from .header import Header, SideEntry, layout_bytes
 
 FREE_BYTES = 1 << 24
 """Total size in bytes of allocations that are not counted. Ordinary files need less."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from kvpack.formats.balanced import FrameMap
 from kvpack.formats.base import Codec
@@ -26,9 +26,6 @@ from kvpack.formats.token_norms import LOG_NORMS_FEATURE as LOG_NORMS_FEATURE
 from . import basis, hidden_tokens, layer_positions, layer_states, position_offsets
 from .checks import BINARY_BY_NAME, TEXT, TEXT_BY_NAME, Rule, check, check_fields
 from .limits import MAX_BATCH, MAX_CODECS, MAX_ENTRIES, MAX_FILE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_NAMES, MAX_RATIO, MAX_TOKENS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
 
 FORMAT = 1
 """Major version of the format."""

@@ -7,10 +7,8 @@ A newer header may contain anything: other types, other limits, or bytes that th
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
+from collections.abc import Collection
+from typing import NamedTuple
 
 _INTEGER, _STRING, _ARRAY, _MAP, _OTHER = range(5)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from kvpack.formats.errors import InvalidHeader, LimitExceeded
 
 from .limits import MAX_BINARY_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 FEATURE = "hidden-tokens"
 

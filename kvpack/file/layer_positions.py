@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from kvpack.formats.errors import InvalidHeader
 
 from .checks import Rule, check
 from .limits import MAX_TOKENS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 FEATURE = "layer-positions"
 START_BYTES = 8

@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 import struct
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 from kvpack.formats.streams import Layout
 
 from .checks import Rule, check
 from .limits import MAX_BATCH, MAX_BINARY_BYTES, MAX_TOKENS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
 
 FEATURE = "layer-state"
 DTYPES = ("U8", "U16", "F16", "BF16", "F32")

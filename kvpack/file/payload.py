@@ -11,20 +11,17 @@ import xxhash
 
 from kvpack.formats.errors import InvalidPayload
 from kvpack.formats.lazy import numpy
-from kvpack.formats.streams import DTYPE_BYTES, NUMPY_DTYPES
+from kvpack.formats.streams import DTYPE_BYTES, NUMPY_DTYPES, Layout
 
-from .front import check_digest, check_hash
-from .header import layout_bytes
+from .front import Front, check_digest, check_hash
+from .header import TensorEntry, layout_bytes
 from .zstd import decompress_frame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.formats.streams import Layout
     from kvpack.formats.value_blocks import Array
 
-    from .front import Front
-    from .header import TensorEntry
     from .user_files import Source
 
 PIECE_BYTES = 1 << 20

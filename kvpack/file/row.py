@@ -6,19 +6,15 @@ This module does not need PyTorch.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvpack.formats.errors import DigestMismatch, InvalidHeader, InvalidParameter, LimitExceeded, NotKvpack, Truncated, UnsupportedVersion
 from kvpack.formats.lazy import numpy
 
 from .front import pack_header, unpack_header
-from .header import layout_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .header import Contents
+from .header import Contents, layout_bytes
 
 MAGIC = b"kvpack-row 1\n\0\0\0"
 """First bytes of a row of version 1."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 FROM_ENCODER = "depend on what an encoder was given"
 """Middle or end of the clause for tokens of an encoder-decoder model."""

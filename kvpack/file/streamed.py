@@ -17,13 +17,12 @@ from kvpack.runtime.threads import in_parallel
 
 from .atomic import replace_file
 from .front import make_front, undigested_front
-from .header import Header, TensorEntry, layout_bytes
+from .header import Contents, Header, TensorEntry, layout_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from .atomic import Progress
-    from .header import Contents
 
 PIECE_BYTES = 1 << 23
 """Recommended size of a piece in bytes: large enough for few calls, and small enough that writing can start soon."""

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 from kvpack.formats.errors import InvalidParameter, InvalidType, LimitExceeded, MissingFile, Truncated
 from kvpack.runtime.locks import Lock
 from kvpack.runtime.mapping import populate
-from kvpack.runtime.reader import read_cold
+from kvpack.runtime.reader import ColdRead, read_cold
 from kvpack.runtime.threads import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from kvpack.runtime.reader import ColdRead
 
     Buffer = bytes | bytearray | memoryview | mmap.mmap
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpack.formats.errors import InvalidParameter
 
 from .canonical_text import IDENTITY_ADVICE, class_name, json_digest, tensor_digest, to_json_value
 from .modules import ModelPart, check_determined, child_modules
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
 
 _ADAPTER_STATE = {"_active_adapter", "_disable_adapters", "merged_adapters"}
 """Attributes of an adapter layer that determine which adapters are in effect. They are described separately."""

@@ -10,7 +10,9 @@ import os
 import re
 import stat
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -18,10 +20,6 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.runtime.threads import in_parallel, usable_cores
 
 from .canonical_text import FILES, json_text
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 PIECE_BYTES = 1 << 26
 """Size in bytes of the pieces of a file. Each is read and digested by one thread."""

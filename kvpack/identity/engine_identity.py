@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter, KvpackError, MissingFile
@@ -13,10 +15,6 @@ from kvpack.hub import model_folder
 
 from .checkpoints import checkpoint_digest
 from .fingerprint import model_name
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping
 
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "max_position_embeddings")
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from .canonical_text import json_digest, json_text, to_json_value
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _MAX_TEXT_BYTES = 1024
 """Maximum size in bytes of settings that are recorded as text. Longer ones become a digest, because every entry's header has them."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -17,7 +19,7 @@ from kvpack.coding.recipes import SIDES, Recipe, parse_recipe
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.formats.arguments import as_integer, check_flag, check_floating, checked_device, describe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
-from kvpack.identity.arguments import model_fields
+from kvpack.identity.arguments import ModelArgument, model_fields
 from kvpack.runtime.modes import float32_no_grad
 
 from .cpu_steps import CpuSteps
@@ -25,12 +27,6 @@ from .layer import LiveLayer
 from .new_layers import check_windows, empty_layer, live_layer
 from .operators import Tickets
 from .steps import Steps
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterator, Sequence
-
-    from kvpack.identity.arguments import ModelArgument
 
 MAX_DEFERRED_TOKENS = 1024
 """Maximum number of tokens in an update that may stay raw until the next update, so that the first output token is returned sooner.

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kvpack.attention import attend
 from kvpack.cache.layer import Layer
-from kvpack.cache.side import check_tensor
+from kvpack.cache.side import Side, check_tensor
 from kvpack.coding import dispatch
 from kvpack.coding.encoding import check_finite
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.runtime.modes import float32_no_grad
 
 from .side import LiveSide
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from kvpack.cache.side import Side
 
 
 class LiveLayer:

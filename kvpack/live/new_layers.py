@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
@@ -11,16 +11,11 @@ from kvpack.cache.layer import Layer
 from kvpack.cache.packed_runs import PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
-from kvpack.coding.recipes import SIDES
+from kvpack.coding.recipes import SIDES, Recipe
 from kvpack.formats.arguments import as_integer, describe, prefix_errors
 from kvpack.formats.errors import InvalidParameter, InvalidType
 
 from .layer import LiveLayer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvpack.coding.recipes import Recipe
 
 DEFAULT_WINDOW = 128
 """Number of tokens that are encoded together if the recipe sets no window."""

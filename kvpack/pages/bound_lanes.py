@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
@@ -33,16 +33,14 @@ from kvpack.formats.raw_positions import (
 )
 from kvpack.formats.token_norms import norms_per_head
 
-from .lanes import address_of
+from .lanes import Lane, address_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
 
     from kvpack.formats.base import Codec
     from kvpack.formats.streams import Layout
 
     from .buffer import PageBuffer
-    from .lanes import Lane
 
 
 Counts = numpy.ndarray[Any, numpy.dtype[numpy.int64]]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
 from kvpack.coding import dispatch
-from kvpack.coding.recipes import parse_recipe
+from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.row import NAMESPACE_BYTES, row_layout
 from kvpack.formats.arguments import as_list, check_flag, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, Truncated
@@ -21,11 +22,6 @@ from .geometry import PageGeometry
 from .host import CPU, HostPages, Outcome, RowPlan
 from .lanes import address_of, build_lanes
 from .left_out import LeftOutTokens
-
-if TYPE_CHECKING:
-    import os
-
-    from kvpack.coding.recipes import Recipe
 
 
 class PageCodec:

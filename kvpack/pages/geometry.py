@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from kvpack.coding.recipes import parse_recipe
+from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of
 from kvpack.file.limits import MAX_HEADS, MAX_LAYERS, MAX_TOKENS
 from kvpack.formats.arguments import as_integer, describe
@@ -18,7 +18,6 @@ from kvpack.formats.raw import Raw
 from kvpack.formats.raw_positions import slot_count
 
 if TYPE_CHECKING:
-    from kvpack.coding.recipes import Recipe
     from kvpack.formats.base import Codec
 
 DTYPES = {

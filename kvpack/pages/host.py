@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +19,6 @@ from .bound_lanes import BoundLane
 from .lanes import Lane, check_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
 
     from kvpack.file.header import Contents
 

@@ -12,13 +12,10 @@ import ctypes
 import mmap
 import weakref
 from collections import deque
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 MIN_OWN_MEMORY_BYTES = 1 << 22
 """Minimum size in bytes of a tensor that is allocated outside the heap."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_int, c_int64, c_void_p
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from .mapping import is_cold
 from .threads import in_parallel
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MIN_DIRECT_BYTES = 2**24
 """Minimum size in bytes of a file whose reads bypass the page cache. For smaller files, the page cache is as fast."""

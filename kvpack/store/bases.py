@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvpack.coding.bases import Basis
 from kvpack.formats.errors import DigestMismatch, MissingBasis
 
-from .encryption import decrypt_entry
+from .encryption import Cipher, decrypt_entry
 from .entry_kind import check_size
 from .keys import basis_keys, check_basis
 from .loading import FAULTS, refuse
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from .backend import Backend, Data
     from .counters import Counters
-    from .encryption import Cipher
 
 
 def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Basis:

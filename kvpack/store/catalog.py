@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from kvpack.file.row import FRAME_BYTES, KEY_AT, frame_of, is_row_start, namespace_of
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingFile, Undecryptable
 
-from .backend import MAX_ENTRY_BYTES, batches
-from .encryption import decrypt_entry
+from .backend import MAX_ENTRY_BYTES, Backend, Data, StoredEntry, batches
+from .encryption import Cipher, decrypt_entry
 from .entries import FEATURE, ChunkFields, check_entry, open_entry
 from .entry_kind import FRONT_BYTES, check_size
 from .header_template import HeaderTemplates
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from kvpack.file.atomic import Progress
 
-    from .backend import Backend, Data, StoredEntry
-    from .encryption import Cipher
 
 
 _ENTRIES_AT_ONCE = 256

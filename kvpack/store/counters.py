@@ -8,16 +8,13 @@ import re
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.runtime.locks import Lock
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 log = logging.getLogger("kvpack.store")
 

@@ -20,11 +20,11 @@ from kvpack.formats.errors import KvpackError, LimitExceeded
 from kvpack.runtime.mapping import is_cold, map_file, may_map
 from kvpack.runtime.threads import in_parallel
 
-from .backend import NoLease, SingleTierBackend, StoredEntry
+from .backend import Data, FoundEntry, Lease, NoLease, Pin, PinTerms, SingleTierBackend, StoredEntry
 from .catalog import corrected_times, read_catalog
-from .disk_usage import DiskUsage
+from .disk_usage import DiskUsage, UsageCount
 from .entry_descriptions import Descriptions, entry_text
-from .entry_kind import FRONT_BYTES, UNENCRYPTED, Kind, check_size
+from .entry_kind import FRONT_BYTES, UNENCRYPTED, EntryFormat, Kind, check_size
 from .entry_probe import kind_of
 from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
 from .expiry import Expiry, file_times, has_expired
@@ -38,10 +38,7 @@ from .trust import NotAnEntry, Trust, Untrusted
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .backend import Data, FoundEntry, Lease, Pin, PinTerms
     from .counters import Counters
-    from .disk_usage import UsageCount
-    from .entry_kind import EntryFormat
 
 
 SETTLED_NS = 3 * 10**9

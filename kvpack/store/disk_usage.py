@@ -12,16 +12,14 @@ import functools
 import os
 import struct
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import xxhash
 
 from kvpack.file.atomic import is_on_one_host, try_lock
 
 from .reading import read_beginning
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _MAGIC = b"kvpusag2"
 _FIELDS = struct.Struct("<8s8sQQQQQ")

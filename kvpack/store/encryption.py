@@ -11,7 +11,7 @@ The associated data includes the entry's key and the tenant (spec/store.md, Encr
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -24,7 +24,6 @@ from kvpack.identity.identity import length_prefixed
 from .entry_kind import FRONT_BYTES, MAGIC, MAX_ID_BYTES, NONCE_BYTES, TAG_BYTES, VERSION, encrypted_bytes, encrypted_version, key_id
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
 
     from .backend import Data
 

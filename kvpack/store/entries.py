@@ -13,11 +13,11 @@ import xxhash
 
 from kvpack.file import container
 from kvpack.file.front import LENGTH_BYTES, TENSOR_ALIGNMENT
-from kvpack.file.header import DIGEST_BYTES
+from kvpack.file.header import DIGEST_BYTES, Contents
 from kvpack.formats.errors import DigestMismatch, InvalidHeader, LimitExceeded, Truncated
 from kvpack.runtime.threads import in_parallel
 
-from .backend import MAX_ENTRY_BYTES
+from .backend import MAX_ENTRY_BYTES, Data
 from .keys import ID_BYTES, KEY_BYTES, MAX_INPUT_BYTES
 
 if TYPE_CHECKING:
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
     from kvpack.cache.cache import Cache
     from kvpack.coding.bases import Basis
-    from kvpack.file.header import Contents
 
-    from .backend import Data
     from .entry_template import EntryTemplate
 
 FEATURE = "prefix-store-2"

@@ -8,9 +8,9 @@ from kvpack.file import container
 from kvpack.file.row import is_row_start
 from kvpack.formats.errors import InvalidHeader, KvpackError, Undecryptable
 
-from .encryption import decrypt_entry
+from .encryption import Cipher, decrypt_entry
 from .entries import check_entry, open_entry
-from .entry_kind import FRONT_BYTES, Kind
+from .entry_kind import FRONT_BYTES, EntryFormat, Kind
 from .faults import means_damage
 from .keys import check_basis, check_page
 from .state_entries import StatesFields, is_states
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from .backend import Data
-    from .encryption import Cipher
-    from .entry_kind import EntryFormat
 
 _MAX_KEYS = 65_536
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvpack.file.atomic import sweep, try_lock
 from kvpack.formats.errors import KvpackError
 
-from .index import MIN_ENTRIES
-from .index_tables import key_of
+from .index import MIN_ENTRIES, Index
+from .index_tables import IndexRow, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from .counters import Counters
     from .disk_usage import DiskUsage, UsageCount
     from .folder import Folder
-    from .index import Index
-    from .index_tables import IndexRow
     from .pins import Pins
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from .folder import ENTRY_FOLDERS
+from .folder import ENTRY_FOLDERS, Folder
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
 
     from .counters import Counters
-    from .folder import Folder
     from .pins import Pins
 
 SECOND_NS = 10**9

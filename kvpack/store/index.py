@@ -12,7 +12,8 @@ import os
 import sqlite3
 import stat
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from kvpack.file.atomic import is_on_one_host
 from kvpack.runtime.locks import Lock
@@ -20,13 +21,8 @@ from kvpack.runtime.locks import Lock
 from . import index_tables as tables
 from .backend import StoredEntry
 from .disk_usage import boot_id
-from .folder import INDEX_FILES
+from .folder import INDEX_FILES, Folder
 from .trust import OTHERS_WRITE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from .folder import Folder
 
 MIN_ENTRIES = 4096
 """Minimum number of entries in a folder with an index. Smaller folders are listed as fast without one."""

@@ -11,14 +11,12 @@ import math
 import os
 import re
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from kvpack.runtime.locks import Lock
 
 from .keys import KEY_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 INTERVAL_SECONDS = 60.0
 """Interval in seconds between two records of a store instance. A crash loses the uses noted since the last record."""

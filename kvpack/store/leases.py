@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvpack.file.atomic import LOCKED_SUFFIX, TEMPORARY_PREFIX, try_lock
 from kvpack.runtime.locks import Lock
 
-from .backend import NoLease
+from .backend import Backend, Lease, NoLease
 from .options import check_seconds
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from kvpack.cache.cache import Cache
 
-    from .backend import Backend, Lease
     from .counters import Counters
     from .folder import Folder
 

@@ -14,7 +14,7 @@ from kvpack.identity.identity import states_key
 from kvpack.runtime.threads import in_parallel
 
 from . import state_entries
-from .encryption import decrypt_entry
+from .encryption import Cipher, decrypt_entry
 from .entry_probe import KeySet, check_front
 from .faults import means_damage
 from .windows import Windows
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from .backend import Backend, Data, FoundEntry
     from .counters import Counters
-    from .encryption import Cipher
     from .entries import EntryReader
 
 FAULTS = (KvpackError, OSError, MemoryError, RuntimeError)

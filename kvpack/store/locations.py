@@ -15,7 +15,7 @@ from .entry_kind import EntryFormat
 from .memory import Memory
 from .object_store import ObjectStore, is_object_store
 from .objects import SCHEMES as OBJECT_STORE_SCHEMES
-from .options import Tier
+from .options import LocationOptions, Tier
 from .redaction import shown_location
 from .redis import SCHEMES as REDIS_SCHEMES
 from .redis import Redis, is_redis
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from .backend import Backend
-    from .options import LocationOptions
 
 MEMORY = "memory://"
 _FILE = "file://"

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from kvpack.runtime.locks import Lock
 
-from .backend import Pin, SingleTierBackend, StoredEntry
+from .backend import Data, FoundEntry, Pin, PinTerms, SingleTierBackend, StoredEntry
 from .pin_terms import is_active
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .backend import Data, FoundEntry, PinTerms
     from .counters import Counters
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from kvpack.formats.errors import MissingPackage
 
 from .counters import check_labels
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 
 class MeteredStore(Protocol):

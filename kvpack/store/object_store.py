@@ -21,22 +21,19 @@ from kvpack.formats.errors import InvalidHeader, LimitExceeded
 from kvpack.runtime.locks import Lock
 from kvpack.runtime.threads import in_parallel
 
-from .backend import FoundEntry, NoLease, SingleTierBackend, StoredEntry
+from .backend import Data, FoundEntry, Lease, NoLease, Pin, PinTerms, SingleTierBackend, StoredEntry
 from .breaker import CircuitBreaker, RequestGuard
-from .entry_kind import UNENCRYPTED, Kind
+from .entry_kind import UNENCRYPTED, EntryFormat, Kind
 from .expiry import limit_ttl, pass_seconds
 from .keys import KEY_BYTES
-from .last_used import INTERVAL_SECONDS, UseLog, eviction_order, last_uses_in, merge_records, record_name
+from .last_used import INTERVAL_SECONDS, LastUse, UseLog, eviction_order, last_uses_in, merge_records, record_name
 from .objects import SCHEMES, Objects
 from .pin_terms import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .backend import Data, Lease, Pin, PinTerms
     from .counters import Counters
-    from .entry_kind import EntryFormat
-    from .last_used import LastUse
 
 MAX_CONCURRENT_REQUESTS = 16
 """Maximum number of concurrent requests."""

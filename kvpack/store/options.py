@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter
 
 from .backend import MAX_ENTRY_BYTES
 from .redaction import shown_location
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MAX_SECONDS = 10**9
 """Maximum wait in seconds, 31 years. Some systems cannot represent longer times."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import compress, count, groupby
@@ -18,7 +18,7 @@ from kvpack.pages.codec import PageCodec, key_digest
 from kvpack.runtime.locks import Lock
 from kvpack.runtime.threads import WorkerThreads
 
-from .backend import BATCH_BYTES, BATCH_ENTRIES
+from .backend import BATCH_BYTES, BATCH_ENTRIES, FoundEntry
 from .catalog import row_keys
 from .counters import Counters, with_labels
 from .encryption import decrypt_entry
@@ -26,18 +26,15 @@ from .entry_kind import MAX_ID_BYTES, check_size, encrypted_bytes
 from .keys import page_key
 from .loading import FAULTS, refuse
 from .open_store import check_identity, open_for_identity
-from .options import StoreOptions, check_count
+from .options import StoreKeywords, StoreOptions, check_count
 from .redaction import shown_location
 from .tiers import Tiers, prometheus_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
     from kvpack.identity.identity import Identity
     from kvpack.pages.geometry import PageGeometry
 
-    from .backend import FoundEntry
-    from .options import StoreKeywords
 
     Pages = PageBuffer | Sequence[PageBuffer]
 

@@ -7,7 +7,8 @@ import os
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidHeader, InvalidParameter
@@ -15,9 +16,6 @@ from kvpack.formats.errors import InvalidHeader, InvalidParameter
 from .backend import Pin, PinTerms
 from .keys import KEY_BYTES
 from .options import check_count
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PIN_SECONDS = 86_400
 """Default duration of a pin in seconds, so that a forgotten pin does not occupy a store forever."""

@@ -10,7 +10,7 @@ from kvpack.identity.identity import states_key
 
 from . import state_entries
 from .entry_kind import check_size
-from .loading import FAULTS
+from .loading import FAULTS, Loader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .counters import Counters
     from .encryption import Cipher
     from .entries import EntryReader
-    from .loading import Loader
 
 
 _CHUNKS_PER_REQUEST = 64

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from kvpack.formats.errors import KvpackError, Undecryptable
 
-from .backend import MAX_ENTRY_BYTES
+from .backend import MAX_ENTRY_BYTES, Backend, Data, StoredEntry
 from .catalog import read_fronts
-from .encryption import decrypt_entry
+from .encryption import Cipher, decrypt_entry
 from .entries import FEATURE, open_entry
 from .entry_kind import check_size
 from .faults import means_damage
@@ -19,9 +19,7 @@ from .summary import describe_new
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from .backend import Backend, Data, StoredEntry
     from .counters import Counters
-    from .encryption import Cipher
 
 _FRONT_BYTES = 2**16
 """Number of bytes in which the name of a chunk's feature is searched. A match avoids parsing the header."""

@@ -29,8 +29,8 @@ from kvpack.formats.errors import InvalidHeader, LimitExceeded, WriteFailed
 from kvpack.formats.lazy import numpy
 
 from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, FoundEntry, NoLease, SingleTierBackend, StoredEntry, batches
-from .entry_descriptions import entry_text, kind_text
-from .entry_kind import FRONT_BYTES, UNENCRYPTED, Kind, check_size
+from .entry_descriptions import Descriptions, entry_text, kind_text
+from .entry_kind import FRONT_BYTES, UNENCRYPTED, EntryFormat, Kind, check_size
 from .expiry import limit_ttl
 from .pin_terms import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
 from .redis_client import FRONTS_BYTES, Client
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
     from .backend import Data, Lease, Pin, PinTerms
     from .counters import Counters
-    from .entry_descriptions import Descriptions
-    from .entry_kind import EntryFormat
     from .redis_client import Call, Command
 
 SCHEMES = ("redis://", "rediss://", "unix://")

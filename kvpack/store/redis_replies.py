@@ -5,12 +5,10 @@ Each check returns the reply, or raises NotRedis, which counts as if the server 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from .keys import KEY_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _MAX_INTEGER = 2**53
 """Largest integer up to which Lua's numbers, which are doubles, represent all integers exactly."""

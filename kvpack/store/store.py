@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from kvpack.coding.recipes import basis_digest, parse_recipe
 from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter
-from kvpack.identity.identity import states_key
+from kvpack.identity.identity import Identity, states_key
 from kvpack.identity.rope import longest_sequence
 
 from .backend import BATCH_BYTES, BATCH_ENTRIES, batches
@@ -21,11 +21,11 @@ from .chunk_sizes import ChunkSizeSearch
 from .counters import Counters, log, with_labels
 from .entries import EntryReader, check_decoded_size, to_pieces
 from .entry_kind import check_size
-from .keys import ID_BYTES, check_inputs, chunk_keys, chunk_links, token_bytes
+from .keys import ID_BYTES, ChunkLink, check_inputs, chunk_keys, chunk_links, token_bytes
 from .leases import Leases
 from .loading import FAULTS, Loader
 from .open_store import check_identity, open_for_identity
-from .options import StoreOptions, check_count
+from .options import StoreKeywords, StoreOptions, check_count
 from .pin_terms import PIN_SECONDS, make_pin_terms, validate_owner
 from .prefix_states import PrefixStates
 from .reclaim import reclaim
@@ -41,10 +41,7 @@ if TYPE_CHECKING:
     from kvpack.cache.cache import Cache
     from kvpack.cache.states import StatesAt
     from kvpack.coding.bases import Basis
-    from kvpack.identity.identity import Identity
 
-    from .keys import ChunkLink
-    from .options import StoreKeywords
 
 
 CHUNK_TOKENS = 256

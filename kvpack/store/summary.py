@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .backend import MAX_ENTRY_BYTES
-from .catalog import read_catalog
+from .backend import MAX_ENTRY_BYTES, Backend, StoredEntry
+from .catalog import Catalog, read_catalog
 from .directory import Directory
 from .entry_descriptions import OTHER_KINDS, chunk_text, kind_text
 from .redis import Redis
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from kvpack.file.atomic import Progress
 
-    from .backend import Backend, StoredEntry
-    from .catalog import Catalog
     from .encryption import Cipher
 
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from kvpack.runtime.locks import Lock
 
-from .backend import FoundEntry, StoredEntry
+from .backend import Backend, Data, FoundEntry, Lease, Pin, PinTerms, StoredEntry
 from .write_back import WriteBack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
-    from .backend import Backend, Data, Lease, Pin, PinTerms
     from .counters import Counters
 
 TierStats = list[dict[str, Any]]

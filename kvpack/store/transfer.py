@@ -15,7 +15,7 @@ from kvpack.identity.identity import Identity
 from . import state_entries
 from .chunk_sizes import stored_sizes
 from .counters import Counters
-from .encryption import decrypt_entry
+from .encryption import Cipher, decrypt_entry
 from .entries import check_entry, open_entry
 from .keys import ID_BYTES, MAX_INPUT_BYTES, token_bytes
 from .open_store import open_for_identity
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from .backend import Backend
     from .catalog import Prefix, StatesEntry
-    from .encryption import Cipher
     from .options import StoreOptions
 
 TOKEN_CHUNKS_FEATURE = "token-chunks"

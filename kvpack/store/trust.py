@@ -11,14 +11,12 @@ import errno
 import grp
 import os
 import stat
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from kvpack.file.atomic import sync_folder
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _GROUP_FOLDER, _GROUP_FILE = 0o2770, 0o660

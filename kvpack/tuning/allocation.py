@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from kvpack.coding.recipes import Recipe
 from kvpack.file.limits import MAX_STRING_BYTES
 from kvpack.formats.errors import InvalidParameter
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Place = tuple[int, str]
 """A layer number, with "k" for its keys or "v" for its values."""

@@ -33,7 +33,7 @@ from .basis_fit import fit_rows
 from .frames_fit import fit_frames
 from .place_losses import measure_place_losses
 from .rope import find_ropes, spread_keys, spread_moments, window_positions
-from .statistics import RAW_TOKENS, Framing, QueryMoments, Statistics
+from .statistics import RAW_TOKENS, Framing, KeyMoments, QueryMoments, Statistics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
     from kvpack.formats.frames import Frames, Rope
 
-    from .statistics import KeyMoments
 
 DEFAULT_TOKENS = 4096
 DEFAULT_SCORE = 256

@@ -9,7 +9,7 @@ import torch
 
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
-from kvpack.cache.side import pack_side
+from kvpack.cache.side import Side, pack_side
 from kvpack.coding import raw_clause
 from kvpack.coding.presets import RAW_CLAUSE, calibrated_codec, kvpack_codec
 from kvpack.coding.recipes import Recipe
@@ -22,7 +22,6 @@ from .allocation import Allocation, Place, recipe_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.cache.side import Side
     from kvpack.coding.bases import Basis
     from kvpack.evaluation.windows import UncompressedResult
 

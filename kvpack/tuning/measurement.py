@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.coding.recipes import Recipe
-from kvpack.evaluation.windows import packed_file, read_packed, read_uncompressed
+from kvpack.evaluation.windows import UncompressedResult, packed_file, read_packed, read_uncompressed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvpack.coding.bases import Basis
-    from kvpack.evaluation.windows import UncompressedResult
 
 
 @dataclass(frozen=True)

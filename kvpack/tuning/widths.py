@@ -7,20 +7,14 @@ whole.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvpack.coding.calibrated_presets import increase_losses
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import InvalidParameter
 
 from .allocation import uniform
-from .greedy import allocate
+from .greedy import Losses, allocate
 from .place_losses import MEASURED_BITS, single_place_recipe
-from .search import measure_within_budget
-
-if TYPE_CHECKING:
-    from .greedy import Losses
-    from .search import Measurement, Search
+from .search import Measurement, Search, measure_within_budget
 
 MAX_CHECKED_RECIPES = 2
 

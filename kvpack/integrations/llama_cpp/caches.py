@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from kvpack.cache.packing import pack
-from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
+from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, Progress
 from kvpack.file.atomic import write_file
 from kvpack.file.inputs import ID_BYTES, Inputs
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter
-from kvpack.identity.arguments import model_fields
+from kvpack.identity.arguments import ModelArgument, model_fields
 from kvpack.integrations.exported_values import export_values, parse_windows
 
 from .opaque import check_raw, has_opaque_layers, is_opaque, opaque_blocks, opaque_ids, opaque_layer
@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     from kvpack.cache.dense_states import DenseLayer
     from kvpack.cache.layer import Layer
     from kvpack.cache.side import Side
-    from kvpack.coding.encoding import Progress
     from kvpack.coding.recipes import Recipe
     from kvpack.file.metadata import Value
-    from kvpack.identity.arguments import ModelArgument
 
 _SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS = (
     f"llama.cpp {name}" for name in ("sequence", "streams", "transposed", "sliding-window layers", "token ids")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,10 +17,7 @@ from kvpack.formats.columns import default_fields
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.group import Group
 
-from .state_file import BLOCK, QUANTIZED
-
-if TYPE_CHECKING:
-    from .state_file import Kind
+from .state_file import BLOCK, QUANTIZED, Kind
 
 _HALF = 0.5
 """The token scale, 1/2."""

@@ -8,10 +8,11 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
@@ -24,10 +25,6 @@ from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.geometry import DTYPES, PageGeometry
 from kvpack.store.counters import MAX_RECENT, NAMES, SECONDS
 from kvpack.store.page_store import PageStore
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
 
 PREFIX = "sglang:kvpack_"
 

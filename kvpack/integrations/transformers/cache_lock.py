@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Self
 
 _SECONDS = 1.0
 """Interval in seconds at which a waiting thread checks that the owner of the lock is alive."""

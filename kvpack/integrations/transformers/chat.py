@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Self
@@ -16,7 +16,7 @@ from kvpack.cache.conversion import pack_tails
 from kvpack.cache.files import load, save
 from kvpack.coding.recipes import Recipe, parse_recipe, preset_name
 from kvpack.file.limits import MAX_STRING_BYTES
-from kvpack.file.metadata import CHAT, CHAT_MESSAGES, to_bytes
+from kvpack.file.metadata import CHAT, CHAT_MESSAGES, Value, to_bytes
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, LimitExceeded
 from kvpack.store.store import Store
@@ -27,11 +27,9 @@ from .prefill import DEFAULT_STEP, fill
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
 
     from kvpack.cache.cache import Cache
     from kvpack.cache.files import Bases
-    from kvpack.file.metadata import Value
 
 RECIPE = "kvpack-4"
 """Default recipe of a chat."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -11,9 +12,6 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.live import operators
 
 from .masks import check_columns, masked_attention, read_padding
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _TENSORS = ("input_ids", "attention_mask", "position_ids", "cache_position")
 """Arguments of a model's forward that a pass reads, in the order in which ``kvpack::begin_pass`` receives them."""

@@ -8,8 +8,9 @@ import inspect
 import threading
 import warnings
 import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -26,9 +27,6 @@ from .hooks import outermost_model
 from .model_snapshot import ModelSnapshot, global_hooks, has_other_hooks
 from .model_state import active_adapters
 from .states import CapturedStep, PackedLength
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping
 
 EAGER_STEPS, DEFAULT_EAGER_STEPS = 1, 4
 """Number of consecutive steps of one kind that run normally before a capture, so that kernels are compiled and prepared.

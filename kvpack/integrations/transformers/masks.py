@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionMaskInterface
@@ -13,9 +14,6 @@ from kvpack.formats.errors import InvalidParameter
 
 from .plain_attention import plain_name
 from .states import CompiledLength, PackedLength, eager_only
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 QUERIES_AT_A_TIME = 128
 """Number of rows of a mask that are compared in one step with the mask that attention applies by itself."""

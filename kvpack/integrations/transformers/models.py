@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from os.path import basename
@@ -33,7 +33,7 @@ from kvpack.identity.canonical_text import ALL, SAMPLE, weights_kind
 from kvpack.identity.fingerprint import weights_of, weights_sample
 from kvpack.identity.identity import Identity
 from kvpack.identity.model_layers import cache_layers
-from kvpack.identity.modules import parts
+from kvpack.identity.modules import ModelPart, parts
 
 from .hooks import models_in, outermost_model
 from .model_state import ModelState, modules_of
@@ -41,11 +41,9 @@ from .plain_attention import NAMES
 from .reads import omits_window, reads_kv
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
 
     from kvpack.cache.cache import Cache
     from kvpack.coding.bases import Basis
-    from kvpack.identity.modules import ModelPart
     from kvpack.identity.weights import Weights
 
 _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")

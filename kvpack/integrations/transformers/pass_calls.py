@@ -11,8 +11,8 @@ from transformers.cache_utils import Cache as TransformersCache
 from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 
-from .layers import EmptyLayer, PackedLayer, check_continues, check_window
-from .models import check_layers, has_multidimensional_positions
+from .layers import Decoding, EmptyLayer, PackedLayer, check_continues, check_window
+from .models import Model, check_layers, has_multidimensional_positions
 from .state_layers import StateLayer, check_states_available
 from .states import CapturedLength, CompiledLength, PackedLength, PackedStates, eager_only, without_gradients
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from .compiled import CompiledCalls
     from .graphs import StepGraphs
     from .hooks import Hooks
-    from .layers import Decoding
-    from .models import Model
     from .tracking import Tracking
 
 _DENSE = "a KvpackCache whose layers are decoded for its model (dense=True) decodes them in eager code"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -13,9 +14,6 @@ from kvpack.file.sources import FROM_ENCODER, Sources
 from kvpack.identity.rope import max_uniform_length
 
 from .model_state import active_adapters, selects_adapters_per_row
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 WITHOUT_EFFECT = {
     *NAMES,

@@ -12,7 +12,7 @@ from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.store import CHUNK_TOKENS
 
-from .cache import begin
+from .cache import KvpackCache, begin
 from .models import execution_device
 from .prompts import token_ids_of
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kvpack.cache.cache import Cache
     from kvpack.coding.recipes import Recipe
 
-    from .cache import KvpackCache
 
 DEFAULT_STEP = 4096
 """Default number of tokens per pass. After each pass, the states of a model that has states are kept for a store."""

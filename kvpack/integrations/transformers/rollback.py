@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvpack.cache.cache import all_states
+from kvpack.cache.cache import Cache, all_states
 from kvpack.cache.rows import row_numbers
-from kvpack.cache.states import SelectedStates
+from kvpack.cache.states import SelectedStates, States
 from kvpack.formats.errors import OutOfBounds
 
 from .layers import PackedLayer
@@ -15,8 +15,6 @@ from .state_layers import StateLayer, check_states_available, copy_states, resto
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.cache.cache import Cache
-    from kvpack.cache.states import States
     from kvpack.live.cache import LiveCache
 
     from .tracking import Tracking

@@ -11,7 +11,7 @@ from kvpack.cache.dense_states import read_states
 from kvpack.cache.rows import row_numbers
 from kvpack.formats.errors import InvalidParameter
 
-from .layers import PackedLayer
+from .layers import Decoding, PackedLayer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kvpack.cache.states import States
     from kvpack.live.cache import LiveCache
 
-    from .layers import Decoding
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]

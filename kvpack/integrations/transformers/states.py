@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from kvpack.formats.errors import InvalidParameter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class CapturedStep(NamedTuple):

@@ -16,14 +16,13 @@ from kvpack.formats.errors import InvalidParameter, KvpackWarning
 from .cache_lock import CacheLock
 from .hooks import PassStack, models_in, outermost_model
 from .model_state import checkpointing_modules
-from .models import SAME_MODEL_ADVICE, NamedModel, current_weights, name_model
+from .models import SAME_MODEL_ADVICE, Model, NamedModel, current_weights, name_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvpack.file.sources import Sources
 
-    from .models import Model
     from .passes import Pass
     from .positions import RotaryPositions
     from .record import Record

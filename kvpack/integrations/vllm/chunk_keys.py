@@ -6,10 +6,8 @@ chunk left in the same memory, or that a tier loaded to the wrong block.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from collections.abc import Iterable
+from typing import Any
 
 ABSENT = b"kvpack-absent 1\n"
 """First bytes of a row without a block. A sliding window has passed the block, or the chunk is not full."""

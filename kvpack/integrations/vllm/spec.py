@@ -9,7 +9,7 @@ import hashlib
 import logging
 import mmap
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import vllm
 from vllm.platforms import current_platform
@@ -23,15 +23,12 @@ from kvpack.integrations.recipes import recipe_with_basis
 from kvpack.pages.codec import PageCodec
 
 from .chunk_keys import attach_keys
-from .groups import GROUPS, check_groups, require_layout
+from .groups import GROUPS, Group, check_groups, require_layout
 from .identities import SETTINGS, identity_of
 from .metrics import packing_metric_definitions
 from .promotions import check_promotions
 from .versions import check_version
 from .worker import PackedWorker
-
-if TYPE_CHECKING:
-    from .groups import Group
 
 
 class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]

@@ -22,7 +22,7 @@ from kvpack.coding.recipes import Recipe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.recipes import check_layers, recipe_with_basis
 from kvpack.store.key_files import read_key_file
-from kvpack.store.page_store import PageStore
+from kvpack.store.page_store import Job, PageStore
 
 from .groups import BLOCK_OFFSETS, GROUPS, Group, check_groups, require_layout
 from .identities import SETTINGS, identity_of
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kvpack.pages.buffer import PageBuffer
-    from kvpack.store.page_store import Job
 
 
 class GroupStore(NamedTuple):

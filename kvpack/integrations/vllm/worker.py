@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
@@ -15,7 +15,6 @@ from .chunk_keys import ABSENT, row_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from kvpack.pages.buffer import PageBuffer
     from kvpack.pages.codec import PageCodec

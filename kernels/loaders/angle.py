@@ -36,7 +36,7 @@ VALUES = 2
 class AngleConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles. ``log`` is True if norms are logarithms.
 
-    The range is stream number ``range_place``, and also element ``range_place`` of what ``load`` returns.
+    ``range_index`` is the index of the stream of ranges, and also their index in what ``load`` returns.
     """
 
     packing: TilePacking
@@ -44,7 +44,7 @@ class AngleConstants(NamedTuple):
     bin_bits: int
     norm_bits: int
     log: bool
-    range_place: int
+    range_index: int
     half_range: bool
 
 
@@ -64,7 +64,7 @@ def tiles(codec: Angle) -> Tiles | None:
         bin_bits=bin_bits,
         norm_bits=codec.norm_bits,
         log=codec.norm == "log",
-        range_place=len(streams) - 1,
+        range_index=len(streams) - 1,
         half_range=half,
     )
     channels = tuple(symbol_channels(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
@@ -72,7 +72,7 @@ def tiles(codec: Angle) -> Tiles | None:
 
 
 def direction_table(codec: Angle) -> torch.Tensor:
-    """Return the cosine and sine of every bin, float16 ``[entry, 2]``, with the number of entries padded to a power of two."""
+    """Return the cosine and sine of every bin, float16 ``[entry, 2]``. The number of entries is padded to a power of two."""
     entries = torch.zeros(next_power_of_two(codec.bins), VALUES, dtype=torch.float16, device="cpu")
     entries[: codec.bins] = codec.directions
     return entries
@@ -89,17 +89,18 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, then the ranges, int32 ``[warp, token]``."""
+    """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, and then the ranges, int32 ``[warp, token]``."""
     PACKING: tl.constexpr = CONSTANTS.packing
     loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
-    return loaded + load_range(pointers[CONSTANTS.range_place], first, token, valid, CONSTANTS, MASKED)
+    return loaded + load_range(pointers[CONSTANTS.range_index], first, token, valid, CONSTANTS, MASKED)
 
 
 @triton.jit
 def load_range(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """Load the range (step, minimum) of each token: one int32 ``[warp, token]`` with both float16 numbers, or two with float32 numbers."""
+    """Load the range of each token, its step and minimum: one int32 ``[warp, token]`` for two float16 numbers, or two for float32 numbers.
+    """
     words = ()
     for word in tl.static_range(2 - CONSTANTS.half_range):
         words = words + (load_per_token(pointer, first, token, valid, 2 - CONSTANTS.half_range, word, MASKED),)
@@ -108,13 +109,13 @@ def load_range(
 
 @triton.jit
 def _half_as_float32(bits: tl.tensor) -> tl.tensor:
-    """Convert the low 16 bits of ``bits``, a float16 number, to float32."""
+    """Convert the low 16 bits of each integer, a float16 number, to float32."""
     return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _range_as_float32(words: tl.tuple) -> tl.tuple:
-    """Return the step and minimum of each token's range, float32 in the shape of ``words``."""
+    """Return the step and the minimum of each token's range as float32 tensors with the shape of ``words``."""
     if len(words) == 1:
         step = _half_as_float32(words[0])
         minimum = _half_as_float32(words[0] >> 16)
@@ -126,7 +127,7 @@ def _range_as_float32(words: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def _divisor_exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
-    """Return the exponent field of the power of two by which norms of a linear range are divided.
+    """Return the exponent field of the power of two by which the norms of a token with a linear range are divided.
 
     For float16 ranges, it is the exponent of the largest step or of 1/256 of the largest minimum, so that divided norms are below 2^11. For
     float32 ranges, the power exceeds all norms except the very largest.
@@ -145,14 +146,14 @@ def _divisor_exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Return the token factors, float32 ``[warp, token]`` (see ``range_factor``)."""
-    return range_factor(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS)
+    return range_factor(loaded[CONSTANTS.range_index : CONSTANTS.range_index + 2 - CONSTANTS.half_range], CONSTANTS)
 
 
 @triton.jit
 def range_factor(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return the number by which each token's norms are divided: a power of two, or the largest possible norm if norms are logarithms.
+    """Return the number by which each token's norms are divided, given the tokens' ranges (``words``).
 
-    ``words`` are the tokens' ranges.
+    It is a power of two or, if norms are logarithms, the largest norm that the token's range can represent.
     """
     LARGEST: tl.constexpr = (1 << CONSTANTS.norm_bits) - 1
     if CONSTANTS.log:
@@ -165,13 +166,13 @@ def range_factor(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
 
 @triton.constexpr_function
 def middle_norm_code(bits: int) -> int:
-    """Return the code that is subtracted from ``bits``-bit norm codes: their midpoint, rounded up."""
+    """Return the code that is subtracted from norm codes of ``bits`` bits: the middle one, rounded up."""
     return 1 << (bits - 1)
 
 
 @triton.jit
 def norm_affine(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
-    """Return the scale and center of norms (or their logarithms) divided by the token factor, float32.
+    """Return the scale and center of norms (or of their logarithms) divided by the token factor, float32.
 
     A norm is (code - ``middle_norm_code``) * scale + center. ``words`` are the tokens' ranges.
     """
@@ -192,7 +193,7 @@ def norm_affine(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
 def _norm_affine_ptx(bits: int) -> str:
     """Return PTX for ``norm_affine`` of two float16 ranges.
 
-    It computes exponents like ``_divisor_exponent``, but without moving them, because exponent fields compare like float16 numbers.
+    It computes the same exponents as ``_divisor_exponent``, but leaves them in place, because exponent fields compare like float16 numbers.
     """
     middle = binary16_bits(middle_norm_code(bits))
     return f"""{{ .reg .b32 step, minimum, high, low, bound;
@@ -206,7 +207,7 @@ def _norm_affine_ptx(bits: int) -> str:
 
 @triton.jit
 def norm_affine_f16(words: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the scale and center of ``norm_affine`` in float16."""
+    """Return the result of ``norm_affine`` in float16."""
     if FAST and CONSTANTS.log == 0 and len(words) == 1:
         scale, center = tl.inline_asm_elementwise(
             _norm_affine_ptx(CONSTANTS.norm_bits), "=&r,=&r,r,r", [words[0]], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
@@ -229,7 +230,9 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return both channels of the pairs of step ``STEP``, not yet multiplied by the token factor: two float16 tiles in the planes' layout.
+    """Return both channels of the pairs of step ``STEP`` as two float16 tiles in the layout of the planes.
+
+    Channels are not yet multiplied by the token factor.
     """
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
@@ -250,7 +253,7 @@ def decode(
 @triton.jit
 def load_norm_affine(loaded: tl.tuple, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """Return the scale and center of ``norm_affine`` for the ranges in ``loaded``, as float16 tensors that broadcast to a tile."""
-    scale, center = norm_affine_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
+    scale, center = norm_affine_f16(loaded[CONSTANTS.range_index : CONSTANTS.range_index + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
     return broadcast_tokens(scale, TRANSPOSED), broadcast_tokens(center, TRANSPOSED)
 
 
@@ -265,7 +268,7 @@ def decode_pairs(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return both channels of the pairs whose bin begins at bit ``BIN`` of each column, and whose norm code begins at bit ``NORM``."""
+    """Return both channels of pairs whose bin begins at bit ``BIN`` of each column, and whose norm code begins at bit ``NORM``."""
     result = look_up_bits(planes, table, BIN, CONSTANTS.bin_bits, 2, 0, SHARED, FAST)
     norm = affine_column(planes, line[0], line[1], NORM, CONSTANTS.norm_bits, middle_norm_code(CONSTANTS.norm_bits), FAST)
     if CONSTANTS.log:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class AngleDenseConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles. ``log`` is True if norms are logarithms.
 
-    The range is stream number ``range_place``, and also element ``range_place`` of what ``load`` returns.
+    ``range_index`` is the index of the stream of ranges, and also their index in what ``load`` returns.
     """
 
     bins: ReplicatedPacking
@@ -40,12 +40,12 @@ class AngleDenseConstants(NamedTuple):
     bin_bits: int
     norm_bits: int
     log: bool
-    range_place: int
+    range_index: int
     half_range: bool
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """Return the loader of ``codec``, or None if bins or norm codes are not bit fields, or if their widths do not fit one tile."""
+    """Return the loader of ``codec``. None if bins or norm codes are not bit fields, or if their widths do not fit one tile."""
     packings = codec.packings()
     every = tuple(packings.values())
     columns = common_tile_width(every) if list(packings) == ["angle", "norm_codes"] else None
@@ -61,7 +61,7 @@ def tiles(codec: Angle) -> Tiles | None:
         bin_bits=bin_bits,
         norm_bits=norm_bits,
         log=codec.norm == "log",
-        range_place=len(streams),
+        range_index=len(streams),
         half_range=half,
     )
     streams = (*streams, Stream("range", 32, 1 if half else 2))
@@ -84,12 +84,12 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the planes of bins and norm codes (``replicated_columns.load_stream``), then the ranges, int32 ``[warp, token]``."""
+    """Load the planes of bins and norm codes (``replicated_columns.load_stream``), and then the ranges, int32 ``[warp, token]``."""
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
     loaded = load_stream(pointers, first, token, valid, BINS, MASKED, TRANSPOSED)
     loaded = loaded + load_stream(pointers, first, token, valid, NORMS, MASKED, TRANSPOSED)
-    return loaded + load_range(pointers[CONSTANTS.range_place], first, token, valid, CONSTANTS, MASKED)
+    return loaded + load_range(pointers[CONSTANTS.range_index], first, token, valid, CONSTANTS, MASKED)
 
 
 @triton.jit
@@ -103,7 +103,9 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return both channels of the pairs of step ``STEP``, not yet multiplied by the token factor: two float16 tiles in the planes' layout.
+    """Return both channels of the pairs of step ``STEP`` as two float16 tiles in the layout of the planes.
+
+    Channels are not yet multiplied by the token factor.
     """
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
@@ -119,9 +121,9 @@ def decode(
 
 @triton.constexpr_function
 def entry_offset_bit(bits: int, shared: SharedTable, fast: bool) -> int:
-    """Return the bit at which an index of ``bits`` bits, left in place, is the byte offset of its entry in a shared table with copies.
+    """Return the bit at which an index must begin so that, masked but not shifted, it is the byte offset of its entry in a shared table.
 
-    Returns 0 if the index does not fit at that bit.
+    The index has ``bits`` bits, and the table has several copies of each entry. Returns 0 if the index does not fit at that bit.
     """
     at = (2 * VALUES * shared[1]).bit_length() - 1 if fast and shared[1] else 0
     return at if at + bits <= 16 else 0

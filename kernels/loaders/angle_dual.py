@@ -35,7 +35,7 @@ MAX_SLICES = 2
 
 
 class NormSlices(NamedTuple):
-    """Layout of norm codes: rows of ``width`` words, loaded as ``count`` tiles. Each tile has the columns of the bins."""
+    """Layout of norm codes: rows of ``width`` words, loaded as ``count`` tiles. Each tile has the same columns as the bins."""
 
     stream: int
     width: int
@@ -43,20 +43,20 @@ class NormSlices(NamedTuple):
 
 
 class AngleDualConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles. Element ``range_place`` of what ``load`` returns is the range."""
+    """Compile-time constants of a codec and its tiles. ``range_index`` is the index of the ranges in what ``load`` returns."""
 
     bins: ReplicatedPacking
     norms: NormSlices
     bin_bits: int
     norm_bits: int
     log: bool
-    range_place: int
+    range_index: int
     half_range: bool
     range_stream: int
 
 
 def tiles(codec: Angle, dual: int) -> Tiles | None:
-    """Return the loader of ``codec``, or None if bins or norm codes are not bit fields, or if their rows have unsupported lengths."""
+    """Return the loader of ``codec``. None if bins or norm codes are not bit fields, or if their rows have unsupported lengths."""
     packings = codec.packings()
     every = tuple(packings.values())
     if list(packings) != ["angle", "norm_codes"] or not all(map(has_whole_word_tiles, every)):
@@ -78,7 +78,7 @@ def tiles(codec: Angle, dual: int) -> Tiles | None:
         bin_bits=bin_bits,
         norm_bits=norm_bits,
         log=codec.norm == "log",
-        range_place=len(bins.planes) + slices,
+        range_index=len(bins.planes) + slices,
         half_range=half,
         range_stream=len(streams),
     )
@@ -115,7 +115,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the bins, norm codes and ranges of ``token`` ``[warp, token]`` and of the second token in each row.
+    """Load the bins, norm codes and ranges of ``token`` ``[warp, token]``, and of the second token in each row.
 
     - Bins: one int16 tile of 2 ``INTERLEAVE`` columns per plane.
     - Norm codes: one int16 tile per slice, with as many columns as the replicated bins.
@@ -163,7 +163,7 @@ def _load_bins(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Load one plane of the bins of two tokens as an int16 tile. A plane of bytes is repeated."""
+    """Load one plane of the bins of both tokens as an int16 tile. A plane of bytes is repeated."""
     if SECOND_OFFSET == 1 and ROW == WIDTH and not MASKED:
         # The row of the second token follows that of the first in memory.
         words = load_columns(pointer, first, token, valid, column, column, ROW, 0, True, MASKED, TRANSPOSED)
@@ -183,14 +183,16 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return both channels of the pairs of step ``STEP``, not yet multiplied by the token factors, as float16 tiles, possibly transposed.
+    """Return both channels of the pairs of step ``STEP`` as two float16 tiles, possibly transposed.
+
+    Channels are not yet multiplied by the token factors.
     """
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
     AT: tl.constexpr = entry_offset_bit(CONSTANTS.bin_bits, SHARED, FAST)
     bins = stream_step_words(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
     NORM: tl.constexpr = 16 * len(bins) + STEP // NORMS.count * CONSTANTS.norm_bits
-    scale, center = norm_affine_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
+    scale, center = norm_affine_f16(loaded[CONSTANTS.range_index : CONSTANTS.range_index + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
     scale = _spread_to_columns(scale, BINS, TRANSPOSED)
     center = _spread_to_columns(center, BINS, TRANSPOSED)
     planes = bins + (loaded[NORMS.stream + STEP % NORMS.count],)
@@ -199,7 +201,7 @@ def decode(
 
 @triton.jit
 def _spread_to_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Repeat ``value`` ``[warp, token, 2]``, one number for each token of a row, over the columns of a tile."""
+    """Repeat ``value`` ``[warp, token, 2]``, a number for each of a row's two tokens, over the columns of a tile."""
     if TRANSPOSED:
         value = tl.permute(value, (0, 2, 1))
     return tile_copies(repeat_columns(value, BINS.width, TRANSPOSED), BINS.copies, TRANSPOSED)
@@ -207,5 +209,5 @@ def _spread_to_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.cons
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the token factors (see ``angle.range_factor``), float32 ``[warp, token, 2]``."""
-    return (range_factor(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS),)
+    """Return the token factors, float32 ``[warp, token, 2]`` (see ``angle.range_factor``)."""
+    return (range_factor(loaded[CONSTANTS.range_index : CONSTANTS.range_index + 2 - CONSTANTS.half_range], CONSTANTS),)

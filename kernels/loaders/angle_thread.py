@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class AngleThreadConstants(NamedTuple):
-    """Compile-time constants of a codec and its rows. Element ``range_place`` of what ``load`` returns is the range."""
+    """Compile-time constants of a codec and its rows. ``range_index`` is the index of the ranges in what ``load`` returns."""
 
     rows: tuple[int, ...]
     bins: RowPacking
     high_bins: RowPacking
     norm_bits: int
     log: bool
-    range_place: int
+    range_index: int
     half_range: bool
     norms: RowPacking
     low_bits: int
@@ -44,7 +44,7 @@ class AngleThreadConstants(NamedTuple):
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """Return the loader of ``codec``, or None if there are too many bins or norms are stored as float32."""
+    """Return the loader of ``codec``. None if there are too many bins, or if norms are stored as float32."""
     if codec.norm == "fp32" or codec.bins > 1 << MAX_DIGIT_BITS:
         return None
     packings = codec.packings()
@@ -63,7 +63,7 @@ def tiles(codec: Angle) -> Tiles | None:
         high_bins=row_packing(every, len(every) - 2),
         norm_bits=codec.norm_bits,
         log=codec.norm == "log",
-        range_place=2 * words_per_token(rows),
+        range_index=2 * words_per_token(rows),
         half_range=half_range,
         norms=row_packing(every, len(every) - 1),
         low_bits=low_bits,
@@ -84,7 +84,9 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load rows of bins, norm codes and ranges (``thread_rows.load_rows``), and the ranges again for ``factor``, int32 ``[warp, token]``.
+    """Load the rows of bins, norm codes and ranges (``thread_rows.load_rows``), and the ranges once more for ``factor``.
+
+    These ranges are int32 ``[warp, token]``.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     RANGE: tl.constexpr = len(ROWS) - 1
@@ -103,7 +105,9 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return both channels of the pairs of step ``STEP``, not yet multiplied by the token factor, as one float16 tile, possibly transposed.
+    """Return both channels of the pairs of step ``STEP`` as one float16 tile, possibly transposed.
+
+    Channels are not yet multiplied by the token factor.
     """
     REGISTERS: tl.constexpr = CONSTANTS.registers
     return (decode_rows(loaded, table, REGISTERS, STEP, decode_pair, CONSTANTS, SHARED, TRANSPOSED, FAST),)
@@ -113,12 +117,12 @@ def decode(
 def decode_pair(
     words: tl.tuple, table: tl.tensor, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Return the channels of one pair, not yet multiplied by the token factor, as f16x2."""
+    """Return the channels of one pair as f16x2. They are not yet multiplied by the token factor."""
     BINS: tl.constexpr = CONSTANTS.bins
     HIGH_BINS: tl.constexpr = CONSTANTS.high_bins
     NORMS: tl.constexpr = CONSTANTS.norms
     UNIT: tl.constexpr = lookup_unit(2, SHARED, FAST)
-    LAST: tl.constexpr = CONSTANTS.range_place // 2
+    LAST: tl.constexpr = CONSTANTS.range_index // 2
     place = symbol_digit(words, BINS, SYMBOL, FAST) * UNIT
     if CONSTANTS.low_bits:
         place = place + symbol_digit(words, HIGH_BINS, SYMBOL, FAST) * (UNIT << CONSTANTS.low_bits)

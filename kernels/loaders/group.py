@@ -51,8 +51,8 @@ class GroupConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles.
 
     A row of the scale stream has ``scales_per_row`` scales. ``kind`` is the kind of scales that a tile needs, and ``whole_rows`` is True if
-    rows are loaded whole. A step produces one tile of ``span`` columns with ``fields_per_tile`` fields of ``bits`` bits, which are
-    ``field_stride`` fields apart.
+    rows are loaded whole. A step produces one tile of ``span`` columns. The tile shows ``fields_per_tile`` fields of ``bits`` bits, and
+    neighboring ones are ``field_stride`` fields apart in a row.
     """
 
     packing: TilePacking
@@ -146,11 +146,11 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the rows of ``token`` ``[warp, token]``. Row numbers are relative to row ``first``.
+    """Load the rows of ``token`` ``[warp, token]``. Rows are counted from row ``first``.
 
     - One int16 tile per plane, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
-    - One int32 tile of scales per step: ``[warp, column]`` along tokens if all tokens of a warp are in one token group,
-      ``[warp, token]`` along channels, ``[warp, token, scale]`` within fields, or like a plane if each value has its own scale.
+    - One int32 tile of scales per step. Along tokens, it is ``[warp, column]`` if all tokens of a warp are in one token group. Along
+      channels, it is ``[warp, token]``, or ``[warp, token, scale]`` within fields. If each value has its own scale, it is like a plane.
     - The token scale (``token_factors``), if any.
     """
     PACKING: tl.constexpr = CONSTANTS.packing
@@ -218,7 +218,7 @@ def load(
 
 @triton.constexpr_function
 def _scales_per_load(scales: int, each: int) -> int:
-    """Return how many of a token's ``scales`` one load reads: few enough to limit shared-memory bank conflicts among eight tokens."""
+    """Return how many of a token's ``scales`` to read per load: few enough to limit shared-memory bank conflicts among eight tokens."""
     return min(scales, max(each, MAX_SCALES_PER_LOAD))
 
 
@@ -234,7 +234,7 @@ def _load_scale_rows(
 ) -> tl.tuple:
     """Load whole rows of scales, and return the scales of each step.
 
-    They are ``[warp, column]`` if all tokens of a warp share a row. Otherwise they are ``[warp, token]``, or ``[warp, token, scale]``,
+    They are ``[warp, column]`` if all tokens of a warp share a row. Otherwise, they are ``[warp, token]`` or ``[warp, token, scale]``,
     possibly transposed to ``[warp, scale, token]``.
     """
     SIZE: tl.constexpr = CONSTANTS.size
@@ -280,7 +280,7 @@ def _warps_with_tokens(valid: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _step_channel(step: tl.constexpr, column: tl.tensor, SPAN: tl.constexpr, WIDTH: tl.constexpr, FIELD_STRIDE: tl.constexpr) -> tl.tensor:
-    """Return the channel of each column of a step (``tiles.step_symbols``)."""
+    """Return the channel of each column in a step (see ``tiles.step_symbols``)."""
     if FIELD_STRIDE > 1:
         channel = (step + column // WIDTH * FIELD_STRIDE) * WIDTH + column % WIDTH
     else:

@@ -32,14 +32,14 @@ def with_means(tiles: Tiles, key_mean: KeyMean) -> Tiles:
 
 @triton.jit
 def declare_products(MEANS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr) -> None:
-    """Reserve shared memory, once per kernel, for the products of ``ROWS`` query rows with the means of a program's pages."""
+    """Reserve shared memory for the products of ``ROWS`` query rows with the means of a program's pages. Must be called once per kernel."""
     thread = tl.arange(0, 32 * WARPS)
     tl.inline_asm_elementwise(_declare_ptx(4 * MEANS.pages * ROWS), "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.constexpr_function
 def _declare_ptx(size: int) -> str:
-    """Return PTX that declares ``kvpack_products`` with a size that keeps the compiler's memory at a multiple of ``MATRIX_ALIGNMENT``."""
+    """Return PTX that declares ``kvpack_products``, padded so that the compiler's memory begins at a multiple of ``MATRIX_ALIGNMENT``."""
     whole = -(-size // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
     return f".shared .align {MATRIX_ALIGNMENT} .b8 kvpack_products[{whole}]; mov.u32 $0, 0;"
 
@@ -48,7 +48,7 @@ def _declare_ptx(size: int) -> str:
 def store_products(
     products: tl.tensor, value: tl.tensor, page: tl.tensor, count: tl.tensor, ROWS: tl.constexpr, FAST: tl.constexpr
 ) -> None:
-    """Store the products ``value`` ``[page, row]`` for pages below ``count``. A ``tl.debug_barrier`` must follow.
+    """Store the products ``value`` ``[page, row]`` of all pages below ``count``. A ``tl.debug_barrier`` must follow.
 
     With ``FAST``, they are stored in shared memory (``declare_products``), otherwise in global memory at ``products``.
     """
@@ -85,10 +85,10 @@ def load_products(
 ) -> tl.tensor:
     """Return the product of each query row with each token's page mean, float32 ``[warp, token, row]``.
 
-    For whole pages, the shape is ``[warp, 1, row]``. ``products``, ``[1, 1, row]``, locates the products of page 0, the program's first: by
-    pointers or, with ``FAST``, by numbers of products in shared memory. The program's ``pages`` pages are ``stride`` products apart.
-    ``first`` is the token of the first warp's first tile, counted from page 0. Warps have ``TILES`` tiles, of which this is number
-    ``TILE``. ``second`` is as in ``Queries``. With ``MASKED``, some tokens may be past the end.
+    If each warp's tile is within one page, the shape is ``[warp, 1, row]``. ``products``, ``[1, 1, row]``, locates the products of page 0,
+    the program's first page: by pointers or, with ``FAST``, by their number in shared memory. The program has ``pages`` pages, whose
+    products are ``stride`` products apart. ``first`` is the token of the first warp's first tile, counted from page 0. A warp has ``TILES``
+    tiles, and this is tile ``TILE``. ``second`` is as in ``Queries``. With ``MASKED``, some tokens may be past the end.
     """
     SPAN: tl.constexpr = 2 * TOKENS if DUAL else TOKENS
     token = first + TILE * SPAN + tl.arange(0, WARPS)[:, None, None] * (TILES * SPAN)

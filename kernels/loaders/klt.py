@@ -52,8 +52,8 @@ MAX_TABLE_POWER = 8
 class KltConstants(NamedTuple):
     """Compile-time constants of a codec: the ``loads`` per row, the ``registers`` that they fill, and the tiles.
 
-    A head's table has ``entries`` entries, followed by ``columns`` per-column constants, and by alternating 0 and 16 for
-    ``row_registers.load_parities``. ``gain_stream`` is the stream number of the gains, or -1 if there are none.
+    A head's table has ``entries`` entries. They are followed by ``columns`` constants per column, and by 0, 16, 0, 16, ... for
+    ``row_registers.load_parities``. ``gain_stream`` is the index of the stream of gains, or -1 without gains.
     """
 
     loads: tuple[RowLoad, ...]
@@ -65,7 +65,8 @@ class KltConstants(NamedTuple):
 
 
 def table_unit(codec: Klt) -> float:
-    """Return the power of two that multiplies the tables and divides the matrix, so that queries in the coded frame are at most about 1."""
+    """Return a power of two by which tables are multiplied and the matrix is divided. Queries in the coded frame are then at most about 1.
+    """
     matrix = _source(codec).matrix[:, :, _coded_columns(codec)]
     exponent = int(torch.frexp(matrix.norm(dim=-1).max()).exponent)
     return float(2.0 ** min(max(exponent, -MAX_TABLE_POWER), MAX_TABLE_POWER))
@@ -88,7 +89,7 @@ def tiles(codec: Klt) -> Tiles | None:
 
 
 def _build_tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
-    """Return the loader of keys or of values. ``tables`` contains the table of each run, ``[head, code]``."""
+    """Return the loader of keys (``keys``) or of values. ``tables`` contains the table of each run, ``[head, code]``."""
     row = RowPlan()
     plan = Plan(tables, keys, row.registers)
     for (name, packing), columns in zip(codec.packings().items(), columns_by_width(codec.widths, codec.dim).values(), strict=True):
@@ -125,7 +126,7 @@ def _source(codec: Klt) -> BasisRows:
 
 
 def _coded_columns(codec: Klt) -> list[int]:
-    """Return the columns that have codes in any head."""
+    """Return the columns that have codes in at least one head."""
     if codec.fixed_heads is None:
         return [column for column in range(codec.dim) if codec.widths[column // RUN_COLUMNS]]
     runs = {run for part in codec.runs for run in part.runs}
@@ -134,10 +135,10 @@ def _coded_columns(codec: Klt) -> list[int]:
 
 @triton.jit
 def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Load the per-column constants that follow a head's table entries, int32 ``[1, column]`` each.
+    """Load the constants per column that follow a head's table entries, int32 ``[1, column]`` each.
 
-    Returns the constants of all columns, the constants of every second column, and ``load_parities`` for all tokens and for the first
-    token.
+    Returns the constants of all columns, the constants of every second column, and the results of ``load_parities`` for all tokens and for
+    the first token.
     """
     LOADS: tl.constexpr = CONSTANTS.loads
     COUNT: tl.constexpr = CONSTANTS.columns
@@ -199,24 +200,24 @@ def decode(
 def _load_tile_register(
     loaded: tl.tuple, constants: tl.tuple, REGISTERS: tl.constexpr, TILE: tl.constexpr, AT: tl.constexpr, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
-    """Return register number ``AT`` of a tile as a uint32 tensor that broadcasts to the tile."""
+    """Return register number ``AT`` of tile ``TILE`` as a uint32 tensor that broadcasts to the tile."""
     REGISTER: tl.constexpr = _as_stored_register(constant_at(REGISTERS, constant_at(TILE.registers, AT)), TILE)
     return broadcast_tokens(read_register(loaded, constants[2], REGISTER), TRANSPOSED)
 
 
 @triton.constexpr_function
 def _as_stored_register(register: Register, tile: Tile) -> Register:
-    """Return ``register``, or the register of whole words if the tile's tokens may use either half of a word."""
+    """Return ``register``. If the tile's tokens may use either half of a word, return the register of whole words instead."""
     # Triton 3.9 passes a tuple of its own, with the fields of the Python one but without its methods.
     return Register(register.load, register.half, -1) if tile.parity >= 0 else register
 
 
 @triton.jit
 def _select_half(lower: tl.tensor, upper: tl.tensor, loaded: tl.tuple, constants: tl.tuple, TILE: tl.constexpr) -> tl.tensor:
-    """Select ``lower`` for tokens in the lower half of their word, and ``upper`` for all other tokens.
+    """Select ``lower`` for tokens whose half-word is the lower half of its word, and ``upper`` for all other tokens.
 
-    Arguments are ``[1, column, 1]``; returns ``[1, column, token]``. A register has a pair of tokens, so a column needs at most two
-    selections.
+    Arguments are ``[1, column, 1]``; the result is ``[1, column, token]``. A register contains a pair of tokens, so a column needs at most
+    two selections.
     """
     COUNT: tl.constexpr = lower.shape[1]
     PAIRS_OF_TOKENS: tl.constexpr = loaded[0].shape[1] // 2
@@ -234,7 +235,7 @@ def _select_entries(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return entry 0 or 1 of each column, selected by one bit of the register."""
+    """Return entry 0 or 1 of each column. One bit of the register selects the entry."""
     word = _load_tile_register(loaded, constants, REGISTERS, TILE, 0, TRANSPOSED)
     ENTRIES: tl.constexpr = TILE.entries
     position = _column_constant(constants, TILE.position, COLUMNS, TRANSPOSED)
@@ -263,7 +264,7 @@ def _look_up_entries(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the table entry of each column, for codes anywhere in the registers."""
+    """Return the table entry of each column. Codes may be anywhere in the registers."""
     STRIDE: tl.constexpr = entry_stride(SHARED, FAST)
     word, position, first = _load_codes(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS, TRANSPOSED, FAST)
     if STRIDE:
@@ -291,7 +292,7 @@ def _look_up_pairs(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Look up the codes of two columns together: neighboring fields of a word. Returns table entries ``[warp, token, column]``."""
+    """Look up the codes of two columns together, which are neighboring fields of a word. Returns entries ``[warp, token, column]``."""
     STRIDE: tl.constexpr = entry_stride(SHARED, FAST)
     word, position, first = _load_codes(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS // 2, False, FAST)
     if STRIDE:
@@ -319,13 +320,16 @@ def _look_up_pairs(
 
 @triton.constexpr_function
 def entry_stride(shared: SharedTable, fast: bool) -> int:
-    """Return log2 of the bytes per table entry in shared memory, including copies, or 0 if tables are not in shared memory."""
+    """Return log2 of the distance in bytes between table entries in shared memory, including copies. 0 without tables in shared memory."""
     return (4 * shared.copies).bit_length() - 1 if fast and shared.copies else 0
 
 
 @triton.constexpr_function
 def _uses_multiplication(tile: Tile, stride: int) -> bool:
-    """Return True if codes can be moved by multiplication, which relieves the shift units. No code may begin above its target position."""
+    """Return True if a multiplication can move codes to their target bit, which relieves the shift units.
+
+    No code may begin above the target bit.
+    """
     return stride >= 7 and len(tile.selectors) > 0 and tile.kind != LOOK_UP_TWO.value
 
 
@@ -340,9 +344,9 @@ def _load_codes(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the word with the code of each of ``COUNT`` columns, the bit where the code begins, and the first entry of its table.
+    """Return three tensors for ``COUNT`` columns: the word with a column's code, the bit where it begins, and the first entry of its table.
 
-    With a nonzero ``STRIDE``, the bit is replaced by the number of bits by which to rotate the word right, or by the word's factor.
+    With a nonzero ``STRIDE``, the bit is replaced by the amount by which to rotate the word right, or by the factor of the word.
     """
     SELECTORS: tl.constexpr = TILE.selectors
     ODD_SELECTORS: tl.constexpr = TILE.odd_selectors
@@ -368,7 +372,7 @@ def _load_codes(
 
 @triton.jit
 def _column_constant(constants: tl.tuple, NUMBER: tl.constexpr, COUNT: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return constant ``NUMBER`` of ``COUNT`` columns, as an int32 tensor that broadcasts to a tile."""
+    """Return constant ``NUMBER`` of ``COUNT`` columns as an int32 tensor that broadcasts to a tile."""
     return broadcast_columns(constants[0 if COUNT == COLUMNS else 1][NUMBER], TRANSPOSED)
 
 

@@ -41,7 +41,8 @@ entry.
 class KltHeadsConstants(NamedTuple):
     """Compile-time constants of a codec: bytes per row, table ``entries`` per head, tiles, and whether there are gains.
 
-    The table entries are followed, for each tile, by the bit offset of each column's code, and then by its mask and first table entry.
+    After the table entries come, for each tile, the bit offset of each column's code, the code's mask, and the index of its first table
+    entry.
     """
 
     row_bytes: int
@@ -65,7 +66,10 @@ def tiles(codec: Klt, source: BasisRows, unit: float) -> Tiles:
 
 
 def _build_tables(codec: Klt, source: BasisRows, unit: float) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Return each head's table entries and column numbers, both int32 ``[head, number]``, and the tiles that have codes."""
+    """Return each head's table entries and column constants, both int32 ``[head, integer]``, and the indices of the tiles with codes.
+
+    The constants are first the bit offsets of all columns, then their masks and first entries.
+    """
     heads, places = codec.fixed_heads or 1, {}
     for part in codec.runs:
         for head, run, own in zip(part.heads, part.runs, part.places, strict=True):
@@ -96,7 +100,7 @@ def _build_tables(codec: Klt, source: BasisRows, unit: float) -> tuple[torch.Ten
 
 @triton.jit
 def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Load the first bit, mask and first entry of each column, int32 ``[1, column]`` for each tile."""
+    """Load the bit offset, mask and first table entry of each column, int32 ``[1, column]`` for each tile."""
     STEPS: tl.constexpr = CONSTANTS.steps
     begin = table.to(tl.pointer_type(tl.int32)) + CONSTANTS.entries
     result = ()
@@ -118,7 +122,7 @@ def load(
 ) -> tl.tuple:
     """Return pointers to the tokens' rows ``[warp, token]``, and the gains (``token_factors``).
 
-    Invalid tokens get the row of a valid token.
+    The row of an invalid token is replaced by a valid token's row.
     """
     row = token
     if MASKED:

@@ -30,14 +30,14 @@ MAX_PAIR_BITS = 3
 class Tile(NamedTuple):
     """A tile: its ``kind`` of decoding, the registers with its codes of ``bits`` bits, and the indices of its column constants.
 
-    A code begins at bit ``position`` of a register or, if ``selectors`` combine several registers, of the combined bytes. A column's table
-    begins at entry ``first_entry``, or at the entry in constant ``own_entry`` if that is not -1. If codes select one of two entries,
-    ``entries`` are the constants with entry 0 and with the bits that differ in entry 1. If two columns are decoded together, constants
-    cover every second column.
+    A code begins at bit ``position`` of a register. If ``selectors`` combine several registers, it is a bit of the combined bytes instead.
+    A column's table begins at entry ``first_entry``, or at the entry in constant ``own_entry`` if that is not -1. If codes select one of
+    two entries, ``entries`` are two constants: entry 0, and the bits in which entry 1 differs. If two columns are decoded together, there
+    are constants for every second column.
 
-    For values, a register may be a 16-bit half of each token's word. The whole word is then kept, which also contains another token's half.
-    ``parity`` is the register's index in ``load_parities``, and ``odd_selectors`` are the selectors for tokens in the upper half.
-    Otherwise, ``parity`` is -1.
+    For values, a register may be a half-word of each token's word. The whole word is then kept, although its other half belongs to another
+    token. ``parity`` is the register's index in ``load_parities``, and ``odd_selectors`` are the selectors for tokens in the upper half.
+    For other registers, ``parity`` is -1.
     """
 
     kind: int
@@ -53,11 +53,15 @@ class Tile(NamedTuple):
 
 
 class Plan:
-    """A plan: the tiles of a codec, the tables of all heads, and the column constants that follow the tables, in order of first use."""
+    """A plan under construction: the tiles of a codec, the tables of all heads, and the constants per column that follow the tables.
+
+    Tables and constants are in order of first use.
+    """
 
     def __init__(self, tables: dict[int, torch.Tensor], keys: bool, registers: list[Register]) -> None:
-        """Create an empty plan. ``tables`` contains the table of each run, ``[head, code]``, of keys or values. ``registers`` may grow
-        later.
+        """Create an empty plan for keys (``keys``) or values. ``tables`` contains the table of each run, ``[head, code]``.
+
+        The caller may append to ``registers`` later.
         """
         self.tiles: list[Tile] = []
         self.channels: list[tuple[int, ...]] = []
@@ -85,7 +89,8 @@ class Plan:
             self._add_tile(words, bits, own, [channel // RUN_COLUMNS for channel in channels + channels[:1] * spare])
 
     def _add_tile(self, words: CodeRegisters, bits: int, symbols: list[tuple[int, int]], runs: list[int]) -> None:
-        """Add the tile of ``symbols``, pairs (word, field), for columns of ``runs``."""
+        """Add the tile of ``symbols``, given as pairs (word, field). ``runs`` contains the basis run to which each symbol's column belongs.
+        """
         firsts, seconds = symbols[::2], symbols[1::2]
         neighbors = all(second == (word, field + 1) for (word, field), second in zip(firsts, seconds, strict=True))
         kind, length = LOOK_UP.value, bits
@@ -131,7 +136,7 @@ class Plan:
                 self.tiles[number] = tile._replace(first_entry=first[0], own_entry=-1 if same else self._constant_index(_row(first)))
 
     def _constant_index(self, values: torch.Tensor) -> int:
-        """Return the index of the constant ``values``, int32 ``[head or 1, column]``. A constant that is not in the plan yet is added."""
+        """Return the index of the constant ``values``, int32 ``[head or 1, column]``. If the plan lacks this constant, it is added."""
         values = values.repeat(1, COLUMNS.value // values.shape[1])
         for number, known in enumerate(self.constants):
             if torch.equal(known, values):
@@ -140,7 +145,7 @@ class Plan:
         return len(self.constants) - 1
 
     def table(self) -> torch.Tensor:
-        """Return each head's table entries and column constants, float16 ``[head, entry, 2]``. A constant is a 32-bit integer."""
+        """Return each head's table entries and constants, float16 ``[head, entry, 2]``. A constant is a 32-bit integer."""
         heads = next(iter(self._bits.values())).shape[0]
         entries = [self._tables] if self.count else []
         constants = [values.expand(heads, COLUMNS.value) for values in self.constants]
@@ -149,12 +154,12 @@ class Plan:
 
 
 def _code_bytes(words: CodeRegisters, word: int, first: int, bits: int) -> list[RegisterByte]:
-    """Return the register bytes that contain ``bits`` bits of column ``word``, beginning at bit ``first``."""
+    """Return the positions of the register bytes that contain ``bits`` bits of column ``word``, beginning at bit ``first``."""
     return [words.byte_position(word, byte) for byte in range(first // 8, (first + bits - 1) // 8 + 1)]
 
 
 def _half_bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of ``values`` rounded to float16, as int32."""
+    """Round ``values`` to float16, and return their bit patterns as int32."""
     return values.to(torch.float16).view(torch.int16).to(torch.int32) & 0xFFFF
 
 

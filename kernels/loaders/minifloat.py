@@ -51,10 +51,10 @@ MIN_HALF_EXPONENT = -24
 class MinifloatConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles.
 
-    A token has ``blocks`` blocks of ``size`` channels with 8-bit scales, loaded as ``words`` words of four, or one by one if ``words`` is
-    0. If ``in_order``, a tile is one field of all columns, and either covers ``parts`` whole blocks or is part of one; otherwise, each
-    value loads its scale. If ``global_scale``, block scales are e4m3 and there is also a scale for all tokens; otherwise, block scales are
-    e8m0. ``scale_bits`` is the width of a token's scale.
+    A token has ``blocks`` blocks of ``size`` channels with 8-bit scales. The scales are loaded as ``words`` words of four, or one by one if
+    ``words`` is 0. If ``in_order``, a tile is one field of all columns: it either covers ``parts`` whole blocks or is part of one block.
+    Otherwise, each value loads its own scale. If ``global_scale``, block scales are e4m3, and all tokens share an additional scale;
+    otherwise, block scales are e8m0. ``scale_bits`` is the width of a token's scale.
     """
 
     packing: TilePacking
@@ -123,7 +123,7 @@ def tiles(codec: Minifloat) -> Tiles | None:
 
 
 def is_exact(codec: Minifloat, streams: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if float16 tiles can represent every value divided by the token's largest power of two."""
+    """Return True if float16 tiles can represent all values of ``streams``, after division by the token's largest power of two."""
     if codec.scale_dtype != "e8m0" or not streams["block_scales"].numel():
         return True
     scales = streams["block_scales"].to(torch.int16)
@@ -150,11 +150,11 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the rows of ``token`` ``[warp, token]``. Row numbers are relative to row ``first``.
+    """Load the rows of ``token`` ``[warp, token]``. Rows are counted from row ``first``.
 
     - One int16 tile per plane, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
     - The token scale (``token_factors``) or the run scale, float32 ``[warp, 1]``, if any.
-    - The block scales, int32 ``[warp, token]``: words of four, or one each; then one tile per step if values load their own scales.
+    - The block scales, int32 ``[warp, token]``: words of four scales, or single scales. If values load their own scales, one tile per step.
     """
     PACKING: tl.constexpr = CONSTANTS.packing
     PLANES: tl.constexpr = CONSTANTS.planes
@@ -177,7 +177,7 @@ def load(
 
 @triton.jit
 def _load_run_scale(pointer: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """Load the scale of all tokens, float32 ``[warp, 1]``."""
+    """Load the scale that all tokens share, float32 ``[warp, 1]``."""
     return tl.load(pointer + tl.zeros((token.shape[0], 1), tl.int32)).to(tl.float32, bitcast=True)
 
 
@@ -218,7 +218,7 @@ def _load_scale_per_value(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Load the block scale of each value in a step's tile, as int32."""
+    """Load the block scale of each value in the tile of step ``STEP``, as int32."""
     PACKING: tl.constexpr = CONSTANTS.packing
     BLOCKS: tl.constexpr = CONSTANTS.blocks
     column = tl.arange(0, PACKING.tile_width)
@@ -237,7 +237,7 @@ def _load_scale_per_value(
 
 @triton.jit
 def _block_scale(loaded: tl.tuple, AT: tl.constexpr, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return the scale of block ``BLOCK``, int32 ``[warp, token]``, from ``loaded``, whose scales start at index ``AT``."""
+    """Return the scale of block ``BLOCK``, int32 ``[warp, token]``. The scales begin at index ``AT`` of ``loaded``."""
     if CONSTANTS.words > 0:
         scale = (loaded[AT + BLOCK // 4] >> (8 * (BLOCK % 4))) & 0xFF
     else:
@@ -247,7 +247,7 @@ def _block_scale(loaded: tl.tuple, AT: tl.constexpr, BLOCK: tl.constexpr, CONSTA
 
 @triton.jit
 def _largest_scale(loaded: tl.tuple, AT: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return the largest block scale of each token, int32 ``[warp, token]``."""
+    """Return the largest block scale of each token, int32 ``[warp, token]``. The scales begin at index ``AT`` of ``loaded``."""
     BLOCKS: tl.constexpr = CONSTANTS.blocks
     largest = _block_scale(loaded, AT, 0, CONSTANTS)
     for block in tl.static_range(1, BLOCKS):
@@ -257,10 +257,10 @@ def _largest_scale(loaded: tl.tuple, AT: tl.constexpr, CONSTANTS: tl.constexpr) 
 
 @triton.jit
 def _block_factor(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the factor for the elements of a block, float16 ``[warp, token]``.
+    """Return the factor for the elements of block ``BLOCK``, float16 ``[warp, token]``.
 
-    For e4m3, the factor is the block scale. For e8m0, it is the block scale divided by the token's largest block scale, times
-    2^E2M1_EXPONENT if elements are too small by that factor.
+    For e4m3, the factor is the block scale. For e8m0, it is the block scale divided by the token's largest block scale. If elements are too
+    small by a factor of 2^E2M1_EXPONENT, it is also multiplied by that number.
     """
     AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
     ELEMENT: tl.constexpr = CONSTANTS.element
@@ -279,7 +279,7 @@ def _block_factor(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr
 
 @triton.jit
 def _tile_factors(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the factor for the elements of step ``STEP``, as a float16 tensor that broadcasts to a tile (see ``_block_factor``)."""
+    """Return the factors for the elements of step ``STEP`` (``_block_factor``) as a float16 tensor that broadcasts to a tile."""
     AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
     PACKING: tl.constexpr = CONSTANTS.packing
     ELEMENT: tl.constexpr = CONSTANTS.element
@@ -308,7 +308,7 @@ def _tile_factors(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr,
 
 @triton.constexpr_function
 def _element_exponent(element: str) -> int:
-    """Return n such that elements in tiles are too small by a factor of 2^n."""
+    """Return e such that elements in tiles are too small by a factor of 2^e."""
     return E2M1_EXPONENT.value if element == "e2m1" else 0
 
 
@@ -374,7 +374,7 @@ def scale_elements(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) ->
 
 @triton.jit
 def scale_by_run(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Multiply float32 ``x`` by the power of two of ``scale_elements`` and then by the run scale, which may be large."""
+    """Multiply float32 ``x`` as ``scale_elements`` does, and then by the run scale, which may be large."""
     ELEMENT: tl.constexpr = CONSTANTS.element
     LOWERED: tl.constexpr = _element_exponent(ELEMENT)
     scale = tl.load(pointers[CONSTANTS.planes + CONSTANTS.global_scale]).to(tl.float32, bitcast=True)

@@ -40,8 +40,8 @@ NORM_DIGIT_BITS = (1, 2, 4, 8, 16)
 class OctahedralConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles.
 
-    A symbol begins with ``index_bits`` bits, the index of a direction. Unless the index is the whole symbol, ``sign_bits`` bits follow, of
-    which the highest ``norm_index_bits`` are the norm code.
+    A symbol begins with the index of a direction, which has ``index_bits`` bits. If the index is not the whole symbol, ``sign_bits`` bits
+    follow, and the highest ``norm_index_bits`` of these are the norm code.
     """
 
     packing: TilePacking
@@ -80,8 +80,8 @@ def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
 def direction_table(codec: Octahedral, whole: bool) -> torch.Tensor:
     """Return the table of ``decode``, float16 ``[entry, 4]``: directions (x, y, z, 0), indexed by the first digit of a symbol.
 
-    If the digit includes the norm code, entries are directions times norms; otherwise, one entry per norm follows. If ``whole``, entries
-    are indexed by whole symbols, including signs.
+    If this digit includes the norm code, entries are directions times norms. Otherwise, the directions are followed by an entry for each
+    norm. With ``whole``, entries are indexed by whole symbols, including signs.
     """
     norms = torch.frombuffer(bytearray(codec.norm_table), dtype=torch.float32)
     directions = torch.nn.functional.pad(codebook_directions(codec.direction_table).T, (0, 1))
@@ -109,7 +109,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
+    """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, and then the norms (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
     planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     return planes + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, PACKING.dual, MASKED, FAST)
@@ -126,7 +126,8 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the coordinates of the triplets of step ``STEP``, scaled to a unit vector: three float16 tiles in the planes' layout."""
+    """Return the coordinates of the triplets of step ``STEP``, as parts of a unit vector: three float16 tiles in the layout of the planes.
+    """
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
@@ -172,6 +173,6 @@ def _decode_triplet(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the norms, float32 ``[warp, token]``, or a pair of such tensors for dual tiles."""
+    """Return the norms, float32 ``[warp, token]``. For dual tiles, returns a pair of such tensors."""
     PACKING: tl.constexpr = CONSTANTS.packing
     return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, PACKING.dual, FAST)

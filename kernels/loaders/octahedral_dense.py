@@ -34,8 +34,8 @@ MAX_TRIPLET_BITS = 8
 class OctahedralDenseConstants(NamedTuple):
     """Compile-time constants of a codec and its rows.
 
-    If ``whole``, table entries are whole symbols. ``norms`` is the table of triplet norms in registers (``register_table``), indexed by
-    codes of ``norm_index_bits`` bits, or None. ``registers`` comes from ``thread_tiles.assign_tiles``.
+    If ``whole``, a table entry is a whole symbol. ``norms`` is the table of triplet norms in registers (``register_table``), which codes of
+    ``norm_index_bits`` bits index. It is None if norms are looked up elsewhere. ``registers`` comes from ``thread_tiles.assign_tiles``.
     """
 
     rows: tuple[int, ...]
@@ -102,7 +102,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the coordinates of the triplets of step ``STEP``, scaled to a unit vector, as one float16 tile, possibly transposed."""
+    """Return the coordinates of the triplets of step ``STEP``, as parts of a unit vector: one float16 tile, possibly transposed."""
     REGISTERS: tl.constexpr = CONSTANTS.registers
     return (decode_rows(loaded, table, REGISTERS, STEP, decode_triplet, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 
@@ -111,7 +111,7 @@ def decode(
 def decode_triplet(
     words: tl.tuple, table: tl.tensor, TRIPLET: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Return one triplet as f16x2 pairs (x, y) and (z, 0)."""
+    """Return one triplet as two f16x2: (x, y) and (z, 0)."""
     INDICES: tl.constexpr = CONSTANTS.indices
     SIGNS: tl.constexpr = CONSTANTS.signs
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits

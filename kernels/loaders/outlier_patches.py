@@ -41,7 +41,10 @@ def _zero_ptx(size: int, threads: int) -> str:
 
 @triton.jit
 def declare_patches(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
-    """Reserve ``SIZE`` bytes of shared memory for patches and zero them, once per kernel. A ``tl.debug_barrier`` must follow."""
+    """Reserve ``SIZE`` bytes of shared memory for patches, and set them to zero. Must be called once per kernel.
+
+    A ``tl.debug_barrier`` must follow.
+    """
     tl.inline_asm_elementwise(_declare_ptx(SIZE), "=r,r", [tl.arange(0, 32 * WARPS)], dtype=tl.int32, is_pure=False, pack=1)
     _put_zeros(SIZE, WARPS)
 
@@ -56,7 +59,8 @@ def _put_zeros(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 def patch_positions(
     numbers: tl.tensor, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
-    """Return the position in the patch of each value of a tile. Positions are computed from loaded ``numbers`` (``load_column_fields``)."""
+    """Return the position in the patch of each value of a tile. It is computed from loaded ``numbers`` (``bitfields.load_column_fields``).
+    """
     WIDTH: tl.constexpr = CONSTANTS.width
     row = tl.load(numbers + tl.arange(0, TOKENS)[None, :]).to(tl.int32)
     column = tl.load(numbers + tl.arange(0, WIDTH)[None, :]).to(tl.int32)
@@ -71,7 +75,7 @@ def patch_positions(
 
 @triton.jit
 def fetch_numbers(numbers: tl.tensor) -> None:
-    """Prefetch the numbers that ``patch_positions`` loads, for programs that compute positions late."""
+    """Prefetch the numbers that ``patch_positions`` loads. Programs that compute positions late call this early."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [numbers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -81,17 +85,17 @@ def fetch_numbers(numbers: tl.tensor) -> None:
 def _swizzle(place: tl.tensor) -> tl.tensor:
     """Swizzle the 16-byte pieces of each 128-byte line, so that the eight rows that a matrix instruction reads are in different banks.
 
-    All tiles have the same layout, and sizes that are multiples of 1,024 bytes.
+    All tiles have the same layout, and their sizes are multiples of 1,024 bytes.
     """
     return place ^ ((place >> 3) & 0x70)
 
 
 @triton.constexpr_function
 def _store_ptx(first: int, tokens: int, transposed: bool, constants: Outliers) -> str:
-    """Return PTX that stores an entry's four values in its token's row, at columns that are in the patch that starts with tile ``first``.
+    """Return PTX that stores an entry's four values in its token's row, at those columns that are in the patch.
 
-    If columns are in channel order, the entry contains the first value's column, and the other three follow it; otherwise, it contains four
-    16-bit columns.
+    The patch begins with tile ``first``. If columns are in channel order, the entry contains only the column of the first value, and the
+    other three values follow it. Otherwise, the entry contains four 16-bit columns.
     """
     width, components, together = constants.width, constants.components, constants.together
     columns = together * width
@@ -120,7 +124,10 @@ def _store_ptx(first: int, tokens: int, transposed: bool, constants: Outliers) -
 
 @triton.jit
 def _tile_row(place: tl.tensor, entries: tl.tuple, TILE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tensor:
-    """Return the token of each entry, relative to the warp's tile ``TILE``. Tokens of other tiles are outside [0, ``TOKENS``)."""
+    """Return the token of each entry, counted from the first token of the warp's tile ``TILE``.
+
+    The tokens of other tiles are outside [0, ``TOKENS``).
+    """
     return ((place - entries[2] + GRANULE) & (DISTINCT_TOKENS - 1)) - (GRANULE + TILE * TOKENS)
 
 
@@ -134,7 +141,7 @@ def locate_entries(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the token rows, values and columns of ``loaded`` entries for a warp's tile ``TILE``, or nothing without ``FAST``."""
+    """Return the token rows, values and columns of ``loaded`` entries for a warp's tile ``TILE``. Without ``FAST``, returns nothing."""
     result = loaded
     if FAST and CONSTANTS.together > 0:
         row = _tile_row(loaded[0], entries, TILE, TOKENS)
@@ -163,9 +170,9 @@ def write_patch(
     CLEAR: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Write located entries, or zeros with ``CLEAR``, to the patch that begins with tile ``FIRST``, after all earlier reads of the patch.
+    """Write located entries (or zeros, with ``CLEAR``) to the patch that begins with tile ``FIRST``, after all earlier reads of the patch.
 
-    Returns a zero that readers of the patch must use as an operand, so that they read after the writes.
+    Returns a zero. Readers of the patch must use it as an operand, so that they read after the writes.
     """
     after = 0
     if FAST and CONSTANTS.together > 0:
@@ -199,7 +206,7 @@ def _synchronize(entries: tl.tuple) -> tl.tensor:
 
 @triton.constexpr_function
 def _read_ptx(offset: int) -> str:
-    """Return PTX that reads two adjacent values. Its second address and the zeros of ``write_patch`` are used only to order the reads."""
+    """Return PTX that reads two adjacent values. The second address and the zeros of ``write_patch`` serve only to order the reads."""
     return f"{{ .reg .b32 at; mov.u32 at, kvpack_patches; add.u32 at, at, $1; ld.shared.b32 $0, [at + {offset}]; }}"
 
 
@@ -207,7 +214,7 @@ def _read_ptx(offset: int) -> str:
 def _read_tile(
     entries: tl.tuple, places: tl.tensor, after: tl.tensor, NUMBER: tl.constexpr, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr
 ) -> tl.tensor:
-    """Return the tile of ``outlier_tile``, read from shared memory."""
+    """Return the tile of ``outlier_tile`` from shared memory."""
     ASSEMBLY: tl.constexpr = _read_ptx(NUMBER % CONSTANTS.together * CONSTANTS.width * 2 * TOKENS)
     # Adding ``after`` to the address makes the load wait for the instruction that produced it.
     zero = tl.load(entries[3][0] + after + tl.zeros((1, 1, 1), tl.int32)).to(tl.int32)
@@ -225,7 +232,7 @@ def _compute_tile(
     TOKENS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Return the tile of ``outlier_tile``, computed as a product of entries and a 0/1 matrix of their tokens, without shared memory."""
+    """Return the tile of ``outlier_tile`` without shared memory, as a product of entries and a 0/1 matrix of their tokens."""
     WIDTH: tl.constexpr = CONSTANTS.width
     place, values = loaded[0], loaded[1]
     row = _tile_row(place, entries, TILE, TOKENS)
@@ -245,13 +252,12 @@ def _compute_tile(
 
 @triton.constexpr_function
 def has_channel_order(constants: Outliers) -> bool:
-    """Return True if columns are in the order of channels."""
     return constants.components is None
 
 
 @triton.constexpr_function
 def tiles_per_patch(constants: Outliers) -> int:
-    """Return the number of tiles per patch. Without a patch, return the number of all tiles."""
+    """Return the number of tiles per patch or, if there is no patch, the number of all tiles."""
     return constants.together or constants.tiles
 
 
@@ -269,7 +275,7 @@ def outlier_tile(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the outliers in the codec's tile ``NUMBER``, ``[warp, token, column]`` or transposed. Call it after ``write_patch``."""
+    """Return the outliers in tile ``NUMBER`` of the codec, ``[warp, token, column]`` or transposed. ``write_patch`` must come first."""
     if FAST and CONSTANTS.together > 0:
         tile = _read_tile(entries, places, after, NUMBER, CONSTANTS, TOKENS)
     else:

@@ -37,10 +37,10 @@ BOUNDS, PLACES, VALUES, POWER, COLUMNS = "outlier_bounds", "outlier_places", "ou
 
 
 def pack_entries(token: torch.Tensor, chunk: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return positions, int32 ``[entry]``, scaled values, float16 in int32 ``[entry, 2]``, and the power of two that divides them, float32.
+    """Return the entries as positions, int32 ``[entry]``, values, float16 in int32 ``[entry, 2]``, and a power of two, float32.
 
-    ``values`` are ``[entry, 4]``. The power is about the square root of the largest value. Attention weights are multiplied by it, so that
-    neither values nor weights overflow float16.
+    ``values`` are ``[entry, 4]``, and the returned values are divided by the power of two, which is about the square root of the largest
+    value. Attention weights are multiplied by it, so that neither values nor weights overflow float16.
     """
     power = torch.ldexp(
         torch.ones((), dtype=torch.float32, device=values.device), (torch.frexp(values.abs().amax()).exponent // 2).clamp(-8, 8)
@@ -88,10 +88,10 @@ def prepare_patches(
     AHEAD: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return data that all tiles of a side share: numbers 0, 1, 2, ... in memory, the power of two of values, and patch positions.
+    """Return what all tiles of a side share: the address of 0, 1, 2, ..., the power of two of ``pack_entries``, and patch positions.
 
-    Without ``AHEAD``, patch positions are left out, because registers have room for them only while outliers are added
-    (``_patch_positions``).
+    Without ``AHEAD``, patch positions are left out, because registers have room for them only while outliers are added. Then
+    ``_patch_positions`` computes them.
     """
     ready = ()
     if CONSTANTS is not None:
@@ -107,7 +107,7 @@ def prepare_patches(
 def _patch_positions(
     ready: tl.tuple, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
-    """Return the positions at which patches are read, ``[warp, token, column]`` or transposed."""
+    """Return the positions at which a patch is read, ``[warp, token, column]`` or transposed."""
     if len(ready) == 3:
         places = ready[2]
     else:
@@ -117,8 +117,10 @@ def _patch_positions(
 
 @triton.jit
 def _entry_bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Return the first and the end of the outlier entries, for the granules that contain each warp's ``TOKENS`` tokens from row ``first``
-    on.
+    """Return, for each warp, the index of its first outlier entry and the index after its last entry.
+
+    A warp has ``TOKENS`` tokens; the first warp's tokens begin at row ``first``. The bounds are those of the granules that contain these
+    tokens.
     """
     bounds = ()
     first, last = first.to(tl.int32), last.to(tl.int32)
@@ -132,8 +134,7 @@ def _entry_bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.co
 
 @triton.jit
 def _load_entries(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: tl.constexpr) -> tl.tuple:
-    """Load up to ``ENTRIES`` outlier entries per warp. They start at index ``begins``, and there are ``counts`` of them, both ``[warp,
-    1]``.
+    """Load up to ``ENTRIES`` outlier entries per warp. A warp has ``counts`` entries, beginning at index ``begins``, both ``[warp, 1]``.
 
     Returns positions, int32 (-1 if there is no entry), and values, four float16 per int64, both ``[warp, entry]``.
     """
@@ -148,8 +149,8 @@ def _load_entries(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: 
 def _load_first_entries(own: tl.tuple, bounds: tl.tuple, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
     """Load the first outlier entries within ``bounds``, as many as fit easily in registers (``_load_entries``).
 
-    Also returns the index and the number of each warp's remaining entries, int32 ``[warp, 1]``, and the largest number of entries of any
-    warp.
+    Also returns the index of the first entry that was not loaded and the number of such entries, int32 ``[warp, 1]``, and the largest
+    number of entries of any warp.
     """
     ENTRIES: tl.constexpr = 2 * TOKENS
     most = 0
@@ -174,7 +175,7 @@ def first_entries(
 ) -> tl.tuple:
     """Return the bounds of the outlier entries of each warp's ``TOKENS`` tokens, beginning at row ``first``.
 
-    With ``AHEAD``, load these tokens' entries, and return the bounds of the next tokens' entries.
+    With ``AHEAD``, load these entries instead, and return them with the bounds for the tokens after these.
     """
     ahead = ()
     if CONSTANTS is not None:
@@ -197,7 +198,7 @@ def next_entries(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Return ``first_entries`` for the tokens that follow those at row ``first``, so that their loads overlap with computation."""
+    """Return ``first_entries`` for the tokens that follow those at row ``first``. These loads overlap with computation."""
     if CONSTANTS is not None:
         own = pointers[CONSTANTS.first_stream :]
         if AHEAD:
@@ -257,7 +258,7 @@ def _add_patch_scores(
 
 @triton.jit
 def _remaining_entries(entries: tl.tuple, loaded: tl.tuple, at: tl.tensor) -> tl.tuple:
-    """Load further outlier entries: those that follow the ``loaded`` ones, from index ``at`` on."""
+    """Load the outlier entries that follow the ``loaded`` ones, from index ``at`` on."""
     return _load_entries(entries[0], entries[1][1] + at, entries[1][2] - at, loaded[0].shape[1])
 
 

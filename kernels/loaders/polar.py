@@ -38,9 +38,9 @@ MAX_DIM = 128
 
 
 class Level(NamedTuple):
-    """One level of the tree. Its angles are consecutive symbols of ``packing``, starting with ``first_symbol``.
+    """One level of the tree. Its angles are consecutive symbols of ``packing``, beginning with ``first_symbol``.
 
-    In the table, directions of single angles begin at entry ``first_of_one``, and directions for two neighboring fields at
+    In the lookup table, the directions of single angles begin at entry ``first_of_one``. Entries for two neighboring fields begin at entry
     ``first_of_two``.
     """
 
@@ -54,7 +54,7 @@ class Level(NamedTuple):
 class PolarConstants(NamedTuple):
     """Compile-time constants of a codec and its rows. If there are several radii, they begin at word ``first_radius`` of a row.
 
-    ``tree`` is the input of ``polar_steps.step_angles``. A token factor is the radius times ``unit``.
+    ``tree`` is an argument of ``polar_steps.step_angles``. A token factor is the radius times ``unit``.
     """
 
     rows: tuple[int, ...]
@@ -68,7 +68,8 @@ class PolarConstants(NamedTuple):
 
 
 def tiles(codec: Polar) -> Tiles | None:
-    """Return the loader of ``codec``, or None if a level has an unequal pair, several radii are float32, or the head dim is too large."""
+    """Return the loader of ``codec``. None if a level has an unequal pair, if several radii are float32, or if the head dim is too large.
+    """
     levels = codec.levels
     steps, rest = divmod(codec.dim, 2 * F16X2_PER_TILE.value)
     if rest or codec.dim > MAX_DIM or codec.dim % (1 << len(levels)) or (codec.radii > 1 and (codec.norm == "fp32" or codec.radii % 2)):
@@ -120,7 +121,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the rows (``thread_rows.load_rows``), including several radii, and then the tokens' radii for ``factor``.
+    """Load the rows (``thread_rows.load_rows``), which include several radii, and then the tokens' radii for ``factor``.
 
     The radii are int32 ``[warp, token]``, or uint32 words with two radii each.
     """
@@ -137,7 +138,7 @@ def load(
 
 @triton.jit
 def _largest_exponent(words: tl.tuple, FAST: tl.constexpr) -> tl.tensor:
-    """Return the largest exponent field in f16x2 ``words``, as int32, at most 29."""
+    """Return the largest exponent field in f16x2 ``words``, as int32. It is at most 29."""
     largest = words[0].to(tl.int32, bitcast=True) & 0x7FFF7FFF
     for number in tl.static_range(1, len(words)):
         largest = _elementwise_max(largest, words[number].to(tl.int32, bitcast=True) & 0x7FFF7FFF, FAST)
@@ -146,7 +147,7 @@ def _largest_exponent(words: tl.tuple, FAST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _elementwise_max(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Return the larger of two 15-bit numbers in each half. Nonnegative float16 numbers have the same order as their bits."""
+    """Return the larger of two 15-bit numbers in each half. Nonnegative float16 numbers have the same order as their bit patterns."""
     if FAST:
         value = tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -156,7 +157,10 @@ def _elementwise_max(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) ->
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the token factors, float32 ``[warp, token]``: the radius, or a power of two near the largest, divided by table scales."""
+    """Return the token factors, float32 ``[warp, token]``, divided by the scales of the table.
+
+    A factor is the token's only radius, or a power of two near its largest radius.
+    """
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
     if CONSTANTS.radii > 1:
@@ -177,8 +181,9 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the channels of step ``STEP``, not yet multiplied by the token factor: one float16 tile, ``[warp, token, column]`` or
-    transposed.
+    """Return the channels of step ``STEP`` as one float16 tile, ``[warp, token, column]`` or transposed.
+
+    Channels are not yet multiplied by the token factor.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
@@ -204,7 +209,7 @@ def _decode_pairs(
 
 @triton.jit
 def _step_radii(words: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the top radii of a step, two per f16x2, divided by the token's power of two."""
+    """Return the top radii of step ``STEP``, two per f16x2, divided by the token's power of two."""
     AT: tl.constexpr = CONSTANTS.first_radius
     TREE: tl.constexpr = CONSTANTS.tree
     PLACES: tl.constexpr = step_angles(TREE, STEP, len(CONSTANTS.levels) + 1)
@@ -226,7 +231,7 @@ def _descend_level(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the radii or channels one level below ``LEVEL`` in a step, two per f16x2.
+    """Return the radii or channels one level below ``LEVEL`` in step ``STEP``, two per f16x2.
 
     ``radii`` are the radii of ``LEVEL``, two per f16x2. An empty tuple stands for a single radius of 1.
     """
@@ -259,7 +264,7 @@ def _look_up_directions(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the direction (cosine, sine) of an angle as f16x2. If ``COUNT`` is 2, also return the direction of the column's next field."""
+    """Return the direction (cosine, sine) of an angle as f16x2. If ``COUNT`` is 2, also return the direction of the next field's angle."""
     SYMBOL: tl.constexpr = OF_LEVEL.first_symbol + ANGLE
     COLUMN: tl.constexpr = SYMBOL % OF_LEVEL.packing.width
     POSITION: tl.constexpr = SYMBOL // OF_LEVEL.packing.width * OF_LEVEL.bits

@@ -51,9 +51,9 @@ def step_angles(tree: tuple[int, int], step: int, level: int) -> tuple[int, ...]
 
 @triton.constexpr_function
 def step_lookups(angles: tuple[int, ...], width: int, bits: int) -> tuple[tuple[int, int], ...]:
-    """Return a step's table lookups as pairs (angle, count), in a level of ``bits``-bit angles.
+    """Return the table lookups of a step as pairs (angle, count), in a level of ``bits``-bit angles.
 
-    The count is 1 for a single angle, and 2 for an angle and the angle in the next field, ``width`` symbols later.
+    The count is 1 for a single angle. It is 2 if the lookup covers the angle in the next field as well, which is ``width`` symbols later.
     """
     left = list(angles)
     result = []
@@ -68,14 +68,13 @@ def step_lookups(angles: tuple[int, ...], width: int, bits: int) -> tuple[tuple[
 
 @triton.constexpr_function
 def lookup_positions(angles: tuple[int, ...], width: int, bits: int) -> tuple[int, ...]:
-    """Return the position of each angle of a step among the directions that the step looks up."""
+    """Return the position of each angle among the directions that a step looks up."""
     result = [angle + width * number for angle, count in step_lookups(angles, width, bits) for number in range(count)]
     return tuple(map(result.index, angles))
 
 
 @triton.constexpr_function
 def index_of(numbers: tuple[int, ...], number: int) -> int:
-    """Return the index of ``number`` in ``numbers``."""
     return numbers.index(number)
 
 
@@ -83,9 +82,10 @@ def index_of(numbers: tuple[int, ...], number: int) -> int:
 def direction_table(codec: Polar, counts: tuple[frozenset[int], ...]) -> tuple[torch.Tensor, list[tuple[int, int]], float]:
     """Return the table of cosines and sines, the first entries of single and double angles in each level, and a scale.
 
-    The table is float16 ``[entry, 4]``. An entry of a level is for one angle (stored twice) or for two (the first changes faster), as
-    ``counts`` lists. A level's cosines and sines are multiplied by the scale that minimizes their rounding errors in float16; with few
-    angles, errors would otherwise add up over levels. Decoded values must be divided by the product of these scales, which is returned.
+    The table is float16 ``[entry, 4]``. An entry is for one angle (stored twice) or for two angles (the first changes faster); ``counts``
+    contains the kinds that each level needs. The cosines and sines of a level are multiplied by the scale that minimizes their rounding
+    errors in float16, because with few angles the errors of all levels would add up. Decoded values must be divided by the product of these
+    scales, which is returned.
     """
     angles = [
         (torch.arange(1 << codec.levels[0].bits, dtype=torch.float64, device="cpu") + 0.5) * (2 * torch.pi / (1 << codec.levels[0].bits))

@@ -30,7 +30,7 @@ VALUES = 4
 
 
 class QuaternionConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles, with the bits per codeword and per radius code."""
+    """Compile-time constants of a codec and its tiles, including the number of bits per codeword and per radius code."""
 
     packing: TilePacking
     fields_per_tile: int
@@ -84,7 +84,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, then the scales (``token_factors``)."""
+    """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, and then the scales (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
     planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     return planes + load_factor(pointers[CONSTANTS.scale_stream], first, token, valid, CONSTANTS.scale_bits, MASKED, FAST)

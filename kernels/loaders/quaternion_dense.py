@@ -37,8 +37,8 @@ the table.
 class QuaternionDenseConstants(NamedTuple):
     """Compile-time constants of a codec and its rows.
 
-    A codeword is a digit of packing ``codewords``, or, if ``low_bits`` is not 0, a digit of ``high_codewords`` followed by ``low_bits`` low
-    bits.
+    A codeword is a digit of packing ``codewords``. If ``low_bits`` is not 0, it is a digit of ``high_codewords`` followed by ``low_bits``
+    low bits.
     """
 
     rows: tuple[int, ...]
@@ -106,7 +106,7 @@ def decode(
 ) -> tl.tuple:
     """Return the components of the chunks of step ``STEP``, unit quaternions times radius codes, as four float16 tiles.
 
-    Tiles are ``[warp, token, chunk]`` or transposed ``[warp, chunk, token]``.
+    Tiles are ``[warp, token, chunk]``, or transposed ``[warp, chunk, token]``.
     """
     CODEWORD_BITS: tl.constexpr = CONSTANTS.codeword_bits
     RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
@@ -132,13 +132,17 @@ def decode(
 
 @triton.jit
 def chunk_pair(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the radius codes and codewords of an even chunk and the next one, 16 bits apart. Codewords have the highest bits."""
+    """Return two neighboring chunks: the even-numbered one in the low 16 bits, the one after it in the high 16 bits.
+
+    Each has the codeword in its highest bits, above the radius code.
+    """
     return _codewords_at(words, CHUNK, MAX_BITS - CONSTANTS.codeword_bits, CONSTANTS, FAST) | radius_pair(words, CHUNK, CONSTANTS, FAST)
 
 
 @triton.jit
 def codeword_pair(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the codewords of an even chunk and the next one, 16 bits apart."""
+    """Return the codewords of two neighboring chunks: of the even-numbered one in the low 16 bits, of the one after it in the high 16 bits.
+    """
     return _codewords_at(words, CHUNK, 0, CONSTANTS, FAST)
 
 
@@ -157,7 +161,7 @@ def _codewords_at(words: tl.tuple, CHUNK: tl.constexpr, POSITION: tl.constexpr, 
 
 @triton.jit
 def radius_pair(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the radius codes of an even chunk and the next one, 16 bits apart."""
+    """Return the radius codes of two neighboring chunks, in the same halves as ``codeword_pair``."""
     RADII: tl.constexpr = CONSTANTS.radii
     return symbol_pair_digits(words, RADII, CHUNK, CONSTANTS.chunks, FAST)
 

@@ -100,7 +100,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the values of step ``STEP`` as one tile in their dtype. Without inline PTX, bf16 is widened to float32."""
+    """Return the values of step ``STEP`` as one tile in the stored dtype. Without inline PTX, bf16 is widened to float32."""
     bits = loaded[STEP]
     if CONSTANTS.dtype == "bf16":
         if FAST:

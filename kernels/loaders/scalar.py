@@ -27,10 +27,10 @@ MAX_INDEX_BITS = 8
 
 
 class ChannelPart(NamedTuple):
-    """The channels of one width, and their tiles.
+    """The channels that share one bit width, and how tiles show their fields.
 
-    Tiles have ``fields_per_tile`` fields of ``bits`` bits next to each other, which are ``field_stride`` fields apart in a row. An index
-    covers ``fields_per_index`` neighboring fields and is relative to entry ``first_entry`` of the table.
+    A tile shows ``fields_per_tile`` fields of ``bits`` bits next to each other; in a row, neighboring ones are ``field_stride`` fields
+    apart. A table index covers ``fields_per_index`` neighboring fields, and is counted from entry ``first_entry``.
     """
 
     bits: int
@@ -42,7 +42,7 @@ class ChannelPart(NamedTuple):
 
 
 class ScalarConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles. Each channel width has a packing and a part.
+    """Compile-time constants of a codec and its tiles. Each bit width has a packing and a part.
 
     If ``parts`` is 1, ``high`` equals ``low``.
     """
@@ -57,7 +57,7 @@ class ScalarConstants(NamedTuple):
 
 
 def tiles(codec: Scalar, dual: int = 0) -> Tiles:
-    """Return the loader of ``codec``, which has one code stream per channel width. ``dual`` is as in ``Tiles``."""
+    """Return the loader of ``codec``, which has one code stream per bit width. ``dual`` is as in ``Tiles``."""
     streams: tuple[Stream, ...] = ()
     tables: list[torch.Tensor] = []
     packings: list[TilePacking] = []
@@ -105,14 +105,14 @@ def tiles(codec: Scalar, dual: int = 0) -> Tiles:
 
 
 def _can_share_index(packing: Columns, bits: int, fields: int, fields_per_tile: int) -> bool:
-    """Return True if ``fields`` fields can form one index: they fill whole steps, and the table is small enough."""
+    """Return True if ``fields`` fields can form one index: they must fill whole steps, and the table must be small enough."""
     return fields == 1 or (packing.fields % (fields * fields_per_tile) == 0 and fields * bits <= MAX_INDEX_BITS)
 
 
 def _joint_entries(values: torch.Tensor, fields: int) -> torch.Tensor:
     """Return the table entries ``[entry, 2 or 4]`` for indices of ``fields`` codes, the first code in the low bits.
 
-    For a single code, its value is repeated.
+    The value of a single code is repeated.
     """
     if fields == 1:
         return values[:, None].expand(-1, 2)
@@ -131,7 +131,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the planes of each width, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
+    """Load the planes of each bit width, int16 tiles ``[warp, token, column]`` or transposed, and then the norms (``token_factors``)."""
     LOW: tl.constexpr = CONSTANTS.low
     HIGH: tl.constexpr = CONSTANTS.high
     loaded = load_planes(pointers, first, token, valid, LOW, MASKED, TRANSPOSED)
@@ -151,7 +151,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the values of the fields of step ``STEP`` within a unit vector, as one float16 tile per field of an index.
+    """Return the values of step ``STEP`` as parts of a unit vector: one float16 tile for each field of a table index.
 
     Tiles have the layout of the planes.
     """
@@ -199,6 +199,6 @@ def _decode_part(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the norms, float32 ``[warp, token]``, or a pair of such tensors for dual tiles."""
+    """Return the norms, float32 ``[warp, token]``. For dual tiles, returns a pair of such tensors."""
     LOW: tl.constexpr = CONSTANTS.low
     return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, LOW.dual, FAST)

@@ -25,7 +25,7 @@ APART, NEIGHBORS = 1, 2
 
 
 class PageMeans(NamedTuple):
-    """Constants for pages of ``tokens`` tokens that share a mean key of ``dim`` channels with ``bits`` bits each.
+    """Constants for pages of ``tokens`` tokens that share a mean key. A mean has ``dim`` channels of ``bits`` bits each.
 
     ``streams`` are the streams of codes and of scales. ``whole`` is True if each warp's tile is within one page. A program has at most
     ``pages`` pages.
@@ -40,9 +40,9 @@ class PageMeans(NamedTuple):
 
 
 class Outliers(NamedTuple):
-    """Constants for outliers in ``tiles`` tiles of ``width`` columns each; ``first_stream`` is the index of the outliers' first stream.
+    """Constants for outliers in ``tiles`` tiles of ``width`` columns each. ``first_stream`` is the index of the outliers' first stream.
 
-    ``components`` lists, for each tile, which of an entry's four values have columns in the tile, or is None if columns are in channel
+    ``components`` contains, for each tile, which of an entry's four values have columns in the tile. It is None if columns are in channel
     order. A patch of ``patch_bytes`` bytes contains ``together`` tiles. Both are 0 if there is no patch (``tiles.shapes.plan_patches``).
     """
 
@@ -56,11 +56,11 @@ class Outliers(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """The tile loader of one codec; ``decode`` is called ``steps`` times per tile of tokens.
+    """The tile loader of one codec. ``decode`` is called ``steps`` times per tile of tokens.
 
-    ``channels`` contains the channel of every column of every tile, or -1 for columns without one. Channels past the head dim belong to
-    another rotation (``qjl``). ``table``, float16 ``[entries, 2 or 4]``, is the lookup table of ``decode``; a leading axis means that each
-    head, or each sequence and head, has its own table.
+    ``channels`` contains the channel of every column of every tile. Columns without a channel are -1. Channels past the head dim belong to
+    another rotation (``qjl``). ``table``, float16 ``[entries, 2 or 4]``, is the lookup table of ``decode``. With a leading axis, each head,
+    or each sequence and head, has its own table.
     """
 
     load: Any
@@ -125,14 +125,14 @@ class Tiles:
 
     @property
     def widths_of_streams(self) -> tuple[int, ...]:
-        """Widths that ``bitfields.load_column_fields`` needs."""
+        """Argument of ``bitfields.load_column_fields``: the width and the tile width of each packing."""
         return self.stream_widths or tuple(columns for packing in self.packings for columns in (packing.width, tile_width(packing)))
 
 
 def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -> int:
-    """Return the distance, in fields, between neighboring fields of a tile.
+    """Return how many fields apart the neighboring fields of a tile are in a word.
 
-    If all ``fields`` of ``bits`` bits are in one word, the distance is the number of steps, so that each word is shifted once for all
+    If all ``fields`` of ``bits`` bits are in one word, the distance is the number of steps, so that each word is shifted only once for all
     steps. Otherwise, it is 1.
     """
     side_by_side = tile_field_count(packing, dual)
@@ -141,10 +141,10 @@ def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -
 
 
 def step_symbols(packing: Columns, field_stride: int = 1, together: int = 1, dual: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return the symbol of every column of every tile (-1 for none). A tile's fields are ``field_stride`` fields apart.
+    """Return the symbol of every column of every tile. Columns without a symbol are -1.
 
-    A step produces ``together`` tiles of neighboring fields; ``field_stride`` then counts groups of that many fields. With ``dual``, the
-    symbols are for one of the two tokens.
+    A tile's fields are ``field_stride`` fields apart. A step produces ``together`` tiles of neighboring fields; ``field_stride`` then
+    counts groups of that many fields. With ``dual``, the symbols are for one of the two tokens.
     """
     width, side_by_side = packing.width, tile_field_count(packing, dual)
     groups = -(-packing.fields // together)

@@ -39,7 +39,8 @@ class TrellisConstants(NamedTuple):
     """Compile-time constants of a codec and its rows.
 
     ``rows`` is the number of 16-bit words per row, in the form that ``load_rows`` needs. The first symbol begins at bit ``first_bit`` of a
-    row and has ``windows`` windows, which begin ``bits`` bits apart. A table index covers ``together`` windows and has ``index_bits`` bits.
+    row. A symbol has ``windows`` windows, which begin ``bits`` bits apart. A table index covers ``together`` windows and has ``index_bits``
+    bits.
     """
 
     rows: tuple[int, ...]
@@ -92,7 +93,7 @@ def tiles(codec: Trellis) -> Tiles:
 
 
 def _window_channel(codec: Trellis, constants: TrellisConstants, symbol: int, window: int) -> int:
-    """Return the channel of a symbol's window, or -1 if there is no such symbol."""
+    """Return the channel of window number ``window`` of a symbol, or -1 if there is no such symbol."""
     if symbol >= constants.symbols:
         return -1
     after = (_symbol_bit(constants, symbol) + window * codec.bits + codec.state_bits) % (codec.dim * codec.bits)
@@ -127,7 +128,7 @@ def load(
 ) -> tl.tuple:
     """Load the rows (``thread_rows.load_rows``), and the norms as int32 ``[warp, token]``.
 
-    Each norm is loaded by one thread instead of every thread that uses it, because registers also contain the norms of the next tile.
+    Only one thread loads each norm, not every thread that uses it, because registers also contain the norms of the next tile.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     norm = load_per_token(pointers[1], first, token, valid, 1, 0, MASKED)
@@ -145,7 +146,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the values of the windows of 16 symbols within a unit vector, as one float16 tile per window.
+    """Return the values of the windows of 16 symbols as parts of a unit vector: one float16 tile per window.
 
     Tiles are ``[warp, token, symbol]``, or ``[warp, symbol, token]`` with ``TRANSPOSED``.
     """
@@ -162,7 +163,7 @@ def decode(
 def _look_up_windows(
     symbols: tl.tensor, table: tl.tensor, WINDOW: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Return the values of the windows that share an index, beginning with window ``WINDOW`` of each symbol."""
+    """Return the values of the windows that share a table index, beginning with window ``WINDOW`` of each symbol."""
     BITS: tl.constexpr = CONSTANTS.index_bits
     result = look_up(symbols, table, WINDOW * CONSTANTS.bits, BITS, 2, SHARED.offset, SHARED.copies, 1 << BITS, FAST)
     if CONSTANTS.together == 1:
@@ -174,7 +175,7 @@ def _look_up_windows(
 
 @triton.jit
 def symbol_pair(words: tl.tuple, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return an even symbol and the next one, 16 bits apart."""
+    """Return two neighboring symbols: the even-numbered one in the low 16 bits, the one after it in the high 16 bits."""
     WORDS: tl.constexpr = CONSTANTS.rows[0]
     FIRST: tl.constexpr = symbol_bit(CONSTANTS, SYMBOL)
     # There may be no symbol after the last one.
@@ -192,10 +193,7 @@ def symbol_pair(words: tl.tuple, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, 
 
 @triton.jit
 def _two_words(words: tl.tuple, WORD: tl.constexpr, WORDS: tl.constexpr) -> tl.tensor:
-    """Return two consecutive 16-bit words of a row, beginning with word ``WORD``, as uint32.
-
-    The first word follows the last word.
-    """
+    """Return 16-bit word ``WORD`` of a row and the word after it, as uint32. After the last word comes the first one."""
     FIRST: tl.constexpr = WORD % WORDS
     SECOND: tl.constexpr = (WORD + 1) % WORDS
     first, second = words[FIRST // 2], words[SECOND // 2]

@@ -43,7 +43,7 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 def decode_into(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None) -> bool:
     """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]``. Returns False if no kernel supports it.
 
-    Arguments and errors are as in ``prepare``. Codecs that need several launches are supported, too.
+    Arguments and errors are as in ``prepare``. Unlike ``prepare``, this function also supports codecs that need several launches.
     """
     result = prepare(codec, packed, out, rotated, pages)
     if result is None:
@@ -57,10 +57,10 @@ def prepare(
 ) -> PreparedDecode | None:
     """Prepare the launch that decodes ``packed`` into outputs with the dtype, shape and strides of ``out``, or return None.
 
-    ``out`` is ``[batch, kv_head, token, dim]``, in the original frame if ``rotated``, else in the coded frame. With ``pages``, ``packed``
-    is one page whose layout all pages share. Returns None if the codec has no decoder, if ``supports_output`` returns False for ``out``, or
-    if ``rotated`` is True and the dtype or head dim is not supported (``FUSED_DTYPES``, ``stored.supports_rotation``). Raises
-    InvalidParameter if a stream does not match ``codec.layout``.
+    ``out`` is ``[batch, kv_head, token, dim]``, in the original frame if ``rotated``, otherwise in the coded frame. With ``pages``,
+    ``packed`` is one page whose layout all pages share. Returns None in three cases: the codec has no decoder, ``supports_output`` returns
+    False for ``out``, or ``rotated`` is True and the dtype or head dim is not supported (``FUSED_DTYPES``, ``stored.supports_rotation``).
+    Raises InvalidParameter if a stream does not match ``codec.layout``.
     """
     rotated = rotated and codec.rotation.kind != "none"
     if not supports_output(out) or (rotated and (out.dtype not in FUSED_DTYPES or not supports_rotation(codec.rotation))):
@@ -69,5 +69,5 @@ def prepare(
 
 
 def supports_output(out: torch.Tensor) -> bool:
-    """Return True if kernels can write to ``out``: its channels are contiguous, and its token stride is below ``MAX_TOKEN_STRIDE``."""
+    """Return True if kernels can write to ``out``: its channels must be contiguous, and its token stride below ``MAX_TOKEN_STRIDE``."""
     return out.stride(3) == 1 and out.stride(2) < MAX_TOKEN_STRIDE

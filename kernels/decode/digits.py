@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class CodeStream(NamedTuple):
-    """The packing of one code stream. Its planes are consecutive streams, starting with stream number ``first_plane``.
+    """The packing of one code stream. Its planes are consecutive streams, beginning with stream number ``first_plane``.
 
-    ``first_places`` and ``bases`` contain, for each digit, the place value of its first field and its base. With ``binary``, they contain
-    base-2 logarithms.
+    ``first_places`` and ``bases`` contain two numbers for each digit: the place value of its first field, and its base. With ``binary``,
+    they contain the base-2 logarithms of these numbers.
     """
 
     first_plane: int
@@ -39,7 +39,6 @@ class CodeStream(NamedTuple):
 
 @lru_cache(maxsize=64)
 def code_streams(codec: Codec) -> tuple[CodeStream, ...]:
-    """Return the code streams of ``codec``, in stored order."""
     streams, planes = [], 0
     for packing in codec.packings().values():
         first, bases = tuple(places[0] for places in packing.place_values), packing.bases
@@ -54,7 +53,7 @@ def code_streams(codec: Codec) -> tuple[CodeStream, ...]:
 def load_digit(
     streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, CODE: tl.constexpr, DIGIT: tl.constexpr
 ) -> tl.tensor:
-    """Load digit ``DIGIT`` of each symbol of code stream ``CODE`` as int32 ``[token, symbol]``."""
+    """Load digit ``DIGIT`` of each symbol of the code stream ``CODE`` as int32 ``[token, symbol]``."""
     first: tl.constexpr = CODE.first_places[DIGIT]
     base: tl.constexpr = CODE.bases[DIGIT]
     WIDTH: tl.constexpr = CODE.width
@@ -90,7 +89,7 @@ def _load_word(
 ) -> tl.tensor:
     """Load the word of one plane that contains each symbol's column, as nonnegative int32.
 
-    From a plane of bytes (``HALVES``), a byte is loaded. With ``BINARY``, unrelated bits may follow above the column's fields.
+    In a plane of bytes (``HALVES``), load a byte instead. With ``BINARY``, unrelated bits may follow above the column's fields.
     """
     column = symbol % WIDTH
     HALF: tl.constexpr = (WIDTH + 1) // 2
@@ -122,7 +121,7 @@ def _load_bits(
 ) -> tl.tensor:
     """Load ``BITS`` bits of each symbol's field, in columns of more than 4 bytes.
 
-    The bits come from the word where the field begins and from the next word.
+    The bits come from the word in which the field begins, and from the word after it.
     """
     position = FIRST_BIT + symbol // CODE.width * BITS
     value = _load_symbol_word(streams, token, symbol, mask, position // 16, CODE) >> position % 16
@@ -136,7 +135,7 @@ def _load_bits(
 def _load_symbol_word(
     streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, word: tl.tensor, CODE: tl.constexpr
 ) -> tl.tensor:
-    """Load word number ``word`` ``[1, symbol]`` of each symbol's column, like ``_load_word``. The plane differs between symbols."""
+    """Load word number ``word`` ``[1, symbol]`` of each symbol's column, as ``_load_word`` does. Symbols may read different planes."""
     WIDTH: tl.constexpr = CODE.width
     HALF: tl.constexpr = (WIDTH + 1) // 2
     PLANES: tl.constexpr = (CODE.column_bytes + 1) // 2

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TileDecoder(NamedTuple):
-    """A codec's Triton function ``decode``, for which the kernel is compiled, and its compile-time ``constants``.
+    """A codec's Triton function ``decode``, for which the kernel is compiled, and the function's compile-time ``constants``.
 
     ``decode(tile, constants, shape)`` must return the values of a ``RowTile``, float32 ``[token, channel]``; ``shape`` is a ``TileShape``.
     """
@@ -39,12 +39,12 @@ class TileDecoder(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        """Key under which Triton caches compiled code."""
+        """The key by which Triton identifies this constant in its cache of compiled code."""
         return code_key(self)
 
 
 class TileShape(NamedTuple):
-    """Shape of a tile of ``tokens`` tokens and ``channels`` channels, powers of two. Only the first ``dim`` channels have values."""
+    """Shape of a tile: ``tokens`` tokens and ``channels`` channels, both powers of two. Only the first ``dim`` channels have values."""
 
     dim: int
     tokens: int
@@ -55,7 +55,7 @@ class RowTile(NamedTuple):
     """The tokens of a tile, and the pointers and strides from which a ``TileDecoder`` loads them.
 
     ``streams`` are pointers to token 0's row in each stream, and ``count`` is the number of tokens in the block. ``token`` is ``[token,
-    1]`` and ``channel`` is ``[1, channel]``. ``table`` and ``norm_table`` are the codec's lookup tables, if any.
+    1]``, and ``channel`` is ``[1, channel]``. ``table`` and ``norm_table`` are the codec's lookup tables, if any.
     """
 
     streams: Any
@@ -126,7 +126,6 @@ def _decode(
     ROTATED: tl.constexpr,
     SHAPE: tl.constexpr,
 ) -> None:
-    """Decode one program's block of tokens, tile by tile."""
     CONSTANTS: tl.constexpr = DECODER.constants
     DIM: tl.constexpr = SHAPE.dim
     TOKENS: tl.constexpr = SHAPE.tokens

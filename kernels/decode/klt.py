@@ -50,7 +50,7 @@ def supports(codec: Codec, out: torch.Tensor) -> TypeGuard[Klt]:
 def unpack(codec: Klt, packed: Sequence[PackedPart], out: torch.Tensor) -> None:
     """Decode the consecutive pages ``packed`` into ``out`` ``[batch, kv_head, token, dim]``, in the original frame.
 
-    Table entries are rounded to float16, and channels to the output's dtype.
+    Table entries are rounded to float16, and channels are rounded to the dtype of ``out``.
     """
     batch, heads, _, dim = out.shape
     work = tiles.build_work(codec, packed, batch, heads, out.device)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class MinifloatConstants(NamedTuple):
     """Compile-time constants of a codec: the packing of codes, and their ``element`` format.
 
-    ``scale`` and ``global_scale`` are stream numbers, or -1 for a missing stream. ``size`` is the number of channels per scale. If it is 0,
+    ``scale`` and ``global_scale`` are stream indices, or -1 for a missing stream. ``size`` is the number of channels per scale. If it is 0,
     there is one scale per token (``per_token``) or one for all tokens.
     """
 
@@ -56,7 +56,7 @@ def prepare(
 
 @triton.jit
 def _exp2(exponent: tl.tensor) -> tl.tensor:
-    """Return 2^``exponent`` as float32, for int32 exponents from -126 to 127."""
+    """Return 2^``exponent`` as float32. Exponents are int32, from -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 

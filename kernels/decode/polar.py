@@ -28,14 +28,14 @@ _MAX_ANGLES = tl.constexpr(MAX_ANGLES)
 
 
 class LevelSymbols(NamedTuple):
-    """Location of one level's angles: the index of their code stream, and the index of the level's first angle in that stream."""
+    """Where one level's angles are stored: the index of their code stream, and the index of the level's first angle in that stream."""
 
     stream: int
     first: int
 
 
 class PolarConstants(NamedTuple):
-    """Compile-time constants of a codec: code packings, locations of angles, number of radii per token, and the radii's stream number."""
+    """Compile-time constants of a codec: code packings, ``LevelSymbols``, the number of radii per token, and the index of their stream."""
 
     codes: tuple[CodeStream, ...]
     levels: tuple[LevelSymbols, ...]
@@ -46,7 +46,7 @@ class PolarConstants(NamedTuple):
 def prepare(
     codec: Polar, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None
 ) -> PreparedDecode | None:
-    """Prepare the launch that decodes codec polar, as ``decode.prepare`` does. Returns None if a level does not pair all radii equally.
+    """Prepare the launch that decodes codec polar, as ``decode.prepare`` does. Returns None if the levels are unequal.
 
     Float32 values equal those of ``Polar.decode_frame`` bit for bit.
     """
@@ -59,7 +59,7 @@ def prepare(
 
 
 def _level_symbols(codec: Polar) -> tuple[LevelSymbols, ...] | None:
-    """Return the location of each level's angles, or None if a level does not pair all radii equally."""
+    """Return where each level's angles are stored, or None if some level does not pair all radii equally."""
     result, radii = [], codec.dim
     for stream, levels in enumerate(codec.stream_levels.values()):
         first = 0

@@ -28,7 +28,7 @@ def lane_mask(flags: tl.tensor, lane: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def count_lanes(lanes: tl.tensor) -> tl.tensor:
-    """Return the number of lanes in a ``lane_mask``. The compiler turns this into one population-count instruction."""
+    """Return the number of lanes in ``lanes``, a ``lane_mask``. The compiler turns this into one population-count instruction."""
     pair_counts = lanes - (lanes >> 1 & 0x55555555)
     nibble_counts = (pair_counts & 0x33333333) + (pair_counts >> 2 & 0x33333333)
     byte_counts = nibble_counts + (nibble_counts >> 4) & 0x0F0F0F0F
@@ -37,13 +37,13 @@ def count_lanes(lanes: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def count_lanes_before(lanes: tl.tensor, lane: tl.tensor) -> tl.tensor:
-    """Return the number of lanes in a ``lane_mask`` that come before each ``lane``."""
+    """Return, for each ``lane``, how many lanes in the ``lane_mask`` precede it."""
     return count_lanes(lanes & (1 << lane.to(tl.uint32)) - 1)
 
 
 @triton.jit
 def load_states(states: tl.tensor, lane: tl.tensor) -> tl.tensor:
-    """Load every lane's initial state as uint32 from int16 ``states``, which store low halves before high halves."""
+    """Load the initial state of each lane as uint32. ``states`` are int16 numbers, and the low half of a state precedes its high half."""
     low_half = tl.load(states + 2 * lane).to(tl.uint32) & 0xFFFF
     return tl.load(states + 2 * lane + 1).to(tl.uint32) << 16 | low_half
 
@@ -58,7 +58,10 @@ def load_entries(slots: tl.tensor, state: tl.tensor) -> tl.tensor:
 def advance(
     state: tl.tensor, entry: tl.tensor, active: tl.tensor, lane: tl.tensor, words: tl.tensor, next_word: tl.tensor, word_count: tl.tensor
 ) -> tl.tuple:
-    """Return each lane's state after the symbol of ``entry``, and the index of the next word. Words from ``word_count`` on count as 0."""
+    """Return each lane's state after the symbol of ``entry``, and the index of the next word to read.
+
+    There are ``word_count`` words; a word past the end counts as 0.
+    """
     next_state = ((entry >> 8 & _LAST_SLOT) + 1) * (state >> _PRECISION) + (state & _LAST_SLOT) - (entry >> 20)
     needs_word = active & (next_state < _MIN_STATE)
     readers = lane_mask(needs_word, lane)

@@ -54,7 +54,7 @@ _STREAM_INTEGERS = tl.constexpr(3)
 
 
 class PackedPart(NamedTuple):
-    """Packed tokens to decode: the first ``tokens`` tokens of ``streams``, which become output tokens from ``first`` on."""
+    """Packed tokens to decode: the first ``tokens`` tokens of ``streams``. They become the output tokens from ``first`` on."""
 
     streams: Mapping[str, torch.Tensor]
     tokens: int
@@ -62,10 +62,10 @@ class PackedPart(NamedTuple):
 
 
 class PreparedDecode(NamedTuple):
-    """A prepared decoding launch. ``run`` decodes into an output with the same shape, strides and dtype as the one it was prepared for.
+    """A prepared decoding launch. ``run`` decodes into an output with the shape, strides and dtype for which it was prepared.
 
-    ``cacheable`` is True if the launch can be cached with the packed rows, because it takes little additional memory. ``keep_alive`` are
-    the tensors that it reads.
+    ``cacheable`` is True if the launch takes so little additional memory that it can be cached with the packed rows. ``keep_alive``
+    contains the tensors that it reads.
     """
 
     run: Callable[[torch.Tensor], None]
@@ -76,8 +76,8 @@ class PreparedDecode(NamedTuple):
 class EnginePages(NamedTuple):
     """Pages of an inference engine, anywhere in memory, that share the layout of one reference page.
 
-    ``moves`` is int64 ``[page, 3]``: the byte offset from the reference page's streams, the element offset from the reference page's
-    output, and the page's index in ``status``. ``status``, int32, is nonzero for pages to skip.
+    ``moves``, int64 ``[page, 3]``, contains the byte offset from the reference page's streams, the element offset from the reference page's
+    output, and the page's index in ``status``. Pages with a nonzero ``status``, int32, are skipped.
     """
 
     moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
@@ -85,7 +85,7 @@ class EnginePages(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """The layout of a stream: ``row`` elements of ``bits`` bits for every ``tokens`` tokens (``ONE_ROW``: for all tokens).
+    """The layout of a stream: ``row`` elements of ``bits`` bits for every ``tokens`` tokens, or for all tokens if that is ``ONE_ROW``.
 
     ``aligned`` is the largest power of two, at most 16, that divides all addresses and strides in bytes.
     """
@@ -181,7 +181,7 @@ def common_alignment(values: numpy.ndarray[Any, numpy.dtype[numpy.int64]]) -> in
 
 
 def copy_to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: torch.device) -> torch.Tensor:
-    """Copy a table to ``device`` without blocking the host. Large tables are pinned first, because otherwise the driver would block."""
+    """Copy a table to ``device`` without blocking the host. Large tables are pinned first, because the driver would block otherwise."""
     tensor = torch.from_numpy(table)
     if device.type == "cuda" and table.nbytes > MAX_STAGED_BYTES:
         tensor = tensor.pin_memory()
@@ -191,7 +191,7 @@ def copy_to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: 
 def _repeat_for_pages(
     rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 ) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
-    """Repeat the rows of a work table for every page, and set the addresses, output offset and status index of each page."""
+    """Repeat the rows of a work table for every page, and set each page's addresses, output offset and index in ``status``."""
     blocks, integers = rows.shape
     result = numpy.empty((len(moves), blocks, integers + 2), numpy.int64)
     result[:, :, :integers] = rows
@@ -201,7 +201,7 @@ def _repeat_for_pages(
 
 
 def _address_and_strides(tensor: torch.Tensor, keep_alive: list[torch.Tensor]) -> list[int]:
-    """Return the address of ``tensor``, or of a contiguous copy, and its batch and head strides in bytes."""
+    """Return the address of ``tensor``, and its batch and head strides in bytes. A tensor with unsuitable rows is copied first."""
     size = tensor.element_size()
     if tensor.data_ptr() % size or not (tensor.is_contiguous() or has_dense_rows(tensor)):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
@@ -294,7 +294,7 @@ def load_block(
     PAGED: tl.constexpr,
     OUT_ALIGNED: tl.constexpr,
 ) -> tl.tuple:
-    """Return this program's ``RowBlock``. The block begins at the start of a row in every stream, and is empty if its page is skipped."""
+    """Return this program's ``RowBlock``. The block begins at the start of a row in every stream. It is empty if its page is skipped."""
     sequence = (tl.program_id(0) // blocks).to(tl.int64)
     batch = sequence // heads
     head = sequence % heads
@@ -352,7 +352,7 @@ def load_per_token(pointer: tl.tensor, count: tl.tensor, TILE: tl.constexpr, ROW
 
 @triton.jit
 def as_float32(bits: tl.tensor) -> tl.tensor:
-    """Return the float32 values of stored bits: float16 in int16, or float32 in int32."""
+    """Convert stored bits to float32: float16 numbers in int16, or float32 numbers in int32."""
     if bits.dtype == tl.int16:
         value = bits.to(tl.float16, bitcast=True).to(tl.float32)
     else:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SidePart(NamedTuple):
-    """Tokens ``[start, stop)`` of a page that begins at token ``first`` of the side."""
+    """Tokens ``[start, stop)`` of a page. The page begins at token ``first`` of the side."""
 
     page: PackedRun
     first: int
@@ -30,7 +30,7 @@ class SidePart(NamedTuple):
     stop: int
 
     def packed(self, start: int) -> PackedPart:
-        """Return the part as input for decoding into an output that starts at token ``start`` of the side."""
+        """Return the part as input for a decoder whose output begins at token ``start`` of the side."""
         # Slicing a page takes longer than everything else here, so avoid it for whole pages.
         whole = self.stop - self.start == self.page.tokens
         streams = self.page.streams if whole else self.page.rows(self.start, self.stop)
@@ -38,20 +38,20 @@ class SidePart(NamedTuple):
 
 
 class RawTokens(NamedTuple):
-    """Raw tokens: each one's index in the output and its sequence, int64 ``[entry]``, and the values ``[entry, kv_head, dim]``."""
+    """Raw tokens: the output index and the sequence of each, int64 ``[entry]``, and their values, ``[entry, kv_head, dim]``."""
 
     token: torch.Tensor
     sequence: torch.Tensor
     values: torch.Tensor
 
     def put(self, out: torch.Tensor) -> None:
-        """Write the raw tokens to ``out``, replacing the values that kernels decoded."""
+        """Write the raw tokens to ``out``. They replace the values that kernels decoded."""
         if len(self.token):
             out.permute(2, 0, 1, 3)[self.token, self.sequence] = self.values.to(out.dtype)
 
 
 class SideLaunch:
-    """A cached launch that decodes all pages of a side into outputs with one dtype and strides.
+    """A cached launch that decodes all pages of a side into outputs of one dtype and with the same strides.
 
     Its tables are built once, on the CUDA stream of the first call. ``remaining`` lists the ranges of tokens that the launch does not
     write.
@@ -109,7 +109,7 @@ def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tu
 def _prepare(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> PreparedDecode | None:
     """Prepare one launch that decodes ``parts`` into outputs like ``out``. Returns None if one launch is not enough.
 
-    ``out`` starts at token ``start`` of the side.
+    The first token of ``out`` is token ``start`` of the side.
     """
     if not parts:
         return None
@@ -134,12 +134,12 @@ def _decode_with_fallback(parts: Sequence[SidePart], start: int, out: torch.Tens
 
 
 def _codec_without_raw(codec: Codec) -> Codec:
-    """Return the codec that decodes all tokens except raw ones: ``codec`` without raw tokens if it has no other sidecar, else ``codec``."""
+    """Return ``codec`` without raw tokens if it has no other sidecar, otherwise ``codec`` itself."""
     return codec.family if codec.raw_positions is not None and codec.without_raw_positions is codec.family else codec
 
 
 def _raw_tokens(parts: Sequence[SidePart], start: int) -> RawTokens | None:
-    """Return the raw tokens of ``parts`` for an output that starts at token ``start`` of the side.
+    """Return the raw tokens of ``parts`` for an output whose first token is token ``start`` of the side.
 
     Returns None unless raw positions are the codec's only sidecar.
     """

@@ -29,16 +29,16 @@ _MAX_MATRIX_DIM, _FACTOR = tl.constexpr(MAX_MATRIX_DIM), tl.constexpr(FACTOR)
 
 
 def supports_rotation(rotation: Rotation) -> bool:
-    """Return True if ``rotate_back`` supports ``rotation``: its head dim is at most ``MAX_MATRIX_DIM`` or a power of two."""
+    """Return True if ``rotate_back`` supports ``rotation``: its head dim must be at most ``MAX_MATRIX_DIM`` or a power of two."""
     return rotation.dim <= MAX_MATRIX_DIM or is_power_of_two(rotation.dim)
 
 
 @lru_cache(maxsize=64)
 def rotation_signs(rotation: Rotation, size: int, device: torch.device) -> torch.Tensor:
-    """Return the signs of a Hadamard rotation's matrix, float16 ``[size, size]``, with zeros past the head dim.
+    """Return the signs of the matrix of a Hadamard rotation, float16 ``[size, size]``. Past the head dim, they are zeros.
 
-    Above ``MAX_MATRIX_DIM``, the matrix is the Kronecker product of a Sylvester matrix and a ``FACTOR``-channel matrix, with a sign per
-    column. The function then returns the latter matrix, ``[FACTOR, FACTOR]``, followed by the column signs, ``[size / FACTOR, FACTOR]``.
+    Above ``MAX_MATRIX_DIM``, the matrix is the Kronecker product of a Sylvester matrix and a small matrix ``[FACTOR, FACTOR]``, with a sign
+    per column. The function then returns the small matrix, followed by the column signs, ``[size / FACTOR, FACTOR]``.
     """
     with torch.inference_mode(False):
         if size > MAX_MATRIX_DIM:
@@ -53,7 +53,7 @@ def rotation_signs(rotation: Rotation, size: int, device: torch.device) -> torch
 
 @triton.jit
 def load_signs(matrix: tl.tensor, CHANNELS: tl.constexpr) -> tl.tuple:
-    """Load the tensors that ``rotation_signs`` returns: the matrix, and the column signs if they are separate."""
+    """Load the result of ``rotation_signs``: the matrix, and the column signs if they are separate."""
     SIZE: tl.constexpr = CHANNELS if CHANNELS <= _MAX_MATRIX_DIM else _FACTOR
     channel = tl.arange(0, SIZE)
     signs = tl.load(matrix + channel[:, None] * SIZE + channel[None, :])
@@ -80,7 +80,7 @@ def rotate_back(value: tl.tensor, signs: tl.tuple, DIM: tl.constexpr) -> tl.tens
 
 @triton.jit
 def _multiply_hadamard(value: tl.tensor, signs: tl.tensor) -> tl.tensor:
-    """Return ``value`` times the Kronecker product of a Sylvester matrix and ``signs``, by sums and differences of halves."""
+    """Return ``value`` times the Kronecker product of a Sylvester matrix and ``signs``. Sums and differences of halves compute it."""
     TOKENS: tl.constexpr = value.shape[0]
     CHANNELS: tl.constexpr = value.shape[1]
     if signs.shape[0] == CHANNELS:

@@ -37,8 +37,8 @@ TRIPLET_THREAD_FACTOR = 2
 class TableConstants(NamedTuple):
     """Compile-time constants of a codec.
 
-    ``codes`` are the packings of its code streams, ``entries`` is the number of table entries, and ``scales`` is the stream number of norms
-    or scales. ``joined`` is the number of values per tile lane: 1 for symbols with three values, otherwise all values of a symbol.
+    ``codes`` are the packings of its code streams, ``entries`` is the number of table entries, and ``scales`` is the index of the stream of
+    norms or scales. ``joined`` is the number of values per tile lane: 1 for symbols with three values, otherwise all values of a symbol.
     """
 
     codes: tuple[CodeStream, ...]
@@ -72,7 +72,7 @@ def prepare(
 def _load_piece(
     streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, CODE: tl.constexpr, PIECE: tl.constexpr
 ) -> tl.tensor:
-    """Load one piece of a digit, shifted to its position in the digit, as int32 ``[token, symbol]``."""
+    """Load one piece of a digit, and shift it to its position in the digit: int32 ``[token, symbol]``."""
     return load_digit(streams, token, symbol, mask, CODE, PIECE.digit) << PIECE.shift
 
 
@@ -91,7 +91,7 @@ def _load_combined_digit(
 def _decode_table(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
     """Return the values of a ``RowTile``, float32 ``[token, channel]``: entries of ``table`` ``[entry, value]`` times their norms.
 
-    ``norm_table`` contains the norms of octahedral's symbols.
+    For octahedral, ``norm_table`` contains the norms that symbols select.
     """
     CODES: tl.constexpr = CONSTANTS.codes
     FORM: tl.constexpr = CONSTANTS.form

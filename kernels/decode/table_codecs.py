@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DigitPiece(NamedTuple):
-    """A piece of a digit: digit number ``digit`` of code stream ``stream``, to be shifted left by ``shift`` bits."""
+    """Part of a digit: digit number ``digit`` of code stream number ``stream``. Its lowest bit is bit ``shift`` of the whole digit."""
 
     stream: int
     digit: int = 0
@@ -28,10 +28,10 @@ class DigitPiece(NamedTuple):
 
 
 class TableForm(NamedTuple):
-    """Mapping of a codec's symbols to table entries: ``width`` values per symbol, and the pieces of each digit of a symbol.
+    """How a codec's symbols select table entries: ``width`` values per symbol, and the pieces of each digit of a symbol.
 
-    An octahedral symbol is one number: a table index of ``index_bits`` bits, two sign bits at bit ``signs_at``, and a norm code at bit
-    ``norm_at``, masked by ``norm_mask``. A quaternion's radius code is at most ``largest_radius``.
+    An octahedral symbol is one number. It contains a table index of ``index_bits`` bits, two sign bits from bit ``signs_at`` on, and a norm
+    code from bit ``norm_at`` on, masked by ``norm_mask``. A quaternion's radius code is at most ``largest_radius``.
     """
 
     kind: str
@@ -57,7 +57,7 @@ def _scalar_form(codec: Scalar) -> TableForm | None:
 
 
 def _octahedral_form(codec: Octahedral) -> TableForm | None:
-    """Return the form of codec octahedral, whose digit contains the direction index, signs and norm code."""
+    """Return the form of codec octahedral. Its only digit contains the direction index, the signs and the norm code."""
     if codec.norm == LOG8:
         return None
     packings, streams = codec.packings(), _stream_indices(codec)
@@ -86,12 +86,11 @@ def _quaternion_form(codec: Quaternion) -> TableForm:
 
 
 def _stream_indices(codec: Codec) -> dict[str, int]:
-    """Return the index of each code stream, by name."""
     return {name: number for number, name in enumerate(codec.packings())}
 
 
 def _digit_pieces(codec: Codec, name: str) -> tuple[DigitPiece, ...]:
-    """Return the pieces of a digit: stream ``name``, or the two streams that contain its low and high parts."""
+    """Return the pieces of a digit: the stream ``name``, or the two streams with its low and its high bits."""
     streams = _stream_indices(codec)
     if name in streams:
         return (DigitPiece(streams[name]),)
@@ -100,7 +99,10 @@ def _digit_pieces(codec: Codec, name: str) -> tuple[DigitPiece, ...]:
 
 
 def _two_digit_pieces(codec: Codec, first: str, second: str) -> tuple[tuple[DigitPiece, ...], ...]:
-    """Return the pieces of a symbol's two digits, from stream "symbol" in the direct arrangement, or from ``first`` and ``second``."""
+    """Return the pieces of a symbol's two digits.
+
+    They come from the stream "symbol" in the direct arrangement, otherwise from the streams ``first`` and ``second``.
+    """
     if "symbol" in codec.packings():
         return (DigitPiece(0),), (DigitPiece(0, digit=1),)
     return _digit_pieces(codec, first), _digit_pieces(codec, second)
@@ -121,6 +123,6 @@ TABLE_CODECS: dict[type[Codec], TableCodec] = {
 
 @lru_cache(maxsize=64)
 def table_form(codec: Codec) -> TableForm | None:
-    """Return the form of ``codec``, or None if ``TABLE_CODECS`` does not contain it or its options are not supported."""
+    """Return the form of ``codec``, or None if its class or its options are not supported."""
     row = TABLE_CODECS.get(type(codec))
     return row.form(codec) if row else None

@@ -56,9 +56,9 @@ FIRST_ADDRESS = tl.constexpr(3)
 class PageTable(NamedTuple):
     """Work table of a launch, int64 ``[page, FIRST_ADDRESS + STREAM_INTEGERS * streams]`` on the device.
 
-    The pages have ``blocks`` blocks of ``block_tokens`` tokens in total. ``firsts`` contains each page's first block and first output
-    token; ``end`` is the token after the last page. ``keep_alive`` contains the tensors that the table points to, and ``copied`` is True if
-    some of them are copies of streams. ``rows`` is a copy of ``table`` on the host.
+    The pages have ``blocks`` blocks of ``block_tokens`` tokens in total. ``firsts`` contains the first block and the first output token of
+    each page, and ``end`` is the token after the last page. ``keep_alive`` contains the tensors to which the table points, and ``copied``
+    is True if some of them are copies of streams. ``rows`` is a copy of ``table`` on the host.
     """
 
     table: torch.Tensor
@@ -72,14 +72,14 @@ class PageTable(NamedTuple):
     rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
     def token_of(self, block: int) -> int:
-        """Return the first token of ``block``, or ``end`` for the block number after the last."""
+        """Return the first token of ``block``. For the block after the last one, return ``end``."""
         if block == self.blocks:
             return self.end
         first, token = self.firsts[bisect_right(self.firsts, block, key=lambda page: page[0]) - 1]
         return token + (block - first) * self.block_tokens
 
     def parts(self, tokens: int) -> Iterator[tuple[range, int, int]]:
-        """Yield ranges of blocks with about ``tokens`` tokens (at least one block), each with the start and end of its tokens."""
+        """Yield ranges of blocks with about ``tokens`` tokens (at least one block), each as (blocks, first token, end token)."""
         blocks_per_part = max(1, tokens // self.block_tokens)
         for first in range(0, self.blocks, blocks_per_part):
             blocks = range(first, min(first + blocks_per_part, self.blocks))
@@ -124,9 +124,9 @@ def build_work(codec: Codec, packed: Sequence[PackedPart], batch: int, heads: in
 def decode(codec: Codec, work: PageTable, out: torch.Tensor, blocks: range | None = None, factors: torch.Tensor | None = None) -> None:
     """Decode ``work``, or some ``blocks`` of it, into 16-bit ``out`` ``[batch, kv_head, token, column]`` with contiguous columns.
 
-    Columns are in the order of ``frame_columns.columns``. Token 0 of ``out`` is the first token of the first block. Unless ``factors`` is
-    None, token factors are stored there instead of being multiplied into values: float32 ``[batch, kv_head, token]`` with contiguous
-    sequences.
+    Columns are in the order of ``frame_columns.columns``. Token 0 of ``out`` is the first token of the first block. If ``factors`` is
+    given, float32 ``[batch, kv_head, token]`` with contiguous sequences, token factors are stored there instead of being multiplied into
+    values.
     """
     factor_stride = None if factors is None else factors.stride(1)
     prepare(codec, work, out.shape, out.stride(), out.dtype, blocks, factor_stride)(out, 0, factors)
@@ -143,9 +143,9 @@ class TileDecodeLaunch(NamedTuple):
     def __call__(
         self, out: torch.Tensor, first: int, factors: torch.Tensor | None = None, table: tuple[torch.Tensor, int] | None = None
     ) -> None:
-        """Decode to ``out``, beginning at element ``first`` of ``out``.
+        """Decode into ``out``, beginning at element ``first``.
 
-        ``table``, if not None, replaces the work table: a tensor, and the offset of the table in the tensor.
+        ``table`` replaces the work table, if given: a tensor, and the element at which the table begins.
         """
         if self.launch is not None:
             work = (self.work.table, 0) if table is None else table
@@ -246,7 +246,7 @@ def decode_tiles(
 ) -> None:
     """Decode one block of ``block_tokens`` tokens of one page, sequence and head.
 
-    The launch covers ``blocks`` blocks, starting with block number ``first_block``. The first token of that block, ``first_token``, is
+    The launch covers ``blocks`` blocks, beginning with block number ``first_block``. The first token of that block, ``first_token``, is
     token 0 of the output. With ``FACTORS``, token factors are stored in ``factors``, float32 ``[sequence, token]``, instead of being
     multiplied into values.
     """
@@ -345,9 +345,10 @@ def _store_tile(
     SIDE: tl.constexpr,
     FACTORS: tl.constexpr,
 ) -> None:
-    """Store tile ``NUMBER`` of the tokens' columns, ``[warp, token, column]``, multiplied by the run's factor, if any.
+    """Store tile ``NUMBER`` of the tokens' columns, ``[warp, token, column]``.
 
-    Without such a factor, the tile is multiplied by ``factor`` ``[warp, token]``, unless factors are stored separately.
+    If all tokens of a run share a factor, the tile is multiplied by it. Otherwise, it is multiplied by ``factor`` ``[warp, token]``, unless
+    factors are stored separately.
     """
     WIDTH: tl.constexpr = SIDE.widths[NUMBER]
     CONSTANTS: tl.constexpr = SIDE.constants

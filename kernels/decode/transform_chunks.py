@@ -62,9 +62,10 @@ class DeviceFrames(NamedTuple):
 class ChunkTables(NamedTuple):
     """Entropy-coded chunks, ordered by token group, sequence and head.
 
-    ``words`` contains the words of all chunks. ``begins`` is the index of each chunk's first word; ``counts``, ``columns`` and ``tokens``
-    are its numbers of words, columns and tokens. ``used`` is the number of frame columns in a product: the chunk's columns, or, with frames
-    per layer, the maximum over the token group's heads. ``states`` are the initial states, int16 ``[chunk, 2 · LANES]``.
+    ``words`` contains the words of all chunks. ``begins`` is the index of each chunk's first word. ``counts``, ``columns`` and ``tokens``
+    are the numbers of words, columns and tokens of each chunk. ``used`` is the number of frame columns in a product: the chunk's columns
+    or, with one frame per layer, the maximum over the heads of the token group. ``states`` are the initial states, int16 ``[chunk, 2 ·
+    LANES]``.
     """
 
     words: torch.Tensor
@@ -79,9 +80,9 @@ class ChunkTables(NamedTuple):
 class Factors(NamedTuple):
     """Column factors in quantization steps: ``values`` ``[frame of a group, column, token]`` in the dtype of ``DeviceFrames.values``.
 
-    Escaped levels that this dtype cannot represent are 0 in ``values`` and listed separately. ``counts``, int32 ``[chunk]``, is the number
-    of such levels per chunk. ``levels``, int32, are the levels, and ``places``, int32, their positions in ``values``. A chunk's list begins
-    at half the index of the chunk's first word, rounded up.
+    An escaped level that this dtype cannot represent is 0 in ``values`` and listed separately. ``counts``, int32 ``[chunk]``, is the number
+    of such levels per chunk. ``levels``, int32, are the levels, and ``places``, int32, are their indices in ``values``. The list of a chunk
+    begins at half the index of the chunk's first word, rounded up.
     """
 
     values: torch.Tensor
@@ -131,12 +132,11 @@ def _rows_first(stream: torch.Tensor) -> torch.Tensor:
 
 
 def _as_int64(stream: torch.Tensor) -> torch.Tensor:
-    """Convert unsigned 16-bit numbers to int64."""
     return stream.view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
 
 
 def join_halves(stream: torch.Tensor) -> torch.Tensor:
-    """Join the low and high 16-bit halves ``[..., 2]`` of unsigned numbers into int64."""
+    """Join the low and high 16-bit halves ``[..., 2]`` of unsigned numbers into int64 numbers."""
     halves = _as_int64(stream)
     return halves[..., 0] | halves[..., 1] << 16
 
@@ -184,7 +184,7 @@ def channels_per_tile(dim: int) -> int:
 
 
 def _pair_channels(rows: torch.Tensor, heads: int, dim: int, rope: Rope | None) -> torch.Tensor:
-    """Return ``rows`` ``[frame, row, channel]`` with channels in the order of ``DeviceFrames``: RoPE pairs are neighbors."""
+    """Return ``rows`` ``[frame, row, channel]`` with channels in the order of ``DeviceFrames``, in which RoPE pairs are neighbors."""
     order = torch.arange(dim, device=rows.device)
     if rope is not None and rope.pairing == "halves":
         pairs = len(rope.frequencies)
@@ -211,7 +211,7 @@ def decode_symbols(
     result: Factors | None,
     ends: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Decode ``count`` chunks of whole token groups, starting with chunk number ``first``, into ``result``.
+    """Decode ``count`` chunks of whole token groups, beginning with chunk number ``first``, into ``result``.
 
     If ``result`` is None, only ``ends`` is written: the number of words read, int32 ``[chunk]``, and the final states, int32 ``[chunk,
     LANES]``.
@@ -257,8 +257,8 @@ def _decode(
 ) -> None:
     """Decode one chunk into the fields of ``Factors``, one symbol per lane at a time.
 
-    The chunk's number is ``first`` plus the program's index. If ``factors`` is None, only ``read``, the number of words read, and ``last``,
-    the final states, are stored.
+    The chunk's index is ``first`` plus the index of the program. If ``factors`` is None, only ``read``, the number of words read, and
+    ``last``, the final states, are stored.
     """
     chunk = first + tl.program_id(0).to(tl.int64)
     begin = tl.load(begins + chunk)

@@ -50,7 +50,7 @@ MAX_COLUMNS = 256
 
 
 class UnpackShape(NamedTuple):
-    """Launch shape of ``unpack_tiles``: warps per program, and channels whose sums a program has in registers.
+    """Launch shape of ``unpack_tiles``: warps per program, and the number of channels whose sums a program has in registers.
 
     ``joined`` is True if a program multiplies all tiles of a token together, for loaders that leave no registers for running sums.
     """
@@ -70,7 +70,7 @@ Tiles of 16 tokens would be faster for codec scalar, but slower for all others.
 def supports(codec: Codec, out: torch.Tensor) -> bool:
     """Return True if ``prepare`` can decode ``codec`` into ``out``.
 
-    Polar is decoded only to bfloat16, because its tiles are products of rounded numbers, with larger errors.
+    Polar is decoded only to bfloat16. Its tiles are products of rounded numbers, whose errors would exceed the rounding of other dtypes.
     """
     codec = _codec_without_scales(codec)
     return (
@@ -89,8 +89,8 @@ def supports(codec: Codec, out: torch.Tensor) -> bool:
 def prepare(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor) -> PreparedDecode:
     """Prepare the launch that decodes the consecutive pages ``packed`` into outputs like ``out``, in the original frame.
 
-    ``out`` is ``[batch, kv_head, token, dim]``. The relative error in the 2-norm is below 2^-11 (2^-10 for polar) before rounding to the
-    output's dtype. Raises InvalidParameter unless streams have the codec's layout.
+    ``out`` is ``[batch, kv_head, token, dim]``. Before rounding to the dtype of the output, the relative error in the 2-norm is below 2^-11
+    (2^-10 for polar). Raises InvalidParameter unless streams have the codec's layout.
     """
     batch, heads = out.shape[:2]
     stored_codec, codec = codec, _codec_without_scales(codec)
@@ -110,7 +110,7 @@ def prepare(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor) -> Pr
 
 
 def _codec_without_scales(codec: Codec) -> Codec:
-    """Return ``codec`` without channel scales if it has no other sidecar; otherwise return ``codec``."""
+    """Return ``codec`` without channel scales if it has no other sidecar, otherwise ``codec`` itself."""
     return codec.family if [*map(type, codec.sidecars)] == [ChannelScale] else codec
 
 
@@ -136,7 +136,7 @@ def _required_shape(codec: Codec, device: str) -> UnpackShape:
 
 @lru_cache(maxsize=256)
 def _find_shape(codec: Codec, device: str) -> UnpackShape | None:
-    """Return the first of ``SHAPES`` whose tiles, matrix and tables fit in a program's shared memory, or None if none fits."""
+    """Return the first of ``SHAPES`` whose tiles, matrix and tables fit in the shared memory of a program, or None if there is none."""
     loader, available_bytes = _required_loader(codec), gpu(device).shared_bytes - MAX_STATIC_BYTES
     tokens, count, width = tiles.tokens_per_tile(loader), next_power_of_two(len(loader.channels)), len(loader.channels[0])
     for shape in SHAPES:
@@ -190,7 +190,7 @@ def _launch(
 
 @lru_cache(maxsize=256)
 def _matrix(codec: Codec, in_order_of_joined: bool, device: str) -> tuple[torch.Tensor, float]:
-    """Return the matrix from columns to channels as its signs, float16 ``[column, channel]``, and the magnitude of all entries.
+    """Return the matrix from columns to channels in two parts: its signs, float16 ``[column, channel]``, and the magnitude of its entries.
 
     Both axes are padded with zeros to powers of two. Columns are in the order of tiles, or of ``join_tiles``.
     """
@@ -234,7 +234,7 @@ def unpack_tiles(
     SCALED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """Decode a block of one page, sequence and head (``tiles.decode_tiles``), and multiply it by ``CHANNELS`` channels of ``matrix``.
+    """Decode a block of one page, sequence and head as ``tiles.decode_tiles`` does, and map it to ``CHANNELS`` channels by ``matrix``.
 
     ``matrix`` is float16 ``[column, PAD]``, and products are scaled by ``SIZE``. With ``JOINED``, all tiles of a token are multiplied
     together; otherwise, each tile is multiplied as soon as it is decoded. With ``SCALED``, channels are multiplied by ``scales``, float32
@@ -301,7 +301,8 @@ def unpack_tiles(
 
 @triton.jit
 def join_tiles(parts: tl.tuple, COUNT: tl.constexpr) -> tl.tensor:
-    """Join ``COUNT`` parts, a power of two, along new axes of length two, one per bit of the part's index, lowest bit first."""
+    """Join ``COUNT`` parts, a power of two, along new axes of length two. There is one axis per bit of the part's index, lowest bit first.
+    """
     if COUNT == 1:
         result = parts[0]
     else:

@@ -25,7 +25,7 @@ MIN_VALUES = 1 << 19
 
 
 class _DescribedPart(NamedTuple):
-    """A part of the keys or values, and its C struct, which points into ``part`` and ``description``."""
+    """Part of the keys or values, and its C struct, which points into ``part`` and ``description``."""
 
     part: SidePart
     description: CodecDescription
@@ -33,7 +33,7 @@ class _DescribedPart(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Tokens ``[start, stop)``, which lie in one part of the keys and one part of the values."""
+    """Tokens ``[start, stop)``, which are in one part of the keys and in one part of the values."""
 
     start: int
     stop: int
@@ -42,7 +42,7 @@ class _Span(NamedTuple):
 
 
 class PreparedAttention:
-    """A prepared attention call over one layer's keys and values, whose shape is fixed. C descriptions are built only once."""
+    """A prepared attention call over one layer's keys and values, whose shape is fixed. Its C descriptions are built only once."""
 
     def __init__(self, k: Side, v: Side, k_parts: list[_DescribedPart], v_parts: list[_DescribedPart]) -> None:
         self._k_parts, self._v_parts, self._tokens = k_parts, v_parts, k.tokens
@@ -71,7 +71,7 @@ class PreparedAttention:
     ) -> torch.Tensor:
         """Return softmax(scale q k^T) v over the first ``tokens`` tokens, or over all of them if ``tokens`` is None.
 
-        All other arguments except ``level``, an index into ``library.levels()``, are as in ``kvpack.attend`` and already checked. Raises
+        ``level`` is an index into ``library.levels()``. All other arguments are as in ``kvpack.attend``, and already checked. Raises
         MemoryError.
         """
         batch, q_heads, q_len, _ = q.shape

@@ -8,7 +8,7 @@ from . import library
 
 
 def add_words(data: memoryview, checksum: int) -> int:
-    """Return ``checksum`` with the 4-byte words of ``data`` added. The length of ``data`` must be a multiple of 4."""
+    """Return ``checksum`` updated with the 4-byte words of ``data``. The length of ``data`` must be a multiple of 4."""
     c_library = library.library()
     assert c_library is not None
     address = numpy.frombuffer(data, numpy.uint8).ctypes.data

@@ -55,7 +55,7 @@ _CACHE_SIZE = 64
 
 
 class CodecDescription(NamedTuple):
-    """The C description of a codec: its struct, the names of its streams in C's order, and the objects that the struct points to."""
+    """The C description of a codec: its struct, the names of its streams in C's order, and the objects to which the struct points."""
 
     struct: library.Codec
     streams: tuple[str, ...]
@@ -124,7 +124,7 @@ def _plane_streams(codec: Codec) -> list[str]:
 def _finish(
     result: library.Codec, codec: Codec, streams: list[str], tables: list[torch.Tensor], *keep_alive: Any
 ) -> CodecDescription | None:
-    """Complete ``result`` with the names of all streams and the tables. Returns None if they do not fit in the C struct."""
+    """Add the names of all streams and the tables to the struct ``result``. Returns None if they do not fit in the struct."""
     if len(tables) > library.MAX_TABLES or sum(table.nbytes for table in tables) > MAX_TABLE_BYTES:
         return None
     names = (*_plane_streams(codec), *streams)
@@ -279,7 +279,7 @@ def _head_run_table(codec: Klt, offsets: dict[tuple[int, int], int]) -> list[int
 
 
 def _basis_offsets(codec: Klt) -> tuple[dict[tuple[int, int], int], int]:
-    """Return offsets in ``basis_numbers``: of the tables, by head and run of columns, and of the matrix.
+    """Return two offsets in ``basis_numbers``: those of the tables, by head and run of columns, and that of the matrix.
 
     If heads share widths, only head 0 has entries.
     """

@@ -75,8 +75,8 @@ def supports(codec: Codec) -> bool:
     """Return True if the C kernels can encode values of ``DTYPES`` with ``codec``.
 
     Groups are supported only without a rotation and token scales, with float16 scales, and with fully used columns of up to 32 bits.
-    Minifloats are supported only without token scales and with fully used words. The only supported sidecar is a key mean whose pages are a
-    multiple of a vector register.
+    Minifloats are supported only without token scales and with fully used words. The only supported sidecar is a key mean whose page size
+    is a multiple of a vector register.
     """
     if library.library() is None:
         return False
@@ -113,7 +113,7 @@ def encode(
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` to streams.
 
-    Returns None if ``formats/`` must encode ``x`` or reject some values. This is the case if the C kernels do not support the codec, the
+    Returns None if ``formats/`` must encode ``x`` or reject some values, for example because the C kernels do not support the codec, the
     dtype or the strides. ``before`` contains the streams of the preceding tokens, if any. ``level`` is an index into ``library.levels()``.
     For a codec with ``direction_spread``, the tokens' norms (``codec.coded_norms``) and relative errors are written to ``norms`` and
     ``errors``, contiguous float32 ``[batch, kv_head, token]``. ``skipped``, contiguous bool ``[batch, token]``, marks tokens to encode as
@@ -152,8 +152,8 @@ def _encode(
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` to streams. Returns None if ``formats/`` must encode ``x`` or reject some values.
 
-    ``known`` contains the streams computed so far. ``means`` are vectors ``[batch, kv_head, page, dim]`` to subtract first, and the number
-    of tokens per page.
+    ``known`` contains the streams computed so far. ``means`` contains vectors ``[batch, kv_head, page, dim]`` to subtract first, and the
+    number of tokens per page.
     """
     batch, heads, tokens, _ = x.shape
     streams = {}
@@ -180,7 +180,7 @@ def _encode(
 def _measure_pages(
     codec: Codec, x: torch.Tensor, page: int, columns: int, threads: int | None, level: int, skipped: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Measure pages of ``page`` tokens of ``x`` (see ``kvpack_measure``): float32 ``[batch, kv_head, page, column]``."""
+    """Measure pages of ``page`` tokens of ``x`` with the C function ``kvpack_measure``: float32 ``[batch, kv_head, page, column]``."""
     batch, heads, tokens, _ = x.shape
     result = empty((batch, heads, -(-tokens // page), columns), torch.float32, x.device)
     call, _, _keep_alive = create_call(codec, x.shape[:3], x.dtype, x, threads, level)
@@ -255,7 +255,7 @@ def create_call(
 
 
 def _encoder_tables(codec: Codec) -> tuple[int, tuple[torch.Tensor, ...]]:
-    """Return the id of the candidate rule in ``interface.h``, and the tables that only the encoder needs, in its order."""
+    """Return the id of the candidate rule in ``interface.h``, and the encoder-only tables in its order."""
     if isinstance(codec, Scalar):
         tables = (table for table in (codec.magnitude_table, codec.high_magnitude_table) if table)
         return 0, tuple(_padded_table(midpoints(table), torch.inf) for table in tables)
@@ -286,7 +286,7 @@ def _tangents(codec: Polar) -> torch.Tensor:
 
 
 def _candidate_rule(codec: Octahedral) -> int:
-    """Return the C number of the rule by which an octahedral codec selects candidate directions (see ``_CANDIDATES``)."""
+    """Return the id that C uses for the rule by which an octahedral codec selects candidate directions (see ``_CANDIDATES``)."""
     levels = 1 << codec.b_dir - 1
     exact = codec.rounding == "local3x3" and levels <= MAX_LEVELS
     single = levels == 1 and codec.rounding != "scalar"
@@ -316,7 +316,7 @@ def _padded_table(values: list[float], padding: float) -> torch.Tensor:
 
 
 def norms(x: torch.Tensor) -> torch.Tensor | None:
-    """Return each token's norm in each head, like ``norms_per_head``, or None for unsupported dtypes and strides. Raises MemoryError."""
+    """Return each token's norm in each head, as ``norms_per_head`` does, or None for unsupported dtypes and strides. Raises MemoryError."""
     batch, heads, tokens, dim = x.shape
     if x.dtype not in DTYPES or not (x.stride(3) == 1 or dim == 1):
         return None
@@ -333,7 +333,7 @@ def norms(x: torch.Tensor) -> torch.Tensor | None:
 def scales_of_errors(codec: Codec, ratio: float) -> tuple[str, int, float] | None:
     """Return the stream that the C kernels use in place of ``codec.error_sizes``, its kind, and the ratio to use for it.
 
-    Returns None if the C kernels do not support the codec here.
+    Returns None if the C kernels do not support this check for the codec.
     """
     family = codec.family
     if isinstance(family, Minifloat) and family.scale_dtype == "e8m0":
@@ -351,7 +351,7 @@ def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: fl
 
 
 def has_large(sizes: torch.Tensor, ratio: float, level: int = 0, kind: int = _FLOATS) -> bool | None:
-    """Return True if a size is large, like ``formats.token_norms.has_large_size``.
+    """Return True if a size is large, as ``formats.token_norms.has_large_size`` does.
 
     Returns None if ``sizes`` are empty, not contiguous, or floats other than float32. ``level`` is an index into ``library.levels()``. For
     other values of ``kind``, sizes are computed from scales ``[batch, kv_head, token, scale, ...]``.

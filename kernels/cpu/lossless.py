@@ -35,7 +35,7 @@ def supports(side: Side, dtype: torch.dtype) -> bool:
 
 
 def supports_encoding(codec: Codec, x: torch.Tensor) -> bool:
-    """Return True if the C kernels can encode ``x`` ``[batch, kv_head, token, dim]``: nonempty bfloat16 values with the default packing."""
+    """Return True if the C kernels can encode ``x`` ``[batch, kv_head, token, dim]``: nonempty bfloat16 values, and the default packing."""
     return _supports_codec(codec, x.dtype) and not x.requires_grad and x.stride(3) == 1 and x.numel() > 0
 
 

@@ -38,7 +38,7 @@ class PageValues(NamedTuple):
 
 
 class StreamLocation(NamedTuple):
-    """Location of a stream: its offset in the page's packed row, and its strides, in bytes, per head and per stream row."""
+    """Location of a stream: its offset in the page's packed row, and its strides per head and per stream row, all in bytes."""
 
     offset: int
     head: int
@@ -46,7 +46,7 @@ class StreamLocation(NamedTuple):
 
 
 def stream_locations(codec: Codec, heads: int, tokens: int, offsets: Mapping[str, int]) -> dict[str, StreamLocation]:
-    """Return the location of every stream of ``codec`` in a page of ``tokens`` tokens. The streams begin at ``offsets``."""
+    """Return the location of every stream of ``codec`` in a page of ``tokens`` tokens. ``offsets`` contains where the streams begin."""
     result = {}
     for name, layout in codec.layout(1, heads, tokens).items():
         row = DTYPE_BYTES[layout.dtype]
@@ -59,7 +59,7 @@ def stream_locations(codec: Codec, heads: int, tokens: int, offsets: Mapping[str
 
 
 class Encoder:
-    """An encoder for ``layers`` layers of a page, which are ``stride`` bytes apart in its packed row."""
+    """An encoder for ``layers`` layers of a page. In the packed row, consecutive layers are ``stride`` bytes apart."""
 
     def __init__(
         self, codec: Codec, layers: int, heads: int, tokens: int, dtype: torch.dtype, streams: Mapping[str, StreamLocation], stride: int
@@ -70,7 +70,7 @@ class Encoder:
     def run(self, values: PageValues, row: int, threads: int, errors: int = 0) -> bool:
         """Encode ``values`` to the packed row at address ``row``. Returns False if ``formats/`` must encode them or reject some.
 
-        Unless ``errors`` is 0, it is the address to which the tokens' errors (see ``encode.encode``) are written, for one layer after
+        Unless ``errors`` is 0, it is the address to which the errors of tokens (see ``encode.encode``) are written, one layer after
         another. Raises MemoryError.
         """
         call = library.EncodeArguments.from_buffer_copy(self._call)
@@ -83,7 +83,10 @@ class Encoder:
 
 
 class LargeErrors:
-    """A check for tokens with large errors in ``layers`` layers of an encoded page, ``stride`` bytes apart in its packed row."""
+    """A check for tokens with large errors in ``layers`` layers of an encoded page.
+
+    Consecutive layers are ``stride`` bytes apart in its row.
+    """
 
     def __init__(self, codec: Codec, layers: int, heads: int, tokens: int, streams: Mapping[str, StreamLocation], stride: int) -> None:
         source = encode.scales_of_errors(codec, codec.summary.error_spread)
@@ -110,7 +113,7 @@ def supports_encoding(codec: Codec, dtype: torch.dtype) -> bool:
 
 
 class Decoder:
-    """A decoder for ``layers`` layers of a page, which are ``stride`` bytes apart in its packed row."""
+    """A decoder for ``layers`` layers of a page. In the packed row, consecutive layers are ``stride`` bytes apart."""
 
     def __init__(
         self, codec: Codec, layers: int, heads: int, tokens: int, dtype: torch.dtype, streams: Mapping[str, StreamLocation], stride: int
@@ -145,7 +148,7 @@ def supports_decoding(codec: Codec, dtype: torch.dtype) -> bool:
 
 
 class RawTokenChooser:
-    """Chooses the raw tokens of a page's layers by their keys, like ``formats.raw_positions.store_in_slots``.
+    """Chooses the raw tokens of a page's layers by their keys, as ``formats.raw_positions.store_in_slots`` does.
 
     The keys have ``heads`` heads, ``tokens`` tokens, ``dim`` channels and ``dtype``. A layer has at most ``slots`` raw tokens. ``shared``
     contains the units that share scales (heads or tokens).

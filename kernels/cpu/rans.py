@@ -29,7 +29,8 @@ MIN_SYMBOLS = 1 << 18
 def decode(
     chunks: rans.Chunks, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0
 ) -> rans.DecodedChunks:
-    """Decode ``chunks`` in C like ``formats.rans.decode``. The library must be loaded; ``level`` is an index into ``library.levels()``."""
+    """Decode ``chunks`` in C, as ``formats.rans.decode`` does. The library must be loaded. ``level`` is an index into ``library.levels()``.
+    """
     count, longest = len(lengths), int(lengths.max(initial=0))
     words, states = numpy.ascontiguousarray(chunks.words, numpy.uint16), numpy.ascontiguousarray(chunks.states, numpy.uint32)
     first = numpy.ascontiguousarray(numpy.cumsum(chunks.counts) - chunks.counts, numpy.int64)
@@ -56,7 +57,7 @@ def decode(
 
 
 def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0) -> rans.Chunks:
-    """Encode symbols in C like ``formats.rans.encode``. The library must be loaded; ``level`` is an index into ``library.levels()``."""
+    """Encode symbols in C, as ``formats.rans.encode`` does. The library must be loaded. ``level`` is an index into ``library.levels()``."""
     return join_chunks([encode_apart(symbols, lengths, tables, table, threads, level)])
 
 
@@ -107,9 +108,9 @@ def encode_apart(
 
 
 def _split_table(table: Numbers, count: int, shape: tuple[int, ...]) -> tuple[Numbers | None, Numbers | None]:
-    """Return ``table`` as one int64 index per chunk, or as one uint8 index per symbol of ``shape``. The other element is None.
+    """Return ``table`` in the form that C reads: one int64 index per chunk, or one uint8 index per symbol. The other element is None.
 
-    Indices are less than ``count``.
+    The table has ``count`` rows, which the indices select, and ``shape`` is the shape of the symbols.
     """
     if table.ndim == 1:
         return numpy.ascontiguousarray(table, numpy.int64), None

@@ -16,7 +16,7 @@ _CACHE_SIZE = 64
 
 
 class RotationDescription(NamedTuple):
-    """The C description of a rotation, and the tensors that ``struct`` points to."""
+    """The C description of a rotation, and the tensors to which ``struct`` points."""
 
     struct: library.Rotation
     keep_alive: tuple[torch.Tensor, ...]
@@ -27,7 +27,6 @@ NO_ROTATION = RotationDescription(library.Rotation(), ())
 
 @lru_cache(_CACHE_SIZE)
 def describe(rotation: Rotation) -> RotationDescription:
-    """Return the C description of ``rotation``."""
     if rotation.kind == "none":
         return NO_ROTATION
     order = next(p for p in (1, *PALEY_ORDERS) if rotation.dim % p == 0 and is_power_of_two(rotation.dim // p))

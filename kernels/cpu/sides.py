@@ -75,7 +75,7 @@ class Side(Protocol):
 class SidePart(NamedTuple):
     """Tokens ``[start, stop)`` of one side that share a codec and a coded frame. ``frame`` is None for the original frame.
 
-    ``segments`` is the C table of the pages (see ``_segment_table``), and ``address`` is the table's address.
+    ``segments`` is the C table of the pages (see ``_segment_table``), and ``address`` is the address of this table.
     """
 
     start: int
@@ -157,7 +157,7 @@ def _packed_parts(side: Side) -> list[SidePart] | None:
 
 
 def _has_page_frames(codec: Codec) -> bool:
-    """Return True if pages may have different coded frames: each stores its own value maps or basis rows."""
+    """Return True if pages may have different coded frames, because each stores its own value maps or basis rows."""
     if isinstance(codec.family, Klt) and codec.family.rows != "basis":
         return True
     return isinstance(codec, CodecWithSidecars) and codec.maps_by_run
@@ -175,10 +175,10 @@ def _is_in_original_frame(codec: Codec) -> bool:
 
 
 def _segment_table(stretch: Stretch, description: CodecDescription, batch: int, heads: int) -> tuple[Integers, Any] | None:
-    """Return the C table of a stretch's pages, and the streams that it points to. None if the C kernels do not support a stream.
+    """Return the C table of a stretch's pages, and the streams to which it points. None if the C kernels do not support a stream.
 
-    Each row, int64, contains the page's first token in the stretch, its number of tokens, and four numbers per stream: an address, and
-    strides in bytes per batch entry, head and stream row.
+    Each row, int64, contains the first token of a page within the stretch, its number of tokens, and four numbers per stream: an address,
+    and strides in bytes per batch entry, head and stream row.
     """
     counts = numpy.diff(stretch.ends, prepend=0)
     streams, codec = dict(stretch.streams), stretch.codec
@@ -239,7 +239,7 @@ def _segment_table(stretch: Stretch, description: CodecDescription, batch: int, 
 
 
 def _basis_numbers(codec: Codec, streams: Mapping[str, torch.Tensor], batch: int, heads: int, runs: int) -> torch.Tensor:
-    """Return the derived stream ``codecs.BASIS`` of ``runs`` pages, which share one basis unless they store their own."""
+    """Return the derived stream ``codecs.BASIS`` of ``runs`` pages. They share one basis unless they store their own."""
     codec = codec.family
     assert isinstance(codec, Klt)
     if "rows" not in streams:

@@ -89,7 +89,7 @@ def _channel_scales(codec: Codec, page: Any) -> torch.Tensor | None:
 
 
 def _write_raw_tokens(side: Side, tokens: WholeTokens, out: torch.Tensor) -> None:
-    """Write the stored values of raw tokens to ``out``. C code has only their rotated values."""
+    """Write the stored values of raw tokens to ``out``. C code receives only their rotated values."""
     start = 0
     for stretch in side.runs.stretches:
         stop = start + int(stretch.ends[-1])

@@ -38,7 +38,7 @@ _MIN_SUM, _MAX_SUM, _ZERO, _OCTAVES, _PI = (tl.constexpr(value) for value in (MI
 class AngleConstants(NamedTuple):
     """Compile-time constants of a codec: the number of angle ``bins``, the ``norm`` format and its largest code (``steps``).
 
-    ``limit`` is the smallest number that a stored range cannot represent, and ``smallest_step`` the smallest normal step. ``rule`` comes
+    ``limit`` is the smallest number that a stored range cannot represent, and ``smallest_step`` is the smallest normal step. ``rule`` comes
     from ``rows.norm_rule_limit``.
     """
 
@@ -130,7 +130,7 @@ def _norm_factor(
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the bins of all pairs, and the codes of their norms unless norms are float32. Also stores the ranges or float32 norms."""
+    """Return the bins of all pairs and, unless norms are float32, the codes of their norms. Also stores the ranges or float32 norms."""
     SYMBOLS: tl.constexpr = SHAPE.symbols
     DIM: tl.constexpr = SHAPE.dim
     BINS: tl.constexpr = CONSTANTS.bins

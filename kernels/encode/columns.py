@@ -1,7 +1,8 @@
 """Packing of columns(n, A, F) on the GPU, by matrix products of digits and place values (spec/packing.md, Bit packing).
 
-A column is a sum of digits times place values. Place values are split into limbs that float16 represents exactly. Limbs have 16 bits if
-bases are powers of two, otherwise 8 bits. Sums of limbs are integers that float32 represents exactly; they are joined with carries.
+A column is a sum of digits times place values. Place values are split into limbs: parts that float16 represents exactly, of 16 bits if
+bases are powers of two, otherwise of 8 bits. The sum of the products of one limb is an integer that float32 represents exactly. The sums of
+a column are then joined with carries.
 """
 
 # ruff: noqa: RUF005
@@ -37,7 +38,7 @@ _EXACT_SUM = {16: 1 << 24, 8: 1 << 22}
 
 
 class DigitBits(NamedTuple):
-    """Some bits of digit number ``source`` of the kernel: the digit shifted right by ``shift`` and masked with ``mask``."""
+    """Some bits of the kernel's digit number ``source``: the digit shifted right by ``shift`` and masked with ``mask``."""
 
     source: int
     shift: int
@@ -45,7 +46,11 @@ class DigitBits(NamedTuple):
 
 
 class StreamPacking(NamedTuple):
-    """Packing of one code stream: its columns, the limbs of their sums, and the indices of its first sum, plane and place value."""
+    """How one code stream is packed: its columns, its limbs, and the digit bits that contribute to them.
+
+    ``limbs`` is the number of limbs per column, each with ``limb_bits`` bits. ``first_sum``, ``first_plane`` and ``first_place_value`` are
+    where the stream begins among the kernel's sums (one per limb), planes and place values.
+    """
 
     width: int
     tile_width: int
@@ -54,15 +59,15 @@ class StreamPacking(NamedTuple):
     limbs: int
     first_sum: int
     first_plane: int
-    first_place: int
+    first_place_value: int
     pieces: tuple[DigitBits, ...]
 
 
 class Term(NamedTuple):
     """The contribution of one of the kernel's digits to a code stream: ``bits`` bits at bit ``shift``, times ``weight`` place values.
 
-    ``source`` is the index of the kernel's digit, and ``digit`` is the digit of the packing. ``symbols`` are the kernel's symbols in the
-    stream's order, or empty if the order is the same.
+    ``source`` is the index of the kernel's digit, and ``digit`` is the index of the packing's digit. ``symbols`` contains the kernel's
+    symbols in the stream's order, or is empty if the order is the same.
     """
 
     source: int
@@ -74,17 +79,17 @@ class Term(NamedTuple):
 
 
 class PackingPlan(NamedTuple):
-    """Packing of all code streams of a codec: the constants of each stream, and the limbs of all place values.
+    """How all code streams of a codec are packed.
 
-    ``places`` is a flat float16 tensor with ``[piece, limb, symbol, column]`` for each stream.
+    ``place_values`` is a flat float16 tensor: for each stream, the limbs of all place values, ``[piece, limb, symbol, column]``.
     """
 
     streams: tuple[StreamPacking, ...]
-    places: torch.Tensor
+    place_values: torch.Tensor
 
 
 def plan_packing(codec: Codec, terms: Mapping[str, Sequence[Term]], symbols: int, device: torch.device) -> PackingPlan | None:
-    """Return the packing plan for kernels with ``symbols`` symbols per token (with padding). None if sums would not be exact."""
+    """Return the packing plan for kernels with ``symbols`` symbols per token, including padding. None if sums would not be exact."""
     streams: list[StreamPacking] = []
     matrices: list[torch.Tensor] = []
     sums_count = planes = elements = 0
@@ -111,7 +116,7 @@ def plan_packing(codec: Codec, terms: Mapping[str, Sequence[Term]], symbols: int
 
 
 def _split_term(term: Term) -> list[Term]:
-    """Split ``term`` into several, of at most ``_PIECE_BITS`` bits each."""
+    """Split ``term`` into terms of at most ``_PIECE_BITS`` bits each."""
     starts = range(0, term.bits, _PIECE_BITS)
     return [
         term._replace(bits=min(_PIECE_BITS, term.bits - start), shift=term.shift + start, weight=term.weight << start) for start in starts
@@ -119,14 +124,13 @@ def _split_term(term: Term) -> list[Term]:
 
 
 def _place_values(packing: Columns, term: Term, symbols: int) -> list[list[int]]:
-    """Return the place value of each of the kernel's ``symbols`` in each column of its tile. The value is 0 for symbols outside the column.
-    """
+    """Return the place value of each of the kernel's ``symbols`` in each tile column. It is 0 for symbols outside the column."""
     width = max(MIN_AXIS, next_power_of_two(packing.width))
-    places = [[0] * width for _ in range(symbols)]
+    place_values = [[0] * width for _ in range(symbols)]
     for index, symbol in enumerate(term.symbols or range(min(symbols, packing.symbols))):
         field, column = divmod(index, packing.width)
-        places[symbol][column] = packing.place_values[term.digit][field] * term.weight
-    return places
+        place_values[symbol][column] = packing.place_values[term.digit][field] * term.weight
+    return place_values
 
 
 @triton.constexpr_function
@@ -159,20 +163,20 @@ def empty_columns(STREAMS: tl.constexpr, BLOCK_TOKENS: tl.constexpr) -> tl.tuple
 def add_digits(
     sums: tl.tuple,
     digits: tl.tuple,
-    places: tl.tensor,
+    place_values: tl.tensor,
     first: tl.tensor,
     COUNT: tl.constexpr,
     SYMBOLS: tl.constexpr,
     STREAMS: tl.constexpr,
 ) -> tl.tuple:
-    """Add the digits of symbols from ``first`` on to ``sums``.
+    """Add the digits of the symbols from ``first`` on to ``sums``.
 
     ``digits`` are int32 ``[token, COUNT]`` each. A token has ``SYMBOLS`` symbols in total.
     """
     added = ()
     for stream in tl.static_range(len(STREAMS)):
         for limb in tl.static_range(_limbs(STREAMS, stream)):
-            added = added + (_add_limb(sums, digits, places, limb, first, COUNT, SYMBOLS, constant_at(STREAMS, stream)),)
+            added = added + (_add_limb(sums, digits, place_values, limb, first, COUNT, SYMBOLS, constant_at(STREAMS, stream)),)
     return added
 
 
@@ -180,7 +184,7 @@ def add_digits(
 def _add_limb(
     sums: tl.tuple,
     digits: tl.tuple,
-    places: tl.tensor,
+    place_values: tl.tensor,
     LIMB: tl.constexpr,
     first: tl.tensor,
     COUNT: tl.constexpr,
@@ -188,7 +192,10 @@ def _add_limb(
     STREAM: tl.constexpr,
 ) -> tl.tensor:
     address = (
-        places + STREAM.first_place + (first + tl.arange(0, COUNT))[:, None] * STREAM.tile_width + tl.arange(0, STREAM.tile_width)[None, :]
+        place_values
+        + STREAM.first_place_value
+        + (first + tl.arange(0, COUNT))[:, None] * STREAM.tile_width
+        + tl.arange(0, STREAM.tile_width)[None, :]
     )
     total = sums[STREAM.first_sum + LIMB]
     PIECES: tl.constexpr = STREAM.pieces
@@ -201,7 +208,10 @@ def _add_limb(
 
 @triton.jit
 def store_columns(sums: tl.tuple, planes: tl.tuple, row: tl.tensor, valid: tl.tensor, STREAMS: tl.constexpr) -> None:
-    """Write all planes of the ``valid`` rows ``row``, int64 ``[token, 1]``. A plane of bytes is passed as uint8."""
+    """Join the limbs of all columns, and write all planes of the rows with the indices ``row``, int64 ``[token, 1]``.
+
+    Rows that are not ``valid`` are skipped. A plane of bytes is passed as uint8.
+    """
     for stream in tl.static_range(len(STREAMS)):
         _store_planes(sums, planes, row, valid, constant_at(STREAMS, stream))
 

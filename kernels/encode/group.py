@@ -50,9 +50,9 @@ _HALF_LIMIT, _MIN_HALF, _MAX_ENCODED = (tl.constexpr(value) for value in (HALF_L
 class GroupConstants(NamedTuple):
     """Compile-time constants of a codec: codes of ``bits`` bits in groups of ``size`` tokens (``along_tokens``) or channels.
 
-    ``middle`` is True if groups have centers. Stream 0 contains pairs (scale, center), int32 or, for 8-bit scales, int16, of shape
-    ``[batch, kv_head, token or token group, dim or channel group]``. ``ranged`` and ``token_scale`` are the indices of the streams with the
-    range of 8-bit scales and with the token scales (one per head with ``per_head``). ``products`` is the index of the table that
+    ``middle`` is True if groups have centers. Stream 0 contains pairs (scale, center) of shape ``[batch, kv_head, token or token group, dim
+    or channel group]``. A pair is int32 or, for 8-bit scales, int16. ``ranged`` is the index of the stream of ranges for 8-bit scales.
+    ``token_scale`` is the index of the stream of token scales, one per head with ``per_head``. ``products`` is the index of the table that
     ``_correct_token_scales`` needs. An index is -1 if there is no such tensor. With ``ranged``, table 0 contains the extremes of scales.
     """
 
@@ -123,7 +123,7 @@ def _compute_token_scales(codec: Group, x: torch.Tensor, output: Output, token_s
 
 
 def _correct_token_scales(codec: Group, x: torch.Tensor, output: Output, token_scale: torch.Tensor, products: torch.Tensor) -> None:
-    """Replace the root mean squares in ``token_scale`` by the scales of norm_rule=unbiased."""
+    """Replace the root mean squares in ``token_scale`` with the scales of norm_rule=unbiased."""
     dtype = _scale_dtype(codec)
     launch(
         _correct_scales, _scaling_programs(codec, x), x.device, products, token_scale, x.shape[1], x.shape[2],
@@ -160,7 +160,7 @@ def _root_mean_squares(
     PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
-    """Write every token's root mean square to ``scales``: over all heads, ``[batch, 1, token]``, or per head with ``PER_HEAD``.
+    """Write every token's root mean square to ``scales``: over all heads, ``[batch, 1, token]``, or for each head with ``PER_HEAD``.
 
     Rotations preserve root mean squares. With ``PER_HEAD``, the shape is ``[batch, kv_head, token]``.
     """
@@ -213,7 +213,7 @@ def _correct_scales(
     PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
-    """Replace the root mean squares in ``scales`` by the scales of norm_rule=unbiased.
+    """Replace the root mean squares in ``scales`` with the scales of norm_rule=unbiased.
 
     ``products`` is ``[batch, kv_head, token, 3]``: the squared norm of a token's values, their product with the decoded values, and the
     squared norm of the decoded values.
@@ -244,7 +244,7 @@ def _correct_scales(
 
 @triton.jit
 def _round_to_half(value: tl.tensor, flag: tl.tensor) -> tl.tensor:
-    """Round ``value`` to float16. Values that do not fit become zero and set the flag."""
+    """Round ``value`` to float16. A value that does not fit becomes zero and sets the flag."""
     fits = tl.abs(value) < _HALF_LIMIT
     flag_unless(fits, flag)
     return tl.where(fits, value, 0.0).to(tl.float16)
@@ -252,7 +252,7 @@ def _round_to_half(value: tl.tensor, flag: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _ordered_bits(value: tl.tensor) -> tl.tensor:
-    """Map float32 bits to int32 numbers with the same order as the float values. The function is its own inverse."""
+    """Map the bits of float32 numbers to int32 numbers with the same order. The function is its own inverse."""
     return value ^ ((value >> 31) & 0x7FFFFFFF)
 
 
@@ -269,7 +269,7 @@ def _signed_root(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _load_extreme(extremes: tl.tensor, number: tl.constexpr) -> tl.tensor:
-    """Load extreme ``number`` that ``_measure_extremes`` found, float32 ``[1, 1]``."""
+    """Load one extreme that ``_measure_extremes`` found, float32 ``[1, 1]``."""
     return _ordered_bits(tl.load(extremes + tl.full((1, 1), number, tl.int32))).to(tl.float32, bitcast=True)
 
 
@@ -277,7 +277,7 @@ def _load_extreme(extremes: tl.tensor, number: tl.constexpr) -> tl.tensor:
 def _choose_range(extremes: tl.tensor, MIDDLE_STEPS: tl.constexpr, LIMIT: tl.constexpr) -> tl.tuple:
     """Choose the range of 8-bit scales as ``formats/scale_range.py`` does for the first tokens of a layer.
 
-    Returns the step and minimum of scales, and then of centers, float16 ``[1, 1]`` each.
+    Returns the step and minimum of scales, and then those of centers, float16 ``[1, 1]`` each.
     """
     high = _signed_root(_load_extreme(extremes, 0))
     high = tl.minimum(high + 0.125 * high, LIMIT)
@@ -297,7 +297,7 @@ def _choose_range(extremes: tl.tensor, MIDDLE_STEPS: tl.constexpr, LIMIT: tl.con
 
 @triton.jit
 def _nearest_scale_code(value: tl.tensor, step: tl.tensor, minimum: tl.tensor) -> tl.tuple:
-    """Return the nearest 8-bit codes, int32, and the float16 values that these codes decode to, as ``formats/scale_range.py`` does."""
+    """Return the nearest 8-bit codes, int32, and the float16 values to which they decode, as ``formats/scale_range.py`` does."""
     step = step.to(tl.float32)
     minimum = minimum.to(tl.float32)
     code = nearest_integer(
@@ -308,9 +308,9 @@ def _nearest_scale_code(value: tl.tensor, step: tl.tensor, minimum: tl.tensor) -
 
 
 class GroupState(NamedTuple):
-    """State of a program's tokens: their reciprocal token scales, ``[token, 1]``, and the ``chosen`` range of 8-bit scales.
+    """State of a program's tokens: ``inverse``, the reciprocal token scales, ``[token, 1]``, and ``chosen``, the range of 8-bit scales.
 
-    ``squares``, ``product`` and ``decoded`` are sums per token, ``[token]``, of squared values, of values times decoded values, and of
+    ``squares``, ``product`` and ``decoded`` are sums per token, ``[token]``: of squared values, of values times decoded values, and of
     squared decoded values. Fields that the codec does not use are 1, empty or 0.
     """
 
@@ -337,7 +337,7 @@ def _load_reciprocals(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.conste
 
 @triton.jit
 def _begin(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the initial ``GroupState``. Also chooses and stores the range of 8-bit scales, if used."""
+    """Return the initial ``GroupState``. If scales have 8 bits, also choose and store their range."""
     state = _load_reciprocals(block, CONSTANTS, SHAPE)
     chosen = ()
     if CONSTANTS.ranged >= 0:
@@ -366,7 +366,7 @@ def _group_values(value: tl.tensor, CONSTANTS: tl.constexpr) -> tl.tensor:
 class GroupExtents(NamedTuple):
     """Values of a block divided by token scales, and the minimum, maximum and center of each group.
 
-    ``known`` is True for groups that have values. Group fields are ``[token group, channel]`` or ``[token, channel group]``.
+    ``known`` is True for groups that have values. The fields per group are ``[token group, channel]`` or ``[token, channel group]``.
     """
 
     value: Any
@@ -425,7 +425,7 @@ def _measure_extremes(
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of a block of channels. Also stores the scales and centers of the groups."""
+    """Return the codes of a block of channels. Also stores the scales and centers of its groups."""
     BLOCK: tl.constexpr = SHAPE.block
     TOKENS: tl.constexpr = SHAPE.tokens
     DIM: tl.constexpr = SHAPE.dim
@@ -473,7 +473,7 @@ def _quantize(
 
 @triton.jit
 def _store_products(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> None:
-    """Store the sums that ``_correct_token_scales`` needs: three per token."""
+    """Store the three sums per token that ``_correct_token_scales`` needs."""
     row = (block.sequence * block.heads + block.head) * block.tokens + block.token
     products = block.tables[CONSTANTS.products] + row * 3
     tl.store(products, state.squares[:, None], block.valid)

@@ -35,8 +35,8 @@ class Output(NamedTuple):
     """Memory to which an encoder writes: a codec's ``streams``, and the code ``planes`` as views with the dtype that kernels write.
 
     ``flag``, int32 ``[1]``, is set if ``formats/`` must encode the input instead. With ``origins``, streams and flag belong to the first
-    batch entry. If the codec has ``direction_spread``, relative errors of tokens are written to ``errors``, float32 ``[batch, kv_head,
-    token]``, unless it is None.
+    batch entry. If the codec has ``direction_spread`` and ``errors`` is given, the relative errors of tokens are written to it, float32
+    ``[batch, kv_head, token]``.
     """
 
     streams: Mapping[str, torch.Tensor]
@@ -53,7 +53,7 @@ def create_output(
     origins: BatchOffsets | None = None,
     errors: torch.Tensor | None = None,
 ) -> Output:
-    """Create the ``Output`` with ``streams`` of ``codec``. A plane of bytes is viewed as uint8."""
+    """Create the ``Output`` with the ``streams`` of ``codec``. A plane of bytes is viewed as uint8."""
     planes: list[torch.Tensor] = []
     for name, packing in codec.packings().items():
         words = [streams[f"{name}.{plane}"] for plane in range(len(packing.planes))]
@@ -68,7 +68,7 @@ class Quantizer(NamedTuple):
       ``[token, symbol]`` each, and the next state; ``values`` are float32 ``[token, symbol]``, one tile per coordinate of a symbol.
     - ``above(block, state, level, constants, shape)`` does the same for each level above the first, if there are several ``levels``.
     - ``begin(block, constants, shape)`` returns the initial state.
-    - ``measure``, if any, is called like ``quantize`` for all blocks first, and returns the next state;
+    - ``measure`` is optional. It has the arguments of ``quantize``, is called for all blocks first, and returns the next state;
       ``decide(state, constants, shape)`` then returns the state for the first call of ``quantize``.
     - ``end(block, state, constants, shape)`` stores results per token.
 
@@ -86,15 +86,15 @@ class Quantizer(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        """Key under which Triton caches compiled code."""
+        """The key by which Triton identifies this constant in its cache of compiled code."""
         return code_key(self)
 
 
 class EncodeShape(NamedTuple):
     """Compile-time shape of a launch: rows of ``dim`` channels padded to ``padded_dim``, and ``tokens`` tokens per program.
 
-    There are ``blocks`` blocks of ``block`` symbols with ``coordinates`` coordinates each; ``symbols`` counts the symbols of all levels.
-    Matrix products split each value into ``parts`` numbers of type ``operand``, and are scaled by ``scale``. Digits are packed into
+    There are ``blocks`` blocks of ``block`` symbols, and a symbol has ``coordinates`` coordinates; ``symbols`` counts the symbols of all
+    levels. Matrix products split each value into ``parts`` numbers of type ``operand``, and are scaled by ``scale``. Digits are packed into
     ``streams``, which is empty for a quantizer without digits. ``measured`` is True if the errors of tokens are stored.
     """
 
@@ -113,12 +113,11 @@ class EncodeShape(NamedTuple):
 
 
 class TokenBlock(NamedTuple):
-    """Tokens of a program, from one head of one sequence, beginning with token ``first``.
+    """The tokens of a program: consecutive tokens of one head of one sequence, beginning with token ``first``.
 
-     ``token`` (indices in the sequence), ``row`` (indices over all
-    heads) and ``valid`` are ``[token, 1]``. ``rows`` are the values ``[token, channel]``, or pointers to them if nothing is rotated. The
-    sequence's index is ``batch`` in the ``stored`` streams of scales, and ``sequence`` in ``tables``. ``errors`` are the addresses of the
-    tokens' errors, ``[token, 1]``, if they are measured.
+    ``token`` (indices in the sequence), ``row`` (indices over all heads) and ``valid`` are ``[token, 1]``. ``rows`` are the values
+    ``[token, channel]``, or pointers to them if nothing is rotated. The index of the sequence is ``batch`` in the ``stored`` streams of
+    scales, and ``sequence`` in ``tables``. If errors are measured, ``errors`` are the addresses of the tokens' errors, ``[token, 1]``.
     """
 
     rows: Any
@@ -170,7 +169,8 @@ def encode_rows(
     arguments, constants = input_arguments(x, output.origins)
     launch(
         _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // tokens), x.device,
-        *arguments, coordinate_matrices(codec.rotation, coordinates, symbols, block, x) if rotated else None, plan.places, output.planes,
+        *arguments, coordinate_matrices(codec.rotation, coordinates, symbols, block, x) if rotated else None, plan.place_values,
+        output.planes,
         tuple(stored), tuple(tables) or (output.flag,), output.flag, output.flag if output.errors is None else output.errors,
         ALIGNED=constants["ALIGNED"], QUANTIZER=quantizer,
         SHAPE=EncodeShape(
@@ -200,7 +200,7 @@ def _encode(
     tokens: tl.tensor,
     origins: tl.tensor,
     matrix: tl.tensor,
-    places: tl.tensor,
+    place_values: tl.tensor,
     planes: tl.tuple,
     stored: tl.tuple,
     tables: tl.tuple,
@@ -212,7 +212,7 @@ def _encode(
 ) -> None:
     """Encode ``SHAPE.tokens`` tokens of one head. ``x`` is ``[batch, kv_head, token, dim]`` with arbitrary strides.
 
-    ``matrix`` comes from ``coordinate_matrices``; if it is None, values are loaded directly, block by block.
+    ``matrix`` comes from ``coordinate_matrices``. If it is None, values are loaded directly, block by block.
     """
     CONSTANTS: tl.constexpr = QUANTIZER.constants
     LEVELS: tl.constexpr = QUANTIZER.levels
@@ -253,16 +253,16 @@ def _encode(
     if BLOCKS == 1:
         values = _load_values(rows, valid, matrix, channel_stride, 0, SHAPE)
         digits, state = QUANTIZER.quantize(values, block, state, 0, CONSTANTS, SHAPE)
-        sums = add_digits(sums, digits, places, 0, BLOCK, SYMBOLS, STREAMS)
+        sums = add_digits(sums, digits, place_values, 0, BLOCK, SYMBOLS, STREAMS)
     else:
         for block_index in range(BLOCKS):
             values = _load_values(rows, valid, matrix, channel_stride, block_index, SHAPE)
             digits, state = QUANTIZER.quantize(values, block, state, block_index, CONSTANTS, SHAPE)
-            sums = add_digits(sums, digits, places, block_index * BLOCK, BLOCK, SYMBOLS, STREAMS)
+            sums = add_digits(sums, digits, place_values, block_index * BLOCK, BLOCK, SYMBOLS, STREAMS)
     first_symbol = BLOCKS * BLOCK
     for level in tl.static_range(1, LEVELS):
         digits, state = QUANTIZER.above(block, state, level, CONSTANTS, SHAPE)
-        sums = add_digits(sums, digits, places, first_symbol, digits[0].shape[1], SYMBOLS, STREAMS)
+        sums = add_digits(sums, digits, place_values, first_symbol, digits[0].shape[1], SYMBOLS, STREAMS)
         first_symbol += digits[0].shape[1]
     if QUANTIZER.end is not None:
         QUANTIZER.end(block, state, CONSTANTS, SHAPE)
@@ -273,7 +273,7 @@ def _encode(
 def _load_values(
     rows: tl.tensor, valid: tl.tensor, matrix: tl.tensor | None, channel_stride: tl.tensor, block_index: tl.tensor, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the coordinates of symbol block ``block_index``, float32 ``[token, symbol]`` each."""
+    """Return the coordinates of the symbols in block ``block_index``, float32 ``[token, symbol]`` each."""
     BLOCK: tl.constexpr = SHAPE.block
     COORDINATES: tl.constexpr = SHAPE.coordinates
     PADDED_DIM: tl.constexpr = SHAPE.padded_dim

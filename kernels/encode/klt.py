@@ -71,7 +71,7 @@ _device_bases: WeakKeyDictionary[BasisRows, dict[tuple[bytes, int | None, int, s
 def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
     """Encode ``x`` to ``output``, or return False if the input is not supported.
 
-    Not supported are a basis that is stored in the streams or differs between sequences, and tables that do not ascend. Raises
+    Two inputs are not supported: a basis that is stored in the streams or differs between sequences, and tables that do not ascend. Raises
     MissingBasis, or InvalidParameter for a wrong number of heads or a singular matrix.
     """
     if codec.rows != "basis":
@@ -97,9 +97,9 @@ def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
 
 
 def compute_levels(x: torch.Tensor, output: Output, basis: DeviceBasis) -> torch.Tensor:
-    """Compute levels and gains. Returns the levels, uint8 ``[batch, kv_head, token, column]``, in stream order.
+    """Compute the level of each column and the gain of each token. Returns the levels, uint8 ``[batch, kv_head, token, column]``.
 
-    Gains are written to ``output``, if the codec stores them.
+    Columns are in stream order. Gains are written to ``output``, if the codec stores them.
     """
     arguments, constants = input_arguments(x, output.origins)
     del constants["PARTS"]
@@ -118,7 +118,8 @@ def compute_levels(x: torch.Tensor, output: Output, basis: DeviceBasis) -> torch
 def cached_basis(
     codec: Klt, source: BasisRows, x: torch.Tensor, make: Callable[[Klt, BasisRows, int], DeviceBasis | None]
 ) -> DeviceBasis | None:
-    """Return ``make(codec, source, padded_dim)`` for the padded dim and device of ``x``. It is cached as long as ``source`` exists."""
+    """Return ``make(codec, source, padded_dim)`` for the padded dim and device of ``x``. The result is cached as long as ``source`` exists.
+    """
     cached = _device_bases.setdefault(source, {})
     padded_dim = int(input_arguments(x).constants["PADDED_DIM"])
     key = codec.widths, codec.fixed_heads, padded_dim, str(x.device)
@@ -206,7 +207,7 @@ def _encode(
     """Write the levels and gains of ``BLOCK_TOKENS`` tokens of one head, one run of columns at a time.
 
     ``x`` is ``[batch, kv_head, token, dim]`` with arbitrary strides. ``levels`` is uint8 ``[batch, kv_head, token, column]`` in stream
-    order, and ``gains`` is ``[batch, kv_head, token]`` or None. The flag is set if a token's weighted squared length is not below
+    order, and ``gains`` is ``[batch, kv_head, token]`` or None. The flag is set unless the weighted squared length of every token is below
     ``LARGEST``.
     """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
@@ -274,7 +275,7 @@ def _encode(
 
 @triton.jit
 def split_rows(rows: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
-    """Split float32 ``rows`` into ``COUNT`` bfloat16 tiles whose sum is ``rows``."""
+    """Split float32 ``rows`` into ``COUNT`` bfloat16 tiles that add up to ``rows``."""
     parts = ()
     for _ in tl.static_range(COUNT):
         part = rows.to(tl.bfloat16)
@@ -285,7 +286,10 @@ def split_rows(rows: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def compute_gain(squares: tl.tensor, products: tl.tensor, decoded: tl.tensor, LARGEST_GAIN: tl.constexpr) -> tl.tensor:
-    """Return each token's gain as ``formats/klt.py`` does, or 1 if no finite gain exists. Arguments are weighted sums of products."""
+    """Return each token's gain as ``formats/klt.py`` does, or 1 if no finite gain exists.
+
+    The arguments are weighted sums: of squared values, of values times decoded values, and of squared decoded values.
+    """
     is_close = (products > 0) & (squares * decoded <= 2 * products * products)
     numerator = tl.where(is_close, squares, tl.maximum(products, 0.0))
     denominator = tl.where(is_close, products, decoded)
@@ -306,10 +310,10 @@ def _pack(
     width: tl.tensor,
     BLOCK_WORDS: tl.constexpr,
 ) -> None:
-    """Write ``BLOCK_WORDS`` words of each plane of one stream: columns(``symbols``, 2^``bits``, F) of ``width`` words (spec/README.md).
+    """Write ``BLOCK_WORDS`` words of each plane of one code stream, columns(``symbols``, 2^``bits``, F) with ``width`` columns.
 
     ``levels`` is uint8 ``[batch, row, stored]``; the stream's symbols are its columns from ``first`` on. A plane of bytes is passed as
-    uint8.
+    uint8. Source: spec/packing.md, Bit packing.
     """
     # Byte planes are padded to an even number of columns.
     padded_width = width + width % 2

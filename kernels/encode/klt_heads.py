@@ -36,7 +36,7 @@ _RUN_COLUMNS = tl.constexpr(HEAD_RUN_COLUMNS)
 
 
 def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` as ``klt.encode`` does, for widths that heads share and for widths per head."""
+    """Encode ``x`` as ``klt.encode`` does. Supports widths that all heads share, and widths per head."""
     if codec.fixed_heads is None:
         return encode_shared(codec, x, output)
     if codec.rows != "basis" or x.shape[1] != codec.fixed_heads:

@@ -30,10 +30,7 @@ _HALF_LIMIT = tl.constexpr(HALF_LIMIT)
 
 
 class ElementFormat(NamedTuple):
-    """An element format.
-
-    It has ``fraction`` bits, an exponent ``bias``, ``finite`` finite codes (without the sign), and ``bits`` bits in total.
-    """
+    """An element format: ``fraction`` bits, exponent ``bias``, the number of ``finite`` codes without the sign, and ``bits`` in total."""
 
     fraction: int
     bias: int
@@ -118,7 +115,7 @@ def choose_run_scales(codec: Minifloat, x: torch.Tensor, before: torch.Tensor) -
 
 @triton.jit
 def _encode_elements(value: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
-    """Encode finite float32 values to the codes, int32, of the nearest elements, ties to even, as ``formats/minifloat.py`` does."""
+    """Encode finite float32 values to the codes of the nearest elements, int32, as ``formats/minifloat.py`` does. Ties go to even codes."""
     FRACTION: tl.constexpr = FORM.fraction
     BIAS: tl.constexpr = FORM.bias
     SPARE: tl.constexpr = 23 - FRACTION
@@ -159,7 +156,7 @@ def _choose_scale(largest: tl.tensor, flag: tl.tensor, MAX_QUOTIENT: tl.constexp
 
 @triton.jit
 def _load_run_scale(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the run scale, float32 ``[1, 1]``. With ``chosen``, it is computed, and the page's first program stores it."""
+    """Return the run scale, float32 ``[1, 1]``. With ``chosen``, compute it first; the page's first program then stores it."""
     scales = block.stored[1 if CONSTANTS.kind == E4M3_BLOCKS else 0]
     zero = tl.zeros((1, 1), tl.int32)
     address = scales + block.batch

@@ -33,8 +33,8 @@ _MIN_SQUARE, _MAX_SQUARE = tl.constexpr(MIN_SQUARE), tl.constexpr(MAX_SQUARE)
 class NormConstants(NamedTuple):
     """Compile-time constants for norms.
 
-    ``limit`` is the smallest norm that does not fit, and ``rule`` comes from ``rows.norm_rule_limit``. For norms stored as bytes, ``log8``
-    is the index of the table that ``store_norms`` needs; otherwise, it is -1.
+    ``limit`` is the smallest norm that does not fit, and ``rule`` comes from ``rows.norm_rule_limit``. If norms are stored as bytes,
+    ``log8`` is the index of the table that ``store_norms`` needs; otherwise, it is -1.
     """
 
     limit: float
@@ -45,7 +45,7 @@ class NormConstants(NamedTuple):
 class NormState(NamedTuple):
     """State of a program's tokens, ``[token, 1]`` each.
 
-    ``norm`` is a token's norm, and ``factor`` normalizes its values. ``product`` and ``decoded`` are sums of values times decoded values,
+    ``norm`` is a token's norm, and ``factor`` normalizes its values. ``product`` and ``decoded`` are sums: of values times decoded values,
     and of squared decoded values.
     """
 
@@ -56,7 +56,7 @@ class NormState(NamedTuple):
 
 
 def create_norms(codec: Scalar | Octahedral, tables: list[torch.Tensor], device: torch.device) -> NormConstants:
-    """Return the ``NormConstants`` of ``codec``, and append its table to ``tables`` if it needs one."""
+    """Return the ``NormConstants`` of ``codec``. If it needs a table, append it to ``tables``."""
     bounds = norm_byte_bounds(codec.norm, device)
     if bounds is not None:
         tables.append(bounds)
@@ -74,14 +74,14 @@ def begin_norms(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -
 
 @triton.jit
 def add_decoded(state: tl.tuple, value: tl.tensor, decoded: tl.tensor) -> tl.tuple:
-    """Add a block of normalized vectors and their decoded values to ``state``."""
+    """Add a block of the normalized vector, and the values to which it decodes, to ``state``."""
     product = state.product + tl.sum(value * decoded, 1)[:, None]
     return NormState(state.norm, state.factor, product, state.decoded + tl.sum(decoded * decoded, 1)[:, None])
 
 
 @triton.jit
 def end_norms(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> None:
-    """Store the tokens' norms in the first stream of scales, after applying norm_rule=unbiased if requested."""
+    """Store the tokens' norms in the first stream of scales, corrected for norm_rule=unbiased if the codec requests it."""
     LIMIT: tl.constexpr = CONSTANTS.norms.limit
     RULE: tl.constexpr = CONSTANTS.norms.rule
     LOG8: tl.constexpr = CONSTANTS.norms.log8

@@ -35,8 +35,8 @@ _MAX_LEVELS = 64
 class OctahedralConstants(NamedTuple):
     """Compile-time constants of a codec: ``levels`` per coordinate, and ``norm_levels`` for the norms of ``triplets`` triplets.
 
-    Tables are the bounds and entries of both. With ``nearest``, each coordinate is rounded separately. With ``length``, norms of triplets
-    are stored, otherwise their projections onto the direction.
+    The tables are the bounds and entries of both. With ``nearest``, each coordinate is rounded separately. With ``length``, the norms of
+    triplets are stored, otherwise their projections onto the direction.
     """
 
     norms: NormConstants

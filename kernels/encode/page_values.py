@@ -20,9 +20,9 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def copy(x: torch.Tensor, stream: torch.Tensor, origins: BatchOffsets, status: torch.Tensor | None) -> None:
-    """Copy values ``x`` ``[batch, kv_head, token, dim]`` to ``stream`` for each batch entry.
+    """Copy values ``x`` ``[batch, kv_head, token, dim]`` to ``stream``. The batch entries are at ``origins``.
 
-    With ``status``, copy from ``stream`` to ``x`` instead, and only for entries with status 0.
+    With ``status``, copy from ``stream`` to ``x`` instead, and only for entries whose status is 0.
     """
     words = _WORDS[x.element_size()]
     launch_on_tiles(_copy, x.view(words), origins, stream.view(words), status)
@@ -31,7 +31,7 @@ def copy(x: torch.Tensor, stream: torch.Tensor, origins: BatchOffsets, status: t
 def largest_magnitudes(x: torch.Tensor, origins: BatchOffsets, per_head: bool) -> torch.Tensor:
     """Return the largest magnitude in each sequence of ``x`` ``[batch, kv_head, token, dim]``, or in each head with ``per_head``.
 
-    The magnitudes are float32 ``[batch, kv_head or 1, 1]``, or NaN if any value is NaN.
+    The magnitudes are float32 ``[batch, kv_head or 1, 1]``. They are NaN if any value is NaN.
     """
     result = torch.zeros(x.shape[0], x.shape[1] if per_head else 1, 1, dtype=torch.int32, device=x.device)
     launch_on_tiles(_measure, x, origins, result, OF_TOKENS=False, PER_HEAD=per_head)

@@ -33,8 +33,8 @@ _MAX_ANGLES, _MIN_SUM, _MAX_SUM = tl.constexpr(MAX_ANGLES), tl.constexpr(MIN_SUM
 class PolarConstants(NamedTuple):
     """Compile-time constants of a codec: the ``bits`` of each level's angles, and the number of ``radii`` per token.
 
-    ``limit`` is the smallest radius that does not fit, ``rule`` the result of ``rows.norm_rule_limit``, and ``compiled`` is False in the
-    interpreter. Tables are the bounds of angles ``[level, MAX_ANGLES]`` and the result of ``level_directions``.
+    ``limit`` is the smallest radius that does not fit, ``rule`` comes from ``rows.norm_rule_limit``, and ``compiled`` is False in the
+    interpreter. The tables are the bounds of angles, ``[level, MAX_ANGLES]``, and the result of ``level_directions``.
     """
 
     bits: tuple[int, ...]
@@ -47,7 +47,7 @@ class PolarConstants(NamedTuple):
 def encode(codec: Polar, x: torch.Tensor, output: Output) -> bool:
     """Encode ``x`` to ``output``, or return False if the codec is not supported.
 
-    Not supported are levels with an odd number of radii, and head dims above ``MAX_PRODUCTS``.
+    Levels with an odd number of radii are not supported, and neither are head dims above ``MAX_PRODUCTS``.
     """
     radii = [codec.dim, *(level.angles for level in codec.levels)]
     if codec.dim > MAX_PRODUCTS or any(2 * half != whole for whole, half in pairwise(radii)):
@@ -95,7 +95,7 @@ def _digit_terms(codec: Polar) -> dict[str, list[Term]]:
 def _angle_bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
     """Return the bounds between neighboring angles of each level above the first, in turns, ``[level, MAX_ANGLES]``.
 
-    A bound above all angles is appended.
+    The last bound is above all angles.
     """
     bounds = torch.full((len(tables) + 1, MAX_ANGLES), 2.0, dtype=torch.float32)
     for row, (table,) in zip(bounds, tables, strict=False):
@@ -116,7 +116,7 @@ def level_directions(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.
 
 @triton.constexpr_function
 def _tile_width(pairs: int) -> int:
-    """Return the number of columns in the tile of a level with ``pairs`` pairs per token, at least 16 for matrix products."""
+    """Return the number of columns in the tile of a level with ``pairs`` pairs per token. Matrix products need at least 16."""
     return max(16, pairs)
 
 
@@ -133,8 +133,7 @@ def _prevent_recomputation(values: tl.tensor, COMPILED: tl.constexpr) -> tl.tens
 
 @triton.jit
 def _widen_tile(codes: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
-    """Reshape flat ``codes`` of ``PAIRS`` pairs per token to a tile. If the tile is wider, only the first of every few columns has a code.
-    """
+    """Reshape flat ``codes`` of ``PAIRS`` pairs per token to a tile. Columns of a wider tile that have no code are 0."""
     WIDTH: tl.constexpr = _tile_width(PAIRS)
     TIMES: tl.constexpr = WIDTH // PAIRS
     if TIMES > 1:
@@ -150,7 +149,7 @@ def _project_pairs(first: tl.tensor, second: tl.tensor, code: tl.tensor, directi
 
 
 class PolarState(NamedTuple):
-    """State of one level: its radii, and each radius's values projected onto the direction that they decode to.
+    """State of one level: its radii, and each radius's values projected onto the direction to which they decode.
 
     Projections are computed only if the norm rule or the errors need them. Above the first level, fields are flat, ``[token * pair]``.
     """
@@ -197,7 +196,7 @@ def _quantize_level(block: tl.tuple, state: tl.tuple, LEVEL: tl.constexpr, CONST
 
 @triton.jit
 def _store_radii(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> None:
-    """Store the radii of the last level, after applying norm_rule=unbiased if requested."""
+    """Store the radii of the last level, corrected for norm_rule=unbiased if the codec requests it."""
     LEVELS: tl.constexpr = len(CONSTANTS.bits)
     TOKENS: tl.constexpr = SHAPE.tokens
     WIDTH: tl.constexpr = SHAPE.block >> (LEVELS - 1)

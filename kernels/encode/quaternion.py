@@ -90,7 +90,7 @@ def _rotate_by_conjugate(
 
 @triton.jit
 def _sign_bit(value: tl.tensor) -> tl.tensor:
-    """Return the sign bit of a float32 value: 1 if it is negative or -0, otherwise 0."""
+    """Return 1 for a negative float32 value (including -0), otherwise 0."""
     return value.to(tl.int32, bitcast=True) >> 31 & 1
 
 

@@ -58,7 +58,7 @@ def block_tokens(x: torch.Tensor, limit: int) -> int:
 
 
 def launch_on_tiles(kernel: Any, x: torch.Tensor, origins: BatchOffsets, *arguments: Any, **constants: Any) -> None:
-    """Launch ``kernel`` with one program per tile of ``x`` ``[batch, kv_head, token, dim]``, whose entries are at ``origins``.
+    """Launch ``kernel`` with one program per tile of ``x`` ``[batch, kv_head, token, dim]``. The batch entries are at ``origins``.
 
     ``x`` may have arbitrary strides.
     """
@@ -81,9 +81,9 @@ class InputArguments(NamedTuple):
 class BatchOffsets(NamedTuple):
     """Offsets of batch entries that are scattered in memory, such as an inference engine's pages.
 
-    ``table`` is int64 ``[batch, 3]``: an element offset from the first input, a byte offset from the first entry's streams, and the index
-    of the entry's flag. ``aligned`` is a power of two, at most 16, that divides the byte offsets of all inputs. Stream offsets are
-    multiples of ``STREAM_ALIGNMENT``.
+    ``table``, int64 ``[batch, 3]``, contains the offset of an entry from the first entry's input, in elements, the offset of its streams
+    from the first entry's streams, in bytes, and the index of its flag. ``aligned`` is a power of two, at most 16, that divides the byte
+    offsets of all inputs. Stream offsets are multiples of ``STREAM_ALIGNMENT``.
     """
 
     table: torch.Tensor
@@ -96,7 +96,8 @@ def operand_type(x: torch.Tensor) -> Any:
 
 
 def input_arguments(x: torch.Tensor, origins: BatchOffsets | None = None) -> InputArguments:
-    """Return the kernel arguments for ``x`` ``[batch, kv_head, token, dim]``, with batch entries at ``origins``. Strides are arbitrary."""
+    """Return the kernel arguments for ``x`` ``[batch, kv_head, token, dim]``, with batch entries at ``origins``. Any strides are allowed.
+    """
     padded = max(MIN_AXIS, next_power_of_two(x.shape[3]))
     parts = _PARTS if x.dtype == torch.float32 else 1
     return InputArguments(
@@ -114,8 +115,8 @@ def input_arguments(x: torch.Tensor, origins: BatchOffsets | None = None) -> Inp
 def coordinate_matrices(rotation: Rotation, count: int, symbols: int, block: int, x: torch.Tensor) -> torch.Tensor:
     """Return the matrices that map rows of ``x`` to the first, second, ... coordinate of every group of ``count`` channels.
 
-    They are ``[blocks, count, padded dim, block]`` for blocks of the ``symbols`` symbols. Entries are +1, -1 or 0: the rotation times
-    sqrt(dim), or the identity if there is no rotation.
+    They are ``[blocks, count, padded dim, block]`` for blocks of the ``symbols`` symbols. Entries are +1, -1 or 0. They are the rotation
+    times sqrt(dim), or the identity without a rotation.
     """
     dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
     return _build_coordinate_matrices(rotation, count, symbols, block, dtype, x.device)
@@ -140,7 +141,7 @@ def table_values(table: bytes) -> torch.Tensor:
 
 @cache_per_device
 def table_bounds(table: bytes) -> torch.Tensor:
-    """Return the midpoints between neighbors of a table with values in [0, 1], and 2.0, because tensors must not be empty."""
+    """Return the midpoints between neighbors of a table with values in [0, 1], followed by 2.0, because tensors must not be empty."""
     return torch.tensor([*midpoints(table), 2.0], dtype=torch.float32)
 
 
@@ -210,7 +211,7 @@ def load_rows(
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Load the values of ``token`` in their stored dtype, ``[token, PADDED_DIM]``. Padding, and tokens that are not ``valid``, are 0."""
+    """Load the values of ``token`` in their stored dtype, ``[token, PADDED_DIM]``. Padding, and tokens that are not ``valid``, become 0."""
     channel = tl.arange(0, PADDED_DIM)[None, :]
     row = x + batch * batch_stride + head * head_stride
     return tl.load(row + token * token_stride + channel.to(tl.int64) * channel_stride, valid & (channel < DIM), 0.0)
@@ -251,7 +252,7 @@ def flag_unless(ok: tl.tensor, flag: tl.tensor) -> None:
 def compute_norms(rows: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr) -> tl.tensor:
     """Return the norm of each row, float32 ``[token, 1]``. Sets the flag if a norm is not below ``LIMIT`` or its square is out of range.
 
-    Rows of zeros are allowed; NaN is not.
+    Rows of zeros do not set the flag, but NaN does.
     """
     value = rows.to(tl.float32)
     square = tl.sum(value * value, 1)
@@ -266,7 +267,7 @@ def compute_norms(rows: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr, SMALLES
 def store_norms(
     norms: tl.tensor, norm: tl.tensor, row: tl.tensor, valid: tl.tensor, log8_bounds: tl.tensor | None, LIMIT: tl.constexpr
 ) -> None:
-    """Store one norm per row. Norms that do not fit, which ``compute_norms`` has flagged, are stored as 0.
+    """Store one norm per row. A norm that does not fit, which ``compute_norms`` has flagged, is stored as 0.
 
     With ``log8_bounds``, a norm is stored as a byte: the number of bounds that do not exceed it.
     """
@@ -283,7 +284,7 @@ def store_norms(
 def unbiased_factor(
     norm: tl.tensor, squares: tl.tensor, product: tl.tensor, decoded: tl.tensor, LIMIT: tl.constexpr, RULE: tl.constexpr
 ) -> tl.tensor:
-    """Return the factor of ``formats.norm_rule.unbiased_factor``, for tiles of one shape."""
+    """Return the factor of ``formats.norm_rule.unbiased_factor``. All tiles must have the same shape."""
     is_close = (product > 0) & (2 * product * product >= squares * decoded) & (norm < LIMIT)
     return tl.where(is_close, tl.minimum(norm * (squares / tl.where(is_close, product, 1.0)), RULE), norm)
 
@@ -292,9 +293,9 @@ def unbiased_factor(
 def store_errors(
     block: tl.tuple, factor: tl.tensor, squares: tl.tensor, product: tl.tensor, decoded: tl.tensor, SHAPE: tl.constexpr
 ) -> None:
-    """Store the errors of tokens u, relative to |u|, if they are measured. A token decodes to ``factor`` times d.
+    """Store the error of each token relative to its norm, if errors are measured.
 
-    ``squares`` is |u|^2, ``product`` <u, d> and ``decoded`` |d|^2, ``[token, 1]`` each.
+    A token u decodes to ``factor`` times d. ``squares`` is |u|^2, ``product`` <u, d> and ``decoded`` |d|^2, ``[token, 1]`` each.
     """
     if SHAPE.measured:
         error = tl.maximum(squares - 2 * factor * product + factor * factor * decoded, 0.0)
@@ -315,10 +316,10 @@ def look_up_entry(level: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> t
 
 @triton.jit
 def find_level(values: tl.tensor, bounds: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
-    """Return the number of ascending ``bounds`` below each value, int32.
+    """Return how many of the ascending ``bounds`` are below each value, int32.
 
-    There are ``LEVELS`` - 1 bounds; ``LEVELS`` is a power of two, at most 256. If there are few bounds, they are compared one by one,
-    because a lookup converts the tile's layout, which costs as much as several comparisons.
+    There are ``LEVELS`` - 1 bounds; ``LEVELS`` is a power of two, at most 256. A few bounds are compared one by one, because a lookup
+    converts the tile's layout, which costs as much as several comparisons.
     """
     level = tl.zeros(values.shape, tl.int32)
     if LEVELS <= 16:
@@ -334,7 +335,10 @@ def find_level(values: tl.tensor, bounds: tl.tensor, LEVELS: tl.constexpr) -> tl
 
 @triton.jit
 def enclosing_levels(values: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> tl.tuple:
-    """Return the two entries of an ascending table that enclose each value, clamped at the ends, after the index of the lower entry."""
+    """Return the two entries of an ascending table that enclose each value, preceded by the index of the lower entry.
+
+    A value beyond the ends of the table gets the first two or the last two entries.
+    """
     if LEVELS <= 16:
         level = tl.zeros(values.shape, tl.int32)
         lower = tl.zeros(values.shape, tl.float32) + tl.load(table)
@@ -353,7 +357,7 @@ def enclosing_levels(values: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) 
 
 @triton.jit
 def nearest_integer(values: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
-    """Return the integer in [0, ``LARGEST``] nearest to each value, int32, ties to even."""
+    """Return the integer in [0, ``LARGEST``] that is nearest to each value, int32. Ties go to even integers."""
     limited = tl.minimum(tl.maximum(values, 0.0), LARGEST)
     # Adding 2^23 leaves the integer in the fraction bits.
     return (limited + 8388608.0).to(tl.int32, bitcast=True) & 0x7FFFFF

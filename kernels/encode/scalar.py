@@ -28,7 +28,7 @@ _SCALES, _COUNT = tl.constexpr(SCALES), tl.constexpr(len(SCALES))
 class ScalarConstants(NamedTuple):
     """Compile-time constants of a codec: the number of magnitude levels of each width. ``high_levels`` is 0 if there is no second width.
 
-    Tables are the bounds and the magnitudes of each width, and a mask of the channels with the second width.
+    The tables are the bounds and the magnitudes of each width, and a mask of the channels with the second width.
     """
 
     norms: NormConstants
@@ -39,8 +39,8 @@ class ScalarConstants(NamedTuple):
 class ScaledState(NamedTuple):
     """A ``NormState`` with the chosen multiple (``scale``) of each token's unit vector, ``[token, 1]``.
 
-    While multiples are tried, ``product`` and ``decoded`` are ``[token, scale]``: the product of the vector and a multiple's error, and the
-    squared norm of this error. ``scale`` is then the squared norm of the vector.
+    While multiples are tried, ``product`` and ``decoded`` are ``[token, scale]``: the product of the vector and the error of a multiple,
+    and the squared norm of this error. ``scale`` is then the squared norm of the vector.
     """
 
     norm: Any
@@ -76,7 +76,7 @@ def _digit_terms(codec: Scalar) -> dict[str, tuple[Term]]:
 
 @cache_per_device
 def _high_channels(parts: tuple[ChannelSet, ...], symbols: int) -> torch.Tensor:
-    """Return an int32 mask of the channels, padded to ``symbols``, that have the second width."""
+    """Return an int32 mask of the channels with the second width, padded to ``symbols`` channels."""
     high = torch.zeros(symbols, dtype=torch.int32)
     high[list(parts[1].channels)] = 1
     return high
@@ -98,7 +98,10 @@ def _quantize(
 def _encode_magnitudes(
     value: tl.tensor, magnitude: tl.tensor, block: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes for values with these magnitudes in a unit vector (see ``_quantize``), and the magnitudes they decode to."""
+    """Return the codes of a block's values, and the magnitudes to which they decode. ``magnitude`` contains the values' magnitudes.
+
+    Values are those of a unit vector. See ``_quantize`` for the other arguments.
+    """
     LEVELS: tl.constexpr = CONSTANTS.levels
     HIGH_LEVELS: tl.constexpr = CONSTANTS.high_levels
     BLOCK: tl.constexpr = SHAPE.block
@@ -116,7 +119,6 @@ def _encode_magnitudes(
 
 @triton.jit
 def _begin_scaled(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the initial ``ScaledState``."""
     TOKENS: tl.constexpr = SHAPE.tokens
     state = begin_norms(block, CONSTANTS, SHAPE)
     zeros = tl.zeros([TOKENS, _COUNT], tl.float32)
@@ -127,7 +129,7 @@ def _begin_scaled(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr)
 def _measure(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Add a block's values, and the values they decode to with each scale, to ``state``."""
+    """Add the values of a block, and the values to which each of their multiples decodes, to ``state``."""
     magnitude = tl.abs(values[0]) * state.factor
     product, squares = state.product, state.decoded
     for place in tl.static_range(_COUNT):
@@ -142,7 +144,7 @@ def _measure(
 
 @triton.jit
 def _decide(state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the state with the scale of the smallest angle, and the sums for this scale. The first scale wins ties."""
+    """Return the state with the scale of the smallest angle, and with the sums for this scale. The first scale wins ties."""
     numbers = tl.arange(0, _COUNT)[None, :]
     scales = tl.zeros_like(state.product) + _SCALES[0]
     for number in tl.static_range(1, _COUNT):
@@ -164,7 +166,7 @@ def _decide(state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl
 def _quantize_scaled(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of the chosen multiple of the unit vector. The state already contains the multiple's sums."""
+    """Return the codes of the chosen multiple of the unit vector. The state already contains the sums for this multiple."""
     # The factors of a token are multiplied first, as in _measure: Triton 3.6 fails to compile (|x| * factor) * scale in a second loop.
     digits, _ = _encode_magnitudes(values[0], tl.abs(values[0]) * (state.factor * state.scale), block, number, CONSTANTS, SHAPE)
     return digits, state

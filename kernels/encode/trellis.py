@@ -80,8 +80,7 @@ def _find_paths(
 ) -> None:
     """Search every ``programs``-th row of ``x`` ``[row, dim]`` twice, and store the windows of the second path.
 
-    The first search begins in the middle of the row. The first and last window of the second search share bits, which the first search
-    determines.
+    The first search begins in the middle of the row. It determines the bits that the first and the last window of the second search share.
     """
     SYMBOLS: tl.constexpr = 1 << BITS
     KEPT: tl.constexpr = STATES // SYMBOLS
@@ -158,6 +157,6 @@ def _search(
 
 @triton.jit
 def _step_back(back: tl.tensor, channel: tl.tensor, state: tl.tensor, KEPT: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """Return the window that precedes the window ``state`` of ``channel`` on the best path."""
+    """Return the window of the previous channel on the best path to the window ``state`` of ``channel``."""
     low = state & (KEPT - 1)
     return (low << BITS) | tl.load(back + channel * KEPT + low).to(tl.int32)

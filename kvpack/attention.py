@@ -130,7 +130,7 @@ def attend(
 
 
 def _prepared_call(q: torch.Tensor, layer: Layer, request: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return a prepared call for a layer, or None if no layer of the same kind has passed the checks yet."""
+    """Return a prepared call for ``layer``, or None if no call with a layer of the same kind has passed the checks yet."""
     if not _checked_options or layer.k is None or layer.v is None:
         return None
     from kvpack.kernels.attend import layer_sharing, many_queries
@@ -145,7 +145,7 @@ def _prepared_call(q: torch.Tensor, layer: Layer, request: Any) -> Callable[[tor
 
 
 def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]], device: torch.device) -> None:
-    """Prepare the runs of all layers of a model together, for calls with many queries on ``device``.
+    """Prepare all layers of a model together, for calls with many queries on ``device``.
 
     ``layers`` contains each layer's runs of keys and of values.
     """
@@ -156,7 +156,7 @@ def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]], d
 
 
 def _remember_options(layer: Layer, request: Any, options: Any, kernels: ModuleType) -> None:
-    """Store the checked options, so that other layers of the same kind skip the checks in calls with many queries."""
+    """Store the checked options, so that calls with many queries skip the checks for other layers of the same kind."""
     from kvpack.kernels.attend import layer_sharing, many_queries
 
     if kernels is many_queries and (kind := layer_sharing.kind_key(layer)) is not None:
@@ -175,7 +175,7 @@ def check_call(
     sink_logits: torch.Tensor | None,
     lengths: object = None,
 ) -> tuple[Side, Side]:
-    """Check all arguments of ``attend`` and return the layer's keys and values. Raises the errors of ``attend``."""
+    """Check all arguments of ``attend`` and return the layer's keys and values. Raises the same errors as ``attend``."""
     k, v = _sides(layer)
     _check(q, k, v, causal, sliding_window, softcap, scale)
     _check_window(q.shape[2], layer, sliding_window, lengths)
@@ -186,7 +186,7 @@ def check_call(
 def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
     """Return ``kvpack.kernels.attend.attention`` if it supports ``q`` and ``layer``, otherwise None.
 
-    Raises the errors of ``uses_triton``.
+    Raises the same errors as ``uses_triton``.
     """
     if not dispatch.uses_triton(q.device) or q.requires_grad:
         return None
@@ -200,7 +200,7 @@ def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
 def many_queries_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
     """Return ``kvpack.kernels.attend.many_queries`` if it supports ``q`` and ``layer``, otherwise None.
 
-    These kernels are for calls that ``attention_kernels`` does not support. Raises the errors of ``uses_triton``.
+    These kernels are for calls that ``attention_kernels`` does not support. Raises the same errors as ``uses_triton``.
     """
     if not dispatch.uses_triton(q.device) or q.requires_grad:
         return None
@@ -210,9 +210,9 @@ def many_queries_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
 
 
 def cpu_attention(q: torch.Tensor, layer: Layer) -> PreparedAttention | None:
-    """Return prepared attention with C kernels over ``layer``, or None if they do not support the call.
+    """Prepare attention over ``layer`` with C kernels. Returns None if they do not support the call.
 
-    Raises the errors of ``uses_c``.
+    Raises the same errors as ``uses_c``.
     """
     if not dispatch.uses_c(q.device) or q.requires_grad or layer.k is None or layer.v is None:
         return None
@@ -296,7 +296,7 @@ def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> Non
 def checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, batch: int, skipped: int, tokens: int) -> torch.Tensor | None:
     """Convert ``lengths`` or ``starts`` to a tensor with values from 0 to ``tokens``. None is returned unchanged.
 
-    The caller's ``numbers`` include the layer's ``skipped`` tokens; the returned ones do not. Numbers on a device are clamped.
+    The caller's ``numbers`` include the ``skipped`` tokens of the layer, but the returned ones do not. Numbers on a device are clamped.
     """
     if numbers is None:
         return None

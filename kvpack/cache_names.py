@@ -11,7 +11,7 @@ NAMES = ("cache", "past_key_values", "layer_past")
 
 
 def cache_argument(model: Callable[..., Any], cache: Any) -> dict[str, Any]:
-    """Return the keyword argument that passes ``cache`` to ``model``'s forward or ``generate``."""
+    """Return ``cache`` as the keyword argument by which ``model``'s forward and ``generate`` accept caches."""
     parameters = inspect.signature(getattr(model, "forward", model)).parameters
     return {next((name for name in NAMES if name in parameters), NAMES[0]): cache}
 

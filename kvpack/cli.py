@@ -54,7 +54,7 @@ BROKEN_PIPE = 141
 
 
 class _Version(argparse.Action):
-    """The option ``--version``, which prints the version and each device's backend."""
+    """The option ``--version``: print the version and each device's backend."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
@@ -65,7 +65,7 @@ class _Version(argparse.Action):
 
 
 class _Import(argparse.Action):
-    """The option ``--import MODULE``, which registers the codecs of a user's module."""
+    """The option ``--import MODULE``: register the codecs of a user's module."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option_string: str | None = None) -> None:
         if value.endswith(".py") or not all(map(str.isidentifier, value.split("."))):
@@ -168,7 +168,7 @@ def _show_warning(show: Callable[..., None], message: Warning | str, category: t
 
 
 def _discard_output(*streams: TextIO) -> None:
-    """Discard buffered output that cannot be written, so that the interpreter does not try to write it again at exit."""
+    """Discard buffered output that could not be written. Otherwise, the interpreter would try to write it again at exit."""
     for stream in streams:
         with contextlib.suppress(OSError):
             null = os.open(os.devnull, os.O_WRONLY)

@@ -68,6 +68,6 @@ class RoundedWarning(UserWarning):
 
 
 def worst_exit_code(codes: Iterable[int]) -> int:
-    """Return the worst of ``codes``, the exit codes for parts of a command, or 0 if it is empty."""
+    """Return the exit code of a command whose parts have exit codes ``codes``: the worst one, or 0 if there are none."""
     result = {0, *codes}
     return next(code for code in WORST_FIRST if code in result)

@@ -49,7 +49,7 @@ def _is_complete(folder: Path, weights: bool) -> bool:
 
 
 def _has_weights(folder: Path, pattern: str) -> bool:
-    """Return True if ``folder`` has all weight files that match ``pattern``. If there is an index, all files that it lists must exist."""
+    """Return True if ``folder`` has all weight files that match ``pattern``, including all files that an index lists."""
     for index in folder.glob(f"{pattern}.index.json"):
         try:
             return all((folder / part).is_file() for part in json.loads(index.read_bytes())["weight_map"].values())
@@ -80,7 +80,7 @@ def _download(name: str, weights: bool, revision: str | None) -> Path:
 
 
 def _network_errors(hub: Any) -> tuple[type[Exception], ...]:
-    """Return the errors that requests raise if there is no network. They depend on the HTTP library that huggingface_hub uses."""
+    """Return the exceptions by which requests report a missing network. They depend on the HTTP library that huggingface_hub uses."""
     error = hub.errors.HfHubHTTPError
     return tuple(base for base in error.__mro__ if base.__name__ == "HTTPError")
 

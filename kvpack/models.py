@@ -27,8 +27,8 @@ def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdp
         attention: Name of the attention. "sdpa" falls back to eager attention for models without it (Gemma-2, GPT-OSS).
         dtype: Dtype of the weights; "auto" keeps the checkpoint's dtype.
 
-    Raises MissingFile, InvalidParameter for a model that has an encoder or that transformers cannot load as a causal model, and
-    MissingPackage if transformers is not installed.
+    Raises MissingFile, MissingPackage if transformers is not installed, or InvalidParameter if the model has an encoder or if transformers
+    cannot load it as a causal model.
     """
     library, reasons = transformers_library(), []
     if attention == "kvpack":
@@ -64,7 +64,7 @@ def model_folder(path: str | os.PathLike[str] | None = None) -> Iterator[Path]:
 
 
 class ByteTokenizer:
-    """A tokenizer for models whose tokens are UTF-8 bytes, preceded by one token at the start of each sequence."""
+    """A tokenizer for models whose tokens are UTF-8 bytes. Each sequence starts with one extra token."""
 
     chat_template = None
     bos_token_id = BOS
@@ -92,7 +92,7 @@ def load_tokenizer(folder: Path) -> Any | None:
 
 
 class LayerShape(NamedTuple):
-    """The number of heads, head dims and sliding window of a layer's keys and values. Without a window, ``window`` is None."""
+    """The number of heads, head dims and sliding window of a layer's keys and values. ``window`` is None for full attention."""
 
     heads: int
     dim_k: int
@@ -101,10 +101,10 @@ class LayerShape(NamedTuple):
 
 
 def cache_shapes(path: str | os.PathLike[str]) -> list[LayerShape | None]:
-    """Return the shape of the keys and values that a model caches in each layer, or None for a layer that caches none.
+    """Return the shape of the keys and values that each layer of a model caches, or None for a layer that caches none.
 
     ``path`` is a folder or a name on the hub. Only the configuration is read: a model without weights computes one token on the meta
-    device. Raises MissingFile, MissingPackage, and InvalidParameter if transformers cannot create a decoder from the configuration.
+    device. Raises MissingFile, MissingPackage, or InvalidParameter if transformers cannot create a decoder from the configuration.
     """
     library = transformers_library()
     folder = hub.model_folder(path, weights=False)

@@ -29,7 +29,7 @@ def print_json(value: Any) -> None:
 
 
 def print_report(report: dict[str, Any], show: Callable[[dict[str, Any]], None] | str, arguments: argparse.Namespace) -> int:
-    """Print ``report`` as JSON if ``--json`` is set. Otherwise, print ``show``, or call it with the report. Returns exit code 0."""
+    """Print ``report`` as JSON if ``--json`` is set; otherwise, print the text ``show``, or call ``show(report)``. Returns exit code 0."""
     if arguments.json:
         print_json(report)
     elif isinstance(show, str):
@@ -71,7 +71,10 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def _shrink(widths: list[int], minimums: Sequence[int], available: int) -> None:
-    """Reduce the first ``widths`` in place, widest first, to fit ``available`` characters in total. None is reduced below its minimum."""
+    """Reduce ``widths`` in place, widest first, until their sum is at most ``available``, but no column below its minimum.
+
+    Only the first columns have a minimum. The others keep their widths.
+    """
     for _ in range(sum(widths) - available):
         spare = [(width, number) for number, (width, limit) in enumerate(zip(widths, minimums, strict=False)) if width > limit]
         if not spare:
@@ -96,7 +99,9 @@ def progress(label: str, arguments: argparse.Namespace) -> Iterator[Progress | N
 
 
 def step_counter(progress: Progress | None, total: int, done: int = 0) -> Callable[[], None]:
-    """Return a function that reports one more completed step to ``progress`` per call. ``done`` of ``total`` steps are already complete."""
+    """Return a function that reports one more completed step to ``progress`` on each call. ``done`` of ``total`` steps are already
+    complete.
+    """
 
     def step() -> None:
         nonlocal done
@@ -113,7 +118,7 @@ def bytes_text(count: int) -> str:
 
 
 def format_count(count: int, noun: str, plural: str = "") -> str:
-    """Return ``count`` with thousands separators, followed by ``noun`` or, unless ``count`` is 1, by ``plural`` (default: ``noun`` + s)."""
+    """Return ``count`` with thousands separators, followed by ``noun``, or by ``plural`` (default: ``noun`` + s) unless ``count`` is 1."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 

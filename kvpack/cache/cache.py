@@ -158,7 +158,8 @@ class Cache(PackedObject):
         return torch.from_numpy(ids).expand(self._batch(), -1)
 
     def _batch(self) -> int:
-        """Return the smallest number of sequences in any layer (spec/container.md, Token ids), or 0 for an empty cache."""
+        """Return the smallest number of sequences in any layer, or 0 for an empty cache. This is the number of rows of token ids in a file.
+        """
         sides = (side.batch for layer in self.layers for side in layer.sides.values())
         states = (state.shape[0] for layer in self.layers for state in layer.states.values())
         return min((*sides, *states), default=0)
@@ -169,12 +170,12 @@ class Cache(PackedObject):
         return self.start + self.tokens
 
     def positions(self, number: int) -> tuple[int, int]:
-        """Return the first position in layer ``number``, and the position after its last token."""
+        """Return the half-open range of token positions that layer ``number`` covers."""
         layer = self[as_integer(number, "number")]
         return self.start + layer.skipped, self.start + layer.seen_tokens
 
     def check_ends(self) -> None:
-        """Raise NotConsecutive if a layer ends before ``stop``, because no token can follow such a cache."""
+        """Raise NotConsecutive unless every layer ends at ``stop``. No token can follow a cache whose layers end at different positions."""
         tokens = self.tokens
         for number, layer in enumerate(self.layers):
             if layer.sides and layer.seen_tokens != tokens:
@@ -191,7 +192,6 @@ class Cache(PackedObject):
 
     @property
     def contents(self) -> Contents:
-        """Header contents of a file that stores this cache."""
         return build_contents(self.layers, self.recipe, self.model, self.start, self.inputs, self.metadata, self.position_offsets)
 
     @cached_property
@@ -243,7 +243,7 @@ class Cache(PackedObject):
         )
 
     def select(self, indices: Rows) -> Cache:
-        """Return the sequences at ``indices`` of the batch, in that order. Indices may repeat. Codes are copied, not decoded.
+        """Return a cache with the sequences at ``indices`` of the batch, in that order. Indices may repeat. Codes are copied, not decoded.
 
         ``indices`` is a list of integers or an integer tensor ``[row]``. Raises OutOfBounds for a sequence that a layer does not have, and
         InvalidParameter if ``indices`` is anything else.
@@ -261,7 +261,8 @@ class Cache(PackedObject):
     def append(self, pairs: Sequence[Pair]) -> Cache:
         """Return a cache with new tokens appended. ``pairs`` contains (k, v) for each layer. Packed tokens are not encoded again.
 
-        Raises InvalidParameter, InvalidType or OutOfRange if the values do not fit, and NotConsecutive if a layer ends before the cache.
+        Raises InvalidParameter, InvalidType or OutOfRange if the cache cannot store the values, and NotConsecutive if a layer ends before
+        the cache.
         """
         if not isinstance(pairs, list | tuple) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
             raise InvalidParameter("append requires a list with one (k, v) per layer, such as [(k, v)] for a cache of one layer")
@@ -330,8 +331,8 @@ def concat(caches: Sequence[Cache]) -> Cache:
         One cache of all tokens.
 
     Raises:
-        InvalidParameter: The caches differ in model, layers, codec or shape, a layer lacks tokens between them, or one is a slice of a
-            cache with other token ids before the slice.
+        InvalidParameter: The caches differ in model, layers, codec or shape; tokens are missing between two caches; or a cache was sliced
+            from one whose earlier token ids differ.
         InvalidType: An element is not a packed cache.
 
     >>> cache = kvpack.pack(past, "octopus-3")
@@ -381,7 +382,6 @@ def concat(caches: Sequence[Cache]) -> Cache:
 
 
 def _join_layers(number: int, layers: Sequence[Layer]) -> Layer:
-    """Return layer ``number`` of the joined cache. Raises NotConsecutive."""
     for first, second in pairwise(layers):
         if (first.k is None, first.v is None) != (second.k is None, second.v is None):
             raise NotConsecutive(

@@ -20,14 +20,14 @@ _FACTOR = 0x9E3779B1
 
 
 def has_checksums(x: Any) -> TypeGuard[torch.Tensor]:
-    """Return True if ``x`` is a floating-point tensor ``[batch, kv_head, token, dim]`` that ``checksums`` supports."""
+    """Return True if ``x`` is a floating-point tensor ``[batch, kv_head, token, dim]``, for which ``checksums`` can be computed."""
     return isinstance(x, torch.Tensor) and x.dim() == 4 and x.is_floating_point() and x.element_size() in _INTEGERS
 
 
 def checksums(x: torch.Tensor) -> torch.Tensor:
-    """Return a weighted sum of each token's bit patterns, modulo 2^64, as int64 ``[batch, token]``.
+    """Return one checksum per token, as int64 ``[batch, token]``: a weighted sum of bit patterns modulo 2^64.
 
-    ``x`` is ``[batch, kv_head, token, dim]``. The weights depend on head and channel.
+    ``x`` is ``[batch, kv_head, token, dim]``. Each head and channel has its own weight.
     """
     batch, heads, tokens, dim = x.shape
     whole = dim * x.element_size() % _WORD_BYTES == 0

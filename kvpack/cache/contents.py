@@ -29,7 +29,7 @@ def build_contents(
     metadata: Mapping[str, Value],
     offsets: Sequence[int] | None,
 ) -> Contents:
-    """Return the header contents of a file that stores ``layers``. The first token is at position ``start``."""
+    """Return the header contents of a file that stores ``layers``. ``start`` is the position of the first token."""
     codecs: dict[Codec, int] = {}
     layer_entries = []
     for layer in layers:

@@ -35,8 +35,8 @@ VALUES_AT_ONCE = 1 << 24
 def convert_layers(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Progress | None) -> tuple[tuple[Layer, ...], str]:
     """Re-encode ``layers`` with ``recipe``. Returns the new layers and the recipe's canonical text.
 
-    The cache's first token is at position ``start``. Keys and values that already have the right codec are reused. If only the packing of
-    their codes differs, the codes are repacked.
+    ``start`` is the position of the first token. Keys and values that already have the right codec are reused. If only their bit layout
+    differs, their codes are repacked without decoding.
     """
     recipe.check_layers(len(layers))
     result = []
@@ -65,7 +65,7 @@ def convert_layers(layers: Sequence[Layer], recipe: Recipe, start: int, progress
 
 
 def pack_tails(layers: Sequence[Layer], start: int) -> tuple[Layer, ...]:
-    """Encode the raw tails of ``layers``, except the tokens that a window keeps raw. The cache starts at position ``start``."""
+    """Encode the raw tails of ``layers``, except for tokens that a window keeps raw. ``start`` is the position of the first token."""
     result = []
     for number, layer in enumerate(layers):
         first, norms = start + layer.skipped, _cached_norms(layer)
@@ -78,7 +78,7 @@ def pack_tails(layers: Sequence[Layer], start: int) -> tuple[Layer, ...]:
 
 
 def _cached_norms(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
-    """Return a function that computes the norms by which a codec selects raw tokens. The layer's own norms are computed only once."""
+    """Return a function that computes the norms by which a codec selects raw tokens. It decodes the layer only once."""
     get_norms = {name: cache(side.norms) for name, side in layer.sides.items()}
 
     def norms(codec: Codec) -> torch.Tensor | None:
@@ -91,9 +91,9 @@ def _cached_norms(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
 
 
 def _reencode(side: Side, codec: Codec, window: int, where: str, first: int, norms: torch.Tensor | None) -> Side:
-    """Re-encode ``side`` with ``codec``. The first token of the side is at position ``first``.
+    """Re-encode ``side`` with ``codec``. ``first`` is the position of the side's first token.
 
-    Values are decoded and encoded in blocks, unless a stream depends on more than one block.
+    Values are decoded and encoded in blocks, unless a stream of the codec depends on more than one block.
     """
     # Another dtype would change the bits of NaN.
     dtype, tokens = RAW_DTYPES[_exact_dtype(side)], side.tokens
@@ -131,13 +131,12 @@ def _exact_dtype(side: Side) -> str:
 
 
 def _narrow_exactly(tail: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``tail`` in ``dtype``, or unchanged if the conversion would round a value."""
     narrow = tail.to(dtype)
     return tail if is_rounded(tail, narrow) else narrow
 
 
 def _with_window(side: Side, window: int, where: str, first: int, norms: Callable[[Codec], torch.Tensor | None]) -> Side:
-    """Return ``side`` with a new window. Tail tokens that exceed the window are encoded, as ``pack`` would encode them."""
+    """Return ``side`` with a new window. Tail tokens that no longer fit in the window are encoded."""
     tokens = side.tail.shape[2]
     ready = tokens - tokens % window if window else tokens
     if not ready:

@@ -42,10 +42,10 @@ _CONFIGURATIONS = {"PreTrainedConfig", "PretrainedConfig"}
 
 
 class DenseLayer(NamedTuple):
-    """The unpacked contents of one layer of a cache.
+    """The unpacked contents of one cache layer.
 
-    ``k`` and ``v`` are ``[batch, kv_head, token, dim]``. ``skipped`` is the number of earlier tokens that the layer has dropped. ``states``
-    are tensors ``[batch, ...]`` by name.
+    ``k`` and ``v`` are ``[batch, kv_head, token, dim]``. ``skipped`` is the number of earlier tokens that a sliding window has dropped.
+    ``states`` are tensors ``[batch, ...]`` by name.
     """
 
     k: torch.Tensor | Minifloats | None
@@ -55,7 +55,7 @@ class DenseLayer(NamedTuple):
 
 
 def extract_layers(past: Any) -> list[DenseLayer]:
-    """Return the layers of a transformers cache or a similar object. Raises the errors of ``packing.dense_states``."""
+    """Return the layers of a transformers cache or a similar object. Raises the same errors as ``packing.dense_states``."""
     if "EncoderDecoderCache" in _classes(past):
         raise InvalidParameter(
             f"the {type(past).__name__} contains two caches, one for the decoder's tokens and one for the "
@@ -97,7 +97,7 @@ def _layers_of(past: Any) -> list[DenseLayer]:
 
 
 def _layer(layer: Any, where: str) -> DenseLayer:
-    """Return the contents of a cache layer. A static layer contributes its filled part, and a sliding layer its newest tokens."""
+    """Return the contents of a cache layer. For a static layer, this is the filled part; for a sliding layer, the newest tokens."""
     linear = bool(_classes(layer) & _LINEAR)
     _refuse_other_contents(layer, where, _LAYERS, _LAYER_TENSORS | (set(_STATES.values()) if linear else set()))
     held = keys_and_values(layer, where)
@@ -119,9 +119,9 @@ def read_states(layer: Any, where: str) -> dict[str, torch.Tensor]:
 
 
 def keys_and_values(layer: Any, where: str) -> DenseLayer:
-    """Return the keys and values of a transformers cache layer, and the number of tokens that it has dropped.
+    """Return the keys and values of a transformers cache layer, with the number of tokens that its window has dropped.
 
-    Raises InvalidParameter if the layer lacks keys or values that it should have.
+    Raises InvalidParameter if keys or values are missing.
     """
     if not hasattr(layer, "keys"):
         return DenseLayer(None, None)
@@ -144,12 +144,12 @@ def _is_dense(x: Any) -> bool:
 
 
 def _classes(value: Any) -> set[str]:
-    """Return the names of the classes of ``value``, including base classes, that belong to transformers' cache module."""
+    """Return the names of all transformers cache classes among the classes and base classes of ``value``."""
     return {cls.__name__ for cls in type(value).__mro__ if cls.__module__ == _MODULE}
 
 
 def _refuse_other_contents(value: Any, where: str, known_classes: set[str], expected: set[str]) -> None:
-    """Raise InvalidParameter for unknown transformers classes, and for unexpected attributes that may contain tensors."""
+    """Raise InvalidParameter if ``value`` is of an unknown transformers class, or has an unexpected attribute that may contain tensors."""
     states = [name for name, state in _attributes(value) if name not in expected and not _is_plain(state)]
     if known_classes is _LAYERS and not (hasattr(value, "keys") and hasattr(value, "values")) and not _classes(value) & _LINEAR:
         states = states or ["state"]
@@ -169,7 +169,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if ``value`` is a plain setting: neither a tensor nor an object that could contain a tensor."""
+    """Return True if ``value`` is a plain setting: not a tensor, and not an object that could contain one."""
     if isinstance(value, dict):
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):

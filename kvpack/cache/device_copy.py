@@ -16,9 +16,9 @@ import torch
 
 
 class StreamBus:
-    """A queue of copies between pinned host memory and a CUDA device, which run in order. A mark is a point in that order.
+    """An ordered queue of copies between pinned host memory and a CUDA device. A mark is a point in the queue.
 
-    Staging memory comes from PyTorch's caching allocator for pinned memory, which reuses a block only after all copies that involve it are
+    Staging memory comes from PyTorch's caching allocator for pinned memory, which reuses a block only after all copies from or to it are
     done.
     """
 
@@ -34,30 +34,30 @@ class StreamBus:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Start copying ``source`` to ``target``, which has the same shape and dtype. One of them must be staging memory.
+        """Start copying ``source`` to ``target``, which has the same shape and dtype. One of the two must be staging memory.
 
         Must be called within ``work``.
         """
         target.copy_(source, non_blocking=True)
 
     def mark(self) -> Any:
-        """Return a mark of the current point. ``wait`` with this mark waits for all copies started so far."""
+        """Return a mark of the current point in the queue."""
         return self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
-        """Block until the copies before ``mark`` are done. Any thread may call it."""
+        """Block until all copies before ``mark`` are done. Any thread may call this method."""
         mark.synchronize()
 
     def follow(self) -> None:
-        """Make later copies wait for all work queued so far on the caller's stream."""
+        """Make later copies wait for all work that is now queued on the caller's stream."""
         self._stream.wait_stream(self._caller)
 
     def order(self, mark: Any) -> None:
-        """Make later work on the caller's stream wait for the copies before ``mark``, without blocking the host."""
+        """Make later work on the caller's stream wait for the copies before ``mark``. The host does not block."""
         self._caller.wait_event(mark)
 
     def work(self) -> AbstractContextManager[Any]:
-        """Return a context in which new device work is queued in order with the copies."""
+        """Return a context manager that queues new device work in order with the copies."""
         stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return stream
 
@@ -68,7 +68,7 @@ class StreamBus:
 
 @cache
 def _copy_stream(number: int) -> Any:
-    """Return the copy stream of a device. It never changes, because memory freed on a stream is reused only on that stream."""
+    """Return the copy stream of a device. It must never change, because memory freed on a stream can be reused only on that stream."""
     return torch.cuda.Stream(number)  # type: ignore[no-untyped-call]
 
 

@@ -158,7 +158,7 @@ def load(
 
 
 def _convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bases | None) -> Cache:
-    """Convert ``cache`` to ``recipe``, with its basis from ``bases`` if necessary. Raises the errors of ``Cache.convert`` and ``find``."""
+    """Convert ``cache`` to ``recipe``. If the recipe needs a basis, ``bases`` must contain it."""
     parsed: Recipe = parse_recipe(recipe)
     if parsed.uses_basis and parsed.basis is None and bases is not None:
         used = {digest for layer in cache for side in layer.sides.values() for digest in side.codec.bases_needed}
@@ -168,7 +168,7 @@ def _convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bases
 
 
 def _bind_header_bases(file: container.File, basis: Bases | None) -> Header:
-    """Return the header of an open cache file with the bases that it needs. Raises InvalidParameter if the file is a basis."""
+    """Return the header of an open cache file, bound to the bases that it needs. Raises InvalidParameter if the file is a basis."""
     if file.header.is_basis:
         raise InvalidParameter(f"{file.where} is a basis, not a cache: load it with kvpack.Basis.load")
     if basis is not None or any(map(_bases_needed, file.header.codecs)):
@@ -184,7 +184,7 @@ def read_to(
     basis: Bases | None = None,
     progress: Progress | None = None,
 ) -> Cache:
-    """Read a cache, or part of it, from an open file onto the device of ``bus``, and close the file. Raises the errors of ``load``."""
+    """Read a cache, or part of it, from an open file onto the device of ``bus``, and close the file. Raises the same errors as ``load``."""
     with float32_no_grad(bus.device), file:
         _bind_header_bases(file, basis)
         part = _part(file, layers, tokens)
@@ -220,10 +220,10 @@ def read(
     basis: Bases | None = None,
     progress: Progress | None = None,
 ) -> Cache:
-    """Return the cache in an open file as views of the file's bytes, after the checks of ``File.read_side``.
+    """Return the cache in an open file as views of the file's bytes, after the same checks as in ``File.read_side``.
 
     Keys, values and states are read only for the layers in ``numbers`` (default: all). Raises DigestMismatch, InvalidPayload and, for
-    ``basis``, the errors of ``load``.
+    ``basis``, the same errors as ``load``.
     """
     header = _bind_header_bases(file, basis)
     layers, cpu = [Layer(None, None)] * len(header.layers), torch.device("cpu")

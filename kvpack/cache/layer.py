@@ -35,7 +35,7 @@ class Layer(PackedObject):
     Args:
         k: Keys, or None.
         v: Values, or None.
-        skipped: Number of tokens at the beginning of the cache that the layer lacks, because a sliding window has dropped them.
+        skipped: Number of tokens at the beginning of the cache that a sliding window has dropped from this layer.
         states: States of a recurrent or convolution layer after all tokens: tensors ``[batch, ...]`` by name, stored without encoding.
 
     >>> layer = kvpack.pack(past, "octopus-3")[0]
@@ -50,7 +50,7 @@ class Layer(PackedObject):
 
     @property
     def sides(self) -> dict[str, Side]:
-        """The keys (under "k") and values (under "v") of the layer, without absent ones."""
+        """The layer's keys (under "k") and values (under "v"). Absent ones are omitted."""
         return {name: side for name, side in (("k", self.k), ("v", self.v)) if side is not None}
 
     @property
@@ -72,7 +72,7 @@ class Layer(PackedObject):
         """Return tokens ``[start, stop)``, counted from the cache's first token. Packed bytes are shared.
 
         A layer with skipped tokens can only be returned whole, because the first tokens of any other slice would lack part of their sliding
-        window. Raises OutOfBounds for tokens that the layer lacks, for a step, and for negative positions.
+        window. Raises OutOfBounds if the layer lacks a token, or if the slice has a step or a negative position.
         """
         if not isinstance(tokens, slice) or tokens.step not in (None, 1):
             raise OutOfBounds(f"layer[{describe(tokens)}]: index a layer by tokens, as layer[start:stop]")
@@ -95,7 +95,7 @@ class Layer(PackedObject):
         return Layer(self.k.slice(first, last) if self.k else None, self.v.slice(first, last) if self.v else None)
 
     def select(self, indices: Rows) -> Layer:
-        """Return the sequences at ``indices`` of the batch, as ``Cache.select`` does. Raises OutOfBounds or InvalidParameter."""
+        """Return a layer with the sequences at ``indices``, as ``Cache.select`` does. Raises OutOfBounds or InvalidParameter."""
         rows = row_numbers(indices)
         for state in self.states.values():
             check_rows(rows, state.shape[0])
@@ -146,7 +146,7 @@ class Layer(PackedObject):
         return replace(self, k=sides.get("k"), v=sides.get("v"))
 
     def merged(self) -> Layer:
-        """Return the layer with its keys and values in as few runs as possible (``Side.merged``)."""
+        """Return the layer with its keys and values in as few runs as possible (see ``Side.merged``)."""
         return replace(self, k=self.k and self.k.merged(), v=self.v and self.v.merged())
 
     def to(self, device: torch.device | str) -> Layer:
@@ -156,7 +156,7 @@ class Layer(PackedObject):
 
 
 def _norms_between(side: Side, appended: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return the norms of tokens ``[start, stop)`` of ``side`` with ``appended`` after it, float32 ``[batch, kv_head, token]``."""
+    """Append ``appended`` to ``side`` and return the norms of tokens ``[start, stop)``, float32 ``[batch, kv_head, token]``."""
     older = side.norms(start) if start < side.tokens else appended.new_zeros(*appended.shape[:2], 0, dtype=torch.float32)
     return torch.cat([older, dispatch.norms(appended)], 2)[:, :, : stop - start]
 
@@ -168,8 +168,8 @@ def _names(layer: Layer) -> str:
 def slice_layer(layer: Layer, number: int, tokens: tuple[int, int], first: int, count: int) -> Layer:
     """Return layer ``number`` of ``cache[:, start:stop]``, where ``tokens`` is ``(start, stop)``.
 
-    The cache has ``count`` tokens, from position ``first`` on. Raises OutOfBounds, naming the layer, if it lacks some of the tokens or if
-    ``start`` is inside a token group.
+    The cache has ``count`` tokens and starts at position ``first``. Raises OutOfBounds if the layer lacks some of the tokens, or if
+    ``start`` is inside a token group. The message names the layer.
     """
     start, stop = tokens
     whole = tokens == (0, count) and layer.seen_tokens == stop

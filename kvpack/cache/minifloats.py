@@ -42,8 +42,8 @@ class Minifloats:
     - float8_e4m3fn (or uint8) ``[batch, kv_head, token, dim / 16]`` with ``global_scale``, one float32 number or
       ``[batch, 1, 1]``: nvfp4. Rows are ordered by token and block, not swizzled for matrix units.
 
-    Raises InvalidType or InvalidParameter if an argument does not fit, or if an element, a scale or a product of both is not finite.
-    Source: spec/codecs/minifloat.md.
+    Raises InvalidType or InvalidParameter if the arguments do not match, or if an element, a scale or their product is not finite. Source:
+    spec/codecs/minifloat.md.
     """
 
     elements: torch.Tensor
@@ -114,7 +114,7 @@ class Minifloats:
         )
 
     def _block_scales(self) -> tuple[str, str] | None:
-        """Return the granularity and dtype of block scales, or None if the scales are not block scales."""
+        """Return the granularity and dtype of block scales, or None if scales are per tensor, head or token."""
         dtype = self.scales.dtype
         if dtype in _SCALES:
             if self.global_scale is not None:
@@ -160,7 +160,7 @@ class Minifloats:
         return self.elements.contiguous().view(torch.uint8)
 
     def _scale_rows(self, scales: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return the scales expanded to one row per run, ``[batch, heads, 1]``."""
+        """Expand the scales to one row per run, ``[batch, heads, 1]``."""
         return scales.reshape(-1 if scales.dim() == 3 else 1, heads, 1).expand(self.shape[0], heads, 1).contiguous()
 
     @cached_property
@@ -190,7 +190,7 @@ class Minifloats:
         return scale
 
     def _check_values(self) -> None:
-        """Raise InvalidParameter for an element, scale or product that is not finite. The message shows the first one."""
+        """Raise InvalidParameter if an element, a scale or their product is not finite. The message shows the first such value."""
         form, streams = ELEMENTS[self._element], self.streams
         if form.finite < 1 << form.bits - 1:
             _raise_if_any((self._bytes & 0x7F) >= form.finite, f"the {self._element} element", self._bytes)
@@ -211,7 +211,7 @@ class Minifloats:
     def side(self, window: int = 0) -> Side:
         """Return the packed keys or values. All bits of the elements and scales are preserved.
 
-        ``window`` is the number of appended tokens that are encoded together. Until then, they stay raw.
+        ``window`` is the number of appended tokens that are encoded together. Until there are that many, they stay raw.
         """
         batch, heads, tokens, dim = self.shape
         tail = torch.empty(batch, heads, 0, dim, dtype=torch.bfloat16, device=self.elements.device)
@@ -221,8 +221,9 @@ class Minifloats:
     def of(cls, side: Side) -> Self:
         """Return the elements and scales of packed keys or values, bit for bit.
 
-        e2m1 elements are returned as uint8, two per byte. Scales have all their axes, without broadcasting. Raises InvalidParameter for
-        another codec, a raw tail, runs with different scales, or e2m1 with an odd head dim, and InvalidType if ``side`` is not a Side.
+        e2m1 elements are returned as uint8, two per byte. Scales have all their axes, without broadcasting. Raises InvalidParameter if
+        ``side`` has another codec, a raw tail, runs with different scales, or e2m1 elements with an odd head dim, and InvalidType if
+        ``side`` is not a Side.
         """
         untyped: Any = side
         if not isinstance(untyped, Side):

@@ -11,7 +11,7 @@ from .cache import Cache
 
 
 def check_packed(value: Any, call: str) -> None:
-    """Raise InvalidType unless ``value`` is a Cache. ``call`` is the call that the message suggests, with ``{}`` in place of the cache."""
+    """Raise InvalidType unless ``value`` is a Cache. The message suggests ``call``, with ``{}`` in place of the cache."""
     if isinstance(value, Cache):
         return
     if isinstance(getattr(value, "packed", None), Cache):

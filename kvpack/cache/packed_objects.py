@@ -14,11 +14,11 @@ _CACHE_ATTRIBUTES = {"get_seq_length", "get_mask_sizes", "get_max_length", "upda
 
 
 class _NotATransformersCache(InvalidParameter, FrozenInstanceError):
-    """Error for access to an attribute that only transformers caches have."""
+    """Raised when code accesses an attribute that only transformers caches have."""
 
 
 def explain_errors(cls: type[Class]) -> type[Class]:
-    """Decorate a frozen dataclass so that using it as a transformers cache raises an error that names the right object to pass."""
+    """Decorate a frozen dataclass so that using it as a transformers cache raises an error that names the right class."""
     set_attribute: Any = cls.__setattr__
 
     def refuse_access(self: object, name: str) -> NoReturn:

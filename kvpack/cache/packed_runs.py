@@ -38,7 +38,7 @@ _MAX_SHOWN_RUNS = 4
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Stretch:
-    """Consecutive runs. ``ends`` contains the end of each run, as a token index.
+    """Consecutive runs that share arrays. ``ends`` contains the end of each run, as a token index.
 
     Each stream is one array with the rows of all runs in order.
     """
@@ -53,23 +53,23 @@ class Stretch:
 
     @property
     def layout(self) -> Mapping[str, Layout]:
-        """Layout of each stream. The number of rows in these layouts is not meaningful."""
+        """The layout of each stream. Ignore the number of rows in these layouts."""
         return self.codec.row_layouts
 
     def run(self, number: int) -> tuple[int, int]:
-        """Return the token range of run ``number``, as its first token and the token after its last."""
+        """Return the half-open token range of run ``number``."""
         return int(self.ends[number - 1]) if number else 0, int(self.ends[number])
 
     @cached_property
     def _first_rows(self) -> dict[int, Ends]:
-        """First row of each run, followed by the total number of rows, for each number of tokens per row."""
+        """For each number of tokens per row: the first row of each run, and then the total number of rows."""
         steps = {layout.tokens_per_row for layout in self.layout.values() if layout.per == "token" and layout.tokens_per_row > 1}
         tokens = numpy.diff(self.ends, prepend=0)
         return {step: numpy.concatenate([[0], numpy.cumsum(-(-tokens // step))]) for step in steps}
 
     @cached_property
     def _first_entries(self) -> dict[str, torch.Tensor]:
-        """First row of each token, followed by the total number of rows, for each stream with one row per entry.
+        """For each stream with one row per entry: the first row of each token, and then the total number of rows.
 
         The tensors are int64 ``[token + 1]`` on the CPU, or ``[row + 1]`` if entries are counted per row of tokens.
         """
@@ -88,13 +88,14 @@ class Stretch:
 
     @cached_property
     def _entry_tokens(self) -> dict[str, torch.Tensor]:
-        """Token of each entry, ascending, as int64 on the CPU, for streams whose entries store token numbers."""
+        """For each stream whose entries store token numbers: the token of each entry, ascending, as int64 on the CPU."""
         return {name: token.cpu() for name, token in self.codec.entry_tokens(self.streams).items()}
 
     def rows(self, start: int, stop: int, entries: bool = True) -> dict[str, torch.Tensor]:
-        """Return the streams of tokens ``[start, stop)`` by name. They are views, except streams whose entries store token numbers.
+        """Return the streams of tokens ``[start, stop)`` by name.
 
-        ``start`` must be the first token of a token group. If ``entries`` is False, streams whose entries store token numbers are omitted.
+        ``start`` must be the first token of a token group. Streams are returned as views. If entries store token numbers, their stream is a
+        renumbered copy, and is omitted if ``entries`` is False.
         """
         # An empty range at the end belongs to the last run.
         first = min(int(numpy.searchsorted(self.ends, start, "right")), len(self.ends) - 1)
@@ -106,7 +107,9 @@ class Stretch:
         return result | self.codec.shift_tokens(result, -start) if entries and self._entry_tokens and start else result
 
     def _row_range(self, name: str, layout: Layout, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
-        """Return the range of a stream's rows for tokens ``[start, stop)``. These tokens are in runs ``first`` to ``last`` (inclusive)."""
+        """Return the range of a stream's rows for tokens ``[start, stop)``. ``first`` and ``last`` are the first and last run with these
+        tokens.
+        """
         if layout.per == "run":
             return first, last + 1
         if (tokens := self._entry_tokens.get(name)) is not None:
@@ -122,7 +125,7 @@ class Stretch:
         return start, stop
 
     def slice(self, start: int, stop: int) -> Stretch:
-        """Return tokens ``[start, stop)``, at least one. Bytes are shared, except for streams that ``Codec.cut`` has to encode again.
+        """Return tokens ``[start, stop)``, at least one. Bytes are shared, except in streams that ``Codec.cut`` has to re-encode.
 
         Raises OutOfBounds if ``start`` is inside a token group.
         """
@@ -143,7 +146,7 @@ class Stretch:
         return Stretch(self.codec, numpy.minimum(self.ends[first : last + 1], stop) - start, streams)
 
     def packed_run(self, number: int) -> PackedRun:
-        """Return run ``number``. If it is the stretch's only run, every call returns the same object."""
+        """Return run ``number``. For a stretch with only one run, every call returns the same object."""
         if len(self.ends) == 1:
             return self._only_run
         start, stop = self.run(number)
@@ -155,7 +158,7 @@ class Stretch:
 
     @cached_property
     def continues_previous(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """Mask of all runs except the first: True if the run can be joined to the previous one (``PackedRun.is_continued_by``)."""
+        """For each run except the first: True if it can be joined to the previous one (see ``PackedRun.is_continued_by``)."""
         whole = torch.from_numpy(numpy.diff(self.ends, prepend=0)[:-1] % self.codec.token_group == 0)
         for name, layout in self.layout.items():
             if layout.per == "run":
@@ -170,7 +173,7 @@ class Stretch:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedRun:
-    """A run of packed tokens that were encoded together. ``streams`` have the shapes that ``Codec.layout`` returns."""
+    """A run of tokens that were encoded together. ``Codec.layout`` returns the shapes of ``streams``."""
 
     codec: Codec
     tokens: int
@@ -189,7 +192,7 @@ class PackedRun:
         return self.stretch.rows(start, stop, entries)
 
     def frame(self, start: int, stop: int) -> torch.Tensor:
-        """Decode tokens ``[start, stop)`` to float32 ``[batch, kv_head, token, dim]`` in the codec's rotated frame."""
+        """Decode tokens ``[start, stop)`` without reversing the codec's rotation, to float32 ``[batch, kv_head, token, dim]``."""
         aligned = start - start % self.codec.token_group
         # A token group is decoded whole, so there may be more tokens than requested.
         return decode_frame(self.codec, self.rows(aligned, stop))[:, :, start - aligned : stop - aligned]
@@ -201,7 +204,7 @@ class PackedRun:
     def decode(self, start: int, stop: int) -> torch.Tensor:
         """Decode tokens ``[start, stop)`` to the original values, ``[batch, kv_head, token, dim]``.
 
-        The dtype is the codec's exact dtype, or float32.
+        They have the dtype that the codec stores exactly, or float32 if the codec is lossy.
         """
         aligned = start - start % self.codec.token_group
         rows = self.rows(aligned, stop)
@@ -218,7 +221,7 @@ class PackedRun:
     def is_continued_by(self, other: PackedRun) -> bool:
         """Return True if ``other`` can be joined to the end of this run.
 
-        The last token group must be complete, and the streams with one row per run must be equal in both runs.
+        This run must end with a complete token group, and the streams with one row per run must be equal in both runs.
         """
         if self.tokens % self.codec.token_group:
             return False
@@ -226,12 +229,12 @@ class PackedRun:
         return all(torch.equal(self.streams[name], other.streams[name]) for name in run_streams)
 
     def select(self, indices: torch.Tensor) -> PackedRun:
-        """Return the sequences at ``indices`` of the batch, int64 ``[row]``, in that order. Codes are copied, not decoded."""
+        """Return a run with the sequences at ``indices`` of the batch, int64 ``[row]``, in that order. Codes are copied, not decoded."""
         return replace(self, streams=select_sequences(self.codec, self.streams, indices))
 
     @staticmethod
     def joined(runs: Sequence[PackedRun]) -> PackedRun:
-        """Join consecutive runs, each of which ``is_continued_by`` the next. The streams of two or more runs are copied."""
+        """Join consecutive runs. Each run must be ``is_continued_by`` its successor. The streams of two or more runs are copied."""
         first = runs[0]
         if len(runs) == 1:
             return first
@@ -242,9 +245,9 @@ class PackedRun:
 
 
 def _joined_streams(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> dict[str, torch.Tensor]:
-    """Join the streams of consecutive ``parts`` into one array per stream. Each part is (number of tokens, streams).
+    """Join the streams of consecutive ``parts``, given as (number of tokens, streams), into one array per stream.
 
-    Token numbers in entries are renumbered to count from the first part's first token.
+    Token numbers in entries are changed to count from the first part's first token.
     """
     if len(parts) == 1:
         return dict(parts[0][1])
@@ -258,14 +261,14 @@ def _joined_streams(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> dict[
 
 @dataclass(eq=False, repr=False)
 class PackedRuns(Sequence[PackedRun]):
-    """The runs of packed keys or values, in order. Runs in a stretch of several runs are created on request and not cached."""
+    """The runs of packed keys or values, in order. A stretch of several runs creates its ``PackedRun`` objects on every access."""
 
     stretches: tuple[Stretch, ...] = ()
     _last: tuple[int, PackedRun] | None = field(default=None, init=False)
 
     @staticmethod
     def of(runs: Iterable[PackedRun]) -> PackedRuns:
-        """Return ``runs`` as ``PackedRuns`` with one stretch per run. ``PackedRuns`` are returned unchanged."""
+        """Return ``runs`` as ``PackedRuns`` with one stretch per run. If it already is ``PackedRuns``, return it unchanged."""
         return runs if isinstance(runs, PackedRuns) else PackedRuns(tuple(run.stretch for run in runs))
 
     def __repr__(self) -> str:
@@ -301,12 +304,12 @@ class PackedRuns(Sequence[PackedRun]):
 
     @cached_property
     def _first_runs(self) -> Ends:
-        """Index of the first run in each stretch."""
+        """The index of the first run in each stretch."""
         return numpy.cumsum([0, *(len(stretch.ends) for stretch in self.stretches)])[:-1]
 
     @cached_property
     def _first_tokens(self) -> list[int]:
-        """First token of each stretch, followed by the total number of tokens."""
+        """The first token of each stretch, and then the total number of tokens."""
         return [0, *accumulate(stretch.tokens for stretch in self.stretches)]
 
     @property
@@ -315,7 +318,7 @@ class PackedRuns(Sequence[PackedRun]):
 
     @cached_property
     def ends(self) -> Ends:
-        """End of each run, as a token index."""
+        """The end of each run, as a token index."""
         parts = [stretch.ends + first for stretch, first in zip(self.stretches, self._first_tokens, strict=False)]
         return numpy.concatenate([numpy.empty(0, numpy.int64), *parts])
 
@@ -329,12 +332,12 @@ class PackedRuns(Sequence[PackedRun]):
         return PackedRuns(tuple(result))
 
     def mapped(self, codec: Codec, change: Callable[[Streams], Streams]) -> PackedRuns:
-        """Return the same runs with ``codec`` as their codec and with the streams that ``change`` returns for each stretch."""
+        """Apply ``change`` to the streams of each stretch, and return the resulting runs, which have ``codec`` as their codec."""
         return PackedRuns(tuple(Stretch(codec, stretch.ends, change(stretch.streams)) for stretch in self.stretches))
 
     @cached_property
     def _joinable(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """Mask of all runs except the first: True if the run can be joined to the previous one (``PackedRun.is_continued_by``)."""
+        """For each run except the first: True if it can be joined to the previous one (see ``PackedRun.is_continued_by``)."""
         if len(self) < 2:
             return numpy.empty(0, bool)
         codec = self.stretches[0].codec
@@ -370,7 +373,7 @@ class PackedRuns(Sequence[PackedRun]):
         return PackedRuns((Stretch(template.codec, self.ends[last], streams),))
 
     def append(self, run: PackedRun) -> PackedRuns:
-        """Append ``run``. It is joined with the runs before it as long as each of them is at most as long as the joined run."""
+        """Append ``run``. To keep the number of runs small, it is joined with each run before it that is no longer than the joined run."""
         number, tokens, after = len(self), run.tokens, run
         while number:
             before = self[number - 1]

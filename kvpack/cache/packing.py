@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class EngineEncoded(Protocol):
-    """Keys or values in an engine's own format, such as Minifloats. ``codec`` stores them bit for bit."""
+    """Keys or values in a serving engine's own format, such as Minifloats. ``codec`` stores them bit for bit."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]: ...
@@ -64,7 +64,7 @@ BATCHED_VALUES, DEVICE_BATCHED_VALUES = 1 << 19, 1 << 26
 
 
 class OutlierChannel(NamedTuple):
-    """The largest channel of a layer's keys. ``ratio`` is its magnitude relative to the median channel of its head."""
+    """The channel of a layer's keys with the largest magnitude. ``ratio`` compares it with the median channel of its head."""
 
     layer: int
     head: int
@@ -103,7 +103,7 @@ def pack(
         The packed cache, on the device of the values.
 
     Raises:
-        InvalidParameter: The recipe is invalid or does not fit the model, or a shape or value is not supported.
+        InvalidParameter: The recipe is invalid or does not suit the model, or a shape or value is not supported.
         InvalidType: An argument has the wrong type, or a tensor an unsupported dtype.
         MissingBasis: The recipe needs a basis.
         MissingFile: The recipe file does not exist.
@@ -185,7 +185,7 @@ def dense_states(past: Any) -> list[DenseLayer]:
 
 
 def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
-    """Return the states at positions within ``cache``, without all others.
+    """Return only the states at positions within ``cache``.
 
     Raises InvalidParameter unless their layers, names and shapes match the cache's own states.
     """
@@ -206,7 +206,7 @@ def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
 
 
 def _bind_inputs(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
-    """Return ``inputs`` bound to ``layers``, whose first token is at position ``start``. Raises InvalidParameter if they do not match."""
+    """Return ``inputs`` bound to ``layers``. ``start`` is the position of the first token. Raises InvalidParameter if they do not match."""
     first = start if inputs.first is None else inputs.first
     tokens = max((layer.seen_tokens for layer in layers), default=0)
     count = tokens if inputs.count is None else inputs.count
@@ -230,7 +230,7 @@ def _bind_inputs(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
 def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> None:
     """Raise InvalidParameter if keys or values differ from those for which ``inputs`` were recorded.
 
-    Nothing is checked unless all keys and values are tensors and were recorded.
+    The check is skipped unless all keys and values are tensors that were recorded.
     """
     tensors = {
         (number, name): (x, start + layer.skipped) for number, layer in enumerate(states) for name, x in (("k", layer.k), ("v", layer.v))
@@ -251,9 +251,9 @@ def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> N
 
 
 def _layers_together(states: Sequence[DenseLayer], recipe: Recipe) -> Iterator[tuple[range, Codecs]]:
-    """Yield (layer numbers, codecs) for each range of layers that are encoded together. The layers of a range have equal shapes.
+    """Split the layers into ranges that are encoded together, and yield the layer numbers and codecs of each range.
 
-    Raises the errors of ``pack`` about shapes and codecs.
+    Layers in one range have equal shapes. Raises the same errors as ``pack`` about shapes and codecs.
     """
     begin, before = 0, None
     codecs: Codecs = (None, None)
@@ -268,7 +268,7 @@ def _layers_together(states: Sequence[DenseLayer], recipe: Recipe) -> Iterator[t
 
 
 def _codecs(layer: DenseLayer, recipe: Recipe, number: int, count: int) -> Codecs:
-    """Return the codecs of layer ``number`` out of ``count``. Raises the errors of ``pack`` about its keys and values."""
+    """Return the codecs of layer ``number`` of ``count``. Raises the same errors as ``pack`` about keys and values."""
     where = f"layers[{number}]"
     for name, x in (("k", layer.k), ("v", layer.v)):
         # isinstance is slower for a protocol than for a class.
@@ -304,7 +304,7 @@ class _Kind(NamedTuple):
 
 
 def _kind(layer: DenseLayer, codecs: Codecs, count: int) -> _Kind | None:
-    """Return the properties by which a layer can be encoded together with others, or None if it must be encoded by itself."""
+    """Return the properties that other layers must share to be encoded together with ``layer``, or None if it is encoded by itself."""
     most, sides = count, []
     for x, codec in zip((layer.k, layer.v), codecs, strict=True):
         if codec is None or not isinstance(x, torch.Tensor):
@@ -322,7 +322,7 @@ def _kind(layer: DenseLayer, codecs: Codecs, count: int) -> _Kind | None:
 def _pack_layers(
     numbers: range, states: Sequence[DenseLayer], codecs: Codecs, window: int, start: int
 ) -> tuple[list[tuple[Side | None, Side | None]], list[OutlierChannel]]:
-    """Encode the keys and values of the layers ``numbers``. Returns the packed pairs, and the outlier channels."""
+    """Encode the keys and values of the layers in ``numbers``. Returns their packed keys and values, and their outlier channels."""
     if len(numbers) > 1:
         given = states[numbers.start : numbers.stop]
         # Calls take longer than their work on small layers, so layers are encoded as sequences of one batch.
@@ -343,7 +343,10 @@ def _pack_layers(
 def _pack_pair(
     layer: DenseLayer, numbers: range, codecs: Codecs, window: int, start: int
 ) -> tuple[list[tuple[Side | None, Side | None]], OutlierChannel | None]:
-    """Encode keys and values of the layers ``numbers``, joined as the batch of ``layer``. Returns pairs, and any outlier channel."""
+    """Encode the layers in ``numbers``, whose keys and values are joined as the batch of ``layer``.
+
+    Returns packed keys and values for each layer, and the outlier channel if there is one.
+    """
     k, v, outlier = layer.k, layer.v, None
     norms = cache(dispatch.norms)
     # Keys and values mostly have the same rule for raw tokens.
@@ -370,7 +373,8 @@ def _pack_pair(
 
 
 def _stored(x: EngineEncoded, codec: Codec, window: int, where: str) -> Side:
-    """Return an engine's values as a side that stores them bit for bit. Raises InvalidParameter if ``codec`` cannot."""
+    """Return values in an engine's format as a side that stores them bit for bit. Raises InvalidParameter if ``codec`` cannot store them.
+    """
     # So no token has to be raw.
     codec = codec.without_raw_positions
     if codec != x.codec:
@@ -381,9 +385,9 @@ def _stored(x: EngineEncoded, codec: Codec, window: int, where: str) -> Side:
 
 
 def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChannel | None:
-    """Return the largest channel of keys ``[batch, kv_head, token, dim]``, or None if it does not exceed ``MAX_CHANNEL_RATIO``.
+    """Return the largest channel of keys ``[batch, kv_head, token, dim]`` if it exceeds ``MAX_CHANNEL_RATIO``, otherwise None.
 
-    A channel's magnitude is the median over a sample of tokens, so that single tokens do not matter.
+    A channel's magnitude is its median over a sample of tokens, so that single tokens do not matter.
     """
     if not codec.summary.spreads_channels or not x.shape[2]:
         return None
@@ -399,7 +403,7 @@ def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChanne
 
 
 def _warn_of_outlier_channels(outliers: Sequence[OutlierChannel], layers: int) -> None:
-    """Issue one KvpackWarning about the worst of ``outliers``. The cache has ``layers`` layers."""
+    """Issue one KvpackWarning, which names the worst of ``outliers``. ``layers`` is the number of layers in the cache."""
     if outliers:
         worst = max(outliers, key=lambda channel: channel.ratio)
         warnings.warn(

@@ -18,7 +18,7 @@ Tokens = SupportsIndex | Sequence[SupportsIndex]
 
 @dataclass(frozen=True)
 class CachePart:
-    """A part of a cache with ``tokens`` tokens: the layers ``numbers``, in ascending order, and tokens ``[start, stop)``."""
+    """A part of a cache that has ``tokens`` tokens: the layers in ``numbers``, ascending, and their tokens ``[start, stop)``."""
 
     numbers: tuple[int, ...]
     start: int

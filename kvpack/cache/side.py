@@ -95,13 +95,13 @@ class Side:
 
     @cached_property
     def boundaries(self) -> list[int]:
-        """Token positions, ascending, at which a run or the tail begins or ends."""
+        """The token positions, ascending, at which a run or the tail begins or ends."""
         return [0, *self.runs.ends.tolist(), self.tokens]
 
     def run_at(self, start: int, stop: int) -> tuple[PackedRun | None, int]:
-        """Return the run that contains tokens ``[start, stop)``, and the run's first token. For the tail, the run is None.
+        """Return the run that contains tokens ``[start, stop)``, and the index of the run's first token. For the tail, the run is None.
 
-        Raises OutOfBounds if the range extends beyond one run.
+        Raises OutOfBounds if the tokens are not in one run.
         """
         if start >= self.packed_tokens:
             return None, self.packed_tokens
@@ -116,7 +116,8 @@ class Side:
     def frame(self, start: int, stop: int) -> tuple[torch.Tensor, PackedRun | None]:
         """Decode tokens ``[start, stop)`` to float32 without reversing the codec's rotation. All tokens must be in one run or in the tail.
 
-        Also returns the run, which maps queries to the rotated frame and sums back from it, or None for the tail, which is not rotated.
+        Also returns the run, or None for the tail, which is not rotated. The run can map queries to the rotated frame, and sums back from
+        it.
         """
         run, first = self.run_at(start, stop)
         if run is None:
@@ -124,7 +125,8 @@ class Side:
         return run.frame(start - first, stop - first), run
 
     def tiles(self, per_tile: int, edges: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
-        """Yield token ranges of at most ``per_tile`` tokens. No range crosses a boundary of this side or one of the positions ``edges``."""
+        """Split the tokens into ranges of at most ``per_tile`` tokens. No range crosses a run boundary or one of the positions ``edges``.
+        """
         marks = sorted({*self.boundaries, *edges})
         for first, last in pairwise(marks):
             for start in range(first, last, per_tile):
@@ -216,7 +218,7 @@ class Side:
         return replace(self, runs=runs, tail=self.tail[:, :, tail_start:tail_stop])
 
     def select(self, indices: Rows) -> Side:
-        """Return the sequences at ``indices`` of the batch, in that order. Indices may repeat. Codes are copied, not decoded.
+        """Return a side with the sequences at ``indices`` of the batch, in that order. Indices may repeat. Codes are copied, not decoded.
 
         Raises OutOfBounds for a sequence that the batch does not have, and InvalidParameter if ``indices`` is not a list of integers.
         """
@@ -258,7 +260,8 @@ class Side:
                 group.
             norms: Function that returns the norms of the keys of tokens ``[start, stop)``, or None if they are not known.
 
-        Raises InvalidParameter or InvalidType if ``x`` does not fit this side, and OutOfRange.
+        Raises InvalidParameter or InvalidType if the dtype or shape of ``x`` does not match this side, and OutOfRange if the codec cannot
+        store a value.
         """
         self.check_new_tokens(x, where)
         with float32_no_grad(self.device):
@@ -277,9 +280,9 @@ class Side:
             return replace(self, runs=self.runs.append(PackedRun(self.codec, ready, streams)), tail=tail[:, :, ready:].clone())
 
     def _tail_with(self, x: torch.Tensor, where: str) -> torch.Tensor:
-        """Return the tail followed by ``x``, in the tail's dtype or, if that would round a value, in a wider dtype.
+        """Append ``x`` to the tail. If the tail's dtype would round a value, the result has a wider dtype.
 
-        Raises InvalidType if the codec has stored all earlier values exactly but would round values of ``x``.
+        Raises InvalidType if all earlier values are stored exactly but the codec would round values of ``x``.
         """
         narrow = x.to(self.tail.dtype)
         if not is_rounded(x, narrow):
@@ -298,7 +301,7 @@ class Side:
     def concat(self, *others: Side) -> Side:
         """Return this side followed by ``others``.
 
-        Raises NotConsecutive if sides differ in codec or shape, or if any except the last one has a raw tail.
+        Raises NotConsecutive if the sides differ in codec or shape, or if a side other than the last one has a raw tail.
         """
         for side, other in pairwise((self, *others)):
             if side.codec is not other.codec and side.codec != other.codec:
@@ -317,7 +320,7 @@ class Side:
         return replace(sides[-1], runs=PackedRuns(tuple(stretch for side in sides for stretch in side.runs.stretches)))
 
     def merged(self) -> Side:
-        """Return the same tokens with as few runs as possible and one array per stream, as in a file."""
+        """Return the same tokens in as few runs as possible, with one array per stream, as in a file."""
         merged = self.runs.merged()
         return self if merged is self.runs else replace(self, runs=merged)
 
@@ -334,7 +337,7 @@ class Side:
         return replace(self, codec=codec, runs=self.runs.mapped(codec, lambda streams: self.codec.repack(streams, codec)))
 
     def with_run(self, run: PackedRun, tail: torch.Tensor) -> Side:
-        """Return the side with ``run`` added after its runs, and with a new tail."""
+        """Return the side with ``run`` appended to its runs and the tail replaced."""
         return replace(self, runs=PackedRuns((*self.runs.stretches, run.stretch)), tail=tail)
 
     def to(self, device: torch.device | str) -> Side:
@@ -343,13 +346,13 @@ class Side:
         return self.map_buffers(lambda tensor: tensor.to(device))
 
     def map_buffers(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Side:
-        """Return the side with ``change`` applied to each buffer."""
+        """Return the side after applying ``change`` to each buffer."""
         runs = self.runs.mapped(self.codec, lambda streams: {name: change(stream) for name, stream in streams.items()})
         return replace(self, runs=runs, tail=change(self.tail))
 
 
 def _codec_difference(codec: Codec, other: Codec) -> str:
-    """Describe how two codecs differ, for messages: by their ids, or by the parameters in which codecs of one family differ."""
+    """Describe how two codecs differ, for messages: by their ids or, if these are equal, by their parameters."""
     params, other_params = codec.params(), other.params()
     if params["id"] != other_params["id"]:
         return f"{params['id']} is followed by {other_params['id']}"
@@ -360,21 +363,21 @@ def _codec_difference(codec: Codec, other: Codec) -> str:
 
 
 def sequences_at_once(*sides: Side) -> int:
-    """Return how many sequences, at least 1, can have one token group of all ``sides`` decoded together within ``GROUP_VALUES``."""
+    """Return for how many sequences, at least 1, one token group of all ``sides`` can be decoded within ``GROUP_VALUES`` values."""
     return max(1, GROUP_VALUES // max(side.heads * side.dim * side.codec.token_group for side in sides))
 
 
 def tokens_at_once(values: int, multiple: int, token_group: int, device: torch.device) -> int:
     """Return the number of tokens per tile if each token has ``values`` values.
 
-    It is a multiple of ``multiple``, or of ``token_group`` if ``multiple`` tokens would be too many.
+    It is a multiple of ``multiple`` or, if even ``multiple`` tokens are too many, of ``token_group``.
     """
     tokens = TILE_VALUES * block_factor(device) // max(1, values)
     return tokens // multiple * multiple or max(token_group, tokens // token_group * token_group)
 
 
 def check_tensor(x: Any, where: str) -> None:
-    """Raise InvalidType unless ``x`` is a dense bfloat16, float16 or float32 tensor, and InvalidParameter unless its rank is 4."""
+    """Raise InvalidType unless ``x`` is a dense bfloat16, float16 or float32 tensor, or InvalidParameter unless its rank is 4."""
     if not isinstance(x, torch.Tensor):
         hint = ": convert it with torch.from_numpy" if type(x).__module__ == "numpy" else ""
         raise InvalidType(f"{where}: expected a tensor or None, but got a {type(x).__name__}{hint}")
@@ -387,7 +390,7 @@ def check_tensor(x: Any, where: str) -> None:
 
 
 def pack_side(x: torch.Tensor, codec: Codec, window: int, where: str, first: int | None = None, norms: torch.Tensor | None = None) -> Side:
-    """Encode ``x``, ``[batch, kv_head, token, dim]``, with ``codec``, except for the newest tokens, which ``window`` keeps raw.
+    """Encode ``x``, ``[batch, kv_head, token, dim]``, with ``codec``. The newest tokens stay raw if ``window`` keeps them.
 
     ``first`` is the position of the first token. ``norms``, ``[batch, kv_head, token]``, are the norms of the layer's keys, if known.
     """
@@ -405,7 +408,8 @@ def pack_sides(
     norms: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
 ) -> list[Side]:
-    """Encode several layers as ``pack_side`` does, and return their sides. The batch of ``x`` contains the layers' sequences in order.
+    """Encode several layers as ``pack_side`` does, and return their sides. The sequences of all layers follow each other in the batch of
+    ``x``.
 
     ``chosen`` is a mask of the raw tokens, as in ``encode``.
     """

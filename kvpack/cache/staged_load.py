@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _LoadGroup:
-    """Keys and values that are loaded to one block of device memory of ``nbytes`` bytes. ``sides`` contains each one's offset in the block.
+    """Keys and values of consecutive layers that are loaded into one block of device memory.
 
-    They belong to one layer or to consecutive layers. If the device checks them, ``span`` is their byte range in the file, with the same
-    offsets. Otherwise it is None, and the host checks them one by one.
+    ``sides`` contains the offset of each side in the block, which has ``nbytes`` bytes. If the device checks them, ``span`` is the block's
+    byte range in the file; otherwise it is None, and the host checks each side.
     """
 
     sides: Sequence[tuple[SideOffsets, int]]
@@ -54,10 +54,12 @@ def load_layers(
 ) -> dict[int, Layer]:
     """Load the layers of ``part`` onto the device of ``bus``, and return them by number. The caller's stream waits for the copies.
 
-    Copying overlaps with reading. If all tokens are loaded, a layer's streams are views of one buffer. After everything has arrived, the
-    device checks as much as its kernels support: digests, the codec's rules, and errors visible only after full decoding. The host waits
-    for these checks, and makes its own checks before the copies. ``progress`` counts copies. Raises the first error of ``File.read_side``
-    in file order, then errors found on the device, digests first, and OutOfBounds as ``Cache.slice`` does.
+    Copying overlaps with reading. If all tokens are loaded, a layer's streams are views of one buffer. The host makes its checks before the
+    copies. Then the device checks what its kernels support, and the host waits for the outcome: digests, the codec's rules, and errors
+    visible only after full decoding. ``progress`` counts copies.
+
+    Raises the first error that ``File.read_side`` would raise in file order, then errors found on the device, digests first, and
+    OutOfBounds as ``Cache.slice`` does.
     """
     header = file.header
     places = {number: [file.side_offsets(number, name) for name, _ in header.layers[number].sides()] for number in part.numbers}
@@ -116,7 +118,7 @@ def _check(
     value_codecs: AbstractSet[int],
     chunk_codecs: AbstractSet[int],
 ) -> None:
-    """Check ``sides`` on the device, and wait for the outcome. Their streams are in the memory of ``groups``.
+    """Check ``sides``, whose streams are in the memory of ``groups``, on the device, and wait for the outcome.
 
     Raises DigestMismatch or InvalidPayload.
     """
@@ -148,7 +150,7 @@ def _check(
 def _group_sides(
     file: File, layers: Iterable[Sequence[SideOffsets]], value_codecs: AbstractSet[int], device: torch.device
 ) -> list[_LoadGroup]:
-    """Group the keys and values of ``layers`` in order. Consecutive layers that the device checks share a group up to ``COPY_BYTES``."""
+    """Group the keys and values of ``layers``. A group has up to ``COPY_BYTES`` bytes of consecutive layers that the device checks."""
     groups: list[_LoadGroup] = []
     for sides in layers:
         starts = list(accumulate((side.nbytes for side in sides), initial=0))
@@ -165,7 +167,7 @@ def _group_sides(
 
 
 def _span(file: File, sides: Sequence[SideOffsets], value_codecs: AbstractSet[int], device: torch.device) -> Span | None:
-    """Return the byte range of a layer's keys and values, or None if the host has to check some of them."""
+    """Return the byte range of a layer's keys and values in the file, or None if the host has to check some of them."""
     if not sides or any(file.side(side.layer, side.side).codec not in value_codecs for side in sides):
         return None
     stored = any(side.nbytes for side in sides)
@@ -184,9 +186,9 @@ def _copies(number: int, group: _LoadGroup) -> Iterator[StagedCopy]:
 
 
 def _side(file: File, offsets: SideOffsets, memory: torch.Tensor, start: int, views: dict[str, torch.Tensor]) -> Side:
-    """Return the keys or values at ``offsets`` as views of ``memory``, uint8. Offsets count from byte ``start``.
+    """Return the keys or values at ``offsets`` as views of ``memory``, which is uint8 and contains the file from byte ``start``.
 
-    ``views`` caches the memory's views by dtype.
+    ``views`` caches one view of the memory per dtype.
     """
     entry = file.side(offsets.layer, offsets.side)
     tensors: dict[str, torch.Tensor] = {}
@@ -212,7 +214,7 @@ def _states(file: File, number: int, part: CachePart, bus: Bus) -> dict[str, tor
 
 
 def _copy_tokens(file: File, offsets: SideOffsets, memory: torch.Tensor, part: CachePart, bus: Bus) -> Side:
-    """Copy the tokens of ``part`` to the device. ``memory`` contains the whole keys or values. Raises OutOfBounds."""
+    """Copy the tokens of ``part`` to the device. ``memory`` contains the whole keys or values. Raises OutOfBounds if tokens are missing."""
     skipped = file.header.starts[offsets.layer] - file.header.start
     layer = Layer(_side(file, offsets, memory, 0, {}), None, skipped=skipped)
     side = slice_layer(layer, offsets.layer, (part.start, part.stop), file.header.start, part.tokens).k
@@ -221,7 +223,7 @@ def _copy_tokens(file: File, offsets: SideOffsets, memory: torch.Tensor, part: C
 
 
 def _copy_to_device(tensor: torch.Tensor, bus: Bus) -> torch.Tensor:
-    """Copy ``tensor``, ``[batch, kv_head, row, ...]``, from staging memory to the device, with at most one copy per head."""
+    """Copy ``tensor``, ``[batch, kv_head, row, ...]``, from staging memory to the device in at most one copy per head."""
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device=bus.device)
     bus.follow()
     with bus.work():

@@ -49,9 +49,9 @@ _MAX_WAITING_READS = 2
 
 @dataclass(frozen=True)
 class StagedCopy:
-    """A copy of bytes ``[begin, end)`` of a group's memory. ``number`` is the group's index.
+    """A copy of bytes ``[begin, end)`` of the group with index ``number``.
 
-    ``span`` is the group's byte range in the file, or None if the host checks the bytes as the keys or values ``side``.
+    ``span`` is the group's byte range in the file. It is None if the host checks the bytes, which are then the keys or values ``side``.
     """
 
     number: int
@@ -61,7 +61,7 @@ class StagedCopy:
     side: SideOffsets
 
     def reads(self, nbytes: int) -> list[tuple[int, int]]:
-        """Split the copy into reads of at most ``nbytes`` bytes. Returns their ranges in the group's memory."""
+        """Split the copy into reads of at most ``nbytes`` bytes, and return their byte ranges in the group."""
         if self.span is None:
             return [(self.begin, self.end)]
         end = min(self.end, self.span.end - self.span.begin)
@@ -71,7 +71,7 @@ class StagedCopy:
 def staged(
     copies: Sequence[StagedCopy], file: File, bus: Bus, staging_bytes: int, value_codecs: AbstractSet[int], chunk_codecs: AbstractSet[int]
 ) -> Generator[torch.Tensor, None, None]:
-    """Yield the bytes of each copy in staging memory, which is reused after the caller's copies from it have finished.
+    """Yield the bytes of each copy in staging memory. The memory is reused after the caller's copies from it have finished.
 
     Checks that the device makes are skipped: digests of spans, the rules of codecs in ``value_codecs``, and the chunks of codecs in
     ``chunk_codecs``. Codecs are identified by their index in the header.
@@ -85,8 +85,7 @@ def staged(
 def _read_by_library(
     reader_library: ctypes.CDLL, copies: Sequence[StagedCopy], file: File, bus: Bus, staging_bytes: int
 ) -> Generator[torch.Tensor, None, None]:
-    """Implement ``staged`` with C threads, for copies that have byte ranges of an open file. Raises MemoryError if no thread can be
-    started.
+    """Implement ``staged`` with C threads, which can read byte ranges of an open file. Raises MemoryError if no thread can be started.
 
     If the file is not in the page cache and its file system supports direct I/O, whole blocks bypass the page cache.
     """
@@ -139,7 +138,7 @@ def _read_by_library(
 def _read_in_threads(
     copies: Sequence[StagedCopy], file: File, bus: Bus, staging_bytes: int, value_codecs: AbstractSet[int], chunk_codecs: AbstractSet[int]
 ) -> Generator[torch.Tensor, None, None]:
-    """Implement ``staged`` with Python threads, for arbitrary copies."""
+    """Implement ``staged`` with Python threads, which can make any copy."""
     if not copies:
         return
     reads = [copy.reads(READ_BYTES) for copy in copies]

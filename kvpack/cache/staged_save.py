@@ -38,13 +38,13 @@ def save_from(
     progress: Progress | None = None,
     piece_bytes: int = PIECE_BYTES,
 ) -> int:
-    """Write ``cache``, which is on the device of ``bus``, to ``path``, and return the number of bytes. Raises the errors of ``save``."""
+    """Write ``cache``, which is on the device of ``bus``, to ``path``. Returns the number of bytes. Raises the same errors as ``save``."""
     with float32_no_grad(bus.device), contextlib.closing(bus), contextlib.closing(_pieces(bus, cache, piece_bytes)) as pieces:
         return write_pieces(path, cache.contents, pieces, durable=durable, progress=progress)
 
 
 def _pieces(bus: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, None]:
-    """Yield the pieces of all tensors in order, each as soon as it is copied, while the next ``_COPIES_AHEAD`` pieces are being copied."""
+    """Yield the pieces of all tensors in order. Up to ``_COPIES_AHEAD`` later pieces are copied meanwhile."""
     count = WRITES_AT_ONCE + _COPIES_AHEAD + 1
     memory = bus.allocate_staging(count * piece_bytes)
     free: SimpleQueue[torch.Tensor] = SimpleQueue()
@@ -69,7 +69,7 @@ def _pieces(bus: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, 
 
 
 def _tensors(bus: Bus, cache: Cache) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name of each tensor in the file, and its bytes on the device, uint8 ``[byte]``."""
+    """Yield the name and the bytes (uint8, on the device) of each tensor in the file."""
     for number, layer in enumerate(cache.layers):
         for side_name, side in layer.sides.items():
             with bus.work():

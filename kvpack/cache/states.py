@@ -28,22 +28,22 @@ def with_states(layers: Sequence[Layer], states: States) -> tuple[Layer, ...]:
 
 
 def select_states(states: States, rows: Sequence[int]) -> States:
-    """Return the states of the sequences at ``rows`` only, in that order."""
+    """Return the states of only the sequences at ``rows``, in that order."""
     return tuple({name: state[list(rows)] for name, state in layer.items()} for layer in states)
 
 
 @dataclass(frozen=True)
 class SelectedStates:
-    """States of which only some sequences are selected. ``rows`` are the selected sequences, or None for all.
+    """The states of the sequences at ``rows`` (None for all).
 
-    The selection is applied only on request, because states are large and beams change at every step.
+    Rows are copied only on request, because states are large and beam search changes the selection at every step.
     """
 
     states: States
     rows: tuple[int, ...] | None = None
 
     def select(self, rows: Sequence[int]) -> SelectedStates:
-        """Return the states of the sequences at ``rows`` of the current selection."""
+        """Return the states of the sequences at ``rows``, which index the current selection."""
         return replace(self, rows=tuple(rows) if self.rows is None else tuple(self.rows[row] for row in rows))
 
     @property

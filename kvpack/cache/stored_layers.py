@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def stored_streams(side: Side) -> dict[str, torch.Tensor]:
-    """Return the streams of a merged side by name, as a file stores them. A raw tail is the stream "tail"."""
+    """Return the streams of a merged side by name, as in a file. The stream "tail" contains the raw tail."""
     names = side.codec.layout(side.batch, side.heads, 0)
     if not side.runs:
         # Without a run, a stream with one row per run has no rows.
@@ -40,7 +40,7 @@ def stored_streams(side: Side) -> dict[str, torch.Tensor]:
 
 
 def build_side(header: Header, number: int, name: str, entry: SideEntry, tensors: dict[str, torch.Tensor], device: torch.device) -> Side:
-    """Create the keys or values (``name`` is "k" or "v") of layer ``number`` from stored ``tensors``, which ``entry`` describes."""
+    """Create one side of layer ``number`` from the ``tensors`` that ``entry`` describes. ``name`` is "k" or "v"."""
     codec = header.codecs[entry.codec]
     tail = tensors.pop("tail", None)
     if tail is None:
@@ -50,13 +50,12 @@ def build_side(header: Header, number: int, name: str, entry: SideEntry, tensors
 
 
 def build_layer(header: Header, number: int, sides: Mapping[str, Side], states: Mapping[str, torch.Tensor]) -> Layer:
-    """Create layer ``number`` from its keys, values and states by name. Pass all that the header lists for the layer, or none."""
+    """Create layer ``number``. ``sides`` and ``states`` must contain everything that the header lists for the layer, or be empty."""
     skipped = header.starts[number] - header.start if sides else 0
     return Layer(sides.get("k"), sides.get("v"), skipped=skipped, states=MappingProxyType(dict(states)))
 
 
 def build_cache(header: Header, layers: Iterable[Layer]) -> Cache:
-    """Create the cache that the header describes, with ``layers``."""
     model = MappingProxyType(dict(header.model))
     if not header.ignorable:
         return Cache(tuple(layers), header.recipe, model, header.start)

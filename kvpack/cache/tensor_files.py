@@ -54,7 +54,7 @@ _MAX_DIMS = 16
 
 
 class _TensorEntry(NamedTuple):
-    """The dtype and shape of a tensor in a file. Its data is bytes ``[begin, end)`` of the file."""
+    """A tensor in a file: its dtype and shape, and its bytes ``[begin, end)`` in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -65,11 +65,11 @@ class _TensorEntry(NamedTuple):
 def read(
     path: str, check: Callable[[list[str], dict[str, str]], Result], max_header_bytes: int = MAX_HEADER_BYTES
 ) -> tuple[dict[str, torch.Tensor], Result]:
-    """Read all tensors of a safetensors file. Returns them by name, and what ``check(names, metadata)`` returned.
+    """Read all tensors of a safetensors file. Returns the tensors by name, and the result of ``check(names, metadata)``.
 
     ``check`` is called before any tensor is read. The tensors are copies, so the file may change afterward. Raises MissingFile, Truncated
     if the file becomes shorter during the read, InvalidParameter if it is not a safetensors file or has a tensor that PyTorch cannot
-    represent, and the errors of ``check``.
+    represent, and whatever ``check`` raises.
     """
     source = DiskFile(open_regular(path))
     try:
@@ -81,7 +81,7 @@ def read(
 
 
 def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
-    """Return the contents of a safetensors file with the CPU tensors ``tensors``, as a list of byte buffers.
+    """Return a safetensors file that contains the CPU tensors ``tensors``, as a list of byte buffers.
 
     The buffers share the tensors' memory, which the safetensors package would copy.
     """
@@ -97,7 +97,7 @@ def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
 
 
 def _read_header(path: str, source: Source, max_header_bytes: int) -> tuple[dict[str, _TensorEntry], dict[str, str]]:
-    """Return the tensor entries in file order, and the metadata. Raises InvalidParameter unless the tensors fill the file exactly."""
+    """Return the tensor entries in file order, and the metadata. Raises InvalidParameter unless the tensors exactly fill the file."""
     if source.size < 8:
         raise InvalidParameter(f"{path} is not a safetensors file: it has only {source.size} bytes")
     first = bytes(_read(path, source, 0, 8))
@@ -128,7 +128,7 @@ def _read_header(path: str, source: Source, max_header_bytes: int) -> tuple[dict
 
 
 def _parse_header(path: str, data: memoryview) -> dict[str, Any]:
-    """Return the JSON object in a header. Raises InvalidParameter if it is invalid or repeats a name."""
+    """Return the JSON object in a header. Raises InvalidParameter if it is not valid JSON or repeats a name."""
 
     def check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -193,7 +193,7 @@ def _read_into(path: str, source: Source, begin: int, memory: memoryview) -> Non
 
 
 def _check_shape(path: str, name: str, shape: list[int]) -> None:
-    """Raise InvalidParameter for a shape that no PyTorch tensor can have, not even an empty one."""
+    """Raise InvalidParameter if PyTorch cannot create a tensor of this shape, not even an empty one."""
     if len(shape) > _MAX_DIMS:
         raise InvalidParameter(f"{path}: the tensor {name!r:.200} has {len(shape)} dimensions, but may have at most {_MAX_DIMS}")
     if shape and max(shape) > MAX_TOKENS:

@@ -85,10 +85,10 @@ def attend_chunk(
 
 
 class _PartialSum(NamedTuple):
-    """Attention over part of the tokens, before normalization.
+    """Attention over some of the tokens, before normalization.
 
-    ``largest`` and ``total`` ``[batch, kv_head, row, 1]`` are the largest score and the sum of the weights. ``out`` is the weighted sum of
-    values.
+    ``largest`` is the largest score, and ``total`` the sum of the weights, both ``[batch, kv_head, row, 1]``. ``out`` is the weighted sum
+    of values.
     """
 
     largest: torch.Tensor
@@ -97,7 +97,7 @@ class _PartialSum(NamedTuple):
 
 
 def _combine(parts: Sequence[_PartialSum], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Combine partial sums, and divide by the total weights. Rows whose queries see no token are zero."""
+    """Add up partial sums, and divide the result by the total weight. The result is zero for queries that see no token."""
     if not parts:
         return torch.zeros(shape, dtype=torch.float32, device=device)
     largest = torch.stack([part.largest for part in parts]).amax(0)
@@ -109,15 +109,17 @@ def _combine(parts: Sequence[_PartialSum], shape: tuple[int, ...], device: torch
 
 
 def _finite_shift(largest: torch.Tensor) -> torch.Tensor:
-    """Return the amount to subtract from scores before exp: ``largest``, or 0 if that is -inf.
+    """Return the amount to subtract from scores before exp: ``largest``, or 0 if ``largest`` is -inf.
 
-    A row whose query sees no token then has weights of 0 instead of NaN.
+    If a query sees no token, its weights are then 0 instead of NaN.
     """
     return torch.where(torch.isinf(largest), 0.0, largest)
 
 
 def _merge_short_runs(side: Side, per_tile: int) -> Side:
-    """Merge the runs of ``side`` if they are shorter than half a tile on average, because tiles end with runs, and short tiles are slow."""
+    """Merge the runs of ``side`` if they are shorter than half a tile on average. A tile never extends beyond a run, and short tiles are
+    slow.
+    """
     return side.merged() if 2 * side.packed_tokens < per_tile * len(side.runs) else side
 
 
@@ -173,7 +175,7 @@ def _hide_tokens(
     lengths: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> None:
-    """Set the scores of tokens ``[start, stop)`` to -inf, in place, for queries at ``positions`` that do not see them."""
+    """Set scores to -inf, in place, wherever a query at one of the ``positions`` does not see a token of ``[start, stop)``."""
     if starts is not None:
         scores.masked_fill_(torch.arange(start, stop, device=scores.device) < starts, -torch.inf)
     if lengths is None:
@@ -184,9 +186,9 @@ def _hide_tokens(
 
 
 def _zero_hidden(values: torch.Tensor, start: int, stop: int, *, lengths: torch.Tensor | None, starts: torch.Tensor | None) -> torch.Tensor:
-    """Return the values of tokens ``[start, stop)``, with tokens outside a sequence's range set to zero.
+    """Return the values of tokens ``[start, stop)``, with zeros for tokens outside a sequence's range.
 
-    Raw values may be NaN, and 0 times NaN is NaN.
+    Hidden raw values may be NaN, and a weight of 0 times NaN is NaN.
     """
     tokens = torch.arange(start, stop, device=values.device)[:, None]
     if starts is not None:
@@ -195,7 +197,6 @@ def _zero_hidden(values: torch.Tensor, start: int, stop: int, *, lengths: torch.
 
 
 def _visible_range(position: int, q_len: int, tokens: int, causal: bool, sliding_window: int | None) -> tuple[int, int]:
-    """Return the range of tokens that at least one query sees."""
     end = min(tokens, position + q_len) if causal else tokens
     begin = max(0, position - sliding_window + 1) if sliding_window else 0
     return begin, end
@@ -217,9 +218,10 @@ def _mask_by_sequence(
     causal: bool,
     sliding_window: int | None,
 ) -> None:
-    """Set scores ``[batch, head, row, token]`` to -inf, in place, for tokens that a sequence's queries do not see.
+    """Set scores ``[batch, head, row, token]`` to -inf, in place, for tokens that the queries of a sequence do not see.
 
-    ``positions``, ``[batch, 1, row, 1]``, are the queries' positions, and ``lengths``, ``[batch, 1, 1, 1]``, the sequences' lengths.
+    ``positions``, ``[batch, 1, row, 1]``, are the positions of the queries. ``lengths``, ``[batch, 1, 1, 1]``, are the lengths of the
+    sequences.
     """
     hidden = tokens >= lengths
     if causal:

@@ -113,14 +113,16 @@ class Basis:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read and check the basis file at ``path``.
 
-        Raises InvalidParameter if the file is a cache, and the errors of ``kvpack.load`` if the file is missing or damaged.
+        Raises InvalidParameter if the file is a cache, and the same errors as ``kvpack.load`` if the file is missing or damaged.
         """
         with open_basis(path) as source:
             return cls(source.read_all(), source.where)
 
     @classmethod
     def of_bytes(cls, data: bytes, *, where: str = "basis") -> Self:
-        """Create a basis from ``data``, the bytes of a basis file. ``where`` names it in error messages. Raises the errors of ``load``."""
+        """Create a basis from ``data``, the bytes of a basis file. ``where`` names it in error messages. Raises the same errors as
+        ``load``.
+        """
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidType(f"data is {describe(data)}, expected the bytes of a basis file: to read a path, use Basis.load")
         return cls(bytearray(data), where)
@@ -142,7 +144,7 @@ class Basis:
 
     @property
     def shapes(self) -> set[tuple[int, int]]:
-        """The (heads, head dim) pairs of the rows and frames."""
+        """The (heads, head dim) pairs for which the basis has rows or frames."""
         rows = {(state.heads, state.dim) for state in self._rows.values()}
         return rows | {(state.heads, state.dim) for state in self._balanced.values()}
 
@@ -161,7 +163,9 @@ class Basis:
         return cached
 
     def balanced(self, layer: int, frame: str) -> CalibratedFrames:
-        """Return the frames of each key head of ``layer``. ``frame`` is "balanced" or "centered", as in a recipe. Raises OutOfBounds."""
+        """Return the frames for the keys of each head of ``layer``. ``frame`` is "balanced" or "centered", as in a recipe. Raises
+        OutOfBounds.
+        """
         cached = self._balanced.get((layer, frame))
         if cached is None:
             raise OutOfBounds(
@@ -171,11 +175,13 @@ class Basis:
 
     @property
     def has_balanced_frames(self) -> bool:
-        """True if the keys of at least one layer have balanced frames."""
+        """True if the basis has balanced frames for the keys of at least one layer."""
         return bool(self._balanced)
 
     def channel_queries(self, layer: int) -> CalibratedFrames:
-        """Return the mean squared queries of ``layer``, float32 ``[kv_head, dim]``, for ``channel_scale=balanced``. Raises OutOfBounds."""
+        """Return the mean square of each query channel of ``layer``, float32 ``[kv_head, dim]``, for ``channel_scale=balanced``. Raises
+        OutOfBounds.
+        """
         return CalibratedFrames(self.digest, layer, queries=self.queries(layer).diagonal(dim1=1, dim2=2).contiguous())
 
     def queries(self, layer: int) -> torch.Tensor:
@@ -188,7 +194,10 @@ class Basis:
 
     @cached_property
     def losses(self) -> Mapping[tuple[int, str], float]:
-        """Loss measured with all tensors at one width, by (layer, "k" or "v"). Empty if it was not measured. Raises InvalidHeader."""
+        """Measured loss by (layer, "k" or "v"), if the calibration measured it with all tensors at one width; otherwise empty.
+
+        Raises InvalidHeader.
+        """
         return MappingProxyType({(layer, side): loss for side in SIDES for layer, loss in enumerate(_losses(self, side))})
 
     def _key_statistics(self, arrays: Mapping[int, torch.Tensor], layer: int, description: str) -> torch.Tensor:
@@ -201,18 +210,18 @@ class Basis:
         return sorted(self._frames)
 
     def transform_parameters(self, layer: int, side: str, bits: float, raw: bool = False) -> CalibratedRows:
-        """Return the parameters of the codec transform for one layer's keys or values (``side`` is "k" or "v").
+        """Return the parameters of the codec transform for the keys ("k") or values ("v") of one layer.
 
         ``bits`` is the average number of bits per value over all layers. With ``raw=True``, it includes the tokens that are kept raw.
-        Raises OutOfBounds, or InvalidParameter for bits out of range.
+        Raises OutOfBounds for a missing layer, or InvalidParameter if ``bits`` is out of range.
         """
         return CalibratedRows(self.rows(layer, side), self.digest, layer, frames=self.frames(layer, side), step=self.step(bits, raw))
 
     def step(self, bits: float, raw: bool = False) -> int:
-        """Return the finest step of the codec transform whose expected average is at most ``bits`` bits per value.
+        """Return the finest quantization step of the codec transform that needs at most ``bits`` bits per value on average.
 
-        With ``raw=True``, the average includes the tokens that are kept raw. All layers use one step, because all errors are in the same
-        unit. Raises InvalidParameter if ``bits`` is out of range or too few for the coarsest step.
+        With ``raw=True``, the average includes the tokens that are kept raw. All layers share one step, because errors are in the same unit
+        in all layers. Raises InvalidParameter if ``bits`` is out of range, or too few even for the coarsest step.
         """
         _check_bits(bits, MIN_TRANSFORM_BITS)
         if (bits, raw) not in self._steps:
@@ -231,11 +240,11 @@ class Basis:
         return {}
 
     def min_transform_bits(self, raw: bool = False) -> float:
-        """Return the minimum bits per value that ``step`` accepts: the cost of everything except symbols."""
+        """Return the smallest number of bits per value that ``step`` accepts: the cost of everything except symbols."""
         return min(self.transform_bits(step, raw) for step in range(MAX_STEP + 1))
 
     def transform_bits(self, step: int, raw: bool = False) -> float:
-        """Return the expected bits per value of a file whose codec is transform with ``step``."""
+        """Return the expected number of bits per value of a file with the codec transform and this quantization step."""
         bits, values = 0.0, 0
         for place, frames in self._frames.items():
             channels = frames.count * frames.columns
@@ -248,7 +257,7 @@ class Basis:
         return bits / values if values else 0.0
 
     def klt_parameters(self, layer: int, side: str, bits: float, gain: str | None = None, per_head: bool = False) -> CalibratedRows:
-        """Return the parameters of the codec klt for one layer's keys or values (``side`` is "k" or "v").
+        """Return the parameters of the codec klt for the keys ("k") or values ("v") of one layer.
 
         ``bits`` is the average number of bits per value over all layers. ``gain`` and ``per_head`` are as for ``widths``. Raises
         OutOfBounds if the basis has no such layer or side, and InvalidParameter if ``bits`` is out of range.
@@ -257,7 +266,8 @@ class Basis:
 
     @cached_property
     def _run_weights(self) -> dict[tuple[int, str, bool], Numbers]:
-        """Mean squared weight of the columns in each run, by (layer, side, per head). Runs have 8 columns of a head, or 16 of all heads."""
+        """Mean squared weight of the columns in each run, by (layer, side, per head). A run has 8 columns of one head, or 16 of all heads.
+        """
         result = {}
         for place, rows in self._rows.items():
             squares = rows.weights[0, :, 0].to(torch.float64).square()
@@ -271,9 +281,9 @@ class Basis:
         """Return the bit width of each run of columns, by (layer, "k" or "v"), with the lowest loss at ``bits`` bits per value.
 
         With ``per_head=True``, each head has its own widths for runs of 8 columns. Otherwise, all heads share the widths of runs of 16.
-        Each bit is assigned to the column whose weighted error it reduces most (Shoham and Gersho 1988). ``gain`` is the codec's option:
-        "none", "fp16", or None for ``default_gain``. The average exceeds ``bits`` if the gains and one bit each for keys and values already
-        do, as with small head dims. Raises InvalidParameter for bits out of range.
+        Each bit is assigned to the run whose weighted error it reduces most (Shoham and Gersho 1988). ``gain`` is the codec's option:
+        "none", "fp16", or None for ``default_gain``. With small head dims, gains and the minimum of one bit can already exceed ``bits``; so
+        does the result then. Raises InvalidParameter if ``bits`` is out of range.
         """
         _check_bits(bits, MIN_BITS)
         key = bits, gain, per_head
@@ -292,7 +302,7 @@ class Basis:
         return {}
 
     def _widths_at_slope(self, slope: float, per_head: bool) -> dict[tuple[int, str], bytes]:
-        """Return the widths beyond which another bit for any column would reduce the weighted error by at most ``slope``."""
+        """Return the widths at which one more bit for any run would reduce the weighted error by at most ``slope``."""
         result = {}
         for place in self._rows:
             weights = self._run_weights[*place, per_head]
@@ -303,7 +313,7 @@ class Basis:
         return result
 
     def average_bits(self, widths: Mapping[tuple[int, str], bytes], gain: str | None = None, per_head: bool = False) -> float:
-        """Return the average bits per value of files with these ``widths`` of column runs."""
+        """Return the average number of bits per value in files with these ``widths``."""
         bits, values = 0.0, 0
         for place, run_widths in widths.items():
             rows = self._rows[place]
@@ -319,10 +329,10 @@ class Basis:
         return bits / values
 
     def check_model(self, model: Mapping[str, str], digests: Sequence[str] = ()) -> None:
-        """Raise InvalidParameter if ``model``, the identity of a cache's model, differs from the basis's model.
+        """Raise InvalidParameter if a cache's model, identified by ``model``, is not the model of this basis.
 
-        Weights and RoPE settings are compared if both identities have the same kind of weights digest for the cache's dtype. Otherwise, the
-        names are compared, which may be paths. ``digests`` are further digests of the weights of the cache's model.
+        If both identities have the same kind of weights digest for the cache's dtype, weights and RoPE settings are compared. Otherwise,
+        only the names are compared, which may be paths. ``digests`` are further digests of the weights of the cache's model.
         """
         # The digest of the same weights differs by dtype.
         weights = self.model.get(weights_key(model.get("dtype", "")), self.model.get("weights"))
@@ -358,7 +368,8 @@ class BalancedKeys(NamedTuple):
     """Calibrated statistics of the keys of one layer, float32 ``[kv_head, dim, dim]``.
 
     ``balanced`` and ``centered`` are frames as in ``BalancedFrames``. ``queries`` is the mean of q q^T over each head's queries after RoPE.
-    ``mean``, ``[kv_head, dim]``, is the mean of the keys before the rotation ``rope``, or None if the rotation is unknown.
+    ``mean``, ``[kv_head, dim]``, is the mean of the keys before RoPE. ``rope`` describes RoPE's rotation. If it is unknown, ``mean`` and
+    ``rope`` are None.
     """
 
     balanced: torch.Tensor
@@ -369,7 +380,7 @@ class BalancedKeys(NamedTuple):
 
 
 def weights_key(dtype: str) -> str:
-    """Return the metadata key for the digest of a model's weights that are loaded in ``dtype`` instead of the checkpoint's dtype."""
+    """Return the metadata key for the digest of a model's weights in ``dtype``, if this is not the checkpoint's dtype."""
     return f"weights.{dtype}"
 
 

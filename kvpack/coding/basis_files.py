@@ -35,19 +35,19 @@ _PIECE_BYTES = 1 << 20
 
 
 class BasisFile:
-    """An open basis file. Only its header has been read. ``where`` is its path."""
+    """An open basis file of which only the header has been read. ``where`` is its path."""
 
     def __init__(self, source: Source, where: str) -> None:
         self._source, self.where = source, where
 
     def read_all(self) -> bytearray:
-        """Return all bytes. Raises Truncated or MissingFile."""
+        """Return the bytes of the file. Raises Truncated or MissingFile."""
         data = bytearray(self._source.size)
         self._read(0, memoryview(data))
         return data
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of all bytes. Raises Truncated or MissingFile."""
+        """Return the SHA-256 of the file. Raises Truncated or MissingFile."""
         hasher, piece = hashlib.sha256(), memoryview(bytearray(min(_PIECE_BYTES, self._source.size)))
         for begin in range(0, self._source.size, len(piece)):
             part = piece[: self._source.size - begin]
@@ -62,7 +62,7 @@ class BasisFile:
 
 @contextlib.contextmanager
 def open_basis(path: str | os.PathLike[str]) -> Iterator[BasisFile]:
-    """Open a basis file. Its size and header are checked before anything else is read."""
+    """Open a basis file, and check its header and size."""
     where = path_text(path)
     source = DiskFile(open_regular(where, "a basis"))
     try:
@@ -103,13 +103,13 @@ def read_frames(file: container.File) -> dict[tuple[int, str], Frames]:
 
 
 def read_balanced_frames(file: container.File) -> dict[tuple[int, str], BalancedFrames]:
-    """Return the frames for keys by (layer, "balanced" or "centered"), or an empty dict if the basis has none."""
+    """Return the balanced frames by (layer, "balanced" or "centered"), or an empty dict if the basis has none."""
     named = {frame: states_named(file, name) for frame, name in KEY_FRAMES.items()}
     return {(state.layer, frame): BalancedFrames(array) for frame, entries in named.items() for state, array in entries}
 
 
 def states_named(file: container.File, name: str) -> Iterator[tuple[StateEntry, torch.Tensor]]:
-    """Yield the entry and the float32 values, without the batch axis, of each layer's state called ``name``."""
+    """For each layer with a state called ``name``, yield its entry and its float32 values without the batch axis."""
     for state in file.header.states:
         if state.name == name:
             array = state.layout.array(file.read_state(state))[0]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def load_basis(source: Basis | str | os.PathLike[str]) -> Basis:
-    """Return the basis for packing. ``source`` is a basis, or its path. Raises the errors of ``Basis.load``."""
+    """Return the basis that the caller passes for packing, as an object or as a path. Raises the same errors as ``Basis.load``."""
     untyped: Any = source
     if isinstance(untyped, Basis):
         return untyped
@@ -43,8 +43,8 @@ def load_basis(source: Basis | str | os.PathLike[str]) -> Basis:
 def find(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]], digest: bytes) -> Basis:
     """Return the basis with SHA-256 ``digest``. ``source`` is a basis, its path, a folder of ``*.kvbasis`` files, or a list of these.
 
-    Files in a folder are tried in ascending order of size. A KvpackWarning names files that cannot be read as a basis. Raises MissingBasis,
-    and the errors of reading a file or listing a folder.
+    Files in a folder are tried in ascending order of size. A KvpackWarning names files that cannot be read as a basis. Raises MissingBasis
+    if no basis has this digest, or MissingFile if a path cannot be read.
     """
     for location in source if isinstance(source, list | tuple) else [source]:
         for candidate in _candidates(location, digest):
@@ -93,13 +93,13 @@ def _size(entry: os.DirEntry[str]) -> int:
 
 
 def with_bases(header: Header, source: Any = None) -> Header:
-    """Return ``header`` with the bases that its codecs need, which ``find`` searches for in ``source``.
+    """Return ``header`` with the bases that its codecs need. ``source`` is as for ``find``.
 
-    Codecs whose rows are in the file need no basis to decode, but use one to encode new tokens if ``source`` has it. Raises MissingBasis,
-    and InvalidHeader if a layer's keys or values do not fit the basis that their codec names.
+    Codecs whose rows are in the file need no basis to decode, but use one from ``source`` to encode new tokens. Raises MissingBasis, and
+    InvalidHeader if a layer's keys or values do not match the basis that their codec names.
     """
     used = {side.codec for layer in header.layers for _, side in layer.sides()}
-    unbound = [part for number in sorted(used) for part in _parts(header.codecs[number]) if part.source is None]
+    unbound = [part for number in sorted(used) for part in _parts_with_basis(header.codecs[number]) if part.source is None]
     needed = {part.basis for part in unbound if part.bases_needed}
     if not unbound or (source is None and not needed):
         return header
@@ -114,7 +114,7 @@ def with_bases(header: Header, source: Any = None) -> Header:
     codecs = tuple(_with_basis(number, codec, bases) if number in used else codec for number, codec in enumerate(header.codecs))
     for number, layer in enumerate(header.layers):
         for name, side in layer.sides():
-            for part in _parts(codecs[side.codec]):
+            for part in _parts_with_basis(codecs[side.codec]):
                 if part.bases_needed and part.source is not None:
                     heads = part.source.heads(part.dim) if isinstance(part, Transform) else part.source.heads
                     if heads != side.heads:
@@ -124,14 +124,14 @@ def with_bases(header: Header, source: Any = None) -> Header:
     return replace(header, codecs=codecs)
 
 
-def _parts(codec: Codec) -> tuple[Klt | Transform | FrameMap, ...]:
-    """Return the parts of ``codec`` that may need a basis: its family, its sidecar for key frames, both, or neither."""
+def _parts_with_basis(codec: Codec) -> tuple[Klt | Transform | FrameMap, ...]:
+    """Return the parts of ``codec`` that may need a basis: the codec itself, its sidecar for key frames, both, or neither."""
     parts = (codec.family, codec.sidecar(FrameMap))
     return tuple(part for part in parts if isinstance(part, Klt | Transform | FrameMap))
 
 
 def _with_basis(number: int, codec: Codec, bases: Mapping[bytes, Basis]) -> Codec:
-    for part in _parts(codec):
+    for part in _parts_with_basis(codec):
         if part.source is None and part.basis in bases:
             basis = bases[part.basis]
             codec = _with_frames(number, codec, part, basis) if isinstance(part, FrameMap) else _with_rows(number, codec, part, basis)

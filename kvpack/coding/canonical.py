@@ -19,8 +19,8 @@ FIRST, LAST, BOTH = range(3)
 class Range(NamedTuple):
     """A range of layers, from ``begin`` to ``end`` inclusive.
 
-    ``counts`` is FIRST, LAST or BOTH. ``end`` may be infinite if the range counts from the first layer, and ``begin`` minus infinity if it
-    counts from the last.
+    ``counts`` is FIRST, LAST or BOTH. ``end`` may be infinity if layers are counted from the first, and ``begin`` may be minus infinity if
+    they are counted from the last.
     """
 
     counts: int
@@ -29,7 +29,7 @@ class Range(NamedTuple):
 
     @classmethod
     def of_item(cls, first: int, last: int) -> Range | None:
-        """Return the range that a recipe writes as ``first``-``last``, or None if it covers all layers."""
+        """Return the range for layers ``first`` to ``last``, as numbered in a recipe, or None if it covers all layers."""
         if first >= 0 and last >= -1:
             result = cls(FIRST, first, last if last >= 0 else math.inf)
             return None if result.is_all else result
@@ -48,7 +48,7 @@ class Range(NamedTuple):
         return self.counts != other.counts or self.counts == BOTH or (self.begin <= other.end and other.begin <= self.end)
 
     def without(self, other: Range) -> list[Range]:
-        """Return the parts of this range that ``other`` may leave uncovered, depending on the number of layers."""
+        """Return the parts of this range that may be outside ``other``, depending on the number of layers."""
         if self.counts != other.counts:
             return [self]
         if self.counts == BOTH:
@@ -58,7 +58,7 @@ class Range(NamedTuple):
 
 
 class CodecText(NamedTuple):
-    """The canonical text of a codec. ``text`` has all options, and ``plain`` all except the options for raw tokens.
+    """The canonical text of a codec: ``text`` with all options, and ``plain`` without the options for raw tokens.
 
     ``raw`` is the value of a ``raw=`` clause that sets the options for raw tokens. It is empty if no token is kept raw, and None for a
     lossless codec.
@@ -70,7 +70,7 @@ class CodecText(NamedTuple):
 
 
 class LayerException(NamedTuple):
-    """Ranges of layers with a codec that differs from the default one."""
+    """Ranges of layers with a codec other than the default one."""
 
     ranges: tuple[Range, ...]
     codec: CodecText
@@ -118,9 +118,9 @@ def _reduce(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[CodecText, 
 
 
 def _exceptions(rules: Sequence[tuple[Range, CodecText]], base: CodecText) -> list[LayerException]:
-    """Return the exceptions without redundant ones, in an order that depends only on their effect.
+    """Return the exceptions from the codec ``base``, without redundant ones, in an order that depends only on their effect.
 
-    A rule is redundant if later rules replace it, or if it repeats ``base``.
+    A rule is redundant if later rules replace it, or if its codec is ``base``.
     """
     remaining: list[tuple[Range, CodecText]] = []
     for items, codec in reversed(rules):
@@ -151,7 +151,7 @@ def _exceptions(rules: Sequence[tuple[Range, CodecText]], base: CodecText) -> li
 
 
 def _group(rules: Iterable[tuple[Range, CodecText]]) -> list[LayerException]:
-    """Combine consecutive rules with the same codec, and join their adjacent ranges."""
+    """Combine consecutive rules that have the same codec, and join their adjacent ranges."""
     groups: list[tuple[list[Range], CodecText]] = []
     for items, codec in rules:
         if groups and groups[-1][1] == codec:
@@ -172,7 +172,8 @@ def _join(ranges: Sequence[Range]) -> list[Range]:
 
 
 def _merge_sides(k: Sequence[LayerException], v: Sequence[LayerException]) -> list[tuple[str, LayerException]]:
-    """Return (sides, exception) pairs in order. Equal exceptions for keys and values become one for "kv" if the order allows it."""
+    """Return (sides, exception) pairs in order. Equal exceptions for keys and values are merged into one for "kv" if the order allows it.
+    """
     result: list[tuple[str, LayerException]] = []
     remaining = list(v)
     for exception in k:

@@ -19,7 +19,7 @@ _CLAUSES = ("k", "v", "kv", "layers", "raw", "window", "tail")
 
 
 class InvalidClause(InvalidParameter):
-    """Error for an invalid clause of a recipe. ``reason`` is the message without the recipe, and ``word`` is the part that it points at."""
+    """Raised for an invalid clause of a recipe. ``reason`` is the message without the recipe, and ``word`` is the invalid part."""
 
     def __init__(self, text: str, clause: str, word: str, reason: str) -> None:
         super().__init__(f"recipe {text!r}: {reason}{pointer(text, word, max(0, text.find(clause)))}")
@@ -27,7 +27,7 @@ class InvalidClause(InvalidParameter):
 
 
 def pointer(text: str, word: str, start: int = 0) -> str:
-    """Return ``text`` with a second line that underlines ``word``, or an empty string if ``text`` does not contain ``word``."""
+    """Return ``text`` with a second line that underlines ``word``. If ``text`` does not contain ``word``, return an empty string."""
     column = text.find(word, start)
     return f"\n  {text}\n  {' ' * column}{'^' * len(word)}" if word and column >= 0 else ""
 
@@ -35,7 +35,7 @@ def pointer(text: str, word: str, start: int = 0) -> str:
 def parse_rule(clause: str, written: str, text: str, presets: Mapping[str, str]) -> Rule:
     """Parse ``clause`` into a rule. Raises InvalidClause.
 
-    ``text`` is the whole recipe, which contains the clause as ``written``. ``presets`` maps names of presets and additions to recipe texts.
+    ``written`` is the clause as it appears in the recipe ``text``. ``presets`` maps names of presets and additions to recipe texts.
     """
     items, body = None, clause
     if clause.startswith("layers="):
@@ -89,7 +89,7 @@ def parse_rule(clause: str, written: str, text: str, presets: Mapping[str, str])
 
 
 def _replacement_clause(preset: str, body: str, clause: str, presets: Mapping[str, str]) -> str:
-    """Return the advice for a clause that names a preset instead of a codec. ``body`` is the clause without its layers."""
+    """Return advice on how to write a clause that names a preset instead of a codec. ``body`` is the clause without its layers."""
     sides, reason = body.partition("=")[0], "it is a preset, which selects the codecs of keys and values"
     parts = [part.partition("=") for part in presets[preset].split(";")]
     codecs = [codec for name, _, codec in parts if name in (sides, "kv")]
@@ -110,7 +110,7 @@ def _parse_layer_range(item: str, clause: str, text: str) -> tuple[int, int]:
 
 
 def refuse(text: str, word: str, clause: str, message: str, candidates: Sequence[str] = ()) -> NoReturn:
-    """Raise InvalidClause about ``word`` in ``clause``. The message suggests the most similar of ``candidates``."""
+    """Raise InvalidClause about ``word`` in ``clause``. The message suggests the candidate that is most similar to ``word``."""
     close = difflib.get_close_matches(word.lower(), candidates, 1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise InvalidClause(text, clause, word, f"{message}{hint}")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvpack.kernels.tiles.layers import Side as _TritonSide
 
     class Side(_CSide, _TritonSide, Protocol):
-        """The keys or values of a layer, with all attributes that the C kernels and the Triton kernels need."""
+        """The keys or values of a layer, with all attributes that the C and the Triton kernels need."""
 
 
 VARIABLE = "KVPACK_KERNELS"
@@ -47,10 +47,10 @@ ASSEMBLY_VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 
 
 class TokenSizes(NamedTuple):
-    """Tensors to which encoders write sizes measured in the coded frame, each contiguous float32 ``[batch, kv_head, token]``, or None.
+    """Tensors into which encoders write sizes in the coded frame. Each is contiguous float32 ``[batch, kv_head, token]``, or None.
 
-    ``norms`` are the norms that ``codec.coded_norms`` returns. ``errors`` are the norms of the tokens' errors, relative to ``norms``, and
-    may ignore the rounding of stored norms. Only codecs with ``direction_spread`` have them.
+    ``norms`` are the norms that ``codec.coded_norms`` returns. ``errors`` are the norms of the tokens' errors relative to ``norms``. They
+    may ignore the rounding of stored norms, and exist only for codecs with ``direction_spread``.
     """
 
     norms: torch.Tensor | None = None
@@ -71,10 +71,9 @@ def encode(
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x``, ``[batch, kv_head, token, dim]``, with a kernel and return the streams, or None if the codec itself must encode.
 
-    Returns None if no kernels run, if they do not support the codec, or if ``x`` has values that the codec may reject. Otherwise, sizes are
-    written to the tensors in ``sizes``. ``before`` contains the streams of the run that ``x`` continues. The tokens in ``skipped``,
-    contiguous bool ``[batch, token]``, are encoded as zeros. If the kernels cannot skip them, None is returned. Raises the errors of
-    ``uses_triton`` and ``uses_c``.
+    Returns None if no kernels run, if they do not support the codec or skipping tokens, or if ``x`` has values that the codec may reject.
+    Otherwise, sizes are written into the tensors in ``sizes``. ``before`` contains the streams of the run that ``x`` continues. The tokens
+    in ``skipped``, contiguous bool ``[batch, token]``, are encoded as zeros. Raises the same errors as ``uses_triton`` and ``uses_c``.
     """
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
@@ -94,9 +93,9 @@ def encode(
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode to float32 ``[batch, kv_head, token, dim]`` in the codec's rotated frame, with Triton kernels if they run.
+    """Decode to float32 ``[batch, kv_head, token, dim]`` in the codec's rotated frame, with Triton kernels if possible.
 
-    Raises InvalidParameter if a stream does not have the codec's layout, and the errors of ``uses_triton``.
+    Raises InvalidParameter if a stream does not have the codec's layout, and the same errors as ``uses_triton``.
     """
     if isinstance(codec, CodecWithSidecars):
         return codec.complete(decode_frame(codec.codec, streams), streams)
@@ -112,7 +111,7 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode to the original values, ``[batch, kv_head, token, dim]``, in the codec's exact dtype or, if it has none, in float32."""
+    """Decode to the original values, ``[batch, kv_head, token, dim]``, in the dtype that the codec stores exactly, or in float32."""
     if codec.exact_dtype is not None:
         return codec.stored_values(streams)
     if isinstance(codec, CodecWithSidecars):
@@ -121,7 +120,7 @@ def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def supports_value_checks(codec: Codec, device: torch.device) -> bool:
-    """Return True if ``check_values`` supports ``codec`` on ``device``. Raises the errors of ``uses_triton``."""
+    """Return True if ``check_values`` supports ``codec`` on ``device``. Raises the same errors as ``uses_triton``."""
     if not uses_triton(device):
         return False
     from kvpack.kernels import codecs
@@ -136,9 +135,9 @@ def supports_value_checks(codec: Codec, device: torch.device) -> bool:
 def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequence[int], str]]) -> Callable[[], None]:
     """Start checking stored keys and values on a device. ``supports_value_checks`` must be True for each codec.
 
-    Each of ``sides`` is ``(codec, streams, runs, where)``: contiguous streams, the number of tokens of each run, and a name for messages.
-    Streams of sidecars are small, and are checked on the host. Returns a function that waits for the device and raises InvalidPayload about
-    the first side that breaks a rule, as ``codec.check`` and ``codec.check_runs`` do.
+    Each of ``sides`` is ``(codec, streams, runs, where)``. The streams are contiguous, ``runs`` are the numbers of tokens in each run, and
+    ``where`` is a name for messages. Streams of sidecars are small, and are checked on the host. Returns a function that waits for the
+    device and raises InvalidPayload about the first side that breaks a rule, as ``codec.check`` and ``codec.check_runs`` do.
     """
     if not sides:
         return lambda: None
@@ -189,7 +188,7 @@ def _to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[numpy.ndarray
 
 
 def supports_chunk_checks(codec: Codec, device: torch.device) -> bool:
-    """Return True if ``check_chunks`` supports ``codec`` on ``device``. Raises the errors of ``uses_triton``."""
+    """Return True if ``check_chunks`` supports ``codec`` on ``device``. Raises the same errors as ``uses_triton``."""
     if not uses_triton(device):
         return False
     from kvpack.kernels import codecs
@@ -210,7 +209,7 @@ def check_chunks(codec: Codec, streams: Mapping[str, torch.Tensor], where: str) 
 
 
 def supports_digests(device: torch.device) -> bool:
-    """Return True if ``digests`` supports tensors on ``device``. Raises the errors of ``uses_triton``."""
+    """Return True if ``digests`` supports tensors on ``device``. Raises the same errors as ``uses_triton``."""
     return uses_triton(device)
 
 
@@ -257,10 +256,10 @@ def environment_key() -> tuple[str | None, str | None]:
 
 
 def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
-    """Decode into ``out``, ``[batch, kv_head, token, dim]``, the tokens of ``side`` that kernels support.
+    """Decode the tokens of ``side`` that kernels support into ``out``, ``[batch, kv_head, token, dim]``.
 
-    Returns the (start, stop) ranges of tokens that the caller still has to write, which are all tokens if no kernels run. Raises
-    InvalidParameter if a stream does not have the codec's layout, and the errors of ``uses_triton`` and ``uses_c``.
+    Returns the (start, stop) ranges of tokens that the caller still has to decode. Without kernels, these are all tokens. Raises
+    InvalidParameter if a stream does not have the codec's layout, and the same errors as ``uses_triton`` and ``uses_c``.
     """
     if uses_c(out.device):
         from kvpack.kernels.cpu import lossless, unpack
@@ -281,7 +280,7 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.DecodedChunks | None:
-    """Decode chunks like ``rans.decode``, but in C. Returns None if the C kernels are unavailable or disabled."""
+    """Decode chunks in C, as ``rans.decode`` does. Returns None if the C kernels are unavailable or disabled."""
     if not _runs_c():
         return None
     from kvpack.kernels.cpu import rans as c_rans
@@ -290,7 +289,7 @@ def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numb
 
 
 def _encode_chunks(symbols: rans.Numbers, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Chunks | None:
-    """Encode symbols like ``rans.encode_in_numpy``, but in C. Returns None if the C kernels are unavailable or disabled."""
+    """Encode symbols in C, as ``rans.encode_in_numpy`` does. Returns None if the C kernels are unavailable or disabled."""
     if not _runs_c():
         return None
     from kvpack.kernels.cpu import rans as c_rans
@@ -314,7 +313,7 @@ row.compiled = _add_words
 
 
 def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
-    """Compare sizes like ``token_norms.has_large_size``, but in C. Returns None if the C kernels are unavailable or disabled."""
+    """Compare sizes in C, as ``token_norms.has_large_size`` does. Returns None if the C kernels are unavailable or disabled."""
     if not uses_c(sizes.device):
         return None
     from kvpack.kernels.cpu import encode as c_encode
@@ -323,10 +322,10 @@ def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
 
 
 def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, device: torch.device) -> bool:
-    """Return True if an error size (``codec.error_sizes``) exceeds ``ratio`` times the typical size.
+    """Return True if an error size (see ``codec.error_sizes``) exceeds ``ratio`` times the typical size.
 
-    The C kernels read sizes directly from the streams, which are on ``device``, if they can. Because sizes are rounded, one slightly below
-    the limit may also count.
+    If possible, the C kernels read the sizes directly from the streams, which are on ``device``. Sizes are rounded, so the result may also
+    be True for a size slightly below the limit.
     """
     if uses_c(device):
         from kvpack.kernels.cpu import encode as c_encode
@@ -385,7 +384,7 @@ def uses_c(device: torch.device) -> bool:
 
 @cache
 def c_is_built() -> bool:
-    """Return True if the C kernels were built and can run on this machine. Without a C compiler, kvpack is installed without them."""
+    """Return True if the C kernels were built and can run on this machine. If there is no C compiler, kvpack is installed without them."""
     from kvpack.kernels.cpu.library import library
 
     return library() is not None
@@ -393,7 +392,7 @@ def c_is_built() -> bool:
 
 @cache
 def _warn_missing() -> None:
-    """Issue a KvpackWarning, once per process, that the C kernels are missing."""
+    """Warn once per process that the C kernels are missing."""
     warnings.warn(
         f"attention and unpacking on the CPU use PyTorch operations and are several times slower than with {_C_KERNELS}; "
         "set KVPACK_KERNELS=torch to turn this warning off",
@@ -404,7 +403,7 @@ def _warn_missing() -> None:
 
 @cache
 def _checked_backend(backend: str) -> str:
-    """Return ``backend``, the value of KVPACK_KERNELS. Raises InvalidParameter if it is unknown."""
+    """Return ``backend``, the value of KVPACK_KERNELS, after checking it. Raises InvalidParameter if it is unknown."""
     if backend not in ("", *BACKENDS):
         raise InvalidParameter(f"the environment variable {VARIABLE} is {backend!r}, expected one of {', '.join(BACKENDS)}")
     return backend

@@ -45,9 +45,9 @@ _WORDS = (raw_clause.PREFIX, *(f"{name}=" for name in sorted(frozenset(RawPositi
 
 
 def with_encoder_options(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:
-    """Return ``codec``, from a header, with the encoder options that ``recipe`` sets for one layer's keys or values.
+    """Return ``codec``, from a header, with the encoder options that ``recipe`` sets for the keys ("k") or values ("v") of one layer.
 
-    ``side`` is "k" or "v". If the text is not a valid recipe or selects another codec, which a file may contain, the codec is unchanged.
+    The codec is returned unchanged if the text is not a valid recipe or selects another codec. The file format allows both.
     """
     key = recipe, layer, layers, side
     if key not in codec.derived_values:
@@ -73,7 +73,7 @@ def _apply_options(codec: Codec, recipe: str, layer: int, layers: int, side: str
 
 @lru_cache(maxsize=1024)
 def _options(recipe: str, layer: int, layers: int, side: str, codec_id: str) -> dict[str, str]:
-    """Return the codec options that apply to one layer's keys or values, or an empty dict if the recipe selects another codec."""
+    """Return the codec options that apply to the keys or values of one layer. If the recipe selects another codec, the result is empty."""
     result: dict[str, str] = {}
     for rule in _rules(recipe):
         if side in rule.sides and rule.covers(layer, layers):
@@ -83,7 +83,9 @@ def _options(recipe: str, layer: int, layers: int, side: str, codec_id: str) -> 
 
 @lru_cache(maxsize=16)
 def _rules(recipe: str) -> tuple[Rule, ...]:
-    """Return the rules of all clauses, with presets expanded, or no rules if no clause has encoder options. Options are not validated."""
+    """Return the rules of all clauses, with presets expanded. Options are not validated. If no clause has encoder options, the result is
+    empty.
+    """
     clauses: list[str] = []
     for text in recipe.split(";"):
         clauses += _NAMED.get(text.strip(), text.strip()).split(";")
@@ -108,6 +110,6 @@ def _raw_options(clause: str) -> str:
 
 
 def _with_raw(options: str, raw: str) -> str:
-    """Add ``raw``, the options for raw tokens, to a codec's options, unless the codec already sets some of them."""
+    """Add ``raw``, the options for raw tokens, to the options of a codec, unless the codec already sets such options."""
     has_own = any(option.partition("=")[0] in RawPositions.words for option in options.split(","))
     return ",".join(part for part in (options, "" if has_own else raw) if part)

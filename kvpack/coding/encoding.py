@@ -79,11 +79,11 @@ def encode(
         chosen: Mask of raw tokens, bool ``[batch, token]``. Defaults to the tokens that ``norms`` select.
 
     Raises:
-        InvalidParameter: A value is NaN or infinite (raw and lossless store these too), or ``uses_triton`` raises it.
+        InvalidParameter: A value is NaN or infinite (except for raw and lossless, which store these too), or KVPACK_KERNELS is invalid.
         OutOfRange: A norm is too large for its width.
 
-    Issues a RoundedWarning if a codec that is lossless in its own dtype rounds values to this dtype. Issues a KvpackWarning about tokens
-    that lose precision, because they share a scale or because the codec's maps and means do not fit them well.
+    Issues a RoundedWarning if the codec stores its own dtype exactly but values have to be rounded to this dtype. Issues a KvpackWarning
+    about tokens that lose precision, because they share a scale with others or because the codec's maps and means represent them poorly.
     """
     raw, plain = codec.raw_positions, codec.without_raw_positions
     with float32_no_grad(x.device):
@@ -121,15 +121,15 @@ def encode(
 
 
 def scale_fit_errors(codec: Codec, x: torch.Tensor, shared: Collection[str], where: str) -> torch.Tensor:
-    """Return how badly the tokens of ``x``, ``[batch, kv_head, token, dim]``, fit the scales that are shared along the axes ``shared``.
+    """Return how much the tokens of ``x``, ``[batch, kv_head, token, dim]``, lose by scales that are shared along the axes ``shared``.
 
-    Raises the errors of ``encode``.
+    Raises the same errors as ``encode``.
     """
     return measure_fit_errors(_coded_norms(codec, x, where, None), shared)
 
 
 def _coded_norms(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
-    """Return the norms of ``x`` in the coded frame (``codec.coded_norms``). Raises the errors of ``encode``."""
+    """Return the norms of ``x`` in the coded frame (see ``codec.coded_norms``). Raises the same errors as ``encode``."""
     if not codec.changes_norms:
         return dispatch.norms(x)
     blocks = _blocks(codec, x)
@@ -145,9 +145,9 @@ def encode_all(
     position: int | None = None,
     sizes: TokenSizes = UNMEASURED,
 ) -> dict[str, torch.Tensor]:
-    """Encode ``x`` like ``encode``, but with a codec that has no raw tokens, and without warnings about tokens.
+    """Encode ``x`` as ``encode`` does, but with a codec that keeps no tokens raw, and without warnings about tokens.
 
-    Sizes are written to the tensors in ``sizes``.
+    Sizes are written into the tensors in ``sizes``.
     """
     with float32_no_grad(x.device):
         streams = dispatch.encode(codec, x, before, sizes)
@@ -170,9 +170,9 @@ def _encode_others(
     position: int | None,
     sizes: TokenSizes = UNMEASURED,
 ) -> dict[str, torch.Tensor]:
-    """Encode ``x``, with the tokens in ``chosen``, bool ``[batch, token]``, stored raw. Writes sizes like ``encode_all``.
+    """Encode ``x``. The tokens in ``chosen``, bool ``[batch, token]``, are stored raw. Sizes are written as by ``encode_all``.
 
-    Raises the errors of ``encode``.
+    Raises the same errors as ``encode``.
     """
     token, sequence = chosen.T.nonzero().unbind(1)
     with prefix_errors(where, OutOfRange):
@@ -312,8 +312,7 @@ def _values(codec: Codec, x: torch.Tensor, start: int, stop: int, where: str) ->
 
 
 def is_rounded(x: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return True if ``values``, which are ``x`` converted to another dtype, differ from ``x``. Both are ``[batch, kv_head, token, dim]``.
-    """
+    """Return True if ``values``, which are ``x`` in another dtype, differ from ``x``. Both are ``[batch, kv_head, token, dim]``."""
     if RAW_NAMES[x.dtype] in EXACT_DTYPES[RAW_NAMES[values.dtype]]:
         return False
     size = max(1, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
@@ -326,7 +325,7 @@ def is_rounded(x: torch.Tensor, values: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def rounding_is_shown() -> Iterator[None]:
-    """Suppress RoundedWarning in all threads within this context, for measurements that already include the cost of rounding."""
+    """Return a context manager that suppresses RoundedWarning in all threads, for measurements that already show the cost of rounding."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RoundedWarning)
         yield

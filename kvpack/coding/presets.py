@@ -27,10 +27,10 @@ Later attention sinks are found by their low norms.
 
 @dataclass(frozen=True)
 class Preset:
-    """A named recipe. ``source`` describes where it is from.
+    """A named recipe. ``source`` describes where it comes from.
 
-    ``codecs`` are the clauses that select codecs. ``raw`` is the clause that selects raw tokens, or an empty string. ``layers`` and ``dim``
-    are set if the preset fits only one model: its number of layers and its head dim.
+    ``codecs`` are the clauses that select codecs. ``raw`` is the clause that selects raw tokens, or an empty string. ``layers`` and
+    ``dim``, the number of layers and the head dim, are set if the preset is for only one model.
     """
 
     codecs: str
@@ -45,8 +45,7 @@ class Preset:
 
 
 class KvpackPreset(NamedTuple):
-    """Settings of one of kvpack's own presets. ``bits`` is the width of a code. If ``trellis`` is True, codes are paths through a trellis.
-    """
+    """Settings of one of kvpack's own presets. ``bits`` is the width of a code. With ``trellis``, codes are paths through a trellis."""
 
     bits: int
     trellis: bool
@@ -119,12 +118,14 @@ def _kvpack_words(side: str, bits: int, trellis: bool, average_bits: int) -> str
 
 
 def _paper_keys(codec: str, bits: int) -> str:
-    """Return ``codec``, from a paper, with options for separate key means and, if precise enough at ``bits`` bits, 8-bit norms."""
+    """Add options for separate key means to ``codec``, which is from a paper. If 8-bit norms are precise enough for ``bits`` bits, add
+    these too.
+    """
     return f"{codec}{_norm('k', bits)},{_MEANS}"
 
 
 def _norm(side: str, bits: int) -> str:
-    """Return the option for 8-bit norms, or an empty string if these would be less precise than the codes."""
+    """Return the option for 8-bit norms, or an empty string if 8-bit norms would be less precise than the codes."""
     return ",norm=log8" if side == "v" or bits <= MAX_LOG8_BITS else ""
 
 
@@ -218,7 +219,7 @@ def _direction_presets() -> dict[str, Preset]:
 
 
 def _hqmq_codecs(words: str) -> str:
-    """Return the clauses of an HQMQ preset with separate key means. It stores norms of quadruples, which cannot have 8 bits."""
+    """Return the clauses of an HQMQ preset with separate key means. HQMQ stores norms of quadruples, which cannot have 8 bits."""
     return f"k=quaternion:{words},mean=128;v=quaternion:{words}"
 
 

@@ -15,7 +15,7 @@ PREFIX = "raw="
 
 
 def parse_raw_clause(clause: str) -> dict[str, str]:
-    """Return the codec options that ``clause`` sets, or an empty dict for ``raw=0``. Raises InvalidParameter."""
+    """Return the codec options that ``clause`` sets. For ``raw=0``, the result is empty. Raises InvalidParameter."""
     values = clause.removeprefix(PREFIX).split(",")
     if len(values) > len(RawPositions.words):
         raise InvalidParameter(f"{clause!r} has {len(values)} values, expected up to {len(RawPositions.words)}: {_SYNTAX}")
@@ -28,12 +28,12 @@ def parse_raw_clause(clause: str) -> dict[str, str]:
 
 
 def raw_positions_of(words: Mapping[str, str]) -> RawPositions | None:
-    """Return the rule for raw tokens that codec options set, or None if no tokens are kept raw. Raises InvalidParameter."""
+    """Return the rule for raw tokens that these codec options set, or None if no tokens are kept raw. Raises InvalidParameter."""
     return RawPositions.from_options(1, "k", Options("raw", words))
 
 
 def raw_clause_value(words: Mapping[str, str]) -> str:
-    """Return the canonical value of a ``raw=`` clause that sets these codec options, or an empty string if no tokens are kept raw."""
+    """Return the canonical value of a ``raw=`` clause with these codec options, or an empty string if no tokens are kept raw."""
     chosen = raw_positions_of(words)
     if chosen is None:
         return ""

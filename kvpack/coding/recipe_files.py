@@ -23,7 +23,7 @@ MAX_FILE_BYTES = 1 << 16
 
 
 def split_path(recipe: str | os.PathLike[str], presets: Container[str]) -> tuple[str, str] | None:
-    """Split ``recipe`` into the path of a recipe file and the clauses after it. Returns None if it is a recipe instead of a path."""
+    """Split ``recipe`` into the path of a recipe file and the clauses after it. Returns None if it is not the path of a recipe file."""
     if not isinstance(recipe, str):
         return os.fsdecode(recipe), ""
     if recipe.startswith("@"):
@@ -36,9 +36,9 @@ def split_path(recipe: str | os.PathLike[str], presets: Container[str]) -> tuple
 
 
 def read_clauses(path: str) -> list[tuple[int, str]]:
-    """Return the clauses of a recipe file, each as (line number from 1, clause).
+    """Return the clauses of a recipe file as (line number from 1, clause) pairs.
 
-    Raises MissingFile, or InvalidParameter for a file that is too large, not UTF-8 or without a clause.
+    Raises MissingFile, or InvalidParameter if the file is too large, is not UTF-8, or contains no clause.
     """
     try:
         lines = read_text(path, MAX_FILE_BYTES, "a recipe file").splitlines()

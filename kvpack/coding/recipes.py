@@ -136,7 +136,7 @@ class Recipe:
 
     @classmethod
     def from_recorded(cls, text: str, basis: Basis | None = None) -> Self:
-        """Parse a recipe text recorded in a file, store entry or page. Presets mean what they meant when it was recorded.
+        """Parse a recipe text that was recorded in a file, store entry or page. Presets mean what they meant at that time.
 
         ``text`` stays as recorded, for comparison with pages. ``canonical`` is the text that would be recorded today. Raises
         InvalidParameter if the text is not a recipe, which the file format allows.
@@ -156,7 +156,7 @@ class Recipe:
         if self.basis is not None:
             object.__setattr__(self, "basis", load_basis(self.basis))
             object.__setattr__(self, "_named", {**named, **calibrated_presets(self.basis)})
-            object.__setattr__(self, "_written", self._with_basis())
+            object.__setattr__(self, "_written", self._text_with_basis_digest())
         for side in SIDES:
             if not any(side in rule.sides and rule.items is None for rule in self.rules):
                 remedy = f"add {side}=<codec> or kv=<codec>; presets are {', '.join(PRESETS)}"
@@ -188,7 +188,7 @@ class Recipe:
 
     @property
     def uses_basis(self) -> bool:
-        """True if the recipe can use a basis, because a clause requires one or a preset changes with one."""
+        """True if the recipe can use a basis, either because a clause requires one or because one of its presets changes with one."""
         return self.needs_basis or self._has_own_preset
 
     @property
@@ -270,7 +270,7 @@ class Recipe:
             raise InvalidParameter(f"{error}{_presets_for(dim, dtype)}") from None
 
     def _get_basis(self, rule: Rule, layers: int) -> Basis:
-        """Return the basis that ``rule`` requires. Raises MissingBasis, or InvalidParameter if it is for another number of layers."""
+        """Return the basis that ``rule`` requires. Raises MissingBasis, or InvalidParameter if the basis has another number of layers."""
         if self.basis is None:
             wanted = dict(rule.words).get("basis")
             named = f"the basis {wanted}" if wanted else "a basis"
@@ -287,8 +287,8 @@ class Recipe:
             )
         return self.basis
 
-    def _with_basis(self) -> str:
-        """Return the text with the basis's SHA-256 inserted into every clause that needs a basis.
+    def _text_with_basis_digest(self) -> str:
+        """Insert the basis's SHA-256 into every clause that needs a basis, and return the text.
 
         Raises InvalidParameter if a clause names a different basis.
         """
@@ -313,9 +313,9 @@ class Recipe:
         if not 0 <= as_integer(layers, "layers") <= MAX_LAYERS:
             raise InvalidParameter(f"layers is {describe(layers)}, expected an integer from 0 to {MAX_LAYERS}")
         sides = [(layer, side) for layer in range(layers) for side in SIDES]
-        return tuple(dtype for dtype in EXACT_DTYPES if all(self._keeps_values(layer, layers, side, dim, dtype) for layer, side in sides))
+        return tuple(dtype for dtype in EXACT_DTYPES if all(self._is_lossless(layer, layers, side, dim, dtype) for layer, side in sides))
 
-    def _keeps_values(self, layer: int, layers: int, side: str, dim: int, dtype: str) -> bool:
+    def _is_lossless(self, layer: int, layers: int, side: str, dim: int, dtype: str) -> bool:
         try:
             exact = self.codec(layer, layers, side, dim, dtype).exact_dtype
         except (InvalidType, MissingBasis):
@@ -344,7 +344,7 @@ class Recipe:
                 refuse(self._written, rule.written, rule.written, message)
 
     def _clauses(self) -> Iterator[tuple[str, str]]:
-        """Yield (clause, text as written) for each clause, after expanding presets, additions and aliases."""
+        """Yield each clause together with its spelling in the text, after expanding presets, additions and aliases."""
         for text in self._written.split(";"):
             written = text.strip()
             for clause in self._named.get(written, _expand_alias(written)).split(";"):
@@ -352,7 +352,7 @@ class Recipe:
 
 
 def _text_of(codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice | Mapping[str, CodecChoice]], window: int | None) -> str:
-    """Return the recipe text for codec objects. Raises InvalidType for an object that is not from ``kvpack.codecs``."""
+    """Return the recipe text for codec objects. Raises InvalidType if an object is not from ``kvpack.codecs``."""
     clauses = [("", side, codec) for side, codec in codecs.items()]
     for items, choice in layers.items():
         sides = choice if isinstance(choice, Mapping) else {"kv": choice}
@@ -375,7 +375,7 @@ def _check_length(text: str) -> None:
 
 
 def _presets_for(dim: int, dtype: str) -> str:
-    """Return the end of an error message that lists presets for a head dim and dtype, one per codec, or an empty string."""
+    """Return a list of presets for a head dim and dtype, one per codec, as the end of an error message. It may be empty."""
     result: dict[str, str] = {}
     for name, preset in PUBLISHED.items():
         rules = Recipe(preset.recipe).rules
@@ -388,7 +388,7 @@ def _presets_for(dim: int, dtype: str) -> str:
 
 @lru_cache(maxsize=256)
 def canonical_recorded_text(text: str) -> str:
-    """Return the canonical text of the recipe recorded in a file, or ``text`` itself if it is not a recipe."""
+    """Return the canonical text of a recipe recorded in a file. If ``text`` is not a recipe, return it unchanged."""
     try:
         return Recipe.from_recorded(text).canonical
     except InvalidParameter:
@@ -404,9 +404,9 @@ def preset_name(text: str) -> str:
 
 
 def basis_digest(recipe: Recipe) -> bytes | None:
-    """Return the SHA-256 of the basis that caches with ``recipe`` need, or None if they need none.
+    """Return the SHA-256 of the basis that caches with ``recipe`` need, or None if they need no basis.
 
-    Raises InvalidParameter if clauses name different bases, or if a clause that needs a basis names none.
+    Raises InvalidParameter if clauses name different bases, or if a clause that needs a basis does not name one.
     """
     if not recipe.needs_basis:
         return None
@@ -447,5 +447,5 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
 
 @lru_cache(maxsize=256)
 def _parse_cached(text: str, classes: tuple[type, ...]) -> Recipe:
-    """Parse ``text``, or return the cached Recipe. Consecutive caches often have the same recipe, and can share its codecs."""
+    """Parse ``text``, or return the Recipe of an earlier call, so that caches with the same recipe share its codecs."""
     return Recipe(text)

@@ -45,7 +45,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Rule:
-    """A clause of a recipe, which selects a codec for the keys, the values, or both, of some layers.
+    """A clause of a recipe, which selects a codec for the keys, the values or both, in some or all layers.
 
     ``sides`` is "k", "v" or "kv". ``words`` are the codec's options. ``items`` are the layers as (first, last) pairs, or None for all
     layers. ``written`` is the clause as it appears in the recipe.
@@ -59,7 +59,7 @@ class Rule:
     _codecs: dict[tuple[int, str, str | None], Codec] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def covers(self, layer: int, layers: int) -> bool:
-        """Return True if the rule covers layer ``layer`` of a cache with ``layers`` layers."""
+        """Return True if the rule applies to layer ``layer`` of a cache with ``layers`` layers."""
         if self.items is None:
             return True
         return any(_position(first, layers) <= layer <= _position(last, layers) for first, last in self.items)
@@ -72,11 +72,10 @@ class Rule:
         calibrated: CalibratedRows | None = None,
         balanced: CalibratedFrames | None = None,
     ) -> Codec:
-        """Return the rule's codec for keys or values (``side``) with head dim ``dim`` and dtype ``dtype``.
+        """Return the rule's codec for keys ("k") or values ("v") with head dim ``dim`` and dtype ``dtype``.
 
-        ``calibrated`` and ``balanced`` are parameters from a basis, which only some codecs need.
-
-        Raises InvalidParameter if the codec does not support the head dim, and InvalidType if the codec cannot store ``dtype`` exactly.
+        ``calibrated`` and ``balanced`` are parameters from a basis, which only some codecs need. Raises InvalidParameter if the codec does
+        not support the head dim, and InvalidType if it cannot store ``dtype`` exactly.
         """
         words = dict(self.words)
         if self.codec_id in _DTYPES and "dtype" not in words:
@@ -97,7 +96,7 @@ class Rule:
         return self._codecs[request]
 
     def with_raw_tokens(self, words: Mapping[str, str]) -> Rule:
-        """Return the rule with options for raw tokens, unless its codec is lossless or it already has such options."""
+        """Add options for raw tokens to the rule. A rule that has such options, or whose codec is lossless, is returned unchanged."""
         if self.codec_id in _DTYPES or not dict(self.words).keys().isdisjoint(RawPositions.words):
             return self
         return replace(self, words=(*self.words, *words.items()))
@@ -126,7 +125,7 @@ class Rule:
 
     @property
     def balances_channels(self) -> bool:
-        """True if key channels are scaled by statistics of queries, which a basis provides."""
+        """True if key channels are scaled by statistics of the queries, which come from a basis."""
         return _BALANCED_SCALE in self.words
 
     @property

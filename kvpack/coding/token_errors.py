@@ -100,10 +100,10 @@ class PoorFit:
 
 
 class Loss(NamedTuple):
-    """A measure of how badly tokens fit a codec, for one ``kind`` of poor fit.
+    """How much precision tokens lose for one reason, the ``kind`` of poor fit.
 
-    ``factors`` ``[batch, token]`` are larger for a worse fit. Tokens with a factor above ``ratio`` are stored raw, and those above
-    ``warned`` are counted in a warning. ``sizes`` ``[batch, kv_head, token]`` determine which head of a token the warning names.
+    ``factors``, ``[batch, token]``, increase with the loss. Tokens with a factor above ``ratio`` are stored raw, and tokens with a factor
+    above ``warned`` are counted in a warning. ``sizes``, ``[batch, kv_head, token]``, determine which head of a token the warning names.
     """
 
     kind: str
@@ -151,7 +151,7 @@ def allocate_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
 
 
 def losses_of(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
-    """Return the losses of precision in a run: the tokens' own, and the ones that they cause to others by a shared scale.
+    """Return the losses of precision in a run: by the tokens themselves, and by other tokens that share a scale with them.
 
     If ``of_scales`` is False, scales that heads or tokens share are not examined, but scales of the whole run still are.
     """
@@ -176,8 +176,8 @@ def losses_of(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
 def excess_losses(run: EncodedRun) -> torch.Tensor | None:
     """Return how far the losses of tokens that are not raw exceed their limits, or None if no token can lose precision.
 
-    The factors are float32 ``[2, batch, token]``: the largest ``Loss.factors / Loss.ratio``, and the largest ``Loss.factors /
-    Loss.warned``. Values above 1 exceed a limit.
+    The result is float32 ``[2, batch, token]``. The first row is the largest ``Loss.factors / Loss.ratio``, and the second is the largest
+    ``Loss.factors / Loss.warned``. Values above 1 exceed a limit.
     """
     losses = losses_of(run, of_scales=False)
     if not losses:
@@ -193,8 +193,8 @@ def report_poor_fit(losses: Sequence[Loss], where: str, kept: torch.Tensor | Non
     """Report the largest loss of tokens that are not raw, if it exceeds its limit.
 
     ``kept``, bool ``[batch, token]``, is a mask of the raw tokens. ``keeps_large`` is True if it includes tokens of high norm. Within
-    ``collect_poor_fits``, the loss is added to the list. Otherwise, a warning is issued. A page with many large tokens in a head causes no
-    warning, unless they are more than ``MANY_RATIO`` times as large as is typical.
+    ``collect_poor_fits``, the loss is added to the list. Otherwise, a warning is issued. If many tokens of a page are large in the same
+    head, there is no warning unless they are more than ``MANY_RATIO`` times as large as is typical.
     """
     result = []
     for name, factors, _, ratio, sizes in losses:
@@ -221,7 +221,7 @@ def report_poor_fit(losses: Sequence[Loss], where: str, kept: torch.Tensor | Non
 
 @contextlib.contextmanager
 def collect_poor_fits() -> Iterator[list[PoorFit]]:
-    """Collect the poor fits that are reported within this context in a list, for ``warn_of_poor_fits``."""
+    """Return a context manager that collects the reported poor fits in a list, for ``warn_of_poor_fits``."""
     result: list[PoorFit] = []
     before = _poor_fits.set(result)
     try:
@@ -231,7 +231,7 @@ def collect_poor_fits() -> Iterator[list[PoorFit]]:
 
 
 def warn_of_poor_fits(poor_fits: Sequence[PoorFit], stacklevel: int = 2) -> None:
-    """Issue one KvpackWarning about all of ``poor_fits``, unless the list is empty."""
+    """Issue one KvpackWarning about all of ``poor_fits``. Does nothing if there are none."""
     if not poor_fits:
         return
     worst = max(poor_fits, key=lambda one: one.factor)
@@ -249,10 +249,10 @@ def warn_of_poor_fits(poor_fits: Sequence[PoorFit], stacklevel: int = 2) -> None
 
 
 def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
-    """Return each token's own error as a multiple of the typical error, float32 ``[batch, kv_head, token]``.
+    """Return each token's error as a multiple of the typical error, float32 ``[batch, kv_head, token]``.
 
-    Returns None if no token's error can be too large. The multiple is computed for the absolute error and for the error relative to the
-    token's norm, and the smaller one counts. A token is therefore not reported only because its norm is large or small.
+    Returns None if no token's error can be too large. The multiple is computed twice, for the absolute error and for the error relative to
+    the token's norm, and the smaller result is returned. A token is therefore not reported only because its norm is large or small.
     """
     codec, x, streams, kept = run.codec, run.x, run.streams, run.kept
     # With only two tokens, neither is an outlier.
@@ -280,7 +280,7 @@ def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
 
 
 def may_lose_precision(codec: Codec, streams: Streams, sizes: TokenSizes, device: torch.device) -> bool:
-    """Return False if no token's error can be too large, so that ``relative_token_errors`` would return None."""
+    """Return False if no token's error can be too large. ``relative_token_errors`` would then return None."""
     summary = codec.summary
     if sizes.errors is not None:
         errors = sizes.errors.clamp_min(summary.min_error)
@@ -292,7 +292,7 @@ def may_lose_precision(codec: Codec, streams: Streams, sizes: TokenSizes, device
 
 
 def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
-    """Return a mask of tokens whose size or scales may cause a large error, bool ``[batch, kv_head, token]``, or None if there are none."""
+    """Return a mask of tokens whose size or scales may cause a large error, bool ``[batch, kv_head, token]``. None means no tokens."""
     codec, kept = run.codec, run.kept
     spread = codec.summary.error_spread
     sizes = codec.family.error_sizes(run.streams) if spread else run.sizes.norms
@@ -311,7 +311,7 @@ def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
 
 
 def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
-    """Return a mask of tokens whose direction the codec may fit badly, bool ``[batch, kv_head, token]``, or None if there are none."""
+    """Return a mask of tokens whose direction may cause a large error, bool ``[batch, kv_head, token]``. None means no tokens."""
     if run.sizes.errors is None:
         return None
     errors = run.sizes.errors.clamp_min(run.codec.summary.min_error)
@@ -325,7 +325,7 @@ def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
 def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
     """Return the factor by which each token enlarges a scale shared within its run, float32 ``[batch, kv_head, token]``.
 
-    This applies only to codecs that store rows once per run. Returns None if the scales fit all tokens.
+    Returns None if the scales suit all tokens, or if the codec stores no rows once per run.
     """
     codec, x, kept = run.codec, run.x, run.kept
     tokens = x.shape[2]
@@ -356,12 +356,12 @@ def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
 
 
 def sample_step(tokens: int) -> int:
-    """Return the distance in tokens between samples that ``scale_inflation`` takes from a run of ``tokens`` tokens."""
+    """Return every how many tokens ``scale_inflation`` takes a sample from a run of ``tokens`` tokens."""
     return _SAMPLED if tokens >= PAGE_TOKENS else max(1, tokens // _MIN_SAMPLES)
 
 
 def run_fits(sample: torch.Tensor, minimum: torch.Tensor) -> bool:
-    """Return True if no token of ``sample``, ``[batch, kv_head, token, dim]``, is too small for the scales of its run.
+    """Return True if every token of ``sample``, ``[batch, kv_head, token, dim]``, is large enough for the scales of its run.
 
     ``minimum`` is the minimum size per run that ``Codec.min_sizes`` returns.
     """
@@ -369,7 +369,7 @@ def run_fits(sample: torch.Tensor, minimum: torch.Tensor) -> bool:
 
 
 def _measured_ranges(codec: Codec, suspects: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the token ranges ``[start, stop)`` in which errors are measured: the pages that contain ``suspects``."""
+    """Yield the token ranges of all pages that contain ``suspects``. Errors are measured only there."""
     tokens = suspects.shape[2]
     if codec.summary.entries:
         yield 0, tokens

@@ -64,8 +64,8 @@ def write_file(
     """Replace the file ``path`` with the bytes of ``pieces``, as ``replace_file`` does, and return the number of bytes.
 
     ``progress(done, total)`` counts bytes. ``begin(descriptor)`` is called before the first byte is written, and ``complete(descriptor)``
-    after the last. If ``rename`` is set, ``rename(unfinished, path)`` then renames the file. An exception from any of them aborts the
-    write.
+    after the last. If ``rename`` is set, ``rename(unfinished, path)`` is called instead of renaming the file. An exception from any of
+    these functions aborts the write.
     """
 
     # If a file replaces another, some file systems flush it before the rename, but only if its blocks were not reserved.
@@ -155,7 +155,7 @@ def replace_file(
 
 
 class UnfinishedFiles(NamedTuple):
-    """Paths of the unfinished files in a folder: those that have been removed, and those that were kept."""
+    """Paths of the unfinished files in a folder: those that were removed, and those that were kept."""
 
     removed: list[str]
     kept: list[str]
@@ -164,9 +164,9 @@ class UnfinishedFiles(NamedTuple):
 def remove_dead(folder: str) -> UnfinishedFiles:
     """Remove the unfinished files of dead writers from ``folder``. Never raises.
 
-    A file is kept if its writer may be alive: while it is locked, if it was never locked (older versions did not lock files), if it belongs
-    to another user, and on network file systems, where locks of other hosts may be invisible. A folder that cannot be listed is not
-    changed.
+    A file is kept if its writer may be alive. This is so if the file is locked, has never been locked (older versions did not lock files),
+    belongs to another user, or is on a network file system, where locks of other hosts may be invisible. A folder that cannot be listed is
+    not changed.
     """
     result = UnfinishedFiles([], [])
     try:
@@ -187,13 +187,12 @@ def remove_dead(folder: str) -> UnfinishedFiles:
 
 
 def _is_unfinished(entry: os.DirEntry[str]) -> bool:
-    """Return True if ``entry`` is an unfinished file of kvpack."""
     name = entry.name
     return name.startswith(TEMPORARY_PREFIX) and name.endswith(TEMPORARY_SUFFIX) and entry.is_file(follow_symlinks=False)
 
 
 def _link_target(path: str | os.PathLike[str]) -> str:
-    """Return the target of a symbolic link, even if it does not exist, or any other path unchanged. Raises WriteFailed for a loop."""
+    """Follow symbolic links and return the final path, even if it does not exist. Raises WriteFailed if the links form a loop."""
     where = os.fsdecode(path)
     if "\0" in where or not os.path.islink(where):
         return where
@@ -221,7 +220,7 @@ def _check_writable(where: str, target: str) -> None:
 
 
 def _set_mode(descriptor: int, target: str, folder: str) -> None:
-    """Give a new file the mode, owner and group of the file that it replaces, or the mode set by the umask. Raises OSError."""
+    """Give a new file the mode, owner and group of the file that it replaces. If there is none, use the umask's mode. Raises OSError."""
     try:
         old = os.stat(target)
     except OSError:
@@ -283,8 +282,8 @@ def _create_locked(folder: str) -> tuple[int, str]:
 def sweep(path: str, *, old: bool, local_only: bool = False) -> bool:
     """Remove an unfinished file unless its writer holds its lock. Returns True if it was removed. Raises OSError.
 
-    A file that cannot be locked, or whose name shows that it was never locked, is removed only if ``old`` is True. With
-    ``local_only=True``, files on network file systems are kept, because locks of other hosts may be invisible there.
+    If a file cannot be locked, or its name shows that it was never locked, it is removed only with ``old=True``. With ``local_only=True``,
+    files on network file systems are kept, because locks of other hosts may be invisible there.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -302,7 +301,9 @@ def sweep(path: str, *, old: bool, local_only: bool = False) -> bool:
 
 
 def try_lock(descriptor: int) -> bool | None:
-    """Lock a file until its descriptor is closed. Returns False if another process holds the lock, and None if files cannot be locked."""
+    """Lock a file until its descriptor is closed, and return True. Returns False if another process holds the lock, and None if the file
+    system does not support locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -313,7 +314,7 @@ def try_lock(descriptor: int) -> bool | None:
 
 
 def _is_local(descriptor: int) -> bool:
-    """Return True if an open file is on a local file system, on which no other host can hold locks."""
+    """Return True if an open file is on a local file system, so that no other host can lock it."""
     status = ctypes.create_string_buffer(_STATFS_BYTES)
     if sys.platform != "linux" or _FSTATFS is None or _FSTATFS(descriptor, status):
         return False
@@ -322,7 +323,7 @@ def _is_local(descriptor: int) -> bool:
 
 
 def is_on_one_host(path: str) -> bool:
-    """Return True if ``path`` is on a local file system, to which no other host can write. Raises OSError."""
+    """Return True if ``path`` is on a local file system, so that no other host can write to it. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return _is_local(descriptor)
@@ -339,7 +340,9 @@ def _is_path_of(path: str, descriptor: int) -> bool:
 
 
 def _write_all(descriptor: int, pieces: Sequence[memoryview], progress: Progress | None) -> int:
-    """Write ``pieces`` with few system calls, and return the number of bytes. One call per small piece would take twice as long."""
+    """Write ``pieces`` and return the number of bytes. Small pieces are written together, because one system call for each would take twice
+    as long.
+    """
     waiting = deque(piece[at : at + _PIECE_BYTES] for piece in pieces for at in range(0, len(piece), _PIECE_BYTES))
     total, done = sum(map(len, waiting)), 0
     while waiting:
@@ -357,7 +360,7 @@ def _write_all(descriptor: int, pieces: Sequence[memoryview], progress: Progress
 def _reserve(descriptor: int, nbytes: int) -> None:
     """Reserve all blocks of a new file, if the file system supports it.
 
-    Otherwise, blocks are allocated page by page, which takes 1.5x as long as the write itself.
+    Otherwise, blocks are allocated page by page during the write, which then takes 2.5x as long.
     """
     if _FALLOCATE is not None and nbytes >= _RESERVED_BYTES:
         # If this fails, writing reports the reason.
@@ -373,7 +376,7 @@ def _is_special(target: str) -> bool:
 
 
 def sync_folder(folder: str) -> None:
-    """Force a folder's directory entries to disk. Raises OSError."""
+    """Sync a folder's directory entries to disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -37,7 +37,7 @@ ROPE = {f"rope.{pairing}": pairing for pairing in PAIRINGS}
 
 
 class BasisSide(Protocol):
-    """The header fields of keys or values to which the rules for basis files apply."""
+    """The fields of a side's header entry to which the rules for basis files apply."""
 
     @property
     def codec(self) -> int: ...
@@ -152,7 +152,7 @@ def _check_tables(frequencies: StateEntry | None, values: StateEntry | None) -> 
 
 
 def check_frame_values(state: StateEntry, array: Array) -> None:
-    """Raise InvalidPayload if the values of a state that describes frames break a rule."""
+    """Raise InvalidPayload if ``array``, the values of a state that describes frames, breaks a rule."""
     name = state.name
     if name in ("k.frames", "v.frames", *_KEYS) or (name == VALUES and state.layer == 0):
         check_finite(state.where, array, "the frames of a basis")

@@ -55,7 +55,7 @@ def write(
 
     ``arrays`` contains a C-contiguous buffer for each name in ``contents.layouts``. With ``compress=True``, a tensor is stored as a zstd
     frame if that saves 3% or more. With ``durable=True``, the file and its folder are synced to disk. ``progress(done, total)`` counts
-    bytes. Raises InvalidParameter and LimitExceeded before anything is written, and WriteFailed.
+    bytes. Raises InvalidParameter or LimitExceeded before anything is written, or WriteFailed if the system cannot write the file.
     """
     return write_file(path, pieces(contents, arrays, compress=compress), durable=durable, progress=progress)
 
@@ -110,7 +110,7 @@ def open_file(path: str | os.PathLike[str], *, memory_limit: int | None = None, 
 def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", memory_limit: int | None = None) -> File:
     """Open a file that is in memory as ``data``. Tensors are views of ``data``.
 
-    Raises the errors of ``open_file``. ``where`` is the file's name in messages.
+    ``where`` is the file's name in messages. Raises the same errors as ``open_file``.
     """
     if memory_limit is not None:
         with prefix_errors(where):
@@ -122,8 +122,8 @@ def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", me
 class SideOffsets:
     """Offsets of a layer's decoded keys or values in a block of memory of ``nbytes`` bytes.
 
-    ``streams`` contains the range ``[begin, end)`` of each stream by name. As in a file, each tensor begins at a multiple of 64 bytes.
-    Without compression, the layouts in memory and in the file are therefore the same.
+    ``streams`` contains the byte range of each stream by name. As in a file, each tensor begins at a multiple of 64 bytes. Uncompressed
+    tensors therefore have the same layout in memory and in the file.
     """
 
     layer: int
@@ -133,7 +133,7 @@ class SideOffsets:
 
 
 class File:
-    """An open kvpack file, from ``open_file`` or ``open_bytes``. It is a context manager that closes the file.
+    """An open kvpack file, from ``open_file`` or ``open_bytes``. Use it as a context manager, which closes the file.
 
     ``front`` contains the bytes before the payload, ``size`` is in bytes, and ``tensors`` are the header's tensor entries by name. Error
     messages begin with ``where``.
@@ -166,8 +166,8 @@ class File:
     def tensor(self, name: str) -> memoryview:
         """Return the decoded bytes of a tensor as a flat view. On first use, its digest and the padding before it are checked.
 
-        The view of a mapped file is writable and private. Raises OutOfBounds for an unknown name, DigestMismatch, and InvalidPayload for
-        nonzero padding or an invalid zstd frame.
+        The view of a mapped file is writable and private. Raises OutOfBounds if there is no such tensor, DigestMismatch, or InvalidPayload
+        if padding is not zero or a zstd frame is invalid.
         """
         if name not in self.tensors:
             raise OutOfBounds(f"{self.where} has no tensor {name!r}")
@@ -186,8 +186,8 @@ class File:
     def read_side(self, layer: int, side: str, *, check_values: bool = True) -> dict[str, memoryview]:
         """Return the decoded bytes of a layer's keys ("k") or values ("v") by stream name.
 
-        Digests, padding and the codec's rules are checked. With ``check_values=False``, which is for bytes from a trusted writer, the rules
-        are not. Raises DigestMismatch, InvalidPayload, or OutOfBounds if the file does not have these keys or values.
+        Digests and padding are checked. The codec's rules are checked as well, unless ``check_values`` is False, for bytes from a trusted
+        writer. Raises DigestMismatch, InvalidPayload, or OutOfBounds if the file does not have these keys or values.
         """
         data, arrays = {}, {}
         entry = self.side(layer, side)
@@ -201,7 +201,7 @@ class File:
         return data
 
     def read_ahead(self, numbers: Iterable[int]) -> Iterator[int]:
-        """Yield each of the layers ``numbers`` as soon as its bytes are in memory, while later layers are read from disk.
+        """Yield the number of each layer in ``numbers`` as soon as its bytes are in memory, while later layers are read from disk.
 
         Raises MissingFile or Truncated.
         """
@@ -217,7 +217,7 @@ class File:
                     yield number
 
     def _layer_extent(self, number: int) -> tuple[int, int]:
-        """Return the range of bytes in the file from a layer's first tensor to its last."""
+        """Return the byte range from the beginning of a layer's first tensor to the end of its last tensor."""
         names = [f"{number}.{side}.{stream}" for side, entry in self.header.layers[number].sides() for stream in self.header.streams[entry]]
         places = [self.front.places[name] for name in (*names, *(state.where for state in self.header.states_in_layer(number)))]
         start = len(self.front.text)
@@ -257,8 +257,8 @@ class File:
     def read_side_into(self, offsets: SideOffsets, memory: memoryview, *, check_values: bool = True, check_chunks: bool = True) -> None:
         """Copy a layer's decoded keys or values into ``memory``, which has at least ``offsets.nbytes`` bytes, and check the copies.
 
-        The checks and their order are as in ``read_side``. With ``check_values=False``, the caller must check all rules of the codec. With
-        ``check_chunks=False``, it must check the rules of ``Codec.check_chunks``. Several threads may call this for different keys or
+        The checks and their order are as in ``read_side``. With ``check_values=False``, the caller must check the codec's rules instead;
+        with ``check_chunks=False``, only the rules of ``Codec.check_chunks``. Several threads may call this method for different keys or
         values. Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
         """
         entry, arrays, prefix = self.side(offsets.layer, offsets.side), {}, f"{offsets.layer}.{offsets.side}"
@@ -280,8 +280,7 @@ class File:
             self._check(entry, arrays, prefix, check_chunks)
 
     def span(self, sides: Sequence[SideOffsets]) -> Span | None:
-        """Return the byte range of the file with the same layout as ``sides`` stored one after another in memory, or None if there is none.
-        """
+        """Return the byte range of ``sides`` if they have the same layout in the file as one after another in memory, otherwise None."""
         tensors, start = [], 0
         for places in sides:
             tensors += [(tensor, start + begin, start + end) for tensor, begin, end in self._tensors_at(places)]
@@ -295,16 +294,16 @@ class File:
 
     @property
     def descriptor(self) -> int | None:
-        """File descriptor from which bytes of a span can be read, to be checked by ``check_pads``, or None if the file is in memory."""
+        """File descriptor of the file, or None if it is in memory. Bytes of spans read from it must be checked with ``check_pads``."""
         return self._source.descriptor
 
     def check_pads(self, span: Span, first: int, last: int, memory: memoryview) -> None:
-        """Check the padding in bytes ``[first, last)`` of ``span``, which are in ``memory`` (``payload.check_pads``)."""
+        """Check the padding in bytes ``[first, last)`` of ``span``. ``memory`` contains these bytes."""
         with prefix_errors(self.where):
             check_pads(self._source, span, first, last, memory)
 
     def check_digests(self, digests: Iterable[tuple[str, bytes]]) -> None:
-        """Raise DigestMismatch for the first (tensor name, digest) pair whose digest differs from the header's."""
+        """Compare (tensor name, digest) pairs with the header. Raises DigestMismatch for the first that differs."""
         with prefix_errors(self.where):
             for name, digest in digests:
                 check_hash(name, self.tensors[name].stored_bytes, digest, self.tensors[name].digest)
@@ -345,7 +344,7 @@ class File:
         return checked_array(self._source, self.front, tensor, layout, checksums=self._checksums)
 
     def _check(self, entry: SideEntry, arrays: Mapping[str, Array], where: str, check_chunks: bool = True) -> None:
-        """Raise InvalidPayload if the streams of keys or values break a rule of their codec."""
+        """Raise InvalidPayload if the streams of a side break a rule of its codec."""
         codec = self.header.codecs[entry.codec]
         codec.check(arrays, where)
         codec.check_runs(arrays, entry.runs, where)
@@ -359,7 +358,7 @@ class File:
         return [(self.tensors[f"{offsets.layer}.{offsets.side}.{stream}"], *place) for stream, place in offsets.streams.items()]
 
     def side(self, layer: int, side: str) -> SideEntry:
-        """Return the header entry of a layer's keys or values (``side`` is "k" or "v"). Raises OutOfBounds if they are absent."""
+        """Return the header entry of a layer's keys ("k") or values ("v"). Raises OutOfBounds if they are absent."""
         layers = self.header.layers
         layer_entry = layers[layer] if 0 <= layer < len(layers) else None
         entry = {"k": layer_entry.k, "v": layer_entry.v}.get(side) if layer_entry else None

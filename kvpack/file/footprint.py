@@ -40,13 +40,13 @@ def check_size(size: int, memory_limit: int) -> None:
 
 
 def check_front(size: int, json_bytes: int, header_bytes: int, memory_limit: int) -> None:
-    """Raise LimitExceeded if the file and its parsed header could take more memory than ``memory_limit`` allows."""
+    """Raise LimitExceeded if reading the file and parsing its header could take more memory than ``memory_limit``."""
     parts = {f"the {size} bytes of the file": size, f"the parsed header of {header_bytes} bytes": _front_bytes(json_bytes, header_bytes)}
     _check(parts, memory_limit)
 
 
 def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, memory_limit: int) -> None:
-    """Raise LimitExceeded if a file could take more memory than ``memory_limit`` allows. The message lists the largest parts."""
+    """Raise LimitExceeded if reading a file could take more memory than ``memory_limit``. The message lists what takes most."""
     sizes = {name: layout_bytes(layout) for name, layout in header.layouts.items()}
     if (decoded := sum(sizes.values())) > memory_limit:
         raise LimitExceeded(
@@ -71,7 +71,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
 
 
 def _values_at_once(header: Header, side: SideEntry) -> int:
-    """Return the number of values per head that are decoded together: a token group, and the values in rows stored once per run."""
+    """Return how many values per head are decoded together: those of a token group, and those in rows that are stored once per run."""
     codec, longest = header.codecs[side.codec], max(side.runs, default=0)
     return codec.dim * min(codec.token_group, longest) + (codec.family.run_values if longest else 0)
 

@@ -96,7 +96,7 @@ _codecs: dict[tuple[bytes, tuple[type, ...]], Codec] = {}
 
 @dataclass(frozen=True)
 class TensorPosition:
-    """Position of a payload tensor in the data section: bytes ``[begin, end)``. The padding before it starts at ``pad``."""
+    """The bytes ``[begin, end)`` of the data section that contain a payload tensor. The padding before it starts at ``pad``."""
 
     pad: int
     begin: int
@@ -107,7 +107,7 @@ class TensorPosition:
 class Front:
     """The bytes of a file before the payload, the positions of the payload tensors, and the size of the file.
 
-    ``text`` is everything up to the data section, and ``tensor`` is kvpack.header.
+    ``text`` contains the bytes before the data section, and ``tensor`` the bytes of kvpack.header.
     """
 
     text: bytes
@@ -117,7 +117,6 @@ class Front:
 
 
 def make_front(header: Header) -> Front:
-    """Return the front of a file with this header. Raises LimitExceeded."""
     front = _front_of(header, pack_header(header))
     length = len(front.text) - LENGTH_BYTES
     if length > MAX_JSON_BYTES:
@@ -126,7 +125,7 @@ def make_front(header: Header) -> Front:
 
 
 def _front_of(header: Header, tensor: bytes) -> Front:
-    """Return the front of a file with this header. ``tensor`` is the packed header."""
+    """Return the front of a file with this header, of which ``tensor`` is the packed form."""
     digest = xxhash.xxh3_128_hexdigest(tensor)
     rows = [
         f'"__metadata__":{{"format":"kvpack","kvpack":"{FORMAT} {digest}"}}',
@@ -164,7 +163,7 @@ def undigested_front(contents: Contents) -> Front:
 
 
 def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header, Front]:
-    """Read the header and the front of a file. Checks every byte of the front, and the length of the file.
+    """Read the header and the front of a file. Every byte of the front is checked, and the length of the file.
 
     Raises NotKvpack, UnsupportedVersion, UnknownCodec, Truncated, DigestMismatch, InvalidHeader or LimitExceeded.
     """
@@ -210,7 +209,6 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
 
 
 def align_up(end: int) -> int:
-    """Return ``end`` rounded up to a multiple of ``TENSOR_ALIGNMENT``."""
     return end + -end % TENSOR_ALIGNMENT
 
 
@@ -220,24 +218,25 @@ def is_file_start(first_bytes: bytes) -> bool:
 
 
 def front_bytes(first_bytes: bytes | memoryview) -> int:
-    """Return the end of kvpack.header in a file that begins with these bytes (at least 4 KiB), or 0 if it is not a kvpack file."""
+    """Return the end of kvpack.header in a file that begins with these bytes (at least 4 KiB). If it is not a kvpack file, return 0."""
     entry = _HEADER_TENSOR.match(bytes(first_bytes[LENGTH_BYTES : LENGTH_BYTES + _BEGINNING_BYTES]))
     return LENGTH_BYTES + int.from_bytes(first_bytes[:LENGTH_BYTES], "little") + int(entry[2]) if entry else 0
 
 
 def _first_difference(a: bytes, b: bytes) -> int:
-    """Return the index of the first difference between two byte strings of equal length. Comparing integers avoids a Python loop."""
+    """Return the index of the first byte that differs. ``a`` and ``b`` have equal length. Comparing them as integers avoids a Python loop.
+    """
     return len(a) + (int.from_bytes(a) ^ int.from_bytes(b)).bit_length() // -8
 
 
 def check_digest(name: str, stored: bytes | memoryview, expected: bytes) -> None:
-    """Raise DigestMismatch unless ``expected`` is the XXH3-128 of ``stored``, the bytes of the tensor ``name``."""
+    """Raise DigestMismatch unless ``expected`` is the XXH3-128 of ``stored``, the bytes of tensor ``name``."""
     if (actual := xxhash.xxh3_128_digest(stored)) != expected:
         check_hash(name, len(stored), actual, expected)
 
 
 def check_hash(name: str, size: int, actual: bytes, expected: bytes) -> None:
-    """Raise DigestMismatch unless the digests are equal. ``name`` and ``size`` (in bytes) describe the tensor."""
+    """Raise DigestMismatch unless the digests are equal. ``name`` and ``size`` (in bytes) describe the tensor in the message."""
     if actual != expected:
         raise DigestMismatch(f"{name} is damaged: its {size} bytes have the digest {actual.hex()}, expected {expected.hex()}")
 
@@ -247,7 +246,7 @@ def _row(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) ->
 
 
 def other_format_name(first: bytes) -> str:
-    """Return the name of another known format whose files begin with ``first``, or an empty string."""
+    """Return the name of a known file format whose files begin with ``first``, or an empty string."""
     return next((name for magic, name in _OTHER_FORMATS.items() if first.startswith(magic)), "")
 
 
@@ -262,7 +261,7 @@ def _not_kvpack(first: bytes, size: int, length: int) -> str:
 
 
 def pack_header(header: Contents) -> bytes:
-    """Return the bytes of kvpack.header or, for contents without tensors, the description of a page in a row.
+    """Return the bytes of kvpack.header. For contents without tensors, return the description of a page in a row.
 
     Raises LimitExceeded if there are more bytes than the format allows.
     """
@@ -287,7 +286,7 @@ def pack_header(header: Contents) -> bytes:
 
 
 def parse_header(data: bytes) -> Header:
-    """Parse the bytes of kvpack.header. Bytes that ``pack_header`` cannot create are rejected.
+    """Parse the bytes of kvpack.header, and reject any bytes that ``pack_header`` cannot create.
 
     Raises UnsupportedVersion, UnknownCodec, InvalidHeader or LimitExceeded. Unknown versions, features and codecs are reported first.
     """
@@ -303,7 +302,7 @@ def parse_header(data: bytes) -> Header:
 
 
 def _refuse_unknown(data: bytes) -> None:
-    """Raise UnsupportedVersion for a newer format version or an unknown required feature, and UnknownCodec for an unknown codec."""
+    """Raise UnsupportedVersion if the format version or a required feature is unknown, and UnknownCodec if a codec is."""
     unknown = unknown_features(data, FEATURES, CODECS)
     if unknown.format is not None and unknown.format > FORMAT:
         raise UnsupportedVersion(newer_format_message(unknown.format))
@@ -344,7 +343,7 @@ def _parse(data: bytes) -> Header:
 
 
 def _is_canonical(top: dict[str, Any], data: bytes) -> bool:
-    """Return True if ``data`` is the canonical encoding of ``top``, a header that is valid except for its codecs.
+    """Return True if ``data`` is the canonical encoding of ``top``, which is a valid header, possibly except for its codecs.
 
     This is faster than encoding the Header again.
     """
@@ -366,7 +365,7 @@ def _pack_side(side: SideEntry) -> dict[str, Any]:
 
 
 def unpack_header(data: bytes) -> Any:
-    """Unpack the msgpack of kvpack.header within the limits of the format. Raises InvalidHeader or LimitExceeded."""
+    """Unpack the msgpack of kvpack.header within the format's limits. Raises InvalidHeader or LimitExceeded."""
     check_header_size(len(data))
     limit = remaining = len(data) // _BYTES_PER_CONTAINER + len(_TOP_KEYS) + MAX_LAYERS
 
@@ -398,13 +397,13 @@ def unpack_header(data: bytes) -> Any:
 
 
 def check_header_size(size: int) -> None:
-    """Raise LimitExceeded if kvpack.header has more than the maximum number of bytes."""
+    """Raise LimitExceeded if ``size``, the size of kvpack.header in bytes, exceeds the format's maximum."""
     if size > MAX_HEADER_BYTES:
         raise LimitExceeded(f"kvpack.header has {size} bytes, but may have at most {MAX_HEADER_BYTES}")
 
 
 def _codec(where: str, params: Any) -> tuple[Codec, bool]:
-    """Return the codec that ``params`` describes, and True if they are its canonical parameters."""
+    """Return the codec that ``params`` describes, and True if these are its canonical parameters."""
     check(where, params, Rule(dict))
     try:
         packed = msgpack.packb(params)

@@ -68,9 +68,9 @@ _features = attrgetter("summary.features")
 
 @dataclass(frozen=True)
 class SideEntry:
-    """The header entry for the keys or the values of one layer: runs of packed tokens, and a tail of raw tokens.
+    """The header entry for the keys or the values of one layer: runs of packed tokens, followed by a tail of raw tokens.
 
-    ``codec`` is an index into the codec list. ``runs`` are the numbers of tokens in the runs, and ``tail`` is the number of raw tokens.
+    ``codec`` is an index into the codec list. ``runs`` contains the number of tokens in each run, and ``tail`` is the number of raw tokens.
     ``window`` is the number of raw tokens that are encoded together. ``entries`` contains the number of rows of each stream with one row
     per entry. Raises InvalidHeader or LimitExceeded.
     """
@@ -93,7 +93,7 @@ class SideEntry:
 
     @property
     def packed(self) -> int:
-        """Number of packed tokens, without the tail."""
+        """Number of packed tokens, which does not include the tail."""
         return sum(self.runs)
 
     @property
@@ -150,7 +150,7 @@ class TensorEntry:
             raise InvalidHeader(f"digest has {len(self.digest)} bytes, expected {DIGEST_BYTES}")
 
     def check_against(self, name: str, layout: Layout) -> None:
-        """Raise InvalidHeader or LimitExceeded unless this entry matches the tensor ``name`` with ``layout``."""
+        """Raise InvalidHeader or LimitExceeded unless this entry describes a tensor ``name`` with ``layout``."""
         fields = (("name", self.name, name), ("dtype", self.dtype, layout.dtype), ("shape", self.shape, layout.shape))
         for field, actual, expected in fields:
             if actual != expected:
@@ -218,13 +218,13 @@ class Contents:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """First position of each layer."""
+        """The first position of each layer."""
         data = self.ignorable.get(layer_positions.FEATURE)
         return (self.start,) * len(self.layers) if data is None else layer_positions.layer_starts(data, self.start, self.layers)
 
     @cached_property
     def states(self) -> tuple[layer_states.StateEntry, ...]:
-        """States of all layers, in file order."""
+        """The states of all layers, in file order."""
         data = self.ignorable.get(layer_states.FEATURE)
         return () if data is None else layer_states.layer_states(data, self.layers)
 
@@ -242,7 +242,7 @@ class Contents:
 
     @cached_property
     def hidden(self) -> tuple[hidden_tokens.HiddenRange, ...]:
-        """Tokens to which no query may attend."""
+        """The tokens to which no query may attend."""
         data = self.ignorable.get(hidden_tokens.FEATURE)
         if data is None:
             return ()
@@ -250,7 +250,7 @@ class Contents:
 
     @cached_property
     def offsets(self) -> tuple[int, ...] | None:
-        """Difference between position and token index after the last token of each sequence, or None if the file does not record it."""
+        """For each sequence: position minus token index after the last token. None if the file does not record it."""
         data = self.ignorable.get(position_offsets.FEATURE)
         return None if data is None else position_offsets.position_offsets(data, self.layers, self.starts, self.states, self.start)
 
@@ -267,7 +267,9 @@ class Contents:
 
     @cached_property
     def _first_uses(self) -> dict[tuple[int, str], SideEntry]:
-        """First occurrence of each distinct entry of keys or values, by (layer, side). Most layers have equal entries, checked only once.
+        """For each distinct header entry of keys or values: the first (layer, side) that has it.
+
+        Most layers have equal entries, so that each of them needs to be checked only once.
         """
         first: dict[SideEntry, tuple[int, str]] = {}
         for number, layer in enumerate(self.layers):
@@ -292,7 +294,7 @@ class Contents:
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
-        """Layout of each payload tensor by name, in file order."""
+        """The layout of each payload tensor by name, in file order."""
         result = {}
         for number, layer in enumerate(self.layers):
             for name, side in layer.sides():
@@ -304,7 +306,7 @@ class Contents:
 
     @cached_property
     def streams(self) -> dict[SideEntry, dict[str, Layout]]:
-        """Layouts of the tensors of each distinct entry of keys or values, by stream name and in file order."""
+        """The layouts of the tensors of each distinct header entry of keys or values, by stream name in file order."""
         result = {}
         for side in self._first_uses.values():
             result[side] = side_tensors(self.codecs[side.codec], side)
@@ -335,7 +337,7 @@ class Header(Contents):
 
 
 def side_tensors(codec: Codec, side: SideEntry, prefix: str = "") -> dict[str, Layout]:
-    """Return the layout of each tensor of keys or values by name, after ``prefix``, in file order (spec/container.md, Runs and tail)."""
+    """Return the layout of each tensor of a side in file order, by its name after ``prefix`` (spec/container.md, Runs and tail)."""
     result, entries, rows_by_size = {}, dict(side.entries), {1: sum(side.runs)}
     for stream, layout in codec.run_layouts(side.batch, side.heads).items():
         rows, size = len(side.runs), layout.tokens_per_row
@@ -359,7 +361,7 @@ def layout_bytes(layout: Layout) -> int:
 
 
 def features_of(codecs: Iterable[Codec]) -> tuple[str, ...]:
-    """Return the required features of ``codecs``, in ascending order."""
+    """Return the features that ``codecs`` require, in ascending order."""
     return tuple(sorted(frozenset().union(*map(_features, codecs))))
 
 
@@ -368,5 +370,5 @@ def unsupported_feature_message(feature: str) -> str:
 
 
 def prefix_error(where: str, error: KvpackError) -> KvpackError:
-    """Return the same error with ``where`` and a dot before its message, which begins with a field name."""
+    """Return the same error with ``where`` and a dot before its message, which must begin with a field name."""
     return type(error)(f"{where}.{error}")

@@ -32,7 +32,10 @@ _FIXED = {0xCA: 4, 0xCB: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
 
 
 class UnknownFeatures(NamedTuple):
-    """The format version of a header, or None if it is not an integer, and its first unknown feature and codec, or None."""
+    """The format version of a header, its first unknown feature, and its first unknown codec.
+
+    Each is None if there is none; the version is also None if it is not an integer.
+    """
 
     format: int | None
     feature: str | None
@@ -40,7 +43,7 @@ class UnknownFeatures(NamedTuple):
 
 
 class _EndOfBytes(Exception):
-    """Error for bytes that end in the middle of a value."""
+    """Raised if the bytes end in the middle of a value."""
 
 
 def unknown_features(data: bytes, features: Collection[str], codecs: Collection[str]) -> UnknownFeatures:
@@ -79,7 +82,7 @@ def unknown_features(data: bytes, features: Collection[str], codecs: Collection[
 
 
 class _Scanner:
-    """A position in msgpack bytes. Methods raise ``_EndOfBytes`` if the bytes end within the value that they read."""
+    """A position in msgpack bytes. Methods raise ``_EndOfBytes`` if the bytes end in the middle of the value that they read."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
@@ -87,7 +90,7 @@ class _Scanner:
     def value(self) -> tuple[int, int]:
         """Read the start of the next value, and return its kind and a number.
 
-        The number is the value of an integer, the size of a string or other value in bytes, or the number of entries of a container.
+        The number is an integer's value, a container's number of entries, or the size in bytes of a string or any other value.
         """
         first = self._take(1)[0]
         if first < 0x80:
@@ -106,14 +109,14 @@ class _Scanner:
         return _OTHER, _FIXED.get(first, 0)
 
     def leave(self, kind: int, size: int) -> None:
-        """Skip the rest of a value, after ``value`` has returned its kind and size."""
+        """Skip the rest of a value whose ``kind`` and ``size`` were returned by ``value``."""
         if kind in (_STRING, _OTHER):
             self._take(size)
         elif kind != _INTEGER:
             self.skip(size if kind == _ARRAY else 2 * size)
 
     def skip(self, values: int) -> None:
-        """Skip ``values`` values with their contents, without recursion, because values may be nested to any depth."""
+        """Skip ``values`` values with their contents. This does not recurse, because values may be nested to any depth."""
         # Regular expressions handle many bytes per step. A container's first byte leaves at least as many values to skip as before, and
         # n bytes of one-byte values complete at most n values.
         while values:
@@ -128,7 +131,9 @@ class _Scanner:
                     values += size if kind == _ARRAY else 2 * size
 
     def _skip_short(self, values: re.Pattern[bytes], end: int) -> int:
-        """Skip one-byte values that match a pattern, up to ``end``. Returns the change in the number of values left to skip."""
+        """Skip one-byte values that match a pattern, at most up to ``end``. Returns by how much the number of values left to skip has
+        changed.
+        """
         match = values.match(self._data, self._at, end)
         if match is None:
             return 0
@@ -136,7 +141,7 @@ class _Scanner:
         return sum(match[0].translate(_CONTAINED_VALUES)) - len(match[0])
 
     def string(self) -> str | None:
-        """Read the next value. Returns it if it is a string, and None otherwise."""
+        """Read the next value, and return it if it is a string, otherwise None."""
         kind, size = self.value()
         if kind == _STRING:
             return self._take(size).decode("utf-8", "backslashreplace")
@@ -144,7 +149,7 @@ class _Scanner:
         return None
 
     def entry(self, key: str) -> str | None:
-        """Read the next value, a map. Returns its first value for ``key`` if that is a string, and None otherwise."""
+        """Read the next value, which is a map. Returns the value of its first entry ``key`` if that is a string, otherwise None."""
         kind, count = self.value()
         if kind != _MAP:
             self.leave(kind, count)

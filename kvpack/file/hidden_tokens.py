@@ -17,7 +17,7 @@ _PLACE = f"ignorable[{FEATURE!r}]"
 
 
 class HiddenRange(NamedTuple):
-    """Positions ``[start, stop)`` of sequence ``row`` that an attention mask hides."""
+    """Positions ``[start, stop)`` of sequence ``row``, which an attention mask hides."""
 
     row: int
     start: int
@@ -25,7 +25,7 @@ class HiddenRange(NamedTuple):
 
 
 def features_of(hidden: Iterable[HiddenRange]) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """Return ``required`` and ``ignorable`` for a file with hidden tokens. Raises LimitExceeded if there are too many ranges."""
+    """Return the ``required`` and ``ignorable`` features of a file with these hidden ranges. Raises LimitExceeded if there are too many."""
     data = b"".join(_RECORD.pack(*token_range) for token_range in hidden)
     if len(data) > MAX_BINARY_BYTES:
         raise LimitExceeded(
@@ -36,7 +36,7 @@ def features_of(hidden: Iterable[HiddenRange]) -> tuple[tuple[str, ...], dict[st
 
 
 def hidden_tokens(data: bytes, batch: int, start: int, stop: int) -> tuple[HiddenRange, ...]:
-    """Return the hidden ranges stored in the feature's data, for a file with ``batch`` sequences and positions ``[start, stop)``.
+    """Parse the feature's data and return the hidden ranges. The file has ``batch`` sequences and positions ``[start, stop)``.
 
     Raises InvalidHeader.
     """

@@ -52,16 +52,16 @@ class Inputs:
     Args:
         token_ids: Known ids of the first tokens, unsigned 32-bit little-endian. If the sequences of a batch differ, only the ids that all
             of them begin with.
-        undetermined: Inputs other than ids, each described by a clause such as "tokens 8 to 15 came from embeddings".
-        starts: First token that each of ``undetermined`` affects. Defaults to 0. Prefixes that end before it do not depend on the input.
+        undetermined: Inputs other than token ids, each described by a clause such as "tokens 8 to 15 came from embeddings".
+        starts: First token that each of ``undetermined`` affects (default: 0). Earlier tokens do not depend on that input.
         rows: Ids of each sequence of a batch, if sequences differ. All must have the same number of ids.
         hidden: Tokens hidden by an attention mask, such as padding, as (sequence, start, stop). No later token may attend to them.
         first: Position of the first token.
         count: Number of tokens for which the inputs were recorded.
         sums: Checksums of keys and values ``[row, token]`` by (layer, "k" or "v"), each with the position of its first token.
         before: If the cache is a slice, ids of each sequence before the first token, or None if unknown.
-        earlier: SHA-256 of each sequence's ids before a position, keyed by position. Positions are the starts of the files that this cache
-            was loaded, sliced or joined from, if known.
+        earlier: SHA-256 of each sequence's ids before a position, by position. If known, this includes the start of each file from which
+            this cache was loaded, sliced or joined.
 
     Raises:
         InvalidParameter: The arguments have the wrong form or contradict one another.
@@ -107,10 +107,10 @@ class Inputs:
 
     @classmethod
     def of_rows(cls, rows: Sequence[bytes], undetermined: Iterable[tuple[str, int]], hidden: tuple[HiddenRange, ...], first: int) -> Inputs:
-        """Return the inputs of a cache whose first token is at position ``first``. All sequences must have the same number of ids.
+        """Create inputs from the ids of each sequence. All sequences must have the same number of ids.
 
-        ``undetermined`` contains clauses, each with the position of the first token that it affects. If sequences differ, a clause that
-        says so is added.
+        The cache's first token is at position ``first``. ``undetermined`` contains (clause, position) pairs, where the position is that of
+        the first token that the input affects. If sequences differ, a clause that says so is added.
         """
         token_ids, known, result = _common_ids(rows, first)
         items = list(undetermined)
@@ -125,7 +125,7 @@ class Inputs:
 
     @property
     def known_ids(self) -> tuple[bytes, ...]:
-        """Known ids of each sequence, or a single element if all sequences have the same ids."""
+        """Known ids of each sequence. If all sequences have the same ids, there is only one element."""
         return self.rows or (self.token_ids,)
 
     @property
@@ -134,10 +134,10 @@ class Inputs:
         return any((not self.rows and text.endswith(ROWS_DIFFER)) or text.endswith(IDS_LEFT_OUT) for text in self.undetermined)
 
     def with_missing_ids(self, start: int, stop: int) -> Inputs:
-        """Return the inputs for a cache with tokens ``[start, stop)``, with a clause for tokens whose ids are missing for no recorded
-        reason.
+        """Return the inputs for a cache with tokens ``[start, stop)``. If ids are missing for no recorded reason, a clause that says so is
+        added.
 
-        If no ids are known at all, no clause is added, because the caller is responsible for the ids of such caches.
+        No clause is added if no ids are known at all, because the caller is responsible for the ids of such caches.
         """
         unknown = start + self.tokens
         if not start < unknown < stop or any(position <= unknown for position in self.starts):
@@ -148,7 +148,8 @@ class Inputs:
     def slice(self, start: int, stop: int, first: int) -> Inputs:
         """Return the inputs of tokens ``[start, stop)``, counted from the first token, which is at position ``first``.
 
-        Each token depends on all earlier tokens, so only undetermined inputs from ``stop`` on are dropped.
+        Each token depends on all earlier tokens. Undetermined inputs are therefore dropped only if they first affect a token from ``stop``
+        on.
         """
         clauses = [(text, position) for text, position in zip(self.undetermined, self.starts, strict=True) if position < first + stop]
         cut = slice(start * ID_BYTES, stop * ID_BYTES)
@@ -170,7 +171,7 @@ class Inputs:
         return replace(cut_inputs, sums=sums)
 
     def _before(self, start: int) -> tuple[bytes, ...] | None:
-        """Return the known ids of each sequence before token ``start``, or None if any of them is unknown."""
+        """Return the ids of each sequence before token ``start``, or None if some of these ids are unknown."""
         if not start:
             return self.before
         if self.tokens < start:
@@ -204,7 +205,9 @@ class Inputs:
         return replace(selected, before=before, earlier=earlier)
 
     def to_bytes(self) -> bytes:
-        """Return the data of the feature ``inputs`` (spec/container.md): the undetermined inputs, followed by as many ids as fit."""
+        """Return the data of the feature ``inputs`` (spec/container.md): the undetermined inputs, followed by as many ids as it can
+        contain.
+        """
         texts = [text.encode() for text in self.undetermined]
         items = b"".join(
             start.to_bytes(8, "little") + len(text).to_bytes(4, "little") + text for start, text in zip(self.starts, texts, strict=True)
@@ -215,10 +218,10 @@ class Inputs:
         return (len(ids) // ID_BYTES).to_bytes(8, "little") + ids + items
 
     def to_features(self, start: int = 0) -> tuple[tuple[str, ...], dict[str, bytes]]:
-        """Return the required and the ignorable features of a file with these inputs.
+        """Return the ``required`` and ``ignorable`` features of a file with these inputs, whose first token is at position ``start``.
 
-        ``inputs`` is always present. ``token-ids.0`` and following are added if ``inputs`` cannot contain all ids, ``row-ids.0`` and
-        following if sequences differ, and ``earlier-ids`` if the ids before the first token, at position ``start``, are known. Raises
+        The feature ``inputs`` is always present. If it cannot contain all ids, ``token-ids.0`` and following are added. If sequences
+        differ, ``row-ids.0`` and following are added. If the ids before the first token are known, ``earlier-ids`` is added. Raises
         LimitExceeded if there are more hidden tokens than a file can list.
         """
         required, ignorable = hidden_tokens.features_of(self.hidden)
@@ -235,13 +238,13 @@ class Inputs:
         return required, {FEATURE: stored, **split(IDS_FEATURE, more), **split(ROWS_FEATURE, rows), **earlier, **ignorable}
 
     def _digests_before(self, start: int) -> tuple[bytes, ...]:
-        """Return a digest of each sequence's ids before position ``start``, or an empty tuple if some ids are unknown."""
+        """Return a digest of each sequence's ids before position ``start``. If some ids are unknown, return an empty tuple."""
         if start in self.earlier or not start or not self.before or len(self.before[0]) != start * ID_BYTES:
             return self.earlier.get(start, ())
         return tuple(hashlib.sha256(ids).digest() for ids in self.before)
 
     def _without_ids_after(self, count: int) -> Inputs:
-        """Return the inputs with a clause for the ids after the first ``count`` of each sequence, which do not fit into a file."""
+        """Keep only the first ``count`` ids of each sequence, because a file cannot store more, and add a clause that says so."""
         if not self.rows or count * ID_BYTES == len(self.rows[0]):
             return self
         differ = next(start for text, start in zip(self.undetermined, self.starts, strict=True) if text.endswith(ROWS_DIFFER))
@@ -291,7 +294,7 @@ class Inputs:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Inputs:
-        """Parse bytes from ``to_bytes``. For any other bytes, return inputs that are unknown (``UNREADABLE_INPUTS``)."""
+        """Parse bytes from ``to_bytes``. If the bytes have any other form, return unknown inputs (``UNREADABLE_INPUTS``)."""
         try:
             end = 8 + ID_BYTES * int.from_bytes(data[:8], "little")
             if len(data) < max(8, end):
@@ -310,10 +313,10 @@ class Inputs:
 
 
 def join_inputs(parts: Sequence[tuple[Inputs | None, int]], start: int) -> Inputs | None:
-    """Join the inputs of consecutive caches. Each part is (inputs, number of tokens). Returns None if all inputs are unknown.
+    """Join the inputs of consecutive caches, given as (inputs, number of tokens). Returns None if all inputs are unknown.
 
-    The first token is at position ``start``. Raises InvalidParameter if a cache was computed after different tokens than the ones before it
-    in ``parts``.
+    The first token is at position ``start``. Raises InvalidParameter if a cache was computed after other tokens than those of the caches
+    before it.
     """
     if all(inputs is None for inputs, _ in parts):
         return None
@@ -350,9 +353,9 @@ def join_inputs(parts: Sequence[tuple[Inputs | None, int]], start: int) -> Input
 
 
 def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, number: int, position: int) -> None:
-    """Raise InvalidParameter if part ``number``, from ``position`` on, was computed after different tokens than the joined ones.
+    """Raise InvalidParameter if the cache ``number``, from ``position`` on, was computed after other tokens than the joined ones.
 
-    ``inputs`` belong to the part. ``ids`` are the known ids of the joined tokens, by sequence, which follow those in ``beginning.before``.
+    ``inputs`` are those of the cache. ``ids`` are the known ids of the joined tokens, by sequence, and follow ``beginning.before``.
     ``beginning.earlier`` contains digests of all ids before some positions.
     """
     joined_ids = _append_ids(beginning.before or (b"",), ids)
@@ -380,7 +383,7 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, nu
 
 
 def _check_digests(expected: Sequence[bytes], digests: tuple[bytes, ...], number: int, end: int) -> None:
-    """Raise InvalidParameter if the ``digests`` of part ``number`` for the ids before position ``end`` differ from ``expected``."""
+    """Raise InvalidParameter unless ``digests``, which cache ``number`` has for the ids before position ``end``, equal ``expected``."""
     count = max(len(digests), len(expected))
     for row, pair in enumerate(zip(_for_rows(digests, count), _for_rows(tuple(expected), count), strict=True)):
         if len(set(pair)) > 1:
@@ -391,23 +394,23 @@ def _check_digests(expected: Sequence[bytes], digests: tuple[bytes, ...], number
 
 
 def _append_ids(before: tuple[bytes, ...], ids: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """Return the ids of each sequence in ``before``, followed by its ids in ``ids``."""
+    """Append ``ids`` to ``before``, separately for each sequence."""
     count = max(len(before), len(ids))
     return tuple(a + b for a, b in zip(_for_rows(before, count), _for_rows(ids, count), strict=True))
 
 
 def _select_rows(values: tuple[bytes, ...], indices: Sequence[int]) -> tuple[bytes, ...]:
-    """Return the values at ``indices``. A single value applies to all sequences, and is returned unchanged."""
+    """Return the values of the sequences at ``indices``. A single value applies to all sequences and is returned unchanged."""
     return values if len(values) == 1 else tuple(values[index] for index in indices)
 
 
 def _for_rows(ids: tuple[bytes, ...], count: int) -> tuple[bytes, ...]:
-    """Return ids for each of ``count`` sequences. A single element is repeated."""
+    """Return the ids of each of ``count`` sequences. A single element applies to all sequences and is repeated."""
     return ids * count if len(ids) == 1 else ids
 
 
 def rows_differ(start: int, stop: int) -> str:
-    """Return the clause for tokens ``[start, stop)`` whose ids differ between sequences."""
+    """Return the clause which says that the ids of tokens ``[start, stop)`` differ between sequences."""
     return f"{'tokens' if stop - start > 1 else 'token'} {start}{f' to {stop - 1}' if stop - start > 1 else ''} {ROWS_DIFFER}"
 
 
@@ -416,7 +419,7 @@ def _sequences_differ(inputs: Inputs) -> bool:
 
 
 def _common_ids(rows: Sequence[bytes], first: int) -> tuple[bytes, tuple[bytes, ...], list[tuple[str, int]]]:
-    """Return the ids that all ``rows`` begin with. If rows differ, also return all rows, and a clause that says so with its position.
+    """Return the ids with which all ``rows`` begin, all rows, and a clause with its position. The last two are empty if all rows are equal.
 
     The first id is at position ``first``.
     """

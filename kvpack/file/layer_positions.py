@@ -26,7 +26,10 @@ class HasSides(Protocol):
 
 
 def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """Return ``required`` and ``ignorable`` for a file that starts at ``start``, with layers at ``starts``. Raises LimitExceeded."""
+    """Return the ``required`` and ``ignorable`` features of a file whose first token is at position ``start``. Raises LimitExceeded.
+
+    ``starts`` contains the first position of each layer.
+    """
     for number, first in enumerate(starts):
         check(f"the first position of layers[{number}]", first, Rule(int, MAX_TOKENS, start))
     if all(first == start for first in starts):
@@ -35,7 +38,7 @@ def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dic
 
 
 def layer_starts(data: bytes, start: int, layers: Sequence[HasSides]) -> tuple[int, ...]:
-    """Return the first position of each layer, parsed from the feature's data. Raises InvalidHeader or LimitExceeded."""
+    """Parse the feature's data and return the first position of each layer. Raises InvalidHeader or LimitExceeded."""
     if len(data) != START_BYTES * len(layers):
         raise InvalidHeader(f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {START_BYTES * len(layers)} for {len(layers)} layers")
     starts = tuple(int.from_bytes(data[at : at + START_BYTES], "little") for at in range(0, len(data), START_BYTES))

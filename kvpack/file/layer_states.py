@@ -40,7 +40,7 @@ class HasSides(Protocol):
 
 @dataclass(frozen=True)
 class StateEntry:
-    """The description of a layer's state, which has shape ``[batch, ...]`` and one of ``DTYPES``.
+    """The description of a layer's state. Its shape is ``[batch, ...]``, and its dtype is one of ``DTYPES``.
 
     Raises InvalidHeader or LimitExceeded.
     """
@@ -63,7 +63,7 @@ class StateEntry:
 
     @property
     def where(self) -> str:
-        """Name of the state's tensor in a file."""
+        """The name of the state's tensor in a file."""
         return f"{self.layer}.state.{self.name}"
 
     @property
@@ -72,7 +72,7 @@ class StateEntry:
 
 
 def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """Return ``required`` and ``ignorable`` for a file with these states. Raises LimitExceeded if there are too many."""
+    """Return the ``required`` and ``ignorable`` features of a file with these states. Raises LimitExceeded if there are too many."""
     ordered = sorted(states, key=lambda state: (state.layer, state.name))
     if not ordered:
         return (), {}
@@ -88,7 +88,7 @@ def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str
 
 
 def layer_states(data: bytes, layers: Sequence[HasSides]) -> tuple[StateEntry, ...]:
-    """Return the states in file order, parsed from the feature's data. Raises InvalidHeader or LimitExceeded."""
+    """Parse the feature's data and return the states in file order. Raises InvalidHeader or LimitExceeded."""
     if not data or len(data) % _RECORD.size:
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each state, and at least one state")
     states = tuple(_parse(at // _RECORD.size, data[at : at + _RECORD.size]) for at in range(0, len(data), _RECORD.size))
@@ -127,7 +127,7 @@ def _parse(number: int, record: bytes) -> StateEntry:
 
 
 def check_state(where: str, dtype: str | None, shape: Sequence[int]) -> None:
-    """Raise InvalidParameter unless a file can store a state of this shape and dtype. ``dtype`` is None if the format lacks it."""
+    """Raise InvalidParameter unless a file can store a state of this shape and dtype. ``dtype`` is None if the format has no such dtype."""
     if dtype is None or not 1 <= len(shape) <= MAX_SIZES or not all(shape):
         raise InvalidParameter(
             f"{where} has shape {list(shape)} and dtype {dtype or 'of another kind'}, expected [batch, ...] of at most {MAX_SIZES} "

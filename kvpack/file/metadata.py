@@ -24,9 +24,9 @@ Value = str | int | float
 
 
 def to_bytes(metadata: Any) -> bytes:
-    """Return the feature's data for a dict of texts, 64-bit integers and finite floats by name.
+    """Return the feature's data for ``metadata``, a dict of texts, 64-bit integers and finite floats by name.
 
-    Raises InvalidParameter for anything else, and LimitExceeded if there are too many entries, or if names or texts are too long.
+    Raises InvalidParameter for any other type or value, and LimitExceeded for too many entries or for names or texts that are too long.
     """
     if not isinstance(metadata, Mapping):
         raise InvalidType(f"metadata is a {type(metadata).__name__}, expected a dict such as {{'title': 'a manual', 'version': 3}}")
@@ -45,7 +45,7 @@ def to_bytes(metadata: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> dict[str, Value]:
-    """Return the dict stored in the feature's data, or an empty dict for bytes that ``to_bytes`` cannot create."""
+    """Return the dict stored in the feature's data. If the bytes have any other form, return an empty dict."""
     try:
         result = dict(_entries(data))
         return result if to_bytes(result) == data else {}

@@ -31,7 +31,7 @@ _HASHED_BYTES = 1 << 18
 
 
 class LazyArray:
-    """An array whose values are read on demand. Its first value is at byte ``begin`` of ``source``."""
+    """An array whose values are read only on request. The first value is at byte ``begin`` of ``source``."""
 
     def __init__(self, source: Source, begin: int, layout: Layout) -> None:
         self._source, self._begin, self._item = source, begin, DTYPE_BYTES[layout.dtype]
@@ -40,7 +40,7 @@ class LazyArray:
         self._memory = bytearray()
 
     def flat(self, start: int, stop: int) -> numpy.ndarray[Any, Any]:
-        """Return values ``[start, stop)`` of the flattened array, which are valid until the next call. Raises Truncated."""
+        """Return values ``[start, stop)`` of the flattened array. They are valid until the next call. Raises Truncated."""
         begin, end = self._begin + start * self._item, self._begin + stop * self._item
         if len(self._memory) < end - begin:
             self._memory = bytearray(end - begin)
@@ -50,9 +50,9 @@ class LazyArray:
 
 
 def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Layout, *, checksums: bool) -> Array:
-    """Check the padding and digest of a tensor, and return it as an array.
+    """Check the padding and the digest of a tensor, and return it as an array.
 
-    Large tensors are read in pieces, except zstd frames, which are read whole.
+    Large tensors are read in pieces, but zstd frames are always read whole.
     """
     start, place = len(front.text), front.places[tensor.name]
     begin, end = start + place.begin, start + place.end
@@ -73,7 +73,7 @@ def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Lay
 def read_checked(source: Source, front: Front, tensor: TensorEntry, layout: Layout, memory: memoryview, *, checksums: bool) -> None:
     """Copy a decoded tensor into ``memory``, which has the same size, and check its padding, digest and zstd frame.
 
-    The checks apply to the copy, so that later changes to the file do not matter.
+    The checks apply to the copy, so that it stays valid if the file changes.
     """
     start, place = len(front.text), front.places[tensor.name]
     begin, end = start + place.begin, start + place.end
@@ -94,9 +94,10 @@ def read_checked(source: Source, front: Front, tensor: TensorEntry, layout: Layo
 
 @dataclass(frozen=True)
 class Span:
-    """A range ``[begin, end)`` of a file with unfiltered tensors and the padding between them.
+    """The bytes ``[begin, end)`` of a file, which contain unfiltered tensors and the padding between them.
 
-    ``pads`` lists all padding in order, including the padding before the span, as (name of the next tensor, begin, end) in the file.
+    ``pads`` lists all padding in order, including the padding before the span. Each element is (name of the tensor after the padding,
+    begin, end), where ``begin`` and ``end`` are offsets in the file.
     """
 
     begin: int
@@ -105,9 +106,9 @@ class Span:
 
 
 def span_of(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> Span | None:
-    """Return the byte range of ``tensors`` in the file, or None unless their layout there is the same as in memory.
+    """Return the byte range of ``tensors`` in the file if they have the same layout there as in memory, otherwise None.
 
-    Each tensor entry comes with its range ``[begin, end)`` in memory. The first tensor begins at 0.
+    Each tensor entry comes with its byte range in memory. The first tensor begins at 0.
     """
     places = [front.places[tensor.name] for tensor, _, _ in tensors]
     for (tensor, begin, end), place in zip(tensors, places, strict=True):
@@ -121,7 +122,7 @@ def span_of(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> Sp
 def read_span(source: Source, span: Span, first: int, last: int, memory: memoryview) -> None:
     """Read bytes ``[first, last)`` of ``span`` into ``memory``, which has the same size. Padding is checked, but digests are not.
 
-    Everything is read with one call, because threads wait for each other at each call. Raises the errors of ``check_pads``.
+    All bytes are read with one call, because threads wait for each other at each call. Raises the same errors as ``check_pads``.
     """
     source.read_into(span.begin + first, memory)
     check_pads(source, span, first, last, memory)
@@ -130,8 +131,8 @@ def read_span(source: Source, span: Span, first: int, last: int, memory: memoryv
 def check_pads(source: Source, span: Span, first: int, last: int, memory: memoryview) -> None:
     """Check the padding in bytes ``[first, last)`` of ``span``. ``memory`` contains these bytes.
 
-    If ``first`` is 0, the padding before the span is checked as well. So that no padding is split, ``first`` and ``last`` must be multiples
-    of ``TENSOR_ALIGNMENT``, unless ``last`` is the end. Raises InvalidPayload, MissingFile and Truncated.
+    If ``first`` is 0, the padding before the span is checked as well. ``first`` and ``last`` must be multiples of ``TENSOR_ALIGNMENT``, or
+    ``last`` the end of the span, so that no padding is split. Raises InvalidPayload, MissingFile and Truncated.
     """
     pads = span.pads
     if not first and pads and pads[0][2] == span.begin:
@@ -142,6 +143,6 @@ def check_pads(source: Source, span: Span, first: int, last: int, memory: memory
 
 
 def check_pad(name: str, pad: memoryview) -> None:
-    """Raise InvalidPayload unless ``pad``, the padding before the tensor ``name``, is zero."""
+    """Raise InvalidPayload unless ``pad``, the padding before tensor ``name``, is zero."""
     if any(pad):
         raise InvalidPayload(f"{name}: the padding before it is {pad.hex()}, expected {len(pad)} zero bytes")

@@ -20,7 +20,7 @@ OFFSET_BYTES = 8
 
 
 class HasTokens(Protocol):
-    """Anything with a number of sequences and of tokens, such as a layer's keys or values."""
+    """An object with a batch size and a number of tokens, such as a layer's keys or values."""
 
     @property
     def batch(self) -> int: ...
@@ -36,7 +36,8 @@ class HasSides(Protocol):
 
 
 def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """Return ``required`` and ``ignorable`` for a file with one offset per sequence. ``offsets`` is None if they are unknown."""
+    """Return the ``required`` and ``ignorable`` features of a file with one offset per sequence. ``offsets`` is None if they are unknown.
+    """
     if offsets is None:
         return (), {}
     return (FEATURE,), {FEATURE: b"".join(offset.to_bytes(OFFSET_BYTES, "little", signed=True) for offset in offsets)}
@@ -45,7 +46,7 @@ def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[st
 def position_offsets(
     data: bytes, layers: Sequence[HasSides], starts: Sequence[int], states: Iterable[StateEntry], start: int
 ) -> tuple[int, ...]:
-    """Return the offset of each sequence, parsed from the feature's data. Raises InvalidHeader or LimitExceeded."""
+    """Parse the feature's data and return the offset of each sequence. Raises InvalidHeader or LimitExceeded."""
     if not data or len(data) % OFFSET_BYTES:
         raise InvalidHeader(
             f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {OFFSET_BYTES} for each sequence, and at least one sequence"

@@ -86,12 +86,12 @@ def is_row_start(first_bytes: bytes) -> bool:
 
 
 def namespace_of(first_bytes: bytes) -> bytes | None:
-    """Return the namespace in a row's first bytes, without checks, or None if they do not begin a row of version 1."""
+    """Return the namespace in a row's first bytes, unchecked. Returns None if the bytes do not begin a row of version 1."""
     return first_bytes[NAMESPACE_AT:KEY_AT] if is_row_start(first_bytes) else None
 
 
 def build_front(layout: RowLayout, namespace: bytes, key: bytes) -> bytes:
-    """Return the bytes of a row before its streams, with 0 as the checksum.
+    """Return the bytes of a row before its streams. The checksum is still 0.
 
     Raises InvalidParameter if the namespace or the key has the wrong size.
     """
@@ -102,12 +102,12 @@ def build_front(layout: RowLayout, namespace: bytes, key: bytes) -> bytes:
 
 
 def write_checksum(row: memoryview) -> None:
-    """Compute and write the checksum of a row that is otherwise complete."""
+    """Compute the checksum of a row, and write it into the row. All other bytes must be complete."""
     row[24:32] = checksum(row).to_bytes(8, "little")
 
 
 def checksum(row: memoryview) -> int:
-    """Return the checksum of a whole row. The 8 bytes that store the checksum count as zeros."""
+    """Return the checksum of a whole row. The 8 bytes in which it is stored count as zeros."""
     return _add_words(row[32:], _add_words(row[:24], 0) * MULTIPLIER * MULTIPLIER & _MASK)
 
 
@@ -126,7 +126,7 @@ def _add_words(data: memoryview, sum_: int) -> int:
 
 @cache
 def powers() -> numpy.ndarray[tuple[int], numpy.dtype[numpy.uint64]]:
-    """Return the weights of ``_WORDS_AT_ONCE`` words: descending powers of the multiplier, the last of which is 1."""
+    """Return the weights of ``_WORDS_AT_ONCE`` words: descending powers of the multiplier, ending with 1."""
     weights = numpy.ones(_WORDS_AT_ONCE, numpy.uint64)
     weights[1:] = MULTIPLIER
     with numpy.errstate(over="ignore"):
@@ -167,9 +167,9 @@ def check_row(data: memoryview, where: str) -> Frame:
 
 
 def check_row_matches(row: memoryview, frame: Frame, layout: RowLayout, namespace: bytes, key: bytes | None, where: str) -> None:
-    """Raise InvalidHeader for the first difference between a checked row and the expected layout, namespace and key.
+    """Raise InvalidHeader if a row differs from the expected layout, namespace or key. The row's checksum has been checked.
 
-    If ``key`` is None, any key is accepted.
+    The message describes the first difference. If ``key`` is None, any key is accepted.
     """
     description = bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes])
     if description != layout.description:
@@ -199,7 +199,7 @@ def _description_difference(data: bytes, expected: bytes) -> str:
 
 
 def _difference(where: str, actual: Any, expected: Any) -> str:
-    """Describe the first difference between two unpacked values, or return an empty string if they are equal."""
+    """Describe the first difference between two unpacked values, for messages. If they are equal, return an empty string."""
     if type(actual) is type(expected) is dict and [*actual] == [*expected]:
         parts = [(f"{where}.{name}".lstrip("."), actual[name], expected[name]) for name in expected]
     elif type(actual) is type(expected) is list and len(actual) == len(expected):

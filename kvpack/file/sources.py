@@ -17,7 +17,7 @@ _SEQUENCE = re.compile(rf"((?:[0-9a-f]{{{DIGEST}}})?)/([0-9a-f]{{{DIGEST}}})", r
 
 
 class Source(NamedTuple):
-    """Digests of an encoder's input and output for one sequence. The input's digest is empty if unknown."""
+    """Digests of an encoder's input and output for one sequence. If the input is unknown, its digest is empty."""
 
     input: str
     output: str
@@ -26,9 +26,9 @@ class Source(NamedTuple):
         return f"{self.input}/{self.output}"
 
     def is_same(self, other: Source) -> bool:
-        """Return True if both have digests of the same source.
+        """Return True if at least one of the two digests is equal.
 
-        One equal digest is enough. Outputs for the same input may differ by rounding, and embeddings have the same output as their ids.
+        Outputs for the same input may differ by rounding, and embeddings have the same output as their token ids.
         """
         return self.output == other.output or (self.input == other.input != "")
 
@@ -38,14 +38,14 @@ Sources = tuple[Source, ...]
 
 
 def clause(sources: Sources) -> str:
-    """Return the clause that lists ``sources``, or one without sources if there are more than ``MAX_NAMED``."""
+    """Return the clause that lists ``sources``. If there are more than ``MAX_NAMED``, the clause does not list them."""
     if len(sources) > MAX_NAMED:
         return f"tokens {FROM_ENCODER}"
     return f"tokens {_DIGESTS}{' '.join(map(str, sources))}"
 
 
 def sources_in(text: str) -> Sources | None:
-    """Return the sources that a clause lists, or None for any other text."""
+    """Return the sources that a clause lists. For any other text, return None."""
     _, found, names = text.partition(_DIGESTS)
     sequences = [_SEQUENCE.fullmatch(name) for name in names.split(" ")] if found else [None]
     return tuple(Source(*sequence.groups()) for sequence in sequences if sequence) if all(sequences) else None
@@ -57,7 +57,7 @@ def select_sources(sources: Sources, indices: Sequence[int]) -> Sources:
 
 
 def selected_text(text: str, indices: Sequence[int]) -> str:
-    """Return a clause for the sequences at ``indices`` of a batch. A text that lists no sources is returned unchanged."""
+    """Return the clause for the sequences at ``indices`` of a batch. A text that lists no sources is returned unchanged."""
     sources = sources_in(text)
     if sources is None or max(indices, default=0) >= len(sources) > 1:
         return text
@@ -65,7 +65,7 @@ def selected_text(text: str, indices: Sequence[int]) -> str:
 
 
 def first_difference(expected: Sources, actual: Sources) -> int | None:
-    """Return the index of the first sequence whose sources differ, or None if there is none."""
+    """Return the index of the first sequence whose source differs. If there is none, return None."""
     count = max(len(expected), len(actual))
     if len(expected) not in (1, count) or len(actual) not in (1, count):
         return 0

@@ -32,7 +32,7 @@ WRITES_AT_ONCE = 3
 
 @dataclass(frozen=True)
 class Piece:
-    """The next bytes of tensor ``name``. ``release`` is called, from any thread, when ``data`` is no longer needed."""
+    """The next bytes of tensor ``name``. ``release`` is called, possibly from another thread, when ``data`` is no longer needed."""
 
     name: str
     data: memoryview
@@ -45,7 +45,7 @@ def write_pieces(
     """Write an uncompressed file of ``contents`` atomically and return its size in bytes.
 
     ``pieces`` yields the bytes of each nonempty tensor of ``contents.layouts`` in order. It runs in the caller's thread, ahead of the
-    writes. ``progress(done, total)`` counts bytes. Raises InvalidParameter if a tensor gets the wrong number of bytes, LimitExceeded, and
+    writes. ``progress(done, total)`` counts bytes. Raises InvalidParameter if a tensor gets the wrong number of bytes, LimitExceeded, or
     WriteFailed as ``container.write`` does.
     """
     front = undigested_front(contents)

@@ -50,8 +50,8 @@ def path_text(path: Any) -> str:
 def open_regular(path: str | os.PathLike[str], description: str = "a regular file") -> int:
     """Open a regular file for reading and return its descriptor, which the caller must close.
 
-    ``description`` describes the file in messages. Raises MissingFile if the path cannot be opened. Folders, FIFOs, sockets and devices are
-    never opened, and raise MissingFile as well.
+    ``description`` describes the file in messages. Raises MissingFile if the path cannot be opened. Folders, FIFOs, sockets and devices
+    also raise MissingFile, and are not opened.
     """
     where = path_text(path)
     try:
@@ -73,7 +73,7 @@ def open_regular(path: str | os.PathLike[str], description: str = "a regular fil
 def read_bytes(path: str | os.PathLike[str], max_bytes: int, description: str = "a file") -> bytes:
     """Return the bytes of a regular file. ``description`` describes it in messages, such as "a recipe file".
 
-    Raises MissingFile if it cannot be read, as ``open_regular`` does, and LimitExceeded if it has more than ``max_bytes`` bytes.
+    Raises MissingFile if the file cannot be read, as ``open_regular`` does, and LimitExceeded if it has more than ``max_bytes`` bytes.
     """
     return _read(path, max_bytes, description)[0]
 
@@ -81,7 +81,7 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int, description: str = 
 def read_text(path: str | os.PathLike[str], max_bytes: int, description: str = "a file") -> str:
     """Return the text of a UTF-8 file, without a byte order mark.
 
-    Raises the errors of ``read_bytes``, and InvalidParameter for other encodings.
+    Raises InvalidParameter for any other encoding, and the same errors as ``read_bytes``.
     """
     return read_text_and_mode(path, max_bytes, description)[0]
 
@@ -98,7 +98,7 @@ def read_text_and_mode(path: str | os.PathLike[str], max_bytes: int, description
 def read_json(path: str | os.PathLike[str], max_bytes: int, description: str = "a JSON file") -> Any:
     """Return the value in a JSON file. ``description`` describes the file in messages, such as "a JSON array of token ids".
 
-    Raises the errors of ``read_text``, and InvalidParameter if the JSON is invalid or nested too deeply.
+    Raises InvalidParameter if the JSON is invalid or nested too deeply, and the same errors as ``read_text``.
     """
     import json
 
@@ -112,7 +112,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int, description: str = "
 
 
 def _read(path: str | os.PathLike[str], max_bytes: int, description: str) -> tuple[bytes, int]:
-    """Return the bytes and permission bits of a regular file. Its reported size is ignored, because it is 0 for files in /proc."""
+    """Return the bytes and permission bits of a regular file. The size that the system reports is not used, because it is 0 in /proc."""
     where, descriptor = path_text(path), open_regular(path, description)
     pieces, remaining = [], max_bytes + 1
     try:
@@ -130,7 +130,7 @@ def _read(path: str | os.PathLike[str], max_bytes: int, description: str) -> tup
 
 
 def open_error(where: str, error: OSError | ValueError, operation: str = "a regular file") -> MissingFile:
-    """Return the MissingFile to raise for ``error``, which the system reported on opening the path ``where``."""
+    """Return the MissingFile to raise for ``error``, which the system raised when the path ``where`` was opened."""
     system = isinstance(error, OSError)
     reason = (error.strerror if system else None) or error  # type: ignore[union-attr]
     purpose = f" as {operation}" if operation != "a regular file" else ""
@@ -243,7 +243,7 @@ class DiskFile:
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
         """Return a copy of bytes ``[begin, end)`` of the file. Raises Truncated or MissingFile.
 
-        If ``into`` is large enough, the bytes are copied to it, so that callers can reuse memory.
+        If ``into`` has room for the bytes, they are copied into it, so that callers can reuse memory.
         """
         size = end - begin
         data = memoryview(bytearray(size) if into is None or len(into) < size else into)[:size]
@@ -293,7 +293,7 @@ class DiskFile:
         return self._mapping[begin:end]
 
     def read_ahead(self, begin: int, end: int) -> Generator[int, None, None]:
-        """Map pages in order, in several threads, and yield the end of the bytes mapped so far. Raises the errors of ``view``.
+        """Map pages in order, in several threads, and yield the end of the bytes mapped so far. Raises the same errors as ``view``.
 
         Without this, a reader would wait for the disk at every page.
         """

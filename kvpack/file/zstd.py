@@ -17,7 +17,7 @@ _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def compress_frame(raw: memoryview) -> bytes | None:
-    """Return ``raw`` as one zstd frame, or None if that saves less than 3% or exceeds the format's maximum ratio."""
+    """Return ``raw`` as one zstd frame. If that saves less than 3%, or exceeds the format's maximum ratio, return None."""
     import zstandard
 
     frame = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(raw)

@@ -52,7 +52,7 @@ class LiveCache:
         model: The model, in any form that ``pack`` accepts. ``freeze`` records it.
 
     Raises:
-        InvalidParameter: An argument does not fit, or the basis belongs to another model.
+        InvalidParameter: An argument is invalid, or the basis belongs to another model.
         MissingFile: The recipe file does not exist.
 
     The first tokens of a layer raise MissingBasis if the recipe lacks the basis that it needs.
@@ -89,7 +89,7 @@ class LiveCache:
 
     @classmethod
     def of(cls, cache: Cache, *, sliding_windows: Sequence[int | None] | None = None) -> LiveCache:
-        """Create a live cache that continues ``cache`` and shares its bytes. Raises InvalidType for anything except a packed cache."""
+        """Create a live cache that continues ``cache`` and shares its bytes. Raises InvalidType if ``cache`` is not a packed cache."""
         check_packed(cache, "LiveCache.of({})")
         cache.check_ends()
         for number, layer in enumerate(cache):
@@ -117,7 +117,6 @@ class LiveCache:
         return live
 
     def _prepare(self) -> None:
-        """Initialize the state that is kept between calls."""
         self._steps: list[Steps | CpuSteps | None] = [None] * self._count
         self._calls = Tickets(self, self._count)
         self._value_dims = [0 if layer is None else layer.value_dim for layer in self._layers]
@@ -152,7 +151,7 @@ class LiveCache:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the layers have seen. During a forward pass, it is the largest number in any layer."""
+        """Number of tokens that the layers have seen. During a forward pass, this is the number in the layer that has seen most."""
         self._settle()
         return max((layer.seen_tokens for layer in self._layers if layer is not None), default=0)
 
@@ -192,9 +191,9 @@ class LiveCache:
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
         """Add new tokens to ``layer``. ``k`` and ``v`` are ``[batch, kv_head, token, dim]``.
 
-        Tokens are added to the raw tail. If it has no room, they are encoded after their ``attend``. Raises OutOfBounds for a layer that
-        the cache does not have, InvalidType for an unsupported dtype, and InvalidParameter for values that do not continue the layer. On a
-        CUDA device, the next ``roll`` or ``freeze`` checks that the values are finite.
+        Tokens are added to the raw tail. If the tail has no room for them, the next ``attend`` encodes them. Raises OutOfBounds for a layer
+        that the cache does not have, InvalidType for an unsupported dtype, and InvalidParameter for values that do not continue the layer.
+        On a CUDA device, the next ``roll`` or ``freeze`` checks that the values are finite.
         """
         if torch.compiler.is_dynamo_compiling():
             if v is not None:
@@ -212,7 +211,7 @@ class LiveCache:
         self._refresh_steps(layer)
 
     def try_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None, following: int | None = None) -> int | None:
-        """Add a few tokens quickly if they need no further checks. Returns the number of tokens that the layer has seen.
+        """Add a few tokens quickly, if they need no further checks, and return the number of tokens that the layer has seen.
 
         Returns None, and adds nothing, if ``update`` must be called instead, or if layer ``following`` has seen fewer tokens.
         """
@@ -237,9 +236,9 @@ class LiveCache:
     ) -> torch.Tensor:
         """Attend to all tokens of ``layer``, as ``kvpack.attend`` does. The queries ``[batch, q_head, q_len, dim]`` are the last tokens.
 
-        ``starts`` count from the first token that the layer has seen, and are not copied from a CUDA device. If an update did not fit in
-        the tail, its tokens are attended to in raw form and then encoded. Raises the errors of ``kvpack.attend``, and OutOfBounds for a
-        layer without tokens.
+        ``starts`` count from the first token that the layer has seen, and are not copied from a CUDA device. If the tail had no room for
+        the last update, its tokens are attended to in raw form and then encoded. Raises the same errors as ``kvpack.attend``, and
+        OutOfBounds for a layer without tokens.
         """
         if torch.compiler.is_dynamo_compiling():
             options = {"scale": scale, "causal": causal, "softcap": softcap, "sliding_window": sliding_window}
@@ -273,8 +272,8 @@ class LiveCache:
         """Encode whole windows of each layer's raw tail, except its newest tokens. Returns True if kernel launches changed.
 
         Call this between steps, at least once per window of tokens. If it returns True, capture CUDA graphs of ``update`` and ``attend``
-        again. It synchronizes with a CUDA device. If a value added since the last call is not finite, raises InvalidParameter, naming the
-        layer.
+        again. The call synchronizes with a CUDA device. It raises InvalidParameter, with the layer's number, if a value added since the
+        last call is not finite.
         """
         self._settle()
         self._check_finite()
@@ -288,19 +287,19 @@ class LiveCache:
     def room(self) -> int:
         """Number of tokens that still fit in the raw tail of every layer, as far as the host knows.
 
-        It is 0 while a long update waits to be encoded, or if a layer's keys and values have packed different numbers of tokens.
+        It is 0 while a long update waits to be encoded, or if some layer has packed more keys than values or the reverse.
         """
         rooms = (0 if layer.pending_tokens or layer.is_uneven else layer.room - layer.raw_tokens for layer in self._selected_layers(None))
         return min(rooms, default=0)
 
     @property
     def is_uneven(self) -> bool:
-        """True if the keys and values of a layer have packed different numbers of tokens. Decode steps then need work on the host."""
+        """True if some layer has packed more keys than values or the reverse. Decode steps then need work on the host."""
         return any(layer.is_uneven for layer in self._layers if layer is not None)
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Return a context in which calls may be captured in a CUDA graph. Report each replay with ``record_replay``.
+        """Return a context manager within which calls may be captured in a CUDA graph. Report each replay with ``record_replay``.
 
         Calls that need work on the host raise InvalidParameter. The graph is valid as long as ``launches`` stays the same. A replay needs
         enough ``room``.
@@ -332,7 +331,7 @@ class LiveCache:
         return restores.close
 
     def adjust_length(self, tokens: int) -> None:
-        """Add ``tokens``, which may be negative, to the number of valid tokens in each raw tail, for example to repeat a step."""
+        """Add ``tokens``, which may be negative, to the number of valid tokens in each raw tail. For example, -1 repeats a step."""
         self.record_replay(tokens)
         for number in range(self._count):
             self._refresh_steps(number)
@@ -364,14 +363,14 @@ class LiveCache:
 
         With ``packed=True``, the tail is packed as well, in whole token groups or, if the recipe sets a window, in whole windows. Files are
         then smaller, and stores get all whole chunks. A layer that has not changed since ``of`` is returned unchanged. Raises
-        InvalidParameter, also during a forward pass.
+        InvalidParameter during a forward pass, or if a value is not finite.
         """
         cache = self.snapshot(packed)
         cache.check_ends()
         return cache
 
     def snapshot(self, packed: bool = False) -> Cache:
-        """Return a ``Cache`` like ``freeze``, but also if a forward pass was interrupted between two layers. Raises InvalidParameter."""
+        """Return a ``Cache`` like ``freeze``, even if a forward pass was interrupted between two layers. Raises InvalidParameter."""
         check_flag(packed, "packed")
         self._settle()
         self._check_finite()
@@ -401,7 +400,7 @@ class LiveCache:
             live.keeps_past = True
 
     def share(self, layer: int) -> None:
-        """Allow other layers of the model to attend to the tokens of ``layer``. A long update is then encoded only at the next update."""
+        """Allow other layers of the model to attend to the tokens of ``layer``. A long update then stays raw until the next update."""
         self._layer_or_none(layer)
         self._shared.add(layer)
 
@@ -452,14 +451,13 @@ class LiveCache:
             )
 
     def _settle(self) -> None:
-        """Add the tokens of graph replays to the layers' numbers of tokens. The device knows how many there are."""
+        """Read from the device how many tokens CUDA graph replays have appended, and add them to the layers' token counts."""
         for steps in self._steps:
             if steps is not None:
                 steps.read_replayed_tokens()
 
     def _settled_layer(self, layer: int) -> LiveLayer | None:
-        """Return layer ``layer`` or None, like ``_layer_or_none``, after reading from the device how many tokens graph replays have added.
-        """
+        """Return layer ``layer``, or None before its first tokens. Tokens appended by CUDA graph replays are counted first."""
         live, steps = self._layer_or_none(layer), self._steps[layer]
         if steps is not None and steps.captured:
             steps.read_replayed_tokens()
@@ -475,7 +473,7 @@ class LiveCache:
             raise InvalidParameter(f"layers[{lost[0]}]: a value added since the last roll is not finite; lossy codecs need finite values")
 
     def _layer_or_none(self, layer: int) -> LiveLayer | None:
-        """Return layer ``layer``, or None before its first tokens. Raises OutOfBounds, also for a negative number."""
+        """Return layer ``layer``, or None before its first tokens. Raises OutOfBounds if the cache has no such layer."""
         if type(layer) is not int:
             as_integer(layer, "layer")
         if 0 <= layer < self._count:

@@ -22,7 +22,7 @@ _NUMBER_TYPES = {type(None), bool, int, float}
 
 
 class CpuSteps:
-    """The prepared decode steps of one layer. For calls that they do not support, use the layer's ``update`` and ``kvpack.attend``."""
+    """Prepared decode steps of one layer. For calls that they do not support, use the layer's ``update`` and ``kvpack.attend``."""
 
     captured = False
 
@@ -36,7 +36,7 @@ class CpuSteps:
         return set(layer.sides) == {"k", "v"} and isinstance(q, torch.Tensor) and q.device == layer.device and dispatch.uses_c(q.device)
 
     def try_update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
-        """Append tokens to the raw tail. Returns False, and does nothing, if ``update`` must check or convert them or make room."""
+        """Append tokens to the raw tail and return True. If ``update`` must check or convert them or make room, return False instead."""
         layer = self._layer
         if self._version != layer.version:
             self._view()
@@ -69,7 +69,7 @@ class CpuSteps:
         softcap: float | None,
         window: int | None,
     ) -> torch.Tensor | None:
-        """Return attention outputs like ``LiveCache.attend``, or None if ``kvpack.attend`` must be called instead."""
+        """Return the same outputs as ``LiveCache.attend``, or None if ``kvpack.attend`` must be called instead."""
         layer = self._layer
         if self._version != layer.version:
             self._view()
@@ -94,14 +94,13 @@ class CpuSteps:
         return call(q, sink_logits=sink_logits, starts=starts, tokens=tokens)
 
     def refresh(self) -> bool:
-        """Prepare for the layer's current state. Returns False, because the CPU has no kernel launches that could change."""
+        """Prepare for the layer's current state. Always returns False: there are no kernel launches to capture again."""
         return False
 
     def read_replayed_tokens(self) -> None:
         """Do nothing, because steps on the CPU are never captured in a graph."""
 
     def _view(self) -> None:
-        """Prepare for the layer's current runs and tail buffers."""
         layer = self._layer
         self._version, self._is_even, self._older = layer.version, not layer.is_uneven, layer.older_tokens
         self._calls: dict[Any, Callable[..., torch.Tensor] | None] = {}

@@ -23,9 +23,9 @@ from .side import LiveSide
 class LiveLayer:
     """A growing layer: an immutable layer, followed by the tokens that ``update`` adds.
 
-    ``window`` is the number of tokens encoded together, ``newest`` the number of tokens that stay raw, and ``room`` the capacity of the raw
-    tail. With a ``sliding_window``, tokens that no later query sees are dropped. ``name`` names the layer in error messages. ``start`` is
-    the position of the cache's first token.
+    ``window`` is the number of tokens encoded together, ``newest`` is the number of tokens that stay raw, and ``room`` is the capacity of
+    the raw tail. With a ``sliding_window``, tokens that no later query sees are dropped. ``name`` identifies the layer in error messages.
+    ``start`` is the position of the cache's first token.
     """
 
     def __init__(self, layer: Layer, window: int, newest: int, room: int, sliding_window: int | None, name: str, start: int = 0) -> None:
@@ -60,12 +60,12 @@ class LiveLayer:
 
     @property
     def older_tokens(self) -> int:
-        """Number of tokens before the tail, including tokens of a token group that is not complete in the keys or the values."""
+        """Number of tokens before the tail. Includes raw tokens if the keys or the values end with an incomplete token group."""
         return self._one_side.older_tokens
 
     @property
     def is_uneven(self) -> bool:
-        """True if the keys and values have packed different numbers of tokens."""
+        """True if different numbers of keys and values are packed."""
         return any(side.unfinished.shape[2] for side in self.sides.values())
 
     @property
@@ -90,7 +90,8 @@ class LiveLayer:
     def update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
         """Add new tokens to the raw tail. If it has no room, they wait until ``commit`` encodes them.
 
-        Raises InvalidParameter or InvalidType, and adds nothing, if the tokens do not continue the layer or, on the CPU, are not finite.
+        Raises InvalidParameter or InvalidType if the tokens do not continue the layer or, on the CPU, are not finite. Nothing is added
+        then.
         """
         given = self._check_tensors(k, v)
         self.commit()
@@ -118,11 +119,11 @@ class LiveLayer:
         return restore_tail
 
     def layer(self) -> Layer:
-        """Return all tokens as a ``Layer`` that shares the packed bytes and the tail. It is valid until more tokens are added."""
+        """Return all tokens as a ``Layer`` that shares the packed bytes and the tail. The result is valid until more tokens are added."""
         return self._layer({name: self._tail(name) for name in self.sides})
 
     def whole(self) -> Layer:
-        """Return a ``Layer`` with the complete tail buffers, including the room for new tokens."""
+        """Return a ``Layer`` that includes the complete tail buffers, with their room for new tokens."""
         return self._layer({name: side.tail for name, side in self.sides.items()})
 
     def freeze(self, packed: bool = False) -> Layer:
@@ -143,11 +144,11 @@ class LiveLayer:
         return Layer(sides.get("k"), sides.get("v"), skipped=self.skipped if sides else 0)
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Run ``kvpack.attend`` over all tokens. The tokens of a long update are attended to before they are encoded."""
+        """Run ``kvpack.attend`` over all tokens. Tokens of a long update are encoded only afterward."""
         return attend(q, self.layer(), **options)
 
     def commit(self) -> None:
-        """Encode the tail and the tokens of a long update, in whole windows. The remaining tokens become the tail."""
+        """Encode the tail and the tokens of a long update, in whole windows. What remains becomes the new tail."""
         if not self._pending:
             return
         values = {name: self._tail(name) for name in self.sides}
@@ -160,7 +161,7 @@ class LiveLayer:
             raise
 
     def roll(self) -> bool:
-        """Encode whole windows of the tail, or just enough tokens to even out keys and values. Returns True if any were encoded."""
+        """Encode whole windows of the tail, or just enough tokens to pack as many keys as values. Returns True if any were encoded."""
         self.commit()
         if not self.is_due:
             return False
@@ -168,7 +169,7 @@ class LiveLayer:
         return True
 
     def truncate(self, tokens: int) -> None:
-        """Keep the first ``tokens`` tokens that the layer has seen. Raises OutOfBounds if the layer has dropped the last of them."""
+        """Keep the first ``tokens`` tokens that the layer has seen. Raises OutOfBounds if some of the tokens to keep have been dropped."""
         count = self.seen_tokens - tokens
         if not 0 <= count <= self.tokens:
             raise OutOfBounds(
@@ -217,13 +218,13 @@ class LiveLayer:
         self.version += 1
 
     def _wait(self, pending: dict[str, torch.Tensor]) -> None:
-        """Keep the tokens of a long update until attention over them has been computed. ``pending`` contains its keys and values."""
+        """Keep ``pending``, the keys and values of a long update, until attention over them has been computed."""
         self._pending = pending
         self.pending_tokens = next(iter(pending.values())).shape[2] if pending else 0
         """Number of tokens in an update that did not fit in the tail and is not encoded yet."""
 
     def _encode(self, values: dict[str, torch.Tensor]) -> None:
-        """Encode whole windows of ``values``, which contains all raw keys and values. The remaining tokens become the tail."""
+        """Encode whole windows of ``values``, the raw keys and values. What remains becomes the new tail."""
         tokens = next(x.shape[2] for x in values.values())
         unseen = 0 if self.keeps_past else self._count_unseen(tokens)
         # No later query sees these tokens, so they are dropped without being encoded.
@@ -257,7 +258,7 @@ class LiveLayer:
         self.version += 1
 
     def _place(self, first: int, values: Mapping[str, torch.Tensor]) -> tuple[int, dict[str, torch.Tensor]]:
-        """Return the position of token ``first``, and the norms of keys and values from there on if they determine raw tokens.
+        """Return the position of token ``first``. If norms determine raw tokens, also return the norms from this token on.
 
         ``values`` contains all keys and values that are not packed.
         """
@@ -269,7 +270,7 @@ class LiveLayer:
     def _norms(self, name: str, x: torch.Tensor, first: int) -> torch.Tensor:
         """Return the norms of keys or values from token ``first`` on, ``[batch, kv_head, token]``.
 
-        ``x`` contains the values that are not packed.
+        ``x`` contains those that are not packed.
         """
         held = self.sides[name].side(0)
         before = held.norms(first) if first < held.tokens else x.new_zeros(*x.shape[:2], 0, dtype=torch.float32)
@@ -288,7 +289,9 @@ class LiveLayer:
         return streams, packed, x[:, :, packed:]
 
     def _encodable_tokens(self, tokens: int) -> int:
-        """Return how many of ``tokens`` raw tokens can be encoded: whole windows, or enough to complete the token groups of both sides."""
+        """Return how many of ``tokens`` raw tokens can be encoded: whole windows, or enough to complete the token groups of keys and
+        values.
+        """
         if self.is_uneven:
             remainders = [(side.unfinished.shape[2], side.unit) for side in self.sides.values()]
             period = math.lcm(*(unit for _, unit in remainders))
@@ -298,12 +301,12 @@ class LiveLayer:
         return self._windows(tokens)
 
     def _windows(self, tokens: int) -> int:
-        """Return how many of ``tokens`` raw tokens are in whole windows, not counting the newest tokens, which stay raw."""
+        """Return how many of ``tokens`` raw tokens are in whole windows. The newest tokens always stay raw, and are not counted."""
         return max(0, tokens - self.newest) // self.window * self.window
 
     @contextmanager
     def _update_both_sides(self) -> Iterator[None]:
-        """Undo all changes to keys and values if this context fails, for example for lack of memory, so that both have the same tokens."""
+        """Return a context manager that undoes all changes to keys and values on failure, so that both keep the same tokens."""
         states, counts = {name: side.state for name, side in self.sides.items()}, (self.skipped, self.raw_tokens)
         try:
             yield
@@ -315,7 +318,7 @@ class LiveLayer:
             raise
 
     def _count_unseen(self, raw: int) -> int:
-        """Return the number of stored tokens that no later query sees. ``raw`` is the number of tokens in the tail."""
+        """Return how many of the layer's tokens no later query sees. ``raw`` is the number of tokens in the tail."""
         return 0 if self.sliding_window is None else max(0, self.older_tokens + raw - self.sliding_window)
 
     def _drop_unseen(self) -> None:
@@ -330,9 +333,9 @@ class LiveLayer:
         self.version += 1
 
     def _last_boundary(self, token: int) -> int:
-        """Return the last token, at most ``token``, at which both keys and values can begin.
+        """Return the last token, at most ``token``, at which keys and values can both begin.
 
-        Kernels stay the same if it is a whole number of windows after the beginning of a run. That is not always possible for both.
+        Where possible, it is a whole number of windows after the beginning of a run, because kernels then stay the same.
         """
         first = token
         for group in (self.window, 0):
@@ -387,7 +390,7 @@ class LiveLayer:
 
 
 def _aligned_start(side: LiveSide, start: int, group: int) -> int:
-    """Return the last token, at most ``start``, that is a multiple of ``group`` tokens after the beginning of a run."""
+    """Return the last token, at most ``start``, whose distance from the beginning of its run is a multiple of ``group`` tokens."""
     first = 0
     for end in side.side(0).boundaries[1:-1]:
         if end > start:

@@ -28,9 +28,9 @@ NEWEST_TOKENS = 128
 
 
 def empty_layer(recipe: Recipe, number: int, layers: int, k: torch.Tensor | None, v: torch.Tensor | None) -> Layer:
-    """Return layer ``number`` of ``layers``, without tokens, for keys and values with the shapes and dtypes of ``k`` and ``v``.
+    """Create layer ``number`` of ``layers``, without tokens, for keys and values with the shapes and dtypes of ``k`` and ``v``.
 
-    Raises InvalidParameter or InvalidType.
+    Raises InvalidParameter or InvalidType if the recipe cannot encode such keys and values.
     """
     sides: dict[str, Side | None] = {}
     for name, x in zip(SIDES, (k, v), strict=True):
@@ -61,7 +61,7 @@ def live_layer(layer: Layer, number: int, sliding_window: int | None, start: int
 
 
 def check_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
-    """Check ``sliding_windows`` for a cache of ``layers`` layers, and return them as a tuple. Raises InvalidParameter or InvalidType."""
+    """Return ``sliding_windows`` as a tuple. Raises InvalidParameter or InvalidType if they are not valid for ``layers`` layers."""
     if windows is None:
         return (None,) * layers
     if not isinstance(windows, list | tuple):

@@ -17,7 +17,7 @@ from kvpack.formats.errors import InvalidParameter
 
 
 class OperatorTarget(Protocol):
-    """The methods of a ``LiveCache`` that the operators call."""
+    """The methods of ``LiveCache`` that the operators call."""
 
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None: ...
     def attend(
@@ -54,7 +54,7 @@ def find_cache(ticket: torch.Tensor) -> OperatorTarget:
 
 
 class Tickets:
-    """The current ticket of each layer of a cache, for compiled code that calls the operators."""
+    """The current ticket of each layer of a cache, for use by compiled code."""
 
     def __init__(self, cache: OperatorTarget, layers: int) -> None:
         first = first_ticket(cache)
@@ -67,7 +67,7 @@ class Tickets:
     def compiled_attend(
         self, layer: int, q: torch.Tensor, dim: int, sink_logits: torch.Tensor | None, starts: Any, **options: Any
     ) -> torch.Tensor:
-        """Run the operator ``live_attend`` for one layer, and store the new ticket. ``dim`` is the head dim of its values."""
+        """Run the operator ``live_attend`` for one layer, and store the new ticket. ``dim`` is the head dim of the values."""
         if starts is not None:
             starts = torch.as_tensor(starts, device=starts.device if isinstance(starts, torch.Tensor) else "cpu")
         out: torch.Tensor

@@ -28,7 +28,7 @@ MIN_WINDOWS = 8
 
 @dataclass
 class OpenPage:
-    """A packed run that is still being filled. It has room for ``capacity`` tokens, the first ``filled`` of which are final."""
+    """A packed run that is still being filled. It has room for ``capacity`` tokens, of which the first ``filled`` are final."""
 
     codec: Codec
     capacity: int
@@ -42,7 +42,7 @@ class OpenPage:
         return OpenPage(codec, capacity, streams)
 
     def write(self, streams: Mapping[str, torch.Tensor], start: int, tokens: int) -> None:
-        """Append ``tokens`` tokens from ``streams``, from its token ``start`` on. Both numbers are multiples of the token group."""
+        """Append tokens ``[start, start + tokens)`` of ``streams``. Both numbers must be multiples of the token group."""
         for name, entry in self.codec.row_layouts.items():
             row, first, count = self.filled // entry.tokens_per_row, start // entry.tokens_per_row, -(-tokens // entry.tokens_per_row)
             self.streams[name][:, :, row : row + count] = streams[name][:, :, first : first + count]
@@ -73,11 +73,11 @@ class SideState(NamedTuple):
 
 
 class LiveSide:
-    """The keys or the values of a live layer. They continue an immutable ``side``, and share its runs.
+    """The keys or the values of a live layer. They continue an immutable ``side`` and share its runs.
 
     The tail is a buffer ``[batch, kv_head, room, dim]``. It begins with the newest ``raw_tokens`` tokens of the side's own tail, and the
     layer counts its tokens. Tokens are encoded ``window`` at a time, a multiple of the codec's token group. Older tokens of the side's own
-    tail, which the other side has already packed, are ``unfinished``. They stay raw until they fill a token group.
+    tail are ``unfinished``: the other side has packed them already, but here they stay raw until they fill a token group.
     """
 
     def __init__(self, side: Side, window: int, room: int, raw_tokens: int, in_place: bool) -> None:
@@ -120,7 +120,7 @@ class LiveSide:
 
     @property
     def older_tokens(self) -> int:
-        """Number of tokens before the tail, including unfinished tokens."""
+        """Number of packed and unfinished tokens, which precede the tail."""
         return self.packed_tokens + self.unfinished.shape[2]
 
     def side(self, tokens: int) -> Side:
@@ -128,7 +128,7 @@ class LiveSide:
         return self.with_tail(self.tail[:, :, :tokens])
 
     def with_tail(self, tail: torch.Tensor) -> Side:
-        """Return the current keys or values with a different tail."""
+        """Return the current keys or values with ``tail`` as their tail."""
         return Side(self.codec, self.runs, self.with_unfinished(tail), self._given_window)
 
     def without_tokens(self, batch: int) -> Side:
@@ -143,10 +143,10 @@ class LiveSide:
             return torch.cat([self.unfinished, x], 2)
 
     def freeze(self, tokens: int, packed: bool, where: str, position: int, norms: Mapping[str, torch.Tensor]) -> Side:
-        """Return an immutable side with the first ``tokens`` tokens of the tail, whose values never change.
+        """Return an immutable side that ends with the first ``tokens`` tokens of the tail. Its values never change.
 
         With ``packed=True``, the tail is packed in whole token groups or, if the recipe sets a window, in whole windows. ``position`` and
-        ``norms`` are as in ``encode``, for the tokens after the packed ones. Raises the errors of ``encode``.
+        ``norms`` are as in ``encode``, for the tokens after the packed ones. Raises the same errors as ``encode``.
         """
         raw = self.with_unfinished(self.tail[:, :, :tokens])
         whole = raw.shape[2] // self.unit * self.unit if packed else 0
@@ -157,7 +157,8 @@ class LiveSide:
         return replace(side, runs=self.runs.append(PackedRun(self.codec, whole, streams)))
 
     def encode(self, x: torch.Tensor, where: str, position: int, norms: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return the streams of ``x``, whole token groups ``[batch, kv_head, token, dim]`` that follow the packed tokens.
+        """Encode ``x``, ``[batch, kv_head, token, dim]``, and return its streams. It contains whole token groups that follow the packed
+        tokens.
 
         ``position`` is the position of the first token. ``norms`` contains the norms of keys and values from this token on, ``[batch,
         kv_head, token]``, by side, if they are known. Raises InvalidParameter or OutOfRange, with ``where`` in the message. A warning about
@@ -176,7 +177,7 @@ class LiveSide:
         return streams
 
     def add(self, streams: Mapping[str, torch.Tensor], tokens: int) -> None:
-        """Append ``tokens`` packed tokens, which are stored in ``streams``."""
+        """Append ``tokens`` tokens, whose codes are in ``streams``."""
         self._joined = None
         before = self.packed_tokens
         with float32_no_grad(self.tail.device):
@@ -201,7 +202,7 @@ class LiveSide:
 
     @property
     def state(self) -> SideState:
-        """A snapshot for ``restore``. It does not include the values in the tail."""
+        """A snapshot for ``restore``. It does not include the values in the tail buffer."""
         filled = tuple(page.filled for page in self._open)
         return SideState(self._runs, self.unfinished, tuple(self._open), filled, self._joined, self.tail)
 
@@ -213,7 +214,7 @@ class LiveSide:
         self.packed_tokens = state.runs.tokens + sum(state.filled)
 
     def keep(self, start: int, stop: int) -> None:
-        """Keep only tokens ``[start, stop)`` before the tail. ``start`` must begin a token group, or equal ``stop``."""
+        """Drop all tokens before the tail except ``[start, stop)``. Unless this range is empty, ``start`` must begin a token group."""
         runs, packed = self.runs, self.packed_tokens
         self._open, self._joined = [], None
         self._runs = runs.slice(min(start, packed), min(stop, packed))
@@ -221,7 +222,6 @@ class LiveSide:
         self.unfinished = self.unfinished[:, :, max(0, start - packed) : max(0, stop - packed)]
 
     def replace_unfinished(self, unfinished: torch.Tensor) -> None:
-        """Replace the unfinished tokens with ``unfinished``, ``[batch, kv_head, token, dim]``."""
         with float32_no_grad(self.tail.device):
             self.unfinished = unfinished.clone()
 
@@ -234,7 +234,7 @@ class LiveSide:
             self.tail, self.unfinished = (x.index_select(0, rows) for x in (self.tail, self.unfinished))
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Convert the tail to a dtype that can also store values of ``dtype`` exactly."""
+        """Convert the tail to a dtype that can represent its values and all values of ``dtype`` exactly."""
         with float32_no_grad(self.tail.device):
             wide = torch.promote_types(self.tail.dtype, dtype)
             self.tail, self.unfinished = self.tail.to(wide), self.unfinished.to(wide)
@@ -246,7 +246,7 @@ class LiveSide:
 
     @property
     def runs(self) -> PackedRuns:
-        """The packed tokens as runs. The object stays the same until the runs change, because kernels cache tables for it."""
+        """The packed tokens as runs. Until they change, this is always the same object, for which kernels cache tables."""
         if self._joined is None:
             self._joined = PackedRuns((*self._runs.stretches, *(page.page.stretch for page in self._open if page.filled)))
         return self._joined

@@ -20,9 +20,9 @@ ALIGNED = 4
 
 
 class Steps:
-    """The prepared decode steps of one layer. The device counts the layer's tokens.
+    """Prepared decode steps of one layer. The device counts the layer's tokens.
 
-    ``not_finite``, int32 ``[1]`` on the device, is nonzero if an added value is not finite.
+    ``not_finite``, int32 ``[1]`` on the device, becomes nonzero if an added value is not finite.
     """
 
     def __init__(self, layer: LiveLayer) -> None:
@@ -49,7 +49,7 @@ class Steps:
         return dispatch.uses_triton(q.device) and q.device == layer.device
 
     def try_update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
-        """Append a few tokens. Returns False, and does nothing, if the layer's ``update`` must check them or make room."""
+        """Append a few tokens and return True. If the layer's ``update`` must check them or make room, return False instead."""
         layer = self._layer
         if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor) or k.dim() != 4 or layer.pending_tokens or layer.is_uneven:
             return False
@@ -84,7 +84,7 @@ class Steps:
         softcap: float | None,
         window: int | None,
     ) -> torch.Tensor | None:
-        """Return attention outputs like ``LiveCache.attend``, or None if ``kvpack.attend`` must be called instead."""
+        """Return the same outputs as ``LiveCache.attend``, or None if ``kvpack.attend`` must be called instead."""
         layer = self._layer
         if not isinstance(q, torch.Tensor) or q.dim() != 4 or q.shape[2] > layer.raw_tokens or layer.is_uneven:
             return None
@@ -124,7 +124,9 @@ class Steps:
         return changed
 
     def read_replayed_tokens(self) -> None:
-        """Read from the device how many tokens graph replays have added. Raises OutOfBounds if they did not fit in the tail."""
+        """Read from the device how many tokens CUDA graph replays have appended. Raises OutOfBounds if there were more than the tail had
+        room for.
+        """
         if self.captured and not self._capturing:
             self._layer.raw_tokens = int(self._lengths[0]) - self._layer.older_tokens
             if self._layer.raw_tokens > self._layer.room:

@@ -18,10 +18,10 @@ class Lease(Protocol):
 
 
 class NoLease:
-    """A placeholder returned by backends without leases. Every caller gets one, so no caller waits."""
+    """The lease that backends without leases give to every caller, so that no caller waits."""
 
     def release(self) -> None:
-        """Do nothing, because there is no lease to release."""
+        ...
 
 
 Data = bytes | bytearray | memoryview
@@ -36,7 +36,7 @@ BATCH_ENTRIES, BATCH_BYTES = 64, 64 * 2**20
 
 
 def batches(items: Iterable[tuple[Item, int]], count: int, total: int) -> Iterator[list[Item]]:
-    """Split ``items``, pairs of an item and its size in bytes, into batches of at most ``count`` items and ``total`` bytes.
+    """Split ``items``, which are (item, size in bytes) pairs, into batches of at most ``count`` items and ``total`` bytes.
 
     An item larger than ``total`` gets its own batch.
     """
@@ -63,21 +63,21 @@ class StoredEntry:
 
 @dataclass(frozen=True)
 class FoundEntry:
-    """An entry that a backend returned: its unchecked bytes, and the index of the tier that had it (0 is the fastest)."""
+    """An entry that a backend returned: its unchecked bytes, and the index of the tier from which they came (0 is the fastest)."""
 
     data: Data
     tier: int
 
 
 class PinTerms(NamedTuple):
-    """The terms of a pin: its owner, and its end in seconds since 1970."""
+    """The terms of a pin: its owner, and when it ends in seconds since 1970."""
 
     owner: str
     until: int
 
 
 class Pin(NamedTuple):
-    """A pinned chain, its owner, and the end of the pin in seconds since 1970. Pins of earlier versions have no owner and no end."""
+    """A pinned chain, the pin's owner, and when the pin ends in seconds since 1970. Pins of earlier versions have no owner and no end."""
 
     chain: tuple[bytes, ...]
     owner: str
@@ -89,7 +89,7 @@ class Pin(NamedTuple):
 
 
 class Backend(Protocol):
-    """A container of entries by key. Methods do not raise if the system or the server fails: they count the fault and report a miss.
+    """A container of entries by key. Methods do not raise if the system or the server fails. They count the fault and report a miss.
 
     Keys are passed in chain order, ancestors first. Entries above the size limit are never read and count as missing.
     """
@@ -103,47 +103,48 @@ class Backend(Protocol):
         """The backend of each tier, fastest first."""
 
     def count_present(self, keys: Sequence[bytes]) -> int:
-        """Return how many ``keys``, counted up to the first missing one, have an entry in a format that this store reads."""
+        """Return how many of ``keys`` have an entry in a format that this store reads. Counting stops at the first key that has none."""
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return, for each of ``keys``, whether it has an entry. The keys need not form a chain."""
+        """Return a bool for each of ``keys``: True if it has an entry. The keys need not form a chain."""
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         """Return the bytes of the entries of ``keys``, in order, up to the first missing entry."""
 
-    def find_many(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
+    def find_many(self, keys: Sequence[bytes], after_tiers: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
         """Return the entry of each of ``keys``, or None if it is missing. The keys need not form a chain.
 
-        Each entry must come from a tier slower than the tier index at the same position of ``beyond``. A server sends at most ``max_bytes``
-        + 1 bytes of an entry, which is enough for the size check to reject a larger entry.
+        For each key, only tiers slower than the one in ``after_tiers`` are searched. A server sends at most ``max_bytes`` + 1 bytes of an
+        entry, so that the size check can reject a larger one.
         """
 
-    def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[FoundEntry]:
-        """Return entries as ``get`` does, with their tiers. The entry of the first key must come from a tier slower than ``beyond``."""
+    def find(self, keys: Sequence[bytes], *, after_tier: int = -1) -> list[FoundEntry]:
+        """Return entries as ``get`` does, with their tiers. For the first key, only tiers slower than ``after_tier`` are searched."""
 
     def accept(self, keys: Sequence[bytes], entries: Sequence[FoundEntry], now_ns: int) -> None:
-        """Record a use of the chain ``keys``, and copy its last ``entries``, which have been checked, to faster tiers."""
+        """Record a use of the chain ``keys``, and copy ``entries``, its last ones, to faster tiers. They have been checked."""
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
-        """Return the bytes of one entry for inspection, or None, without recording a use.
+        """Return the bytes of one entry for inspection, or None if it is missing. This does not count as a use.
 
         With ``front``, only the bytes before a kvpack file's payload need to be correct.
         """
 
     def peek_many(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
-        """Return what ``peek`` returns for each of ``keys``. The caller limits the number of bytes requested."""
+        """Return what ``peek`` returns for each of ``keys``. The caller must limit the total size of the entries."""
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         """Store the last entry of ``chain`` unless it exists. Returns True if a readable entry exists now.
 
-        ``now_ns`` is the time of use. Junk (``entry_kind.Kind.JUNK``) is replaced. An entry that another store may be able to read is kept.
+        ``now_ns`` is the time of use. Junk (``entry_kind.Kind.JUNK``) is replaced, but an entry that other stores may be able to read is
+        kept.
         """
 
     def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
         """Store several entries of one chain in order. Returns for each of them what ``put`` would return.
 
-        ``entries`` maps positions in ``chain`` to the pieces of an entry. The first entry that cannot be stored ends the call, so that it
-        waits for room at most once.
+        ``entries`` maps positions in ``chain`` to the pieces of an entry. The call ends at the first entry that cannot be stored, so that
+        it waits for room at most once.
         """
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
@@ -153,7 +154,7 @@ class Backend(Protocol):
         """Remove entries, last key first. Returns the keys that had an entry."""
 
     def discard(self, key: bytes, entry: FoundEntry) -> None:
-        """Remove the damaged ``entry`` of ``key`` from the tier that returned it."""
+        """Remove ``entry``, the damaged entry of ``key``, from the tier that returned it."""
 
     def list(self) -> Iterator[StoredEntry]:
         """Yield every entry, in any order."""
@@ -162,7 +163,7 @@ class Backend(Protocol):
         """Return the number of entries and their total size in bytes."""
 
     def pin(self, keys: Sequence[bytes], terms: PinTerms) -> bool:
-        """Protect a chain from eviction by any process until ``unpin`` or ``terms.until``. Returns True if the chain is pinned now."""
+        """Protect a chain from eviction by any process until ``unpin`` or ``terms.until``. Returns True if the chain is now pinned."""
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         """Remove the pins that ``owner`` (None for anyone) has set on a chain. Returns True if there were any."""
@@ -174,35 +175,35 @@ class Backend(Protocol):
         """Return the pinned keys."""
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
-        """Acquire the lease of ``key`` for at most ``seconds`` seconds (leases.py). Returns None while another holder has it.
+        """Acquire the lease of ``key`` for at most ``seconds`` seconds. Returns None while another worker holds it.
 
         Returns a ``NoLease`` if leases are not possible, for example after a fault.
         """
 
     def collect(self) -> None:
-        """Remove unfinished files, recount the entries, and evict entries until they fit the budget."""
+        """Remove unfinished files, count the entries again, and evict entries until the rest fits the budget."""
 
     def close(self) -> None:
         """Release connections. Entries are kept."""
 
 
 class SingleTierBackend:
-    """A base class of backends with a single tier. Backends that query a server override the methods that work one key at a time."""
+    """Base class of backends with a single tier. Methods for many keys call those for one key; backends on a server override them."""
 
     @property
     def parts(self: Backend) -> Sequence[Backend]:
-        """The only tier's backend, which is this one."""
+        """A list of this backend, which is the only tier."""
         return [self]
 
-    def find(self: Backend, keys: Sequence[bytes], *, beyond: int = -1) -> list[FoundEntry]:
-        """Implement ``Backend.find`` for a backend without a slower tier."""
-        return [FoundEntry(data, 0) for data in self.get(keys)] if beyond < 0 else []
+    def find(self: Backend, keys: Sequence[bytes], *, after_tier: int = -1) -> list[FoundEntry]:
+        """Implement ``Backend.find``. There is no slower tier."""
+        return [FoundEntry(data, 0) for data in self.get(keys)] if after_tier < 0 else []
 
     def contains_many(self: Backend, keys: Sequence[bytes]) -> list[bool]:
         return [self.count_present([key]) == 1 for key in keys]
 
-    def find_many(self: Backend, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
-        result = [self.find([key], beyond=tier) for key, tier in zip(keys, beyond, strict=True)]
+    def find_many(self: Backend, keys: Sequence[bytes], after_tiers: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
+        result = [self.find([key], after_tier=tier) for key, tier in zip(keys, after_tiers, strict=True)]
         return [entries[0] if entries else None for entries in result]
 
     def peek_many(self: Backend, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
@@ -214,13 +215,12 @@ class SingleTierBackend:
         return [index < count for index in range(len(entries))]
 
     def pinned_keys(self: Backend) -> set[bytes]:
-        """Implement ``Backend.pinned_keys`` with the pins in effect."""
         return {key for pin in self.pins() for key in pin.chain}
 
     def take_lease(self: Backend, key: bytes, seconds: float) -> Lease | None:
-        """Implement ``Backend.take_lease`` for a backend that others cannot reach."""
+        """Implement ``Backend.take_lease`` for a backend that no other process can reach."""
         return NoLease()
 
     def accept(self: Backend, keys: Sequence[bytes], entries: Sequence[FoundEntry], now_ns: int) -> None:
-        """Implement ``Backend.accept`` for a backend without a faster tier."""
+        """Implement ``Backend.accept``. There is no faster tier."""
         self.touch(keys, now_ns)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Basis:
-    """Parse ``data``, the bytes of the entry ``key``, and return its basis, which must have the SHA-256 ``digest``.
+    """Parse ``data``, the bytes of the entry ``key``, and return the basis in it, which must have the SHA-256 ``digest``.
 
-    Raises DigestMismatch for another basis, and the errors of decryption and of ``Basis``.
+    Raises DigestMismatch if it is another basis, and the same errors as ``decrypt_entry`` and ``Basis.of_bytes``.
     """
     decrypted = decrypt_entry(key, data, cipher)
     # The recipe names the digest. A matching entry key alone does not prove that this is the basis.
@@ -37,10 +37,11 @@ def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Ba
 
 
 class StoredBasis:
-    """The basis that the chunks of a store need for the model ``model``, identified by its SHA-256, ``digest``.
+    """The basis that a store's chunks need, identified by its SHA-256, ``digest``.
 
-    ``basis`` is the caller's copy, if any, and ``digests`` are the identity's weight digests. ``keys`` precede the chunks of every chain
-    that needs the basis. Methods count faults as misses instead of raising.
+    ``model`` is the model for which the basis must have been calibrated, and ``digests`` are digests of its weights. ``basis`` is the
+    caller's copy, if any. ``keys`` precede the chunks of every chain that needs the basis. Methods count faults as misses instead of
+    raising.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class StoredBasis:
         self._whole: set[int] = set()
 
     def is_available(self) -> bool:
-        """Return True if the basis is in memory or, judging by its first bytes, in the store."""
+        """Return True if the basis is in memory, or if the first bytes of its entry in the store are valid."""
         return self._basis is not None or any(self._backend.count_present([key]) for key in self.keys)
 
     def get(self) -> Basis | None:
-        """Return the basis, read from the store at most once, or None if it was not passed and is not stored."""
+        """Return the basis, or None if it was neither passed nor stored. It is read from the store at most once."""
         if self._basis is None:
             self._basis = next((result for key in self.keys if (result := self._read_stored(key)) is not None), None)
         return self._basis
@@ -82,7 +83,7 @@ class StoredBasis:
         )
 
     def put(self, now_ns: int) -> bool:
-        """Store the basis in every tier that lacks it, and replace damaged copies. Returns True if any tier has the basis now."""
+        """Store the basis in every tier that lacks it or has a damaged copy. Returns True if any tier has the basis now."""
         basis = self.get()
         if basis is None:
             self.record_missing("save")
@@ -110,7 +111,7 @@ class StoredBasis:
         return True
 
     def _check_or_remove(self, key: bytes, backend: Backend) -> bool:
-        """Return True if the entry in one tier is the basis, byte for byte. A damaged entry is removed."""
+        """Return True if the entry in one tier is the basis, byte for byte. Otherwise, remove the entry if it is damaged."""
         for basis in backend.find([key]):
             try:
                 check_basis(key, decrypt_entry(key, basis.data, self._cipher), self._cipher)
@@ -121,14 +122,14 @@ class StoredBasis:
         return False
 
     def _read_stored(self, key: bytes) -> Basis | None:
-        beyond = -1
-        while entries := self._backend.find([key], beyond=beyond):
+        after_tier = -1
+        while entries := self._backend.find([key], after_tier=after_tier):
             try:
                 basis = basis_in(key, entries[0].data, self._digest, self._cipher)
                 basis.check_model(self._model, self._digests)
             except FAULTS as error:
                 refuse(self._backend, self._counters, key, entries[0], error)
-                beyond = entries[0].tier
+                after_tier = entries[0].tier
                 continue
             self._backend.accept([key], entries[:1], time.time_ns())
             return basis

@@ -21,7 +21,7 @@ PAUSE_SECONDS = 5.0
 
 
 class CircuitBreaker:
-    """A counter of consecutive failures that pauses requests after ``MAX_FAILURES`` of them. Safe to use from any thread."""
+    """Pauses requests after ``MAX_FAILURES`` consecutive failures. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._failure_count = 0
@@ -29,7 +29,7 @@ class CircuitBreaker:
         self._lock = Lock()
 
     def allows_request(self) -> bool:
-        """Return True if a request may be sent now. After a pause, only one caller may send a request until its result is known."""
+        """Return True if a request may be sent now. After a pause, one caller may send a request, and others wait for its outcome."""
         with self._lock:
             if self._failure_count < MAX_FAILURES:
                 return True
@@ -51,9 +51,9 @@ class CircuitBreaker:
 
 
 class RequestGuard:
-    """A wrapper for requests to a server, which counts ``errors`` as faults and rejects requests during a pause.
+    """Sends requests to a server. Counts ``errors`` as faults, and sends nothing during a pause.
 
-    ``refusals`` are errors that a working server may return. They are counted as well, but do not cause a pause.
+    ``refusals`` are errors that a working server may return. They count as faults, but do not cause a pause.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class RequestGuard:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return True if ``error`` is a panic of a Rust extension, usually for lack of memory. Panics are not subclasses of Exception."""
+    """Return True if ``error`` is a panic in a Rust extension, which usually lacked memory. Panics are not subclasses of Exception."""
     return type(error).__module__ == "pyo3_runtime"
 
 
 class CircuitOpen(Exception):
-    """Fault of a request that was not sent because earlier requests failed."""
+    """The fault that is counted if a request is not sent, because earlier requests failed."""

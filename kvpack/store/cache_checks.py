@@ -23,9 +23,9 @@ _ANY_DIM = 128
 
 
 def check_cache(cache: Any, identity: Identity) -> None:
-    """Raise InvalidParameter unless ``cache`` is a packed cache of one whole sequence, packed for the identity's model with its recipe.
+    """Raise InvalidParameter unless ``cache`` is a packed cache of one whole sequence, with the model and the recipe of ``identity``.
 
-    Every layer must end at the last token of the cache.
+    Every layer must end at the cache's last token.
     """
     from kvpack.cache.cache import Cache
 
@@ -67,7 +67,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
 
 
 def check_ids(cache: Cache, ids: bytes) -> None:
-    """Raise InvalidParameter unless ``ids`` match the token ids in the cache. For a cache without ids, there must be one id per token."""
+    """Raise InvalidParameter if ``ids`` differ from the token ids in the cache. If it has none, there must be one id per token."""
     count, cache_ids = len(ids) // ID_BYTES, b"" if cache.inputs is None else cache.inputs.token_ids
     shared_bytes = min(len(ids), len(cache_ids))
     if cache_ids[:shared_bytes] != ids[:shared_bytes]:
@@ -86,9 +86,9 @@ def check_ids(cache: Cache, ids: bytes) -> None:
 
 
 def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
-    """Return the states that ``cache`` has at the ends of chunks within its first ``packed`` tokens, by position.
+    """Return the states that ``cache`` has at the ends of whole chunks within its first ``packed`` tokens, by position.
 
-    Raises InvalidParameter if at least one chunk is complete but none ends with states.
+    Raises InvalidParameter if there are whole chunks, but no states at any of their ends.
     """
     from kvpack.cache.cache import all_states
 
@@ -104,7 +104,7 @@ def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
 
 
 def check_length(cache: Cache, longest: int | None) -> None:
-    """Raise InvalidParameter for a cache of more than ``longest`` tokens, because the model uses other RoPE frequencies for it."""
+    """Raise InvalidParameter if ``cache`` has more than ``longest`` tokens, because RoPE uses other frequencies for such a cache."""
     if longest is not None and max(cache.tokens, cache.computed) > longest:
         held = f"holds {cache.tokens} tokens" if cache.tokens > longest else f"was cut from one of {cache.computed} tokens, without inputs="
         raise InvalidParameter(
@@ -114,7 +114,7 @@ def check_length(cache: Cache, longest: int | None) -> None:
 
 
 def require_input_digests(cache: Cache, digests: Sequence[bytes], chunk: int) -> None:
-    """Raise InvalidParameter if a chunk depends on inputs other than its token ids, but has no digest of them."""
+    """Raise InvalidParameter if a chunk depends on more than token ids, but ``digests`` has no digest for it."""
     if cache.inputs is None:
         return
     for text, start in zip(cache.inputs.undetermined, cache.inputs.starts, strict=True):
@@ -132,14 +132,14 @@ def require_input_digests(cache: Cache, digests: Sequence[bytes], chunk: int) ->
 
 
 def loaded_inputs(ids: bytes, digests: Sequence[bytes], chunk: int) -> Inputs:
-    """Return the ``Cache.inputs`` of a cache loaded for the token ``ids``. Saving it again requires the same ``digests``."""
+    """Return the ``Cache.inputs`` of a cache loaded for the token ``ids``. To save the cache again, the same ``digests`` are required."""
     starts = [index * chunk for index in range(len(ids) // ID_BYTES // chunk) if digests[index]]
     texts = (f"tokens {start} to {start + chunk - 1} were stored with a digest of other inputs" for start in starts)
     return Inputs(ids, tuple(texts), tuple(starts))
 
 
 def check_groups(identity: Identity, chunk: int) -> None:
-    """Raise InvalidParameter unless every codec of the recipe encodes ``chunk`` tokens in whole groups."""
+    """Raise InvalidParameter unless ``chunk`` tokens are whole token groups for every codec of the recipe."""
     for rule in parse_recipe(identity.recipe).rules:
         for side in rule.sides:
             group = rule.codec(_ANY_DIM, side).token_group

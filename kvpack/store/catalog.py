@@ -35,7 +35,7 @@ _BYTES_AT_ONCE = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ChunkEntry:
-    """An entry with one chunk of a prefix: its listing, its header fields, its model and recipe, and the position of its first token."""
+    """An entry that contains one chunk of a prefix, with its header fields. ``start`` is the position of its first token."""
 
     stored: StoredEntry
     fields: ChunkFields
@@ -95,7 +95,7 @@ class Catalog:
     """The entries of a location, by kind and key.
 
     ``entries`` are the readable chunks. ``unreadable`` maps each entry that cannot be read to its error, which is Undecryptable if only its
-    encryption key is missing. ``pages`` are serving engines' pages. ``states`` are keyed by the preceding chunk.
+    encryption key is missing. ``pages`` are serving engines' pages. ``states`` are keyed by the chunk that precedes them.
     """
 
     entries: Mapping[bytes, ChunkEntry]
@@ -106,7 +106,7 @@ class Catalog:
 
     @property
     def count(self) -> int:
-        """Number of entries, whether readable or not."""
+        """Number of readable and unreadable entries."""
         return len(self.entries) + len(self.unreadable) + len(self.pages) + len(self.bases) + len(self.states)
 
     def count_dependents(self, digest: bytes) -> int:
@@ -116,11 +116,11 @@ class Catalog:
 
     @property
     def undecryptable(self) -> list[bytes]:
-        """Keys of the entries that no available encryption key decrypts."""
+        """Keys of the entries that cannot be decrypted with any available encryption key."""
         return [key for key, error in self.unreadable.items() if isinstance(error, Undecryptable)]
 
     def prefixes(self) -> list[Prefix]:
-        """Return one prefix for every chunk that no other chunk continues. The most recently used comes first."""
+        """Return one prefix for every chunk that no other chunk continues, most recently used first."""
         parents = {entry.fields.parent for entry in self.entries.values()}
         leaves = [entry for key, entry in self.entries.items() if key not in parents]
         return [self.prefix(leaf.stored.key) for leaf in sorted(leaves, key=lambda entry: -entry.stored.used_ns)]
@@ -137,9 +137,9 @@ class Catalog:
         return Prefix(tuple(chain))
 
     def truncate_to_states(self, prefix: Prefix) -> tuple[Prefix, StatesEntry | None]:
-        """Return ``prefix`` up to its last chunk that is followed by states, and these states.
+        """Truncate ``prefix`` after its last chunk with states, and return it together with these states.
 
-        If no chunk is followed by states, returns the whole prefix and None.
+        If no chunk has states, return the whole prefix and None.
         """
         for count in range(len(prefix.entries), 0, -1):
             if (states := self.states.get(prefix.entries[count - 1].stored.key)) is not None:
@@ -149,7 +149,7 @@ class Catalog:
     def find(self, text: str) -> Prefix:
         """Return the prefix whose last key begins with the hexadecimal digits ``text``.
 
-        Raises InvalidParameter unless exactly one key begins with them. If that entry is unreadable, raises its error.
+        Raises InvalidParameter unless exactly one key begins with them. If the entry of this key is unreadable, raises the entry's error.
         """
         keys = [key for key in (*self.entries, *self.unreadable) if key.hex().startswith(text.lower())]
         if len(keys) == 1 and text and keys[0] in self.unreadable:
@@ -169,10 +169,10 @@ def read_catalog(
     max_entry_bytes: int = MAX_ENTRY_BYTES,
     listed: Sequence[StoredEntry] | None = None,
 ) -> Catalog:
-    """Read the headers of the entries at a location, or only of those ``listed``. Larger entries than ``max_entry_bytes`` are unreadable.
+    """Read the headers of all entries at a location, or only of the entries ``listed``.
 
-    ``progress`` is called with the number of entries read so far and the total. With ``cipher``, only entries that it decrypts are
-    readable, and unencrypted entries are not.
+    ``progress`` is called with the number of entries read so far and the total. Entries larger than ``max_entry_bytes`` are unreadable.
+    With ``cipher``, so are unencrypted entries, and those that it cannot decrypt.
     """
     entries: dict[bytes, ChunkEntry] = {}
     unreadable: dict[bytes, KvpackError] = {}
@@ -217,9 +217,9 @@ def read_catalog(
 
 
 def _chunk_like(templates: HeaderTemplates[ChunkEntry], stored: StoredEntry, data: Data) -> ChunkEntry | None:
-    """Return the chunk in ``data`` if its header matches that of a chunk read before, otherwise None.
+    """Return the chunk in ``data`` if its header matches that of an earlier chunk, otherwise None.
 
-    Raises InvalidHeader if the header contains a different key.
+    Raises InvalidHeader if the header contains another key.
     """
     if (known := templates.match(memoryview(data))) is None:
         return None
@@ -233,7 +233,7 @@ def _chunk_like(templates: HeaderTemplates[ChunkEntry], stored: StoredEntry, dat
 
 
 def corrected_times(catalog: Catalog) -> dict[bytes, int]:
-    """Return the last-use times that must be corrected, by key, so that no entry was last used before an entry that depends on it.
+    """Return the corrected last-use times, by key, of all entries that seem less recently used than an entry that depends on them.
 
     Chunks and states depend on the preceding chunk, and on the basis that their recipe names.
     """
@@ -261,11 +261,11 @@ def _check_key(where: str, named_key: bytes, stored: StoredEntry) -> None:
 def verify(
     backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Iterator[tuple[StoredEntry, KvpackError | None]]:
-    """Check every entry completely. Yields each entry and its error, or None if it is valid.
+    """Check every entry completely. Yields each entry and its error, or None if the entry is valid.
 
-    The checks cover every byte, the rules of the codecs, and the key, which must follow from the parent, the token ids and the other
-    inputs. If ``cipher`` does not decrypt an entry, only its digest is checked, and the error is Undecryptable. With ``cipher``, the error
-    of an unencrypted entry is NotKvpack. Entries of more than ``max_entry_bytes`` are not read.
+    Every byte is checked, and the rules of the codecs. The key must follow from the parent, the token ids and the other inputs. If
+    ``cipher`` cannot decrypt an entry, only the entry's digest is checked, and the error is Undecryptable. With ``cipher``, the error of an
+    unencrypted entry is NotKvpack. Entries of more than ``max_entry_bytes`` are not read.
     """
     listed = list(backend.list())
     for index, (stored, entry) in enumerate(_read_contents(backend, listed, max_entry_bytes)):
@@ -303,7 +303,7 @@ def verify(
 def row_keys(
     backend: Backend, namespace: bytes, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Iterator[bytes]:
-    """Yield the keys of all page rows in ``namespace``, which their first bytes contain. Unreadable entries are skipped."""
+    """Yield the keys of all page rows in ``namespace``, which are in the rows' first bytes. Unreadable entries are skipped."""
     for stored, front in read_fronts(backend, list(backend.list()), max_entry_bytes):
         with suppress(_EntryGone, KvpackError, MemoryError):
             data = _decrypt(stored, front, cipher, max_entry_bytes)
@@ -323,9 +323,9 @@ def row_descriptions(backend: Backend, namespace: bytes, cipher: Cipher | None =
 
 
 def read_fronts(backend: Backend, listed: Iterable[StoredEntry], max_entry_bytes: int) -> Iterator[tuple[StoredEntry, Data | None]]:
-    """Yield each of the ``listed`` entries with its front, as ``Backend.peek`` returns it. Fronts are requested in batches.
+    """Yield each entry of ``listed`` with its front, which ``Backend.peek`` returns. Fronts are requested in batches.
 
-    The front is None for an entry that is empty, larger than ``max_entry_bytes``, or gone.
+    The front is None if the entry is empty, is larger than ``max_entry_bytes``, or no longer exists.
     """
     return _read_contents(backend, listed, max_entry_bytes, front=True)
 
@@ -333,7 +333,7 @@ def read_fronts(backend: Backend, listed: Iterable[StoredEntry], max_entry_bytes
 def _read_contents(
     backend: Backend, listed: Iterable[StoredEntry], max_entry_bytes: int, *, front: bool = False
 ) -> Iterator[tuple[StoredEntry, Data | None]]:
-    """Yield each of the ``listed`` entries with its bytes, or with its front. Each batch is released before the next one is requested."""
+    """Yield each entry of ``listed`` with its bytes or its front. Each batch is released before another is requested."""
     sizes = ((stored, stored.size if 0 < stored.size <= max_entry_bytes else 0) for stored in listed)
     for batch in batches(sizes, _ENTRIES_AT_ONCE, _BYTES_AT_ONCE):
         yield from _peek_all(backend, batch, max_entry_bytes, front)
@@ -350,18 +350,18 @@ def _peek_all(
 
 
 class _EntryGone(Exception):
-    """Signal that a listed entry is gone, or that the backend failed to return it and has counted the fault."""
+    """Raised if a listed entry no longer exists, or if the backend could not return it and has counted the fault."""
 
 
 def _read(backend: Backend, stored: StoredEntry, cipher: Cipher | None, max_entry_bytes: int) -> Data:
-    """Fetch an entry and return its decrypted bytes."""
+    """Return the decrypted bytes of an entry."""
     # Checked before any byte is fetched or mapped: others may have written the entry.
     fits = 0 < stored.size <= max_entry_bytes
     return _decrypt(stored, backend.peek(stored.key) if fits else None, cipher, max_entry_bytes)
 
 
 def _decrypt(stored: StoredEntry, data: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> Data:
-    """Return the decrypted ``data``: an entry's bytes, or its front."""
+    """Decrypt ``data``, which contains an entry or its front."""
     check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
     if data is None and stored.size:
         raise _EntryGone

@@ -23,21 +23,21 @@ MAX_SEARCHES = 3
 
 
 def stored_sizes(backend: Backend, root: bytes, ids: bytes, inputs: bytes = b"", sizes: Sequence[int] = SIZES) -> list[int]:
-    """Return the ``sizes`` for which the first chunk of ``ids`` is stored. ``inputs`` are the inputs of that chunk."""
+    """Return those chunk sizes in ``sizes`` with which the first chunk of ``ids`` is stored. ``inputs`` are the inputs of that chunk."""
     possible = [size for size in sizes if size * ID_BYTES <= len(ids)]
     present = backend.contains_many([chunk_key(root, ids[: size * ID_BYTES], inputs) for size in possible])
     return [size for size, is_present in zip(possible, present, strict=True) if is_present]
 
 
 class ChunkSizeSearch:
-    """A search for entries of the same tokens with another chunk size. It runs after failed lookups until it has found some."""
+    """Searches for the same tokens in chunks of another size, after lookups that found nothing, until it has found some."""
 
     def __init__(self, backend: Backend, counters: Counters, location: Any, root: bytes, chunk: int) -> None:
         self._backend, self._counters, self._location, self._root, self._chunk = backend, counters, location, root, chunk
         self._tries_left = MAX_SEARCHES
 
     def search(self, ids: bytes, inputs: bytes) -> None:
-        """Count and log entries of ``ids`` in chunks of a different size. ``inputs`` are the inputs of the first chunk."""
+        """Count entries of ``ids`` in chunks of a different size, and log them. ``inputs`` are the inputs of the first chunk."""
         sizes = [size for size in SIZES if size != self._chunk]
         if not self._tries_left or len(ids) < sizes[0] * ID_BYTES:
             return

@@ -58,7 +58,7 @@ MAX_RECENT = 4096
 
 
 class Counters:
-    """The counters of a store or a tier, starting from 0 when it is opened. Safe to use from any thread, and after a fork.
+    """The counters of a store or a tier, since it was opened. Safe to use from any thread, and after a fork.
 
     A tier's faults are also counted in ``parent``, the store's counters. ``report(operation, error)`` is called for the first fault of each
     kind. By default, it logs a warning.
@@ -79,7 +79,7 @@ class Counters:
 
     @contextmanager
     def time_operation(self, operation: str) -> Iterator[None]:
-        """Record the duration of a ``with`` block in the histogram of ``operation``."""
+        """Return a context manager that adds its duration to the histogram of ``operation``."""
         start = time.perf_counter()
         try:
             yield
@@ -90,7 +90,7 @@ class Counters:
                 self._recent.append((operation, seconds))
 
     def fault(self, operation: str, error: BaseException) -> None:
-        """Count a fault, and report the first of its kind."""
+        """Count a fault. The first fault of each kind is also reported."""
         if self._parent is not None:
             self._parent.fault(operation, error)
         reason = fault_reason(error)
@@ -107,29 +107,29 @@ class Counters:
             return self._faults.total()
 
     def pop_recent(self) -> list[tuple[str, float]]:
-        """Return (operation, seconds) for each operation timed since the last call, limited to the last ``MAX_RECENT``."""
+        """Return (operation, seconds) for each operation timed since the last call, but only for the last ``MAX_RECENT``."""
         with self._lock:
             result = list(self._recent)
             self._recent.clear()
         return result
 
     def as_dict(self) -> dict[str, int | dict[str, int]]:
-        """Return every counter by name. ``faults`` is a dict with keys of the form "operation reason"."""
+        """Return all counters by name. ``faults`` is a dict, keyed by "operation reason"."""
         with self._lock:
             counts: dict[str, int | dict[str, int]] = {name: self._counts[name] for name in NAMES if name != "faults"}
             counts["faults"] = {f"{operation} {reason}": count for (operation, reason), count in sorted(self._faults.items())}
         return counts
 
     def histogram(self, name: str, labels: Mapping[str, str]) -> list[str]:
-        """Return the lines of the histogram ``name`` of the timed operations, in Prometheus' text format."""
+        """Return the histogram of the timed operations as lines in Prometheus' text format, under the name ``name``."""
         with self._lock:
             latencies = sorted(self._latencies.items())
             return [line for operation, latency in latencies for line in latency.lines(name, {**labels, "operation": operation})]
 
     def prometheus(self, gauges: Mapping[str, tuple[str, int]], tiers: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the counters in Prometheus' text format, version 0.0.4.
+        """Return all counters in Prometheus' text format, version 0.0.4.
 
-        ``gauges`` maps names to (help text, value), and ``tiers`` is the result of ``Tiers.stats``.
+        ``gauges`` maps names to (help text, value) pairs. ``tiers`` is the result of ``Tiers.stats``.
         """
         lines = []
         counts = self.as_dict()
@@ -175,7 +175,7 @@ def _tier_lines(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class LatencyHistogram:
-    """A histogram of latencies, whose buckets end at ``SECONDS``."""
+    """A histogram of durations. ``SECONDS`` are the upper bounds of its buckets."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(SECONDS) + 1)
@@ -186,7 +186,7 @@ class LatencyHistogram:
         self._sum += seconds
 
     def lines(self, name: str, labels: Mapping[str, str]) -> list[str]:
-        """Return the lines of this histogram under the name ``name``, in Prometheus' text format."""
+        """Return this histogram as lines in Prometheus' text format, under the name ``name``."""
         own_labels = labels_text(labels)
         result, cumulative = [], 0
         for bound, count in zip((*SECONDS, "+Inf"), self._counts, strict=True):
@@ -204,7 +204,7 @@ _ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 def with_labels(text: str, labels: Mapping[str, str]) -> str:
-    """Add ``labels`` to each metric in ``text``, which is in Prometheus' text format. Raises the errors of ``check_labels``."""
+    """Add ``labels`` to each metric in ``text``, which is in Prometheus' text format. Raises the same errors as ``check_labels``."""
     check_labels(labels)
     if not labels:
         return text
@@ -220,7 +220,8 @@ def with_labels(text: str, labels: Mapping[str, str]) -> str:
 def check_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
     """Check the labels of metrics, and return them unchanged.
 
-    Raises InvalidType for other types. Raises InvalidParameter for names that are invalid in Prometheus or used by kvpack's own metrics.
+    Raises InvalidType unless names and values are text, and InvalidParameter if a name is invalid in Prometheus or used by kvpack's own
+    metrics.
     """
     if not isinstance(labels, Mapping) or not all(isinstance(text, str) for pair in labels.items() for text in pair):
         raise InvalidType(f"labels is {describe(labels)}, expected a map of names to text, such as {{'model': 'llama'}}")
@@ -247,7 +248,7 @@ def _warn(operation: str, error: BaseException) -> None:
 
 
 def fault_reason(error: BaseException) -> str:
-    """Return the errno name of an error, such as ENOSPC, or the name of its class if it has none."""
+    """Return an error's errno name, such as ENOSPC. If it has none, return the name of its class."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno is not None:

@@ -58,7 +58,7 @@ class Directory(SingleTierBackend):
     opening the folder removes no unfinished or expired files. Files are mapped if this user owns the folder. With another owner or a
     ``trusted_group``, they are copied, and ``is_private`` is False.
 
-    Raises InvalidParameter if untrusted users may write to the folder, or if the path cannot be a folder.
+    Raises InvalidParameter if untrusted users may write to the folder, or if the path is not a folder.
     """
 
     def __init__(
@@ -89,7 +89,6 @@ class Directory(SingleTierBackend):
 
     @property
     def trust(self) -> Trust:
-        """Checks which users may write to the folder."""
         return self._folder.trust
 
     @property
@@ -123,7 +122,7 @@ class Directory(SingleTierBackend):
         return result
 
     def _reads_at_once(self, keys: Sequence[bytes]) -> int:
-        """Return how many threads read entries. It is 1 if the last entry is in the page cache, where threads do not pay off.
+        """Return how many threads to use for reading entries: only 1 if the last entry is in the page cache, where more do not help.
 
         The threads wait for the disk, so their number does not depend on the number of cores.
         """
@@ -219,7 +218,7 @@ class Directory(SingleTierBackend):
     def _touch_others(self, chain: Sequence[bytes]) -> None:
         """Record the use of a chain that includes files of other trusted users.
 
-        The times of these files can only be set to the current time, without expiry.
+        The times of such files can only be set to the current time, which leaves them without an expiry time.
         """
         for key in reversed(chain):
             try:
@@ -259,9 +258,9 @@ class Directory(SingleTierBackend):
         return entries, size
 
     def read_descriptions(self, also: str | None = None) -> Descriptions | None:
-        """Return the number and size of the entries by descriptive text, according to the index, or None if the index is not current.
+        """Return the number and total size of entries by description, from the index, or None if the index is not current.
 
-        The entries without a text, and those with a text of kind ``also``, are listed as well.
+        Entries without a description, and those with a description of kind ``also``, are listed as well.
         """
         known = self._index.descriptions() if self.size()[0] and self._index.refresh() else None
         if known is None:
@@ -273,7 +272,7 @@ class Directory(SingleTierBackend):
         )
 
     def set_descriptions(self, texts: Sequence[tuple[bytes, str]]) -> None:
-        """Store the descriptive texts of entries. ``texts`` contains pairs (key, text)."""
+        """Store descriptions of entries. ``texts`` contains (key, text) pairs."""
         for start in range(0, len(texts), _MAX_TEXTS_PER_TRANSACTION):
             self._index.set_descriptions(texts[start : start + _MAX_TEXTS_PER_TRANSACTION])
 
@@ -284,7 +283,7 @@ class Directory(SingleTierBackend):
             return stored.used_ns
 
     def largest_budget(self) -> int:
-        """Return the largest budget in effect, or the disk space in use if that is more.
+        """Return the largest budget in effect, or the disk space in use if that is larger.
 
         Returns 0 if the folder has not been counted yet.
         """
@@ -308,7 +307,7 @@ class Directory(SingleTierBackend):
         return self._pins.keys()
 
     def forget_budgets(self) -> None:
-        """Ignore the larger budgets of other stores until these stores put an entry again."""
+        """Ignore the larger budgets of other stores. A budget takes effect again when its store puts an entry."""
         try:
             self._usage.forget_budgets()
         except OSError as error:
@@ -330,7 +329,8 @@ class Directory(SingleTierBackend):
         self._index.close()
 
     def _restore_times(self) -> None:
-        """Restore the order of last-use times, which copying the folder may have changed: an ancestor's is later than its descendants'."""
+        """Correct last-use times, which copying the folder may have changed. An ancestor's time must be later than its descendants' times.
+        """
         for key, used in corrected_times(read_catalog(self)).items():
             with contextlib.suppress(OSError):
                 os.utime(self._folder.path(key), ns=(used, used), follow_symlinks=False)
@@ -343,7 +343,7 @@ class Directory(SingleTierBackend):
         return key not in pinned
 
     def _renew(self, path: str, used_ns: int) -> bool:
-        """Renew an expired entry that has not been removed yet. Returns False if the entry is gone. Raises OSError."""
+        """Renew an expired entry that still exists. Returns False if it has been removed. Raises OSError."""
         try:
             if has_expired(os.stat(path, follow_symlinks=False)):
                 os.utime(path, ns=file_times(used_ns, self._ttl), follow_symlinks=False)
@@ -354,8 +354,8 @@ class Directory(SingleTierBackend):
     def _read(self, key: bytes, *, lazy: bool = False) -> Data:
         """Return an entry's bytes, which are mapped if no other user can change them.
 
-        With ``lazy``, bytes are read on access, and expired entries are returned as well. Raises OSError, LimitExceeded or the errors of
-        mapping.
+        With ``lazy``, bytes are read on access, and expired entries are returned as well. Raises OSError, or LimitExceeded if the entry is
+        too large.
         """
         with self.trust.open_checked(self._folder.path(key)) as (descriptor, status):
             if not lazy and self._is_expired(key, status):
@@ -372,10 +372,7 @@ class Directory(SingleTierBackend):
             return map_file(descriptor, size) if may_map() else read_whole(descriptor, size)
 
     def _kind(self, key: bytes) -> Kind | None:
-        """Return the kind of the file at an entry's path, judging by its first bytes, or None if there is no file.
-
-        Raises OSError or the errors of reading.
-        """
+        """Return the kind of the file at an entry's path, which its first bytes show, or None if there is no file. Raises OSError."""
         try:
             data = self._read(key, lazy=True)
         except FileNotFoundError:
@@ -385,7 +382,7 @@ class Directory(SingleTierBackend):
         return kind_of(key, data, self._form)
 
     def _remove_junk(self, path: str) -> None:
-        """Remove a file that has an entry's name but is not an entry. A folder with such a name is moved aside. Raises OSError."""
+        """Remove a file that has an entry's name but is not an entry. A folder is moved aside instead. Raises OSError."""
         try:
             status = os.stat(path, follow_symlinks=False)
         except FileNotFoundError:
@@ -405,7 +402,7 @@ class Directory(SingleTierBackend):
 
 
 class _FolderTotals(NamedTuple):
-    """The modification time of a folder before it was listed, the number of its entries, and their total size in bytes."""
+    """The number of entries in a folder, their total size in bytes, and the folder's modification time before it was listed."""
 
     changed_ns: int
     entries: int
@@ -413,9 +410,9 @@ class _FolderTotals(NamedTuple):
 
 
 class FolderSizes:
-    """A counter of a store's entries that lists only the folders that have changed.
+    """Counts a store's entries, but lists only folders that have changed since the last count.
 
-    This works because entries are never rewritten, and creating or removing one changes its folder's modification time.
+    Entries are never rewritten, and creating or removing one changes the modification time of its folder.
     """
 
     def __init__(self, folder: Folder) -> None:

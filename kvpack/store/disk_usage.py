@@ -42,10 +42,10 @@ LIMIT_SECONDS = 7 * 86_400
 class UsageCount(NamedTuple):
     """A count of the disk space in use.
 
-    ``total`` is the number of bytes in use, and ``reserved`` the sum of all bytes ever reserved. ``generation`` changes with every count of
-    the folder. ``limit`` is the largest budget of the current writers. It is in effect until ``until``, in seconds since 1970. ``boots``
-    are the boot ids of machines that have counted the folder. ``node`` is the folder's inode, which differs for a copy of the folder. It is
-    0 on a network file system.
+    ``total`` is the number of bytes in use, and ``reserved`` is the sum of all bytes ever reserved. ``generation`` changes whenever the
+    folder is counted. ``limit`` is the largest budget of the current writers, and ``until`` is the time, in seconds since 1970, at which it
+    ends. ``boots`` are the boot ids of machines that have counted the folder. ``node`` is the folder's inode, by which a copy of the folder
+    is recognized, or 0 on a network file system.
     """
 
     generation: bytes
@@ -61,17 +61,17 @@ class UsageCount(NamedTuple):
         return max(budget, self.limit) if time.time() < self.until else budget
 
     def with_budget(self, budget: int | None) -> UsageCount:
-        """Return this count after a put by a writer with ``budget``."""
+        """Return the count after an entry was put by a writer with this budget."""
         if budget is None or self.effective_budget(budget) > budget:
             return self
         return self._replace(limit=min(budget, 2**64 - 1), until=int(time.time()) + LIMIT_SECONDS)
 
 
 class DiskUsage:
-    """The file ``path``, which contains the count of a folder's disk space.
+    """The file ``path``, which stores the count of a folder's disk space.
 
-    ``assign_owner`` is called with the descriptor of a newly created file. Methods raise OSError, or BlockingIOError if the lock could not
-    be acquired in time.
+    ``assign_owner`` is called with the descriptor of a newly created file. Methods raise OSError, or BlockingIOError if another process
+    holds the lock for too long.
     """
 
     def __init__(self, path: str, assign_owner: Callable[[int], None]) -> None:
@@ -86,7 +86,7 @@ class DiskUsage:
     def reserve(
         self, size: int, fits: Callable[[int], bool], on_reserve: Callable[[], None], budget: int | None = None
     ) -> UsageCount | None:
-        """Reserve ``size`` more bytes and return the new count. Returns None if ``fits`` returns False for the new total.
+        """Reserve ``size`` more bytes and return the new count. If ``fits(new total)`` is False, return None instead.
 
         ``on_reserve`` is called under the lock, and must make the bytes visible to a count of the folder. ``budget`` is the writer's
         budget.
@@ -100,7 +100,7 @@ class DiskUsage:
             return _write(descriptor, count._replace(total=count.total + size, reserved=count.reserved + size).with_budget(budget))
 
     def release(self, size: int, counted: UsageCount | None) -> None:
-        """Subtract ``size`` bytes, which were removed, from the count, unless the folder has been counted again since ``counted``."""
+        """Subtract ``size`` removed bytes from the count. Does nothing if the folder has been counted again since the count ``counted``."""
         with self._open(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor, self._node())
             if descriptor is None or count is None or counted is None or count.generation != counted.generation:
@@ -108,7 +108,7 @@ class DiskUsage:
             _write(descriptor, count._replace(total=max(0, count.total - size)))
 
     def replace(self, total: int, before: UsageCount | None) -> None:
-        """Replace the count after the folder was counted: the new one is ``total`` plus the bytes reserved since the count ``before``."""
+        """Replace the count after the folder was counted. The new count is ``total`` plus the bytes reserved since the count ``before``."""
         with self._open(locked=True, create=True) as descriptor:
             assert descriptor is not None
             count = _read(descriptor, self._node())
@@ -123,7 +123,7 @@ class DiskUsage:
             _write(descriptor, replacement)
 
     def is_copy(self) -> bool:
-        """Return True if the folder may be a copy of another folder, so that its entries' times are the times of copying."""
+        """Return True if the folder may be a copy of another folder. The times of its entries may then be the times of copying."""
         with self._open() as descriptor:
             previous = None if descriptor is None else _read(descriptor, 0, any_boot=True)
         return previous is None or previous.node not in (0, self._node())
@@ -136,7 +136,7 @@ class DiskUsage:
         return os.stat(folder).st_ino if self._local else 0
 
     def forget_budgets(self) -> None:
-        """Forget the budgets of all writers. A writer's budget takes effect again at its next put."""
+        """Forget the budgets of all writers. A budget takes effect again when its writer puts an entry."""
         with self._open(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor, self._node())
             if descriptor is not None and count is not None:
@@ -180,9 +180,9 @@ def _wait_for_lock(descriptor: int) -> None:
 
 
 def _read(descriptor: int, node: int, *, any_boot: bool = False) -> UsageCount | None:
-    """Return the count in an open file, or None unless it is valid and belongs to this boot and to the folder with the inode ``node``.
+    """Return the count in an open file, or None unless it is valid, from this boot, and for the folder with the inode ``node``.
 
-    With ``any_boot``, the folder and the boot are ignored.
+    With ``any_boot``, it may be from another boot or folder.
     """
     data = read_beginning(descriptor, _MAX_BYTES + 1)
     body = data[:-_SUM_BYTES]
@@ -209,7 +209,7 @@ def _write(descriptor: int, count: UsageCount) -> UsageCount:
 
 @functools.cache
 def boot_id() -> bytes:
-    """Return an id of the machine's current boot. Counts of earlier boots are not trusted, because a power loss may have undone writes."""
+    """Return the id of the machine's current boot. Counts from earlier boots are not used, because a power loss may have undone writes."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             return xxhash.xxh3_64_digest(file.read(64))

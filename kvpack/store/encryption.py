@@ -34,9 +34,9 @@ _SPARE_BYTES = 15
 
 
 def decrypt_entry(key: bytes, data: Data, cipher: Cipher | None) -> Data:
-    """Return the bytes of the entry ``key``, decrypted by ``cipher``. Without a cipher, an unencrypted entry is returned unchanged.
+    """Decrypt ``data``, the entry stored under ``key``. Without a cipher, an unencrypted entry is returned unchanged.
 
-    Raises the errors of ``Cipher.decrypt``, including NotKvpack if the entry is not encrypted although there is a cipher.
+    Raises the same errors as ``Cipher.decrypt``, including NotKvpack if there is a cipher but the entry is not encrypted.
     """
     if cipher is not None:
         return cipher.decrypt(key, data)
@@ -50,7 +50,7 @@ def decrypt_entry(key: bytes, data: Data, cipher: Cipher | None) -> Data:
 
 
 def format_key_id(name: bytes) -> str:
-    """Format an encryption key's id for a message. Its bytes may come from an untrusted entry."""
+    """Format the id of an encryption key for a message. The id may come from an untrusted entry."""
     return repr(name.decode("utf-8", "backslashreplace"))
 
 
@@ -80,18 +80,18 @@ class Cipher:
 
     @property
     def key_ids(self) -> frozenset[bytes]:
-        """Ids of all keys, as bytes."""
+        """The ids of all encryption keys, as bytes."""
         return frozenset(self._keys)
 
     @property
     def ids(self) -> tuple[bytes, ...]:
-        """Ids of the keys, in their original order. New entries are encrypted with the first key."""
+        """The ids of all encryption keys in their original order. New entries are encrypted with the first key."""
         return tuple(self._keys)
 
     def encrypt(self, key: bytes, pieces: Sequence[memoryview]) -> list[memoryview]:
-        """Return the pieces of the entry ``key``, encrypted with the first key.
+        """Encrypt the entry ``key`` with the first encryption key, and return the pieces of the result.
 
-        Raises MemoryError, or LimitExceeded above the size limit.
+        Raises MemoryError, or LimitExceeded if the entry is too large.
         """
         size = sum(map(len, pieces))
         if size > MAX_PLAIN_BYTES:
@@ -118,7 +118,7 @@ class Cipher:
         """Decrypt the entry stored under ``key``. Memory is allocated only after every check that needs no encryption key.
 
         Raises NotKvpack if the entry is not encrypted, UnsupportedVersion if a later version encrypted it, Truncated or DigestMismatch if
-        it is damaged, Undecryptable if no available key decrypts it, and MemoryError.
+        it is damaged, Undecryptable if no available key can decrypt it, and MemoryError.
         """
         view = memoryview(data)
         where = f"entry {key.hex()}"
@@ -150,7 +150,7 @@ class Cipher:
 
 
 def _check_head(where: str, view: memoryview) -> tuple[bytes, int]:
-    """Check the digest of an encrypted entry, and return the id of its key and the offset of its nonce."""
+    """Check the digest of an encrypted entry. Returns the id of its encryption key and the offset of its nonce."""
     version = encrypted_version(view[:FRONT_BYTES])
     if version is None:
         raise NotKvpack(f"{where} is not encrypted, but a store with encryption keys reads only encrypted entries")
@@ -169,7 +169,7 @@ def _check_head(where: str, view: memoryview) -> tuple[bytes, int]:
 
 
 def _encode_id(name: Any) -> bytes:
-    """Return the bytes of an encryption key's id, as entries store it. Raises InvalidParameter for an invalid id."""
+    """Encode the id of an encryption key as it is stored in entries. Raises InvalidParameter if it is invalid."""
     if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name.encode()) <= MAX_ID_BYTES:
         raise InvalidParameter(f"the id of an encryption key is {name!r}, expected 1 to {MAX_ID_BYTES} bytes of printable text")
     return name.encode()

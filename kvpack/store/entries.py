@@ -56,7 +56,7 @@ class ChunkFields:
 
     @classmethod
     def of(cls, feature: bytes, where: str) -> ChunkFields:
-        """Parse ``feature``, from the header of the entry ``where``. Raises InvalidHeader if it is truncated."""
+        """Parse the feature in the header of the entry ``where``. Raises InvalidHeader if it is truncated."""
         ids = _DIGEST_END + 1 + (feature[_DIGEST_END] if len(feature) > _DIGEST_END else MAX_INPUT_BYTES)
         if not ids <= len(feature) or ids > _DIGEST_END + 1 + MAX_INPUT_BYTES or (len(feature) - ids) % ID_BYTES:
             raise InvalidHeader(f"{where}: the {len(feature)} bytes of the feature {FEATURE!r} are not keys, digests and whole token ids")
@@ -67,7 +67,7 @@ class ChunkFields:
 def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes = b"") -> list[memoryview]:
     """Return the pieces of a chunk's entry.
 
-    The header contains ``key``, ``parent``, the token ``ids``, and ``inputs``, a digest of other inputs.
+    Its header contains ``key``, ``parent``, the token ``ids``, and ``inputs``, a digest of the other inputs.
     """
     from kvpack.cache import files
 
@@ -90,17 +90,17 @@ def payload_digest(contents: Contents, arrays: Mapping[str, numpy.ndarray]) -> b
 
 
 def file_payload_digest(file: container.File, view: memoryview) -> bytes:
-    """Return the ``payload_digest`` of an open file with the bytes ``view``."""
+    """Return the ``payload_digest`` of an open file whose bytes are ``view``."""
     begin = min((place.begin for place in file.front.places.values()), default=len(file.front.tensor))
     return xxhash.xxh3_128_digest(view[len(file.front.text) + begin :])
 
 
 @dataclass
 class EntryReader:
-    """A reader of one identity's entries, whose headers must contain ``model`` and ``recipe``.
+    """Reads entries of one identity, whose headers must contain ``model`` and ``recipe``.
 
-    It rejects entries larger than ``max_bytes``, and those with a layer whose 16-bit values would take more than that. If ``shape``, the
-    model's shape, is known, entries of other shapes are rejected too.
+    Entries of more than ``max_bytes`` are rejected, and entries with a layer whose values would take more than that with 16 bits each. If
+    ``shape``, the shape of the model's cache, is known, entries of other shapes are rejected too.
     """
 
     model: Mapping[str, str]
@@ -113,10 +113,10 @@ class EntryReader:
     _templates: dict[tuple[int, int], EntryTemplate] = field(default_factory=dict)
 
     def read(self, entries: Sequence[Data], keys: Sequence[bytes], *, first: int = 0) -> Iterator[Cache]:
-        """Check a chain's entries in order, starting with chunk ``first``.
+        """Check the entries of a chain in order, starting with chunk ``first``, and yield the cache of each.
 
-        Yields the cache of each entry, which consists of views of its bytes. Raises the errors of ``container.open_bytes``, and
-        InvalidHeader if an entry is not the chunk that ``keys`` requires.
+        The caches are views of the entries' bytes. Raises the same errors as ``container.open_bytes``, and InvalidHeader if an entry is not
+        the chunk that ``keys`` requires.
         """
         views = [memoryview(data) for data in entries]
         if len(views) < 2:
@@ -129,7 +129,8 @@ class EntryReader:
                 yield self._read_one(view, key, index, digest)
 
     def _payload_digest(self, view: memoryview, index: int) -> tuple[int, bytes] | None:
-        """Return the offset of an entry's payload, taken from the template for its size and index, and the payload's digest.
+        """Return the offset of an entry's payload, and the payload's digest. The offset comes from the template for entries of this size
+        and index.
 
         Returns None if there is no template.
         """
@@ -180,7 +181,7 @@ class EntryReader:
         return cache
 
     def set_shape(self, cache: Cache) -> None:
-        """Set the expected shape to the shape of ``cache``, which the model produced. From now on, entries of other shapes are rejected."""
+        """From now on, reject entries whose shape differs from that of ``cache``, which the model produced."""
         shape = tuple(tuple((name, side.heads, side.dim) for name, side in layer.sides.items()) for layer in cache)
         if shape != self.shape:
             # Templates may be of entries that were read before.
@@ -189,7 +190,7 @@ class EntryReader:
     def check_shape(self, file: container.File) -> None:
         """Raise InvalidHeader if an entry's layers, heads or head dims differ from the model's.
 
-        If the model's are unknown, any are accepted.
+        While the model's shape is unknown, any shape is accepted.
         """
         if self.shape is None:
             return
@@ -213,8 +214,8 @@ class EntryReader:
 def open_entry(data: Data, key: bytes) -> container.File:
     """Open the entry ``key`` as a file.
 
-    Raises the errors of ``container.open_bytes``, and LimitExceeded for an entry that would use far more memory than its size. Entries may
-    be malicious: parsing an 8 MiB header can take 400 MB of memory.
+    Entries may be malicious: parsing an 8 MiB header can take 400 MB of memory. Raises LimitExceeded if the entry would use far more memory
+    than its size, and the same errors as ``container.open_bytes``.
     """
     where = f"entry {key.hex()}"
     try:
@@ -240,7 +241,7 @@ def check_entry(
     recipe: str | None,
     max_bytes: int = MAX_ENTRY_BYTES,
 ) -> ChunkFields:
-    """Check the header of a chunk's entry, and return its fields. No tensor is read. Raises InvalidHeader or LimitExceeded."""
+    """Check the header of a chunk's entry, and return its fields. No tensors are read. Raises InvalidHeader or LimitExceeded."""
     header = file.header
     if FEATURE not in header.ignorable:
         raise InvalidHeader(f"{file.where} is not an entry of a store: its header has no feature {FEATURE!r}")
@@ -251,10 +252,10 @@ def check_entry(
 
 
 def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
-    """Raise InvalidHeader unless every layer has ``tokens`` tokens of one sequence, as entries written by a store do.
+    """Raise InvalidHeader unless every layer has ``tokens`` tokens of one sequence, as in entries that stores write.
 
-    Otherwise, a small malicious entry could decode to any size. Raises LimitExceeded for a layer whose 16-bit values take more than
-    ``max_bytes``.
+    Without this check, a small malicious entry could decode to any size. Raises LimitExceeded if a layer's values would take more than
+    ``max_bytes`` with 16 bits each.
     """
     header = file.header
     for tensor in header.tensors:
@@ -274,7 +275,7 @@ def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
 
 
 def check_header(file: container.File, start: int | None, model: Mapping[str, str] | None, recipe: str | None) -> None:
-    """Raise InvalidHeader unless an entry's header has the expected start, model and recipe. None accepts any value."""
+    """Raise InvalidHeader unless an entry's header has the expected start, model and recipe. None means any value."""
     header = file.header
     for name, actual, expected in (
         ("start", header.start, start),
@@ -286,7 +287,7 @@ def check_header(file: container.File, start: int | None, model: Mapping[str, st
 
 
 def check_decoded_size(cache: Cache, key: bytes, max_bytes: int) -> None:
-    """Raise LimitExceeded if a layer of a chunk is so large that a reader with the same limit would reject it."""
+    """Raise LimitExceeded if a layer of a chunk is so large that readers with the same limit would reject it."""
     for index, layer in enumerate(cache):
         size = 2 * cache.tokens * sum(side.heads * side.dim for side in layer.sides.values())
         if size > max_bytes:
@@ -294,11 +295,11 @@ def check_decoded_size(cache: Cache, key: bytes, max_bytes: int) -> None:
 
 
 def check_payload(expected: bytes, digest: bytes, where: str) -> None:
-    """Raise DigestMismatch unless ``digest``, computed from an entry's payload, equals the ``expected`` one from the entry's header."""
+    """Raise DigestMismatch unless ``digest``, which was computed from an entry's payload, equals ``expected``, which is in its header."""
     if expected != digest:
         raise DigestMismatch(f"{where} is damaged: its payload has the digest {digest.hex()}, expected {expected.hex()}")
 
 
 def _start_bytes(start: int) -> int:
-    """Return the number of bytes that msgpack uses for a start position."""
+    """Return how many bytes msgpack needs for a start position."""
     return next(size for size, limit in ((1, 1 << 7), (2, 1 << 8), (3, 1 << 16), (5, 1 << 32), (9, 1 << 64)) if start < limit)

@@ -25,25 +25,25 @@ OTHER_KINDS = ("pages", "states", "bases")
 
 
 class Descriptions(NamedTuple):
-    """The entries of a location by description: (text, entries, bytes) for each text, and the entries that must be inspected."""
+    """Totals of a location by description: (text, number of entries, bytes) for each text, and the entries that must be inspected."""
 
     totals: Sequence[tuple[str, int, int]]
     missing: Sequence[StoredEntry]
 
 
 def kind_text(kind: str) -> str:
-    """Return the text that describes an entry that is not a chunk: pages, states or a basis."""
+    """Return the description of an entry that is not a chunk. ``kind`` is pages, states or a basis."""
     return json.dumps({"kind": kind})
 
 
 @lru_cache
 def chunk_text(model: tuple[tuple[str, str], ...], recipe: str, tokens: int) -> str:
-    """Return the text that describes a chunk of ``tokens`` tokens."""
+    """Return the description of a chunk of ``tokens`` tokens."""
     return json.dumps({"kind": "chunk", "model": dict(model), "recipe": recipe, "tokens": tokens}, sort_keys=True)
 
 
 def parse_text(text: str) -> dict[str, Any] | None:
-    """Parse the text that describes an entry. Returns None if it is not such a text."""
+    """Parse the description of an entry. Returns None if ``text`` is not a description."""
     try:
         about: Any = json.loads(text)
     except (ValueError, RecursionError):
@@ -57,9 +57,9 @@ def parse_text(text: str) -> dict[str, Any] | None:
 
 
 def entry_text(pieces: Sequence[memoryview]) -> str | None:
-    """Return the text that describes an entry, or None if it cannot be determined from ``pieces``, which this process wrote.
+    """Return the description of an entry that this process wrote, or None if ``pieces`` do not show it.
 
-    An encrypted entry, for example, has no text.
+    An encrypted entry, for example, has no description.
     """
     if is_row_start(bytes(pieces[0][:FRONT_BYTES])):
         return kind_text("pages")

@@ -26,7 +26,7 @@ _ENCRYPTED = re.compile(rb"kvpack-encrypted ([1-9][0-9]{0,8})\n")
 
 
 class Kind(enum.Enum):
-    """The kind of an entry, judged by its first bytes and its size."""
+    """The kind of an entry, according to its first bytes and its size."""
 
     READABLE = enum.auto()
     """The entry begins like one that this store can read."""
@@ -40,7 +40,7 @@ class Kind(enum.Enum):
 class EntryFormat:
     """The format of a store's entries.
 
-    They have at most ``max_bytes`` bytes, and are encrypted with one of ``key_ids`` unless that is None.
+    Entries have at most ``max_bytes`` bytes. They are encrypted with one of ``key_ids``, or unencrypted if that is None.
     """
 
     max_bytes: int = MAX_ENTRY_BYTES
@@ -49,7 +49,7 @@ class EntryFormat:
     def kind(self, first_bytes: bytes | memoryview, size: int) -> Kind:
         """Return the kind of an entry of ``size`` bytes.
 
-        ``first_bytes`` are at least its first ``FRONT_BYTES`` bytes, or all if it has fewer.
+        ``first_bytes`` contains at least ``FRONT_BYTES`` bytes, or the whole entry if it is smaller.
         """
         front = bytes(first_bytes[:FRONT_BYTES])
         if size > self.max_bytes:
@@ -76,13 +76,15 @@ def check_size(where: str, size: int, max_bytes: int) -> None:
 
 
 def encrypted_version(first_bytes: bytes | memoryview) -> int | None:
-    """Return the encryption version at the beginning of an entry, or None if it is not encrypted."""
+    """Return the encryption version in the first bytes of an entry, or None if it is not encrypted."""
     match = _ENCRYPTED.match(bytes(first_bytes[:FRONT_BYTES]))
     return int(match[1]) if match else None
 
 
 def key_id(first_bytes: bytes | memoryview) -> bytes | None:
-    """Return the id of the key that encrypts an entry, or None unless ``first_bytes`` contain a whole id in encryption version 1."""
+    """Return the id of the key with which an entry is encrypted. Returns None unless ``first_bytes`` contains a whole id in encryption
+    version 1.
+    """
     front = bytes(first_bytes[:FRONT_BYTES])
     if not front.startswith(MAGIC) or len(front) == len(MAGIC):
         return None

@@ -24,9 +24,9 @@ _MAX_KEYS = 65_536
 
 
 def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Callable[[container.File], None] | None = None) -> None:
-    """Raise an error unless ``data`` begins like the entry ``key``. ``cipher``, if any, decrypts it first.
+    """Raise an error unless ``data`` begins like the entry ``key``. If there is a ``cipher``, it decrypts ``data`` first.
 
-    Without a cipher, an encrypted entry raises Undecryptable if its digest matches. ``extra_check`` is called with the file of a chunk.
+    Without a cipher, an encrypted entry with a valid digest raises Undecryptable. ``extra_check`` is called with the file of a chunk.
     """
     decrypted = decrypt_entry(key, data, cipher)
     if is_row_start(bytes(memoryview(decrypted)[:FRONT_BYTES])):
@@ -45,7 +45,7 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Call
 
 
 def kind_of(key: bytes, data: Data, form: EntryFormat) -> Kind:
-    """Return the kind of ``data``, the complete entry ``key``, in a store whose entries have the format ``form``."""
+    """Return the kind of ``data``, which is the complete entry ``key``, in a store whose entries have the format ``form``."""
     kind = form.kind(memoryview(data)[:FRONT_BYTES], len(data))
     if kind is not Kind.READABLE:
         return kind

@@ -38,7 +38,7 @@ _RAW_STREAMS = {POSITIONS, VALUES}
 
 @dataclass(frozen=True)
 class SideTemplate:
-    """The parts of one layer's keys or values that all entries matching a template have in common."""
+    """What all entries that match a template have in common in one layer's keys or values."""
 
     entry: SideEntry
     streams: tuple[StreamView, ...]
@@ -53,7 +53,7 @@ class SideTemplate:
 
 @dataclass(frozen=True)
 class EntryTemplate:
-    """The front that matching entries have in common, and the offsets of their tensors."""
+    """What all matching entries have in common: their front and the offsets of their tensors."""
 
     front: HeaderTemplate
     recipe: str
@@ -64,7 +64,7 @@ class EntryTemplate:
     def of(cls, file: File, feature: str, cache: Cache) -> Self | None:
         """Build a template from the file of a chunk and its cache.
 
-        Returns None unless the file has one packed run per side, without a raw tail, and no filters.
+        Returns None unless each side of the file is one packed run without a raw tail, and no tensor is compressed.
         """
         header = file.header
         if any(tensor.filter != "none" for tensor in header.tensors):
@@ -78,12 +78,12 @@ class EntryTemplate:
         return cls(HeaderTemplate.of(file, feature), header.recipe, MappingProxyType(dict(header.model)), tuple(plans))  # type: ignore[arg-type]
 
     def feature(self, data: memoryview, start: int) -> bytes | None:
-        """Return the feature of a matching entry whose first token is ``start``, or None if ``data`` does not match."""
+        """If ``data`` matches and its first token is at position ``start``, return its feature, otherwise None."""
         found = self.front.match(data)
         return found[1] if found is not None and found[0] == start else None
 
     def cache(self, data: memoryview, start: int) -> Cache:
-        """Return the cache of a matching entry, which consists of views of ``data``."""
+        """Return the cache of a matching entry, as views of ``data``."""
         with float32_no_grad(torch.device("cpu")):
             dtypes = {dtype for sides in self.plans for plan in sides if plan for _, dtype, *_ in plan.streams}
             arrays = {dtype: torch.frombuffer(data, dtype=dtype, count=self.front.size // dtype.itemsize) for dtype in dtypes}

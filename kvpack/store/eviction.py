@@ -69,11 +69,11 @@ _LOST_FRACTION = 32
 
 
 class NoRoom(Exception):
-    """Signal that an entry does not fit, because stored entries cannot be removed, or not in time."""
+    """Raised if there is no room for an entry, because stored entries cannot be removed, or not in time."""
 
 
 class EvictionResult(NamedTuple):
-    """The result of an eviction round. ``missing`` is True if there is still too little room.
+    """The outcome of an eviction round. ``missing`` is True if there is still not enough room.
 
     ``unfinished`` is the number of unfinished files, which may become removable entries.
     """
@@ -83,7 +83,7 @@ class EvictionResult(NamedTuple):
 
 
 class Reservation:
-    """A reservation of disk space for one entry before it is written. Making room for it evicts no entry of ``chain``."""
+    """Disk space that is reserved for one entry before it is written. Entries of its ``chain`` are not evicted to make room."""
 
     def __init__(self, evictor: Evictor, size: int, chain: Sequence[bytes], path: str) -> None:
         self._evictor, self._size, self._protected = evictor, size, set(chain)
@@ -91,17 +91,17 @@ class Reservation:
         self._counted: UsageCount | None = None
 
     def acquire(self, descriptor: int) -> None:
-        """Make room, and extend the entry's unfinished file to its final size. Raises NoRoom or OSError."""
+        """Make room, and extend the unfinished file of the entry to its final size. Raises NoRoom or OSError."""
         cost = self._cost + self._folders
         self._counted = self._evictor.reserve(cost, self._protected, lambda: os.ftruncate(descriptor, self._size))
 
     def release(self) -> None:
-        """Release the reserved bytes. The entry's unfinished file must have been removed. Raises OSError."""
+        """Release the reserved bytes. The unfinished file must have been removed already. Raises OSError."""
         self._evictor.usage.release(self._cost, self._counted)
 
 
 class Evictor:
-    """The part of a directory backend that makes room. Any number of processes may request room, but only one evicts at a time.
+    """Makes room in the folder of a directory backend. Any number of processes may request room, but only one evicts at a time.
 
     ``restore`` corrects the entries' times after the folder has been copied.
     """
@@ -122,7 +122,7 @@ class Evictor:
         self._futile_until = 0.0
 
     def reserve(self, size: int, protected: set[bytes], on_reserve: Callable[[], None]) -> UsageCount:
-        """Reserve ``size`` bytes and return the new count. Entries other than ``protected`` are evicted as needed.
+        """Reserve ``size`` bytes and return the new count. If necessary, entries that are not in ``protected`` are evicted.
 
         ``on_reserve`` makes the bytes visible to counts of the folder. Raises NoRoom or OSError.
         """
@@ -146,9 +146,9 @@ class Evictor:
                 wait = min(2 * wait, _MAX_POLL_SECONDS)
 
     def _keep_room(self, size: int, protected: set[bytes], count: UsageCount) -> None:
-        """Evict entries before the budget is used up, so that other processes can use the rest of it meanwhile.
+        """Evict entries early, before the budget is used up, so that other processes need not wait for room.
 
-        Does nothing if another process is evicting, or without an index, since a round without one is too expensive to start early.
+        Does nothing if another process is evicting. Without an index, a round is too expensive to start early, and nothing is done either.
         ``count`` includes the ``size`` bytes just reserved.
         """
         if self._max_bytes is None:
@@ -166,9 +166,9 @@ class Evictor:
                 self._futile_until = time.monotonic() + _FUTILE_SECONDS
 
     def _exceeds_larger_budget(self, size: int) -> bool:
-        """Return True if ``size`` more bytes exceed this store's budget while another store's larger one is in effect.
+        """Return True if another store has a larger budget, and ``size`` more bytes would exceed this store's budget.
 
-        This store must not evict entries then.
+        This store must then not evict entries.
         """
         count = self.usage.read() if self._max_bytes is not None else None
         return count is not None and count.effective_budget(self._max_bytes or 0) > (self._max_bytes or 0) < count.total + size
@@ -186,7 +186,7 @@ class Evictor:
         return (self._max_bytes is None or total <= self._max_bytes) and self._disk_shortfall(size) <= 0
 
     def _disk_shortfall(self, size: int) -> int:
-        """Return how many bytes of disk space are missing for ``size`` more bytes, the unfinished files, and the minimum to keep free."""
+        """Return how many bytes of disk space must be freed for ``size`` more bytes, the unfinished files, and the minimum to keep free."""
         if not self._min_free:
             return 0
         unwritten = sum(max(0, status.st_size - status.st_blocks * 512) for _, status in self.folder.unfinished())
@@ -196,7 +196,7 @@ class Evictor:
     def _try_round(self, size: int, protected: set[bytes], *, recount: bool = False) -> EvictionResult | None:
         """Sweep, count, and evict until ``size`` more bytes fit. Returns None if another process is evicting.
 
-        With an index, the folder is counted again only with ``recount``, or if the count does not match the index.
+        With an index, the folder is not counted again, unless ``recount`` is True or the count does not match the index.
         """
         with self._try_lock() as locked:
             if not locked:
@@ -221,7 +221,7 @@ class Evictor:
 
     @contextlib.contextmanager
     def _try_lock(self) -> Iterator[bool]:
-        """Try to acquire the evictors' advisory lock, which ends with the process. Yields True if it was acquired."""
+        """Try to acquire the advisory lock for eviction, and yield True if it was acquired. The system releases it if the process dies."""
         descriptor = self._open_lock()
         try:
             self.folder.trust.assign_owner(descriptor)
@@ -240,7 +240,7 @@ class Evictor:
             return os.open(path, flags, 0o600)
 
     def _evict(self, size: int, protected: set[bytes], budget: int | None) -> tuple[EvictionResult, int, int]:
-        """List the folder, and evict entries other than ``protected`` until ``size`` more bytes fit into ``budget``.
+        """List the folder, and evict entries that are not in ``protected`` until ``size`` more bytes fit into ``budget``.
 
         Returns the ``EvictionResult``, the number of bytes still in use, and the number of entries before the eviction.
         """
@@ -257,10 +257,10 @@ class Evictor:
         return EvictionResult(freed < excess, len(pending)), total - freed, len(entries)
 
     def _evict_indexed(self, size: int, protected: set[bytes], budget: int | None, usage_before: UsageCount) -> EvictionResult | None:
-        """Evict as ``_evict`` does, but according to the index and the count ``usage_before``.
+        """Evict as ``_evict`` does, but use the index and the count ``usage_before``. Returns None if they do not match the folder.
 
-        Returns None if they do not match the folder. Outdated rows are nearly always good enough. Folders that have changed without the
-        index are listed only after making room, because other writers wait for the room.
+        Outdated rows are nearly always good enough. Folders that changed without the index are therefore listed only after making room, for
+        which other writers are waiting.
         """
         if not self._index.exists:
             return None
@@ -294,7 +294,7 @@ class Evictor:
         return EvictionResult(not freed, len(pending))
 
     def _pending_bytes(self) -> list[int]:
-        """Return the disk space that each unfinished file uses or has reserved, in bytes."""
+        """Return, for each unfinished file, the disk space in bytes that it uses or has reserved."""
         return [self.folder.cost(status.st_size) for _, status in self.folder.unfinished() if status.st_size]
 
     def _excess_bytes(self, total: int, size: int, budget: int | None) -> int:
@@ -310,11 +310,11 @@ class Evictor:
         max_entries: int | None = None,
         usage_before: UsageCount | None = None,
     ) -> int:
-        """Remove entries in ``order`` until ``excess`` bytes are freed, and then up to ``extra`` more entries.
+        """Remove entries in ``order`` until ``excess`` bytes are freed, and then up to ``extra`` more entries. Returns the freed bytes.
 
-        Returns the number of bytes freed. ``order`` yields keys and sizes. Pinned and ``protected`` entries are kept, and at most
-        ``max_entries`` are removed. The bytes of each page of entries are subtracted from the count ``usage_before`` right away, so that
-        other writers need not wait for the end of the round.
+        ``order`` yields (key, size) pairs. Pinned and ``protected`` entries are kept, and at most ``max_entries`` are removed. After each
+        page of entries, the freed bytes are subtracted from the count ``usage_before``, so that other writers need not wait for the end of
+        the round.
         """
         protected = protected | self._pins.keys()
         removable = islice(((key, size) for key, size in order if key not in protected), max_entries)
@@ -327,7 +327,7 @@ class Evictor:
         return freed
 
     def _next_page(self, removable: Iterator[tuple[bytes, int]], missing: int) -> list[bytes]:
-        """Return the next keys to remove: enough to free ``missing`` bytes, but at most ``_PAGE_ENTRIES``."""
+        """Return the keys to remove next: enough to free ``missing`` bytes, but at most ``_PAGE_ENTRIES``."""
         page: list[bytes] = []
         while missing > 0 and len(page) < _PAGE_ENTRIES and (batch := next(removable, None)) is not None:
             page.append(batch[0])
@@ -337,7 +337,7 @@ class Evictor:
     def _remove_page(self, keys: list[bytes], usage_before: UsageCount | None) -> int:
         """Remove entries and return the freed disk space in bytes.
 
-        It is also subtracted from the count ``usage_before``, if that is not None.
+        If ``usage_before`` is set, the freed bytes are also subtracted from this count.
         """
         removed = self._index.remove(keys, lambda key: self.folder.remove(self.folder.path(key)))
         self._counters.add("evicted_entries", len(removed))
@@ -364,10 +364,10 @@ class Evictor:
 
 
 def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generator[tuple[bytes, int], None, None]:
-    """Yield keys and sizes of entries: first those last used after ``latest_ns``, and then the others in the order of last use.
+    """Yield the keys and sizes of entries: first those last used after ``latest_ns``, then all others, least recently used first.
 
-    A use makes a file's time later than the time in its row. Therefore, if the two are equal, the entry precedes all entries that follow.
-    Later times are recorded in the index.
+    A file's time may be later than the time in its row, because uses change only the file. If both are equal, the entry precedes all
+    entries that follow. Otherwise, the later time is recorded in the index.
     """
     latest_ns = min(latest_ns, _MAX_INT64)
     heap: list[tuple[bool, int, int, tuple[bytes, int]]] = []

@@ -34,12 +34,12 @@ def limit_ttl(ttl: int | None) -> int | None:
 
 
 def pass_seconds(ttl: int) -> float:
-    """Return the interval, in seconds, between complete searches for expired entries."""
+    """Return the interval, in seconds, at which all folders are searched for expired entries."""
     return min(max(ttl / 8, _MIN_PASS_SECONDS), _MAX_PASS_SECONDS)
 
 
 def file_times(used_ns: int, ttl: int | None) -> tuple[int, int]:
-    """Return the access and modification times, in nanoseconds, of the file of an entry used at ``used_ns``."""
+    """Return the access and modification times, in nanoseconds, that record a use of an entry at ``used_ns`` in its file."""
     return used_ns + (limit_ttl(ttl) or 0) * SECOND_NS, used_ns
 
 
@@ -51,9 +51,9 @@ def has_expired(status: os.stat_result) -> bool:
 
 
 class Expiry:
-    """The part of a directory backend that removes the expired entries of all writers, with ``delete``. Pinned entries are kept.
+    """Removes the expired entries of all writers from a directory backend, by calling ``delete``. Pinned entries are kept.
 
-    ``step`` is called at every put. It does some work now and then, unless ``ttl`` is None, and needs no lock.
+    ``step`` is called at every put. It searches a few folders now and then, unless ``ttl`` is None. No lock is needed.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Expiry:
         self._next = 0
 
     def step(self) -> None:
-        """Search the next folders for expired entries, if it is time to do so."""
+        """If it is time, search some more folders for expired entries."""
         now = time.monotonic()
         if self._ttl is None or now < self._due:
             return

@@ -9,9 +9,9 @@ DAMAGE = (DigestMismatch, InvalidHeader, InvalidPayload, NotKvpack, Truncated, N
 
 
 def means_damage(error: BaseException) -> bool:
-    """Return True if ``error``, raised by a check of a completely read entry, means that no reader can use the entry.
+    """Return True if ``error``, raised by the check of a completely read entry, means that no reader can use the entry.
 
-    If a reader lacks memory, descriptors, a codec, a key or a newer version, or if its disk fails, the entry is not damaged, because
-    another reader may succeed.
+    The entry is not damaged if the reader lacks memory, descriptors, a codec, a key or a newer version, or if its disk fails. Another
+    reader may then succeed.
     """
     return isinstance(error, DAMAGE)

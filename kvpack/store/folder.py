@@ -36,7 +36,7 @@ _MAX_BLOCK = 65_536
 def block_bytes(path: str) -> int:
     """Return the block size of the file system that contains ``path``, which need not exist yet.
 
-    For a network file system it is always ``MIN_BLOCK``, so that all machines that share a folder agree.
+    On a network file system, it is always ``MIN_BLOCK``, so that all machines that share a folder agree.
     """
     while not os.path.lexists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
@@ -67,7 +67,7 @@ _ENTRY_NAME = re.compile("[0-9a-f]{64}")
 
 
 class Folder:
-    """The folder ``root`` of a directory backend. With ``durable``, new folders are forced to disk.
+    """The folder ``root`` of a directory backend. With ``durable``, newly created folders are synced to disk.
 
     Raises InvalidParameter if the folder cannot be a store (see ``Trust``).
     """
@@ -87,11 +87,11 @@ class Folder:
         return block_bytes(self.root)
 
     def cost(self, size: int) -> int:
-        """Return the disk space of a file of ``size`` bytes, in bytes."""
+        """Return the disk space, in bytes, that a file of ``size`` bytes uses."""
         return -(-size // self.block) * self.block
 
     def overhead(self) -> int:
-        """Return the disk space of the folders and of the files that are not entries, in bytes."""
+        """Return the disk space, in bytes, that folders and files other than entries use."""
         top_folders = [f"{self.root}/{first:x}" for first in range(16)]
         extra = [f"{self.root}/{name}" for name in OTHER_FILES]
         return allocated_bytes(
@@ -103,7 +103,7 @@ class Folder:
         return [f"{self.root}/{folder}" for folder in ENTRY_FOLDERS]
 
     def missing_folder_bytes(self, path: str) -> int:
-        """Return the disk space, in bytes, of the folders that must be created for an entry at ``path``."""
+        """Return the disk space, in bytes, of the folders that would have to be created for an entry at ``path``."""
         leaf = os.path.dirname(path)
         missing = sum(not os.path.isdir(folder) for folder in (self.root, self.unfinished_folder, os.path.dirname(leaf), leaf))
         if not missing:
@@ -120,7 +120,7 @@ class Folder:
     def remove(self, path: str) -> int | None:
         """Unlink an entry and return its size in bytes.
 
-        Returns None if there is no such entry, or if it cannot be removed, which is counted as a fault.
+        Returns None if there is no such entry. If it cannot be removed, counts a fault and returns None.
         """
         try:
             status = os.stat(path, follow_symlinks=False)
@@ -138,17 +138,17 @@ class Folder:
             yield from self.entries(folder)
 
     def entries(self, folder: str) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Yield (key, status) of every entry in ``folder``, one of ``ENTRY_FOLDERS``. Other files are ignored."""
+        """Yield (key, status) of every entry in ``folder``, which is one of ``ENTRY_FOLDERS``. Other files are ignored."""
         for name, status in regular_files(os.path.join(self.root, folder), self._counters):
             if _ENTRY_NAME.fullmatch(name) and folder == f"{name[0]}/{name[1]}":
                 yield bytes.fromhex(name), status
 
     def entries_of(self, folder: int) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Yield (key, status) of every entry whose key's first byte is ``folder``."""
+        """Yield (key, status) of every entry whose key has the first byte ``folder``."""
         return self.entries(ENTRY_FOLDERS[folder])
 
     def keys_in(self, folder: int) -> list[bytes]:
-        """Return the keys of all entries whose first byte is ``folder``, without their status. Raises OSError."""
+        """Return the keys of all entries whose key has the first byte ``folder``. Raises OSError."""
         try:
             with os.scandir(self.entry_folders[folder]) as listing:
                 keys_in = [entry.name for entry in listing if entry.is_file(follow_symlinks=False)]

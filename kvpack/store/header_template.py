@@ -26,9 +26,9 @@ _MAX_START = 2**32
 
 @dataclass(frozen=True)
 class HeaderTemplate:
-    """The bytes that the fronts of matching files have in common: ``text``, and the header bits that are set in ``mask``.
+    """What the fronts of matching files have in common: the bytes ``text``, and the header bits that are set in ``mask``.
 
-    ``payload`` is the offset of the first tensor in the file. ``start_place`` and ``feature_place`` are positions in the header.
+    ``payload`` is the offset of the first tensor in the file. ``start_range`` and ``feature_range`` are byte ranges in the header.
     """
 
     size: int
@@ -36,32 +36,32 @@ class HeaderTemplate:
     mask: int
     fixed: int
     header_bytes: int
-    start_place: slice
-    feature_place: slice
+    start_range: slice
+    feature_range: slice
     payload: int
 
     @classmethod
     def of(cls, file: File, feature: str) -> Self:
-        """Build a template from an open file that has ``feature`` and has been checked."""
+        """Build a template from an open file that has been checked and has ``feature``."""
         header = file.header
         packed = pack_header(header)
         digests = tuple(dataclasses.replace(tensor, digest=_invert_bits(tensor.digest)) for tensor in header.tensors)
         feature_bytes = header.ignorable[feature]
         other = {**header.ignorable, feature: _invert_bits(feature_bytes)}
         feature_at = _differing_bytes(packed, pack_header(dataclasses.replace(header, ignorable=other)))[0]
-        start_place, feature_place = _start_place(header, packed), slice(feature_at, feature_at + len(feature_bytes))
+        start_range, feature_range = _start_range(header, packed), slice(feature_at, feature_at + len(feature_bytes))
         mask = bytearray(b"\xff" * len(packed))
         for place in _differing_bytes(packed, pack_header(dataclasses.replace(header, tensors=digests))):
             mask[place] = 0
-        for places in (start_place, feature_place):
+        for places in (start_range, feature_range):
             mask[places] = bytes(places.stop - places.start)
         payload = len(file.front.text) + min((place.begin for place in file.front.places.values()), default=len(packed))
         number = int.from_bytes(mask, "little")
         fixed = int.from_bytes(packed, "little") & number
-        return cls(file.size, file.front.text, number, fixed, len(packed), start_place, feature_place, payload)
+        return cls(file.size, file.front.text, number, fixed, len(packed), start_range, feature_range, payload)
 
     def match(self, data: memoryview) -> tuple[int, bytes] | None:
-        """Return the start and the feature of a matching file, or None if it does not match.
+        """If ``data`` matches this template, return the position of its first token and its feature, otherwise None.
 
         All bytes before the payload are compared.
         """
@@ -74,25 +74,28 @@ class HeaderTemplate:
         text[DIGEST_SLICE] = self.text[DIGEST_SLICE]
         if text != self.text or int.from_bytes(header, "little") & self.mask != self.fixed or any(data[header_end : self.payload]):
             return None
-        start = _unpack(header[self.start_place])
-        return None if start is None else (start, header[self.feature_place])
+        start = _unpack(header[self.start_range])
+        return None if start is None else (start, header[self.feature_range])
 
 
 class HeaderTemplates(Generic[Info]):
-    """A few templates of chunk files read before, each with information that the caller wants to reuse."""
+    """A few templates of earlier chunk files. Each has information that the caller can reuse for matching files."""
 
     def __init__(self) -> None:
         self._templates: dict[tuple[int, bytes], list[tuple[HeaderTemplate, Info]]] = {}
         self._count = 0
 
-    def add(self, file: File, feature: str, known: Info) -> None:
-        """Add a template of an open file that has ``feature`` and has been checked. ``known`` is the information to reuse."""
+    def add(self, file: File, feature: str, info: Info) -> None:
+        """Add a template of an open file that has been checked and has ``feature``. ``info`` is the information to reuse."""
         if self._count < _MAX_TEMPLATES and file.header.start < _MAX_START:
             self._count += 1
-            self._templates.setdefault(_layout(file.size, file.front.text), []).append((HeaderTemplate.of(file, feature), known))
+            self._templates.setdefault(_layout(file.size, file.front.text), []).append((HeaderTemplate.of(file, feature), info))
 
     def match(self, data: memoryview) -> tuple[Info, int, bytes] | None:
-        """Return the information added for files like ``data``, and the start and the feature of ``data``, or None without a match."""
+        """If some template matches ``data``, return its information, and the position of the first token and the feature in ``data``.
+
+        If no template matches, return None.
+        """
         text = bytes(data[: LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")]) if self._count else b""
         for template, known in self._templates.get(_layout(len(data), text), ()):
             if (found := template.match(data)) is not None:
@@ -104,17 +107,17 @@ def _layout(size: int, text: bytes) -> tuple[int, bytes]:
     return size, text[: DIGEST_SLICE.start] + text[DIGEST_SLICE.stop :]
 
 
-def _start_place(header: Header, packed: bytes) -> slice:
+def _start_range(header: Header, packed: bytes) -> slice:
     """Return the range of bytes in the packed header that encode the start.
 
-    It is found by packing the header with another start that takes as many bytes.
+    The range is found by packing the header again with another start that needs as many bytes.
     """
     last = _differing_bytes(packed, pack_header(dataclasses.replace(header, start=header.start ^ 1)))[-1]
     return slice(last - len(msgpack.packb(header.start)) + 1, last + 1)
 
 
 def _unpack(packed: bytes) -> int | None:
-    """Return the non-negative integer that ``packed`` encodes, or None unless it is the integer's shortest encoding."""
+    """Return the integer that ``packed`` encodes, or None if it is negative or not in its shortest encoding."""
     try:
         start = msgpack.unpackb(packed)
     except (ValueError, msgpack.UnpackException):

@@ -47,18 +47,18 @@ class IndexTotals(NamedTuple):
 class MissedChange(NamedTuple):
     """A change of the entry ``key`` that is not indexed yet.
 
-    ``about`` is the entry's descriptive text. ``state_before`` and ``state_after`` are the inode and modification time of the entry's
-    subfolder before and after the change.
+    ``description`` describes the entry. ``state_before`` and ``state_after`` are the inode and modification time of the entry's subfolder
+    before and after the change.
     """
 
     key: bytes
-    about: str | None
+    description: str | None
     state_before: tuple[int, int]
     state_after: tuple[int, int]
 
 
 class Index:
-    """The index of ``folder``. It exists once ``build`` has created it. Safe to use from any thread, and after a fork."""
+    """The index of ``folder``, which exists once ``build`` has created it. Safe to use from any thread, and after a fork."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder, self._path = folder, os.path.join(folder.root, INDEX_FILES[0])
@@ -71,7 +71,7 @@ class Index:
         self._missed_changes: list[MissedChange] = []
 
     def build(self) -> None:
-        """Create the index unless it exists, the folder belongs to another user, or the folder is on a network file system."""
+        """Create the index, unless it exists or the folder belongs to another user or is on a network file system."""
         if not self._folder.trust.is_private:
             return
         with contextlib.suppress(OSError):
@@ -82,12 +82,12 @@ class Index:
                 os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             with self._guard(), self._transaction(new=True) as connection:
                 if connection is not None and not connection.execute("PRAGMA user_version").fetchone()[0]:
-                    tables.create(connection, _boot_number())
+                    tables.create(connection, _boot_id_number())
         self.refresh()
 
     @property
     def exists(self) -> bool:
-        """True if there is an index that can be queried."""
+        """True if there is an index that can be used."""
         result = False
         with self._guard():
             result = self._open() is not None
@@ -101,8 +101,8 @@ class Index:
         with self._lock:
             self._disconnect()
 
-    def add(self, key: bytes, size: int, used_ns: int, about: str | None, rename: Callable[[], None]) -> None:
-        """Call ``rename``, which moves an entry's file to its final name, and index the entry with its descriptive text ``about``.
+    def add(self, key: bytes, size: int, used_ns: int, description: str | None, rename: Callable[[], None]) -> None:
+        """Call ``rename``, which moves an entry's file to its final name, and add the entry with its description to the index.
 
         Errors raised by ``rename`` propagate.
         """
@@ -116,20 +116,20 @@ class Index:
 
         with self._guard(), self._transaction() as connection:
             if connection is not None:
-                number = None if about is None else self._text_ids.get(about) or tables.text_id(connection, about)
+                number = None if description is None else self._text_ids.get(description) or tables.text_id(connection, description)
                 with self._update_folder(connection, key[0]):
                     once()
                     tables.replace_row(connection, key, size, used_ns, number, self._folder.cost)
-        if done and about is not None and number is not None:
-            self._text_ids[about] = number
+        if done and description is not None and number is not None:
+            self._text_ids[description] = number
         if not done:
-            with self._record_missed(key, about):
+            with self._record_missed(key, description):
                 once()
 
     def remove(self, keys: Sequence[bytes], unlink: Callable[[bytes], int | None]) -> dict[bytes, int]:
-        """Remove the entries of ``keys`` with ``unlink``, and remove them from the index. Returns the sizes of the removed entries by key.
+        """Remove the entries of ``keys``, and their rows in the index. Returns the sizes of the removed entries by key.
 
-        ``unlink(key)`` returns the size of the entry that it removed, or None.
+        ``unlink(key)`` removes an entry and returns its size, or None if there is no such entry.
         """
         removed: dict[bytes, int] = {}
         done = 0
@@ -150,7 +150,7 @@ class Index:
         return removed
 
     def matches(self) -> bool:
-        """Return True if there is an index, and no subfolder has changed since it was indexed."""
+        """Return True if there is an index and no subfolder has changed since it was last listed."""
         result = False
         with self._guard():
             result = self._stale_folders() == []
@@ -159,7 +159,7 @@ class Index:
     def refresh(self, seconds: float | None = None) -> bool:
         """List the subfolders that have changed since they were indexed. Returns True if the index now matches the folder.
 
-        After ``seconds`` seconds, subfolders that keep changing are skipped. Without this limit, their writers have to wait.
+        Subfolders that keep changing are listed for at most ``seconds`` seconds. Without this limit, writers are made to wait instead.
         """
         current = False
         with self._guard(), contextlib.suppress(OSError):
@@ -177,9 +177,9 @@ class Index:
         return current
 
     def check_next(self) -> None:
-        """Compare the file names in one subfolder with its rows. The next call checks the next subfolder.
+        """Compare the file names in one subfolder with its rows. Each call checks another subfolder.
 
-        This finds changes that the modification time does not show, because two happened within one tick of the clock.
+        This finds changes that the modification time does not show, because it is the same for two changes within one tick of the clock.
         """
         with self._guard(), contextlib.suppress(OSError):
             with self._transaction() as connection:
@@ -189,7 +189,7 @@ class Index:
                 tables.set_note(connection, "next", folder + 1)
             state, names = self._folder_state(folder), {tables.row_id(key) for key in self._folder.keys_in(folder)}
             query = "SELECT id FROM entries WHERE id BETWEEN ? AND ?"
-            rows = {number for (number,) in connection.execute(query, tables.numbers_of(folder))}
+            rows = {number for (number,) in connection.execute(query, tables.row_id_range(folder))}
             # A subfolder that has changed since then is checked again when its turn comes.
             if rows != names and state == self._folder_state(folder):
                 self._refresh_folder(folder, wait=False)
@@ -205,7 +205,7 @@ class Index:
     def oldest(self, count: int, after: tuple[int, int], until: int) -> list[tables.IndexRow]:
         """Return up to ``count`` rows last used no later than ``until``, least recently used first.
 
-        The first one follows the pair ``after``, a last use and a row number.
+        ``after`` is the (last use, row number) pair of the row before the first one to return.
         """
         query = "SELECT id, rest, size, used FROM entries WHERE (used, id) > (?, ?) AND used <= ? ORDER BY used, id LIMIT ?"
         with self._guard():
@@ -215,7 +215,7 @@ class Index:
         return []
 
     def note_uses(self, uses: Sequence[tuple[int, int]]) -> None:
-        """Update the last uses of rows. ``uses`` contains pairs (time in nanoseconds, row number)."""
+        """Update the last uses of rows. ``uses`` contains (time in nanoseconds, row number) pairs."""
         with self._guard(), self._transaction() as connection:
             if connection is not None:
                 connection.executemany("UPDATE entries SET used = ? WHERE id = ?", uses)
@@ -223,7 +223,7 @@ class Index:
     def exchange_note(self, name: str, value: int) -> int | None:
         """Store the number ``value`` under ``name``, and return the previous number, or 0 if there was none.
 
-        Without an index, returns None.
+        Returns None if there is no index.
         """
         with self._guard(), self._transaction() as connection:
             if connection is not None:
@@ -233,9 +233,9 @@ class Index:
         return None
 
     def descriptions(self) -> list[tuple[str | None, int, int]] | None:
-        """Return (text, entries, bytes) for each descriptive text in the index, or None without an index.
+        """Return (text, number of entries, bytes) for each description in the index, or None if there is no index.
 
-        The text is None for the entries without one.
+        For entries without a description, the text is None.
         """
         query = "SELECT text, COUNT(*), SUM(size) FROM entries LEFT JOIN abouts USING (about) GROUP BY entries.about"
         with self._guard():
@@ -245,7 +245,7 @@ class Index:
         return None
 
     def entries_without_description(self, also_like: str = "") -> list[StoredEntry]:
-        """Return the entries without a descriptive text, and those whose text matches the SQL pattern ``also_like``."""
+        """Return the entries without a description, and those whose description matches the SQL pattern ``also_like``."""
         query = (
             "SELECT id, rest, size, used FROM entries "
             "WHERE about IS NULL OR about IN (SELECT about FROM abouts WHERE text LIKE ?)"
@@ -260,7 +260,7 @@ class Index:
         return []
 
     def set_descriptions(self, texts: Sequence[tuple[bytes, str]]) -> None:
-        """Store the descriptive texts of entries. ``texts`` contains pairs (key, text). Entries never change, so the texts stay valid."""
+        """Store descriptions of entries. ``texts`` contains (key, text) pairs. Entries never change, so a description stays valid."""
         with self._guard(), self._transaction() as connection:
             if connection is None:
                 return
@@ -270,7 +270,8 @@ class Index:
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """Run a ``with`` block in one thread at a time. Errors of SQLite end the block silently. A corrupt index is removed."""
+        """Return a context manager that one thread at a time can enter, and that suppresses errors of SQLite. A corrupt index is removed.
+        """
         with self._lock:
             try:
                 yield
@@ -288,7 +289,7 @@ class Index:
                 os.unlink(os.path.join(self._folder.root, name))
 
     def _open(self, *, new: bool = False) -> sqlite3.Connection | None:
-        """Return a connection to the current index file, or None if it does not exist or cannot be trusted. Raises sqlite3.Error."""
+        """Return a connection to the current index file, or None if it is missing or cannot be trusted. Raises sqlite3.Error."""
         try:
             status = os.stat(self._path, follow_symlinks=False)
             if self._connection is not None and (self._node, self._pid) == (status.st_ino, os.getpid()):
@@ -309,7 +310,7 @@ class Index:
         connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
         connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version == tables.VERSION and tables.note(connection, "run") != _boot_number():
+        if version == tables.VERSION and tables.note(connection, "run") != _boot_id_number():
             self._discard()
             return None
         if version not in (tables.VERSION, 0 if new else tables.VERSION):
@@ -330,9 +331,9 @@ class Index:
 
     @contextlib.contextmanager
     def _transaction(self, *, new: bool = False) -> Iterator[sqlite3.Connection | None]:
-        """Run a ``with`` block in a write transaction. Yields None if the lock could not be acquired in time. Raises sqlite3.Error.
+        """Return a context manager for a write transaction, which first indexes changes that were missed earlier.
 
-        Changes that were missed earlier are indexed first.
+        Yields None if another process holds the lock for too long. Raises sqlite3.Error.
         """
         connection = self._open(new=new)
         if connection is None or not self._try_begin(connection):
@@ -350,7 +351,7 @@ class Index:
             raise
 
     def _try_begin(self, connection: sqlite3.Connection) -> bool:
-        """Begin a write transaction. Returns False if other processes kept the index locked for too long."""
+        """Begin a write transaction. Returns False if another process holds the lock for too long."""
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
             try:
@@ -362,20 +363,20 @@ class Index:
                 return True
 
     @contextlib.contextmanager
-    def _record_missed(self, key: bytes, about: str | None = None) -> Iterator[None]:
-        """Note that a ``with`` block changes the entry ``key``, which ``about`` describes, while the index is busy. It is indexed later."""
+    def _record_missed(self, key: bytes, description: str | None = None) -> Iterator[None]:
+        """Return a context manager for a change of the entry ``key`` while the index is busy. The change is indexed later."""
         if self._connection is None:
             yield
             return
         before = self._folder_state(key[0])
         yield
         with self._lock:
-            self._missed_changes.append(MissedChange(key, about, before, self._folder_state(key[0])))
+            self._missed_changes.append(MissedChange(key, description, before, self._folder_state(key[0])))
             del self._missed_changes[:-_MAX_MISSED]
 
     def _index_missed(self, connection: sqlite3.Connection) -> None:
-        """Index the missed changes. Afterward, their subfolders match the index, unless other processes have changed them since."""
-        for key, about, before, after in self._missed_changes:
+        """Index the missed changes. Their subfolders then match the index, unless other processes have changed them since."""
+        for key, description, before, after in self._missed_changes:
             try:
                 status = os.stat(self._folder.path(key), follow_symlinks=False)
             except FileNotFoundError:
@@ -383,14 +384,14 @@ class Index:
             except OSError:
                 continue
             else:
-                number = None if about is None else tables.text_id(connection, about)
+                number = None if description is None else tables.text_id(connection, description)
                 tables.replace_row(connection, key, status.st_size, status.st_mtime_ns, number, self._folder.cost)
             statement = "UPDATE folders SET node = ?, changed = ? WHERE (folder, node, changed) = (?, ?, ?)"
             connection.execute(statement, (*after, key[0], *before))
 
     @contextlib.contextmanager
     def _update_folder(self, connection: sqlite3.Connection, folder: int) -> Iterator[None]:
-        """Run a ``with`` block that changes a subfolder and its rows. The subfolder matches the index afterward if it did before."""
+        """Return a context manager for a change of a subfolder and its rows. If they matched before, they match afterward."""
         current = connection.execute("SELECT node, changed FROM folders WHERE folder = ?", (folder,)).fetchone()
         same = current == self._folder_state(folder)
         yield
@@ -405,7 +406,7 @@ class Index:
         return status.st_ino, status.st_mtime_ns
 
     def _stale_folders(self) -> list[int] | None:
-        """Return the subfolders that have changed since they were indexed, or None without an index."""
+        """Return the subfolders that have changed since they were indexed, or None if there is no index."""
         connection = self._open()
         if connection is None:
             return None
@@ -424,10 +425,10 @@ class Index:
         return tables.FolderListing(state, rows)
 
     def _refresh_folder(self, folder: int, *, wait: bool) -> bool:
-        """Make a subfolder's rows match its entries. Returns True if they match afterward. Correct rows are not written.
+        """Make a subfolder's rows match its entries. Only rows that differ are written. Returns True if they match afterward.
 
-        Other processes may change the subfolder while it is listed. With ``wait``, it is listed again, and finally with the other processes
-        locked out. Raises OSError or sqlite3.Error.
+        Other processes may change the subfolder while it is listed. With ``wait``, it is then listed again, and in the end other processes
+        are locked out. Raises OSError or sqlite3.Error.
         """
         for attempts_left in reversed(range(_MAX_LISTINGS if wait else 1)):
             listing = self._list_folder(folder)
@@ -441,5 +442,5 @@ class Index:
                     return tables.write_listing(connection, folder, listing, rows, self._folder.block)
         return False
 
-def _boot_number() -> int:
+def _boot_id_number() -> int:
     return int.from_bytes(boot_id(), "big", signed=True)

@@ -30,14 +30,14 @@ IndexRow = tuple[int, bytes, int, int]
 
 
 class FolderListing(NamedTuple):
-    """The contents of a subfolder: its inode and modification time, and the other fields of its entries' rows by row number."""
+    """The contents of a subfolder: its inode and modification time, and for each row number the fields of the row."""
 
     state: tuple[int, int]
     entries: dict[int, tuple[bytes, int, int]]
 
 
 def create(connection: sqlite3.Connection, run: int) -> None:
-    """Create the tables without entries. ``run`` is the id of the machine's boot."""
+    """Create empty tables. ``run`` is the id of the machine's boot."""
     for statement in filter(str.strip, _SCHEMA.split(";")):
         connection.execute(statement)
     connection.executemany("INSERT INTO folders VALUES (?, 0, 0, 0, 0, 0)", ((folder,) for folder in range(256)))
@@ -48,15 +48,15 @@ def create(connection: sqlite3.Connection, run: int) -> None:
 def rows_of(connection: sqlite3.Connection, folder: int) -> dict[int, tuple[bytes, int, int]]:
     """Return the fields of a subfolder's rows by row number, as in ``FolderListing``."""
     query = "SELECT id, rest, size, used FROM entries WHERE id BETWEEN ? AND ?"
-    return {number: (key_rest, size, used) for number, key_rest, size, used in connection.execute(query, numbers_of(folder))}
+    return {number: (key_rest, size, used) for number, key_rest, size, used in connection.execute(query, row_id_range(folder))}
 
 
 def write_listing(
     connection: sqlite3.Connection, folder: int, listing: FolderListing, rows: dict[int, tuple[bytes, int, int]], block: int
 ) -> bool:
-    """Change the ``rows`` of a subfolder in the database to match ``listing``. Returns False if they have changed in the meantime.
+    """Change the rows of a subfolder in the database from ``rows`` to those in ``listing``.
 
-    Files occupy multiples of ``block`` bytes of disk space.
+    Returns False if they no longer were ``rows``. Files use disk space in multiples of ``block`` bytes.
     """
     entries = listing.entries
     connection.executemany("DELETE FROM entries WHERE id = ?", [(number,) for number in rows.keys() - entries.keys()])
@@ -67,27 +67,27 @@ def write_listing(
         [(number, *row) for number, row in entries.items() if rows.get(number) != row],
     )
     query = "SELECT COUNT(*), TOTAL(size), TOTAL((size + ? - 1) / ? * ?) FROM entries WHERE id BETWEEN ? AND ?"
-    totals = tuple(map(int, connection.execute(query, (block, block, block, *numbers_of(folder))).fetchone()))
+    totals = tuple(map(int, connection.execute(query, (block, block, block, *row_id_range(folder))).fetchone()))
     same = totals[:2] == (len(entries), sum(size for _, size, _ in entries.values()))
     connection.execute("REPLACE INTO folders VALUES (?, ?, ?, ?, ?, ?)", (folder, *(listing.state if same else (0, 0)), *totals))
     return same
 
 
-def replace_row(connection: sqlite3.Connection, key: bytes, size: int, used_ns: int, about: int | None, cost: Cost) -> None:
-    """Write the row of the entry ``key``, and add it to the totals of its subfolder."""
+def replace_row(connection: sqlite3.Connection, key: bytes, size: int, used_ns: int, description_id: int | None, cost: Cost) -> None:
+    """Write the row of the entry ``key``, and add it to its subfolder's totals."""
     drop_row(connection, key, cost)
-    connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", (row_id(key), key[NUMBER_BYTES:], size, used_ns, about))
+    connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", (row_id(key), key[NUMBER_BYTES:], size, used_ns, description_id))
     _count(connection, key[0], 1, size, cost(size))
 
 
 def text_id(connection: sqlite3.Connection, text: str) -> int:
-    """Return the id of a descriptive text. A new text is added."""
+    """Return the id of a description. If it is not in the table yet, add it."""
     connection.execute("INSERT OR IGNORE INTO abouts (text) VALUES (?)", (text,))
     return int(connection.execute("SELECT about FROM abouts WHERE text = ?", (text,)).fetchone()[0])
 
 
 def drop_row(connection: sqlite3.Connection, key: bytes, cost: Cost) -> None:
-    """Delete the row of the entry ``key``, if there is one, and subtract it from the totals of its subfolder."""
+    """Delete the row of the entry ``key``, if there is one, and subtract it from its subfolder's totals."""
     row = connection.execute("SELECT size FROM entries WHERE id = ?", (row_id(key),)).fetchone()
     if row is not None:
         connection.execute("DELETE FROM entries WHERE id = ?", (row_id(key),))
@@ -110,16 +110,16 @@ def set_note(connection: sqlite3.Connection, name: str, value: int) -> None:
 
 
 def key_of(number: int, key_rest: bytes) -> bytes:
-    """Return the key of the row ``number``. ``key_rest`` is the rest of the key."""
+    """Return the key of row ``number``. ``key_rest`` contains the key's bytes that are not in the row number."""
     return (number + 2**63).to_bytes(NUMBER_BYTES, "big") + key_rest
 
 
 def row_id(key: bytes) -> int:
-    """Return the number of a key's row, a signed 64-bit integer as SQLite requires."""
+    """Return the row number of a key, a signed 64-bit integer as SQLite requires."""
     return int.from_bytes(key[:NUMBER_BYTES], "big") - 2**63
 
 
-def numbers_of(folder: int) -> tuple[int, int]:
-    """Return the lowest and the highest row number that a subfolder may contain."""
+def row_id_range(folder: int) -> tuple[int, int]:
+    """Return the lowest and the highest row number that a subfolder may have."""
     first = (folder << 56) - 2**63
     return first, first + 2**56 - 1

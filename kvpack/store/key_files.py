@@ -13,10 +13,10 @@ MAX_BYTES = 2**20
 
 
 def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
-    """Return the keys in a file by id. The first one encrypts. Each line is "ID HEXADECIMAL-DIGITS"; # begins a comment.
+    """Return the encryption keys in a file by id. The first one encrypts. Each line is "ID HEXADECIMAL-DIGITS"; # begins a comment.
 
-    Raises MissingFile, LimitExceeded, or InvalidParameter for an invalid line, a repeated id, or a file that others than its owner may
-    access.
+    Raises MissingFile, LimitExceeded, or InvalidParameter if a line is invalid, an id is repeated, or users other than the owner may access
+    the file.
     """
     text, mode = read_text_and_mode(path, MAX_BYTES)
     where = os.fsdecode(path)

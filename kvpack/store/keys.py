@@ -39,7 +39,7 @@ _MAX_ID = 2**32 - 1
 def token_bytes(token_ids: Any) -> bytes:
     """Return token ids as the bytes that are hashed and stored. ``token_ids`` is a list or an integer array ``[token]`` or ``[1, token]``.
 
-    Raises InvalidParameter for anything else, and for an id below 0 or above 2^32 - 1.
+    Raises InvalidParameter for any other argument, and for an id below 0 or above 2^32 - 1.
     """
     if isinstance(token_ids, (list, tuple)) and not (token_ids and isinstance(token_ids[0], (list, tuple))):
         return _pack_list(token_ids)
@@ -71,7 +71,7 @@ def _pack_list(token_ids: list[int] | tuple[int, ...]) -> bytes:
 
 
 def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
-    """Check ``inputs``, the digests of chunks' other inputs, and return one digest for each whole chunk of ``ids``.
+    """Return one digest of the other inputs for each whole chunk of ``ids``, after checking ``inputs``, which contains these digests.
 
     A digest is b"" if its chunk depends only on token ids. Raises InvalidParameter or InvalidType.
     """
@@ -93,9 +93,10 @@ def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
 
 
 def chunk_keys(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes] | None = None) -> list[bytes]:
-    """Return the key of each whole chunk of ``chunk`` tokens in ``ids`` (as ``token_bytes`` returns them), first chunk first.
+    """Return the key of each whole chunk of ``chunk`` tokens in ``ids``, first chunk first.
 
-    ``root`` is the identity's digest, which is the first chunk's parent. ``check_inputs`` describes ``inputs`` and the errors.
+    ``root`` is the identity's digest, which is the parent of the first chunk. ``ids`` are from ``token_bytes``. See ``check_inputs`` for
+    ``inputs`` and the errors.
     """
     return [key for key, _, _, _ in chunk_links(root, ids, chunk, check_inputs(inputs, ids, chunk))]
 
@@ -105,7 +106,7 @@ ChunkLink = tuple[bytes, bytes, bytes, bytes]
 
 
 def chunk_links(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes]) -> Iterator[ChunkLink]:
-    """Yield the link of each whole chunk: its key, its parent's key, its token ids, and its input digest.
+    """Yield a link for each whole chunk: its key, its parent's key, its token ids, and the digest of its other inputs.
 
     ``inputs`` has one digest per chunk.
     """
@@ -118,13 +119,13 @@ def chunk_links(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes]) ->
 
 
 def chunk_key(parent: bytes, ids: bytes, inputs: bytes) -> bytes:
-    """Return the key of a chunk. ``parent`` is the key of the preceding chunk, ``ids`` the token ids, and ``inputs`` the input digest."""
+    """Return the key of a chunk. ``parent`` is the preceding chunk's key, and ``inputs`` is the digest of the inputs other than ``ids``."""
     fields = length_prefixed(parent) + length_prefixed(ids)
     return hashlib.sha256(fields + length_prefixed(inputs) if inputs else fields).digest()
 
 
 def basis_keys(digest: bytes, cipher: Cipher | None) -> list[bytes]:
-    """Return the keys of the entries that may contain the basis with SHA-256 ``digest``. New entries use the first key."""
+    """Return the keys of entries that may contain the basis with SHA-256 ``digest``. A new entry gets the first of them."""
     if cipher is None:
         return [digest]
     # Each encryption key has its own entry, so that an entry whose encryption key is lost does not block a readable one.
@@ -132,9 +133,9 @@ def basis_keys(digest: bytes, cipher: Cipher | None) -> list[bytes]:
 
 
 def check_basis(key: bytes, data: Data, cipher: Cipher | None) -> bytes:
-    """Check that ``data``, the decrypted entry ``key``, is the basis of this key, and return its SHA-256.
+    """Check that ``data``, the decrypted entry ``key``, is the basis to which this key belongs, and return its SHA-256.
 
-    Raises DigestMismatch if the key belongs to another basis.
+    Raises DigestMismatch if it is another basis.
     """
     digest = hashlib.sha256(data).digest()
     if key not in basis_keys(digest, cipher):
@@ -148,7 +149,9 @@ def page_key(namespace: bytes, key: bytes, description: bytes) -> bytes:
 
 
 def check_page(name: bytes, data: Data) -> None:
-    """Check that ``data``, the decrypted entry ``name``, is the page row of this key. Raises InvalidHeader for another page."""
+    """Check that ``data``, the decrypted entry ``name``, is the page row to which this key belongs. Raises InvalidHeader if it is another
+    page.
+    """
     where = f"entry {name.hex()}"
     row = memoryview(data)
     frame = check_row(row, where)

@@ -30,7 +30,7 @@ _RECORD = re.compile(r"(?P<time>[0-9]{20})-[0-9a-f]{16}(-ttl(?P<ttl>[0-9]{1,10})
 
 
 class LastUse(NamedTuple):
-    """The last use of an entry, in nanoseconds since 1970, and the number of seconds after which it expires (None for never)."""
+    """When an entry was last used, in nanoseconds since 1970, and after how many seconds it then expires (None for never)."""
 
     used_ns: int
     ttl: int | None
@@ -40,7 +40,7 @@ class LastUse(NamedTuple):
 
 
 class UseLog:
-    """The keys used since the last record. A record is put every ``interval`` seconds. Safe to use from any thread."""
+    """The keys used since the last record. Every ``interval`` seconds, a record should be put. Safe to use from any thread."""
 
     def __init__(self, interval: float = INTERVAL_SECONDS) -> None:
         self._interval = interval
@@ -59,27 +59,27 @@ class UseLog:
                 self._unrecorded[key] = None
 
     def is_due(self) -> bool:
-        """Return True if a record should be put."""
+        """Return True if it is time to put a record."""
         with self._lock:
             waited = time.monotonic() - self._since >= self._interval
             return bool(self._unrecorded) and (waited or len(self._unrecorded) >= _MAX_NOTED)
 
     def unrecorded_keys(self) -> set[bytes]:
-        """Return the noted keys that are not in any record yet."""
+        """Return the keys whose use is not in any record yet."""
         with self._lock:
             return {*self._unrecorded}
 
     def pop_record(self) -> bytes:
-        """Return a record of the noted uses, which may be empty, and forget them."""
+        """Return a record of the uses since the last record, and forget them. The record may be empty."""
         with self._lock:
             unrecorded_keys, self._unrecorded = self._unrecorded, {}
         return b"".join(unrecorded_keys)
 
 
 def record_name(ttl: int | None = None, merged_ns: int | None = None) -> str:
-    """Return a new name for a record whose entries expire ``ttl`` seconds after their use (None for never).
+    """Return a new name for a record whose entries expire ``ttl`` seconds after their last use (None for never).
 
-    Names of later records sort after those of earlier ones. A merged record is named by the time of its last use, ``merged_ns``.
+    Names of later records sort after those of earlier ones. A merged record is named by its last use, ``merged_ns``.
     """
     expires = "" if ttl is None else f"-ttl{ttl}"
     merged = "" if merged_ns is None else "-merged"
@@ -89,7 +89,7 @@ def record_name(ttl: int | None = None, merged_ns: int | None = None) -> str:
 def last_uses_in(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, LastUse]:
     """Return the last use of each key in ``records``, least recently used first.
 
-    ``records`` are triples (time of the put, name, bytes). An incomplete key at the end of a record is ignored.
+    ``records`` are (time of the put, name, bytes) triples. An incomplete key at the end of a record is ignored.
     """
     dated = []
     for put_ns, name, record in records:
@@ -106,7 +106,7 @@ def last_uses_in(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, LastU
 
 
 def merge_records(last: Mapping[bytes, LastUse], now_ns: int) -> dict[str, bytes]:
-    """Merge the uses ``last`` (least recently used first) into one record for each range of ages. Returns the records by name."""
+    """Merge the uses in ``last``, which are in ascending order, into one record for each range of ages. Returns the records by name."""
     groups: dict[tuple[int, int | None], list[bytes]] = {}
     for key, use in last.items():
         age = max(1.0, (now_ns - use.used_ns) / (INTERVAL_SECONDS * SECOND_NS))
@@ -115,11 +115,10 @@ def merge_records(last: Mapping[bytes, LastUse], now_ns: int) -> dict[str, bytes
 
 
 def eviction_order(entries: Iterable[tuple[bytes, int]], last: Mapping[bytes, LastUse], now_ns: int) -> list[bytes]:
-    """Return the keys of ``entries``, pairs (key, time of the put), in the order of eviction, descendants before ancestors.
+    """Return the keys of ``entries``, which are (key, time of the put) pairs, in the order of eviction, descendants before ancestors.
 
-    An entry is in no record if its writer has died, or has not put its record yet. Old entries without a record are evicted before all
-    others, and young ones after all others. Among those without a record, the newest are evicted first, because a chain's ancestors are put
-    first.
+    If a writer has died, or has not put its record yet, its entries are in no record. Among these, old entries are evicted before all
+    others, and recent ones after all others. The newest of them are evicted first, because a chain's ancestors are put first.
     """
     unnamed = sorted(((put_ns, key) for key, put_ns in entries if key not in last), reverse=True)
     present = {key for key, _ in entries}

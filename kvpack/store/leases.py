@@ -33,7 +33,7 @@ _PAUSES = (0.005, 0.1)
 class Leases:
     """The leases that one store holds, each for at most ``seconds`` seconds. Safe to use from any thread.
 
-    A forked child starts with none.
+    A forked child starts without leases.
     """
 
     def __init__(self, backend: Backend, counters: Counters, seconds: float) -> None:
@@ -44,10 +44,9 @@ class Leases:
         self._lock = Lock()
 
     def load(self, keys: Sequence[bytes], load: Callable[[], Cache | None], chunk: int) -> Cache | None:
-        """Call ``load`` for the prefix with ``keys`` and return its cache.
+        """Return the cache that ``load()`` returns for the prefix with ``keys``. If another worker is computing the rest, wait and repeat.
 
-        Repeats the call after waiting for another worker to compute the rest. On return, this store holds the lease of the first missing
-        chunk, unless nothing is missing or the wait timed out.
+        On return, this store holds the lease of the first missing chunk, unless nothing is missing or the wait timed out.
         """
         deadline = time.monotonic() + self._seconds
         waited = False
@@ -99,7 +98,7 @@ class Leases:
             self._held, self._pid = {}, os.getpid()
 
     def _acquire(self, key: bytes, deadline: float) -> tuple[Lease | None, int]:
-        """Acquire the lease of ``key``, waiting until ``deadline``. Returns the lease, or None, and the number of attempts."""
+        """Acquire the lease of ``key``, waiting until ``deadline``. Returns the lease (None if it timed out) and the number of attempts."""
         pause, tries = _PAUSES[0], 0
         while True:
             tries += 1
@@ -112,7 +111,7 @@ class Leases:
 
 
 class FileLease:
-    """A lease in a folder: an empty file in the folder of unfinished files, which its holder keeps locked."""
+    """A lease in a folder: an empty file among the unfinished files, which its holder keeps locked."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
@@ -127,7 +126,7 @@ class FileLease:
 def take_file_lease(folder: Folder, key: bytes, seconds: float) -> Lease | None:
     """Acquire the lease of ``key`` in a folder.
 
-    Returns None if another holder has had it for less than ``seconds`` seconds. Raises OSError or KvpackError.
+    Returns None if another worker has held it for less than ``seconds`` seconds. Raises OSError or KvpackError.
     """
     if not folder.trust.may_write:
         return NoLease()

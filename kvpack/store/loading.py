@@ -42,7 +42,7 @@ _FIRST_PART, _PART_BYTES = 8, 64 * 2**20
 
 
 class Loader:
-    """A loader of one identity's chains. It skips chunks outside all sliding ``windows``. The keys ``before`` precede every chain."""
+    """Loads chains of one identity. Chunks outside all sliding ``windows`` are skipped. The keys ``before`` precede every chain."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class Loader:
         self._readable_keys, self._suspect_keys = KeySet(), KeySet()
 
     def load(self, keys: Sequence[bytes], states_entry: tuple[bytes, FoundEntry] | None = None) -> Cache | None:
-        """Return the cache of the longest stored prefix of the chain ``keys``, or None if there is none. Every digest is checked.
+        """Return the cache of the longest stored prefix of the chain ``keys``, or None if nothing is stored. Every digest is checked.
 
-        ``states_entry`` is the key and the entry of the states after the chain. Their use is recorded together with the chain's.
+        ``states_entry`` is the key and the entry of the states after the chain. Their use is recorded together with that of the chain.
         """
         whole = len(keys)
         if self._windows.first_chunk(len(keys)):
@@ -89,12 +89,12 @@ class Loader:
         return None
 
     def _read_chain(self, keys: Sequence[bytes], first: int) -> tuple[list[Cache], list[FoundEntry]]:
-        """Return the caches and the entries of a chain's chunks from chunk ``first`` on, up to the first invalid or missing entry."""
+        """Read a chain's chunks from chunk ``first`` on, up to the first invalid or missing entry. Returns their caches and entries."""
         chunks: list[Cache] = []
         result: list[FoundEntry] = []
-        beyond = -1
+        after_tier = -1
         while first + len(chunks) < len(keys):
-            with closing(self._find_parts(keys[first + len(chunks) :], beyond)) as parts:
+            with closing(self._find_batches(keys[first + len(chunks) :], after_tier)) as parts:
                 for part, entries in parts:
                     read_chunks, error = self._read(entries, part, first + len(chunks))
                     chunks += read_chunks
@@ -106,18 +106,19 @@ class Loader:
             # A slower tier may have a good copy of the bad entry.
             bad = entries[len(read_chunks)]
             self._refuse(part[len(read_chunks)], bad, error)
-            beyond = bad.tier
+            after_tier = bad.tier
         return chunks, result
 
-    def _find_parts(self, keys: Sequence[bytes], beyond: int) -> Generator[tuple[Sequence[bytes], list[FoundEntry]], None, None]:
-        """Yield parts of ``keys``, each with its entries. The first entry comes from a tier slower than ``beyond``.
+    def _find_batches(self, keys: Sequence[bytes], after_tier: int) -> Generator[tuple[Sequence[bytes], list[FoundEntry]], None, None]:
+        """Yield consecutive slices of ``keys``, each with its entries. For the first key, only tiers slower than ``after_tier`` are
+        searched.
 
-        On a local disk, the next part is read while the caller checks the current one. A server receives a single request.
+        On a local disk, a second slice is read while the caller checks the first one. A server receives a single request.
         """
         if not self._backend.is_private or len(keys) <= _FIRST_PART:
-            yield keys, self._backend.find(keys, beyond=beyond)
+            yield keys, self._backend.find(keys, after_tier=after_tier)
             return
-        entries = self._backend.find(keys[:_FIRST_PART], beyond=beyond)
+        entries = self._backend.find(keys[:_FIRST_PART], after_tier=after_tier)
         yield keys[:_FIRST_PART], entries
         size = sum(len(entry.data) for entry in entries) // _FIRST_PART
         count = max(_FIRST_PART, _PART_BYTES // max(1, size))
@@ -126,19 +127,19 @@ class Loader:
             yield from zip(parts, found, strict=True)
 
     def load_states(self, chunk: bytes, position: int) -> tuple[States, FoundEntry] | None:
-        """Return the states after the chunk with the key ``chunk``, which ends at ``position``, and their entry, or None."""
-        key, beyond = states_key(chunk), -1
-        while entries := self._backend.find([key], beyond=beyond):
+        """Return the states after the chunk whose key is ``chunk`` and which ends at ``position``, and their entry, or None."""
+        key, after_tier = states_key(chunk), -1
+        while entries := self._backend.find([key], after_tier=after_tier):
             try:
                 decrypted = decrypt_entry(key, entries[0].data, self._cipher)
                 return state_entries.read(decrypted, chunk, position, self._reader.model, self._reader.recipe), entries[0]
             except FAULTS as error:
                 self._refuse(key, entries[0], error)
-                beyond = entries[0].tier
+                after_tier = entries[0].tier
         return None
 
     def can_open_states(self, chunks: Sequence[bytes]) -> list[bool]:
-        """Return, for each of the keys ``chunks``, whether states after that chunk are stored and, judging by their front, readable."""
+        """Return a bool for each key in ``chunks``: True if the states after this chunk are stored and their front is readable."""
         keys = [states_key(chunk) for chunk in chunks]
         present = self._backend.contains_many(keys)
         result = [is_present and key in self._readable_keys for key, is_present in zip(keys, present, strict=True)]
@@ -152,7 +153,8 @@ class Loader:
         return result
 
     def can_open(self, keys: Sequence[bytes], numbers: Sequence[int]) -> list[bool]:
-        """Return, for each of ``keys``, whether its entry can be read here. ``numbers`` are the chunk numbers. All entries must exist.
+        """Return a bool for each of ``keys``: True if its entry can be read here. ``numbers`` are the chunk numbers. All entries must
+        exist.
 
         Each front is read only once. Damaged entries are removed.
         """
@@ -179,19 +181,19 @@ class Loader:
         self._suspect_keys.remove(keys)
 
     def _can_read(self, key: bytes, number: int) -> bool:
-        beyond = -1
-        while entries := self._backend.find([key], beyond=beyond):
+        after_tier = -1
+        while entries := self._backend.find([key], after_tier=after_tier):
             _, error = self._read(entries, [key], number)
             if error is None:
                 return True
             self._refuse(key, entries[0], error)
-            beyond = entries[0].tier
+            after_tier = entries[0].tier
         return False
 
     def _read(self, entries: Sequence[FoundEntry], keys: Sequence[bytes], first: int) -> tuple[list[Cache], Exception | None]:
-        """Return the caches of entries up to the first rejected one, and the error that rejected it.
+        """Return the caches of ``entries`` up to the first rejected one, and the error for which it was rejected.
 
-        ``first`` is the first chunk's number.
+        ``first`` is the number of the first chunk.
         """
         decrypted: list[Data] = []
         refused: Exception | None = None
@@ -209,9 +211,9 @@ class Loader:
         return chunks, refused
 
     def _join(self, chunks: list[Cache], keys: Sequence[bytes], entry: Sequence[FoundEntry]) -> Cache | None:
-        """Join ``chunks`` into one cache, or return None.
+        """Join ``chunks`` into one cache. Returns None if there are none.
 
-        A chunk that does not continue the one before is dropped, with all later chunks.
+        A chunk that does not continue the previous one is dropped, with all later chunks.
         """
         from kvpack.cache.cache import concat
 
@@ -239,9 +241,9 @@ class Loader:
 
 
 def refuse(backend: Backend, counters: Counters, key: bytes, entry: FoundEntry, error: Exception) -> bool:
-    """Count an entry that could not be used as a miss. Returns True if it is damaged.
+    """Count an entry that could not be used as a miss, and remove it if it is damaged. Returns True if it is damaged.
 
-    Only damaged entries are removed, because other stores may be able to read entries that this one cannot.
+    Other stores may be able to read an entry that is not damaged, so it is kept.
     """
     counters.fault("load", error)
     if isinstance(error, Undecryptable):

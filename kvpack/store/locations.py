@@ -12,7 +12,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType, MissingFile
 from .counters import Counters
 from .directory import Directory
 from .entry_kind import EntryFormat
-from .memory import Memory
+from .memory import MemoryBackend
 from .object_store import ObjectStore, is_object_store
 from .objects import SCHEMES as OBJECT_STORE_SCHEMES
 from .options import LocationOptions, Tier
@@ -37,8 +37,8 @@ def open_backend(location: Any, counters: Counters, form: EntryFormat, options: 
     """Open the backend at ``location``: a URL of a server or an object store, an object of ``obstore.store``, or a folder.
 
     For a list of locations and Tiers, the backend combines all tiers. ``form`` is the format of entries. With ``skip_sweep``, opening does
-    not change the location. Raises InvalidParameter for an option that is invalid or that the location does not support, and for a URL of
-    an unknown kind. Also raises the errors of the backend.
+    not change the location. Raises InvalidParameter if an option is invalid or not supported at the location, or if the kind of URL is
+    unknown. Also raises the backend's errors.
     """
     keywords = options.keywords()
     if isinstance(location, (list, tuple)):
@@ -50,7 +50,7 @@ def open_backend(location: Any, counters: Counters, form: EntryFormat, options: 
 
 
 def _check_options(kind: str, options: Mapping[str, Any], supported: set[str], hint: str = "") -> None:
-    """Raise InvalidParameter for an option that ``kind`` does not support."""
+    """Raise InvalidParameter if ``options`` contains an option that ``kind`` does not support."""
     if unknown := set(options) - supported:
         raise InvalidParameter(f"{kind} has no option {', '.join(sorted(unknown))}{hint}")
 
@@ -79,7 +79,7 @@ def open_existing(location: str, counters: Counters, form: EntryFormat, options:
 
 
 class LocationKind(NamedTuple):
-    """A kind of location: its URL schemes, the options of its backend, and the function that opens the backend."""
+    """A kind of location: its URL schemes, the options that its backend supports, and the function that opens the backend."""
 
     name: str
     options: set[str]
@@ -93,7 +93,7 @@ class LocationKind(NamedTuple):
 def _open_memory(location: str, counters: Counters, form: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
     if "max_bytes" not in options:
         raise InvalidParameter("an in-memory store needs a budget: pass max_bytes=")
-    return Memory(counters, **options)
+    return MemoryBackend(counters, **options)
 
 
 def _open_redis(location: str, counters: Counters, form: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
@@ -123,7 +123,7 @@ FOLDER = LocationKind(
 
 
 def _kind_of(location: Any) -> LocationKind:
-    """Return the kind of a location other than a list of tiers. Raises InvalidParameter for a URL of an unknown kind."""
+    """Return the kind of a location that is not a list of tiers. Raises InvalidParameter if the kind of URL is unknown."""
     if isinstance(location, Tier):
         raise InvalidParameter("the location is a Tier, expected a list of tiers: put it into a list")
     for kind in KINDS:
@@ -136,7 +136,7 @@ def _kind_of(location: Any) -> LocationKind:
 
 
 def _folder(location: Any) -> str:
-    """Return the path of a folder. ``location`` is a path or a file:// URL. Raises InvalidType or InvalidParameter."""
+    """Return the folder's path for a path or a file:// URL. Raises InvalidType or InvalidParameter."""
     if not isinstance(location, (str, bytes, os.PathLike)):
         raise InvalidType(f"the location is of type {type(location).__name__}, expected a path, a URL or a list of these")
     path = os.fsdecode(location)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from .counters import Counters
 
 
-class Memory(SingleTierBackend):
-    """A backend with at most ``max_bytes`` bytes of entries.
+class MemoryBackend(SingleTierBackend):
+    """A backend that holds at most ``max_bytes`` bytes of entries in memory.
 
     The least recently used entries are evicted first, and descendants before ancestors.
     """
@@ -114,10 +114,10 @@ class Memory(SingleTierBackend):
             return self._active_pins()
 
     def collect(self) -> None:
-        """Do nothing, because the budget is never exceeded."""
+        """Do nothing, because entries never exceed the budget."""
 
     def close(self) -> None:
-        """Do nothing. Entries are kept as long as the store is in use."""
+        """Do nothing. Entries are kept as long as the store object exists."""
 
     def _active_pins(self) -> Sequence[Pin]:
         self._pins = {name: pin for name, pin in self._pins.items() if is_active(pin)}

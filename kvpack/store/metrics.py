@@ -19,14 +19,15 @@ class MeteredStore(Protocol):
 
 
 class Collector:
-    """A collector that prometheus_client calls at each scrape. It returns the metrics of all added stores, each with its labels."""
+    """A collector for prometheus_client, which calls it at each scrape. It returns the metrics of all added stores, each with its labels.
+    """
 
     def __init__(self) -> None:
         self._stores: list[tuple[MeteredStore, dict[str, str]]] = []
         self._lock = Lock()
 
     def add(self, store: MeteredStore, labels: Mapping[str, str] | None = None) -> None:
-        """Start collecting the metrics of ``store``, with ``labels`` that distinguish it from the other stores.
+        """Start collecting the metrics of ``store``. ``labels`` distinguish them from those of other stores.
 
         Raises InvalidType or InvalidParameter for invalid labels, which would make every scrape fail.
         """
@@ -53,7 +54,7 @@ class Collector:
 
 
 def register_metrics(store: MeteredStore, registry: Any = None, labels: Mapping[str, str] | None = None) -> Collector:
-    """Make ``registry`` (by default, prometheus_client's own) collect the metrics of ``store.prometheus()``.
+    """Make ``registry`` (default: prometheus_client's own) collect the metrics of ``store.prometheus()``.
 
     Returns the collector, which can be unregistered. More stores can be added to it with other ``labels``. Raises MissingPackage if
     prometheus_client is not installed.
@@ -70,9 +71,9 @@ def register_metrics(store: MeteredStore, registry: Any = None, labels: Mapping[
 
 @lru_cache(maxsize=1)
 def shared_collector() -> Collector | None:
-    """Return the process's collector in prometheus_client's own registry, or None if the package is not installed.
+    """Return this process's collector in prometheus_client's default registry, or None if the package is not installed.
 
-    It is registered at the first call.
+    The first call registers the collector.
     """
     try:
         from prometheus_client import REGISTRY

@@ -65,8 +65,8 @@ class ObjectStore(SingleTierBackend):
 
     ``storage_options`` are obstore's settings by name, such as endpoint, region and access_key_id. Other settings come from environment
     variables, such as AWS_ENDPOINT_URL. ``max_bytes`` is a budget for the entries' bytes, which every writer recounts each minute. ``ttl``
-    is the number of seconds after which an unused entry expires, and ``timeout`` the maximum number of seconds per request. Raises the
-    errors of ``Objects``.
+    is the number of seconds after which an unused entry expires, and ``timeout`` the maximum number of seconds per request. Raises the same
+    errors as ``Objects``.
     """
 
     is_private = False
@@ -115,7 +115,7 @@ class ObjectStore(SingleTierBackend):
                 result.append(data)
         return result
 
-    def find_many(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
+    def find_many(self, keys: Sequence[bytes], after_tier: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
         expired = self._expired_keys()
 
         def find(request: tuple[bytes, int]) -> FoundEntry | None:
@@ -125,7 +125,7 @@ class ObjectStore(SingleTierBackend):
             data = self._guard.request("get", lambda: self._objects.read_beginning(_name(key), max_bytes), None)
             return None if data is None else FoundEntry(data, 0)
 
-        return [*in_parallel(find, zip(keys, beyond, strict=True), MAX_CONCURRENT_REQUESTS)]
+        return [*in_parallel(find, zip(keys, after_tier, strict=True), MAX_CONCURRENT_REQUESTS)]
 
     def peek_many(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
         return [*in_parallel(lambda key: self.peek(key, front=front), keys, MAX_CONCURRENT_REQUESTS)]
@@ -154,7 +154,7 @@ class ObjectStore(SingleTierBackend):
         return stored
 
     def _put(self, key: bytes, pieces: Sequence[memoryview]) -> bool:
-        """Put an entry whose bytes have been reserved. Returns True if a readable entry exists now."""
+        """Put an entry whose bytes have already been reserved. Returns True if a readable entry exists now."""
         name, data = _name(key), b"".join(pieces)
         new: bool | None = self._guard.request("put", lambda: self._objects.put_new(name, data), None)
         kind = Kind.READABLE
@@ -219,7 +219,7 @@ class ObjectStore(SingleTierBackend):
         return self._pins() or ()
 
     def _pins(self, *, sweep: bool = False) -> Sequence[Pin] | None:
-        """Return the pins in effect, or None if the store does not answer. With ``sweep``, expired pins are removed."""
+        """Return the pins in effect, or None if the service does not answer. With ``sweep``, expired pins are removed."""
         result = []
         for folder in (_PINS, _HOLDS):
             names = self._names("pinned", folder)
@@ -259,7 +259,7 @@ class ObjectStore(SingleTierBackend):
     def collect(self) -> None:
         """Remove expired entries, count the rest, evict those above the budget, and merge the records of uses."""
         self._record_uses()
-        self._remove_expired(now=True)
+        self._remove_expired(refresh=True)
         with self._lock:
             self._evict(self._max_bytes, set())
         self._merge_records()
@@ -268,12 +268,12 @@ class ObjectStore(SingleTierBackend):
         self._record_uses()
 
     def _kind(self, name: str) -> Kind | None:
-        """Return the kind of the object ``name``, judging by its first bytes and size, or None if it is missing or the request failed."""
+        """Return the kind of the object ``name``, according to its first bytes and size, or None if it is missing or the request failed."""
         kind = self._guard.request("match", lambda: self._objects.read_prefix(name), None)
         return None if kind is None else self._form.kind(*kind)
 
     def _reserve(self, sizes: Sequence[int], chain: Sequence[bytes]) -> int:
-        """Make room for entries of ``sizes`` bytes and reserve the room. Returns the number of leading entries that fit."""
+        """Make room for entries of ``sizes`` bytes, and reserve it. Returns how many of the first entries there is room for."""
         fitting = next((index for index, size in enumerate(sizes) if size > self._form.max_bytes), len(sizes))
         if self._max_bytes is None:
             return fitting
@@ -301,7 +301,7 @@ class ObjectStore(SingleTierBackend):
             self._total -= size
 
     def _evict(self, max_bytes: int | None, protected: set[bytes]) -> None:
-        """Count the entries. If they take more than ``max_bytes`` bytes, remove the least recently used ones."""
+        """Count the entries, and remove the least recently used ones until the rest fits into ``max_bytes``."""
         entries = self._entries()
         self._counted = None if entries is None else time.monotonic()
         if entries is None:
@@ -335,7 +335,7 @@ class ObjectStore(SingleTierBackend):
             self._merge_records()
 
     def _merge_records(self) -> None:
-        """Merge records of about the same age. Uses of entries that no longer exist are dropped."""
+        """Merge records of similar age, without the uses of entries that no longer exist."""
         records, entries = self._records(), self._entries()
         if len(records) < 2 or entries is None:
             return
@@ -350,18 +350,18 @@ class ObjectStore(SingleTierBackend):
         return self._guard.request("collect", lambda: self._objects.put(_USES + name, record), False)
 
     def _leading_unexpired(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the keys before the first one whose entry has expired."""
+        """Return the keys before the first key whose entry has expired."""
         expired = self._expired_keys()
         return keys[: next((index for index, key in enumerate(keys) if key in expired), len(keys))]
 
-    def _expired_keys(self, *, now: bool = False) -> set[bytes]:
-        """Return the keys of expired entries. Unless ``now`` is True, they may be slightly out of date.
+    def _expired_keys(self, *, refresh: bool = False) -> set[bytes]:
+        """Return the keys of expired entries. Unless ``refresh`` is True, the result may be slightly out of date.
 
-        For a store without ``ttl``, there are none unless ``now`` is True.
+        In a store without ``ttl``, expired entries are looked for only with ``refresh=True``.
         """
         with self._expiry_lock:
             late = self._expiry_checked is None or time.monotonic() - self._expiry_checked >= pass_seconds(self._ttl or 1)
-            if not now and (self._ttl is None or not late):
+            if not refresh and (self._ttl is None or not late):
                 return self._expired
             # Until the new result is ready, other threads continue to use the previous one.
             self._expiry_checked = time.monotonic()
@@ -373,8 +373,8 @@ class ObjectStore(SingleTierBackend):
             self._expired = expired
         return expired
 
-    def _remove_expired(self, *, now: bool = False) -> None:
-        expired = self._expired_keys(now=now)
+    def _remove_expired(self, *, refresh: bool = False) -> None:
+        expired = self._expired_keys(refresh=refresh)
         if expired:
             self._counters.add("expired_entries", len(self.delete(sorted(expired))))
             with self._expiry_lock:
@@ -408,8 +408,8 @@ class ObjectStore(SingleTierBackend):
     def _read_all(self, listed: Listing) -> Sequence[Data]:
         """Return the bytes of each listed record.
 
-        They are empty if the store does not answer, or if the record exceeds the total size limit. The smallest records are read first, so
-        that a huge record of another writer cannot hide a pin.
+        They are empty if the service does not answer, or if all records together are too large. The smallest records are read first, so
+        that another writer's huge record cannot hide a pin.
         """
         empty: Data = b""
         room = MAX_RECORDS_BYTES
@@ -439,7 +439,7 @@ class ObjectStore(SingleTierBackend):
 
 
 class _ObjectLease:
-    """A lease in an object store: an object that contains a random token of its holder."""
+    """A lease in an object store: an object that contains a random token chosen by the holder."""
 
     def __init__(self, store: ObjectStore, name: str, token: bytes) -> None:
         self._store, self._name, self._token = store, name, token
@@ -452,13 +452,13 @@ class _ObjectLease:
 
 
 def is_object_store(location: Any) -> bool:
-    """Return True if a location is the URL of an object store, or an object of obstore."""
+    """Return True if ``location`` is the URL of an object store, or an object of obstore."""
     if isinstance(location, str):
         return location.startswith(SCHEMES)
     return type(location).__module__.partition(".")[0] in ("obstore", "_obstore")
 
 
 def _name(key: bytes) -> str:
-    """Return the name of an entry's object. It equals the path of the entry's file in a folder."""
+    """Return the name of an entry's object. In a folder, the entry's file would have the same path."""
     name = key.hex()
     return f"{name[0]}/{name[1]}/{name}"

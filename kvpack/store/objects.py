@@ -49,9 +49,9 @@ _REFUSALS = {
 class Objects:
     """A client for the objects at ``location``, a URL or an object of ``obstore.store``. Objects above ``max_bytes`` are never fetched.
 
-    Methods raise only ``errors``. Among these, ``refusals`` are answers of a working server. The constructor raises InvalidParameter for an
-    invalid URL, for invalid ``storage_options``, and if the service has no such bucket or rejects the access key. It raises MissingPackage
-    if the package obstore is not installed.
+    Methods raise only ``errors``. A working service may also cause some of them, the ``refusals``. The constructor raises InvalidParameter
+    if the URL or ``storage_options`` are invalid, the service has no such bucket, or it rejects the access key, and MissingPackage if the
+    package obstore is not installed.
     """
 
     def __init__(self, location: Any, max_bytes: int, timeout: float, storage_options: Mapping[str, Any] | None) -> None:
@@ -74,9 +74,9 @@ class Objects:
         self._check_not_refused()
 
     def _check_not_refused(self) -> None:
-        """Raise InvalidParameter if the service gives an answer that repeating the request would not change.
+        """Raise InvalidParameter if the service's answer would be the same if the request were repeated.
 
-        Does not raise without an answer.
+        Does nothing if the service does not answer.
         """
         try:
             # Every user who may read entries may make this request. Without permission to list, the reply for a missing object is
@@ -95,7 +95,7 @@ class Objects:
             return None
 
     def names(self, prefix: str) -> list[tuple[str, int, int]]:
-        """Return (name, size in bytes, time of the put in nanoseconds) of every object below the folder ``prefix``."""
+        """Return (name, size in bytes, time of the put in nanoseconds) for each object below the folder ``prefix``."""
         self._check_process()
         return [
             (meta["path"], meta["size"], int(meta["last_modified"].timestamp() * 10**9))
@@ -106,7 +106,7 @@ class Objects:
     def read(self, name: str, max_bytes: int | None = None) -> Data | None:
         """Return an object's bytes, or None if it does not exist.
 
-        Raises LimitExceeded before fetching an object larger than ``max_bytes``, which defaults to the client's limit.
+        Raises LimitExceeded, without fetching the object, if it is larger than ``max_bytes`` (default: the client's limit).
         """
         self._check_process()
         try:
@@ -124,12 +124,12 @@ class Objects:
         return data if self._fill(name, memoryview(data), 0, tag) else None
 
     def read_beginning(self, name: str, max_bytes: int) -> Data | None:
-        """Return an object's bytes, or its first ``max_bytes`` + 1 bytes if it is larger. Returns None if it is missing."""
+        """Return an object's first ``max_bytes`` + 1 bytes, or all bytes if it has fewer. Returns None if it does not exist."""
         data = self._read_beginning(name, max_bytes + 1)
         return None if data is None else data[0]
 
     def read_front(self, name: str) -> Data | None:
-        """Return an object's bytes as ``read`` does, but with zeros in place of the bytes after the header of a kvpack file."""
+        """Return an object's bytes as ``read`` does. In a kvpack file, the bytes after the header are replaced with zeros."""
         result = self._read_beginning(name, _FRONT_BYTES)
         if result is None:
             return None
@@ -144,7 +144,7 @@ class Objects:
         return data if self._fill(name, memoryview(data)[:end], len(beginning), tag) else None
 
     def read_prefix(self, name: str) -> tuple[bytes, int] | None:
-        """Return the first bytes of an object, which determine its kind, and its size. Returns None if it does not exist."""
+        """Return an object's first bytes, which determine its kind, and its size in bytes. Returns None if it does not exist."""
         data = self._read_beginning(name, FRONT_BYTES)
         return None if data is None else data[:2]
 
@@ -166,7 +166,7 @@ class Objects:
             raise
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """Put an object unless one exists. Returns True if it was put."""
+        """Put an object unless it exists already. Returns True if it was put."""
         self._check_process()
         try:
             self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
@@ -175,13 +175,13 @@ class Objects:
         return True
 
     def put(self, name: str, data: bytes) -> bool:
-        """Put an object, replacing any existing one. Returns True."""
+        """Put an object, or replace it if it exists. Always returns True."""
         self._check_process()
         self._obstore.put(self._store, name, data, use_multipart=False)
         return True
 
     def remove(self, name: str) -> bool:
-        """Remove an object. Returns False if the store reports that it did not exist, which S3 never reports."""
+        """Remove an object. Returns False if it did not exist and the service reports this (S3 does not)."""
         self._check_process()
         try:
             self._obstore.delete(self._store, name)
@@ -190,7 +190,7 @@ class Objects:
         return True
 
     def _fill(self, name: str, data: memoryview, start: int, tag: str | None) -> bool:
-        """Fetch an object's bytes from ``start`` to its end into the same range of ``data``. Returns False if the object has changed."""
+        """Fetch an object's bytes from ``start`` on into the same range of ``data``. Returns False if the object has changed."""
         condition = {} if tag is None else {"if_match": tag}
 
         def fetch(begin: int) -> bool:
@@ -213,19 +213,19 @@ class Objects:
 
 
 def _code_of(error: BaseException) -> str:
-    """Return the error code in a service's answer, or an empty string."""
+    """Return the error code in a service's answer, or an empty string if there is none."""
     code = _CODE.search(str(error))
     return "" if code is None else code[1] or code[2]
 
 
 def _check_missing(error: FileNotFoundError) -> None:
-    """Raise ``error`` if more than the object is missing. If the bucket is missing, every object would otherwise count as a miss."""
+    """Raise ``error`` if the bucket is missing, not only the object. Otherwise, every object would count as a miss."""
     if _code_of(error) in _REFUSALS:
         raise error
 
 
 class Forked(Exception):
-    """Fault of a request that was not sent, because obstore does not work in a forked child."""
+    """The fault that is counted if a request is not sent because this process was forked. obstore does not work in a forked child."""
 
 
 def _open_url(url: str, timeout: float, options: Mapping[str, Any] | None) -> Any:

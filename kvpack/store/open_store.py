@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class OpenedBackend(NamedTuple):
-    """An open backend, its cipher (None if entries are not encrypted), and the flag ``check_values``.
+    """An open backend with its cipher, or None if entries are not encrypted.
 
-    ``check_values`` is True if every load must check values against the codecs' rules, in addition to checking digests.
+    With ``check_values``, every load must check values against the codecs' rules, in addition to digests.
     """
 
     backend: Backend
@@ -33,8 +33,8 @@ def open_for_identity(
 ) -> OpenedBackend:
     """Open ``location`` for entries of ``identity``. With ``skip_sweep``, opening does not change the location.
 
-    Unless the option ``check_values`` is set, values are checked if other users may write unencrypted entries. Raises InvalidParameter, and
-    the errors of the backend.
+    If the option ``check_values`` is not set, values are checked only if other users may write unencrypted entries. Raises
+    InvalidParameter, and the backend's errors.
     """
     cipher = None if options.encryption is None else Cipher(options.encryption, identity.tenant)
     form = EntryFormat(options.max_entry_bytes, None if cipher is None else cipher.key_ids)

@@ -20,7 +20,7 @@ _BYTES = ("max_bytes", "min_free", "max_entry_bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class LocationOptions:
-    """The options of one location. None means that an option is not set. Each kind of location supports some of them (locations.py)."""
+    """The options of one location. None means that an option is not set. Not every kind of location supports all of them."""
 
     max_bytes: int | None = None
     """Budget for all writers' entries at the location, in bytes."""
@@ -38,7 +38,7 @@ class LocationOptions:
     """Settings of obstore for an object store, by name. They may contain secrets."""
 
     def keywords(self) -> dict[str, Any]:
-        """Return the options of the location that are set. Raises InvalidParameter for an invalid count or timeout."""
+        """Return those options of the location that are set. Raises InvalidParameter for an invalid count or timeout."""
         result = {option.name: value for option in fields(LocationOptions) if (value := getattr(self, option.name)) is not None}
         for name, minimum in _MINIMUMS.items():
             check_count(name, result.get(name, minimum), minimum)
@@ -49,7 +49,7 @@ class LocationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions(LocationOptions):
-    """The options of a ``Store`` or a ``PageStore``, for its location and for its entries."""
+    """The options of a ``Store`` or a ``PageStore``: those of its location, and those of its entries."""
 
     write_back: bool | None = None
     """True if all tiers except the first are written in the background."""
@@ -64,7 +64,7 @@ class StoreOptions(LocationOptions):
         check_count("max_entry_bytes", self.max_entry_bytes, 1)
 
     def keywords(self) -> dict[str, Any]:
-        """Return the options of the location that are set, including ``write_back``. Raises InvalidParameter for an invalid count."""
+        """Return those options of the location that are set, including ``write_back``. Raises InvalidParameter for an invalid count."""
         return super().keywords() | ({} if self.write_back is None else {"write_back": self.write_back})
 
 
@@ -101,7 +101,7 @@ class Tier(LocationOptions):
     location: Any
 
     def __repr__(self) -> str:
-        """Return text with the location and the options that are set, without secrets."""
+        """Return text that shows the location and the options that are set, without secrets."""
         options = {option.name: getattr(self, option.name) for option in fields(LocationOptions) if option.repr}
         shown = [f"{name}={value!r}" for name, value in options.items() if value is not None]
         return f"Tier({', '.join([repr(shown_location(self.location)), *shown])})"
@@ -115,6 +115,6 @@ def check_count(name: str, value: Any, minimum: int) -> None:
 
 
 def check_seconds(name: str, value: Any, instead: str = "") -> None:
-    """Raise InvalidParameter unless ``value`` is a valid number of seconds. ``instead`` is a text that lists other valid values."""
+    """Raise InvalidParameter unless ``value`` is a valid number of seconds. ``instead`` names other valid values, for the message."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECONDS:
         raise InvalidParameter(f"{name} is {describe(value)}, expected a number of seconds above 0 and at most {MAX_SECONDS:,}{instead}")

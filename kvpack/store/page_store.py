@@ -44,7 +44,7 @@ _MAX_PAGES_PER_REQUEST = 1024
 
 @dataclass(frozen=True)
 class Job:
-    """A submitted put or get. Once it is done, ``results`` contains True for each of ``keys`` whose page was stored or loaded."""
+    """A submitted put or get. When it is done, ``results`` has a bool for each of ``keys``: True if the page was stored or loaded."""
 
     number: int
     kind: Literal["put", "get"]
@@ -61,7 +61,7 @@ class Job:
 
 
 class BufferSlot(NamedTuple):
-    """The location of a page: a slot in an engine's memory."""
+    """A slot in an engine's memory, which contains one page."""
 
     pages: PageBuffer
     slot: int
@@ -78,11 +78,11 @@ class PageStore:
             ``Identity.of_engine(folder, Recipe("klt-2", basis), ...)``.
         geometry: Layers, heads, tokens, dims and dtype of a page.
         threads: Number of threads that encode and decode.
-        jobs: Number of submitted puts, and number of submitted gets, that run at the same time.
+        jobs: Maximum number of submitted puts that run at the same time, and of gets.
         **options: As for ``Store``.
 
     Raises:
-        InvalidParameter: An argument can never work, such as a basis of another model. Also raises the errors of ``PageCodec``.
+        InvalidParameter: An argument can never work, such as a basis of another model.
 
     >>> geometry = kvpack.pages.PageGeometry(layers=1, heads=2, tokens=64, dim_k=64, dim_v=64)
     >>> identity = kvpack.Identity("llama", "octopus-4", weights="revision-1")
@@ -134,27 +134,27 @@ class PageStore:
         self._backend.close()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return, for each of ``keys``, whether it has an entry. No entry is read, and the keys need not form a chain.
+        """Return a bool for each of ``keys``: True if it has an entry. No entry is read, and the keys need not form a chain.
 
         Raises InvalidParameter.
         """
         return self._backend.contains_many(self._entry_keys(keys))
 
     def put(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> list[bool]:
-        """Store the pages in ``slots`` under ``keys``. Returns, for each page, whether it is stored now.
+        """Store the pages in ``slots`` under ``keys``. Returns a bool for each page: True if it is stored now.
 
         ``pages`` is an engine's memory, or a list with the memory of each page. ``ancestors`` are the keys of the pages before the first of
         ``keys``. Pages continue one another, and an ancestor is evicted after its descendants. Existing pages are kept, and a page that
         cannot be encoded is counted and skipped. The put ends at the first page that does not fit. Up to 64 pages at a time (up to 64 MiB,
-        if more than one) are encoded in memory and sent to a server in one request. Raises the errors of ``PageCodec.encode_into``.
+        if more than one) are encoded in memory and sent to a server in one request. Raises the same errors as ``PageCodec.encode_into``.
         """
         return self.put_new(keys, pages, slots, ancestors=ancestors)[0]
 
     def put_new(
         self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()
     ) -> tuple[list[bool], list[bool]]:
-        """Store pages as ``put`` does. Returns two lists: for each of ``keys``, whether its page is stored now, and whether it is new."""
-        keys, slots = self._check_lists(keys, slots)
+        """Store pages as ``put`` does. Returns two lists with a bool for each page: True if it is stored now, and True if it is new."""
+        keys, slots = self._check_keys_and_slots(keys, slots)
         ancestors = _keys(ancestors, "ancestors")
         buffer_slots = self._buffer_slots(pages, slots, len(keys))
         with self._counters.time_operation("save"):
@@ -186,7 +186,9 @@ class PageStore:
     def _encode(
         self, numbers: Sequence[int], keys: Sequence[bytes], buffer_slots: Sequence[BufferSlot], names: Sequence[bytes]
     ) -> dict[int, list[memoryview]]:
-        """Return the pieces of the entries of the pages ``numbers``, by index. Pages that cannot be encoded are counted."""
+        """Encode the pages with the indices ``numbers``, and return the pieces of their entries by index. Pages that cannot be encoded are
+        counted.
+        """
         rows = {index: memoryview(bytearray(self.codec.nbytes)) for index in numbers}
         result: dict[int, list[memoryview]] = {}
         for pages, group in _group_by_memory(numbers, buffer_slots):
@@ -204,12 +206,12 @@ class PageStore:
         return result
 
     def get_into(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int]) -> list[bool]:
-        """Load the pages of ``keys`` into ``slots``. Returns, for each page, whether it was loaded. Other slots are left unchanged.
+        """Load the pages of ``keys`` into ``slots``. Returns a bool for each page: True if it was loaded. All other slots are unchanged.
 
         ``pages`` is as for ``put``. If pages continue one another, the first one is evicted last. At most 64 MiB of rows are in memory at a
-        time. Raises the errors of ``PageCodec.decode_into``.
+        time. Raises the same errors as ``PageCodec.decode_into``.
         """
-        keys, slots = self._check_lists(keys, slots)
+        keys, slots = self._check_keys_and_slots(keys, slots)
         buffer_slots = self._buffer_slots(pages, slots, len(keys), written=True)
         names = self._entry_keys(keys)
         self._counters.add("loads")
@@ -229,13 +231,13 @@ class PageStore:
         return loaded
 
     def touch(self, keys: Sequence[bytes], *, ancestors: Sequence[bytes] = ()) -> None:
-        """Record a use of the pages ``keys``. They continue one another and the pages ``ancestors``. Raises InvalidParameter."""
+        """Record a use of the pages ``keys``, which continue the pages ``ancestors``. Raises InvalidParameter."""
         names = self._entry_keys([*_keys(ancestors, "ancestors"), *_keys(keys)])
         if names:
             self._backend.touch(names, time.time_ns())
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove the entries of ``keys``. Returns the number of entries removed. Raises InvalidParameter."""
+        """Remove the entries of ``keys``, and return how many were removed. Raises InvalidParameter."""
         return self._delete(self._entry_keys(keys))
 
     def clear(self) -> int:
@@ -257,12 +259,12 @@ class PageStore:
         return removed
 
     def submit_put(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> Job:
-        """Start ``put`` in a thread of the store. The slots must not change until the job is done. Raises InvalidParameter."""
+        """Start ``put`` in one of the store's threads. The slots must not change until the job is done. Raises InvalidParameter."""
         ancestor_keys = tuple(_keys(ancestors, "ancestors"))
         return self._submit("put", keys, slots, lambda keys, slots: self.put(keys, pages, slots, ancestors=ancestor_keys))
 
     def submit_get(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int]) -> Job:
-        """Start ``get_into`` in a thread of the store that only runs loads, so that puts do not delay it. Raises InvalidParameter."""
+        """Start ``get_into`` in a thread that runs only loads, so that puts do not delay it. Raises InvalidParameter."""
         return self._submit("get", keys, slots, lambda keys, slots: self.get_into(keys, pages, slots))
 
     def finished(self) -> list[Job]:
@@ -286,7 +288,9 @@ class PageStore:
         return self._counters.as_dict()
 
     def stats(self) -> dict[str, Any]:
-        """Return ``counters``, plus the ``entries`` and ``bytes`` at the location. With tiers, ``tiers`` contains the stats of each."""
+        """Return ``counters``, and the number of ``entries`` and ``bytes`` at the location. With tiers, ``tiers`` contains the stats of
+        each tier.
+        """
         entries, size = self._backend.size()
         tiers = {"tiers": self._backend.stats()} if isinstance(self._backend, Tiers) else {}
         return {**self.counters(), "entries": entries, "bytes": size, **tiers}
@@ -307,7 +311,7 @@ class PageStore:
         return with_labels(text, {"model": self.identity.model} if labels is None else labels)
 
     def pop_recent(self) -> list[tuple[str, float]]:
-        """Return ("load" or "save", seconds) for each call since this method was last called, for a serving engine's own histograms."""
+        """Return ("load" or "save", seconds) for each operation since the last call, for a serving engine's own histograms."""
         return self._counters.pop_recent()
 
     def _delete(self, names: list[bytes]) -> int:
@@ -324,12 +328,12 @@ class PageStore:
         loaded: list[bool],
         now: int,
     ) -> None:
-        """Load the pages with the indices ``numbers``. If an entry is damaged, the next slower tier is tried."""
-        beyond = dict.fromkeys(numbers, -1)
+        """Load the pages with the indices ``numbers``. If an entry is damaged, try the next slower tier that has it."""
+        after_tier = dict.fromkeys(numbers, -1)
         valid: dict[int, FoundEntry] = {}
-        while beyond:
-            entries = self._backend.find_many([names[index] for index in beyond], [*beyond.values()], self._max_page_bytes)
-            result = {index: entry for index, entry in zip(beyond, entries, strict=True) if entry is not None}
+        while after_tier:
+            entries = self._backend.find_many([names[index] for index in after_tier], [*after_tier.values()], self._max_page_bytes)
+            result = {index: entry for index, entry in zip(after_tier, entries, strict=True) if entry is not None}
             rows: dict[int, Any] = {}
             for index, entry in result.items():
                 self._open(index, names, entry, rows)
@@ -342,13 +346,13 @@ class PageStore:
                         valid[index] = result[index]
                     else:
                         refuse(self._backend, self._counters, names[index], result[index], refused)
-            beyond = {index: entry.tier for index, entry in result.items() if not loaded[index]}
+            after_tier = {index: entry.tier for index, entry in result.items() if not loaded[index]}
         if valid:
             whole = sorted(valid)
             self._backend.accept([names[index] for index in whole], [valid[index] for index in whole], now)
 
     def _open(self, index: int, names: list[bytes], entry: FoundEntry, rows: dict[int, Any]) -> None:
-        """Decrypt the entry of the page ``index`` and store its row in ``rows``. Errors are counted."""
+        """Decrypt the entry of the page with index ``index``, and store its row in ``rows``. Errors are counted."""
         try:
             row = decrypt_entry(names[index], entry.data, self._cipher)
             if len(row) > self.codec.nbytes:
@@ -363,11 +367,13 @@ class PageStore:
         return min(size, self._max_entry_bytes)
 
     def _pages_per_batch(self, max_pages: int) -> int:
-        """Return how many pages' rows may be in memory, at most ``max_pages``."""
+        """Return how many pages, at most ``max_pages``, may have their rows in memory at the same time."""
         return max(1, min(max_pages, BATCH_BYTES // (self._max_page_bytes + 1)))
 
     def _buffer_slots(self, pages: Pages, slots: Sequence[int], count: int, *, written: bool = False) -> list[BufferSlot]:
-        """Return the memory and the slot of each of ``count`` pages. Raises InvalidParameter, and the errors of ``PageCodec.checked``."""
+        """Return the memory and the slot of each page. Raises InvalidParameter unless there are ``count`` pages, and the same errors as
+        ``PageCodec.checked``.
+        """
         if not isinstance(pages, PageBuffer) and isinstance(pages, Sequence):
             if len(pages) != count:
                 raise InvalidParameter(f"{len(pages)} page buffers were passed for {count} keys, expected one buffer per key")
@@ -388,7 +394,7 @@ class PageStore:
         slots: Sequence[int],
         run: Callable[[Sequence[bytes], Sequence[int]], list[bool]],
     ) -> Job:
-        keys, slots = self._check_lists(keys, slots)
+        keys, slots = self._check_keys_and_slots(keys, slots)
         self._entry_keys(keys)
         # Copies, because the caller may change its lists.
         key_bytes, places = tuple(bytes(key) for key in keys), tuple(slots)
@@ -416,7 +422,7 @@ class PageStore:
         if self._closed:
             raise InvalidParameter(f"the store at {shown_location(self.location)} is closed: open another PageStore")
 
-    def _check_lists(self, keys: Sequence[bytes], slots: Sequence[int]) -> tuple[list[bytes], list[int]]:
+    def _check_keys_and_slots(self, keys: Sequence[bytes], slots: Sequence[int]) -> tuple[list[bytes], list[int]]:
         """Return ``keys`` and ``slots`` as lists. Raises InvalidParameter if their lengths differ, or if the store is closed."""
         self._check_open()
         keys, slots = _keys(keys), as_list(slots, "slots", "slots, which are integers")
@@ -430,7 +436,7 @@ def _keys(keys: Sequence[bytes], description: str = "keys") -> list[bytes]:
 
 
 def _group_by_memory(numbers: Sequence[int], buffer_slots: Sequence[BufferSlot]) -> Iterator[tuple[PageBuffer, list[int]]]:
-    """Split the page indices ``numbers`` into consecutive pages in the same memory. Yields each memory with its page indices."""
+    """Group the page indices ``numbers`` by memory. Yields each memory with the indices of consecutive pages in it."""
     for _, group in groupby(numbers, lambda index: id(buffer_slots[index].pages)):
         same = [*group]
         yield buffer_slots[same[0]].pages, same

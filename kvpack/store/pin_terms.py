@@ -27,7 +27,7 @@ _DIGEST_BYTES = 8
 
 
 def make_pin_terms(owner: Any, seconds: Any) -> PinTerms:
-    """Return the terms of a pin that ``owner`` (None for this process) sets for ``seconds`` seconds. Raises InvalidParameter."""
+    """Return the terms of a pin for ``seconds`` seconds. ``owner`` is None for this process. Raises InvalidParameter."""
     check_count("seconds", seconds, 1)
     name = validate_owner(owner)
     if name is None:
@@ -45,7 +45,7 @@ def validate_owner(owner: Any) -> str | None:
 
 
 def owner_digest(owner: str) -> bytes:
-    """Return a short digest of an owner's name, which distinguishes the owner's pin of a chain from the pins of others."""
+    """Return a short digest of an owner's name. It distinguishes the pins that several owners set on the same chain."""
     return hashlib.sha256(owner.encode()).digest()[:_DIGEST_BYTES]
 
 
@@ -55,7 +55,7 @@ def encode_pin(chain: Sequence[bytes], terms: PinTerms) -> bytes:
 
 
 def parse_pin(name: str, data: bytes) -> Pin:
-    """Return the pin in ``data``, even if it has expired. ``name`` identifies the pin in error messages. Raises InvalidHeader."""
+    """Parse a pin, which may already have ended. ``name`` identifies it in error messages. Raises InvalidHeader."""
     if len(data) < _HEAD.size or not data.startswith(_MAGIC):
         raise InvalidHeader(f"the pin {name!r:.100} begins with {data[:8]!r}, expected {_MAGIC!r} followed by a time")
     _, until, length = _HEAD.unpack(data[: _HEAD.size])
@@ -66,7 +66,7 @@ def parse_pin(name: str, data: bytes) -> Pin:
 
 
 def parse_old_pin(data: bytes) -> Pin | None:
-    """Return the pin in ``data``, which an earlier version wrote and which consists of keys only. Returns None if it has no key."""
+    """Parse a pin that an earlier version wrote, which consists of keys only. Returns None if it has no key."""
     chain = split_keys(data)
     return Pin(chain, "", None) if chain else None
 

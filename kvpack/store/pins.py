@@ -28,13 +28,13 @@ _MAX_BYTES = 2**20 * KEY_BYTES
 
 
 class Pins:
-    """The pins of ``folder``, which all processes share. System errors are counted, except that ``active`` and ``keys`` raise OSError."""
+    """The pins in ``folder``, which all processes share. System errors are counted, but ``active`` and ``keys`` raise OSError."""
 
     def __init__(self, folder: Folder, counters: Counters) -> None:
         self._folder, self._counters = folder, counters
 
     def add(self, chain: Sequence[bytes], terms: PinTerms) -> bool:
-        """Pin a chain on the terms ``terms``. Returns True if it is pinned now."""
+        """Pin a chain. Returns True if it is pinned now."""
         pieces = [memoryview(encode_pin(chain, terms))]
         try:
             self._folder.make_folders(self._folder.holds_folder)
@@ -49,7 +49,7 @@ class Pins:
         return True
 
     def remove(self, chain: Sequence[bytes], owner: str | None) -> bool:
-        """Remove the pins that ``owner`` (None for all owners) has set on a chain. Returns True if there were any."""
+        """Remove the pins of a chain that ``owner`` has set (None for all owners). Returns True if there were any."""
         try:
             removed = [path for pin, path in self._active_pins(chain[-1].hex()) if pin.key == chain[-1] and owner in (None, pin.owner)]
             for path in removed:
@@ -94,9 +94,9 @@ class Pins:
                 yield name, os.path.join(folder, name)
 
     def _read(self, name: str, path: str, *, quiet: bool = False) -> Pin | None:
-        """Return the pin in a file, even if it has ended, or None if the file is missing, is not a pin, or cannot be trusted.
+        """Return the pin in a file, even if it has ended. Returns None if the file is missing, is not a pin, or cannot be trusted.
 
-        A file that is not a valid pin is counted as a fault, unless ``quiet`` is True.
+        An invalid pin counts as a fault, unless ``quiet`` is True.
         """
         try:
             with self._folder.trust.open_checked(path) as (descriptor, status):

@@ -29,13 +29,13 @@ _CHUNKS_PER_REQUEST = 64
 
 
 class PrefixStates:
-    """The stored states of one identity's prefixes. A prefix is identified by the keys of its chunks."""
+    """The stored states of one identity's prefixes. A prefix is given by the keys of its chunks."""
 
     def __init__(self, backend: Backend, loader: Loader, cipher: Cipher | None, counters: Counters, reader: EntryReader) -> None:
         self._backend, self._loader, self._cipher, self._counters, self._reader = backend, loader, cipher, counters, reader
 
     def resumable_prefix(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the keys of a stored prefix up to the last chunk that is followed by stored states, from which a model can resume."""
+        """Return the keys of the longest stored prefix whose last chunk is followed by states, so that a model can resume there."""
         for stop in range(len(keys), 0, -_CHUNKS_PER_REQUEST):
             start = max(0, stop - _CHUNKS_PER_REQUEST)
             result = self._backend.contains_many([states_key(key) for key in keys[start:stop]])
@@ -66,9 +66,10 @@ class PrefixStates:
         return None
 
     def save(self, states: StatesAt, chain: Sequence[bytes], places: Mapping[int, int], now_ns: int) -> int:
-        """Store ``states`` (by position) after chunks that are already stored. Returns the last position whose states are stored now.
+        """Store ``states``, which are keyed by position, after chunks that are already stored. Returns the last position with stored
+        states.
 
-        ``places`` maps positions, in ascending order, to the indices of their states in ``chain``. States directly follow their chunk.
+        ``places`` maps positions, ascending, to indices in ``chain``, in which states directly follow their chunk.
         """
         can_open = self._loader.can_open_states([chain[place - 1] for place in places.values()])
         last = 0
@@ -78,7 +79,7 @@ class PrefixStates:
         return last
 
     def _put(self, states: States, chain: Sequence[bytes], position: int, now_ns: int) -> bool:
-        """Store ``states`` under the last key of ``chain``, which follows the key of their chunk. Returns True if they are stored now."""
+        """Store ``states`` under the last key of ``chain``, which follows their chunk's key. Returns True if they are stored now."""
         chunk, key = chain[-2:]
         try:
             pieces = state_entries.to_pieces(states, chunk, position, self._reader.model, self._reader.recipe)

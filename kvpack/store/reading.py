@@ -39,7 +39,7 @@ def _truncated_error(size: int, done: int) -> OSError:
 
 
 def read_beginning(descriptor: int, max_bytes: int) -> bytes:
-    """Return the first bytes of an open file, up to ``max_bytes``. Raises OSError."""
+    """Return the first ``max_bytes`` bytes of an open file, or all if it has fewer. Raises OSError."""
     data = b""
     while len(data) < max_bytes and (more := os.pread(descriptor, max_bytes - len(data), len(data))):
         data += more

@@ -31,7 +31,7 @@ GRACE_NS = 3600 * 10**9
 def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
     """Remove bases that no entry has needed for an hour.
 
-    Nothing is removed if some entry is unreadable, larger than ``max_entry_bytes``, or encrypted in a way that ``cipher`` does not decrypt.
+    Nothing is removed if some entry is unreadable, is larger than ``max_entry_bytes``, or cannot be decrypted with ``cipher``.
     """
     fronts = read_fronts(backend, _candidates(backend, cipher), max_entry_bytes)
     bases = [stored for stored, front in fronts if front is not None and _is_basis(stored, front, cipher)]
@@ -42,7 +42,7 @@ def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, 
 
 
 def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[StoredEntry]:
-    """Return the entries that may be bases: all except those described as chunks, states or pages."""
+    """Return all entries except those described as chunks, states or pages. Any of them may be a basis."""
     described = describe_new(backend) if cipher is None else None
     return backend.list() if described is None else described
 
@@ -59,9 +59,9 @@ def _is_basis(stored: StoredEntry, front: Data, cipher: Cipher | None) -> bool:
 
 
 def _unused_bases(backend: Backend, bases: Sequence[StoredEntry], cipher: Cipher | None, max_entry_bytes: int) -> list[StoredEntry]:
-    """Return the ``bases`` that no entry needs and that have not been used for an hour.
+    """Return those ``bases`` that no entry needs and that have not been used for an hour.
 
-    Returns an empty list if some entry cannot be read.
+    Returns none if some entry cannot be read.
     """
     limit = time.time_ns() - GRACE_NS
     idle = {
@@ -82,7 +82,7 @@ def _unused_bases(backend: Backend, bases: Sequence[StoredEntry], cipher: Cipher
 
 
 def _basis_digest(backend: Backend, stored: StoredEntry, cipher: Cipher | None) -> str | None:
-    """Return the SHA-256 of a stored basis as hexadecimal digits, as in recipes, or None if the basis is damaged or cannot be read."""
+    """Return the SHA-256 of a stored basis in hexadecimal, as in recipes. Returns None if the basis is damaged or cannot be read."""
     try:
         data = backend.peek(stored.key)
         return None if data is None else check_basis(stored.key, decrypt_entry(stored.key, data, cipher), cipher).hex()
@@ -93,7 +93,7 @@ def _basis_digest(backend: Backend, stored: StoredEntry, cipher: Cipher | None) 
 def _recipe_of(stored: StoredEntry, front: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> str | None:
     """Return the recipe of an entry, or None if it is unknown.
 
-    Returns "" for an entry that is damaged or cannot need an unencrypted basis.
+    Returns an empty string if the entry is damaged, or if it cannot need an unencrypted basis.
     """
     try:
         check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)

@@ -16,7 +16,7 @@ The path of a Redis URL contains no @.
 
 
 def shown_location(location: Any) -> str:
-    """Return a location, or text that contains URLs, without users, passwords and keys."""
+    """Return a location as text in which URLs have no users, passwords and keys. ``location`` may also be text that contains URLs."""
     if isinstance(location, (list, tuple)):
         return f"[{', '.join(map(shown_location, location))}]"
     text = _QUERY_SECRETS.sub(rf"\1{_HIDDEN}", str(location))

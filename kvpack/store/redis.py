@@ -75,7 +75,7 @@ _SPARE_BYTES = 2**20
 
 
 class _NewEntry(NamedTuple):
-    """The bytes of an entry to put, and its descriptive text, which may be empty."""
+    """The bytes of an entry to put, and its description, which may be empty."""
 
     data: bytes
     text: str
@@ -85,8 +85,8 @@ class Redis(SingleTierBackend):
     """A backend that keeps entries on the server at ``url`` (redis://, rediss:// or unix://).
 
     ``max_bytes`` is a hard budget for the entries' bytes. ``ttl`` is the number of seconds after which an unused entry expires. ``timeout``
-    is the maximum number of seconds per request, plus one second for each MiB of the reply. Raises InvalidParameter for an invalid URL and
-    for a server with another protocol, and MissingPackage if the package redis is not installed.
+    is the maximum number of seconds per request, plus one second for each MiB of the reply. Raises InvalidParameter if the URL is invalid
+    or the server does not speak the Redis protocol, and MissingPackage if the package redis is not installed.
     """
 
     is_private = False
@@ -134,9 +134,9 @@ class Redis(SingleTierBackend):
                 break
         return result
 
-    def find_many(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
+    def find_many(self, keys: Sequence[bytes], after_tier: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
         result: list[FoundEntry | None] = [None] * len(keys)
-        requested = [index for index, tier in enumerate(beyond) if tier < 0]
+        requested = [index for index, tier in enumerate(after_tier) if tier < 0]
         at_once = min(_KEYS_AT_ONCE, max(1, _BYTES_AT_ONCE // (max_bytes + 1)))
         for part in _split(requested, at_once):
             values = self._client.send_all(
@@ -225,14 +225,14 @@ class Redis(SingleTierBackend):
         return (0, 0) if reply is None else (reply[0], reply[1])
 
     def read_descriptions(self, also: str | None = None) -> Descriptions | None:
-        """Return the totals by description, and the entries without a description or with one of the kind ``also``.
+        """Return the totals by description, and the entries that have no description or one of kind ``also``.
 
         Returns None after a fault.
         """
         return self._abouts.read(None if also is None else kind_text(also))
 
     def set_descriptions(self, texts: Sequence[tuple[bytes, str]]) -> None:
-        """Store the descriptive texts of entries. ``texts`` contains pairs (key, text)."""
+        """Store descriptions of entries. ``texts`` contains (key, text) pairs."""
         self._abouts.add(texts)
 
     def pin(self, keys: Sequence[bytes], terms: PinTerms) -> bool:
@@ -272,7 +272,7 @@ class Redis(SingleTierBackend):
         self._client.close()
 
     def _put(self, chain: Sequence[bytes], entries: Mapping[int, _NewEntry]) -> dict[int, bool]:
-        """Store the entries of one request. Returns, for each, whether it is stored now.
+        """Store the entries of one request. Returns for each of them True if it is stored now.
 
         ``entries`` are keyed by their position in ``chain``.
         """
@@ -321,9 +321,9 @@ class Redis(SingleTierBackend):
         return {position: results_by_position.get(position, False) for position in entries}
 
     def _interpret_reply(self, position: int, result: Any, replaced: set[int]) -> bool | None:
-        """Return True if the script's reply means that the entry is stored, False if it was rejected, and None if the put must be repeated.
+        """Return True if the entry at ``position`` is stored, False if it was rejected, and None if the put must be repeated.
 
-        The position of an entry to replace is added to ``replaced``.
+        If the put must replace an existing entry, the position is added to ``replaced``.
         """
         if not isinstance(result, tuple):
             return {_REFUSED: False, _STORED: True}.get(result)
@@ -334,7 +334,7 @@ class Redis(SingleTierBackend):
         return kind is Kind.READABLE
 
     def _group_for_script(self, positions: Sequence[int], entries: Mapping[int, _NewEntry], replaced: set[int]) -> Sequence[Sequence[int]]:
-        """Split the positions of entries into groups. Each is one call of the put script, which blocks all other clients."""
+        """Group the positions of entries. Each group is put by one script call, which must be short because it blocks all other clients."""
         sizes = [(position, len(entries[position].data)) for position in positions]
         return [
             [*same]
@@ -343,7 +343,7 @@ class Redis(SingleTierBackend):
         ]
 
     def _touch_calls(self, chain: Sequence[bytes]) -> Sequence[Call]:
-        """Return script calls that note a use of ``chain``. Each call takes the server only a short time."""
+        """Return the script calls that record a use of ``chain``. Each call is short, because it blocks all other clients."""
         # The server's clock is used, because clients' clocks may differ. A long chain's end goes first: its beginning must be newer.
         starts = range(0, len(chain), _KEYS_AT_ONCE)
         return [("touch", b"".join(chain[start : start + _KEYS_AT_ONCE]), _argument(self._ttl), start) for start in reversed(starts)]
@@ -356,7 +356,7 @@ class Redis(SingleTierBackend):
         replaced: set[int],
         is_counted: bool,
     ) -> tuple[Sequence[Any], float]:
-        """Send the entries of ``groups``. Returns the replies, and the time when the use of the preceding entries was last noted."""
+        """Send the entries of ``groups``. Returns the replies, and the time at which a use of the preceding entries was last recorded."""
         # The script gives an entry a use no later than that of the one before it, so that is noted first.
         before = groups[0][0]
         key, noted = self._noted
@@ -382,9 +382,9 @@ class Redis(SingleTierBackend):
         return ("put", b"".join(chain[: group[-1] + 1]), _argument(self._max_bytes), _argument(self._ttl), *settings, *added)
 
     def _make_room(self, chain: Sequence[bytes], sizes: Sequence[int]) -> bool:
-        """Evict entries until entries of ``sizes`` bytes fit, or as many of the first ones as the budget allows.
+        """Evict entries until there is room for entries of ``sizes`` bytes. Returns True if there is.
 
-        Returns True if they do.
+        If the budget is too small for all of them, there is room only for the first ones.
         """
         assert self._max_bytes is not None
         needed = 0
@@ -408,7 +408,7 @@ class Redis(SingleTierBackend):
         self._counters.add("evicted_bytes", freed)
 
     def _is_fetchable(self, key: bytes, size: int) -> bool:
-        """Return True if an entry of ``size`` bytes exists and is small enough to be fetched."""
+        """Return True if an entry exists and may be fetched. ``size`` is its size in bytes, or 0 if it does not exist."""
         try:
             check_size(f"entry {key.hex()}", size, self._form.max_bytes)
         except LimitExceeded as error:
@@ -419,7 +419,7 @@ class Redis(SingleTierBackend):
     def _sizes_and_fronts(self, keys: Sequence[bytes], count: int = FRONT_BYTES) -> Sequence[tuple[int, bytes]]:
         """Return the size and the first ``count`` bytes of the entry of each of ``keys``.
 
-        The size is 0 and there are no bytes for a key that is missing, that is not a string, or for which there is no reply.
+        The size is 0, without bytes, if the key is missing or not a string, or if the server did not reply.
         """
         result: list[tuple[int, bytes]] = []
         for part in _split(keys, _KEYS_AT_ONCE):
@@ -436,7 +436,9 @@ class Redis(SingleTierBackend):
         return [*result, *[(0, b"")] * (len(keys) - len(result))]
 
     def _fetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:
-        """Return the bytes of entries, up to the first one whose size is not the expected one in ``sizes``. Never fetches more bytes."""
+        """Return the bytes of entries, which must have the sizes in ``sizes``. Stops at the first entry of another size, and never fetches
+        more.
+        """
         ranges = [
             (index, begin, min(begin + _BYTES_AT_ONCE, size))
             for index, size in enumerate(sizes)
@@ -462,7 +464,7 @@ class Redis(SingleTierBackend):
 
 
 class _RedisLease:
-    """A lease on Redis: a key with a random token of its holder, which expires on its own."""
+    """A lease on Redis: a key that contains a random token chosen by the holder, and that expires on its own."""
 
     def __init__(self, client: Client, key: bytes, token: bytes) -> None:
         self._client, self._key, self._token = client, key, token
@@ -486,9 +488,9 @@ def _split(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
 
 
 def _pad_with_zeros(parts: Sequence[bytes], size: int, end: int) -> Data | None:
-    """Return ``size`` bytes that begin with ``parts``, or None if these have fewer than ``end`` bytes.
+    """Join ``parts`` and append zeros up to ``size`` bytes. Returns None if ``parts`` have fewer than ``end`` bytes.
 
-    The remaining bytes are zeros, which take no memory until they are read.
+    The zeros use no memory until they are read.
     """
     if not end or sum(map(len, parts)) < end:
         return None

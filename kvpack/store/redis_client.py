@@ -96,9 +96,9 @@ _SHOWN_BYTES = 40
 class Client:
     """A client of the server at ``url``. Replies have at most ``max_bytes`` bytes. ``timeout`` is the number of seconds for a request.
 
-    ``uses_ttl`` is True if entries expire: servers with some policies evict these first. Methods do not raise if the server fails, but
-    count the fault. The constructor raises InvalidParameter for an invalid URL and for a server with another protocol, and MissingPackage
-    if the package redis is not installed.
+    ``uses_ttl`` is True if entries expire, because servers with some policies evict these first. Methods do not raise if the server fails,
+    but count the fault. The constructor raises InvalidParameter if the URL is invalid or the server does not speak the Redis protocol, and
+    MissingPackage if the package redis is not installed.
     """
 
     def __init__(self, url: str, counters: Counters, timeout: float, max_bytes: int, *, uses_ttl: bool) -> None:
@@ -141,25 +141,25 @@ class Client:
         self._check_server(uses_ttl)
 
     def send(self, operation: str, *command: Any, check: Callable[[Any], Any], default: Any = None) -> Any:
-        """Send one command. Returns its reply, which ``check`` has checked, or ``default`` after a fault."""
+        """Send one command and return its reply, after ``check`` has checked it. Returns ``default`` after a fault."""
         return self._guard.request(operation, lambda: check(self._client.execute_command(*command)), default)
 
     def send_all(self, operation: str, commands: Sequence[Command]) -> Sequence[Any]:
-        """Send commands in one request. Returns the server's replies, or an empty list if there is none.
+        """Send commands in one request and return the server's replies. Returns an empty list if the server does not reply.
 
-        Each of ``commands`` begins with the function that checks its reply. The reply is None if the server rejects the command, for
+        The first element of each command is the function that checks its reply. A reply is None if the server rejects the command, for
         example because a key has another type.
         """
         return self._count_faults(operation, self._send_pipeline(operation, commands))
 
     def call(self, script: str, *arguments: Any) -> Any:
-        """Call one script. Returns its checked reply, or None after a fault."""
+        """Call one script and return its checked reply. Returns None after a fault."""
         return next(iter(self.call_each(script, [(script, *arguments)])), None)
 
     def call_each(self, operation: str, calls: Sequence[Call]) -> Sequence[Any]:
         """Call scripts in one request, or in two if the server has not cached all of them yet. Returns the replies as ``send_all`` does.
 
-        Each of ``calls`` is the name of a script and its arguments.
+        Each call consists of the name of a script and its arguments.
         """
         commands: list[Command] = [
             (_REPLY_CHECKS[script], "EVALSHA", self._digests[script], len(KEYS), *KEYS, *arguments) for script, *arguments in calls
@@ -193,9 +193,9 @@ class Client:
         return [None if isinstance(reply, Exception) else reply for reply in replies]
 
     def _check_server(self, uses_ttl: bool) -> None:
-        """Load the scripts, and warn about a server that evicts entries on its own. Does nothing if the server does not answer.
+        """Load the scripts, and warn if the server evicts entries on its own. Does nothing if the server does not answer.
 
-        Raises InvalidParameter if the server speaks another protocol, or rejects the URL's user or database.
+        Raises InvalidParameter if the server does not speak the Redis protocol, or rejects the URL's user or database.
         """
         import redis
 
@@ -232,7 +232,7 @@ class Client:
 
 
 def _check_url(url: str) -> None:
-    """Raise InvalidParameter for an option that cannot be set in a URL, and for a path that is not a database or a socket."""
+    """Raise InvalidParameter if the URL has an option that may not be set there, or a path that is not a database or a socket."""
     try:
         parts = urlsplit(url)
     except ValueError as error:
@@ -251,7 +251,7 @@ def _check_url(url: str) -> None:
 
 
 def _check_not_refused(replies: Sequence[Any]) -> None:
-    """Raise InvalidParameter if a request can never succeed: the server or its user lacks a command, or the keys are on another node."""
+    """Raise InvalidParameter if no request can succeed: the server or its user lacks a command, or the keys are on another node."""
     from redis.exceptions import MovedError, NoPermissionError
 
     for reply in replies:
@@ -269,7 +269,7 @@ def _check_not_refused(replies: Sequence[Any]) -> None:
 
 
 def limit_connection(connection: type[Any], max_bytes: int) -> type[Any]:
-    """Return a subclass of redis-py's class ``connection`` with limits on the duration of requests and on the size of replies."""
+    """Return a subclass of redis-py's class ``connection`` that limits the duration of requests and the size of replies."""
 
     class LimitedConnection(connection):  # type: ignore[misc]
         """A connection that limits the duration and the size of each reply."""
@@ -287,7 +287,7 @@ def limit_connection(connection: type[Any], max_bytes: int) -> type[Any]:
 
 
 class _Exchange:
-    """A socket that raises an error if a request and its reply take longer than ``seconds``, or if the reply exceeds ``max_bytes``.
+    """A socket that raises an error if a request and its reply take more than ``seconds``, or if the reply exceeds ``max_bytes``.
 
     Each MiB sent or received extends the time limit by one second.
     """
@@ -324,7 +324,7 @@ class _Exchange:
         return data
 
     def _check_first_line(self, data: bytes) -> None:
-        """Raise InvalidResponse for a reply in another protocol. Its first line might never end, which would block the client."""
+        """Raise InvalidResponse if the reply is in another protocol. Otherwise, its first line might never end and block the client."""
         from redis.exceptions import InvalidResponse
 
         if not self._received and data[0] not in _ANSWER_TYPES:

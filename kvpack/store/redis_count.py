@@ -41,7 +41,7 @@ _DONE, _UNSOUND = 1, -1
 
 
 class EntryCount:
-    """The count of the entries on the server of ``client``. Safe to use from any thread, but only one thread at a time updates it."""
+    """The count of the entries on the server of ``client``. Safe to use from any thread. Only one thread at a time updates the count."""
 
     def __init__(self, client: Client, counters: Counters) -> None:
         self._client, self._counters = client, counters
@@ -57,7 +57,7 @@ class EntryCount:
         return self._summed is not None
 
     def advance(self) -> None:
-        """Continue a count for at most ``WAIT_SECONDS``. If the sum is known but old, continue by only one page."""
+        """Continue a count for at most ``WAIT_SECONDS``. If the sum is known but old, count only one more page."""
         with self._lock:
             if self._summed is None:
                 self._step(partial(self._sum, trusted=True))
@@ -71,16 +71,16 @@ class EntryCount:
                     self._step(self._recount)
 
     def sum_again(self) -> bool:
-        """Sum the sizes again, unless that was done in the last ``MIN_RECOUNT_SECONDS``. Returns True if the new sum is complete."""
+        """Sum the sizes again, unless this was done in the last ``MIN_RECOUNT_SECONDS``. Returns True if the new sum is complete."""
         with self._lock:
             if self._summed is None or time.monotonic() - self._summed < MIN_RECOUNT_SECONDS:
                 return False
             return self._step(self._sum)
 
     def recount(self) -> bool:
-        """Forget the sum of sizes, and count the entries by scanning the server's keys. Returns True if the sum is known now.
+        """Count the entries again by scanning the server's keys. Returns True if the sum of their sizes is known now.
 
-        Otherwise, the server did not answer or the time was up, and later puts continue the count.
+        If the server does not answer or the time is up, it returns False, and later puts continue the count.
         """
         with self._lock:
             self._summed = None
@@ -93,7 +93,7 @@ class EntryCount:
             return self._recount(float("inf"))
 
     def _step(self, count: Callable[[float], bool]) -> bool:
-        """Call ``count`` with a deadline, unless it is too early to count. Returns True if the count is complete."""
+        """Call ``count`` with a deadline, unless it is too early for another count. Returns True if the count is complete."""
         begun = time.monotonic()
         if begun < self._due:
             return False

@@ -38,7 +38,7 @@ class RedisDescriptions:
         self._client = client
 
     def read(self, also: str | None) -> Descriptions | None:
-        """Return the totals by text, and the entries without a text or with the text ``also``.
+        """Return the totals by description, and the entries that have no description or the description ``also``.
 
         Returns None if the server has no valid counts.
         """
@@ -69,13 +69,14 @@ class RedisDescriptions:
         ]
 
     def add(self, texts: Sequence[tuple[bytes, str]]) -> None:
-        """Store the texts of entries. ``texts`` contains pairs (key, text)."""
+        """Store descriptions of entries. ``texts`` contains (key, text) pairs."""
         for start in range(0, len(texts), _AT_ONCE):
             self._client.call_each("list", [("describe", *(word for pair in texts[start : start + _AT_ONCE] for word in pair))])
 
 
 def _parse_totals(fields: Mapping[bytes, bytes]) -> list[tuple[str, int, int]] | None:
-    """Return (text, entries, bytes) for each text in the hash ``fields``, or None if another program has made it inconsistent."""
+    """Return (text, number of entries, bytes) for each description in the hash ``fields``. Returns None if another program has damaged it.
+    """
     result: list[tuple[str, int, int]] = []
     try:
         for field, value in fields.items():

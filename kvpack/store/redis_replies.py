@@ -20,7 +20,7 @@ LISTED_BYTES = KEY_BYTES + 16
 
 
 class NotRedis(Exception):
-    """Error for a reply that no Redis server would send."""
+    """Raised for a reply that no Redis server would send."""
 
 
 def integer(reply: Any) -> int:
@@ -36,7 +36,7 @@ def integers(count: int) -> Callable[[Any], list[int]]:
 
 
 def bytes_up_to(max_bytes: int) -> Callable[[Any], bytes]:
-    """Return a check that accepts up to ``max_bytes`` bytes."""
+    """Return a check that accepts at most ``max_bytes`` bytes."""
 
     def check(reply: Any) -> bytes:
         if type(reply) is not bytes or len(reply) > max_bytes:
@@ -64,7 +64,7 @@ def member_list(reply: Any) -> list[bytes]:
 
 
 def fronts_check(max_bytes: int) -> Callable[[Any], list[Any]]:
-    """Return a check that accepts only a number, followed, for each entry, by a size and at most ``max_bytes`` bytes or an error."""
+    """Return a check that accepts only a number, followed by a size and at most ``max_bytes`` bytes, or an error, for each entry."""
     check_bytes = bytes_up_to(max_bytes)
 
     def check(reply: Any) -> list[Any]:
@@ -92,7 +92,7 @@ def sum_progress(reply: Any) -> int:
 
 
 def parse_count_page(reply: Any) -> tuple[bytes, int]:
-    """Check the reply of the script that counts entries. Returns its cursor and its number."""
+    """Check the reply of the script that counts entries. Returns the cursor and the number in it."""
     result = _check_list(reply, "a cursor and a number", 2)
     return _cursor(result[0]), integer(result[1])
 
@@ -107,7 +107,7 @@ def parse_set_reply(reply: Any) -> bool:
 def put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
     """Return a check for replies of the script that puts entries.
 
-    The reply is only -1, or the number and size of the evicted entries, a message, and a result for each entry.
+    A reply is -1, or contains the number and size of the evicted entries, a message, and a result for each entry.
     """
 
     def result(item: Any) -> Any:
@@ -127,7 +127,7 @@ def put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
 
 
 def parse_entry_page(reply: Any) -> tuple[bytes, bytes]:
-    """Check the reply of a script that lists a page of entries. Returns its cursor and the bytes of the entries."""
+    """Check the reply of a script that lists a page of entries. Returns the cursor and the entries' bytes in it."""
     result = _check_list(reply, "a cursor and entries", 2)
     entries = bytes_up_to(_PAGE_BYTES)(result[1])
     if len(entries) % LISTED_BYTES:
@@ -136,7 +136,7 @@ def parse_entry_page(reply: Any) -> tuple[bytes, bytes]:
 
 
 def parse_totals(reply: Any) -> tuple[int, int, int, dict[bytes, bytes]] | None:
-    """Check the reply of the script that returns totals. Returns its three numbers and its hash, or None for an empty reply."""
+    """Check the reply of the script that returns totals. Returns the three numbers and the hash in it, or None for an empty reply."""
     found = _check_list(reply, "numbers, and fields with values")
     if not found:
         return None

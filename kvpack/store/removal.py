@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EntryFilter:
-    """A filter for entries by ``model``, canonical ``recipe``, ``tenant``, and last use before ``used_before_ns``.
+    """Selects entries by ``model``, canonical ``recipe``, ``tenant``, and last use before ``used_before_ns``.
 
-    None matches everything.
+    A field that is None matches every entry.
     """
 
     model: str | None = None
@@ -33,7 +33,7 @@ class EntryFilter:
     used_before_ns: int | None = None
 
     def keys(self, catalog: Catalog) -> set[bytes]:
-        """Return the keys of matching chunks and of the states after them. A filter by age only also matches serving engines' pages."""
+        """Return the keys of matching chunks and of the states after them. A filter by age alone also matches serving engines' pages."""
         candidates = catalog.entries.keys() if self.tenant is None else _tenant_keys(catalog, self.tenant)
         selected = {key for key in candidates if self._matches(catalog.entries[key])}
         selected |= {catalog.states[key].stored.key for key in selected & set(catalog.states)}
@@ -51,7 +51,7 @@ class EntryFilter:
 
 
 def chain_keys(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
-    """Return the keys of the chunks that descend from one of ``roots`` without a missing ancestor."""
+    """Return the keys of all chunks that descend from one of ``roots``. No ancestor may be missing."""
     children = defaultdict(list)
     for key, entry in catalog.entries.items():
         children[entry.fields.parent].append(key)
@@ -65,7 +65,7 @@ def chain_keys(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
 
 
 def roots_of(identity: Identity) -> tuple[bytes, bytes]:
-    """Return the two possible parent keys of the first chunks of ``identity``: for models without states, and with states."""
+    """Return the two keys that first chunks of ``identity`` may have as their parent: for models without states, and with states."""
     return identity.digest, states_key(identity.digest)
 
 

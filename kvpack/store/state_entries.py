@@ -37,7 +37,7 @@ class StatesFields:
     def of(cls, file: container.File) -> StatesFields:
         """Parse the header of an entry with states.
 
-        Raises InvalidHeader unless it has states of one sequence, no keys and values, and the key that follows from its chunk's key.
+        Raises InvalidHeader if the entry has keys or values, does not have states of one sequence, or is stored under the wrong key.
         """
         header, where = file.header, file.where
         feature = header.ignorable.get(FEATURE, b"")
@@ -58,12 +58,12 @@ class StatesFields:
 
 
 def is_states(file: container.File) -> bool:
-    """Return True if an open entry contains states, according to its header."""
+    """Return True if the header of an open entry shows that it contains states."""
     return FEATURE in file.header.ignorable
 
 
 def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, str], recipe: str) -> list[memoryview]:
-    """Return the pieces of the entry with a model's states after a chunk. ``chunk`` is the chunk's key, and ``position`` its end."""
+    """Return the pieces of the entry with the states after a chunk. ``chunk`` is the chunk's key, and ``position`` is where it ends."""
     from kvpack.cache import files
     from kvpack.cache.cache import Cache
     from kvpack.cache.layer import Layer
@@ -78,7 +78,7 @@ def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, s
 def read(data: Data, chunk: bytes, position: int, model: Mapping[str, str], recipe: str) -> States:
     """Check the entry ``data`` and return its states, as views of it.
 
-    Raises the errors of ``container.open_bytes``, and InvalidHeader if they are not the states after ``chunk``.
+    Raises InvalidHeader if they are not the states after ``chunk``, and the same errors as ``container.open_bytes``.
     """
     from kvpack.cache import files
     from kvpack.cache.states import collect_states

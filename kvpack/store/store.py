@@ -84,7 +84,7 @@ class Store:
             nor read.
 
     Raises:
-        InvalidParameter: An argument can never work, such as a chunk that does not fit the recipe.
+        InvalidParameter: An argument can never work, such as a chunk that is not a multiple of the recipe's token groups.
 
     >>> store = kvpack.Store("store", kvpack.Identity("llama", "octopus-3"), chunk=32)
     >>> store.save(list(range(64)), kvpack.pack(past, "octopus-3"))
@@ -198,7 +198,7 @@ class Store:
         return cache.tokens, replace(cache, inputs=loaded_inputs(ids[: cache.tokens * ID_BYTES], digests, self.chunk))
 
     def _resumable_keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the leading ``keys`` of the longest stored prefix that a model can continue from."""
+        """Return the keys of the longest stored prefix from which a model can continue."""
         keys = keys[: self._backend.count_present(keys)]
         return keys if self._states is None else self._states.resumable_prefix(keys)
 
@@ -213,7 +213,7 @@ class Store:
         For layers that keep states, ``cache`` must have states at the end of some chunk (see ``kvpack.prefill`` and
         ``KvpackCache.snapshot_states``). Chunks after the last such state are not stored.
 
-        Raises InvalidParameter for a wrong number of ids, for ids that differ from the cache's own, and for a cache that has another recipe
+        Raises InvalidParameter if there is a wrong number of ids, if they differ from the cache's own, or if the cache has another recipe
         or model, does not start at position 0, has several sequences, or lacks states. Also raises it in the following cases:
 
         - A sliding window has dropped tokens whose chunks are not stored. ``KvpackCache(..., keep_all=True)`` keeps all tokens.
@@ -256,7 +256,7 @@ class Store:
                 self._leases.release(requested)
 
     def _log_short_prefix(self, tokens: int) -> None:
-        """Log a warning about the first prefix that is too short to be stored, because later lookups of it always miss."""
+        """Log a warning if a prefix is too short to be stored, because lookups of it always miss. Only the first one is logged."""
         if not self._has_logged_short_prefix:
             self._has_logged_short_prefix = True
             log.warning(
@@ -306,9 +306,9 @@ class Store:
         return self._states.save(states, chain, ends, now)
 
     def _chain(self, keys: Sequence[bytes], states: StatesAt) -> tuple[list[bytes], list[int]]:
-        """Return the keys of all entries of a prefix, and the index in this list of each chunk, followed by the list's length.
+        """Return the keys of all entries of a prefix, and the indices of its chunks in this list, followed by the list's length.
 
-        States follow their chunk, so that they are evicted after the next chunk but before their own.
+        States follow their chunk. They are therefore evicted after the next chunk, but before their own chunk.
         """
         chain, places = [*self._leading_keys], []
         for index, key in enumerate(keys, 1):
@@ -317,7 +317,7 @@ class Store:
         return chain, [*places, len(chain)]
 
     def _batches(self, indices: Sequence[int], links: Sequence[ChunkLink], cache: Cache) -> Iterator[dict[int, list[memoryview]]]:
-        """Encode the entries of chunks in batches, one per request. Stops at the first chunk that cannot be encoded."""
+        """Encode the entries of chunks and yield them in batches, one per request. Stops at the first chunk that cannot be encoded."""
 
         def encoded() -> Iterator[tuple[tuple[int, list[memoryview]], int]]:
             for index in indices:
@@ -329,7 +329,7 @@ class Store:
         return map(dict, batches(encoded(), BATCH_ENTRIES, BATCH_BYTES))
 
     def _pieces(self, cache: Cache, index: int, link: ChunkLink) -> list[memoryview] | None:
-        """Return the pieces of the entry of the chunk ``index``, or None if it cannot be encoded, which is counted as a fault."""
+        """Return the pieces of the entry of chunk ``index``. If it cannot be encoded, count a fault and return None."""
         key, parent, chunk_ids, digest = link
         try:
             chunk = self._with_identity(cache[:, index * self.chunk : (index + 1) * self.chunk])
@@ -364,7 +364,7 @@ class Store:
         return any(chain[-1] in pinned and self._backend.unpin(chain, owner) for chain in chains)
 
     def _with_states(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the keys of the entries of a prefix's chunks and, for a model that keeps states, of the states after the last chunk."""
+        """Return the keys of a prefix's chunks. For a model that keeps states, add the key of the states after the last chunk."""
         return list(keys) if self._states is None else [*keys, states_key(keys[-1])]
 
     def delete(self, token_ids: Any, *, start: int = 0, inputs: Sequence[bytes] | None = None) -> int:
@@ -395,7 +395,8 @@ class Store:
         return remove(self._backend, self._counters, keys, pinned=True)
 
     def basis(self) -> Basis | None:
-        """Return the recipe's basis, from the identity or from the store, or None if the recipe needs none or neither has it."""
+        """Return the recipe's basis, from the identity or from the store. Returns None if neither has it, or if the recipe needs no basis.
+        """
         return None if self._stored_basis is None else self._stored_basis.get()
 
     def collect(self) -> None:
@@ -428,7 +429,7 @@ class Store:
         return with_labels(text, {"model": self.identity.model} if labels is None else labels)
 
     def _load(self, keys: Sequence[bytes]) -> Cache | None:
-        """Return the cache of the longest stored prefix, after waiting for other workers that are computing the next chunks."""
+        """Return the cache of the longest stored prefix. If other workers are computing the next chunks, wait for them first."""
 
         def load() -> Cache | None:
             result = self._loader.load if self._states is None else self._states.load
@@ -437,7 +438,8 @@ class Store:
         return load() if self._leases is None else self._leases.load(keys, load, self.chunk)
 
     def _has_basis(self, keys: Sequence[bytes]) -> bool:
-        """Return True if the first entry exists and the basis, if needed, is available. It is read from the store if necessary."""
+        """Return True if the first entry exists and the basis is available, or not needed. The basis is read from the store if necessary.
+        """
         if self._stored_basis is None or self._reader.basis is not None:
             return True
         if not self._backend.count_present(keys[:1]):
@@ -448,11 +450,11 @@ class Store:
         return self._reader.basis is not None
 
     def _has_fixed_frequencies(self, ids: bytes) -> bool:
-        """Return True if a sequence of ``ids`` and one more token has the same RoPE frequencies as every shorter sequence."""
+        """Return True if RoPE uses the same frequencies for ``ids`` and one more token as for any shorter sequence."""
         return self._max_sequence is None or len(ids) // ID_BYTES < self._max_sequence
 
     def _move_cache(self, cache: Cache, device: torch.device | str) -> Cache | None:
-        """Return the cache on ``device``, or None if the device lacks memory, which is counted as a fault."""
+        """Return the cache on ``device``. If the device lacks memory, count a fault and return None."""
         import torch
 
         try:

@@ -34,7 +34,7 @@ class Summary:
 
     @property
     def count(self) -> int:
-        """Number of entries, readable or not."""
+        """Number of readable and unreadable entries."""
         counts = [*self.chunks.values(), *self.kinds.values()]
         return self.unreadable + sum(count["entries"] for count in counts)
 
@@ -43,7 +43,7 @@ class Summary:
         return [(dict(model), recipe, count) for (model, recipe), count in sorted(self.chunks.items())]
 
     def add(self, text: dict[str, Any], entries: int, size: int) -> None:
-        """Add to the totals: ``entries`` entries of ``size`` bytes in total, which ``text`` describes."""
+        """Add ``entries`` entries to the totals. They have ``size`` bytes in total, and ``text`` describes them."""
         if text["kind"] != "chunk":
             self.kinds[text["kind"]].update(entries=entries, bytes=size)
             return
@@ -54,7 +54,7 @@ class Summary:
 def summarize(
     backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Summary:
-    """Return the totals of a location. ``read_catalog`` describes the parameters."""
+    """Return the totals of a location. See ``read_catalog`` for the parameters."""
     summary = Summary()
     # Descriptions ignore encryption keys and size limits, so they are used only without them.
     known = backend.read_descriptions() if _has_descriptions(backend) and cipher is None and max_entry_bytes == MAX_ENTRY_BYTES else None
@@ -71,9 +71,9 @@ def summarize(
 
 
 def describe_new(backend: Backend) -> Sequence[StoredEntry] | None:
-    """Describe entries that have no description yet, and return all entries that are not described as chunks, states or pages.
+    """Add missing descriptions of entries. Returns all entries that are not described as chunks, states or pages.
 
-    Returns None for a location without descriptions.
+    Returns None if the location does not store descriptions.
     """
     if not _has_descriptions(backend) or (known := backend.read_descriptions()) is None:
         return None

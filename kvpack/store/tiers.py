@@ -30,9 +30,9 @@ _MAX_NOTED = 4096
 
 
 class Tiers:
-    """A backend that combines several tiers. ``tiers`` contains pairs (backend, its counters), fastest first.
+    """A backend that combines several tiers. ``tiers`` contains (backend, its counters) pairs, fastest first.
 
-    ``counters`` are the store's. With ``write_back``, tiers other than the first are written in the background.
+    ``counters`` are those of the whole store. With ``write_back``, tiers other than the first are written in the background.
     """
 
     def __init__(self, tiers: Sequence[tuple[Backend, Counters]], counters: Counters, *, write_back: bool = False) -> None:
@@ -70,13 +70,13 @@ class Tiers:
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         return [entry.data for entry in self.find(keys)]
 
-    def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[FoundEntry]:
-        return [FoundEntry(data, tier) for tier, entries in self._query_in_turn(keys, self._time_get, len, beyond) for data in entries]
+    def find(self, keys: Sequence[bytes], *, after_tier: int = -1) -> list[FoundEntry]:
+        return [FoundEntry(data, tier) for tier, entries in self._query_in_turn(keys, self._time_get, len, after_tier) for data in entries]
 
-    def find_many(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
+    def find_many(self, keys: Sequence[bytes], after_tier: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
         result: list[FoundEntry | None] = [None] * len(keys)
         for tier, backend in enumerate(self._backends):
-            missing = [index for index, entry in enumerate(result) if entry is None and beyond[index] < tier]
+            missing = [index for index, entry in enumerate(result) if entry is None and after_tier[index] < tier]
             with self._time_operation(backend, "load") if missing else nullcontext():
                 entries = backend.find_many([keys[index] for index in missing], [-1] * len(missing), max_bytes) if missing else ()
             for index, entry in zip(missing, entries, strict=True):
@@ -212,7 +212,7 @@ class Tiers:
     def _put_in(
         self, backends: Sequence[Backend], chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int
     ) -> Sequence[bool]:
-        """Put entries into all ``backends``. Returns, for each entry, whether any backend has stored it."""
+        """Put entries into all ``backends``. Returns for each entry True if any backend has stored it."""
         answers = []
         for backend in backends if entries else ():
             with self._time_operation(backend, "save"):
@@ -220,15 +220,19 @@ class Tiers:
         return [any(results) for results in zip(*answers, strict=True)] if answers else [False] * len(entries)
 
     def _query_in_turn(
-        self, keys: Sequence[bytes], query: Callable[[Backend, Sequence[bytes]], Any], count_keys: Callable[[Any], int], beyond: int = -1
+        self,
+        keys: Sequence[bytes],
+        query: Callable[[Backend, Sequence[bytes]], Any],
+        count_keys: Callable[[Any], int],
+        after_tier: int = -1,
     ) -> Iterator[tuple[int, Any]]:
-        """Query the tiers for ``keys``, in order. Yields (tier, reply) as long as some tier has the next key.
+        """Query the tiers for ``keys``, in order, and yield (tier, reply) pairs until no tier has the next key.
 
-        ``count_keys`` counts the keys in a reply. Each time, the fastest tier is queried first, but no tier is queried twice for a key that
-        it lacks. For the first key, only tiers slower than ``beyond`` are queried.
+        ``count_keys`` counts the keys in a reply. For each missing key, the fastest tier is queried first, and no tier is queried twice for
+        a key that it lacks. For the first key, only tiers slower than ``after_tier`` are queried.
         """
         found = 0
-        exhausted_at: dict[int, int] = dict.fromkeys(range(beyond + 1), 0)
+        exhausted_at: dict[int, int] = dict.fromkeys(range(after_tier + 1), 0)
         while found < len(keys):
             for tier, backend in enumerate(self._backends):
                 if exhausted_at.get(tier) == found:

@@ -42,9 +42,9 @@ CHUNK_SIZE_FEATURE = "chunk-tokens"
 
 @dataclass(frozen=True)
 class ExportedPrefix:
-    """An exported prefix and its identity, which contains the basis. ``inputs``, if any, has one digest for every ``chunk`` tokens.
+    """An exported prefix with its identity, which contains the basis. ``inputs``, if set, has one digest for every ``chunk`` tokens.
 
-    ``chunk`` is None if the file does not contain the chunk size.
+    ``chunk`` is None if the chunk size is not in the file.
     """
 
     identity: Identity
@@ -66,9 +66,9 @@ def export_prefix(
 ) -> int:
     """Write a prefix with its token ids to ``path`` as one unencrypted kvpack file. Returns the size in bytes.
 
-    ``states`` is the entry of the states after its last chunk, for a model that keeps states. The file names the ``basis`` that its entries
-    need but does not contain it. Raises InvalidParameter for a prefix whose beginning is missing, WriteFailed, and the errors of reading
-    the entries.
+    ``states`` is the entry of the states after its last chunk, for a model that keeps states. The file refers to the ``basis`` that it
+    needs, but does not contain it. Raises InvalidParameter if the beginning of the prefix is missing, WriteFailed, and the errors of
+    reading entries.
     """
     from kvpack.cache import files
     from kvpack.cache.cache import concat
@@ -113,10 +113,10 @@ def _features(prefix: Prefix) -> dict[str, bytes]:
 
 
 def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str, source: str | None = None) -> ExportedPrefix:
-    """Read the prefix in a kvpack file. ``tokens`` is the path of a JSON file of its token ids, for files that do not contain them.
+    """Read the prefix in a kvpack file. For files without token ids, ``tokens`` is the path of a JSON file that contains them.
 
     ``source`` is the path of the basis that the file needs, or of a folder that contains it. Raises InvalidParameter if there are no ids,
-    MissingFile, MissingBasis, and the errors of loading a file.
+    MissingFile, MissingBasis, and the same errors as ``kvpack.load``.
     """
     from kvpack.cache import files
     from kvpack.coding.basis_sources import find
@@ -151,7 +151,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
 
 
 def chunk_at(location: Any, exported: ExportedPrefix, options: StoreOptions) -> int | None:
-    """Return the chunk size, in tokens, with which a location stores the beginning of a prefix, or None if it does not store it.
+    """Return the chunk size, in tokens, of the entries that a location has of a prefix, or None if it has none.
 
     The location is not changed. Raises the errors of opening the location.
     """
@@ -163,7 +163,9 @@ def chunk_at(location: Any, exported: ExportedPrefix, options: StoreOptions) -> 
 
 
 def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:
-    """Parse the feature ``TOKEN_CHUNKS_FEATURE``. Returns (tokens per chunk, digest of each chunk, all token ids). Raises InvalidHeader."""
+    """Parse the feature ``TOKEN_CHUNKS_FEATURE``. Returns tokens per chunk, the digest of each chunk, and all token ids. Raises
+    InvalidHeader.
+    """
     chunk = int.from_bytes(data[:_CHUNK_BYTES], "little")
     digests, ids, offset = [], [], _CHUNK_BYTES
     while offset < len(data):

@@ -28,24 +28,24 @@ _PERMANENT_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errn
 
 
 class Untrusted(PermissionError):
-    """Error for a folder or file that users other than the store's owner may have written."""
+    """Raised if users other than the store's owner may have written a folder or file."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.EPERM, message)
 
 
 class NotAnEntry(OSError):
-    """Error for a folder, a link, a FIFO or a device at an entry's path."""
+    """Raised if an entry's path is a folder, a link, a FIFO or a device."""
 
     def __init__(self, path: str) -> None:
         super().__init__(errno.EINVAL, f"{path} is not a regular file")
 
 
 class Trust:
-    """Checks which users may write to the folder ``root``. If the folder does not exist yet, its ``owner`` is this user.
+    """Checks which users may write to the folder ``root``. If it does not exist yet, this user becomes its ``owner``.
 
-    ``trusted_group`` is the id or name of a group whose members may write there and are trusted like the owner. Raises InvalidParameter if
-    this user is not in that group, or if ``root`` cannot be a store: it is not a folder, others may write to it, or it is not accessible.
+    ``trusted_group`` is the id or name of a group. Its members may write there and are trusted like the owner. Raises InvalidParameter if
+    this user is not in that group, or if ``root`` is not a folder, is not accessible, or may be written by others.
     """
 
     def __init__(self, root: str, trusted_group: int | str | None = None) -> None:
@@ -86,12 +86,14 @@ class Trust:
 
     @property
     def may_write(self) -> bool:
-        """True if this user may store entries: the owner, root (which gives files to the owner), or a member of the trusted group."""
+        """True if this user may store entries. These users may: the owner, root (which gives files to the owner), and members of the
+        trusted group.
+        """
         return self._user in (self.owner, 0) or self._group_writes
 
     @contextlib.contextmanager
     def open_checked(self, path: str) -> Iterator[tuple[int, os.stat_result]]:
-        """Open a regular file below the root for reading. Yields its descriptor and status. Raises OSError or Untrusted."""
+        """Open a regular file below the root for reading, and yield its descriptor and status. Raises OSError or Untrusted."""
         try:
             descriptor = self._open(path)
         except OSError as error:
@@ -118,7 +120,7 @@ class Trust:
         return os.open(path, flags)
 
     def check_folder(self, folder: str) -> None:
-        """Raise Untrusted unless only trusted users may write to ``folder`` and to every folder between it and the root. Raises OSError."""
+        """Raise Untrusted if untrusted users may write to ``folder`` or to a folder between it and the root. Raises OSError."""
         # A checked folder need not be checked again: only users who may write to its parent, which is checked too, can replace it.
         while folder != self._root and folder not in self._folders:
             status = os.stat(folder)
@@ -129,7 +131,7 @@ class Trust:
             folder = os.path.dirname(folder)
 
     def assign_owner(self, descriptor: int) -> None:
-        """Assign a file or folder that this user has just created to the store's owner and, if there is one, to the trusted group.
+        """Assign a file or folder that this user has just created to the store's owner and, if set, to the trusted group.
 
         Raises OSError, or Untrusted if the file or folder belongs to an untrusted user.
         """
@@ -184,7 +186,7 @@ class Trust:
 
 
 def _group_number(group: int | str) -> int:
-    """Return the id of a group of which this process is a member. Raises InvalidParameter."""
+    """Return the id of a group to which this process belongs. Raises InvalidParameter."""
     number: Any = group
     if isinstance(group, str):
         try:

@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Windows:
-    """The sliding windows of a model's layers, in tokens (None for a layer without a window), and the number of tokens per chunk."""
+    """The sliding windows of a model's layers, in tokens (None for full attention), and the number of tokens per chunk."""
 
     layers: tuple[int | None, ...]
     chunk: int
 
     def first_chunk(self, chunks: int) -> int:
-        """Return the index of the first chunk that some layer needs for the token after ``chunks`` chunks."""
+        """Return the index of the first chunk that the token after ``chunks`` chunks needs in some layer."""
         if not self.layers or None in self.layers:
             return 0
         return min(self._first_token(chunks * self.chunk, window) for window in self.layers if window is not None) // self.chunk
 
     def crop(self, cache: Cache) -> Cache:
-        """Return ``cache`` with only those chunks of each layer to which the next token attends."""
+        """Return ``cache`` without the chunks of each layer to which the next token does not attend."""
         # If only later chunks were loaded, the cache is a prefix whose layers have skipped the earlier tokens.
         skipped = cache.start
         layers = [replace(layer, skipped=skipped) if layer.sides else layer for layer in cache]
@@ -44,10 +44,10 @@ class Windows:
 
 
 def check_complete(cache: Cache, stored: int) -> None:
-    """Check that every layer still has all tokens after the first ``stored`` tokens, which the store already has.
+    """Check that every layer still has all tokens after the first ``stored`` ones, which the store already has.
 
-    Otherwise, raises InvalidParameter if ``stored`` is 0. If it is not, issues a KvpackWarning, because the missing chunks may have been
-    stored earlier and evicted.
+    If tokens are missing, raises InvalidParameter if ``stored`` is 0. Otherwise, issues a KvpackWarning, because the missing chunks may
+    have been stored earlier and then evicted.
     """
     for number, layer in enumerate(cache):
         if layer.skipped > stored and layer.tokens:

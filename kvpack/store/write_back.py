@@ -24,7 +24,7 @@ FLUSH_SECONDS = 30.0
 class WriteBack:
     """A queue whose thread calls ``write(chain, entry, now_ns)`` in the order of ``add``. Safe to use from any thread.
 
-    After a fork, the child's queue is empty, and the parent writes the queued entries.
+    After a fork, the child's queue is empty; the parent still writes its entries.
     """
 
     _queue: OrderedDict[bytes, tuple[Sequence[bytes], bytes, int]]
@@ -37,7 +37,7 @@ class WriteBack:
         self._reset()
 
     def add(self, chain: Sequence[bytes], data: bytes, now_ns: int) -> None:
-        """Queue an entry. If it does not fit, it is dropped and counted."""
+        """Queue an entry. If there is no room for it, it is dropped and counted."""
         self._reset_in_child()
         with self._condition:
             if self._bytes + len(data) > QUEUE_BYTES:
@@ -53,7 +53,7 @@ class WriteBack:
             self._condition.notify_all()
 
     def cancel(self, keys: Iterable[bytes]) -> None:
-        """Drop the queued entries of ``keys``, and wait if one of them is being written."""
+        """Drop the queued entries of ``keys``. If one of them is being written, wait until that is done."""
         self._reset_in_child()
         forgotten = set(keys)
         with self._condition:
@@ -64,7 +64,7 @@ class WriteBack:
             self._condition.notify_all()
 
     def close(self) -> None:
-        """Write queued entries for at most ``FLUSH_SECONDS``. The rest is dropped and counted."""
+        """Write queued entries for at most ``FLUSH_SECONDS``. What is left is dropped and counted."""
         self._reset_in_child()
         deadline = time.monotonic() + FLUSH_SECONDS
         with self._condition:

@@ -20,7 +20,7 @@ from kvpack.store.catalog import read_catalog, verify
 from kvpack.store.counters import Counters
 from kvpack.store.entry_kind import UNENCRYPTED
 from kvpack.store.locations import open_backend
-from kvpack.store.memory import Memory
+from kvpack.store.memory import MemoryBackend
 from kvpack.store.object_store import MAX_CONCURRENT_REQUESTS, ObjectStore
 from kvpack.store.options import LocationOptions
 from kvpack.store.reclaim import reclaim
@@ -318,7 +318,7 @@ def test_missing_chunks_of_a_prefix_are_added(location: str, server: Server, tmp
 
 
 def test_an_empty_put_sends_no_request() -> None:
-    assert Memory(Counters(), max_bytes=10).put_all([b"k" * 32], {}, 0) == []
+    assert MemoryBackend(Counters(), max_bytes=10).put_all([b"k" * 32], {}, 0) == []
 
 
 @pytest.mark.scenario

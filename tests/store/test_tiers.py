@@ -23,7 +23,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.store import breaker, tiers, write_back
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
-from kvpack.store.memory import Memory
+from kvpack.store.memory import MemoryBackend
 from support import redis_server, s3_server
 from support.store_caches import CHUNK, IDENTITY, UNIFORM_IDENTITY, cache, entries, entry_of, is_same_prefix, open_store, prompt, save
 from support.store_stress import FORK
@@ -219,7 +219,7 @@ def test_every_tier_keeps_its_budget(tmp_path: Path) -> None:
 
 
 def test_leaves_are_evicted_from_memory_before_their_ancestors() -> None:
-    memory = Memory(Counters(), max_bytes=4 * 10)
+    memory = MemoryBackend(Counters(), max_bytes=4 * 10)
     chain, other = [bytes([number]) * 32 for number in range(3)], [b"x" * 32]
     for length in (1, 2, 3):
         assert memory.put(chain[:length], [memoryview(bytes(10))], 0)

@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 class Changes:
-    """The increments of a store's counters since the last call of ``pop_increments``."""
+    """Tracks the counters of a store, and returns by how much they have increased."""
 
     def __init__(self, store: PageStore) -> None:
         self._store = store
         self._before: Counter[tuple[str, ...]] = Counter()
 
     def pop_increments(self) -> Counter[tuple[str, ...]]:
-        """Return the increments, keyed by (name,) and by ("faults", operation, reason)."""
+        """Return the increments since the last call, keyed by (name,) and by ("faults", operation, reason)."""
         now: Counter[tuple[str, ...]] = Counter()
         for name, count in self._store.counters().items():
             if isinstance(count, dict):

@@ -20,11 +20,10 @@ _NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in RAW_DTYPES.
 
 
 def export_values(where: str, side: Side, dtype: str | None, library: str, recorded: str | None = None) -> torch.Tensor:
-    """Return the values of ``side``, ``[batch, kv_head, token, dim]`` on the CPU, in their stored dtype or rounded to ``dtype``.
+    """Return the values of ``side`` in their stored dtype or rounded to ``dtype``, ``[batch, kv_head, token, dim]`` on the CPU.
 
-    ``recorded`` is the dtype of the cache's model, which the error suggests if it is bf16, fp16 or fp32.
-
-    Raises InvalidParameter if ``dtype`` is unknown, or missing although it is needed. Raises OutOfRange if it would make a value infinite.
+    ``recorded`` is the dtype of the cache's model. If it is bf16, fp16 or fp32, the error message suggests it. Raises InvalidParameter if
+    ``dtype`` is unknown, or missing although it is needed, and OutOfRange if rounding to ``dtype`` would make a value infinite.
     """
     if dtype is not None and dtype not in RAW_DTYPES:
         raise InvalidParameter(f"dtype is {dtype!r}, expected one of {', '.join(RAW_DTYPES)}")
@@ -46,7 +45,7 @@ def export_values(where: str, side: Side, dtype: str | None, library: str, recor
 
 
 def parse_windows(windows: Mapping[int, int] | None, layers: int) -> dict[int, int]:
-    """Check ``windows`` and return it as a dict from layer numbers to sliding windows in tokens. Raises InvalidParameter."""
+    """Check ``windows`` and return it as a dict of sliding windows, in tokens, by layer number. Raises InvalidParameter."""
     result = dict(windows or {})
     for number, window in result.items():
         if number not in range(layers) or not isinstance(window, int) or not 0 < window <= MAX_TOKENS:

@@ -11,11 +11,11 @@ from kvpack.formats.errors import InvalidParameter, MissingBasis
 
 
 def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: str | None) -> Recipe:
-    """Return the recipe with its basis file ``basis``, whose SHA-256 becomes part of the recipe's text.
+    """Return the recipe bound to the basis file ``basis``, with the file's SHA-256 added to its text.
 
     ``model`` is the engine's name for the model. It is None if each object names its model. In that case, the caller compares these names
-    with the basis. Raises MissingBasis if the recipe needs a basis and there is none, MissingFile, and InvalidParameter for a basis that
-    belongs to another model or that the recipe does not need.
+    with the basis. Raises MissingBasis if the recipe needs a basis and there is none, MissingFile, and InvalidParameter if the basis
+    belongs to another model or the recipe does not need one.
     """
     parsed = parse_recipe(recipe)
     if basis is None:
@@ -45,14 +45,14 @@ def check_layers(recipe: str, why: str) -> None:
 
 
 def reject_layer_clauses(recipe: str, why: str) -> None:
-    """Raise InvalidParameter for a recipe whose clauses name layers. ``why`` explains the restriction in the message."""
+    """Raise InvalidParameter if clauses of the recipe select layers. ``why`` explains the restriction in the message."""
     named = [rule.written for rule in parse_recipe(recipe).rules if rule.items is not None]
     if named:
         raise InvalidParameter(f"the recipe {recipe!r} names layers by {named[0]!r}, but {why}: use a recipe that does not name layers")
 
 
 def check_layer_names(recipe: str, names: Sequence[str]) -> None:
-    """Raise InvalidParameter for a recipe whose codecs differ between layers, unless ``names`` number the layers consecutively.
+    """Raise InvalidParameter if the recipe's codecs differ between layers, unless ``names`` number the layers consecutively.
 
     An example of a name is "model.layers.3.self_attn".
     """

@@ -68,8 +68,8 @@ def import_slot(
     file does not record. No codec can represent blocks of q4_1, q5_1 and iq4_nl. The cache of such a slot has no tokens, but only states
     that contain the blocks (see opaque.py).
 
-    Raises MissingFile, and the errors of ``kvpack.pack``. Raises InvalidParameter for other files and versions, and for contents that
-    kvpack cannot store exactly: positions that are not consecutive, several sequences, images, and recurrent states.
+    Raises MissingFile, and the same errors as ``kvpack.pack``. Raises InvalidParameter if the file is of another kind or version, or if it
+    contains something that kvpack cannot store exactly: positions that are not consecutive, several sequences, images, or recurrent states.
     """
     where = path_text(path)
     fields = model_fields(model)
@@ -134,9 +134,9 @@ def export_slot(
     types, ``transposed`` (True if values are transposed, as they are without flash attention) and ``streams`` (1, or one per sequence if
     the cache is not unified). Both default to the imported file's. ``progress`` counts layers.
 
-    Raises InvalidParameter for a cache that did not come from llama.cpp. Also raises it, naming the layer, for contents that such a file
-    cannot represent: layers without keys or values, states, batches, windows with missing tokens, and unknown token ids. Raises OutOfRange
-    if ``dtype`` would make a value infinite, and WriteFailed.
+    Raises InvalidParameter if the cache did not come from llama.cpp, or if it contains something that such a file cannot represent: layers
+    without keys or values, states, several sequences, windows with missing tokens, or unknown token ids. The message names the layer.
+    Raises OutOfRange if ``dtype`` would make a value infinite, and WriteFailed.
     """
     where = path_text(path)
     _check_origin(cache)
@@ -207,7 +207,7 @@ def _check_opaque(number: int, layer_tokens: int, tokens: int, window: int | Non
 
 
 def _check_counts(where: str, file: StateFile, windows: dict[int, int]) -> int:
-    """Return the number of tokens in the file. Raises InvalidParameter unless layers match ``windows``, and cells match the token ids."""
+    """Return the number of tokens in the file. Raises InvalidParameter unless layers match ``windows`` and cells match token ids."""
     counts = [len(section.keys) for section in file.sections]
     if not 0 < sum(counts) <= MAX_LAYERS:
         raise InvalidParameter(f"{where} has {sum(counts)} layers, expected 1 to {MAX_LAYERS}")
@@ -238,7 +238,7 @@ def _heads_of_layers(kv_heads: int | Sequence[int], layers: int) -> list[int]:
 
 
 def _position_order(where: str, positions: np.ndarray, first: int) -> torch.Tensor | None:
-    """Return the order that sorts cells by position, or None if they are sorted.
+    """Return the order in which cells are sorted by position, or None if they already are.
 
     Raises InvalidParameter unless the positions are consecutive.
     """
@@ -258,7 +258,7 @@ def _position_order(where: str, positions: np.ndarray, first: int) -> torch.Tens
 def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str:
     """Return the recipe that stores the quantized keys or values unchanged.
 
-    ``stored`` contains the types of each layer's keys and values. Raises InvalidParameter if they differ between layers, or if ``recipe``
+    ``stored`` contains the types of each layer's keys and values. Raises InvalidParameter if layers have different types, or if ``recipe``
     is not raw.
     """
     check_raw(where, stored[0], recipe)
@@ -271,9 +271,9 @@ def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str
 
 
 def _quantized_types(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]:
-    """Return the quantized types in which keys and values are written back. None stands for keys or values that are not quantized.
+    """Return the quantized types in which keys and values are written back. None means not quantized.
 
-    Raises InvalidParameter for another dtype.
+    Raises InvalidParameter if ``dtype`` asks for something else.
     """
     dtype_name = cache.model.get("dtype", "").removesuffix(" of llama.cpp")
     keys, _, values = dtype_name.partition(_KINDS)
@@ -291,7 +291,7 @@ def _side_cells(
 ) -> _Stored:
     """Return the ``newest`` tokens of a side in llama.cpp's layout. ``recorded`` is the dtype in the cache's model fields.
 
-    Raises the errors of ``export_values``, and InvalidParameter if the side is not of the quantized type ``kind``.
+    Raises the same errors as ``export_values``, and InvalidParameter if the side is not of the quantized type ``kind``.
     """
     if kind in QUANTIZED:
         rows = blocks_of(side, kind, where)[:, -newest:].transpose(0, 1).contiguous()
@@ -303,7 +303,6 @@ def _side_cells(
 def _values(
     reader: Reader, where: str, block: CellBlock, cells: int, heads: int, order: torch.Tensor | None, transposed: bool
 ) -> torch.Tensor | Quantized:
-    """Read a block of cells, and return its values, ``[1, kv_head, token, dim]``."""
     if block.channels % heads:
         raise InvalidParameter(
             f"{where}: {block.channels} channels are not divisible by {heads} heads: pass the model's number of KV heads"
@@ -343,7 +342,7 @@ def _setting(name: str, value: object, minimum: int, maximum: int) -> int:
 
 
 def _ids(cache: Cache) -> bytes:
-    """Return the token ids of all tokens as bytes, or no bytes if the ids are unknown."""
+    """Return the token ids as bytes. If some ids are unknown, return no bytes."""
     inputs = cache.inputs
     if inputs is None:
         return b""
@@ -363,7 +362,7 @@ def _ids(cache: Cache) -> bytes:
 
 
 def _saved_tokens(number: int, layer: Layer, latents: bool, tokens: int, window: int | None) -> int:
-    """Return the number of tokens, counted from the newest, that llama.cpp saves for a layer."""
+    """Return how many of a layer's newest tokens llama.cpp saves."""
     if layer.k is None or (layer.v is None) != latents or layer.states:
         contents = "no values, unlike layer 0" if layer.v is None else "values, unlike layer 0"
         contents = "states" if layer.states else "no keys" if layer.k is None else contents
@@ -381,7 +380,7 @@ def _max_saved_tokens(tokens: int, window: int | None) -> int:
 
 
 def _check_token_count(number: int, layer_tokens: int, tokens: int, window: int | None) -> None:
-    """Raise InvalidParameter unless a layer has all ``tokens`` tokens, or all within the ``window`` of the next token."""
+    """Raise InvalidParameter unless a layer has all ``tokens`` tokens, or all that the next token can attend to with ``window``."""
     if layer_tokens < (tokens if window is None else max(1, min(tokens, window - 1))):
         needed = f"but a window of {window} includes the previous {window - 1}" if window else "so it needs a sliding window: pass windows="
         raise InvalidParameter(f"layer {number} holds the newest {layer_tokens} of {tokens} tokens, {needed}")

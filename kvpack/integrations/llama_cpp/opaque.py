@@ -50,7 +50,7 @@ def check_raw(where: str, kinds: Iterable[str], recipe: str | Recipe) -> None:
 def opaque_layer(
     reader: Reader, keys: CellBlock, values: CellBlock | None, order: torch.Tensor | None, cells: int, transposed: bool, ids: bytes
 ) -> DenseLayer:
-    """Return a layer with the keys and values of ``cells`` cells as states, in ``order``. ``transposed`` values are transposed back.
+    """Return a layer whose states contain the keys and values of ``cells`` cells, in ``order``. ``transposed`` values are transposed back.
 
     Raises MissingFile or InvalidParameter.
     """
@@ -63,7 +63,7 @@ def opaque_layer(
 
 
 def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
-    """Return True if all layers come from ``opaque_layer``. Raises InvalidParameter if only some do, or if ``dtype`` is set."""
+    """Return True if all layers come from ``opaque_layer``. Raises InvalidParameter if only some of them do, or if ``dtype`` is set."""
     result = [_cell_types(layer).keys() >= {"k"} for layer in cache]
     if any(result) and not all(result):
         raise InvalidParameter(
@@ -78,7 +78,7 @@ def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
 
 
 def opaque_ids(cache: Cache) -> bytes:
-    """Return the token ids of all tokens, or no bytes if they are unknown. Raises InvalidParameter if only some ids are known."""
+    """Return the token ids as bytes, or no bytes if they are unknown. Raises InvalidParameter if only some ids are known."""
     state = cache[0].states.get(IDS)
     if state is None:
         return b""
@@ -93,7 +93,7 @@ def opaque_ids(cache: Cache) -> bytes:
 def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) -> tuple[int, list[tuple[CellBlock, memoryview]]]:
     """Return the number of cells in layer ``number``, and its keys and values in llama.cpp's layout.
 
-    Raises InvalidParameter, naming the layer.
+    Raises InvalidParameter. The message names the layer.
     """
     named, result = _cell_types(layer), []
     if (
@@ -121,7 +121,7 @@ def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) ->
 
 
 def _cell_types(layer: Layer) -> dict[str, tuple[str, torch.Tensor]]:
-    """Return the type and the cells of the keys and values ("k" and "v") of a layer from ``opaque_layer``."""
+    """Return the type and the cells of a layer's keys ("k") and values ("v"). The layer must come from ``opaque_layer``."""
     result = {}
     for name, state in layer.states.items():
         side, _, kind = name.partition(".")

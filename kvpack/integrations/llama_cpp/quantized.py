@@ -26,7 +26,7 @@ _LARGEST = 32752.0
 
 
 def recipe_of(kind: str, sides: str) -> str:
-    """Return the recipe clause that stores ``kind``."""
+    """Return a recipe clause that stores ``kind`` bit for bit."""
     return f"{sides}=group:b={QUANTIZED[kind].bits},g={BLOCK},axis=channel,token_scale=fp16"
 
 
@@ -78,9 +78,9 @@ class Quantized:
 
 
 def blocks_of(side: Side, kind: str, where: str) -> torch.Tensor:
-    """Return the blocks, uint8 ``[kv_head, token, block, byte]``, of the result of ``Quantized.side``.
+    """Return the blocks of a side from ``Quantized.side``, uint8 ``[kv_head, token, block, byte]``.
 
-    Raises InvalidParameter for any other side.
+    Raises InvalidParameter if the side has another origin.
     """
     block = QUANTIZED[kind]
     codec, pages = side.codec, side.merged().runs
@@ -89,7 +89,7 @@ def blocks_of(side: Side, kind: str, where: str) -> torch.Tensor:
         same = (codec.bits, codec.axis, codec.size, codec.rotation_kind, codec.token_scale, codec.scale_dtype)
         if same == (block.bits, "channel", BLOCK, "none", "fp16", "fp16") and codec.dim % BLOCK == 0:
             scale, center = streams["scales"][0].unbind(-1)
-            if torch.equal(_bits(scale), _bits(-2 * center)) and bool((streams["token_scale"] == _HALF).all()):
+            if torch.equal(_bit_patterns(scale), _bit_patterns(-2 * center)) and bool((streams["token_scale"] == _HALF).all()):
                 (codes,) = codec.digits(streams)
                 codes = codes[0].to(torch.uint8).view(*scale.shape, BLOCK)
                 return torch.cat([(-center)[..., None].contiguous().view(torch.uint8), _pack_blocks(codes, block)], -1)
@@ -99,12 +99,12 @@ def blocks_of(side: Side, kind: str, where: str) -> torch.Tensor:
     )
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
+def _bit_patterns(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.int16)
 
 
 def _codes(data: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Return the codes ``[..., channel]`` in ``data``, which contains the bytes of blocks after d."""
+    """Return the codes ``[..., channel]``. ``data`` contains the bytes of blocks without d."""
     if kind.bits == 8:
         return data ^ 0x80
     quarters = data[..., -BLOCK // 2 :]
@@ -116,7 +116,7 @@ def _codes(data: torch.Tensor, kind: Kind) -> torch.Tensor:
 
 
 def _pack_blocks(codes: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Pack codes ``[..., channel]`` into the bytes of blocks after d."""
+    """Pack codes ``[..., channel]`` into the bytes of blocks without d."""
     if kind.bits == 8:
         return codes ^ 0x80
     half = BLOCK // 2

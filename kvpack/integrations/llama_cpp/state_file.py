@@ -65,9 +65,9 @@ _OTHER_CELLS = (
 
 
 class CellBlock(NamedTuple):
-    """The keys or values of a layer in a file, at ``offset``: ``channels`` values per cell, cell by cell or transposed.
+    """The keys or values of a layer, at ``offset`` in a file. Each cell has ``channels`` values.
 
-    ``dtype`` is a key of TYPES or BLOCKS.
+    The values are stored cell by cell, or transposed. ``dtype`` is a key of TYPES or BLOCKS.
     """
 
     dtype: str
@@ -82,7 +82,7 @@ class CellBlock(NamedTuple):
 
 
 class Section(NamedTuple):
-    """The section of one of llama.cpp's caches. ``positions`` is int32 ``[cell]``. ``values`` may be transposed."""
+    """The section of one of llama.cpp's caches. ``positions`` is int32 ``[cell]``. If ``transposed`` is set, values are transposed."""
 
     streams: int
     sequence: int
@@ -93,7 +93,7 @@ class Section(NamedTuple):
 
 
 class StateFile(NamedTuple):
-    """A parsed file. ``ids`` are the token ids, 4 bytes each, which the file stores in the form ``ids_form``."""
+    """A parsed llama.cpp state file. ``ids`` are its token ids, 4 bytes each. ``ids_form`` is the encoding that the file uses for them."""
 
     ids: bytes
     ids_form: str
@@ -101,7 +101,7 @@ class StateFile(NamedTuple):
 
 
 class Reader:
-    """An open file that is read part by part, in order. Raises MissingFile."""
+    """An open file that is read piece by piece, in order. Raises MissingFile."""
 
     def __init__(self, where: str) -> None:
         self.where, self.at = where, 0
@@ -119,7 +119,7 @@ class Reader:
         return self.size - self.at
 
     def skip(self, count: int, description: str) -> int:
-        """Skip the next ``count`` bytes, and return their offset. Raises InvalidParameter if the file does not have them."""
+        """Skip the next ``count`` bytes, and return their offset. Raises InvalidParameter if the file ends before."""
         if count > self.remaining:
             raise InvalidParameter(
                 f"{self.where} is truncated: {description} take {count} bytes at offset {self.at}, but only {self.remaining} remain"
@@ -128,14 +128,14 @@ class Reader:
         return begin
 
     def take(self, count: int, description: str) -> bytearray:
-        """Read the next ``count`` bytes. Raises the errors of ``skip``."""
+        """Read the next ``count`` bytes. Raises the same errors as ``skip``."""
         begin = self.skip(count, description)
         data = bytearray(count)
         self.read_into(memoryview(data), begin)
         return data
 
     def numbers(self, layout: str, description: str) -> tuple[int, ...]:
-        """Read the next numbers, in the struct format ``layout``. Raises the errors of ``skip``."""
+        """Read numbers in the struct format ``layout``. Raises the same errors as ``skip``."""
         return struct.unpack(f"<{layout}", self.take(struct.calcsize(f"<{layout}"), description))
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -151,7 +151,7 @@ class Reader:
 
 
 def is_state_file(path: str | os.PathLike[str]) -> bool:
-    """Return True if a file begins like any state that llama.cpp writes. Raises MissingFile."""
+    """Return True if a file begins like a state file of any kind that llama.cpp writes. Raises MissingFile."""
     with Reader(path_text(path)) as reader:
         return reader.size >= 4 and reader.numbers("I", "its magic")[0] in (_MAGIC, *_OTHER_MAGICS)
 
@@ -159,7 +159,7 @@ def is_state_file(path: str | os.PathLike[str]) -> bool:
 def parsed(reader: Reader, sections: int, *, latents: bool = False) -> StateFile:
     """Parse the file. Raises InvalidParameter unless it consists of ``sections`` sections with keys and values.
 
-    With ``latents``, sections have only keys.
+    With ``latents``, sections must have only keys.
     """
     _check_front(reader)
     ids, form = _ids(reader)
@@ -188,7 +188,7 @@ def _check_front(reader: Reader) -> None:
 
 
 def _ids(reader: Reader) -> tuple[bytes, str]:
-    """Return the token ids and their form."""
+    """Return the token ids and their encoding."""
     (count,) = reader.numbers("I", "the number of its token ids")
     ids = np.frombuffer(reader.take(4 * count, f"its {count} token ids"), "<i4")
     form = LIST
@@ -279,9 +279,9 @@ def _block(reader: Reader, description: str, cells: int, transposed: bool) -> Ce
 
 
 def pieces(file: StateFile, data: list[list[memoryview]]) -> list[memoryview]:
-    """Return the bytes of ``file``, whose offsets are ignored.
+    """Return the bytes of ``file``. The offsets in it are ignored.
 
-    ``data`` contains, per section, the bytes of all keys and then of all values.
+    ``data`` contains, for each section, the bytes of all keys and then of all values.
     """
     ids = np.frombuffer(file.ids, "<u4")
     if file.ids_form == SERVER:

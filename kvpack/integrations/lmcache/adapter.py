@@ -43,10 +43,10 @@ OBJECTS_PER_LOOK = 4
 
 
 class StoredObjects:
-    """A record of stored objects that notifies the listeners of ``adapter`` when an object is stored or deleted.
+    """A record of the stored objects, which notifies the listeners of ``adapter`` when an object is stored or deleted.
 
-    There is one notification per event. Both contain the size that was reported when the object was stored. ``contains`` returns, for each
-    object, True if it is stored or if that is unknown. Safe to use from any thread.
+    There is one notification per event, with the object's size when it was stored. ``contains`` returns a bool for each object: True if it
+    is stored, or if that is unknown. Safe to use from any thread.
     """
 
     def __init__(self, adapter: Any, contains: Callable[[list[Any]], list[bool]]) -> None:
@@ -56,7 +56,7 @@ class StoredObjects:
         self._lock = RLock()
 
     def report_stored(self, sizes: Mapping[Any, int]) -> None:
-        """Report newly stored objects. Objects that have already been reported are ignored."""
+        """Report newly stored objects, except those that have already been reported."""
         with self._lock:
             new = {key: size for key, size in sizes.items() if key not in self._told}
             self._told |= new
@@ -64,7 +64,7 @@ class StoredObjects:
                 self._adapter._notify_keys_stored([*new], [*new.values()])
 
     def deleted(self, keys: Iterable[Any]) -> None:
-        """Report which of the objects ``keys`` are no longer stored, even if another process had stored them."""
+        """Report which of the objects ``keys`` are no longer stored, including objects that another process had stored."""
         with self._lock:
             names = [*keys]
             missing = [key for key, present in zip(names, self._contains(names), strict=True) if not present]
@@ -72,12 +72,12 @@ class StoredObjects:
                 self._adapter._notify_keys_deleted(missing, [self._told.pop(key, 0) for key in missing])
 
     def report_missing(self, keys: Iterable[Any]) -> None:
-        """Report which of the objects ``keys``, once reported as stored, are gone."""
+        """Report which of the objects ``keys`` are no longer stored, if they were reported as stored."""
         with self._lock:
             self.deleted([key for key in keys if key in self._told])
 
     def report_next_missing(self, count: int) -> None:
-        """Look up the next ``count`` reported objects, and report those that are gone."""
+        """Look up the next ``count`` reported objects, and report those that are no longer stored."""
         with self._lock:
             candidates = list(islice(self._told, count))
             for key in candidates:
@@ -148,7 +148,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return int(self._events["load"].fileno())
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Start storing objects. Existing objects are kept. An object that is rejected does not affect the others."""
+        """Start storing objects. Existing objects are kept. A rejected object does not affect the others."""
         return self._submit("store", lambda: self._store_objects(keys, objects), L2StoreResult(False, 0))
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
@@ -157,7 +157,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return done
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
-        """Start looking up objects. They are not locked: an object that is evicted before it is loaded is a miss."""
+        """Start looking up objects. They are not locked. If one is evicted before it is loaded, it is a miss."""
         return self._submit("lookup", lambda: self._lookup_result(keys, group_layout_descs), Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
@@ -167,7 +167,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Do nothing, because objects are never locked."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Start loading objects. An object that is damaged or rejected does not affect the others."""
+        """Start loading objects. A damaged or rejected object does not affect the others."""
         return self._submit("load", lambda: self._load_objects(keys, objects), Bitmap(len(keys)))
 
     def query_load_result(self, task_id: int) -> Any:
@@ -181,7 +181,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._accounts.deleted(keys)
 
     def _delete_unopened(self, names: list[bytes]) -> None:
-        """Remove objects whose layouts exist at the location but are not open here.
+        """Remove objects whose layouts are not open here, but exist at the location.
 
         LMCache's keys do not contain the layout, so all entries are inspected from time to time.
         """
@@ -242,7 +242,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return list(self._stores.values())
 
     def _contains(self, keys: list[Any]) -> list[bool]:
-        """Return, for each object, True if it is stored in any layout or if a store could not answer."""
+        """Return a bool for each object: True if it is stored in any layout, or if a store could not answer."""
         result = [False] * len(keys)
         names = [key_bytes(key) for key in keys]
         for store in self._open_stores():
@@ -254,7 +254,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return result
 
     def _check_location(self) -> None:
-        """Raise InvalidParameter, or a backend's error, if the location cannot be used. Called before any object arrives."""
+        """Raise InvalidParameter, or the backend's error, if the location cannot be used. This is called before any object arrives."""
         options = StoreOptions(max_bytes=self._max_bytes, encryption=self._encryption)
         open_for_identity(self._location, self._identity, Counters(), options, skip_sweep=True).backend.close()
 
@@ -319,7 +319,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return _bitmap(loaded)
 
     def _page_of(self, key: Any, item: Any) -> tuple[PageStore, PageBuffer]:
-        """Return the store of an object, and a page that views the object. Raises InvalidParameter."""
+        """Return the store of an object, and a view of the object as a page. Raises InvalidParameter."""
         check_model(self._recipe, key)
         store = self._get_store(item.tensor.shape, item.tensor.dtype)
         return store, as_page_buffer(store.codec.geometry, item.tensor)
@@ -331,10 +331,10 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         page_of: Callable[[int], tuple[PageStore, Any] | None],
         work: Callable[[PageStore, list[int], list[Any]], list[bool]],
     ) -> list[bool]:
-        """Return, for each object, the bool that ``work`` returns. ``work`` is called once per store, with all of its objects.
+        """Call ``work`` once per store, with all of its objects, and return its result for each object.
 
-        ``page_of`` returns the store and page of an object number, or None for a missing object. An object for which it raises is rejected
-        without affecting others, because a task of LMCache may contain objects of several layouts.
+        ``page_of`` returns the store and the page of an object number, or None for a missing object. If it raises an error, only this
+        object is rejected, because a task of LMCache may contain objects of several layouts.
         """
         done = [False] * len(keys)
         refused: list[Exception] = []

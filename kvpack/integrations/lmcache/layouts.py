@@ -31,9 +31,9 @@ _CHUNK_TOKENS = 256
 def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> Recipe:
     """Return the recipe with its ``basis``, if it needs one.
 
-    Objects with as many layers as the basis must have all layers of the model, in order. Raises InvalidParameter for a recipe that names
-    layers, and the errors of ``recipe_with_basis`` and of ``PageCodec`` for the recipe and ``head_dim``. They are raised before any object
-    arrives, because LMCache would count later ones only as misses.
+    Objects with as many layers as the basis must contain all layers of the model, in order. Raises InvalidParameter if the recipe selects
+    layers, and the same errors as ``recipe_with_basis`` and, for the recipe and ``head_dim``, ``PageCodec``. All errors are raised before
+    any object arrives, because LMCache would count later ones only as misses.
     """
     reject_layer_clauses(recipe, "LMCache's objects do not record which layers of the model they hold")
     parsed = recipe_with_basis(recipe, basis, None)
@@ -43,7 +43,7 @@ def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> R
 
 
 def check_model(recipe: Recipe, key: Any) -> None:
-    """Raise InvalidParameter if the recipe's basis does not belong to the model named in ``key``."""
+    """Raise InvalidParameter if the recipe's basis was calibrated for another model than the one named in ``key``."""
     if recipe.basis is not None:
         recipe.basis.check_model({"name": key.model_name})
 
@@ -57,7 +57,7 @@ def is_fused(options: Mapping[str, Any]) -> bool:
 
 
 def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtype: str, fused: bool) -> PageGeometry:
-    """Return the geometry of an object. Raises InvalidParameter for an object that is not keys and values.
+    """Return the geometry of an object. Raises InvalidParameter if the object is not keys and values.
 
     ``kv_dtype`` is the engine's name for its cache dtype, which distinguishes different 8-bit floats. ``fused`` is True if objects whose
     first axis is 1 or missing contain keys and values.
@@ -78,7 +78,7 @@ def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtyp
 
 
 def keeps_other_objects(options: Mapping[str, Any]) -> bool:
-    """Return True if the option ``others`` is "raw", so that objects other than keys and values are kept. Raises InvalidParameter."""
+    """Return True if objects other than keys and values are kept, because the option ``others`` is "raw". Raises InvalidParameter."""
     others = options.get("others")
     if others not in (None, "raw"):
         raise InvalidParameter(f"others is {others!r:.40}, expected 'raw', which keeps objects other than keys and values byte for byte")
@@ -86,7 +86,7 @@ def keeps_other_objects(options: Mapping[str, Any]) -> bool:
 
 
 def byte_geometry(shape: Sequence[int], dtype: torch.dtype) -> tuple[PageGeometry, str]:
-    """Return the geometry of an object that is kept byte for byte, and kvpack's name for its dtype. Raises InvalidParameter."""
+    """Return the geometry of an object that is kept byte for byte, and the name of its dtype in kvpack. Raises InvalidParameter."""
     if dtype not in _NAMES:
         raise InvalidParameter(f"the object is {dtype} {list(shape)}, expected one of {', '.join(DTYPES)}")
     return PageGeometry.of_bytes(math.prod(shape) * dtype.itemsize), _NAMES[dtype]
@@ -106,7 +106,7 @@ def as_page_buffer(geometry: PageGeometry, x: torch.Tensor) -> PageBuffer:
 
 
 def key_bytes(key: Any) -> bytes:
-    """Return the bytes of all fields in LMCache's key of an object, each preceded by its length."""
+    """Return all fields of LMCache's key of an object as bytes. Each field is preceded by its length."""
     fields = (
         key.chunk_hash,
         key.model_name.encode(),

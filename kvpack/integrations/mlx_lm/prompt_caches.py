@@ -60,8 +60,9 @@ def import_prompt_cache(
     The file's metadata becomes the cache's. A ``RotatingKVCache`` becomes a layer that has skipped the tokens before its window. mlx-lm
     does not record the model, so the caller must know it. ``progress`` counts layers.
 
-    Raises MissingFile, and the errors of ``kvpack.pack``. Raises InvalidParameter for a file that mlx-lm does not write, and for layers
-    that are not the complete keys and values of consecutive tokens: quantized ones, a window that keeps earlier tokens, and states.
+    Raises MissingFile, and the same errors as ``kvpack.pack``. Raises InvalidParameter if mlx-lm does not write such files, or if a layer
+    is not the complete keys and values of consecutive tokens. Examples are quantized values, states, and a window that also keeps earlier
+    tokens.
     """
     where = path_text(path)
     arrays, file = tensor_files.read(where, lambda names, metadata: _parse_metadata(where, names, metadata))
@@ -82,14 +83,14 @@ def export_prompt_cache(
 ) -> int:
     """Write ``cache`` as a prompt cache of mlx-lm, and return the file's size in bytes. ``path`` must end in .safetensors.
 
-    Values are written in their stored dtype if that is bf16, fp16 or fp32. Otherwise, or to write another dtype, pass ``dtype``, to which
-    values are then rounded. ``windows`` maps the number of each sliding-window layer to its window in tokens. Such a layer becomes a
-    ``RotatingKVCache``, and every other layer a ``KVCache``, which keeps all tokens. Texts and numbers of ``cache.metadata`` are kept as
-    texts. ``progress`` counts layers.
+    Values are written in their stored dtype if that is bf16, fp16 or fp32. Otherwise, pass ``dtype``, to which values are then rounded.
+    ``windows`` maps the number of each sliding-window layer to its window in tokens. Such a layer becomes a ``RotatingKVCache``, and every
+    other layer a ``KVCache``, which keeps all tokens. Texts and numbers of ``cache.metadata`` are kept as texts. ``progress`` counts
+    layers.
 
-    Raises InvalidParameter, naming the layer, for a cache that mlx-lm's classes cannot represent: it does not start at position 0, it has
-    layers without keys or values, or states, or a window lacks tokens. Raises OutOfRange if ``dtype`` would make a value infinite, and
-    WriteFailed.
+    Raises InvalidParameter if mlx-lm's classes cannot represent the cache, because it does not start at position 0, has states, has a layer
+    without keys or values, or has a window with missing tokens. The message names the layer. Raises OutOfRange if ``dtype`` would make a
+    value infinite, and WriteFailed.
     """
     where = path_text(path)
     if not where.endswith(".safetensors"):
@@ -124,7 +125,7 @@ def export_prompt_cache(
 
 
 def _parse_metadata(where: str, names: list[str], metadata: dict[str, str]) -> _File:
-    """Parse the metadata. Raises InvalidParameter unless it names a known class for every layer with arrays in ``names``."""
+    """Parse the metadata. Raises InvalidParameter unless it contains a known class for every layer that has arrays in ``names``."""
     newer = metadata.get("2.0") == ""
     text_prefix, class_prefix = ("0.", "1.") if newer else ("1.", "2.")
     numbered = {name[2:]: text for name, text in metadata.items() if name.startswith(class_prefix)}
@@ -146,7 +147,7 @@ def _parse_metadata(where: str, names: list[str], metadata: dict[str, str]) -> _
 
 
 def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[int, str]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return a layer's keys and values, ``[batch, kv_head, token, dim]`` in token order, and the number of tokens before them."""
+    """Return a layer's keys and values, ``[batch, kv_head, token, dim]`` in token order, and how many tokens precede them."""
     if not {0, 1} <= parts.keys() or any(parts[part].dim() != 4 or not parts[part].numel() for part in (0, 1)):
         shapes = [list(parts[part].shape) if part in parts else "missing" for part in (0, 1)]
         raise InvalidParameter(f"{where} contains no keys and values [batch, kv_head, token, dim]: its arrays 0 and 1 are {shapes}")
@@ -207,7 +208,7 @@ def _parse_integer(where: str, text: str) -> int:
 def _stored_layer(
     number: int, layer: Layer, pair: list[torch.Tensor], window: int | None
 ) -> tuple[str, list[torch.Tensor], tuple[int, ...]]:
-    """Return mlx-lm's class for a layer, the layer's arrays, and its counts in the order that the class stores them."""
+    """Return mlx-lm's class for a layer, the layer's arrays, and its counts in the class's order."""
     held = f"layer {number} holds the newest {layer.tokens} of {layer.seen_tokens} tokens"
     if max(layer.seen_tokens, window or 0) > _MAX_COUNT:
         raise InvalidParameter(

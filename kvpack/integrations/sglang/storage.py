@@ -31,7 +31,7 @@ PREFIX = "sglang:kvpack_"
 
 @lru_cache(maxsize=1)
 def _metrics() -> dict[str, Any]:
-    """Return this process's prometheus_client metrics by name, or an empty dict if prometheus_client is not installed."""
+    """Return this process's prometheus_client metrics by name. If prometheus_client is not installed, the result is empty."""
     try:
         from prometheus_client import Counter, Gauge, Histogram
     except ImportError:
@@ -57,7 +57,6 @@ class StoreMetrics:
         self._store, self._labels, self._changes = store, (pool, *map(str, ranks)), Changes(store)
 
     def report(self) -> None:
-        """Report what was counted since the last call."""
         metrics = _metrics()
         if not metrics:
             return
@@ -94,14 +93,13 @@ _DRAFT_SETTINGS = (
 
 
 class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
-    """A HiCache storage backend that stores pages of host pools under SGLang's own hashes, which cover tokens and salt.
+    """A HiCache storage backend that stores pages of host pools. Entries are named by SGLang's own hashes, which cover tokens and salt.
 
-    An identity covers everything else that the pages depend on.
+    An identity covers everything else that the pages depend on. The geometry of a pool is read when SGLang registers the pool.
 
-    The pool's geometry is read when SGLang registers it. Options are passed in ``extra_config``: ``location``, ``recipe``, ``max_bytes``,
-    ``threads``, ``adapter``, ``tenant``, ``basis`` (the basis file, if the recipe needs one), and ``revision``, which identifies the
-    weights if the model is not a folder. Methods are called by threads of SGLang's cache controller, and may block. Raises
-    InvalidParameter, which makes SGLang's request to attach the backend fail.
+    Options are passed in ``extra_config``: ``location``, ``recipe``, ``max_bytes``, ``threads``, ``adapter``, ``tenant``, ``basis`` (the
+    basis file, if the recipe needs one), and ``revision``, which identifies the weights if the model is not a folder. Methods are called by
+    threads of SGLang's cache controller, and may block. Raises InvalidParameter, which makes SGLang's request to attach the backend fail.
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
@@ -125,7 +123,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Open the store for another pool. Pages of sliding-window layers are packed.
 
-        The pages of all other pools are kept byte for byte.
+        Pages of any other pool are kept byte for byte.
         """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = _name(host_pool_name)
@@ -138,7 +136,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         self._pools[name] = self._create_pool(self._create_store(host_pool, geometry, name, recipe), host_pool, pages, name)
 
     def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """Return the longest prefix for which every pool has the pages that it needs. Raises InvalidParameter for an unknown policy."""
+        """Return the longest prefix for which every pool has the pages that it needs. Raises InvalidParameter if a policy is unknown."""
         from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
 
         pages = self.batch_exists(keys)
@@ -162,11 +160,11 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(usable[-1] if usable else 0, hits, usable)
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Load pages of several pools. Returns, for each pool, a list of whether each key's page was loaded."""
+        """Load pages of several pools. Returns for each pool a bool per key: True if the page was loaded."""
         return {transfer.name: self._pools[_name(transfer.name)].get(transfer.keys or (), transfer.host_indices) for transfer in transfers}
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Store pages of several pools. Returns, for each pool, a list of whether each key's page is stored now."""
+        """Store pages of several pools. Returns for each pool a bool per key: True if the page is stored now."""
         ancestors = _bytes(getattr(extra_info, "prefix_keys", None) or ())
         return {
             transfer.name: self._pools[_name(transfer.name)].set(transfer.keys or (), transfer.host_indices, ancestors)
@@ -198,7 +196,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         _copy_context()
 
     def get_stats(self) -> Any:
-        """Return the pages and GB/s of each call for SGLang's collector of storage metrics. Also reports kvpack's own counters."""
+        """Return the pages and the GB/s of each call for SGLang's collector of storage metrics, and report kvpack's own counters."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         stats = StorageMetrics()
@@ -250,7 +248,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
 
 
 class Pool:
-    """A host pool and its store. ``pages`` is the pool's memory, or None if its flat pages are kept byte for byte."""
+    """A host pool and its store. ``pages`` is the pool's memory, or None if its pages are flat and kept byte for byte."""
 
     def __init__(self, store: PageStore, pool: Any, pages: PageBuffer | None, metrics: StoreMetrics) -> None:
         self.store, self.metrics, self._pool, self._pages = store, metrics, pool, pages
@@ -258,17 +256,17 @@ class Pool:
         self._calls: dict[str, deque[tuple[int, float]]] = {kind: deque(maxlen=MAX_RECENT) for kind in ("load", "save")}
 
     def get(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
-        """Load pages into the pool. Returns, for each key, whether its page was loaded."""
+        """Load pages into the pool. Returns a bool per key: True if its page was loaded."""
         with self._time_operation("load", len(keys)):
             return self._get(keys, host_indices)
 
     def set(self, keys: Sequence[str], host_indices: torch.Tensor, ancestors: Sequence[bytes]) -> list[bool]:
-        """Store pages of the pool. Returns, for each key, whether its page is stored now."""
+        """Store pages of the pool. Returns a bool per key: True if its page is stored now."""
         with self._time_operation("save", len(keys)):
             return self._set(keys, host_indices, ancestors)
 
     def pop_calls(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-        """Return the loads and the saves since the last call, at most ``MAX_RECENT`` of each, as (pages, GB/s of pool bytes)."""
+        """Return the loads and the saves since the last call as (pages, GB/s of pool bytes) pairs, at most ``MAX_RECENT`` of each."""
         result = []
         for calls in self._calls.values():
             result.append([calls.popleft() for _ in range(len(calls))])
@@ -312,7 +310,7 @@ class Pool:
 
 
 def pool_buffer(pool: Any) -> PageBuffer:
-    """Return a buffer that views the pages of SGLang's host pool as slots. Raises InvalidParameter if the pool's layout is unknown."""
+    """Return a buffer whose slots are views of the pages of SGLang's host pool. Raises InvalidParameter if the pool's layout is unknown."""
     layers, tokens, pages = pool.layer_num, pool.page_size, pool.page_num
     if pool.dtype not in _NAMES:
         raise InvalidParameter(f"the host pool has dtype {pool.dtype}, expected one of {', '.join(map(str, _NAMES))}")
@@ -333,7 +331,7 @@ def pool_buffer(pool: Any) -> PageBuffer:
 
 
 def _check_whole(pool: Any, geometry: PageGeometry) -> None:
-    """Raise InvalidParameter for a pool that stores more than keys and values, such as scales."""
+    """Raise InvalidParameter if a pool stores anything besides keys and values, such as scales."""
     kept = pool.get_size_per_token() * pool.page_size
     if kept != geometry.raw_bytes:
         raise InvalidParameter(
@@ -345,7 +343,7 @@ def _check_whole(pool: Any, geometry: PageGeometry) -> None:
 def _settings(pool: Any, name: str) -> list[str]:
     """Return the SGLang settings that affect the pages of the pool ``name``.
 
-    Raises InvalidParameter if a needed setting is not known.
+    Raises InvalidParameter if a setting is needed but unknown.
     """
     from sglang.srt.runtime_context import get_server_args
 
@@ -383,9 +381,9 @@ def _views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -
 
 
 def _identity(config: Any, options: dict[str, Any], pool: Any, name: str, arranged: bool) -> Identity:
-    """Return the identity of pages, which covers everything except tokens and salt.
+    """Return the identity of pages, which covers everything that they depend on except tokens and salt.
 
-    With ``arranged``, pages are raw bytes in the order of the pool's layout, so the layout is part of the identity. Rows of packed values
+    With ``arranged``, pages are raw bytes in the order of the pool's layout. The layout is then part of the identity. Rows of packed values
     are the same for all layouts.
     """
     model, tag, revision = str(config.model_name or ""), getattr(pool, "storage_format_tag", None), options.get("revision")
@@ -419,7 +417,7 @@ def _keys(options: dict[str, Any]) -> dict[str, bytes] | None:
 
 
 def _name(value: Any) -> str:
-    """Return one of SGLang's names, which may be a member of an enumeration, as text."""
+    """Return a name from SGLang as text. It may be a member of an enumeration."""
     return str(getattr(value, "value", value))
 
 

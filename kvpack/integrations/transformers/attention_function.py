@@ -26,14 +26,14 @@ def attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention over a packed layer (``key``), or pass tensors to the model's own attention.
+    """Compute attention over a packed layer (``key``), or pass plain tensors to the model's own attention.
 
-    The signature is the same as for transformers' attention functions. ``query`` is ``[batch, q_head, q_len, dim]``. Returns ``[batch,
-    q_len, q_head, dim]``, and None. An int32 mask ``[batch, 1, 1, 1]`` contains the first token that each sequence attends to
-    (``masks.mask``). With any other mask, the layer of a KvpackCache is decoded for the call.
+    The signature is that of transformers' attention functions. ``query`` is ``[batch, q_head, q_len, dim]``. Returns ``[batch, q_len,
+    q_head, dim]``, and None. An int32 mask ``[batch, 1, 1, 1]`` contains the first token that each sequence attends to (``masks.mask``).
+    With any other mask, the layer of a KvpackCache is decoded for the call.
 
-    Raises InvalidParameter for options that ``attend`` does not support (a mask over any other layer, dropout, a position bias, no window
-    over a layer that keeps one), for a layer without tokens that the model attends to, and for a mask over tokens that the layer does not
+    Raises InvalidParameter if ``attend`` does not support the call (dropout, a position bias, a mask over a layer that is not in a
+    KvpackCache, or no window although the layer has one), if the layer has no tokens, or if the mask covers tokens that the layer does not
     have.
     """
     starts = None if attention_mask is None else _starts(attention_mask)
@@ -88,7 +88,6 @@ def attention(
 def _plain(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the model's own attention over plain tensors."""
     function = plain_attention(module, options)
     queries, tokens = query.shape[2], key.shape[2]
     window = options.get("sliding_window")
@@ -104,7 +103,7 @@ def _plain(
 
 
 def _check_compiled(name: str, causal: bool) -> None:
-    """Raise InvalidParameter for a module marked as not causal, because its mask is known only in eager code."""
+    """Raise InvalidParameter if the module is marked as not causal. Its mask is then known only in eager code."""
     if not causal:
         _refuse_compiled(name)
 
@@ -118,7 +117,7 @@ def _refuse_compiled(name: str) -> NoReturn:
 
 
 def _starts(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the first token that each sequence attends to, int32 ``[batch]``, if ``mask`` contains it. Otherwise, returns None."""
+    """Return the first token that each sequence attends to, int32 ``[batch]``, if ``mask`` contains these tokens, otherwise None."""
     # Flex attention has its own masks, which are not tensors.
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int32 or mask.dim() != 4 or mask.shape[1:].numel() != 1:
         return None
@@ -128,7 +127,7 @@ def _starts(mask: torch.Tensor | None) -> torch.Tensor | None:
 def _mask_tokens(states: PackedStates, mask: torch.Tensor, queries: int) -> tuple[Any, Any]:
     """Return dense keys and values of the tokens that ``mask`` covers.
 
-    Raises InvalidParameter if it covers tokens that the layer does not have.
+    Raises InvalidParameter if the layer does not have all of these tokens.
     """
     k, v = states.decode()
     held = max((x.shape[2] for x in (k, v) if x is not None), default=0)

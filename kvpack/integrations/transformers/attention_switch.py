@@ -17,7 +17,7 @@ _announced_model: list[str] = []
 
 
 class Switch:
-    """Sets one model's attention to "kvpack", and restores the previous attention when this object is no longer referenced."""
+    """Sets one model's attention to "kvpack". When nothing references this object anymore, the previous attention is restored."""
 
     def __init__(self, model: Any) -> None:
         outer = outermost_model(model)
@@ -41,9 +41,9 @@ class Switch:
 
     @staticmethod
     def of(model: Any) -> Switch | None:
-        """Return the switch of ``model``, which is created if missing.
+        """Return the switch of ``model``, and create it if necessary.
 
-        Returns None if the model's owner has set its attention to "kvpack".
+        Returns None if the user has set the model's attention to "kvpack".
         """
         outer = outermost_model(model)
         switch = _SWITCHES.get(id(outer))
@@ -56,7 +56,7 @@ class Switch:
 
 
 def _configs(model: Any) -> dict[str, Any]:
-    """Return the configurations of a model: its own under an empty name, and those of its parts by name."""
+    """Return the configurations of a model and of its submodels by name. The model's own has an empty name."""
     parts = {name: getattr(model.config, name) for name in model.config.sub_configs if getattr(model.config, name, None) is not None}
     return {"": model.config, **parts}
 

@@ -85,9 +85,9 @@ class KvpackCache(PassCalls):
     adapters, and a KvpackWarning reports steps that run without them. Everything else that the forward reads on the host must then stay the
     same. False disables graphs.
 
-    Raises InvalidType unless the arguments are a model and a packed cache. Raises InvalidParameter for a cache of another model, naming the
-    difference, for one that does not start at position 0, for a layer that ends before the others or lacks tokens of the model's window,
-    and, without ``prompt``, for a batch whose rows have unknown ids.
+    Raises InvalidType unless the arguments are a model and a packed cache. Raises InvalidParameter if the cache belongs to another model
+    (the message names the difference), if it does not start at position 0, if a layer ends before the others or lacks tokens of the model's
+    window, or if the rows of a batch have unknown ids and there is no ``prompt``.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class KvpackCache(PassCalls):
         dense: bool | None,
         graphs: bool | None,
     ) -> None:
-        """Initialize the layers and the model's hooks. ``cache`` is the packed cache to continue, if any."""
+        """Initialize the layers and the model's hooks. ``cache`` is the packed cache to continue, or None."""
         inputs = Inputs() if cache is None else cache.inputs
         present = [bool(layer.sides) for layer in cache] if cache is not None else [] if expected is None else expected.layers_with_tokens()
         if not any(present):
@@ -239,10 +239,10 @@ class KvpackCache(PassCalls):
         graphs: bool | None = None,
         keep_all: bool = False,
     ) -> Self:
-        """Load the cache in the file at ``path``, which ``model`` is to continue. It is loaded to ``device`` (by default, the model's).
+        """Load the cache in the file at ``path`` onto ``device`` (default: the model's device), so that ``model`` can continue it.
 
         ``copy``, ``memory_limit``, ``layers``, ``tokens``, ``recipe``, ``basis`` and ``progress`` are as for ``kvpack.load``. The other
-        options are as for ``of``, which checks layers, shapes and identity. Raises the errors of ``kvpack.load`` and ``of``.
+        options are as for ``of``, which checks layers, shapes and identity. Raises the same errors as ``kvpack.load`` and ``of``.
         """
         check_model_of_file(path, model)
         loaded = load(
@@ -300,8 +300,8 @@ class KvpackCache(PassCalls):
         ``token_ids``, a list or a tensor ``[batch, token]`` of integers, are the cache's ids followed by at least one new id. ``options``
         are other arguments of the model's ``generate``.
 
-        Raises InvalidParameter for a cache without a model, and for ids that differ from the cache's. Raises InvalidType or
-        InvalidParameter for anything but token ids, and the errors of ``generate``.
+        Raises InvalidParameter if the cache has no model, or if the ids differ from the cache's, InvalidType or InvalidParameter if they
+        are not token ids, and any error of the model's ``generate``.
         """
         model: Any = self.passes.model_of_cache
         if model is None:
@@ -313,7 +313,7 @@ class KvpackCache(PassCalls):
         return model.generate(ids, **cache_names.cache_argument(model, self), **options)
 
     def release(self) -> None:
-        """Stop recording forward passes, and restore the model's attention. Does neither for as long as another cache needs it."""
+        """Stop recording forward passes, and restore the model's attention. Does nothing while another cache of the model needs them."""
         self._hooks = self._switch = self._forward = self.graphs = None
 
     def activate_past_recording(self) -> None:
@@ -348,7 +348,7 @@ class KvpackCache(PassCalls):
     def rewind(self, tokens: int) -> int:
         """Keep the first ``tokens`` tokens, or fewer if states require it (``states_at``), and return how many were kept.
 
-        Raises OutOfBounds for more tokens than the cache has, and the errors of ``crop``.
+        Raises OutOfBounds if the cache has fewer tokens, and the same errors as ``crop``.
         """
         tokens, held = as_integer(tokens, "tokens"), self.passes.record.tokens
         if not 0 <= tokens <= held:
@@ -374,7 +374,7 @@ class KvpackCache(PassCalls):
             self._rollback.crop(tokens_to_remove)
 
     def roll_back(self) -> None:
-        """Drop the tokens of the current pass before it is rejected, if the layers support it."""
+        """Drop the tokens of the current pass, if the layers support it, before the pass is rejected."""
         with contextlib.suppress(OutOfBounds, InvalidParameter):
             if not self.passes.states:
                 self.crop(-self.passes.added)
@@ -395,7 +395,7 @@ class KvpackCache(PassCalls):
         self.batch_select_indices(torch.arange(rows_of(self.live) or 1, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences ``indices`` of the batch, in that order. Codes are copied without decoding."""
+        """Keep the sequences at ``indices`` of the batch, in that order. Codes are copied, not decoded."""
         with self.passes.lock.hold():
             super().batch_select_indices(indices)
             self.passes.select(indices)
@@ -413,7 +413,7 @@ class KvpackCache(PassCalls):
         self.batch_repeat_interleave(rows // held)
 
     def begin_again(self, name: str) -> None:
-        """Drop all tokens because the model ``name`` is about to recompute them. Issues a warning if there are any."""
+        """Drop all tokens, because the model ``name`` will compute them again. Issues a warning if there are any."""
         if tokens := self.passes.record.tokens:
             text = (
                 f"{name} computes all tokens again, because its RoPE uses different frequencies from here on: the {tokens} tokens in the "
@@ -424,7 +424,7 @@ class KvpackCache(PassCalls):
 
 
 def begin(model: torch.nn.Module, contents: Cache | str | os.PathLike[str] | Recipe, **options: Any) -> KvpackCache:
-    """Create a cache for ``model``: an empty one if ``contents`` is a recipe, or else one that continues the packed cache."""
+    """Create a cache for ``model``. It continues ``contents`` if that is a packed cache, and is empty if that is a recipe."""
     if isinstance(contents, Cache):
         return KvpackCache.of(contents, model, **options)
     options.pop("prompt", None)
@@ -432,12 +432,15 @@ def begin(model: torch.nn.Module, contents: Cache | str | os.PathLike[str] | Rec
 
 
 def check_model(cache: Cache, model: Any, model_properties: Model) -> NamedModel:
-    """Raise InvalidParameter unless ``cache`` belongs to ``model``, which ``model_properties`` describes. Returns the model's names."""
+    """Check that ``cache`` belongs to ``model``, and return how the model is identified. ``model_properties`` describes the model.
+
+    Raises InvalidParameter if it belongs to another model.
+    """
     model_properties.check(cache)
     return check_identity(cache, model)
 
 
 def inspect_model(model: torch.nn.Module | None) -> tuple[Model | None, list[Any]]:
-    """Return the properties of ``model`` that caches depend on, and the transformers models in it."""
+    """Return the properties of ``model`` on which caches depend, and the transformers models that it consists of."""
     inside = models_in(model) if model is not None and hasattr(model, "modules") else []
     return (None if model is None else Model(model, inside)), inside

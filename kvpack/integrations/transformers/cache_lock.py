@@ -13,7 +13,7 @@ _SECONDS = 1.0
 
 
 class CacheLock:
-    """A reentrant lock that other threads can acquire once its owner has ended.
+    """A reentrant lock. If the thread that holds it has ended, other threads can acquire it.
 
     A thread may end without releasing the lock, for example in the middle of a pass.
     """
@@ -45,7 +45,7 @@ class CacheLock:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold the lock within a ``with`` block, unless the calling thread already holds it."""
+        """Return a context manager that holds the lock. If the calling thread already holds it, the context manager does nothing."""
         hold = self.acquire()
         try:
             yield

@@ -57,8 +57,8 @@ class Chat:
 
     ``messages`` are the messages so far, dicts with a role and a content as for ``apply_chat_template``, and ``template`` contains the
     other arguments of that method. With ``store``, a ``kvpack.Store`` of the model, the first call loads the longest stored prefix of the
-    conversation, and every reply is saved there. ``recipe`` defaults to the store's, or kvpack-4. Raises InvalidParameter, also for a
-    recipe other than the store's, and InvalidType for anything but messages or a store.
+    conversation, and every reply is saved there. ``recipe`` defaults to the store's, or kvpack-4. Raises InvalidParameter, for example if
+    ``recipe`` is not the store's, and InvalidType if an argument is not a store or not messages.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class Chat:
     ) -> Self:
         """Load the chat in the file at ``path``, which the same ``model`` can continue in this or any other process.
 
-        ``messages`` replaces those in the file. Raises the errors of ``kvpack.load``, and InvalidParameter for a file that contains no
-        messages, whose messages cannot be read with this tokenizer, or that another model computed. Issues a KvpackWarning at the next
-        message if this tokenizer's chat template renders the conversation differently, so that it is computed again.
+        ``messages`` replaces those in the file. Raises InvalidParameter if the file contains no messages, if they cannot be read with this
+        tokenizer, or if another model computed the file, and the same errors as ``kvpack.load``. Issues a KvpackWarning at the next message
+        if this tokenizer's chat template renders the conversation differently, so that it is computed again.
         """
         cache = load(path, device=execution_device(model), basis=basis)
         model_properties, _ = inspect_model(model)
@@ -132,7 +132,7 @@ class Chat:
 
     @property
     def reused(self) -> int:
-        """Number of prompt tokens in the latest turn that came from the cache. The rest was computed."""
+        """Number of prompt tokens in the latest turn that came from the cache. All others were computed."""
         return self._reused
 
     @property
@@ -145,7 +145,7 @@ class Chat:
 
         If the conversation ends with a user message, text is appended to it. ``options``, such as max_new_tokens (512 by default),
         do_sample or streamer, are passed to the model's ``generate``. On errors, the conversation is unchanged. Raises InvalidParameter if
-        the template rejects the messages, and the errors of KvpackCache.
+        the template rejects the messages, and the same errors as KvpackCache.
         """
         messages = self._with_message(message)
         _, ids = self._render(messages, reply=True)
@@ -171,8 +171,8 @@ class Chat:
 
         ``options`` are passed to ``kvpack.save``. A growing cache keeps the keys of up to 127 newest tokens raw, so a short chat takes more
         bits than its recipe's name implies. ``compact=True`` packs those keys in the file too, and compresses tensors with zstd. Texts that
-        are in the file's token ids are not stored again. Raises LimitExceeded if the remaining texts do not fit. In that case,
-        ``messages=False`` omits all messages, which can be passed to ``Chat.load`` as ``messages``. Raises the errors of ``kvpack.save``.
+        are in the file's token ids are not stored again. Raises LimitExceeded if the remaining texts are too long, and the same errors as
+        ``kvpack.save``. ``messages=False`` omits all messages, which can then be passed to ``Chat.load`` as ``messages``.
         """
         cache = self.cache
         if compact:
@@ -185,7 +185,7 @@ class Chat:
         return save(cache, path, metadata=metadata, **options)
 
     def _with_message(self, message: Any) -> list[Message]:
-        """Return the conversation's messages, including the new ones in ``message``."""
+        """Return the messages of the conversation, followed by the new ones in ``message``."""
         if isinstance(message, str):
             last = self.messages[-1] if self.messages else {}
             if last.get("role") == "user" and isinstance(last.get("content"), str):
@@ -199,7 +199,7 @@ class Chat:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def _render(self, messages: list[Message], *, reply: bool) -> tuple[str, list[int]]:
-        """Return the rendered conversation as text and as token ids. With ``reply``, it ends where the model's next reply begins."""
+        """Return the rendered conversation as text and as token ids. With ``reply``, it ends where the model's reply begins."""
         from jinja2 import TemplateError
 
         if not self._has_template:
@@ -215,7 +215,7 @@ class Chat:
         return text, list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _generate(self, ids: list[int], options: dict[str, Any]) -> list[int]:
-        """Return the tokens that the model generates after ``ids``. The cache then contains all of them except the last."""
+        """Return the tokens that the model generates after ``ids``. The cache then contains all but the last of these tokens."""
         if not ids:
             raise InvalidParameter("the conversation has no tokens: send a message that is not empty")
         cache = self._cache
@@ -248,7 +248,7 @@ class Chat:
         return list(written[len(ids) :])
 
     def _metadata(self, cache: Cache) -> dict[str, Value]:
-        """Return a file's metadata, including the messages. Parts that occur in the token ids are stored as ranges of ids."""
+        """Return the metadata of a file, including the messages. Text that occurs in the token ids is stored as a range of ids."""
         text, _ = self._render(self.messages, reply=False)
         tokens = _Tokens(self.tokenizer, text, cache.token_ids[0].tolist(), special=not self._has_template)
         try:
@@ -272,9 +272,9 @@ class Chat:
 
 
 def _warn_of_other_template(cache: Cache, ids: list[int]) -> None:
-    """Issue a KvpackWarning if the loaded ``cache`` and ``ids`` share so few tokens that another template must have rendered one of them.
+    """Issue a KvpackWarning if ``cache`` and ``ids`` have so few tokens in common that different templates must have rendered them.
 
-    Token ids are compared because ``reused`` may be 0 for another reason: a cache with states or sliding windows cannot return to every
+    This compares token ids, because ``reused`` may be 0 for another reason: a cache with states or sliding windows cannot return to every
     position.
     """
     stored = cache.token_ids[0].tolist()
@@ -289,7 +289,7 @@ def _warn_of_other_template(cache: Cache, ids: list[int]) -> None:
 
 
 def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
-    """Return the messages of a chat that ``Chat.save`` stored in a file, or None if there are none.
+    """Return the messages that ``Chat.save`` stored in a file, or None if there are none.
 
     Raises InvalidParameter if ``tokenizer`` decodes the file's token ids to other texts.
     """
@@ -311,7 +311,7 @@ def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
 
 
 class _Tokens:
-    """Maps the characters of a rendered conversation to positions in the cache's token ids, as far as both agree."""
+    """Maps characters of a rendered conversation to positions in the cache's token ids, as far as both have the same text."""
 
     def __init__(self, tokenizer: Any, text: str, cached_ids: list[int], *, special: bool) -> None:
         self.tokenizer, self.text, self.ids, self.at = tokenizer, text, cached_ids, 0
@@ -326,7 +326,9 @@ class _Tokens:
                 self._ends.append(end)
 
     def parts(self, content: str) -> list[Any]:
-        """Return ``content`` as a list of texts and ranges ``[start, stop]`` of token ids. Contents must be passed in order."""
+        """Return ``content`` as a list of texts and of ranges ``[start, stop]`` of token ids. Calls must follow the order of the
+        conversation.
+        """
         kept = _longest_ending(content, self.text, self.at)
         begin = self.text.find(content[len(content) - kept :], self.at) if kept else -1
         if begin < 0:
@@ -345,7 +347,7 @@ class _Tokens:
 def _longest_ending(content: str, text: str, start: int) -> int:
     """Return the length of the longest suffix of ``content`` that occurs in ``text`` at or after ``start``.
 
-    Templates drop the beginning of some messages, such as reasoning, so only a suffix may occur.
+    Templates may drop the beginning of a message, such as reasoning, so that only a suffix occurs.
     """
     low, high = 0, len(content)
     while low < high:

@@ -18,7 +18,7 @@ _TENSORS = ("input_ids", "attention_mask", "position_ids", "cache_position")
 
 
 class CompiledCalls(operators.Tickets):
-    """The calls that compiled code makes to the KvpackCache ``cache``, with one ticket per layer (``kvpack.live.operators``)."""
+    """The calls that compiled code makes to the KvpackCache ``cache``, with one ticket per layer (see ``kvpack.live.operators``)."""
 
     def __init__(self, cache: Any, layers: int) -> None:
         super().__init__(self, layers)
@@ -50,7 +50,7 @@ class CompiledCalls(operators.Tickets):
         return out
 
     def starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
-        """Return the first token that each sequence attends to. Later tokens that the padding mask ``columns`` hides are recorded."""
+        """Return the first token that each sequence attends to. If the padding mask ``columns`` hides later tokens, they are recorded."""
         length, first = self.cache.mask_sizes(queries, layer)
         padding = read_padding(length, first, columns)
         starts = torch.zeros(len(columns), dtype=torch.int32, device=columns.device) if padding.starts is None else padding.starts
@@ -71,7 +71,7 @@ class CompiledCalls(operators.Tickets):
         sliding_window: int | None,
         sink_logits: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Compute attention over the decoded keys and values of one layer with a mask ``[batch, token]`` over its tokens."""
+        """Compute attention over the decoded keys and values of a layer. The mask ``[batch, token]`` covers the layer's tokens."""
         k, v = self.cache.decode(layer, q.shape[2], q.dtype)
         check_columns(mask.tokens, k.shape[2], layer, q.shape[2])
         assert mask.columns is not None
@@ -87,7 +87,7 @@ class CompiledCalls(operators.Tickets):
         return masked_attention(q, k, v, seen, scale, softcap, sink_logits)
 
     def compiled_seen(self, layer: int) -> torch.Tensor:
-        """Return the number of tokens that one layer has seen, int64 ``[]`` on the CPU. For compiled code."""
+        """Return the number of tokens that a layer has seen, as an int64 tensor ``[]`` on the CPU, for compiled code."""
         seen: torch.Tensor
         seen, self.tickets[layer] = count_tokens(self.tickets[layer], layer)
         return seen
@@ -118,7 +118,7 @@ class CompiledCalls(operators.Tickets):
 class _Mask(NamedTuple):
     """The result of ``CompiledCalls.starts`` for a mask over ``tokens`` tokens.
 
-    ``hides_tokens`` is True if the mask hides any of them. ``columns`` is the mask, bool ``[batch, token]``, if it hides tokens other than
+    ``hides_tokens`` is True if the mask hides any token. ``columns``, bool ``[batch, token]``, is the mask if it hides tokens other than
     the first ones of each sequence, otherwise None.
     """
 
@@ -129,7 +129,7 @@ class _Mask(NamedTuple):
 
 
 def supports(arguments: dict[str, Any]) -> bool:
-    """Return True if ``compiled_begin`` supports these arguments of a model's forward."""
+    """Return True if ``compiled_begin`` supports these arguments of a forward pass."""
     values = [arguments[name] for name in _TENSORS if name in arguments]
     return all(isinstance(value, torch.Tensor) for value in values)
 
@@ -169,9 +169,9 @@ def _(ticket: torch.Tensor, columns: torch.Tensor, layer: int, queries: int) -> 
     "kvpack::begin_pass", mutates_args=(), schema="(Tensor[] tickets, Tensor?[] values, SymInt module, str names) -> Tensor"
 )
 def begin_pass(tickets: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None], module: int, names: str) -> torch.Tensor:
-    """Call ``Tracking.enter`` with the arguments ``values`` and with the other arguments in ``names``, whose values are not passed.
+    """Call ``Tracking.enter`` with the arguments ``values``, and return the next ticket of all layers.
 
-    Returns the next ticket of all layers.
+    ``names`` contains the names of further arguments, whose values are not passed.
     """
     cache = _calls(tickets[0]).cache
     tensors = {name: tensor for name, tensor in zip(_TENSORS, values, strict=True) if tensor is not None}
@@ -181,7 +181,7 @@ def begin_pass(tickets: Sequence[torch.Tensor], values: Sequence[torch.Tensor | 
 
 @torch.library.custom_op("kvpack::end_pass", mutates_args=(), schema="(Tensor[] tickets, SymInt module) -> Tensor")
 def end_pass(tickets: Sequence[torch.Tensor], module: int) -> torch.Tensor:
-    """Call ``Tracking.leave`` after a call that returned. Returns the next ticket of all layers."""
+    """Call ``Tracking.leave`` after a call that succeeded, and return the next ticket of all layers."""
     cache = _calls(tickets[0]).cache
     cache.passes.leave(cache.watched(module), {}, True)
     return tickets[0].clone()

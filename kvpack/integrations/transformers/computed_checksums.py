@@ -67,14 +67,14 @@ class ComputedChecksums:
         self.tokens = tokens
 
     def unchanged(self, past: TransformersCache) -> bool:
-        """Return True if ``past`` has the same tensor objects as when checksums were last recorded. Their values may have changed."""
+        """Return True if ``past`` still has the tensor objects from which checksums were last recorded. Their values may have changed."""
         now = [x for _, _, x in _sides(past)]
         return len(now) == len(self._seen) and all(seen() is x for seen, x in zip(self._seen, now, strict=True))
 
     def rows(self, past: TransformersCache, tokens: int) -> list[int] | None:
-        """Return, for each sequence of ``past``, the recorded sequence that begins with the same ``tokens`` tokens.
+        """For each sequence of ``past``, return the recorded sequence that begins with the same ``tokens`` tokens.
 
-        Returns None if some sequence has no match.
+        Returns None if a sequence has no match.
         """
         noted: list[list[bytes]] = []
         result: list[list[bytes]] = []
@@ -96,17 +96,19 @@ class ComputedChecksums:
         return None if None in rows else [row for row in rows if row is not None]
 
     def sums(self, tokens: int) -> dict[tuple[int, str], tuple[int, Any]]:
-        """Return the first position, and the checksums ``[row, token]`` up to ``tokens``, of each layer's keys and values."""
+        """Return the checksums of each layer's keys and values up to ``tokens``, ``[row, token]``, each with the position of its first
+        token.
+        """
         return {place: (line.first, line.sums[:, : max(0, tokens - line.first)].cpu().numpy()) for place, line in self._lines.items()}
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep the checksums of the sequences ``rows``, and drop all states."""
+        """Keep the checksums of only the sequences at ``rows``, and drop all states."""
         self.states.clear()
         for line in self._lines.values():
             line.parts = [line.sums[list(rows)]]
 
     def crop(self, tokens: int) -> None:
-        """Keep the checksums of the first ``tokens`` tokens, and their states."""
+        """Keep only the checksums and the states of the first ``tokens`` tokens."""
         self.tokens = min(self.tokens, tokens)
         self.states = {position: states for position, states in self.states.items() if position <= tokens}
         for line in self._lines.values():
@@ -114,7 +116,7 @@ class ComputedChecksums:
 
 
 def _all_checksums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the ``checksums`` of each tensor. Tensors of equal shape with few tokens are combined, so that a step needs few launches."""
+    """Return the ``checksums`` of each tensor. Small tensors of equal shape are combined, so that a step needs few kernel launches."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, x in enumerate(tensors):
         groups.setdefault((x.shape, x.dtype, x.device), []).append(number)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def watch_generate(model: PreTrainedModel) -> bool:
-    """Wrap methods of ``model`` so that caches receive all token ids passed to ``generate``. Returns True if it wrapped any.
+    """Wrap methods of ``model`` so that caches receive all token ids passed to ``generate``. Returns True if any method was wrapped.
 
     Forward passes receive only the ids after the cache.
     """
@@ -53,15 +53,15 @@ def _kvpack_caches(past: Any) -> list[Any]:
 
 
 def _passes_over_tokens(past: Any) -> list[Any]:
-    """Return the ``pass_trackers`` of the cache with ``generate``'s tokens.
+    """Return the ``pass_trackers`` of the cache that contains ``generate``'s tokens.
 
-    In an encoder-decoder cache, this is the half for self-attention. The other half contains the encoder's tokens.
+    In an encoder-decoder cache, this is the cache for self-attention. The other one contains the encoder's tokens.
     """
     return pass_trackers(past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past)
 
 
 def refuse_pickled_model() -> NoReturn:
-    """Raise InvalidParameter, because the model has hooks of a KvpackCache or of ``recording``."""
+    """Raise InvalidParameter: a model with hooks of a KvpackCache or of ``recording`` cannot be pickled."""
     raise InvalidParameter(
         "the model has hooks of a KvpackCache or of recording(), which cannot be pickled: call release() on the cache, or leave the with "
         "block, before saving the model. torch.save(model.state_dict(), path) always works"
@@ -69,7 +69,7 @@ def refuse_pickled_model() -> NoReturn:
 
 
 class _WatchedMethod:
-    """A wrapper of the method ``name`` of ``model`` that reports calls to the model's KvpackCaches. A copied model gets its own wrapper."""
+    """A wrapper of a method of ``model`` that reports calls to the model's KvpackCaches. A copied model gets its own wrapper."""
 
     name: str
 
@@ -95,10 +95,10 @@ class _WatchedMethod:
 
 
 class _WatchedPrepareInputs(_WatchedMethod):
-    """A wrapper of ``prepare_inputs_for_generation`` that checks the token ids, and repeats the cache's sequences if there are more rows.
+    """A wrapper of ``prepare_inputs_for_generation`` that checks token ids. If there are more rows, it repeats the cache's sequences.
 
-    A model may omit the cache to recompute all tokens, because its RoPE uses different frequencies from this token on. The tokens are then
-    computed into the cache.
+    A model may omit the cache to compute all tokens again, because its RoPE uses different frequencies from this token on. The tokens are
+    then computed into the cache.
     """
 
     name = "prepare_inputs_for_generation"
@@ -136,7 +136,7 @@ class _WatchedPrefill(_WatchedMethod):
 
 
 class _WhisperSegments(_WatchedMethod):
-    """A wrapper of ``generate_with_fallback``, which Whisper calls for each segment of a recording with the same cache.
+    """A wrapper of ``generate_with_fallback``, which Whisper calls for each segment of a recording, always with the same cache.
 
     It clears the cache before each segment, because segments do not depend on each other.
     """
@@ -159,7 +159,7 @@ class _WhisperSegments(_WatchedMethod):
 
 
 class _WatchedPreparePositions(_WatchedMethod):
-    """A wrapper of ``_prepare_position_ids_for_generation`` that continues from the cache, not from the model's previous prompt."""
+    """A wrapper of ``_prepare_position_ids_for_generation``. Positions continue from the cache, not from the model's previous prompt."""
 
     name = "_prepare_position_ids_for_generation"
 

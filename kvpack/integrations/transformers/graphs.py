@@ -58,8 +58,8 @@ class StepGraphs:
 
     A step is a pass of one new token per sequence, with only token ids, positions and a mask of padding on the left. The first steps of a
     series run normally, and then one is captured. During the capture, the cache reports a wrong length, and the first replay must return
-    the same result as the step without a graph, bit for bit. A model whose step depends on values on the host therefore gets no graph,
-    which a KvpackWarning reports. Any other pass ends the series and discards its graph.
+    the same result as the step without a graph, bit for bit. If a model's step depends on values on the host, it therefore gets no graph,
+    and a KvpackWarning says so. Any other pass ends the series and discards its graph.
 
     Unless the user ``requested`` graphs, they are used only for models whose code is all from PyTorch and transformers, and there are no
     warnings.
@@ -79,7 +79,7 @@ class StepGraphs:
         return type(self)(memo[id(self._cache())], self._number, self._requested)
 
     def __call__(self, forward: Callable[..., Any], model: torch.nn.Module, snapshot: _CachedSnapshot, arguments: dict[str, Any]) -> Any:
-        """Return the result of ``forward(**arguments)``. ``forward`` belongs to ``model``, which has not changed since ``snapshot``."""
+        """Return ``forward(**arguments)``, where ``forward`` is the method of ``model``, which has not changed since ``snapshot``."""
         cache = self._cache()
         assert cache is not None
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
@@ -111,7 +111,7 @@ class StepGraphs:
         self._graph, self._eager, self._kind = None, 0, None
 
     def _step(self, cache: Any, model: torch.nn.Module, arguments: Mapping[str, Any]) -> _Step | None:
-        """Return the decode step for a pass with these arguments, or None if the pass is not a decode step."""
+        """Return the decode step for a pass with these arguments, or None if it is not a decode step."""
         step_arguments = {name: value for name, value in arguments.items() if value is not None and name not in NAMES}
         ids, positions = step_arguments.get("input_ids"), step_arguments.get("position_ids")
         if not step_arguments.keys() <= _TENSORS | _SETTINGS or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
@@ -150,7 +150,7 @@ class StepGraphs:
     ) -> None:
         """Capture the step that has just returned ``expected``.
 
-        If that fails, or if a replay returns anything else, graphs are disabled.
+        If the capture fails, or if a replay returns anything else, graphs are disabled.
         """
         if not self._requested:
             self.refused = "a step of the model could not be captured" if model in _NOT_CAPTURED else snapshot.current(model).foreign_part
@@ -187,11 +187,11 @@ class StepGraphs:
 
 
 class _GraphRefused(Exception):
-    """Exception with the reason why a step cannot be captured."""
+    """Raised if a step cannot be captured. The message is the reason."""
 
 
 class _Step(NamedTuple):
-    """A decode step: its kind and its tensors. Steps of the same kind differ only in the values of the tensors."""
+    """A decode step: its kind and its tensors. Steps of the same kind differ only in the tensors' values."""
 
     kind: Hashable
     ids: torch.Tensor
@@ -200,7 +200,7 @@ class _Step(NamedTuple):
 
 
 class _Graph:
-    """A captured step over ``cache``. It may be replayed while the cache has at least ``min_length`` tokens."""
+    """A captured step over ``cache``. It may be replayed if the cache has at least ``min_length`` tokens."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class _Graph:
 
     @property
     def model_is_unchanged(self) -> bool:
-        """True if the model has not changed since the capture, except for weights that changed in place."""
+        """True if nothing in the model has changed since the capture, except for weights that changed in place."""
         snapshot = self._snapshot()
         return snapshot is not None and snapshot.unchanged()
 
@@ -273,7 +273,7 @@ class _CachedSnapshot:
 class ForwardSwitch:
     """A replacement of one model's ``forward`` for passes over caches with graphs.
 
-    The original is restored when the last reference to this object is gone.
+    When nothing references this object anymore, the original is restored.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -287,7 +287,7 @@ class ForwardSwitch:
 
     @staticmethod
     def of(model: torch.nn.Module) -> ForwardSwitch:
-        """Return the switch of a transformers model, or of the model inside a wrapper. A missing switch is created."""
+        """Return the switch of a transformers model, or of the model inside a wrapper. It is created if necessary."""
         outer = outermost_model(model)
         switch = _FORWARDS.get(id(outer))
         if switch is None or switch._model() is not outer:
@@ -296,7 +296,7 @@ class ForwardSwitch:
 
 
 class _SwitchedForward:
-    """A ``forward`` method of ``model`` that replaces ``before``, or the class's method if that is None.
+    """A ``forward`` method of ``model``. It replaces ``before`` or, if that is None, the method of the model's class.
 
     A copied model gets its own.
     """
@@ -309,7 +309,7 @@ class _SwitchedForward:
 
     @property
     def is_of_its_class(self) -> bool:
-        """True if it replaces the ``forward`` of the model's class and not a ``forward`` that was set on the instance."""
+        """True if the original is the ``forward`` of the model's class, not one that was set on the instance."""
         return self._before is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -351,7 +351,7 @@ def can_capture(device: torch.device) -> bool:
 
 
 def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Capture ``call``. Returns a function that replays it, and the result, whose tensors each replay overwrites.
+    """Capture ``call``. Returns a function that replays it, and the result. Each replay overwrites the tensors in the result.
 
     Raises PyTorch's errors.
     """
@@ -376,7 +376,7 @@ def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Disable garbage collection in a ``with`` block, because collecting a graph would abort a capture."""
+    """Return a context manager that disables garbage collection, because collecting a CUDA graph would abort a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -387,9 +387,9 @@ def _without_collection() -> Iterator[None]:
 
 
 def _recover(device: torch.device, pool: Any) -> None:
-    """Make PyTorch's allocator and random number generator leave a failed capture.
+    """Make PyTorch's allocator and random number generator leave capture mode after a failed capture.
 
-    Before PyTorch 2.12, both stay in capture mode, so that ``empty_cache`` (PyTorch #180395) and the drawing of random numbers raise later.
+    Before PyTorch 2.12, both stay in capture mode. Calling ``empty_cache`` (PyTorch #180395) or drawing random numbers would then raise.
     """
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is not None:
@@ -405,7 +405,7 @@ def _recover(device: torch.device, pool: Any) -> None:
 
 @cache
 def _get_capture_stream(device: torch.device) -> Any:
-    """Return the device's stream for captures. There is only one, because libraries keep a workspace for each stream."""
+    """Return the device's stream for captures. All captures share one, because libraries keep a workspace for each stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -414,7 +414,7 @@ def _get_generator(device: torch.device) -> torch.Generator:
 
 
 def _is_watched() -> bool:
-    """Return True if a PyTorch mode intercepts operations, which replays would bypass.
+    """Return True if a PyTorch mode intercepts operations. Replays would bypass it.
 
     A mode that only sets the device of new tensors does not count.
     """
@@ -424,7 +424,7 @@ def _is_watched() -> bool:
 
 
 def _check_model(model: torch.nn.Module, device: torch.device) -> None:
-    """Raise _GraphRefused if calls of ``model`` have effects that a replay would omit."""
+    """Raise _GraphRefused if a call of ``model`` has effects that a replay would not have."""
     if any(parameter.device != device for parameter in model.parameters()):
         raise _GraphRefused(f"its weights are not all on {device}")
     hooked = next((name for name, module in model.named_modules() if has_other_hooks(module)), None)
@@ -434,12 +434,12 @@ def _check_model(model: torch.nn.Module, device: torch.device) -> None:
         raise _GraphRefused(f"{hooked or 'the model'} has forward hooks, which a replay would skip")
 
 
-def _same_values(one: Any, other: Any) -> bool:
-    """Return True if two outputs of a model have the same values, bit for bit."""
-    if type(one) is not type(other) or one.keys() != other.keys():
+def _same_values(first: Any, second: Any) -> bool:
+    """Return True if two outputs of a model are equal, bit for bit."""
+    if type(first) is not type(second) or first.keys() != second.keys():
         return False
-    for name, x in one.items():
-        y = other[name]
+    for name, x in first.items():
+        y = second[name]
         if isinstance(x, torch.Tensor):
             if not isinstance(y, torch.Tensor) or not torch.equal(x, y):
                 return False
@@ -451,9 +451,10 @@ def _same_values(one: Any, other: Any) -> bool:
 def step_graphs(
     cache: Any, number: int, requested: bool | None, model: torch.nn.Module | None, name: str, obstacle: str
 ) -> StepGraphs | None:
-    """Return an object that replays decode steps of ``cache``, whose first layer with tokens is ``number``, or None without graphs.
+    """Return an object that replays decode steps of ``cache``, or None if graphs are not used.
 
-    ``requested`` is the user's choice. If it is True, a KvpackWarning reports what prevents graphs.
+    ``number`` is the number of the first layer with tokens. ``requested`` is the user's choice. If it is True, a KvpackWarning reports what
+    prevents graphs.
     """
     requested_or_default = requested if requested is not None else model is not None and may_replay(model)
     if requested_or_default and not obstacle:

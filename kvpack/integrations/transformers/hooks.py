@@ -38,7 +38,7 @@ _HOOKS: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
 
 
 class Hooks:
-    """The hooks of one model. They do not reference caches, and are removed when the last reference to this object is gone."""
+    """The hooks of one model. They do not reference caches. When nothing references this object anymore, they are removed."""
 
     def __init__(self, model: torch.nn.Module, inside: Sequence[PreTrainedModel]) -> None:
         self.model = weakref.ref(model)
@@ -65,7 +65,7 @@ class Hooks:
 
     @staticmethod
     def for_model(model: torch.nn.Module, inside: Sequence[PreTrainedModel] | None = None) -> Hooks:
-        """Return the hooks of ``model``, which are created if missing. ``inside`` is ``models_in(model)``, if already computed."""
+        """Return the hooks of ``model``, and create them if necessary. ``inside`` is ``models_in(model)``, if already computed."""
         hooks = _HOOKS.get(id(model))
         if hooks is None or hooks.model() is not model:
             hooks = Hooks(model, models_in(model) if inside is None else inside)
@@ -95,7 +95,7 @@ class _HooksReference:
             hooks.encoder_calls.ended(arguments, output)
 
     def sources(self, arguments: dict[str, Any]) -> Sources | None:
-        """Return the digests of the encoder input that a decoder call uses, or None for any other call."""
+        """Return the digests of the encoder input that a call of the decoder uses. For any other call, return None."""
         hooks = self._hooks()
         return None if hooks is None else hooks.encoder_calls.sources(arguments.get("encoder_hidden_states"))
 
@@ -113,7 +113,7 @@ def _before(hooks: _HooksReference, number: int, module: torch.nn.Module, args: 
 
 
 def _check_source(hooks: _HooksReference, past: Any, arguments: dict[str, Any]) -> None:
-    """Record the encoder input of a call over an encoder-decoder cache, and check that it equals that of the cache's tokens."""
+    """Record the encoder input of a call over an encoder-decoder cache. It must be the input from which the cache was computed."""
     if isinstance(past, EncoderDecoderCache) and (sources := hooks.sources(arguments)) is not None:
         for passes in [*pass_trackers(past), *hooks.recordings()]:
             passes.record_sources(sources)
@@ -143,7 +143,7 @@ def _after_call(
 
 
 class PassStack:
-    """The nested calls of forward passes over one cache. ``current`` is the pass to which they belong."""
+    """The nested calls of a forward pass over one cache. ``current`` is the pass to which they belong."""
 
     def __init__(self) -> None:
         self.current: Pass | None = None
@@ -182,7 +182,7 @@ class PassStack:
         return unfinished
 
     def leave(self, module: torch.nn.Module) -> Pass | None:
-        """Record the end of a call. Returns the pass if this was its outermost call."""
+        """Record the end of a call. If it was the outermost call of its pass, return the pass."""
         if self._inside and self._inside[-1] is module:
             self._inside.pop()
         if self._inside:
@@ -246,7 +246,7 @@ class Recording:
         return replace(inputs, sums=computed.sums(record.tokens))
 
     def snapshot_states(self, past_key_values: TransformersCache) -> None:
-        """Copy the states of recurrent and convolution layers after the newest token to host memory, and keep the copy."""
+        """Keep a copy in host memory of the states of recurrent and convolution layers after the newest token."""
         record, computed = self._known_record(past_key_values)
         states = tuple({name: state.cpu() for name, state in layer.states.items()} for layer in dense_states(past_key_values))
         if any(states):
@@ -257,9 +257,9 @@ class Recording:
         return dict(self._known_record(past_key_values)[1].states)
 
     def _known_record(self, past: TransformersCache) -> tuple[Record, ComputedChecksums]:
-        """Return the record of a cache and its checksums, updated to the current state.
+        """Return the record of a cache and its checksums, after updating both to the cache's current state.
 
-        Raises InvalidParameter for a cache without a recorded pass.
+        Raises InvalidParameter if no recorded pass used the cache.
         """
         recorded = self._records.get(past) if isinstance(past, TransformersCache) else None
         if recorded is None:
@@ -287,7 +287,7 @@ def recording(model: torch.nn.Module) -> Iterator[Recording]:
 
 
 def models_in(model: torch.nn.Module) -> list[PreTrainedModel]:
-    """Return the transformers models among the modules of ``model``, outermost first. PEFT's wrappers are not included."""
+    """Return the transformers models among the modules of ``model``, outermost first. PEFT's wrappers do not count."""
     return list(_models_in(model))
 
 
@@ -301,7 +301,7 @@ def _models_in(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def _compiled_calls(past: Any, arguments: dict[str, Any]) -> CompiledCalls | None:
-    """Return the ``CompiledCalls`` of a pass's only KvpackCache, or None if compiled code does not support the pass."""
+    """Return the ``CompiledCalls`` of a pass over one KvpackCache, or None if compiled code does not support the pass."""
     if getattr(past, "compiled", None) is None or not past.is_watched:
         return None
     return past.compiled if compiled_calls.supports(arguments) else None
@@ -314,8 +314,8 @@ def _tokens(past: Any) -> int:
 def _update_record(record: Record, computed: ComputedChecksums, cache: TransformersCache, tokens: int) -> None:
     """Update a record to the current state of its cache, which has ``tokens`` tokens.
 
-    Since the last update, the newest tokens may have been dropped, sequences selected, or tokens added by passes that were not recorded. If
-    values have changed in any other way, the record drops its inputs.
+    Since the last update, the newest tokens may have been dropped, sequences may have been selected, and passes that were not recorded may
+    have added tokens. If values have changed in any other way, the recorded inputs are discarded.
     """
     remaining = min(tokens, record.tokens)
     rows = computed.rows(cache, remaining) if remaining else []

@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 
 class Decoding:
-    """Warns once if a model receives decoded keys and values. ``warned`` is True after that, or if the user requested decoding."""
+    """Warns once that a model receives decoded keys and values. ``warned`` is True after that, or if the user requested decoding."""
 
     def __init__(self, warned: bool) -> None:
         self.warned = warned
 
     def warn(self, name: str) -> None:
-        """Issue a KvpackWarning about the model ``name``, unless one has already been issued."""
+        """Issue a KvpackWarning about the model ``name``, but at most one in total."""
         self._warn(f"{name} has attention that does not support packed layers, so each call decodes the keys and values of its layer")
 
     def warn_about_mask(self) -> None:
-        """Issue a KvpackWarning about masks, unless one has already been issued."""
+        """Issue a KvpackWarning about masks, but at most one in total."""
         self._warn(
             "the attention mask hides tokens other than left padding, which packed attention does not support: "
             "each call with such a mask decodes the keys and values of its layer"
         )
 
     def warn_about_read(self, number: int, name: str) -> None:
-        """Issue a KvpackWarning that dense keys or values (``name``) of layer ``number`` were read, unless one has already been issued."""
+        """Issue a KvpackWarning, but at most one in total, that ``name`` ("keys" or "values") of layer ``number`` was read."""
         self._warn(
             f"layers[{number}].{name} was read, which decodes all {name} of the layer: cache.packed[{number}] is the packed layer; for "
             "attention that reads tensors, use KvpackCache(..., dense=True)"
@@ -66,7 +66,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     """A transformers cache layer over layer ``number`` of a live cache.
 
     If the layer has a sliding window, it may keep only the newest tokens. ``window`` is the model's sliding window for the layer, or None
-    if it has none or the model is unknown. ``decoding`` is notified when ``keys`` or ``values`` are decoded for a model that reads them as
+    for full attention or an unknown model. ``decoding`` is notified when ``keys`` or ``values`` are decoded for a model that reads them as
     tensors.
     """
 
@@ -114,7 +114,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Do nothing, because the layer gets its shapes from its first tokens."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append keys and values to the live cache, and return the live cache twice, in place of both."""
+        """Append keys and values to the live cache. Returns the live cache twice, in place of keys and of values."""
         self.live.update(self.number, key_states, value_states)
         return self.live, self.live
 
@@ -140,7 +140,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def _first_visible(self, seen: int) -> int:
         """Return the first token to which the token after ``seen`` tokens can attend.
 
-        It depends only on the window, not on the tokens that the layer still contains.
+        This depends only on the window, not on the tokens that the layer still has.
         """
         return self.skipped if self.window is None else max(self.skipped, seen - self.window + 1)
 
@@ -162,19 +162,19 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             )
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise OutOfBounds or InvalidParameter if ``crop`` with this argument is not possible."""
+        """Raise OutOfBounds or InvalidParameter if ``crop`` cannot be called with this argument."""
         held = self.live.stored_tokens(self.number)
         if not -held <= tokens_to_remove <= 0:
             raise OutOfBounds(f"crop({tokens_to_remove}) is out of range: the layer holds {held} tokens, expected -{held} to 0")
         self.check_window(-tokens_to_remove)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest ``-tokens_to_remove`` tokens. Like transformers, the caller passes a negative number."""
+        """Drop the newest ``-tokens_to_remove`` tokens. As in transformers, the number is negative."""
         self.check_crop(tokens_to_remove)
         self.live.truncate(self.live.seen_tokens(self.number) + tokens_to_remove, self.number)
 
     def offload(self) -> NoReturn:
-        """Raise InvalidParameter, because packed layers cannot be moved in the way that transformers moves tensors."""
+        """Raise InvalidParameter: packed layers cannot be moved in the way that transformers moves tensors."""
         raise InvalidParameter(
             f"layers[{self.number}] is packed, and its pages stay on their device: omit offload, or save the cache and load it again"
         )
@@ -190,12 +190,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.batch_select_indices(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows ``indices`` of the batch, in that order. Codes are copied without decoding."""
+        """Keep the sequences at ``indices`` of the batch, in that order. Codes are copied, not decoded."""
         self.live.select(indices, self.number)
 
 
 def check_window(skipped: int, older: int, window: int | None) -> None:
-    """Raise InvalidParameter if a query attends to tokens that the layer skipped. ``older`` tokens precede the queries."""
+    """Raise InvalidParameter if a query attends to tokens that the layer skipped. ``older`` is the number of tokens before the queries."""
     if skipped and (window is None or older < window - 1):
         attended = "all of them" if window is None else f"a window of {window}"
         raise InvalidParameter(f"the layer holds only the newest {older} of its earlier tokens, but the model attends to {attended}")
@@ -204,8 +204,8 @@ def check_window(skipped: int, older: int, window: int | None) -> None:
 def check_attention_window(layer_window: int | None, attention_window: int | None, module: torch.nn.Module) -> None:
     """Raise InvalidParameter if ``attention_window`` is None or wider than ``layer_window``.
 
-    The cache has no tokens outside its own window. Such a pass would attend to the tokens that transformers' own cache keeps, which differ
-    from those in a packed layer.
+    The cache has no tokens outside its own window. Such a pass would attend to the tokens that transformers' own cache keeps, which are not
+    the same as in a packed layer.
     """
     if layer_window is not None and (attention_window is None or attention_window > layer_window):
         attended = "all tokens" if attention_window is None else f"a window of {attention_window}"
@@ -216,7 +216,10 @@ def check_attention_window(layer_window: int | None, attention_window: int | Non
 
 
 def check_continues(live: LiveCache, layer: Any, number: int, following: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise InvalidParameter unless keys ``k`` and values ``v`` continue layer ``number``. ``following`` is the next layer's number."""
+    """Raise InvalidParameter unless the keys ``k`` and values ``v`` continue layer ``number``.
+
+    ``following`` is the number of the next layer that receives tokens.
+    """
     for name, states_or_other in (("keys", k), ("values", v)):
         if not isinstance(states_or_other, torch.Tensor) or states_or_other.dim() != 4:
             raise InvalidType(f"layers[{number}]: {name} are {describe(states_or_other)}, expected a tensor [batch, kv_head, token, dim]")
@@ -244,7 +247,7 @@ def check_continues(live: LiveCache, layer: Any, number: int, following: int, k:
 
 
 def following_layers(layers: Sequence[Any]) -> list[int]:
-    """Return, for each layer, the number of the next layer that receives tokens in a pass. For the last layer, this is its own number."""
+    """For each layer, return the number of the next layer that receives tokens in a pass. For the last layer, this is its own number."""
     packed = [number for number, layer in enumerate(layers) if isinstance(layer, PackedLayer)]
     return [next((after for after in packed if after > number), number) for number in range(len(layers))]
 

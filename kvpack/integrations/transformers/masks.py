@@ -59,7 +59,7 @@ def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> An
 def _has_mask(
     name: str, kv_length: int, padded: bool, *, q_length: int, local_size: int | None = None, allow_is_causal_skip: bool = True, **_: Any
 ) -> bool:
-    """Return True if attention ``name`` would receive a causal mask for these keys instead of using its module's ``is_causal``."""
+    """Return True if attention ``name`` would receive a causal mask for these keys, instead of relying on its module's ``is_causal``."""
     if name != "sdpa":
         return not name.startswith("flash")
     within = local_size is None or kv_length < local_size
@@ -71,9 +71,9 @@ def _four_dimensions(starts: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Padding(NamedTuple):
-    """The tokens that a mask hides. ``on_the_left`` is True if they are only the first tokens of sequences.
+    """The tokens that a mask hides. ``on_the_left`` is True if they are all at the beginning of their sequences.
 
-    ``starts``, int32 ``[batch]``, is the first token of each sequence that is not hidden, or None if the mask hides none.
+    ``starts``, int32 ``[batch]``, is the first token of each sequence that is not hidden. It is None if the mask hides no tokens.
     """
 
     on_the_left: bool
@@ -81,7 +81,7 @@ class Padding(NamedTuple):
 
 
 def read_padding(kv_length: PackedLength, kv_offset: int, attention_mask: torch.Tensor | None) -> Padding:
-    """Return the tokens that a two-dimensional mask hides among ``kv_length`` keys, which begin at token ``kv_offset``."""
+    """Return which of ``kv_length`` keys a two-dimensional mask hides. The first key is token ``kv_offset``."""
     if attention_mask is None:
         return Padding(True)
     end = kv_offset + kv_length
@@ -106,7 +106,7 @@ def _is_named(
     allow_is_bidirectional_skip: bool | None = None,
     **_: Any,
 ) -> bool:
-    """Return True if transformers' arguments suffice to show that the mask, apart from padding, is causal.
+    """Return True if transformers' arguments alone show that the mask is causal, apart from padding.
 
     The mask may also restrict attention to the model's window.
     """
@@ -130,21 +130,21 @@ def _is_causal(mask_function: Callable[..., Any] = causal_mask_function, use_vma
 
 
 def _is_causal_or_sliding(config: Any, mask_function: Callable[..., Any] = causal_mask_function, use_vmap: bool = False, **_: Any) -> bool:
-    """Return True if a mask is transformers' own for causal attention, or for the model's sliding window."""
+    """Return True if a mask is transformers' own for causal attention or for the model's sliding window."""
     window = getattr(config, "sliding_window", None)
     if use_vmap or _is_causal(mask_function):
         return not use_vmap
     return window is not None and _same_function(mask_function, sliding_window_causal_mask_function(window))
 
 
-def _same_function(one: Any, other: Any) -> bool:
+def _same_function(first: Any, second: Any) -> bool:
     """Return True if two functions, or the functions that they wrap, are the same."""
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_same_function, one, other))
-    if not (inspect.isfunction(one) and inspect.isfunction(other)):
-        return type(one) is type(other) and isinstance(one, int) and bool(one == other)
-    closures = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (one, other)]
-    return one.__code__ is other.__code__ and _same_function(*closures)
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return len(first) == len(second) and all(map(_same_function, first, second))
+    if not (inspect.isfunction(first) and inspect.isfunction(second)):
+        return type(first) is type(second) and isinstance(first, int) and bool(first == second)
+    closures = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (first, second)]
+    return first.__code__ is second.__code__ and _same_function(*closures)
 
 
 def _applied_by_attention(
@@ -160,7 +160,7 @@ def _applied_by_attention(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> bool:
-    """Return True if the mask, apart from padding, hides no tokens except by causality and by the model's sliding window, if any."""
+    """Return True if the mask hides only padding, later tokens, and tokens outside the model's sliding window."""
     if _is_causal_or_sliding(config, mask_function, use_vmap):
         return True
     if use_vmap:
@@ -178,7 +178,7 @@ def _applied_by_attention(
 
 
 def check_columns(columns: int, tokens: int, layer: int, queries: int) -> None:
-    """Raise InvalidParameter unless the mask has a column for each of the ``tokens`` tokens to which ``queries`` queries may attend."""
+    """Raise InvalidParameter unless the mask has one column for each of the ``tokens`` tokens to which ``queries`` queries may attend."""
     if columns != tokens:
         raise InvalidParameter(
             f"the attention mask has {columns} columns, but layers[{layer}] has {tokens} tokens for a pass of {queries}: "
@@ -195,7 +195,7 @@ def masked_attention(
     softcap: float | None,
     sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute softmax(scale q k^T) v over the tokens that are True in ``seen``, bool ``[batch, 1, query, token]``.
+    """Compute softmax(scale q k^T) v over the tokens for which ``seen``, bool ``[batch, 1, query, token]``, is True.
 
     The result is 0 for a query that attends to no tokens. ``q`` is ``[batch, q_head, query, dim]``, ``k`` and ``v`` are ``[batch, kv_head,
     token, dim]``, and ``sink_logits`` is ``[q_head]``.

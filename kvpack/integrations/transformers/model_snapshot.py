@@ -26,7 +26,7 @@ _TENSOR_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
 class ModelSnapshot:
-    """A snapshot of ``model`` without the weights' values, which may change in place. It keeps modules and weights alive."""
+    """A snapshot of everything in ``model`` except the weights' values, which may change in place. It keeps modules and weights alive."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._modules = model, list(modules_of(model))
@@ -50,7 +50,7 @@ class ModelSnapshot:
         self._found = self._current_values()
 
     def unchanged(self) -> bool:
-        """Return True if nothing has changed since the snapshot except values that changed in place."""
+        """Return True if nothing has changed since the snapshot, except for values that changed in place."""
         try:
             return self._current_values() == self._found and all(map(is_, self._objects(), self._held))
         except KeyError:
@@ -59,9 +59,9 @@ class ModelSnapshot:
 
     @cached_property
     def foreign_part(self) -> str | None:
-        """Text about the first part of the model that is not from PyTorch or transformers, or None.
+        """Describes the first part of the model that is not from PyTorch or transformers. None if there is none.
 
-        A replay might omit its effects.
+        A replay might not have its effects.
         """
         for name, module in self._model.named_modules():
             forward = vars(module).get("forward")
@@ -90,7 +90,7 @@ _MODULE_ATTRIBUTES = vars(torch.nn.Module()).keys()
 
 
 class _Code:
-    """The functions that ``modules`` run, found through their classes and attributes, and through the names in transformers' model code."""
+    """The functions that ``modules`` run. They are found through classes and attributes, and through names in transformers' model code."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.foreign_part: str | None = None
@@ -116,7 +116,7 @@ class _Code:
         yield (get(name) for get, name in self._names)
 
     def _read(self, value: Any) -> Iterable[Any]:
-        """Return the objects that ``value`` refers to."""
+        """Return the objects to which ``value`` refers."""
         if isinstance(value, (staticmethod, classmethod, MethodType)):
             return (value.__func__,)
         if isinstance(value, partial):
@@ -155,12 +155,12 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def global_hooks() -> int:
-    """Return the number of PyTorch's global hooks, which run for all modules."""
+    """Return the number of PyTorch's global hooks, which run for every module."""
     return len(modules._global_forward_hooks) + len(modules._global_forward_pre_hooks)
 
 
 def has_other_hooks(module: torch.nn.Module) -> bool:
-    """Return True if a module has hooks other than kvpack's hooks and those with which transformers collects outputs."""
+    """Return True if a module has hooks that neither kvpack nor transformers (to collect outputs) has added."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     places = [str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks]
     return not all(place.startswith((f"{__package__}.", "transformers.")) for place in places)

@@ -15,7 +15,7 @@ MAX_CHECKED_PARAMETERS = 4
 
 
 def active_adapters(model: torch.nn.Module) -> tuple[Any, ...]:
-    """Return the state of every PEFT layer in a transformers model, or an empty tuple without adapters. Cheap enough for each pass."""
+    """Return the state of every PEFT layer in a transformers model. Fast enough for each pass. Without adapters, the result is empty."""
     # PEFT stores its settings on the model that it changes.
     if "peft_config" not in vars(model):
         return ()
@@ -23,7 +23,7 @@ def active_adapters(model: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def selects_adapters_per_row(adapters: tuple[Any, ...]) -> bool:
-    """Return True if a call selects adapters per sequence with ``adapter_names``. PEFT then adds hooks to their layers."""
+    """Return True if a call selects adapters per sequence with ``adapter_names``. In this case, PEFT adds hooks to their layers."""
     return any(hooks for *_, hooks in adapters)
 
 
@@ -36,8 +36,8 @@ def checkpointing_modules(model: torch.nn.Module) -> list[weakref.ref[Any]]:
 class ModelState:
     """A summary of a model's adapters, weights, buffers, dtypes and mode that reveals later changes, even in place.
 
-    Creating it reads no values, and it keeps no weights alive. The only changes that it misses are writes through ``data`` or through
-    memory shared with other libraries.
+    Creating it reads no values and keeps no weights alive. It misses only changes through ``data``, or through memory that is shared with
+    other libraries.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -46,7 +46,7 @@ class ModelState:
         self._versions = [(weakref.ref(parameter), _version(parameter)) for parameter in trained_first]
 
     def matches(self, model: torch.nn.Module) -> bool:
-        """Return True if ``model`` is known not to have changed since the summary was created."""
+        """Return True if ``model`` cannot have changed since the summary was created, as far as the summary shows."""
         # Tensors that were created in inference mode have no versions, so nothing shows that their values are the same.
         if any(x.is_inference() for x in _tensors_of(model)):
             return False
@@ -61,12 +61,12 @@ class ModelState:
 
 
 def _versions_of(model: torch.nn.Module) -> list[tuple[Any, ...]]:
-    """Return the versions of all parameters and buffers in the order of their modules, so that swapping two of them is detected."""
+    """Return the versions of all parameters and buffers, in the order of their modules, so that exchanging two of them is detected."""
     return [_version(x) for x in _tensors_of(model)]
 
 
 def _tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield all parameters and buffers in the order of their modules."""
+    """Yield all parameters and buffers, in the order of their modules."""
     for module in modules_of(model):
         for x in (*module._parameters.values(), *module._buffers.values()):
             if x is not None:
@@ -93,7 +93,7 @@ def modules_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _parameters_of(model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-    """Return ``model.parameters()``, including those of wrapped models."""
+    """Return all parameters of ``model``, including those of wrapped models."""
     return {id(x): x for module in modules_of(model) for x in module._parameters.values() if x is not None}.values()
 
 

@@ -61,7 +61,7 @@ _ADAPTERS_WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
 class ExpectedLayers:
     """The layers that a model with the configuration ``config`` expects in its cache.
 
-    Raises InvalidParameter for anything but the configuration of a transformers model.
+    Raises InvalidParameter if ``config`` is not the configuration of a transformers model.
     """
 
     def __init__(self, config: Any) -> None:
@@ -76,7 +76,7 @@ class ExpectedLayers:
     def windows(self, layers: int) -> list[int | None]:
         """Return the sliding window of each of the first ``layers`` layers.
 
-        An encoder-decoder has none: its layers attend to all tokens.
+        An encoder-decoder has no sliding windows.
         """
         if self.has_encoder:
             return [None] * layers
@@ -84,9 +84,9 @@ class ExpectedLayers:
         return [*layer_windows, *[None] * layers][:layers]
 
     def layers_with_tokens(self) -> list[bool]:
-        """Return, for each layer of the model's own cache, whether it has its own keys and values.
+        """Return a bool for each layer of the model's own cache: True if it has its own keys and values.
 
-        Raises InvalidParameter for a layer that keeps anything else, and for a model that does not accept a cache of layers.
+        Raises InvalidParameter if a layer keeps anything else, or if the model does not accept a cache of layers.
         """
         for number, layer in enumerate(self._layers):
             self._check_layer(number, layer)
@@ -94,13 +94,13 @@ class ExpectedLayers:
         return self._cache_layers
 
     def states(self, layers: int) -> list[int]:
-        """Return, for each of the first ``layers`` layers, the number of states of each kind. It is 0 for a layer without states."""
+        """Return the number of states of each kind for each of the first ``layers`` layers. It is 0 if a layer has no states."""
         counts = [layer.number_of_states if type(layer) in _STATE_LAYERS else 0 for layer in self._layers]
         return [*counts, *[0] * layers][:layers]
 
     @property
     def shared(self) -> list[int]:
-        """Numbers of the layers whose keys and values other layers also attend to."""
+        """The numbers of layers whose keys and values are also used by other layers."""
         modes = getattr(self.config, "kv_sharing_modes", None) or []
         return [number for number, mode in enumerate(modes) if mode == "store"]
 
@@ -148,7 +148,7 @@ class ExpectedLayers:
 class Model(ExpectedLayers):
     """The properties of a transformers model, or of a wrapper of one, on which its caches depend. It does not reference weights.
 
-    ``inside`` is ``models_in(model)``, if the caller has computed it. Raises InvalidParameter for anything but a model.
+    ``inside`` is ``models_in(model)``, if the caller has computed it. Raises InvalidParameter if ``model`` is not a model.
     """
 
     def __init__(self, model: Any, inside: Sequence[PreTrainedModel] | None = None) -> None:
@@ -190,7 +190,7 @@ class Model(ExpectedLayers):
         return self.attention in NAMES
 
     def check(self, cache: Cache) -> None:
-        """Raise InvalidParameter, naming the difference, if the cache is known to belong to another model."""
+        """Raise InvalidParameter if the cache is known to belong to another model. The message names the difference."""
         expected = [] if self.has_encoder else self._layers
         for number, layer in enumerate(expected):
             self._check_layer(number, layer)
@@ -217,7 +217,7 @@ def _check_accepts_cache(model: Any) -> None:
 class NamedModel:
     """The fields by which caches identify a model.
 
-    ``fields`` is ``Identity.header_model``, or empty if the model cannot be identified, for the reason ``unnamed``. The digest of the
+    ``fields`` is ``Identity.header_model``. It is empty if the model cannot be identified, and ``unnamed`` is the reason. The digest of the
     weights is computed in the background from their values at creation, so they must not change before ``wait_until_read`` returns.
     ``state`` is the model's state before the weights were read, or None if no model was identified.
     """
@@ -234,7 +234,8 @@ class NamedModel:
 
     @cached_property
     def identity_fields(self) -> dict[str, str]:
-        """The fields that identify the model. Blocks until the digest is known. If the weights cannot be read, the digest is omitted."""
+        """Fields that identify the model. Blocks until the digest of the weights is known. If they cannot be read, the digest is omitted.
+        """
         if self._identity is None:
             return {}
         try:
@@ -252,12 +253,12 @@ class NamedModel:
 def name_model(model: Any) -> NamedModel:
     """Return the fields by which caches identify ``model`` in its current state.
 
-    They are empty in training mode, or if buffers are not in memory.
+    The result is empty in training mode, or if buffers are not in memory.
     """
     weights: Weights | None = None
     state = ModelState(outermost_model(model))
     try:
-        model_parts = _parts(model)
+        model_parts = _submodels(model)
         with contextlib.suppress(InvalidParameter):
             weights = weights_of(model_parts)
         return NamedModel(state, Identity.of_parts(model_parts, "raw", weights="", digests=()), weights)
@@ -271,7 +272,7 @@ def identity_of(model: Any) -> dict[str, str]:
 
 
 def identity_for(model: Any, basis: Basis) -> dict[str, str]:
-    """Return ``identity_of(model)``, with the weights identified by the same kind of digest as in ``basis``."""
+    """Return ``identity_of(model)``, but with the kind of weights digest that ``basis`` has."""
     identity = identity_of(model)
     sampled = weights_kind(basis.model.get("weights", "")) == SAMPLE
     return {**identity, "weights": sample_digest(model)} if sampled and identity else identity
@@ -280,10 +281,10 @@ def identity_for(model: Any, basis: Basis) -> dict[str, str]:
 def sample_digest(model: Any) -> str:
     """Return the digest of a sample of a model's weights, as in files of earlier versions.
 
-    It is empty if the weights cannot be read.
+    If the weights cannot be read, the digest is empty.
     """
     try:
-        return weights_sample(_parts(model))
+        return weights_sample(_submodels(model))
     except InvalidParameter:
         return ""
 
@@ -291,16 +292,16 @@ def sample_digest(model: Any) -> str:
 def current_weights(model: Any) -> str:
     """Return the digest of a model's current weights, or an empty string if they cannot be read."""
     try:
-        return weights_of(_parts(model)).text
+        return weights_of(_submodels(model)).text
     except InvalidParameter:
         return ""
 
 
 def check_identity(cache: Cache, model: Any) -> NamedModel:
-    """Raise InvalidParameter if the cache identifies a model, and ``model`` is a different one or cannot be identified.
+    """Raise InvalidParameter if the cache identifies a model, and ``model`` is another one or cannot be identified.
 
     The message states the difference. If digests of both weights are known, they are compared instead of the names, because the same model
-    may be in another folder. A KvpackWarning reports weights that are compared only in part, or cannot be read. Returns the result of
+    may be in another folder. A KvpackWarning says if weights can be compared only in part, or cannot be read. Returns
     ``name_model(model)``, or an empty NamedModel if the cache identifies no model.
     """
     if not cache.model.get("config"):
@@ -351,8 +352,8 @@ def check_identity(cache: Cache, model: Any) -> NamedModel:
     return this
 
 
-def _parts(model: Any) -> list[ModelPart]:
-    """Return the parts of the transformers model that ``model`` is or wraps."""
+def _submodels(model: Any) -> list[ModelPart]:
+    """Return the text, vision and other submodels of the transformers model that ``model`` is or wraps."""
     model_parts = parts(model)
     if not isinstance(next(part.module for part in model_parts if not part.adapter), PreTrainedModel):
         # A caller's own module, such as one with a value head.
@@ -361,13 +362,13 @@ def _parts(model: Any) -> list[ModelPart]:
 
 
 def _accepts_cache(module: torch.nn.Module) -> bool:
-    """Return True if a call of ``module`` accepts a transformers cache. XLM's argument ``cache`` is a dict instead."""
+    """Return True if a call of ``module`` accepts a transformers cache. XLM also has an argument ``cache``, but it is a dict."""
     parameters = inspect.signature(module.forward).parameters
     return any(name in parameters and not (name == "cache" and "dict[" in str(parameters[name].annotation)) for name in cache_names.NAMES)
 
 
 def _own_cache(module: torch.nn.Module) -> str:
-    """Return the name of the model's own cache class if the model's signature requires one, otherwise an empty string."""
+    """Return the name of the model's own cache class if the model accepts only this class, otherwise an empty string."""
     parameters = inspect.signature(module.forward).parameters
     annotations = [str(parameters[name].annotation) for name in cache_names.NAMES if name in parameters]
     kinds = [kind for text in annotations for kind in re.findall(r"\w*Cache\b", text)]
@@ -384,7 +385,7 @@ def execution_device(model: torch.nn.Module) -> torch.device:
 
 
 def has_multidimensional_positions(attention: torch.nn.Module) -> bool:
-    """Return True if the configuration or code of an attention module shows rotary positions in sections, as in Qwen2-VL."""
+    """Return True if an attention module divides rotary positions into sections, as in Qwen2-VL, according to its configuration or code."""
     return _names_sections(getattr(attention, "config", None)) or _file_sets_sections(type(attention).__module__)
 
 
@@ -395,7 +396,7 @@ def _names_sections(config: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _file_sets_sections(name: str) -> bool:
-    """Return True if a class in the module ``name`` splits rotary positions into sections. Configurations need not show that."""
+    """Return True if a class in the module ``name`` divides rotary positions into sections. The configuration need not show that."""
     classes = [value for value in vars(sys.modules[name]).values() if isinstance(value, type) and value.__module__ == name]
     codes = [init.__code__ for cls in classes if isinstance(init := vars(cls).get("__init__"), FunctionType)]
     return any({"rope_deltas", "mrope_section"} & set(code.co_names) for code in codes)
@@ -406,9 +407,9 @@ def _has_attribute(model: torch.nn.Module, name: str) -> bool:
 
 
 def decoder_layers(config: Any) -> int | None:
-    """Return the number of decoder layers if the configuration has a separate name for it, otherwise None.
+    """Return the number of decoder layers if the configuration has a separate field for it, otherwise None.
 
-    ``num_hidden_layers`` may be the encoder's.
+    ``num_hidden_layers`` may be the number of encoder layers.
     """
     counts = (getattr(config, name, None) for name in ("num_decoder_layers", "decoder_layers"))
     return next((count for count in counts if isinstance(count, int)), None)
@@ -426,7 +427,7 @@ def check_layers(layers: int, module: torch.nn.Module) -> None:
 
 
 def _keys(settings: Any) -> set[str]:
-    """Return the keys of all maps nested in ``settings``."""
+    """Return the keys of all mappings nested in ``settings``."""
     if not isinstance(settings, Mapping):
         return set()
     return set(settings).union(*(_keys(value) for value in settings.values()))

@@ -47,9 +47,8 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append keys and values ``[batch, kv_head, token, dim]`` to one layer, and return what attention receives in place of both.
 
-        This is the packed layer, or the dense keys and values if the model does not accept it. Raises OutOfBounds for a layer that the
-        cache does not have. Raises InvalidParameter if the tensors do not continue the layer, or if an earlier pass failed between two
-        layers.
+        This is the packed layer, or the dense keys and values if the model does not accept it. Raises OutOfBounds if the cache has no such
+        layer, and InvalidParameter if the tensors do not continue the layer, or if an earlier pass failed between two layers.
         """
         if type(layer_idx) is not int:
             layer_idx = as_integer(layer_idx, "layer_idx")
@@ -66,7 +65,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
 
     @eager_only(_DENSE)
     def _update_decoded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[Any, Any]:
-        """Append tokens as ``take`` does, and return the layer's dense keys and values. Appends nothing if these are not available."""
+        """Append tokens as ``take`` does, and return the layer's dense keys and values. If these are not available, append nothing."""
         before = self.live.seen_tokens(layer_idx)
         self._take(key_states, value_states, layer_idx)
         layer: PackedLayer = self.layers[layer_idx]
@@ -80,7 +79,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return k, v
 
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
-        """Append tokens to one layer as ``update`` does, without returning anything."""
+        """Append tokens to one layer as ``update`` does, but return nothing."""
         # The fast path of most steps, whose shapes are those of the step before.
         seen = None if self._careful else self.live.try_update(layer_idx, key_states, value_states, self._following[layer_idx])
         if seen is None:
@@ -96,7 +95,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         self.live.update(layer_idx, key_states, value_states)
 
     def attend(self, layer: int, q: torch.Tensor, *, sliding_window: int | None = None, **options: Any) -> torch.Tensor:
-        """Run ``LiveCache.attend`` over one layer. Also raises InvalidParameter for a window with tokens that the layer has dropped."""
+        """Run ``LiveCache.attend`` over one layer. Also raises InvalidParameter if the layer has dropped tokens of the window."""
         if skipped := self.live.skipped_tokens(layer):
             check_window(skipped, self.live.stored_tokens(layer) - q.shape[2], sliding_window)
         return self.live.attend(layer, q, sliding_window=sliding_window, **options)
@@ -107,11 +106,11 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return self._hooks is not None
 
     def records(self, model: torch.nn.Module) -> bool:
-        """Return True if a call of ``model`` is the current pass over the cache and is not part of another recording."""
+        """Return True if the current pass over the cache is a call of ``model`` and is not part of another recording."""
         return self._hooks is not None and not self._hooks.recordings and self.passes.is_running(model)
 
     def watched(self, number: int) -> torch.nn.Module | None:
-        """Return the module with hooks that has the index ``number``, or None if it no longer exists."""
+        """Return the module with hooks that has this index, or None if the module no longer exists."""
         return None if self._hooks is None else self._hooks.inside[number]()
 
     def decode(self, layer: int, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -124,7 +123,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return packed.decode(queries, dtype)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Return the number of tokens that a layer has seen. In compiled code, it is a tensor, as in transformers' static caches."""
+        """Return the number of tokens that a layer has seen. In compiled code, it is a tensor, as for transformers' static caches."""
         if torch.compiler.is_dynamo_compiling() and not self._dense:
             return self.compiled.compiled_seen(layer_idx)
         return self._length(layer_idx)
@@ -184,7 +183,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
 
     @property
     def is_linear(self) -> list[bool]:
-        """For each layer, True if it has states but no keys and values."""
+        """A bool for each layer: True if it has states, but no keys and values."""
         return [isinstance(layer, StateLayer) and not isinstance(layer, PackedLayer) for layer in self.layers]
 
     def check_attention(self, module: torch.nn.Module) -> None:

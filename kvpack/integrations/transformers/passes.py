@@ -38,7 +38,7 @@ _KNOWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", *_POSITIONS}
 
 
 def named_arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of ``module`` by name, without those that are None or empty."""
+    """Return the arguments of a call of ``module`` by name, except those that are None or empty."""
     result = dict(kwargs)
     if args:
         parameters = inspect.signature(module.forward).parameters
@@ -96,7 +96,7 @@ class Pass:
         self._found.append(text)
 
     def check_positions(self, arguments: Mapping[str, Any]) -> None:
-        """Record if the positions in ``arguments``, which belong to the model or to one of its parts, do not follow the cache."""
+        """If the positions in ``arguments`` do not follow the cache, record that. They belong to the model or to one of its submodels."""
         for name in _POSITIONS:
             positions = arguments.get(name)
             if isinstance(positions, torch.Tensor) and positions.numel():
@@ -105,7 +105,7 @@ class Pass:
                 self._positions.append(((positions == expected).all(), positions.detach().clone()))
 
     def undetermined(self, tokens: int) -> list[str]:
-        """Return texts about the inputs that the ids of this pass do not determine. The pass added ``tokens`` tokens."""
+        """Return clauses about inputs that the ids of this pass do not determine. The pass added ``tokens`` tokens."""
         result = [FROM_ENCODER] if self._encoder and self.sources is None else []
         result += self._found
         if self._embedded:

@@ -37,7 +37,7 @@ def remember_attention(config: Any, name: str) -> None:
 
 
 def remember_copies(memo: dict[int, Any]) -> None:
-    """Use the same attention for plain tensors of copied models as for the originals. ``memo`` is the argument of ``copy.deepcopy``."""
+    """Use the same attention for plain tensors of copied models as for the originals. ``memo`` is the one of ``copy.deepcopy``."""
     for number, (config, name) in list(_previous_attention.items()):
         if number in memo and config() is not None:
             remember_attention(memo[number], name)
@@ -51,7 +51,7 @@ def forget_attention(config: Any) -> None:
 def plain_name(config: Any) -> str:
     """Return the attention for plain tensors of models with ``config``: the previous one, "sdpa" or "eager".
 
-    If a ``KvpackCache`` did not set "kvpack", the previous attention is unknown. In that case, returns transformers' own default.
+    If a ``KvpackCache`` did not set "kvpack", the previous attention is unknown, and transformers' default is returned.
     """
     if (before := _previous_attention.get(id(config))) is not None:
         return before[1]

@@ -22,7 +22,7 @@ _DELTAS = "rope_deltas"
 
 
 class RotaryPositions:
-    """The positions of tokens after a cache in a model with such positions: the number of tokens before them, plus the row's delta.
+    """The positions of tokens after a cache: the number of tokens before them, plus the delta of their row.
 
     ``deltas`` contains one delta per row. The first pass over an empty cache may have any positions, depending on images and padding. They
     determine the deltas.
@@ -42,7 +42,7 @@ class RotaryPositions:
 
     @classmethod
     def of(cls, model: Model | None, cache: Cache | None, inputs: Inputs | None, rope_deltas: Any) -> RotaryPositions | None:
-        """Return the positions after ``cache``, or None for a model with one-dimensional positions.
+        """Return the positions after ``cache``, or None if the model's positions have one dimension.
 
         ``cache`` is None for an empty cache. Raises InvalidParameter if the positions are not known: files need not record them, and the
         model may have those of another prompt.
@@ -82,7 +82,7 @@ class RotaryPositions:
         return tuple(self._deltas.expand(rows, 1).flatten().tolist())
 
     def begin(self, model: torch.nn.Module | None, arguments: Mapping[str, Any], start: int) -> None:
-        """Prepare for a forward pass, or for ``generate``'s computation of its positions, by setting the model's ``rope_deltas``."""
+        """Set the model's ``rope_deltas`` before a forward pass, or before ``generate`` computes its positions."""
         self._given = False
         if not start:
             return
@@ -106,9 +106,9 @@ class RotaryPositions:
                 attributes[_DELTAS] = deltas.to(tensor.device)
 
     def record_or_check(self, arguments: Mapping[str, Any], start: int) -> None:
-        """Record the positions of a first pass (``start`` is 0).
+        """Record the positions of a first pass, whose ``start`` is 0.
 
-        Otherwise, raise InvalidParameter unless they continue the recorded ones.
+        For any other pass, raise InvalidParameter unless its positions continue the recorded ones.
         """
         positions = arguments.get("position_ids")
         if not isinstance(positions, torch.Tensor) or not positions.numel():
@@ -132,7 +132,7 @@ class RotaryPositions:
             self._refuse(sorted(set(rotary_positions[..., token].flatten().tolist())), start + token)
 
     def require_positions(self, start: int) -> None:
-        """Raise InvalidParameter if no positions were passed and the model would compute different ones."""
+        """Raise InvalidParameter if no positions were passed and the model would compute other positions."""
         if not self._given and not start:
             # Without given positions, models use the positions of text.
             self._deltas = torch.zeros(1, 1, dtype=torch.int64, device="cpu")

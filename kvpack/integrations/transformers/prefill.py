@@ -60,7 +60,7 @@ def prefill(
         InvalidType: ``token_ids`` are not token ids.
         InvalidParameter: The cache has other ids, or at least as many tokens.
 
-    Also raises the errors of KvpackCache.
+    Also raises the same errors as KvpackCache.
 
     >>> cache = kvpack.prefill(model, torch.arange(100)[None], "octopus-4", chunk=32)
     >>> cache.packed.tokens
@@ -88,9 +88,9 @@ def prefill(
 
 
 def fill(cache: KvpackCache, model: torch.nn.Module, ids: torch.Tensor, every: int, chunk: int) -> None:
-    """Compute the tokens of ``ids``, ``[batch, token]``, that ``cache`` lacks, as ``prefill`` does.
+    """Compute those tokens of ``ids``, ``[batch, token]``, that ``cache`` does not have yet, as ``prefill`` does.
 
-    Raises InvalidParameter for other ids.
+    Raises InvalidParameter if the cache has other ids.
     """
     start = cache.get_seq_length()
     cache.passes.check_ids(ids, ids.shape[1] - start)
@@ -103,7 +103,7 @@ def fill(cache: KvpackCache, model: torch.nn.Module, ids: torch.Tensor, every: i
 
 
 def _pass_ends(start: int, stop: int, every: int, chunk: int | None) -> list[int]:
-    """Return the ends of the passes that compute the tokens from ``start`` to ``stop``."""
+    """Return where each pass ends if several passes compute the tokens from ``start`` to ``stop``."""
     ends = {*range((start // every + 1) * every, stop, every), stop}
     if chunk is not None and stop // chunk * chunk > start:
         ends.add(stop // chunk * chunk)
@@ -111,6 +111,6 @@ def _pass_ends(start: int, stop: int, every: int, chunk: int | None) -> list[int
 
 
 def _arguments(model: torch.nn.Module, cache: KvpackCache) -> dict[str, Any]:
-    """Return arguments for passes that compute no more than ``cache`` needs, for example no logits except the last."""
+    """Return arguments for passes that compute only what ``cache`` needs, for example only the last logits."""
     result: dict[str, Any] = {**cache_argument(model, cache), "use_cache": True}
     return {**result, "logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else result

@@ -23,7 +23,7 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
     """Return the length, in tokens, of the common prefix of ``cache`` and ``prompt``, ``[batch, token]``, over all rows.
 
     At least one token of the prompt remains to be computed. Raises InvalidParameter or InvalidType unless ``prompt`` has one row of token
-    ids for each sequence of the cache. Raises InvalidParameter for a cache whose ids are unknown, or whose first token depends on other
+    ids for each sequence of the cache. Raises InvalidParameter if the cache's ids are unknown, or if its first token depends on other
     inputs.
     """
     ids = token_ids_of(prompt)
@@ -55,16 +55,17 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
 
 
 def _undetermined_inputs(inputs: Inputs) -> dict[int, str]:
-    """Return the inputs that token ids and a mask do not determine, by the position of their first token.
+    """Return the inputs that token ids and a mask do not determine, by the position of the first token that they affect.
 
-    Different ids in rows and padding are left out: known ids are compared, and the next pass must provide the mask that hid padding.
+    Two of them do not count. If ids differ between rows, known ids are compared; and if padding was hidden, the next pass must provide the
+    mask.
     """
     notes = zip(inputs.undetermined, inputs.starts, strict=True)
     return {start: text for text, start in notes if not text.endswith(ROWS_DIFFER) and not (text.endswith(PADDED) and inputs.hidden)}
 
 
 def check_rows_known(cache: Cache) -> None:
-    """Raise InvalidParameter for a batch whose rows have different ids, if some ids are unknown."""
+    """Raise InvalidParameter if the rows of a batch have different ids and some of these ids are unknown."""
     inputs = cache.inputs
     if inputs is not None and inputs.rows_are_unknown:
         text = next(text for text in inputs.undetermined if text.endswith((ROWS_DIFFER, IDS_LEFT_OUT)))
@@ -78,16 +79,16 @@ def check_rows_known(cache: Cache) -> None:
 
 
 def changes_since_computed(cache: Cache) -> str:
-    """Return text which explains that a cache's values have changed since passes computed them, or an empty string if they have not.
+    """Explain how a cache's values have changed since passes computed them. If they have not, return an empty string.
 
-    No prompt can reuse such a cache.
+    No prompt can reuse a cache that has changed.
     """
     texts = cache.inputs.undetermined if cache.inputs is not None else ()
     return next((text for text in texts if text.endswith(CHANGED)), "")
 
 
 def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
-    """Return a reason why the same token ids may have different keys in ``cache`` and in ``prompt``, or an empty string.
+    """Explain why the same token ids may have different keys in ``cache`` and in ``prompt``. If they cannot, return an empty string.
 
     Some types of RoPE (dynamic, longrope) choose their frequencies by the length of the sequence.
     """
@@ -102,7 +103,7 @@ def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
 
 
 def token_ids_of(prompt: Any) -> torch.Tensor:
-    """Return ``prompt`` as int64 ``[batch, token]`` on the CPU. Raises InvalidType or InvalidParameter for anything but token ids."""
+    """Return ``prompt`` as int64 ``[batch, token]`` on the CPU. Raises InvalidType or InvalidParameter unless it contains token ids."""
     try:
         ids = torch.as_tensor(prompt, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -120,10 +121,10 @@ def token_ids_of(prompt: Any) -> torch.Tensor:
 
 
 def crop_to_prompt(past: Any, cache: Cache, prompt: Any, config: Any) -> None:
-    """Keep only the tokens of ``past`` with which ``prompt`` begins. ``past`` continues the packed ``cache``.
+    """Keep only those tokens of ``past`` with which ``prompt`` begins. ``past`` continues the packed ``cache``.
 
-    Issues a KvpackWarning if some of them cannot be kept. None are kept if a layer lacks some of them, or if their keys would differ.
-    ``config`` is the model's, or None without a model.
+    Issues a KvpackWarning if some of them cannot be kept. If a layer lacks some of them, or if their keys would differ, no token is kept.
+    ``config`` is the model's, or None if there is no model.
     """
     tokens = 0
     other = changes_since_computed(cache)

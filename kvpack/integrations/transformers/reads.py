@@ -37,9 +37,9 @@ _ATTENTION = "attention_interface"
 
 
 def reads_kv(model: torch.nn.Module) -> bool:
-    """Return True if a module of ``model`` uses the results of ``Cache.update`` for anything but passing them to attention.
+    """Return True if a module of ``model`` uses the results of ``Cache.update`` for more than passing them to attention.
 
-    Passing an option of ``WITHOUT_COUNTERPART`` to attention counts as such a use.
+    Passing an option of ``WITHOUT_COUNTERPART`` to attention also counts.
     """
     return any(read.reads_kv for read in _analyses(model))
 
@@ -55,7 +55,7 @@ def omits_window(model: torch.nn.Module) -> bool:
 class _Analysis(NamedTuple):
     """The result of analyzing one function.
 
-    ``reads_kv`` is True if the function uses the keys and values that ``Cache.update`` returns for anything but passing them to attention.
+    ``reads_kv`` is True if the function uses the keys and values that ``Cache.update`` returns for more than passing them to attention.
     ``no_window`` is True if it calls attention without a window.
     """
 
@@ -115,7 +115,7 @@ def _is_update(node: ast.Assign) -> bool:
 
 
 def _is_only_passed_on(above: list[ast.AST], updates: Iterable[ast.AST]) -> bool:
-    """Return True if a name is only passed to attention or stored. ``above`` are the nodes that contain it, innermost first."""
+    """Return True if a name is only passed to attention or stored. ``above`` contains the nodes around it, innermost first."""
     holder = above[1] if isinstance(above[0], ast.keyword) else above[0]
     if isinstance(holder, ast.Tuple) or _is_attention(holder) or any(node in updates for node in above):
         return True

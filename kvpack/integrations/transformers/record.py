@@ -33,7 +33,7 @@ UNRECORDED_PASSES = "came from forward passes that were not recorded: give Kvpac
 
 @dataclass
 class _InputNote:
-    """A note about an input that the ids of the tokens ``[start:stop]`` do not determine."""
+    """A note about an input that affects tokens ``[start:stop]`` but is not determined by their ids."""
 
     start: int
     stop: int
@@ -47,8 +47,8 @@ class _InputNote:
 class Record:
     """The inputs of a cache's tokens: ``inputs`` for the tokens already present, followed by the inputs of recorded passes.
 
-    Ids are kept for each of the ``batch`` rows, which differ during beam search. ``adapters`` is the result of ``active_adapters`` for the
-    tokens already present, or None if it is not known.
+    Ids are kept for each of the ``batch`` rows, because beam search makes them differ. ``adapters`` is the result of ``active_adapters``
+    for the tokens already present, or None if unknown.
     """
 
     def __init__(self, inputs: Inputs | None, tokens: int, adapters: tuple[Any, ...] | None = None, batch: int = 1) -> None:
@@ -81,7 +81,7 @@ class Record:
         return other
 
     def add(self, tokens: int, seen: Pass | None) -> None:
-        """Add ``tokens`` tokens of one forward pass. ``seen`` is None if the pass was not recorded."""
+        """Add ``tokens`` tokens of one forward pass. ``seen`` is the pass, or None if it was not recorded."""
         # If the source of the first tokens is unknown, so is the source of all.
         pass_sources = None if seen is None or not tokens or (self.tokens and not self.sources) else seen.sources
         if pass_sources is not None and all(first_difference(sources, pass_sources) is not None for sources in self.sources):
@@ -93,7 +93,7 @@ class Record:
             self._read_pending()
 
     def note(self, start: int, text: str) -> None:
-        """Add the note ``text`` about all tokens from ``start`` on, if there are any."""
+        """Add the note ``text`` to all tokens from ``start`` on, if there are any."""
         self._read_pending()
         if start < self.tokens:
             self._findings.append(_InputNote(start, self.tokens, text))
@@ -124,7 +124,7 @@ class Record:
         ]
 
     def forget(self, tokens: int) -> None:
-        """Drop the record of a cache, whose ``tokens`` tokens now have values that no pass computed."""
+        """Discard the record, because the cache's ``tokens`` tokens no longer have values that a pass computed."""
         masked = self.hides_tokens
         self.crop(0)
         self.tokens, self._known = tokens, True
@@ -138,7 +138,8 @@ class Record:
         return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in texts)
 
     def first_mismatch(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
-        """Return (token, row, known id, other id) for the first id in ``ids``, ``[batch, token]``, that differs, or None."""
+        """Return (token, row, known id, other id) for the first id in ``ids``, ``[batch, token]``, that differs. If none does, return None.
+        """
         self._read_pending()
         recorded = self._ids[:, : ids.shape[1]]
         if not recorded.shape[1] or ids.shape[0] % recorded.shape[0]:
@@ -154,7 +155,7 @@ class Record:
 
     @property
     def ids(self) -> torch.Tensor:
-        """The known ids of each row, int64 ``[batch, token]``. If all rows are the same, there is only one row."""
+        """Known ids of each row, int64 ``[batch, token]``. If all rows are the same, there is only one row."""
         self._read_pending()
         return self._ids
 
@@ -177,9 +178,9 @@ class Record:
         return Inputs(token_ids, notes, starts, tuple(rows), tuple(self._hidden_ranges()), first=0, count=self.tokens)
 
     def visible_hidden_message(self, mask: Any, tokens: int) -> str | None:
-        """Return a message about the hidden tokens to which a pass of ``tokens`` tokens with this mask would attend. It suggests a mask.
+        """Return an error message if a pass of ``tokens`` tokens with this mask would attend to hidden tokens, otherwise None.
 
-        Returns None if there are none. Tokens hidden by masks of single tokens are known once the masks are read.
+        The message suggests a mask. Masks of single tokens are read from the device first.
         """
         if mask is None or tokens != 1:
             self._read_pending()
@@ -230,13 +231,13 @@ class Record:
         ]
 
     def _drop_visible(self) -> None:
-        """Drop the record of visible tokens once no tokens are hidden anymore."""
+        """If no tokens are hidden anymore, drop the record of visible tokens."""
         if self._visible is not None and bool(self._visible.all()):
             self._visible = None
             self._findings = [finding for finding in self._findings if finding.text != PADDED]
 
     def _record_mask(self, start: int, stop: int, seen: Pass) -> list[str]:
-        """Record which of the tokens ``[start:stop]`` the mask of their pass hid, and return notes about them."""
+        """Record which tokens of ``[start:stop]`` the mask of their pass hid, and return notes about them."""
         mask = seen.visible
         if mask is not None and mask.shape[1] != stop:
             return [MASKED]
@@ -284,7 +285,7 @@ def ids_of(inputs: Inputs) -> torch.Tensor:
 
 
 def visible_tokens(inputs: Inputs, batch: int, tokens: int) -> torch.Tensor | None:
-    """Return a mask of the tokens that are not hidden, bool ``[batch, token]``, or None if none of the first ``tokens`` are hidden."""
+    """Return a mask of the tokens that are not hidden, bool ``[batch, token]``. If the first ``tokens`` are all visible, return None."""
     if not inputs.hidden:
         return None
     visible = torch.ones(batch, tokens, dtype=torch.bool, device="cpu")

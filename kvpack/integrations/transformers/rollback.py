@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Rollback:
     """The kept states of ``layers``, by number of tokens, and methods that return to them.
 
-    The states in ``cache`` are kept from the start.
+    At the beginning, these are the states in ``cache``.
     """
 
     def __init__(self, layers: Sequence[Any], live: LiveCache, passes: Tracking, cache: Cache | None) -> None:
@@ -31,11 +31,11 @@ class Rollback:
         self._states = {} if cache is None else {position: SelectedStates(states) for position, states in all_states(cache).items()}
 
     def positions(self) -> tuple[int, ...]:
-        """Return the numbers of tokens after which states are kept, in ascending order."""
+        """Return the token counts at which states were kept, in ascending order."""
         return tuple(sorted(self._states))
 
     def states_before(self, tokens: int) -> dict[int, States]:
-        """Return the states that were kept after fewer than ``tokens`` tokens, by number of tokens."""
+        """Return the states that were kept after fewer than ``tokens`` tokens, by token count."""
         return {position: states.selected for position, states in self._states.items() if position < tokens}
 
     def snapshot(self) -> None:
@@ -49,7 +49,7 @@ class Rollback:
             )
 
     def nearest(self, tokens: int) -> int:
-        """Return the largest number of tokens, at most ``tokens``, to which the cache can return."""
+        """Return the largest token count, at most ``tokens``, to which the cache can return."""
         if not self._passes.states or tokens == self._passes.record.tokens:
             return tokens
         return max((position for position in self._states if position <= tokens), default=0)
@@ -78,7 +78,7 @@ class Rollback:
             self._states = {position: position_states for position, position_states in self._states.items() if position <= tokens}
 
     def _states_after(self, tokens: int, tokens_to_remove: int) -> States | None:
-        """Return the states to restore after the first ``tokens`` tokens, or None if no layer has states or all are current."""
+        """Return the states to restore after the first ``tokens`` tokens. If no layer has states, or all are current, return None."""
         if not self._passes.states or (not tokens_to_remove and not (self._passes.has_failed and tokens in self._states)):
             return None
         if not tokens:

@@ -40,7 +40,7 @@ _EMPTY = "EncoderDecoderCache(KvpackCache(model, recipe), KvpackCache(model, rec
 
 
 class EncoderCalls:
-    """A record of one model's encoder calls: digests of their inputs, keyed by the digests of their outputs.
+    """A record of one model's encoder calls: digests of their inputs, by the digests of their outputs.
 
     ``generate`` passes only the encoder's output to a decoder, and repeats its sequences for beams.
     """
@@ -84,7 +84,7 @@ class EncoderCalls:
 
 
 def encoder_decoder_parts(inside: Sequence[Any], name: str) -> list[torch.nn.Module]:
-    """Call the method ``name``, "get_encoder" or "get_decoder", of the encoder-decoder models in ``inside``, and return the results."""
+    """Return the encoders or the decoders of the encoder-decoder models in ``inside``. ``name`` is "get_encoder" or "get_decoder"."""
     owners = (model for model in inside if getattr(model.config, "is_encoder_decoder", False) and hasattr(model, name))
     parts = {id(part): part for model in owners if (part := getattr(model, name)()) is not model}
     return [part for part in parts.values() if isinstance(part, torch.nn.Module)]
@@ -137,7 +137,7 @@ def _source_name(sources: Sources, row: int) -> str:
 
 
 def _inputs(arguments: Mapping[str, Any], batch: int) -> tuple[str, ...]:
-    """Return the digest of each sequence's encoder input. Digests are empty if an argument that may matter cannot be digested."""
+    """Return the digest of each sequence's encoder input. If an argument that may matter has no digest, the digests are empty."""
     inputs = {name: value for name, value in arguments.items() if name not in WITHOUT_EFFECT and value is not False}
     if not inputs or not all(isinstance(value, torch.Tensor) and not value.is_meta for value in inputs.values()):
         return ("",) * batch
@@ -147,12 +147,12 @@ def _inputs(arguments: Mapping[str, Any], batch: int) -> tuple[str, ...]:
 
 
 def _hides_nothing(name: str, value: torch.Tensor) -> bool:
-    """Return True for an attention mask of ones, which ``generate`` creates if no mask is passed."""
+    """Return True for an attention mask of ones, which ``generate`` creates if the caller passes no mask."""
     return name == "attention_mask" and value.dim() == 2 and bool((value == 1).all())
 
 
 def _digest(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
-    """Return the digest of named tensors. Integers are digested by value, whatever their dtype."""
+    """Return the digest of named tensors. Integers have the same digest in every dtype."""
     total = hashlib.sha256()
     for name, values in tensors:
         plain = values if values.is_floating_point() or values.is_complex() else values.to(torch.int64)

@@ -35,11 +35,11 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     @property
     def states(self) -> dict[str, torch.Tensor]:
-        """Copies of the states, keyed by their names in a file. Empty before the first token."""
+        """Copies of the states, by their names in a file. Empty before the first token."""
         return read_states(self, f"layers[{self.state_number}]")
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Set the states to copies of ``states``. Raises InvalidParameter for states that the model does not keep."""
+        """Set the states to copies of ``states``. Raises InvalidParameter if the model does not keep such states."""
         for name, state in states.items():
             kind, _, place = name.partition(".")
             if kind not in ("conv", "recurrent") or place not in map(str, range(self.number_of_states)):
@@ -62,7 +62,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
                     states[index] = state[rows.to(state.device)]
 
     def activate_past_recording(self) -> None:
-        """Raise InvalidParameter, because recurrent states cannot be rolled back."""
+        """Raise InvalidParameter: recurrent states cannot be rolled back."""
         raise InvalidParameter(
             f"layers[{self.state_number}] keeps recurrent states, which cannot be rolled back: use a model without them for assisted "
             "decoding"
@@ -73,13 +73,13 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
 
     def check_window(self, crop: int = 0) -> None:
-        """Do nothing, because this layer attends to no tokens."""
+        """Do nothing, because this layer does not attend to tokens."""
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Do nothing, because the cache checks whether it has the states of an earlier token."""
+        """Do nothing. The cache checks whether it has the states of an earlier token."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Do nothing, because the cache restores the states of an earlier token."""
+        """Do nothing. The cache restores the states of an earlier token."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -99,7 +99,7 @@ class PackedStateLayer(StateLayer, PackedLayer):
         StateLayer.__init__(self, number, count)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate states. Packed keys and values get their shapes from the first tokens."""
+        """Allocate the states. Packed keys and values get their shapes from the first tokens."""
         if not args:
             StateLayer.lazy_initialization(self, **kwargs)
 
@@ -125,7 +125,7 @@ class PackedStateLayer(StateLayer, PackedLayer):
 
 
 def copy_states(layers: Sequence[Any]) -> States:
-    """Return copies of the states of cache layers. For a layer without states, the dict is empty."""
+    """Return copies of the states of each cache layer. A layer without states has an empty dict."""
     return tuple(layer.states if isinstance(layer, StateLayer) else {} for layer in layers)
 
 
@@ -140,7 +140,7 @@ def restore(layers: Sequence[Any], states: States) -> None:
 
 
 def restore_states(layers: Sequence[Any], cache: Cache) -> None:
-    """Set the states of cache layers to those in ``cache``. Raises InvalidParameter if the layers and the cache have different states."""
+    """Set the states of cache layers to those in ``cache``. Raises InvalidParameter if their names or shapes differ."""
     device = next((side.device for layer in cache for side in layer.sides.values()), None)
     for number, (state_layer, layer) in enumerate(zip(layers, cache.layers, strict=True)):
         keeps = isinstance(state_layer, StateLayer)
@@ -159,7 +159,7 @@ def restore_states(layers: Sequence[Any], cache: Cache) -> None:
 
 
 def check_states_available(layers: Sequence[Any]) -> None:
-    """Raise InvalidParameter if a layer has no states after tokens, because the model keeps them in its modules."""
+    """Raise InvalidParameter if a layer still has no states after its first tokens, because the model keeps them in its modules."""
     for number, layer in enumerate(layers):
         if isinstance(layer, StateLayer) and not any(layer.has_previous_state.values()):
             raise InvalidParameter(

@@ -24,11 +24,11 @@ class CapturedStep(NamedTuple):
 
 
 class PackedLength(int):
-    """The number of keys for a mask if the keys are packed and kvpack's attention does not need a mask.
+    """The number of keys for a mask, if the keys are packed and kvpack's attention does not need a mask.
 
     ``first_visible`` returns the first token to which a layer with this mask attends. Layers may contain more tokens than the layer that
-    was queried. ``leave_to_attention`` records whether the model's own attention has a mask although packed attention needs none.
-    ``check_mask`` receives the attention mask of the pass, and ``captured`` is set if a CUDA graph captures the step.
+    was queried. ``leave_to_attention`` records that the model's own attention would have a mask, although packed attention needs none.
+    ``check_mask`` receives the attention mask of the pass. If a CUDA graph captures the step, ``captured`` is set.
     """
 
     first_visible: Callable[[], int] = staticmethod(lambda: 0)
@@ -38,10 +38,10 @@ class PackedLength(int):
 
 
 class CapturedLength(PackedLength):
-    """The number of tokens passed to a captured step. It differs from that of every replay.
+    """The number of tokens passed to a captured step. It is not the number of any replay.
 
-    A comparison in Python code decides for all replays, each of which has one more token than the one before. Therefore, a comparison whose
-    result would differ for some larger number raises InvalidParameter.
+    A comparison in Python code is made once for all replays, each of which has one more token than the previous one. If its result would be
+    different for a larger number, it raises InvalidParameter.
     """
 
     def _require_stable(self, result: bool, stable: bool) -> bool:
@@ -92,8 +92,8 @@ class CapturedLength(PackedLength):
 class CompiledLength:
     """The length of a mask in compiled code. An integer would cause a recompilation for each length.
 
-    ``sizes`` returns the length and the first key. ``starts(columns)`` returns the first token that each sequence attends to under the
-    padding mask ``columns``, int32 ``[batch]``.
+    ``sizes`` returns the length and the position of the first key. ``starts(columns)`` returns the first token that each sequence attends
+    to with the padding mask ``columns``, int32 ``[batch]``.
     """
 
     def __init__(self, sizes: Callable[[], tuple[int, int]], starts: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -110,7 +110,7 @@ def eager_only(reason: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 class PackedStates:
-    """A placeholder for layer ``number`` of a KvpackCache. A model passes it to attention "kvpack" after ``k`` and ``v`` were appended.
+    """A placeholder for layer ``number`` of a KvpackCache, to which ``k`` and ``v`` were appended. A model passes it to attention "kvpack".
 
     Any other use raises InvalidParameter with advice.
     """
@@ -121,7 +121,7 @@ class PackedStates:
         self._computed = (k, v) if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad) else ()
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Call ``KvpackCache.attend`` for this layer, through an operator in compiled code."""
+        """Call ``KvpackCache.attend`` for this layer. Compiled code does so through an operator."""
         out: torch.Tensor
         if torch.compiler.is_dynamo_compiling():
             out = self.cache.compiled.compiled_attend(self.number, q, self._dim, **options)
@@ -163,7 +163,7 @@ class PackedStates:
 
 
 class _WithoutGradients(torch.autograd.Function):
-    """A value whose gradients do not propagate to its inputs."""
+    """A function of a value whose gradients do not propagate to its inputs."""
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor, *computed: torch.Tensor) -> torch.Tensor:
@@ -178,9 +178,9 @@ class _WithoutGradients(torch.autograd.Function):
 
 
 def without_gradients(value: Any, *computed: torch.Tensor) -> Any:
-    """Return ``value``.
+    """Return ``value``, which was ``computed`` from other tensors.
 
-    ``backward`` through it raises InvalidParameter if it would reach the tensors that ``value`` was ``computed`` from.
+    If ``backward`` would propagate gradients to these tensors, it raises InvalidParameter.
     """
     if value is None or not torch.is_grad_enabled() or not any(x.requires_grad for x in computed):
         return value

@@ -46,7 +46,7 @@ class Tracking:
 
     ``assisted`` is True if the next passes belong to assisted decoding, whose first pass receives all token ids. ``states`` is True if the
     cache keeps states, which are unusable after a failed pass. ``first`` is the result of ``name_model`` for ``watched`` if the cache was
-    compared with it, or None for an empty cache, whose model is identified at the first token. A pass holds the cache's ``lock`` from
+    compared with it. For an empty cache it is None, and the model is identified at the first token. A pass holds the cache's ``lock`` from
     beginning to end.
     """
 
@@ -161,7 +161,7 @@ class Tracking:
             self.lock.release()
 
     def _check_positions(self, arguments: dict[str, Any]) -> None:
-        """Raise InvalidParameter for positions that do not follow the cache, and for states that a failed pass may have changed."""
+        """Raise InvalidParameter if positions do not follow the cache, or if a failed pass may have changed states."""
         if self._positions is not None:
             self._positions.record_or_check(arguments, self.record.tokens)
         self.check_states()
@@ -176,7 +176,7 @@ class Tracking:
                 )
 
     def _check_rows(self, arguments: dict[str, Any]) -> None:
-        """Raise InvalidParameter if the number of rows differs from the cache's number of sequences."""
+        """Raise InvalidParameter if a pass has another number of rows than the cache has sequences."""
         held = self.rows()
         tensor = next((x for name in _ROWS if isinstance(x := arguments.get(name), torch.Tensor)), None)
         if held is not None and tensor is not None and tensor.shape[0] != held:
@@ -187,7 +187,8 @@ class Tracking:
             )
 
     def _check_model(self, module: torch.nn.Module) -> None:
-        """Raise InvalidParameter for a pass of a model that is not the cache's model, does not contain it, and is not part of it."""
+        """Raise InvalidParameter if a pass is of a model that is not the cache's model, does not contain it, and is not a submodel of it.
+        """
         model = None if self._watched is None else self._watched()
         if model is None or module is outermost_model(model):
             return
@@ -199,7 +200,7 @@ class Tracking:
             )
 
     def name(self) -> dict[str, str] | None:
-        """Return the fields by which the cache identifies its model, or None if they equal those of the cache that it continues.
+        """Return the fields by which the cache identifies its model. If the cache that it continues has the same fields, return None.
 
         If weights changed unnoticed since the last call, this is recorded for the tokens since then.
         """
@@ -226,13 +227,13 @@ class Tracking:
         self._is_unused = False
 
     def _wait_for_weights(self) -> None:
-        """Wait until the weights with which the first pass ran have been read."""
+        """Wait until the weights that the first pass used have been read."""
         if not self._held and self._first is not None:
             self._first.wait_until_read()
             self._held, self._verified = True, self.record.tokens
 
     def _compare_model(self) -> None:
-        """If weights have changed, record in which fields the model now differs from the model of the first token.
+        """If weights have changed, record in which fields the model differs from the model of the first token.
 
         Raises InvalidParameter if the model changed after the cache was compared with it, but before its first pass.
         """
@@ -256,9 +257,9 @@ class Tracking:
             seen.note(f"were computed after the model's {self._changed} changed")
 
     def _verify(self, model: torch.nn.Module) -> None:
-        """If weights changed without any pass noticing, record that this may affect the tokens added since the last call.
+        """If weights have changed unnoticed by any pass, record that this may affect the tokens since the last call.
 
-        Assigning to ``Parameter.data`` is an example of such a change.
+        For example, assigning to ``Parameter.data`` goes unnoticed.
         """
         if self._latest is None or self._first is None or self._latest.state is None or not self._latest.weights:
             return
@@ -272,7 +273,7 @@ class Tracking:
         self._verified = self.record.tokens
 
     def _fields_changed_to(self, latest: NamedModel) -> str:
-        """Return the first field in which the model at the first token differs from ``latest``, or an empty string."""
+        """Return the first field in which the model of the first token differs from ``latest``. If none does, return an empty string."""
         assert self._first is not None
         first, now = self._first.identity_fields, latest.identity_fields
         return next((name for name in _FIELDS if now.get(name) != first.get(name)), "")
@@ -296,7 +297,7 @@ class Tracking:
             raise InvalidParameter(message)
 
     def _check_failed_pass(self) -> None:
-        """Raise InvalidParameter if a failed pass has added tokens that the caller has neither kept nor dropped."""
+        """Raise InvalidParameter if a failed pass has added tokens, and the caller has neither kept nor dropped them."""
         if self._left is not None:
             start, stop = self._left
             raise InvalidParameter(
@@ -314,7 +315,7 @@ class Tracking:
             self._positions.begin(self.model_of_cache, arguments, self.record.tokens)
 
     def offsets(self, rows: int) -> tuple[int, ...] | None:
-        """Return ``Cache.position_offsets`` of the recorded tokens, or None if token ids imply that they are 0."""
+        """Return ``Cache.position_offsets`` of the recorded tokens. If token ids imply that the offsets are 0, return None."""
         offsets = None if self._positions is None else self._positions.offsets(rows, self.record.tokens)
         inputs = self.record.inputs
         if offsets is None or any(offsets):
@@ -322,7 +323,7 @@ class Tracking:
         return offsets if inputs is None or inputs.undetermined or inputs.tokens != self.record.tokens else None
 
     def is_running(self, module: torch.nn.Module) -> bool:
-        """Return True if the current pass is a call of ``module`` that has not called another module with hooks yet."""
+        """Return True if the current pass is a call of ``module``, and this call has not called another module with hooks yet."""
         return self._running and self._passes.is_outermost_call(module)
 
     @property
@@ -332,7 +333,7 @@ class Tracking:
 
     @contextmanager
     def without_recording(self) -> Iterator[None]:
-        """Suspend recording in a ``with`` block, whose calls a CUDA graph captures as part of a recorded call."""
+        """Return a context manager that suspends recording, for calls that a CUDA graph captures as part of a recorded call."""
         self._muted = True
         try:
             yield
@@ -358,7 +359,7 @@ class Tracking:
 
     @property
     def has_failed(self) -> bool:
-        """True if a forward pass has failed or not ended since the states last matched the cache's last token."""
+        """True if a forward pass failed, or did not end, after the states last matched the cache's last token."""
         return self._failed or self._running
 
     def mark_restored(self) -> None:
@@ -413,10 +414,10 @@ class Tracking:
 
     @contextmanager
     def check_chunks(self, ids: torch.Tensor, arguments: dict[str, Any], columns: int) -> Iterator[None]:
-        """Check all token ids of a prompt, as ``check_generate`` does, before a ``with`` block that prepares it in chunks.
+        """Return a context manager for preparing a prompt in chunks. It first checks all token ids as ``check_generate`` does.
 
-        ``columns`` is the width of the attention mask that ``generate`` creates if ``arguments`` has none. If the mask is as wide as
-        ``ids``, these begin with the cache's ids.
+        ``columns`` is the width of the attention mask that ``generate`` creates if ``arguments`` has no mask. If the mask is as wide as
+        ``ids``, these must begin with the cache's ids.
         """
         encoder = self._model is not None and self._model.has_encoder
         mask = arguments.get("decoder_attention_mask" if encoder else "attention_mask")
@@ -430,7 +431,7 @@ class Tracking:
             self._chunked = False
 
     def check_ids(self, ids: torch.Tensor, following: int) -> None:
-        """Raise InvalidParameter unless ``ids`` are the cache's ids followed by ``following`` others."""
+        """Raise InvalidParameter unless ``ids`` are the cache's ids followed by ``following`` more ids."""
         held = self.record.tokens
         differing = self.record.first_mismatch(ids[:, : min(held, ids.shape[1])] if following <= 0 else ids[:, : ids.shape[1] - following])
         if differing is not None:
@@ -451,7 +452,7 @@ class Tracking:
     def _check_embeddings(self, model: Any, embeddings: torch.Tensor) -> None:
         """Raise InvalidParameter unless ``embeddings``, ``[batch, token, dim]``, begin with the embeddings of the cache's ids.
 
-        They are compared only if the ids determine all embeddings. ``generate`` drops the embeddings of the cache's tokens.
+        This is checked only if the ids determine all embeddings. ``generate`` drops the embeddings of the cache's tokens.
         """
         tokens, inputs = self.record.tokens, self.record.inputs
         if embeddings.shape[1] <= tokens:
@@ -472,9 +473,10 @@ class Tracking:
             )
 
     def _check_following(self, model: torch.nn.Module, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
-        """Raise InvalidParameter if ``generate`` cannot skip the cache's tokens, although ``ids`` may begin with them.
+        """Raise InvalidParameter if ``generate`` cannot skip the cache's tokens, even if ``ids`` begin with them.
 
-        ``generate`` recognizes complete ids by the length of an attention mask, and creates no mask for a forward without that parameter.
+        ``generate`` recognizes complete ids by the length of an attention mask, but creates no mask if the model's forward has no parameter
+        for it.
         """
         tokens = self.record.tokens
         if not 0 < tokens < ids.shape[1] or arguments.get("attention_mask") is not None:
@@ -488,7 +490,7 @@ class Tracking:
 
 
 def check_rows_fit(rows: int, sequences: int) -> None:
-    """Raise InvalidParameter unless the number of ``rows`` in a pass is a multiple of the number of ``sequences`` in the cache."""
+    """Raise InvalidParameter unless ``rows``, the rows of a pass, is a multiple of ``sequences``, the sequences in the cache."""
     if rows % sequences:
         raise InvalidParameter(
             f"the forward pass has {rows} rows, but the cache holds {_sequences(sequences)}: pass a multiple of {sequences} rows, or "

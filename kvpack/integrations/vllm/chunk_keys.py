@@ -19,7 +19,7 @@ def row_key(key: bytes, index: int) -> bytes:
 
 
 def attach_keys(manager: Any) -> None:
-    """Make ``manager`` add ``keys``, the chunks' keys in chunk order, to the specs that it prepares."""
+    """Make ``manager`` add ``keys`` to the specs that it prepares: the keys of the spec's chunks, in order."""
     prepare_store, prepare_load = manager.prepare_store, manager.prepare_load
 
     def store(keys: Iterable[bytes], req_context: Any) -> Any:

@@ -50,7 +50,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Check that the layers' memory has the layout in the options, then register the layers as vLLM does."""
+        """Check that the layers' memory has the layout set in the options, then register the layers as vLLM does."""
         check_blocks(*self._kvpack, kv_caches)
         super().register_kv_caches(kv_caches)
 
@@ -80,9 +80,9 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
 
 
 def _placement_options(vllm_config: Any) -> tuple[Any, bool]:
-    """Return the options with the spec and the tier of their placement, and True if the primary tier contains rows.
+    """Return the options with the spec and the tier for their placement, and True if the primary tier contains rows.
 
-    Raises InvalidParameter. vLLM calls this several times for one configuration, even before there is a connector.
+    Raises InvalidParameter. vLLM calls this several times for the same configuration, even before there is a connector.
     """
     options = vllm_config.kv_transfer_config.kv_connector_extra_config
     placement = options.get("placement", "primary")

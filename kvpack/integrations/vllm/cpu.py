@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def check_layout(layout: str, group: Group) -> None:
-    """Raise InvalidParameter unless vLLM's attention on this CPU writes the blocks of ``group`` in the layout named ``layout``.
+    """Raise InvalidParameter unless vLLM's attention on this CPU writes blocks of ``group`` in the layout named ``layout``.
 
-    On processors with AMX, it stores pairs of channels together, which does not match any named layout.
+    On processors with AMX, it interleaves pairs of channels, which is not a layout with a name.
     """
     current_platform.import_kernels()
     heads, tokens, dim, dtype = group.heads, group.tokens, group.dim, DTYPES[group.dtype]

@@ -28,10 +28,10 @@ GROUPS, BLOCK_OFFSETS = "kvpack_groups", "kvpack_places"
 
 @dataclass(frozen=True)
 class Group:
-    """A group of ``layers`` cache layers. Their blocks have ``page_bytes`` bytes each, without padding.
+    """A group of ``layers`` cache layers. Each block of a layer has ``page_bytes`` bytes, without padding.
 
-    ``kind`` is "attention" (``heads`` heads with keys and values of ``dim`` channels), "latents" (MLA, with ``dim`` latents and
-    ``rotary_dim`` rotary values) or "bytes" (kept unchanged).
+    ``kind`` is "attention" (``heads`` heads with keys and values of ``dim`` channels), "latents" (MLA: ``dim`` latent channels and
+    ``rotary_dim`` RoPE channels per token) or "bytes" (kept unchanged).
     """
 
     layers: int
@@ -53,7 +53,7 @@ class Group:
         return PageGeometry.of_bytes(self.page_bytes, self.layers)
 
     def recipe(self, recipe: str) -> str:
-        """Return the recipe for the group's pages, derived from ``recipe``. Rotary values are kept unchanged."""
+        """Return the recipe for the group's pages, which is derived from ``recipe``. RoPE channels are kept unchanged."""
         return {"attention": recipe, "latents": f"{recipe};v=raw"}.get(self.kind, "raw")
 
     def buffer(self, layout: str, layers: Sequence[torch.Tensor]) -> PageBuffer:
@@ -80,12 +80,12 @@ class Group:
 
 
 def groups_of(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
-    """Return the groups that vLLM offloads, in vLLM's order. Raises InvalidParameter for a group with layers of several sizes."""
+    """Return the groups that vLLM offloads, in vLLM's order. Raises InvalidParameter if the layers of a group have different sizes."""
     return [_group(vllm_config, group) for group in _groups_of(kv_cache_config)]
 
 
 def check_groups(recipe: Recipe, groups: Sequence[Group], names: Sequence[str]) -> None:
-    """Raise InvalidParameter for a recipe that ``groups`` do not support. ``names`` are the layers of the first group."""
+    """Raise InvalidParameter if ``groups`` do not support the recipe. ``names`` are the layers of the first group."""
     if len(groups) > 1:
         check_layers(recipe.text, "the model has several groups of cache layers, each with its own layer numbers")
     elif recipe.basis is not None and groups[0].kind != "attention":
@@ -94,7 +94,7 @@ def check_groups(recipe: Recipe, groups: Sequence[Group], names: Sequence[str]) 
 
 
 def require_layout(groups: Sequence[Group], layout: str) -> None:
-    """Raise InvalidParameter if ``layout`` is empty although a group needs one."""
+    """Raise InvalidParameter if a group needs a layout and ``layout`` is empty."""
     if not layout and any(group.kind == "attention" for group in groups):
         raise InvalidParameter(
             "layout is missing in kv_connector_extra_config: set it to adjacent, adjacent-tokens-first, split or cpu-vec"
@@ -102,11 +102,11 @@ def require_layout(groups: Sequence[Group], layout: str) -> None:
 
 
 def block_offsets(kv_cache_config: Any) -> list[list[int]]:
-    """Return the offset in bytes of each offloaded group's blocks in vLLM's primary tier.
+    """Return the offsets in bytes of each offloaded group's blocks in vLLM's primary tier. A group has one offset per layer.
 
-    An offset is counted from the beginning of a worker's part of a chunk. A group has one offset per layer. Layers of different groups may
-    share device memory, and then share an offset, because a block belongs to one group. Offsets are in the order in which the groups'
-    layers first refer to their memory. If a block of all layers is one piece of memory, the tier copies it whole.
+    An offset is counted from the beginning of a worker's part of a chunk. Layers of different groups may share device memory. They then
+    also share an offset, because each block belongs to only one group. Offsets are in the order in which the groups' layers first refer to
+    their memory. If a block of all layers is one piece of memory, the tier copies it whole.
     """
     placed = {
         layer: (tensor.offset + number * tensor.layer_stride, tensor.block_stride)
@@ -137,9 +137,9 @@ def _page_bytes(group: Any) -> dict[str, int]:
 def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> None:
     """Raise InvalidParameter unless the blocks of the layers' tensors have the ``layout``.
 
-    ``kv_caches`` are vLLM's tensors by layer name. Their axes are block, head, token, and the channels of K and then V; or block, K or V,
-    token, head, and channel. Attention may have smaller blocks than the cache. In that case, a tensor has the strides of attention's
-    blocks.
+    ``kv_caches`` are vLLM's tensors by layer name. Their axes are either block, head, token, and the channels of K followed by those of V;
+    or block, K or V, token, head, and channel. Attention may use smaller blocks than the cache. In that case, a tensor has the strides of
+    attention's blocks.
     """
     for group, kept in zip(groups, _groups_of(kv_cache_config), strict=True):
         if group.kind != "attention":
@@ -164,7 +164,7 @@ def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_
 
 
 def _groups_of(kv_cache_config: Any) -> list[Any]:
-    """Return the groups that vLLM offloads, as vLLM's own objects and in vLLM's order."""
+    """Return the groups that vLLM offloads as vLLM's own objects, in vLLM's order."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 
     return [kv_cache_config.kv_cache_groups[number] for number in get_offloading_group_ids(kv_cache_config)]

@@ -44,7 +44,7 @@ def relevant_settings(vllm_config: Any) -> str:
 
     These are the model's configuration with all overrides, the dtype, the quantization, whether the weights come from the model's folder
     (not with load_format="dummy"), the settings of multimodal preprocessing, and the draft model, whose layers may be in the cache. Raises
-    InvalidParameter if the installed vLLM lacks one of these fields.
+    InvalidParameter if the installed vLLM version does not have one of these fields.
     """
     model = vllm_config.model_config
     settings = {name: value for name, value in model.hf_config.to_dict().items() if name not in _IGNORED_SETTINGS}
@@ -76,7 +76,7 @@ def _to_json_value(value: Any) -> Any:
 
 
 def identity_of(config: Any, recipe: str | Recipe, shape: Mapping[str, Any], revision: str | None, adapter: str, tenant: str) -> Identity:
-    """Return the identity of pages with the layout ``shape``, according to vLLM's OffloadingConfig.
+    """Return the identity of pages with the layout ``shape``. ``config`` is vLLM's OffloadingConfig.
 
     Raises InvalidParameter if the weights cannot be identified.
     """

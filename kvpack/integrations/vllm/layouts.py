@@ -16,14 +16,14 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp3
 
 
 class Arrangement(NamedTuple):
-    """For K and for V: the offset of the first value in a block, and the strides [head, token, channel]."""
+    """The offset of the first value in a block, and the strides [head, token, channel], for K and for V."""
 
     k: tuple[int, tuple[int, int, int]]
     v: tuple[int, tuple[int, int, int]]
 
 
 def arrangement(name: str, heads: int, tokens: int, dim: int) -> Arrangement:
-    """Return the layout of a block by its name. Raises InvalidParameter, whose message lists the names."""
+    """Return the layout of a block by its name. Raises InvalidParameter with a message that lists the names."""
     row, head = 2 * dim, 2 * tokens * dim
     match name:
         case "adjacent":
@@ -41,7 +41,7 @@ def arrangement(name: str, heads: int, tokens: int, dim: int) -> Arrangement:
 
 
 def check_layout_name(name: str, layout: PageLayout) -> None:
-    """Raise InvalidParameter unless ``layout``, which was detected with an engine's own writer, is the one called ``name``."""
+    """Raise InvalidParameter unless ``layout`` is the layout called ``name``. It was detected with an engine's own writer."""
     geometry = layout.geometry
     heads, tokens, dim = geometry.heads, geometry.tokens, geometry.dim_k
     block = torch.arange(2 * heads * tokens * dim, device="cpu")

@@ -50,7 +50,7 @@ def tier_definitions() -> dict[str, Any]:
 
 
 def packing_metric_definitions() -> dict[str, Any]:
-    """Return vLLM's definitions of the metrics of workers that pack, and of the scheduler's metrics of loaded rows."""
+    """Return the definitions for vLLM of two groups of metrics: of workers that pack, and of the scheduler about loaded rows."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
     result: dict[str, Any] = {
@@ -101,7 +101,7 @@ class TierMetrics:
         return None if stats.is_empty() else stats
 
     def _add_sizes(self, stats: Any) -> None:
-        """Add the size of the store. It is read in a thread, because a folder or a server would block the scheduler."""
+        """Add the size of the store. It is read in a thread, because reading it from a folder or a server would block the scheduler."""
         if self._sizes is not None and self._sizes.done():
             if self._sizes.exception() is None:
                 for name in ("entries", "bytes"):
@@ -113,7 +113,7 @@ class TierMetrics:
 
 
 def worker_stats(worker: PackedWorker) -> Any:
-    """Return a worker's counts since the last call in vLLM's format, or None if there are none."""
+    """Return a worker's counts since the last call in vLLM's format. If there are none, return None."""
     stats = _empty_stats()
     for labels, added in worker.pop_counts().items():
         stats.increase_counter(f"{PACKED}{labels[0]}_blocks", added, labels[1:])
@@ -121,9 +121,9 @@ def worker_stats(worker: PackedWorker) -> Any:
 
 
 def add_scheduler_stats(stats: Any, manager: Any) -> Any:
-    """Return the scheduler's ``stats``, which may be None, with two metrics added.
+    """Add two metrics to the scheduler's ``stats``, which may be None, and return them.
 
-    These are the number of each tier's chunks found damaged since the last call, and the compression ratio of rows.
+    They are the number of each tier's chunks found damaged since the last call, and the compression ratio of rows.
     """
     result = _empty_stats()
     for tier in manager.secondary_tiers:

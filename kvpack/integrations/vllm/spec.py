@@ -100,7 +100,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return {**super().build_metric_definitions(extra_config), **packing_metric_definitions()}
 
     def get_manager(self) -> Any:
-        """Return vLLM's manager. Rows that its secondary tiers load are checked."""
+        """Return vLLM's manager, with checks of the rows that its secondary tiers load."""
         is_new = self._manager is None
         manager = super().get_manager()
         if is_new:
@@ -118,7 +118,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
     @property
     def codecs_by_number(self) -> dict[int, list[PageCodec]]:
-        """The codecs of each offloaded group, by the group numbers in vLLM's keys, which count all groups."""
+        """The codecs of each offloaded group, by the group's number in vLLM's keys. vLLM also numbers groups that it does not offload."""
         return {group.group_id: codecs for group, codecs in zip(self.config.groups, self.codecs, strict=True)}
 
     def get_worker(self, kv_caches: Any) -> PackedWorker:
@@ -165,7 +165,7 @@ def _text(options: Any, name: str) -> str:
 
 
 def _check(config: Any, groups: list[Group]) -> None:
-    """Raise InvalidParameter if the spec does not support the configuration."""
+    """Raise InvalidParameter if kvpack does not support the configuration."""
     parallel = config.parallel
     if len(groups) != len(config.groups):
         raise InvalidParameter(

@@ -43,7 +43,7 @@ class GroupStore(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """A vLLM job, split into one store job for each group of cache layers. ``parts`` contains their stores, jobs and keys."""
+    """A vLLM job, which is split into one store job for each group of cache layers. ``parts`` contains their stores, jobs and keys."""
 
     metadata: Any
     parts: list[tuple[PageStore, Job, list[bytes]]]
@@ -162,7 +162,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         self._begin(ordered, put)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Start loading chunks into the primary tier. A damaged chunk is a miss and does not affect others."""
+        """Start loading chunks into the primary tier. A damaged chunk is a miss, and does not affect others."""
         self._begin(job_metadata, lambda source, keys, places, group: source.store.submit_get(keys, source.pages, places))
 
     def get_finished_jobs(self) -> Iterable[Any]:
@@ -184,7 +184,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         return result
 
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
-        """Do nothing, because loading a chunk records its use, and a request to a server here would block the scheduler."""
+        """Do nothing. Loading a chunk records its use, and a request to a server here would block the scheduler."""
 
     def has_pending_work(self) -> bool:
         return bool(self._running)
@@ -236,7 +236,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
 
 def _results(job: Job) -> list[bool]:
-    """Return, for each chunk, whether it was stored or loaded. If the job failed, all are False."""
+    """Return a bool for each chunk: True if it was stored or loaded. If the job failed, all are False."""
     try:
         return job.results or [False] * len(job.keys)
     except Exception:
@@ -251,7 +251,7 @@ class _ChunkGroup(NamedTuple):
 
 
 def _check_layout(config: Any, groups: Sequence[Group], layout: str) -> None:
-    """Raise InvalidParameter for a missing layout, or for one that contradicts vLLM's layout name."""
+    """Raise InvalidParameter if the layout is missing, or contradicts the name of vLLM's layout."""
     require_layout(groups, layout)
     last = {"adjacent": "HNC", "adjacent-tokens-first": "NHC"}.get(layout, "")
     if config.kv_cache_layout is not None and not config.kv_cache_layout.endswith(last):
@@ -262,9 +262,9 @@ def _check_layout(config: Any, groups: Sequence[Group], layout: str) -> None:
 
 
 def _chunk_groups(config: Any, groups: Sequence[Group]) -> list[_ChunkGroup]:
-    """Return the groups, each with the offsets of its blocks in a chunk. Raises InvalidParameter if the configuration does not match.
+    """Return the groups with the offsets of their blocks in a chunk. Raises InvalidParameter if the configuration does not match.
 
-    A chunk contains the blocks of every worker, and a worker's blocks include those of every layer.
+    A chunk contains the blocks of every worker. A worker's blocks include those of every layer.
     """
     blocks, workers, block_bytes = config.cache.blocks_per_chunk, config.parallel.world_size, config.worker_kv_bytes_per_block
     if config.canonical_layout or config.replicated_layout:

@@ -10,8 +10,8 @@ from . import VERSIONS
 def check_version(version: str, any_version: bool) -> dict[str, str]:
     """Return the part of ``version`` that identities contain, so that incompatible versions share no entries.
 
-    This is the first two numbers, or the whole version if kvpack was not tested with it. Raises InvalidParameter for an untested version
-    unless ``any_version`` is set.
+    This is the first two numbers. For a version with which kvpack was not tested, it is the whole version. Raises InvalidParameter for such
+    a version unless ``any_version`` is set.
     """
     minor = ".".join(version.split(".")[:2])
     if minor in VERSIONS:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class GroupPart(NamedTuple):
-    """The blocks of one group in a transfer, and for each block a row in host memory, uint8 ``[byte]``, and the row's key.
+    """The blocks of one group in a transfer, with a row in host memory, uint8 ``[byte]``, and the row's key for each block.
 
-    ``absent`` are rows of the same chunks that have no block.
+    ``absent`` contains the rows of the same chunks that have no block.
     """
 
     group: int
@@ -74,9 +74,9 @@ class _Transfer:
 class PackedWorker(OffloadingWorker):  # type: ignore[misc]
     """Encodes blocks into chunks of ``memory``, int8 ``[chunk, byte]``, and decodes them. A chunk has one row per block.
 
-    ``codecs`` and ``pages`` have one entry per group. On a CUDA device, work runs on a stream of its own, which first waits for the current
-    stream. ``release`` frees the memory. Specs of chunks contain ``keys`` (``chunk_keys.attach_keys``), which are also in the rows. A block
-    whose row cannot be decoded, or belongs to another block, is left unchanged and added to ``failed_blocks``.
+    ``codecs`` and ``pages`` have one entry per group. On a CUDA device, work runs on a separate stream, which first waits for the current
+    stream. ``release`` frees the memory. Specs of chunks contain ``keys`` (see ``chunk_keys.attach_keys``), which are also in the rows. A
+    block whose row cannot be decoded, or belongs to another block, is left unchanged and added to ``failed_blocks``.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
                 transfer.done(wait=True)
 
     def failed_blocks(self) -> set[int]:
-        """Return the blocks that could not be loaded since the last call."""
+        """Return the blocks that could not be loaded since the last call, and forget them."""
         failed, self._failed = self._failed, set()
         return failed
 
@@ -161,7 +161,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         return torch.cuda.stream(self._stream)
 
     def _copy_rows_out(self, part: GroupPart, rows: torch.Tensor, job: PageJob) -> None:
-        """Copy rows to host memory. For a page that could not be encoded, no valid row is written, so that loading it fails later."""
+        """Copy rows to host memory. If a page could not be encoded, its row is made invalid, so that loading it fails later."""
         for place in part.absent:
             # Erase the remains of an earlier chunk, so that they are not copied to other tiers.
             place[: len(ABSENT)] = self._absent

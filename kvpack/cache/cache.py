@@ -16,14 +16,17 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 import numpy
 import torch
 
+from kvpack.coding.encoding import RAW_NAMES, STATE_DTYPES, Progress
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.coding.token_errors import collect_poor_fits, warn_of_poor_fits
-from kvpack.file import container
+from kvpack.file import container, layer_positions, layer_states, position_offsets
+from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of
 from kvpack.file.inputs import Inputs, join_inputs
+from kvpack.file.layer_states import StateEntry
+from kvpack.file.metadata import FEATURE, Value, to_bytes
 from kvpack.formats.arguments import as_integer, check_callback, checked_device, prefix_errors
 from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive, OutOfBounds
 
-from .contents import build_contents
 from .conversion import convert_layers
 from .layer import Layer, Pair, slice_layer
 from .packed_objects import PackedObject, explain_errors
@@ -34,11 +37,9 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
-    from kvpack.coding.encoding import Progress
-    from kvpack.file.header import Contents
-    from kvpack.file.metadata import Value
+    from kvpack.formats.base import Codec
 
-    from .side import Rows
+    from .side import Rows, Side
 
 
 @explain_errors
@@ -397,3 +398,53 @@ def _join_layers(number: int, layers: Sequence[Layer]) -> Layer:
         k, v = [layer.k for layer in layers if layer.k], [layer.v for layer in layers if layer.v]
         joined_k, joined_v = k[0].concat(*k[1:]) if k else None, v[0].concat(*v[1:]) if v else None
         return replace(layers[0], k=joined_k, v=joined_v, states=layers[-1].states)
+
+
+def build_contents(
+    layers: Sequence[Layer],
+    recipe: str,
+    model: Mapping[str, str],
+    start: int,
+    inputs: Inputs | None,
+    metadata: Mapping[str, Value],
+    offsets: Sequence[int] | None,
+) -> Contents:
+    """Return the header contents of a file that stores ``layers``. ``start`` is the position of the first token."""
+    codecs: dict[Codec, int] = {}
+    layer_entries = []
+    for layer in layers:
+        entries = {name: _entry(side, codecs.setdefault(side.codec, len(codecs))) for name, side in layer.sides.items()}
+        layer_entries.append(LayerEntry(entries.get("k"), entries.get("v")))
+    required, ignorable = layer_positions.features_of(start, [start + layer.skipped for layer in layers])
+    states = [
+        StateEntry(number, name, STATE_DTYPES[state.dtype], tuple(state.shape))
+        for number, layer in enumerate(layers)
+        for name, state in layer.states.items()
+    ]
+    state_features, state_data = layer_states.features_of(states)
+    offset_features, offset_data = position_offsets.features_of(offsets)
+    required = (*required, *state_features, *offset_features, *features_of(codecs))
+    ignorable = ignorable | state_data | offset_data
+    if inputs is not None:
+        input_features, input_data = inputs.to_features(start)
+        required, ignorable = (*required, *input_features), ignorable | input_data
+    if metadata:
+        ignorable[FEATURE] = to_bytes(metadata)
+    return Contents(
+        codecs=tuple(codecs),
+        layers=tuple(layer_entries),
+        model=dict(model),
+        recipe=recipe,
+        start=start,
+        required=tuple(sorted(required)),
+        ignorable=ignorable,
+    )
+
+
+def _entry(side: Side, codec: int) -> SideEntry:
+    rows = {name: 0 for name, layout in side.codec.row_layouts.items() if layout.per == "entry"}
+    for streams in side.stored_streams():
+        for name in rows:
+            rows[name] += streams[name].shape[2]
+    tail, dtype = side.tail.shape[2], RAW_NAMES[side.tail.dtype]
+    return SideEntry(codec, side.batch, side.heads, side.merged_runs(), tail, dtype, side.window, tuple(rows.items()))

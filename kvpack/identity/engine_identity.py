@@ -1,20 +1,172 @@
-"""Determines the identity of a serving engine's pages from the model's folder, without loading the model."""
+"""Determines the identity of a serving engine's pages from the model's folder, without loading the model.
+
+Every byte of the checkpoint's files is digested once, and the digests of unchanged files are cached.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import re
+import stat
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter, KvpackError, MissingFile
 from kvpack.hub import model_folder
+from kvpack.runtime.threads import in_parallel, usable_cores
 
-from .checkpoints import checkpoint_digest
+from .canonical_text import FILES, json_text
 from .fingerprint import model_name
+
+PIECE_BYTES = 1 << 26
+"""Size in bytes of the pieces of a file. Each is read and digested by one thread."""
+BUFFER_BYTES = 1 << 22
+THREADS = 16
+"""Maximum number of threads that read at the same time. A single thread cannot saturate a fast disk."""
+SETTLED_SECONDS = 2.0
+"""Age in seconds at which a file's times are reliable, because a later change yields another time.
+
+Digests of younger files are not cached.
+"""
+MAX_KEPT_BYTES = 1 << 16
+_FORMAT = "kvpack checkpoint digest 1"
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """Return a digest of the names and all bytes of a folder's safetensors files, or an empty string if there are none.
+
+    Digests are cached in the folder ``kvpack-checkpoints`` in XDG_CACHE_HOME. A file is read again if its path, inode, size or times have
+    changed. Raises OSError, or InvalidParameter for a file that changes while it is read.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    digests = [(path.name, _file_digest(os.path.realpath(path))) for path in paths]
+    return f"{FILES}:{hashlib.sha256(json_text(digests).encode('utf-8', 'surrogatepass')).hexdigest()}" if paths else ""
+
+
+def _file_digest(path: str) -> str:
+    with _open_record(path) as kept:
+        before = _status(path)
+        digest = kept.read(before)
+        if digest is None:
+            digest = digest_file_bytes(path, before["size"])
+            after = _status(path)
+            if after != before:
+                raise InvalidParameter(f"{path} changed while its digest was computed: wait until it is complete, then try again")
+            kept.write(after, digest)
+        return digest
+
+
+def digest_file_bytes(path: str, size: int) -> str:
+    """Return the digest of a file of ``size`` bytes: the SHA-256 of the XXH3-128 of each piece of ``PIECE_BYTES`` bytes. Raises OSError."""
+    total = hashlib.sha256(size.to_bytes(8, "little"))
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+
+        def piece(begin: int) -> bytes:
+            hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(BUFFER_BYTES, size - begin)))
+            at, stop = begin, min(begin + PIECE_BYTES, size)
+            while at < stop and (count := os.preadv(descriptor, [buffer[: stop - at]], at)):
+                hasher.update(buffer[:count])
+                at += count
+            return hasher.digest()
+
+        for digest in in_parallel(piece, range(0, size, PIECE_BYTES), min(THREADS, usable_cores())):
+            total.update(digest)
+    finally:
+        os.close(descriptor)
+    return total.hexdigest()
+
+
+def _status(path: str) -> dict[str, int]:
+    """Return the attributes of a file that change whenever its contents change."""
+    status = os.stat(path)
+    names = {"device": "st_dev", "inode": "st_ino", "size": "st_size", "modified_ns": "st_mtime_ns", "changed_ns": "st_ctime_ns"}
+    return {name: getattr(status, attribute) for name, attribute in names.items()}
+
+
+class _CachedDigest:
+    """The cached digest of one file. ``place`` is the path of the cache file, or None if there is no cache folder."""
+
+    def __init__(self, path: str, cache_path: str | None) -> None:
+        self._path, self._place = path, cache_path
+
+    def read(self, status: Mapping[str, int]) -> str | None:
+        """Return the cached digest if it belongs to a file with this status, otherwise None."""
+        if self._place is None:
+            return None
+        try:
+            descriptor = os.open(self._place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(descriptor, "rb") as file:
+                record: Any = json.loads(file.read(MAX_KEPT_BYTES)) if _is_written_by_user(os.fstat(descriptor), stat.S_ISREG) else None
+        except (OSError, ValueError, RecursionError):
+            return None
+        if not isinstance(record, dict) or (record.get("format"), record.get("path"), record.get("status")) != (
+            _FORMAT,
+            self._path,
+            status,
+        ):
+            return None
+        digest = record.get("digest")
+        return digest if isinstance(digest, str) and _HEX.fullmatch(digest) else None
+
+    def write(self, status: Mapping[str, int], digest: str) -> None:
+        """Cache the digest, unless the cache is not writable or the file has changed too recently."""
+        newest = max(status["modified_ns"], status["changed_ns"]) / 1e9
+        if self._place is None or not 0 <= newest < time.time() - SETTLED_SECONDS:
+            return
+        text = json.dumps({"format": _FORMAT, "path": self._path, "status": status, "digest": digest})
+        with contextlib.suppress(OSError):
+            # A fixed name, so that a file left by a killed process is replaced by the next one.
+            new = f"{self._place}.new"
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "w") as file:
+                file.write(text)
+            os.replace(new, self._place)
+
+
+@contextlib.contextmanager
+def _open_record(path: str) -> Iterator[_CachedDigest]:
+    """Yield a file's cached digest while holding a lock. One process at a time reads the file, and the others then find its digest."""
+    folder = _folder()
+    if folder is None:
+        yield _CachedDigest(path, None)
+        return
+    name = hashlib.sha256(os.fsencode(path)).hexdigest()
+    descriptor = None
+    try:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(os.path.join(folder, f"lock-{name[0]}"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield _CachedDigest(path, os.path.join(folder, f"{name}.json"))
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _folder() -> str | None:
+    """Return this user's cache folder for digests, or None if other users could write to it. A missing folder is created."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = os.path.join(base, "kvpack-checkpoints")
+    try:
+        os.makedirs(folder, 0o700, exist_ok=True)
+        return folder if _is_written_by_user(os.stat(folder), stat.S_ISDIR) else None
+    except (OSError, ValueError):
+        return None
+
+
+def _is_written_by_user(status: os.stat_result, is_kind: Any) -> bool:
+    """Return True if a file or folder is of the kind ``is_kind`` and only this user can have written it."""
+    return is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
 
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "max_position_embeddings")
 

@@ -13,7 +13,7 @@ import torch
 from kvpack import cache_names
 from kvpack.bench.serve import random_model
 from kvpack.formats.errors import InvalidParameter
-from kvpack.identity import checkpoints
+from kvpack.identity import engine_identity
 from kvpack.identity.fingerprint import weights_of
 from kvpack.identity.modules import parts
 from kvpack.integrations.transformers.models import name_model
@@ -94,7 +94,7 @@ def _checkpoint(folder: Path, repeats: int) -> dict[str, Any]:
 
     def read() -> None:
         for path in paths:
-            checkpoints.digest_file_bytes(path, os.path.getsize(path))
+            engine_identity.digest_file_bytes(path, os.path.getsize(path))
 
     for path in paths:
         _forget(path)

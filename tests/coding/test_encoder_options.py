@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvpack
-from kvpack.coding.encoder_options import ENCODER_OPTIONS, with_encoder_options
+from kvpack.cache.stored_layers import ENCODER_OPTIONS, with_encoder_options
 from kvpack.coding.presets import PUBLISHED
 from kvpack.coding.recipes import Recipe
 from kvpack.formats import codec_from_params

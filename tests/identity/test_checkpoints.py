@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvpack import Identity
-from kvpack.identity import checkpoints
+from kvpack.identity import engine_identity
 
 DIM = 256
 
@@ -22,20 +22,20 @@ DIM = 256
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(checkpoints, "SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(engine_identity, "SETTLED_SECONDS", 0.0)
     return tmp_path / "cache" / "kvpack-checkpoints"
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list to which the path of every file that is read is appended."""
-    paths, digest = [], checkpoints.digest_file_bytes
+    paths, digest = [], engine_identity.digest_file_bytes
 
     def noted(path: str, size: int) -> str:
         paths.append(os.path.basename(path))
         return digest(path, size)
 
-    monkeypatch.setattr(checkpoints, "digest_file_bytes", noted)
+    monkeypatch.setattr(engine_identity, "digest_file_bytes", noted)
     return paths
 
 
@@ -62,7 +62,7 @@ def test_recalibrated_scales_change_the_digest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("piece", [1 << 12, 1 << 26])
 def test_every_changed_byte_changes_the_digest(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "PIECE_BYTES", piece)
+    monkeypatch.setattr(engine_identity, "PIECE_BYTES", piece)
     path = folder(tmp_path / "m")
     file = path / "model.safetensors"
     data, found = file.read_bytes(), {weights(path)}
@@ -106,7 +106,7 @@ def test_a_file_is_reread_if_it_may_have_changed(tmp_path: Path, read: list[str]
 
 def test_a_recently_written_file_is_always_reread(tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A change that follows immediately may leave the same timestamp."""
-    monkeypatch.setattr(checkpoints, "SETTLED_SECONDS", 60.0)
+    monkeypatch.setattr(engine_identity, "SETTLED_SECONDS", 60.0)
     path = folder(tmp_path / "m")
     assert weights(path) == weights(path)
     assert len(read) == 2
@@ -116,8 +116,8 @@ def test_other_processes_find_the_digest(tmp_path: Path, cache: Path) -> None:
     path = folder(tmp_path / "m")
     found = weights(path)
     code = (
-        "import sys\nfrom pathlib import Path\nfrom kvpack.identity import checkpoints\n"
-        "def read(*_): raise AssertionError\ncheckpoints.digest_file_bytes = read\nprint(checkpoints.checkpoint_digest(Path(sys.argv[1])))"
+        "import sys\nfrom pathlib import Path\nfrom kvpack.identity import engine_identity as ids\n"
+        "def read(*_): raise AssertionError\nids.digest_file_bytes = read\nprint(ids.checkpoint_digest(Path(sys.argv[1])))"
     )
     assert subprocess.run([sys.executable, "-c", code, path], check=True, capture_output=True, text=True).stdout.strip() == found
     kept = list(cache.glob("*.json"))

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter
-from kvpack.store import breaker, tiers, write_back
+from kvpack.store import breaker, tiers
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
 from kvpack.store.memory import MemoryBackend
@@ -257,7 +257,7 @@ def test_a_full_queue_drops_entries_without_waiting(tmp_path: Path, monkeypatch:
     go_on = threading.Event()
     real = Directory.put
     monkeypatch.setattr(Directory, "put", lambda *arguments: go_on.wait(60) and real(*arguments))
-    monkeypatch.setattr(write_back, "QUEUE_BYTES", 20_000)
+    monkeypatch.setattr(tiers, "QUEUE_BYTES", 20_000)
     store = tiered(MEMORY, tmp_path, identity=UNIFORM_IDENTITY, write_back=True)
     ids = prompt(5)
     save(store, ids)
@@ -267,7 +267,7 @@ def test_a_full_queue_drops_entries_without_waiting(tmp_path: Path, monkeypatch:
     store.close()
     assert counts(store) == [5, 2]
     assert store.load(ids)[0] == 5 * CHUNK
-    monkeypatch.setattr(write_back, "FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr(tiers, "FLUSH_SECONDS", 0.05)
     go_on.clear()
     save(store, prompt(2, seed=1))
     store.close()
@@ -533,7 +533,7 @@ def test_violations_of_these_rules_are_noticed(mutant: str, tmp_path: Path, monk
         monkeypatch.setattr(whole, "find", promoting)
         failing = lambda path: test_invalid_bytes_in_a_slow_tier_evict_nothing_and_are_never_returned(None, path)  # noqa: E731
     elif mutant == "queue forgets nothing":
-        monkeypatch.setattr(write_back.WriteBack, "cancel", lambda self, keys: None)
+        monkeypatch.setattr(tiers.WriteBack, "cancel", lambda self, keys: None)
         failing = lambda path: test_deletion_includes_queued_entries(path, monkeypatch)  # noqa: E731
     else:
         monkeypatch.setattr(whole, "touch", lambda *_, **__: time.sleep(0))

@@ -13,7 +13,7 @@ from kvpack.formats.errors import InvalidHeader
 from kvpack.store.backend import PinTerms
 from kvpack.store.keys import KEY_BYTES
 from kvpack.store.last_used import eviction_order, last_uses_in, merge_records
-from kvpack.store.pin_terms import encode_pin, is_active, parse_old_pin, parse_pin
+from kvpack.store.pins import encode_pin, is_active, parse_old_pin, parse_pin
 
 if TYPE_CHECKING:
     import random

@@ -16,7 +16,7 @@ import kvpack
 from kvpack.attention import cpu_attention
 from kvpack.coding.encoding import Progress, rounding_is_shown
 from kvpack.coding.recipes import parse_recipe
-from kvpack.evaluation.sizes import check_size
+from kvpack.evaluation.models import check_size
 from kvpack.runtime.modes import one_thread
 
 from .dense import matmul_attention

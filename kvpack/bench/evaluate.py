@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.evaluation.models import Text, tokenize
-from kvpack.evaluation.sizes import check_size, positions, starts, window, window_ids
+from kvpack.evaluation.models import Text, check_size, positions, starts, tokenize, window, window_ids
 from kvpack.evaluation.windows import PASS_TOKENS, Comparison, RecipeResult, measure, read_forgotten, read_uncompressed
 from kvpack.formats.arguments import as_integer, check_callback, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType

@@ -15,7 +15,7 @@ import torch
 
 import kvpack
 from kvpack.cache.device_copy import HostBus
-from kvpack.cache.staged_reads import COPY_BYTES, STAGING_BYTES, StagedCopy, staged
+from kvpack.cache.staged_load import COPY_BYTES, STAGING_BYTES, StagedCopy, staged
 from kvpack.file.container import open_file
 from kvpack.formats.arguments import checked_device
 from kvpack.formats.errors import InvalidParameter

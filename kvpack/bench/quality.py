@@ -24,8 +24,19 @@ import torch
 
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
-from kvpack.evaluation.models import Text, bundled_text, read_text, vocabulary
-from kvpack.evaluation.sizes import LONGER_TEXT, check_size, positions, starts, window, window_ids, window_tokens
+from kvpack.evaluation.models import (
+    LONGER_TEXT,
+    Text,
+    bundled_text,
+    check_size,
+    positions,
+    read_text,
+    starts,
+    vocabulary,
+    window,
+    window_ids,
+    window_tokens,
+)
 from kvpack.evaluation.twins import OUTLIER_PAIRS, make_twin, offset_keys
 from kvpack.evaluation.windows import (
     PASS_TOKENS,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.output import add_json, bytes_text, format_count, print_json, print_report, print_table, printable, progress
 
-from .byte_counts import byte_count, positive_byte_count, seconds
+from .command_store import byte_count, positive_byte_count, seconds
 from .outputs import add_force, check_output
 
 if TYPE_CHECKING:
@@ -309,7 +309,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
 def run_unpin(arguments: argparse.Namespace) -> int:
     """Unpin the prefix whose key starts with the digits in ``arguments.key``. Raises InvalidParameter unless exactly one matches."""
     from kvpack.formats.errors import InvalidParameter
-    from kvpack.store.pin_terms import validate_owner
+    from kvpack.store.pins import validate_owner
 
     from .command_store import CommandStore
 
@@ -337,7 +337,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     """Check all entries. Returns the worst exit code of the rejected entries, or 3 if the store does not respond."""
     from kvpack.formats.errors import Undecryptable
     from kvpack.store.catalog import verify
-    from kvpack.store.faults import means_damage
+    from kvpack.store.entry_kind import means_damage
 
     from .command_store import CommandStore
 
@@ -369,7 +369,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 def run_gc(arguments: argparse.Namespace) -> int:
     """Remove garbage, and print the removed and the remaining entries."""
     from kvpack.store.directory import Directory
-    from kvpack.store.reclaim import reclaim
+    from kvpack.store.removal import reclaim
 
     from .command_store import CommandStore
 
@@ -419,7 +419,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     from kvpack import Store
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.backend import MAX_ENTRY_BYTES
-    from kvpack.store.key_files import read_key_file
+    from kvpack.store.encryption import read_key_file
     from kvpack.store.options import StoreOptions
     from kvpack.store.redaction import shown_location
     from kvpack.store.store import CHUNK_TOKENS

@@ -5,17 +5,28 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any
 
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter
 
 from . import hidden_tokens
-from .features import join_features, split
 from .hidden_tokens import HiddenRange
 from .limits import MAX_BINARY_BYTES
 from .sources import selected_text
+
+
+def split(name: str, data: bytes) -> dict[str, bytes]:
+    """Split ``data`` into features of at most ``MAX_BINARY_BYTES`` bytes, by name. No data gives no features."""
+    return {f"{name}.{number}": data[at : at + MAX_BINARY_BYTES] for number, at in enumerate(range(0, len(data), MAX_BINARY_BYTES))}
+
+
+def join_features(ignorable: Mapping[str, bytes], name: str) -> bytes:
+    """Join the features into which ``split`` has divided data, up to the first one that is missing."""
+    names = takewhile(ignorable.__contains__, (f"{name}.{number}" for number in count()))
+    return b"".join(ignorable[feature] for feature in names)
+
 
 FEATURE = "inputs"
 """Name of the ignorable feature that stores a file's inputs."""

@@ -292,8 +292,7 @@ class Identity:
             InvalidParameter: An adapter has effects that kvpack cannot determine, values are not in memory (on the meta device) or cannot
                 be read, or the model drops values at random.
         """
-        from .model_layers import layers_of
-        from .modules import base_model, parts
+        from .modules import base_model, layers_of, parts
 
         model_parts = parts(model)
         identity = cls.of_parts(model_parts, recipe, name=name, weights=weights, adapter=adapter, tenant=tenant, extra=extra)

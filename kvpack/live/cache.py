@@ -22,11 +22,9 @@ from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.identity.arguments import ModelArgument, model_fields
 from kvpack.runtime.modes import float32_no_grad
 
-from .cpu_steps import CpuSteps
-from .layer import LiveLayer
-from .new_layers import check_windows, empty_layer, live_layer
+from .layer import LiveLayer, check_windows, empty_layer, live_layer
 from .operators import Tickets
-from .steps import Steps
+from .steps import CpuSteps, Steps
 
 MAX_DEFERRED_TOKENS = 1024
 """Maximum number of tokens in an update that may stay raw until the next update, so that the first output token is returned sooner.

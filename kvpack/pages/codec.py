@@ -19,9 +19,8 @@ from kvpack.formats.errors import InvalidParameter, InvalidType, Truncated
 from .buffer import PageBuffer
 from .device import DevicePages, PageJob, Rows
 from .geometry import PageGeometry
-from .host import CPU, HostPages, Outcome, RowPlan
+from .host import CPU, HostPages, LeftOutTokens, Outcome, RowPlan
 from .lanes import address_of, build_lanes
-from .left_out import LeftOutTokens
 
 
 class PageCodec:

@@ -26,8 +26,8 @@ from .host import CPU, HostPages, Outcome, RowPlan
 if TYPE_CHECKING:
     from kvpack.kernels.pages.lanes import Layers, PageSide
 
+    from .host import LeftOutTokens
     from .lanes import Lane as PageLane
-    from .left_out import LeftOutTokens
 
 Rows = Sequence[Any] | torch.Tensor
 

@@ -32,14 +32,12 @@ from .folder import ENTRY_FOLDERS, Folder
 from .index import MIN_ENTRIES, Index
 from .leases import take_file_lease
 from .pins import Pins
-from .reading import read_beginning, read_whole
-from .trust import NotAnEntry, Trust, Untrusted
+from .trust import NotAnEntry, Trust, Untrusted, read_beginning, read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from .counters import Counters
-
 
 SETTLED_NS = 3 * 10**9
 """Age in nanoseconds at which a folder's modification time is reliable: later changes yield another time, even with a 2 s clock tick."""

@@ -19,7 +19,7 @@ import xxhash
 
 from kvpack.file.atomic import is_on_one_host, try_lock
 
-from .reading import read_beginning
+from .trust import read_beginning
 
 _MAGIC = b"kvpusag2"
 _FIELDS = struct.Struct("<8s8sQQQQQ")

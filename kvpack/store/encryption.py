@@ -6,11 +6,14 @@ The layout of an encrypted entry:
     the XXH3-128 of all bytes before it
 
 The associated data includes the entry's key and the tenant (spec/store.md, Encrypted entries), so an entry cannot be moved to another key.
+
+Each line of a key file contains one key: its id, followed by its hexadecimal digits.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +21,13 @@ import xxhash
 
 from kvpack.file.front import check_digest
 from kvpack.file.header import DIGEST_BYTES
+from kvpack.file.user_files import read_text_and_mode
 from kvpack.formats.errors import InvalidParameter, LimitExceeded, MissingPackage, NotKvpack, Truncated, Undecryptable, UnsupportedVersion
 from kvpack.identity.identity import length_prefixed
 
 from .entry_kind import FRONT_BYTES, MAGIC, MAX_ID_BYTES, NONCE_BYTES, TAG_BYTES, VERSION, encrypted_bytes, encrypted_version, key_id
 
 if TYPE_CHECKING:
-
     from .backend import Data
 
 KEY_SIZES = (16, 24, 32)
@@ -173,3 +176,37 @@ def _encode_id(name: Any) -> bytes:
     if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name.encode()) <= MAX_ID_BYTES:
         raise InvalidParameter(f"the id of an encryption key is {name!r}, expected 1 to {MAX_ID_BYTES} bytes of printable text")
     return name.encode()
+
+
+MAX_BYTES = 2**20
+"""Maximum size of a key file in bytes."""
+
+
+def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
+    """Return the encryption keys in a file by id. The first one encrypts. Each line is "ID HEXADECIMAL-DIGITS"; # begins a comment.
+
+    Raises MissingFile, LimitExceeded, or InvalidParameter if a line is invalid, an id is repeated, or users other than the owner may access
+    the file.
+    """
+    text, mode = read_text_and_mode(path, MAX_BYTES)
+    where = os.fsdecode(path)
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise InvalidParameter(f"{where} has mode {mode:04o}, but only its owner may access a key file: run chmod 600")
+    keys: dict[str, bytes] = {}
+    lines: dict[str, int] = {}
+    for line_number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        # Messages do not quote the line, because it may contain the secret.
+        try:
+            name, digits = words
+            key = bytes.fromhex(digits)
+        except ValueError:
+            raise InvalidParameter(f"{where}: line {line_number}: expected an id and a hexadecimal key") from None
+        if name in keys:
+            raise InvalidParameter(
+                f"{where}: line {line_number} repeats the id {name!r} of line {lines[name]}: use another id for one of the keys"
+            )
+        keys[name], lines[name] = key, line_number
+    return keys

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvpack.file.front import is_file_start
 from kvpack.file.header import DIGEST_BYTES
 from kvpack.file.row import is_row_start
-from kvpack.formats.errors import LimitExceeded
+from kvpack.formats.errors import DigestMismatch, InvalidHeader, InvalidPayload, LimitExceeded, NotConsecutive, NotKvpack, Truncated
 
 from .backend import MAX_ENTRY_BYTES
 
@@ -96,3 +96,16 @@ def key_id(first_bytes: bytes | memoryview) -> bytes | None:
 def encrypted_bytes(name: bytes, size: int) -> int:
     """Return the size of an entry of ``size`` bytes after encryption with the key whose id is ``name``."""
     return len(MAGIC) + 1 + len(name) + NONCE_BYTES + size + TAG_BYTES + DIGEST_BYTES
+
+
+DAMAGE = (DigestMismatch, InvalidHeader, InvalidPayload, NotKvpack, Truncated, NotConsecutive)
+"""Errors of the checks that a completely read entry must pass: digest, header, payload, magic, length, and position in the chain."""
+
+
+def means_damage(error: BaseException) -> bool:
+    """Return True if ``error``, raised by the check of a completely read entry, means that no reader can use the entry.
+
+    The entry is not damaged if the reader lacks memory, descriptors, a codec, a key or a newer version, or if its disk fails. Another
+    reader may then succeed.
+    """
+    return isinstance(error, DAMAGE)

@@ -10,8 +10,7 @@ from kvpack.formats.errors import InvalidHeader, KvpackError, Undecryptable
 
 from .encryption import Cipher, decrypt_entry
 from .entries import check_entry, open_entry
-from .entry_kind import FRONT_BYTES, EntryFormat, Kind
-from .faults import means_damage
+from .entry_kind import FRONT_BYTES, EntryFormat, Kind, means_damage
 from .keys import check_basis, check_page
 from .state_entries import StatesFields, is_states
 

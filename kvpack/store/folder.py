@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING
 
 from kvpack.file.atomic import TEMPORARY_PREFIX, is_on_one_host
 
-from .reading import regular_files
-from .trust import Trust
+from .trust import Trust, regular_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from .counters import Counters
-
 
 MIN_BLOCK = 4096
 """Minimum block size in bytes, the block size of nearly every file system. A non-empty file counts as at least this size."""

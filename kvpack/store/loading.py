@@ -15,8 +15,8 @@ from kvpack.runtime.threads import in_parallel
 
 from . import state_entries
 from .encryption import Cipher, decrypt_entry
+from .entry_kind import means_damage
 from .entry_probe import KeySet, check_front
-from .faults import means_damage
 from .windows import Windows
 
 if TYPE_CHECKING:

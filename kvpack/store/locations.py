@@ -1,4 +1,4 @@
-"""Opens a store's backend by its location: a folder, a URL, an object store or a list of tiers."""
+"""Opens the backend of a ``Store`` or ``PageStore`` by its location: a folder, a URL, an object store or a list of tiers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from kvpack.formats.errors import InvalidParameter, InvalidType, MissingFile
+from kvpack.identity.identity import Identity
 
 from .counters import Counters
 from .directory import Directory
+from .encryption import Cipher
 from .entry_kind import EntryFormat
 from .memory import MemoryBackend
 from .object_store import ObjectStore, is_object_store
 from .objects import SCHEMES as OBJECT_STORE_SCHEMES
-from .options import LocationOptions, Tier
+from .options import LocationOptions, StoreOptions, Tier
 from .redaction import shown_location
 from .redis import SCHEMES as REDIS_SCHEMES
 from .redis import Redis, is_redis
@@ -151,3 +153,34 @@ def _folder(location: Any) -> str:
         reason = "a path cannot contain a zero byte" if path else "it is empty; the current folder is '.'"
         raise InvalidParameter(f"the location {location!r:.200} is not the path of a folder: {reason}")
     return path
+
+
+class OpenedBackend(NamedTuple):
+    """An open backend with its cipher, or None if entries are not encrypted.
+
+    With ``check_values``, every load must check values against the codecs' rules, in addition to digests.
+    """
+
+    backend: Backend
+    cipher: Cipher | None
+    check_values: bool
+
+
+def open_for_identity(
+    location: Any, identity: Identity, counters: Counters, options: StoreOptions, *, skip_sweep: bool = False
+) -> OpenedBackend:
+    """Open ``location`` for entries of ``identity``. With ``skip_sweep``, opening does not change the location.
+
+    If the option ``check_values`` is not set, values are checked only if other users may write unencrypted entries. Raises
+    InvalidParameter, and the backend's errors.
+    """
+    cipher = None if options.encryption is None else Cipher(options.encryption, identity.tenant)
+    form = EntryFormat(options.max_entry_bytes, None if cipher is None else cipher.key_ids)
+    backend = open_backend(location, counters, form, options, skip_sweep=skip_sweep)
+    trusted = backend.is_private or cipher is not None
+    return OpenedBackend(backend, cipher, not trusted if options.check_values is None else options.check_values)
+
+
+def check_identity(identity: Any) -> None:
+    if not isinstance(identity, Identity):
+        raise InvalidType(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")

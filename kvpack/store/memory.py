@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvpack.runtime.locks import Lock
 
 from .backend import Data, FoundEntry, Pin, PinTerms, SingleTierBackend, StoredEntry
-from .pin_terms import is_active
+from .pins import is_active
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

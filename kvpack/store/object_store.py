@@ -28,7 +28,7 @@ from .expiry import limit_ttl, pass_seconds
 from .keys import KEY_BYTES
 from .last_used import INTERVAL_SECONDS, LastUse, UseLog, eviction_order, last_uses_in, merge_records, record_name
 from .objects import SCHEMES, Objects
-from .pin_terms import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
+from .pins import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -25,7 +25,7 @@ from .encryption import decrypt_entry
 from .entry_kind import MAX_ID_BYTES, check_size, encrypted_bytes
 from .keys import page_key
 from .loading import FAULTS, refuse
-from .open_store import check_identity, open_for_identity
+from .locations import check_identity, open_for_identity
 from .options import StoreKeywords, StoreOptions, check_count
 from .redaction import shown_location
 from .tiers import Tiers, prometheus_text

@@ -5,7 +5,7 @@
     {kvpack}:sizes         a hash: the size of each key's entry in bytes
     {kvpack}:bytes         the sum of the sizes
     {kvpack}:lease:<key>   the token of the worker that computes the missing chunks (leases.py)
-    {kvpack}:about         a hash: which text describes each key's entry (redis_descriptions.py)
+    {kvpack}:about         a hash: which text describes each key's entry (redis_count.py)
     {kvpack}:abouts        a hash: these texts, and the number and total size of the entries that each describes
     {kvpack}:holds         a hash of pinned chains: owner, end and keys, by the last key and a digest of the owner
     {kvpack}:pins          a hash of chains pinned by an earlier version: all keys of a chain by its last key
@@ -32,10 +32,9 @@ from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, FoundEntry, No
 from .entry_descriptions import Descriptions, entry_text, kind_text
 from .entry_kind import FRONT_BYTES, UNENCRYPTED, EntryFormat, Kind, check_size
 from .expiry import limit_ttl
-from .pin_terms import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
+from .pins import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
 from .redis_client import FRONTS_BYTES, Client
-from .redis_count import MAX_PAGES, EntryCount
-from .redis_descriptions import RedisDescriptions, list_pages
+from .redis_count import MAX_PAGES, EntryCount, RedisDescriptions, list_pages
 from .redis_replies import byte_strings, bytes_up_to, integer, parse_set_reply
 from .redis_scripts import ENTRY, HOLDS, LEASE, PINS
 

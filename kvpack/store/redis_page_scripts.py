@@ -1,4 +1,4 @@
-"""The Lua scripts that count (redis_count.py) or describe (redis_descriptions.py) all entries on a Redis server, one page per call."""
+"""The Lua scripts that count or describe (redis_count.py) all entries on a Redis server, one page per call."""
 
 from .redis_scripts import BEGIN, SOUND
 

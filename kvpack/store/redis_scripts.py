@@ -63,7 +63,7 @@ local function count(key, size, used)
     if counting then sum(redis.call('SADD', KEYS[5], key) == 1 and size or size - before) end
 end
 
--- Adds to the totals of a text, which redis_descriptions.py explains. They start again if another program has changed them.
+-- Adds to the totals of a text, which redis_count.py explains. They start again if another program has changed them.
 local function add_about(id, entries, bytes)
     local count = redis.pcall('HINCRBY', KEYS[10], 'entries ' .. id, entries)
     local sum = redis.pcall('HINCRBY', KEYS[10], 'bytes ' .. id, bytes)

@@ -24,12 +24,11 @@ from .entry_kind import check_size
 from .keys import ID_BYTES, ChunkLink, check_inputs, chunk_keys, chunk_links, token_bytes
 from .leases import Leases
 from .loading import FAULTS, Loader
-from .open_store import check_identity, open_for_identity
+from .locations import check_identity, open_for_identity
 from .options import StoreKeywords, StoreOptions, check_count
-from .pin_terms import PIN_SECONDS, make_pin_terms, validate_owner
+from .pins import PIN_SECONDS, make_pin_terms, validate_owner
 from .prefix_states import PrefixStates
-from .reclaim import reclaim
-from .removal import chain_keys, remove, unpin_chains
+from .removal import chain_keys, reclaim, remove, unpin_chains
 from .tiers import Tiers, prometheus_text
 from .windows import Windows, check_complete
 
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from kvpack.cache.cache import Cache
     from kvpack.cache.states import StatesAt
     from kvpack.coding.bases import Basis
-
-
 
 CHUNK_TOKENS = 256
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvpack.file import container
-from kvpack.file.features import join_features, split
-from kvpack.file.inputs import IDS_FEATURE, Inputs
+from kvpack.file.inputs import IDS_FEATURE, Inputs, join_features, split
 from kvpack.file.user_files import read_json
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, MissingFile
 from kvpack.identity.identity import Identity
@@ -18,7 +17,7 @@ from .counters import Counters
 from .encryption import Cipher, decrypt_entry
 from .entries import check_entry, open_entry
 from .keys import ID_BYTES, MAX_INPUT_BYTES, token_bytes
-from .open_store import open_for_identity
+from .locations import open_for_identity
 
 if TYPE_CHECKING:
     import os

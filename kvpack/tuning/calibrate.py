@@ -14,8 +14,18 @@ import xxhash
 
 import kvpack
 from kvpack.coding.bases import Basis, basis_bytes, weights_key
-from kvpack.evaluation.models import Text, read_text, vocabulary
-from kvpack.evaluation.sizes import LONGER_TEXT, check_size, positions, starts, window, window_ids, window_tokens
+from kvpack.evaluation.models import (
+    LONGER_TEXT,
+    Text,
+    check_size,
+    positions,
+    read_text,
+    starts,
+    vocabulary,
+    window,
+    window_ids,
+    window_tokens,
+)
 from kvpack.evaluation.twins import make_twin
 from kvpack.evaluation.windows import prefill
 from kvpack.file.atomic import write_file
@@ -41,7 +51,6 @@ if TYPE_CHECKING:
 
     from kvpack.coding.encoding import Progress
     from kvpack.formats.frames import Frames, Rope
-
 
 DEFAULT_TOKENS = 4096
 DEFAULT_SCORE = 256

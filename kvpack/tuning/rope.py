@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.evaluation.sizes import positions
+from kvpack.evaluation.models import positions
 from kvpack.evaluation.windows import prefill
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.frames import MAX_FREQUENCY, PAIRINGS, Rope

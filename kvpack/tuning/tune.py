@@ -15,8 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.coding.bases import Basis
-from kvpack.evaluation.models import Text, read_text, vocabulary
-from kvpack.evaluation.sizes import LONGER_TEXT, check_size, positions, starts, window, window_ids, window_tokens
+from kvpack.evaluation.models import (
+    LONGER_TEXT,
+    Text,
+    check_size,
+    positions,
+    read_text,
+    starts,
+    vocabulary,
+    window,
+    window_ids,
+    window_tokens,
+)
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.identity.fingerprint import model_name
@@ -45,7 +55,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.coding.encoding import Progress
-
 
 DEFAULT_TOKENS = 1024
 DEFAULT_SCORE = 256

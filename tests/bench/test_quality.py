@@ -33,8 +33,7 @@ from kvpack import cli
 from kvpack.bench import generated, needles, quality, quality_plot, summary
 from kvpack.coding.recipes import PRESETS
 from kvpack.evaluation import windows
-from kvpack.evaluation.models import Text, bundled_bytes, read_text
-from kvpack.evaluation.sizes import starts
+from kvpack.evaluation.models import Text, bundled_bytes, read_text, starts
 from kvpack.evaluation.twins import make_twin, offset_keys
 from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter

@@ -12,7 +12,7 @@ import torch
 
 import kvpack
 from kvpack.bench.timing import eager_seconds, queued_seconds, repeated_seconds
-from kvpack.evaluation.sizes import check_size
+from kvpack.evaluation.models import check_size
 from kvpack.formats.errors import InvalidParameter
 
 from .pages import DIM, HEADS, LAYERS, MAX_PAGES, TOKENS

@@ -16,7 +16,7 @@ from kvpack.bench.process_time import time_interleaved
 from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import encode, rounding_is_shown
-from kvpack.evaluation.sizes import check_size
+from kvpack.evaluation.models import check_size
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry
 from kvpack.runtime.modes import one_thread
 

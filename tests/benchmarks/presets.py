@@ -23,8 +23,7 @@ from kvpack.coding.bases import Basis
 from kvpack.coding.calibrated_presets import clauses
 from kvpack.coding.recipes import Recipe
 from kvpack.coding.recorded_presets import RECORDED
-from kvpack.evaluation.models import read_text, vocabulary
-from kvpack.evaluation.sizes import window
+from kvpack.evaluation.models import read_text, vocabulary, window
 from kvpack.evaluation.twins import make_twin, offset_keys
 from kvpack.evaluation.windows import measure, read_uncompressed
 from kvpack.file.atomic import write_file

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.cache import files, staged_load, staged_reads
+from kvpack.cache import files, staged_load
 from kvpack.cache.device_copy import HostBus
 from kvpack.cache.parts import CachePart
-from kvpack.cache.staged_save import save_from
+from kvpack.cache.staged_save import Piece, save_from, write_pieces
 from kvpack.file import container, payload
 from kvpack.file.header import Contents
-from kvpack.file.streamed import Piece, write_pieces
 from kvpack.formats.errors import DigestMismatch, InvalidParameter, InvalidPayload, KvpackError, OutOfBounds, Truncated, WriteFailed
 from kvpack.kernels.cpu.library import library
 from support.caches import RECIPES, random_pairs, unpack_all
@@ -134,7 +133,7 @@ def test_staging_memory_is_bounded_and_reused(tmp_path: Path) -> None:
     assert list(found) == list(range(12))
     asked.clear()
     same(files.read_to(Counting(), file), kvpack.load(tmp_path / "a"))
-    assert asked[0] <= min(staged_reads.STAGING_BYTES, 26 * largest)
+    assert asked[0] <= min(staged_load.STAGING_BYTES, 26 * largest)
 
 
 def test_each_layer_is_one_buffer_with_streams_aligned_to_64_bytes(tmp_path: Path) -> None:
@@ -406,7 +405,7 @@ def test_an_interrupt_leaves_no_trace(calls: int, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def spanned(tmp_path: Path) -> tuple[container.File, list[staged_reads.StagedCopy], bytes]:
+def spanned(tmp_path: Path) -> tuple[container.File, list[staged_load.StagedCopy], bytes]:
     """Return a file, the staged copies of all its sides, and the bytes that result.
 
     The copies are split into pieces, as on a device that checks digests.
@@ -417,21 +416,21 @@ def spanned(tmp_path: Path) -> tuple[container.File, list[staged_reads.StagedCop
     span = file.span(places)
     assert span is not None
     size = span.end - span.begin
-    copies = [staged_reads.StagedCopy(0, begin, min(begin + 5120, size), span, places[0]) for begin in range(0, size, 5120)]
+    copies = [staged_load.StagedCopy(0, begin, min(begin + 5120, size), span, places[0]) for begin in range(0, size, 5120)]
     return file, copies, (tmp_path / "a").read_bytes()[span.begin : span.end]
 
 
 @pytest.mark.skipif(library() is None, reason="the C library was not built")
 @pytest.mark.parametrize("way", ["cached", "cold", "refused", "failing"])
 def test_cold_files_bypass_the_page_cache(
-    way: str, spanned: tuple[container.File, list[staged_reads.StagedCopy], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, spanned: tuple[container.File, list[staged_load.StagedCopy], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If direct reads are refused or fail, the same bytes are read through the page cache."""
     file, copies, expected = spanned
     (tmp_path / "empty").write_bytes(b"")
     opened: list[int | None] = []
     ways = {
-        "cold": staged_reads.open_direct,
+        "cold": staged_load.open_direct,
         "refused": lambda _: None,
         "failing": lambda _: os.open(tmp_path / "empty", os.O_RDONLY),
     }
@@ -440,10 +439,10 @@ def test_cold_files_bypass_the_page_cache(
         opened.append(ways[way](descriptor))
         return opened[0]
 
-    monkeypatch.setattr(staged_reads, "is_cold", lambda *_: way != "cached")
-    monkeypatch.setattr(staged_reads, "open_direct", open_direct)
+    monkeypatch.setattr(staged_load, "is_cold", lambda *_: way != "cached")
+    monkeypatch.setattr(staged_load, "open_direct", open_direct)
     bus = LateBus()
-    found = [piece.clone() for piece in staged_reads.staged(copies, file, bus, staged_reads.STAGING_BYTES, set(), set())]
+    found = [piece.clone() for piece in staged_load.staged(copies, file, bus, staged_load.STAGING_BYTES, set(), set())]
     assert b"".join(piece.numpy().tobytes() for piece in found) == expected
     assert len(opened) == (way != "cached")
     for descriptor in opened:

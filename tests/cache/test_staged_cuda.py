@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.cache import staged_reads
+from kvpack.cache import staged_load
 from kvpack.cache.cache import Cache
 from kvpack.formats.errors import DigestMismatch
 from support.caches import RECIPES, random_pairs
@@ -66,9 +66,9 @@ def test_a_cold_file_bypasses_the_page_cache(recipe: str, tmp_path: Path, monkey
     kvpack.save(long_cache(recipe), tmp_path / "a")
     expected = bytes_of(kvpack.load(tmp_path / "a"))
     opened: list[int | None] = []
-    open_direct = staged_reads.open_direct
-    monkeypatch.setattr(staged_reads, "is_cold", lambda *_: True)
-    monkeypatch.setattr(staged_reads, "open_direct", lambda descriptor: (opened.append(open_direct(descriptor)), opened[-1])[1])
+    open_direct = staged_load.open_direct
+    monkeypatch.setattr(staged_load, "is_cold", lambda *_: True)
+    monkeypatch.setattr(staged_load, "open_direct", lambda descriptor: (opened.append(open_direct(descriptor)), opened[-1])[1])
     for _ in range(3):
         found = bytes_of(kvpack.load(tmp_path / "a", device="cuda"))
         assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))

@@ -14,7 +14,7 @@ import torch
 
 import kvpack
 from kvpack import cli
-from kvpack.commands.byte_counts import byte_count
+from kvpack.commands.command_store import byte_count
 from kvpack.file import container
 from kvpack.file.inputs import ID_BYTES
 from kvpack.file.limits import MAX_BINARY_BYTES

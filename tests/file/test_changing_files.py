@@ -20,7 +20,7 @@ from kvpack.file import container, payload, user_files
 from kvpack.formats.errors import DigestMismatch, MissingFile, Truncated
 from kvpack.runtime import reader
 from kvpack.runtime.reader import ColdRead
-from kvpack.store import reading
+from kvpack.store import trust
 from support import warm_python
 from support.file_parts import file_of, random_side
 from support.strategies import create
@@ -71,9 +71,9 @@ def test_a_copy_of_a_cold_file_bypasses_the_page_cache(path: Path, monkeypatch: 
     monkeypatch.setattr(user_files, "read_cold", read_cold)
     for copied, own in zip(kvpack.load(path, copy=True).unpack()[0], kvpack.load(path).unpack()[0], strict=True):
         assert torch.equal(copied, own)
-    monkeypatch.setattr(reading, "read_cold", read_cold)
+    monkeypatch.setattr(trust, "read_cold", read_cold)
     descriptor = os.open(path, os.O_RDONLY)
-    assert reading.read_whole(descriptor, 100) == path.read_bytes()[:100]
+    assert trust.read_whole(descriptor, 100) == path.read_bytes()[:100]
     os.close(descriptor)
     assert asked == [path.stat().st_size, 100]
 
@@ -86,10 +86,10 @@ def test_a_cold_file_truncated_before_reading_is_refused(path: Path, monkeypatch
     monkeypatch.setattr(user_files, "read_cold", read_cold)
     with pytest.raises(Truncated, match="another process truncated it"):
         kvpack.load(path, copy=True)
-    monkeypatch.setattr(reading, "read_cold", read_cold)
+    monkeypatch.setattr(trust, "read_cold", read_cold)
     descriptor = os.open(path, os.O_RDWR)
     with pytest.raises(OSError, match="was truncated to"):
-        reading.read_whole(descriptor, path.stat().st_size)
+        trust.read_whole(descriptor, path.stat().st_size)
     os.close(descriptor)
 
 

@@ -16,8 +16,7 @@ import kvpack
 from kvpack import cli
 from kvpack.cache.cache import Cache, concat
 from kvpack.file import container, metadata
-from kvpack.file.features import join_features, split
-from kvpack.file.inputs import MAX_IDS, Inputs
+from kvpack.file.inputs import MAX_IDS, Inputs, join_features, split
 from kvpack.formats.errors import InvalidParameter, LimitExceeded
 from spec.decoder.metadata import take_metadata
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack.cache.cache import Cache, concat
-from kvpack.file.features import split
 from kvpack.file.hidden_tokens import FEATURE, HiddenRange, features_of, hidden_tokens
-from kvpack.file.inputs import IDS_LEFT_OUT, MAX_IDS, PADDED, ROWS_DIFFER, Inputs, rows_differ
+from kvpack.file.inputs import IDS_LEFT_OUT, MAX_IDS, PADDED, ROWS_DIFFER, Inputs, rows_differ, split
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 
 if TYPE_CHECKING:

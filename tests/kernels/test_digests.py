@@ -21,7 +21,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvpack
-from kvpack.cache import files, staged_reads
+from kvpack.cache import files, staged_load
 from kvpack.cache.device_copy import HostBus
 from kvpack.coding import dispatch
 from kvpack.errors import KvpackError
@@ -128,14 +128,14 @@ def hashed_by_the_host(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def reads_of(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PIECE_BYTES", "READ_BYTES"):
-        monkeypatch.setattr(staged_reads, name, nbytes)
+        monkeypatch.setattr(staged_load, name, nbytes)
 
 
 @pytest.fixture(params=["threads in C", "Python's threads"])
 def _readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "Python's threads":
-        monkeypatch.setattr(staged_reads, "library", lambda: None)
-    elif staged_reads.library() is None:
+        monkeypatch.setattr(staged_load, "library", lambda: None)
+    elif staged_load.library() is None:
         pytest.skip("the C library was not built")
 
 
@@ -269,7 +269,7 @@ def test_copies_of_any_size_equal_those_on_the_cpu(
     layers: Any, least: int, copy_bytes: int, read_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers that are adjacent in a file are copied together, unless there is a layer between them that is omitted or has states."""
-    monkeypatch.setattr(staged_reads, "COPY_BYTES", copy_bytes)
+    monkeypatch.setattr(staged_load, "COPY_BYTES", copy_bytes)
     reads_of(read_bytes, monkeypatch)
     cache = kvpack.pack(random_pairs(5, 85, batch=1, dims=(64, 96)), "k=octahedral:b=3;v=group:b=3")
     states = MappingProxyType({"conv.0": torch.arange(6.0)[None]})
@@ -298,7 +298,7 @@ def test_copies_of_any_size_equal_those_on_the_cpu(
 def test_an_interrupted_load_leaves_no_thread(error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread goes on reading into freed memory or from a closed file descriptor."""
     for name, nbytes in (("COPY_BYTES", 1 << 12), ("PIECE_BYTES", 1 << 10), ("READ_BYTES", 1 << 10)):
-        monkeypatch.setattr(staged_reads, name, nbytes)
+        monkeypatch.setattr(staged_load, name, nbytes)
     kvpack.save(kvpack.pack(random_pairs(4, 85, batch=1, dims=(64, 96)), "octopus-3"), tmp_path / "a")
     tasks = Path("/proc/self/task")
     before = len(list(tasks.iterdir()))

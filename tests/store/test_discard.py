@@ -10,7 +10,7 @@ import pytest
 
 import kvpack
 from kvpack.formats import errors
-from kvpack.store.faults import means_damage
+from kvpack.store.entry_kind import means_damage
 from support.file_parts import edit
 from support.parts import Parts
 from support.store_caches import CHUNK, entry_of, is_same_prefix, open_store, prompt, save
@@ -67,7 +67,7 @@ def test_an_incomplete_read_removes_nothing(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("kvpack.store.trust.Trust.is_private", False)
     real = os.preadv
     with monkeypatch.context() as patch:
-        patch.setattr("kvpack.store.reading.os.preadv", lambda fd, views, at: 0 if at else real(fd, [views[0][:100]], at))
+        patch.setattr("kvpack.store.trust.os.preadv", lambda fd, views, at: 0 if at else real(fd, [views[0][:100]], at))
         assert store.load(ids) == (0, None)
     assert store.counters()["faults"] == {"get EIO": 1}
     assert store.counters()["damaged_entries"] == 0

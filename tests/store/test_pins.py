@@ -15,11 +15,11 @@ import pytest
 import kvpack
 from kvpack.cli import main
 from kvpack.formats.errors import InvalidParameter
-from kvpack.store import pin_terms
+from kvpack.store import pins
 from kvpack.store.backend import PinTerms
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
-from kvpack.store.pin_terms import encode_pin, owner_digest
+from kvpack.store.pins import encode_pin, owner_digest
 from support import redis_server, s3_server
 from support.store_caches import CHUNK, IDENTITY, cache, entries, open_store, prompt, save
 
@@ -46,7 +46,7 @@ def fill(folder: Path, size: int) -> bool:
 
 def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     real = time.time
-    monkeypatch.setattr(pin_terms, "time", type("Later", (), {"time": staticmethod(lambda: real() + seconds)}))
+    monkeypatch.setattr(pins, "time", type("Later", (), {"time": staticmethod(lambda: real() + seconds)}))
 
 
 def test_a_pin_expires(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:

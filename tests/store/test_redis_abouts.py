@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import kvpack
-from kvpack.store import redis_descriptions
+from kvpack.store import redis_count
 from kvpack.store.counters import Counters
 from kvpack.store.encryption import Cipher
 from kvpack.store.redis import Redis
@@ -33,7 +33,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def client(shared: Server, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(redis_descriptions, "_AT_ONCE", 4)
+    monkeypatch.setattr(redis_count, "_AT_ONCE", 4)
     found = redis.Redis.from_url(shared.url)
     found.flushall()
     return found

@@ -23,8 +23,7 @@ from kvpack.store.locations import open_backend
 from kvpack.store.memory import MemoryBackend
 from kvpack.store.object_store import MAX_CONCURRENT_REQUESTS, ObjectStore
 from kvpack.store.options import LocationOptions
-from kvpack.store.reclaim import reclaim
-from kvpack.store.removal import remove
+from kvpack.store.removal import reclaim, remove
 from kvpack.store.summary import summarize
 from kvpack.store.transfer import export_prefix
 from support.redis_server import run_server

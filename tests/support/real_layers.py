@@ -39,8 +39,7 @@ def write_files(model: str, basis_path: str) -> None:
     """Write the layers and the basis to their files."""
     from transformers import AttentionInterface
 
-    from kvpack.evaluation.models import bundled_text, vocabulary
-    from kvpack.evaluation.sizes import window
+    from kvpack.evaluation.models import bundled_text, vocabulary, window
     from kvpack.integrations.transformers import attention
     from kvpack.models import load_model
 

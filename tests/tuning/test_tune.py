@@ -19,7 +19,7 @@ from kvpack import cli
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.evaluation import models, twins, windows
-from kvpack.evaluation.sizes import starts, window
+from kvpack.evaluation.models import starts, window
 from kvpack.formats.errors import InvalidParameter, MissingBasis, OutOfRange
 from kvpack.models import load_model, model_folder
 from kvpack.tuning import calibrate, candidates, greedy, journal, measurement, results, search, tune

@@ -20,10 +20,10 @@ from kvpack.pages.codec import key_digest
 from kvpack.pages.geometry import DTYPES
 from kvpack.store.catalog import row_descriptions
 from kvpack.store.counters import Counters
-from kvpack.store.key_files import read_key_file
+from kvpack.store.encryption import read_key_file
 from kvpack.store.keys import page_key
+from kvpack.store.locations import open_for_identity
 from kvpack.store.metrics import shared_collector
-from kvpack.store.open_store import open_for_identity
 from kvpack.store.options import StoreOptions
 from kvpack.store.page_store import PageStore
 from kvpack.store.redaction import shown_location
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import torch
 
     from kvpack.pages.buffer import PageBuffer
-
 
 OBJECTS_PER_LOOK = 4
 """Number of reported objects that are checked again for each newly stored object. LMCache's count is then at most about 1/7 too high."""

@@ -410,7 +410,7 @@ def _identity(config: Any, options: dict[str, Any], pool: Any, name: str, arrang
 
 
 def _keys(options: dict[str, Any]) -> dict[str, bytes] | None:
-    from kvpack.store.key_files import read_key_file
+    from kvpack.store.encryption import read_key_file
 
     path = options.get("encryption_key_file")
     return None if path is None else read_key_file(path)

@@ -32,8 +32,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning
 from kvpack.identity.canonical_text import ALL, SAMPLE, weights_kind
 from kvpack.identity.fingerprint import weights_of, weights_sample
 from kvpack.identity.identity import Identity
-from kvpack.identity.model_layers import cache_layers
-from kvpack.identity.modules import ModelPart, parts
+from kvpack.identity.modules import ModelPart, cache_layers, parts
 
 from .hooks import models_in, outermost_model
 from .model_state import ModelState, modules_of
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
     from kvpack.cache.cache import Cache
     from kvpack.coding.bases import Basis
-    from kvpack.identity.weights import Weights
+    from kvpack.identity.fingerprint import Weights
 
 _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
 """Settings of models that expand cached states before attention, or attend in chunks. Such models cannot use packed layers."""

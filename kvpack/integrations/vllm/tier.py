@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvpack.coding.recipes import Recipe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.recipes import check_layers, recipe_with_basis
-from kvpack.store.key_files import read_key_file
+from kvpack.store.encryption import read_key_file
 from kvpack.store.page_store import Job, PageStore
 
 from .groups import BLOCK_OFFSETS, GROUPS, Group, check_groups, require_layout

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class _Codecs(dict[str, type[CodecFamily]]):
-    """Registry of codec families by id. An id cannot be reassigned to another class, but its module may be reloaded."""
+    """Registry of codec families by id. An id cannot be assigned to a second class, but the module of a class may be reloaded."""
 
     def __setitem__(self, codec_id: str, codec: type[CodecFamily]) -> None:
         known = self.get(codec_id, codec)
@@ -136,7 +136,7 @@ def codec_from_params(params: Mapping[str, Any]) -> Codec:
     """Create the codec from its map in a file's header.
 
     Args:
-        params: The key ``id``, the codec's parameters, then its sidecars by name; ``Codec.params`` returns this map.
+        params: The key ``id``, the codec's parameters, then its sidecars by name, as returned by ``Codec.params``.
 
     Returns:
         The codec.

@@ -105,7 +105,7 @@ class Angle(CodecFamily):
     def packings(self) -> dict[str, Columns]:
         return _packings(self.dim, self.bins, self.norm_bits, self.arrangement, self.fields)
 
-    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+    def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         if self.norm == "fp32":
             return {"norm": Layout("F32", (batch, heads, tokens, self.dim // 2))}
         return {"range": Layout(self._range_dtype, (batch, heads, tokens, 2))}
@@ -178,7 +178,7 @@ class Angle(CodecFamily):
         return functional.embedding(bins, bin_directions(self.bins, norms.device)).mul_(norms[..., None]).flatten(3)
 
     def _norms(self, step: torch.Tensor, minimum: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-        """Return the decoded norms of all pairs, float32 ``[batch, kv_head, token, pair]``."""
+        """Return the decoded norm of each pair, float32 ``[batch, kv_head, token, pair]``."""
         norms = torch.addcmul(minimum, step, codes)
         return norms.exp2_() if self.norm == "log" else norms
 
@@ -188,7 +188,7 @@ class Angle(CodecFamily):
 
 
 def _unbiased_factor(norms: torch.Tensor, projected: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """Return the factor ``[..., 1]`` by which norm_rule=unbiased multiplies a token's norms. All arguments are ``[..., pair]``."""
+    """Return the factor ``[..., 1]`` by which norm_rule=unbiased multiplies the norms of each token. All arguments are ``[..., pair]``."""
     largest = norms.amax(-1, keepdim=True).clamp_min_(_MIN_NORMAL)
     product, squares, length = (
         (left / largest).mul_(other / largest).sum(-1, keepdim=True)

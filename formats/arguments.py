@@ -35,7 +35,7 @@ def describe(value: Any) -> str:
 
 @contextlib.contextmanager
 def prefix_errors(where: str, kind: type[KvpackError] = KvpackError) -> Iterator[None]:
-    """Prefix ``where`` to the messages of errors of this ``kind`` that are raised in the context."""
+    """In the context, prefix the messages of errors of class ``kind`` with ``where``."""
     try:
         yield
     except kind as error:
@@ -66,7 +66,7 @@ def check_callback(value: Any, name: str = "progress") -> None:
 
 
 def check_mapping(value: Any, name: str, example: str) -> None:
-    """Raise InvalidType unless ``value`` is None or a mapping. The message shows ``example``."""
+    """Raise InvalidType unless ``value`` is None or a mapping. The message contains ``example``."""
     if value is not None and not isinstance(value, Mapping):
         raise InvalidType(f"{name} is {describe(value)}, expected a map such as {example}")
 

@@ -35,8 +35,8 @@ FRAMES = ("balanced", "centered")
 class FrameMap(ValueMap):
     """Sidecar that maps keys into a calibrated frame of kind ``frame`` (one of ``FRAMES``).
 
-    ``layer`` and ``basis``, the SHA-256 of a basis, identify the frames. ``source`` contains the frames once the codec has received its
-    basis; it is not stored.
+    ``layer`` and ``basis``, the SHA-256 of a basis, identify the frames. ``source`` contains the frames themselves. It is not stored, and
+    is None until the codec receives its basis.
     """
 
     name: ClassVar[str] = "balanced"
@@ -94,7 +94,7 @@ class FrameMap(ValueMap):
 
     @property
     def basis_location(self) -> str:
-        """Description, for messages, of the part of the basis that the codec needs."""
+        """Description of the part of the basis that the codec needs, for messages."""
         return f"{self.frame} frames of the keys of layer {self.layer} of the basis {self.basis.hex()}"
 
     def source_for(self, heads: int) -> BalancedFrames:
@@ -116,7 +116,7 @@ class FrameMap(ValueMap):
         return plain_product(q, self.source_for(q.shape[1]).on_device(q.device).matrices.transpose(1, 2))
 
     def rotated_query(self, q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Map queries by ``query``, and rotate the mapped queries by ``rotation``, with one matrix product."""
+        """Map queries by ``query``, and then rotate them by ``rotation``, with a single matrix product."""
         matrices = self.source_for(q.shape[1]).on_device(q.device).query_matrices(rotation)
         # A three-dimensional product has less overhead than a broadcast one.
         return plain_product(q[0], matrices)[None] if len(q) == 1 else plain_product(q, matrices)

@@ -17,7 +17,7 @@ MAX_GROWTH = 2.0**10
 
 
 class BalancedFrames:
-    """Balanced frames of one layer's keys: float32 ``[kv_head, column, channel]``, each column a vector in the original frame."""
+    """Balanced frames of one layer's keys, float32 ``[kv_head, column, channel]``. Each column is a vector in the original frame."""
 
     def __init__(self, matrices: torch.Tensor) -> None:
         self.matrices = matrices
@@ -33,7 +33,7 @@ class BalancedFrames:
         return self.matrices.shape[2]
 
     def check_heads(self, heads: int) -> BalancedFrames:
-        """Return self. Raises InvalidParameter unless there is one frame for each of ``heads`` heads."""
+        """Raise InvalidParameter unless there is one frame for each of ``heads`` heads. Returns self."""
         if self.heads != heads:
             raise InvalidParameter(f"the frames are for {self.heads} heads, but the values have {heads}: use the basis of this model")
         return self
@@ -79,7 +79,10 @@ class BalancedFrames:
 
 
 class CalibratedFrames(NamedTuple):
-    """Calibration data for one layer's keys from the basis ``digest``: ``frames``, or ``queries``, the channels' mean squares."""
+    """Calibration data for one layer's keys, from the basis with SHA-256 ``digest``.
+
+    It contains either balanced ``frames``, or ``queries``, the mean square of each query channel.
+    """
 
     digest: bytes
     layer: int

@@ -43,10 +43,10 @@ Unpacker = Callable[[Columns, Sequence["torch.Tensor"]], list["torch.Tensor"]]
 
 
 class _Checks(NamedTuple):
-    """Checks of a codec's streams, and their inputs.
+    """What ``Codec.check`` needs: the streams to check, and where to find the batch size.
 
-    ``packed`` lists the name, packing and planes of each code stream. ``finite`` lists the streams that must contain finite numbers.
-    ``batch_stream`` names a stream whose first axis is the batch.
+    ``packed`` contains the name, packing and planes of each code stream. ``finite`` contains the names of the streams whose numbers must be
+    finite. The first axis of the stream ``batch_stream`` is the batch.
     """
 
     packed: list[tuple[str, Columns, list[str]]]
@@ -80,7 +80,7 @@ class Codec(EntryStreams, ABC):
     @property
     @abstractmethod
     def nominal_bits(self) -> float:
-        """Bits per value as the source paper counts them. The actual figure is larger; compute it from the file size."""
+        """Bits per value as the source paper counts them. Stored values take more bits: compute the actual figure from the file size."""
 
     def sidecar(self, kind: type[SidecarType]) -> SidecarType | None:
         """Return the codec's sidecar of class ``kind``, or None if it has none."""
@@ -96,7 +96,7 @@ class Codec(EntryStreams, ABC):
 
     @property
     def spreads_channels(self) -> bool:
-        """True if values are rotated without first evening out the channels, so that one large channel costs all channels precision."""
+        """True if values are rotated before channels are evened out. One large channel then costs all channels precision."""
         return self.rotation.kind != "none"
 
     def coded_norms(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
@@ -114,16 +114,14 @@ class Codec(EntryStreams, ABC):
 
     @property
     def error_spread(self) -> float:
-        """Largest ratio of an ordinary token's ``error_sizes`` to the typical value.
-
-        It is 0 if errors are proportional to the coded norm.
-        """
+        """Largest ratio of an ordinary token's ``error_sizes`` to the typical value. 0 if errors are proportional to the coded norm."""
         return 0.0
 
-    def min_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Return the smallest root mean square of a token that the run's shared scale encodes well: float32 ``[batch, kv_head or 1, 1]``.
+    def min_token_rms(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Return the smallest root mean square of a token's values that the run's shared scale still encodes accurately.
 
-        Smaller tokens have more than twice the typical relative error. Returns None if the run shares no scale.
+        Tokens with smaller values have more than twice the typical relative error. The result is float32 ``[batch, kv_head or 1, 1]``, or
+        None if no scale is shared by the whole run.
         """
         return None
 
@@ -171,8 +169,8 @@ class Codec(EntryStreams, ABC):
         return {}
 
     @abstractmethod
-    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the layouts of the streams other than packed codes, which are stored after the codes in this order.
+    def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        """Return the layouts of all streams except packed codes, in the order in which files store them after the codes.
 
         Args:
             batch: Number of sequences.
@@ -185,8 +183,8 @@ class Codec(EntryStreams, ABC):
 
         Args:
             run: The values.
-            before: Streams of the preceding run of the same layer's keys or values, or None. Runs can be joined
-                later if their streams with one row per run are equal.
+            before: Streams of the preceding run of the same layer's keys or values, or None. Two runs can be joined later only if
+                their streams with one row per run are equal.
 
         Raises:
             OutOfRange: A scale does not fit its stored dtype.
@@ -248,15 +246,16 @@ class Codec(EntryStreams, ABC):
         return streams
 
     def coded_frame(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map float32 ``[batch, kv_head, row, dim]`` from the original frame to the run's coded frame. Inverse of ``original``."""
+        """Map float32 ``[batch, kv_head, row, dim]`` from the original frame to the run's coded frame. ``original`` is the inverse."""
         return self.rotation.forward(x)
 
     def original(self, u: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map float32 ``[batch, kv_head, row, dim]`` from the coded frame of the run with these ``streams`` to the original frame."""
+        """Map float32 ``[batch, kv_head, row, dim]`` from the run's coded frame to the original frame. ``streams`` are the run's streams.
+        """
         return self.rotation.inverse(u)
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map queries to the coded frame, so that their products with coded keys equal the products in the original frame.
+        """Map queries to the coded frame. Their products with coded keys equal the products of the original queries and keys.
 
         This is the transpose of ``original``.
         """
@@ -274,7 +273,7 @@ class Codec(EntryStreams, ABC):
         for stream, packing in self.packings().items():
             for plane, words in enumerate(packing.planes):
                 layout[f"{stream}.{plane}"] = Layout("U16", (batch, heads, tokens, words))
-        return layout | self.scales(batch, heads, tokens)
+        return layout | self.scale_layouts(batch, heads, tokens)
 
     def run_layouts(self, batch: int, heads: int) -> Mapping[str, Layout]:
         """Return the layouts of all streams for 0 tokens. Only streams with one row per run have rows."""
@@ -285,7 +284,10 @@ class Codec(EntryStreams, ABC):
 
     @cached_property
     def summary(self) -> CodecSummary:
-        """Properties that headers and encoders read for every layer. They are cached: files have thousands of layers but few codecs."""
+        """Properties that headers and encoders read for every layer.
+
+        They are cached, because files have thousands of layers but few codecs.
+        """
         layouts, family = self.row_layouts, self.family
         return CodecSummary(
             self.features,
@@ -311,14 +313,14 @@ class Codec(EntryStreams, ABC):
 
     @cached_property
     def row_layouts(self) -> Mapping[str, Layout]:
-        """Layouts of all streams for 0 tokens: dtype, row length and the unit that a row belongs to."""
+        """Layouts of all streams for 0 tokens: dtype, row length, and the unit to which a row belongs."""
         layouts = self.layout(1, 1, 0)
         if is_foreign(self.family):
             check_layouts(self, layouts)
         return layouts
 
     def pack(self, stream: str, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Pack the digits of one code stream, each ``[batch, kv_head, token, symbol]``, into its planes."""
+        """Pack the digits of one code stream into its planes. Each digit is ``[batch, kv_head, token, symbol]``."""
         if is_foreign(self):
             check_digits(self, stream, digits)
         return {f"{stream}.{plane}": words for plane, words in enumerate(self.packings()[stream].pack(digits))}
@@ -348,7 +350,7 @@ class Codec(EntryStreams, ABC):
         return packed
 
     def pack_factored(self, stream: str, digit: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Pack ``digit`` as ``stream``, or as two streams, ``stream_low`` and ``stream_high``, if this codec splits it."""
+        """Pack ``digit`` as ``stream``. If this codec splits the digit, pack its parts as ``stream_low`` and ``stream_high``."""
         packings = self.packings()
         if stream in packings:
             return self.pack(stream, digit)
@@ -364,14 +366,14 @@ class Codec(EntryStreams, ABC):
         return high << packings[f"{stream}_low"].bases[0].bit_length() - 1 | low
 
     def same_codes(self, other: Codec) -> bool:
-        """Return True if ``other`` stores the same codes. It may pack them differently."""
+        """Return True if ``other`` stores the same codes as this codec, even if it packs them differently."""
         params, other_params = self.params(), other.params()
         compared = params.keys() - _PACKING_PARAMETERS
         return params.keys() == other_params.keys() and all(params[name] == other_params[name] for name in compared)
 
     def repack(self, streams: Mapping[str, torch.Tensor], other: Codec) -> dict[str, torch.Tensor]:
-        """Repack the streams for ``other``, which must store the same codes (``same_codes``). The decoded values do not change."""
-        scales = {name: streams[name] for name in self.scales(1, 1, 0)}
+        """Repack ``streams`` for the codec ``other``, which must store the same codes (``same_codes``). Decoded values do not change."""
+        scales = {name: streams[name] for name in self.scale_layouts(1, 1, 0)}
         return other.pack_digits(*self.digits(streams)) | scales
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
@@ -403,10 +405,10 @@ class Codec(EntryStreams, ABC):
 
     def finite_streams(self) -> list[str]:
         """Return the names of the streams whose values must be finite: by default, all scales with a floating-point dtype."""
-        return [name for name, layout in self.scales(1, 1, 0).items() if layout.dtype in ("F16", "F32")]
+        return [name for name, layout in self.scale_layouts(1, 1, 0).items() if layout.dtype in ("F16", "F32")]
 
     def payload_rules(self) -> tuple[PayloadRule, ...]:
-        """Return the checks of stored bytes that only this codec needs, in order. Each raises InvalidPayload."""
+        """Return the checks of stored bytes that only this codec needs, in order. Each check raises InvalidPayload."""
         return ()
 
     def run_rules(self) -> tuple[RunRule, ...]:
@@ -426,12 +428,14 @@ class Codec(EntryStreams, ABC):
             rule(arrays, runs, self.batch_size(arrays), where)
 
     def batch_size(self, streams: Mapping[str, Any]) -> int:
-        """Return the number of sequences in ``streams``, which are arrays or tensors."""
+        """Return the number of sequences in ``streams``, which may be arrays or tensors."""
         batch: int = streams[self._checks.batch_stream].shape[0]
         return batch
 
     def check_chunks(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload for errors that are visible only after all symbols are decoded. Call it after the other checks have passed.
+        """Raise InvalidPayload for errors that are visible only after all symbols are decoded.
+
+        Call it after all other checks have passed.
         """
         for rule in self._checks.chunk_rules:
             rule(arrays, where)
@@ -471,10 +475,10 @@ class PlainCodec(Codec):
 
     @property
     def direction_spread(self) -> float:
-        """Largest ratio of an ordinary token's relative error to the typical relative error.
+        """Largest ratio of an ordinary token's relative error to the typical relative error, if errors depend on a token's direction.
 
-        0 for codecs whose errors depend on value sizes. For all other codecs, errors depend on direction and cannot be derived from the
-        streams, so encoders measure them.
+        Such errors cannot be derived from the streams, so encoders measure them. For codecs whose errors depend on the size of values, this
+        is 0.
         """
         return 0.0
 
@@ -482,8 +486,8 @@ class PlainCodec(Codec):
     def min_error(self) -> float:
         """Typical relative error of a token, for codecs with a ``direction_spread``. Smaller errors count as this value.
 
-        Without this minimum, values that were already quantized, and are encoded again without error, would make the errors of other tokens
-        seem large.
+        Values that are encoded a second time may have no error at all. Without this minimum, the errors of other tokens would then seem
+        large.
         """
         return 0.0
 

@@ -38,7 +38,7 @@ MAX_LAYER = 4095
 
 
 def missing_basis_error(location: str) -> MissingBasis:
-    """Return the error for a codec without its basis. ``location`` describes the part of the basis that it needs."""
+    """Return the error for a codec without its basis. ``location`` describes the part of the basis that the codec needs."""
     return MissingBasis(f"the {location} are needed, but no basis was passed: pass basis= when loading or converting the cache")
 
 
@@ -85,7 +85,7 @@ class BasisRows:
         return self.rows.shape[3]
 
     def check_heads(self, heads: int) -> BasisRows:
-        """Return self. Raises InvalidParameter unless there are rows for exactly ``heads`` heads."""
+        """Raise InvalidParameter unless there are rows for exactly ``heads`` heads. Returns self."""
         if self.heads != heads:
             raise InvalidParameter(f"the basis is for {self.heads} heads, but the values have {heads}: use the basis of this model")
         return self
@@ -112,13 +112,14 @@ class BasisRows:
         return values[..., : TABLE_VALUES * runs].reshape(*values.shape[:2], runs, TABLE_VALUES)
 
     def table(self, run: int, width: int) -> torch.Tensor:
-        """Return the decoded values of a run's codes of ``width`` bits, float32 ``[batch, kv_head, code]``."""
+        """Return the values to which a run's codes of ``width`` bits decode, float32 ``[batch, kv_head, code]``."""
         return self._tables[:, :, run, (1 << width) - 2 : (2 << width) - 2]
 
     def head_tables(self, heads: Sequence[int], runs: Sequence[int], width: int) -> torch.Tensor:
-        """Return the decoded values of all codes of ``width`` bits for runs of 8 columns: float32 ``[batch, run, code]``.
+        """Return the values to which codes of ``width`` bits decode, for runs of 8 columns: float32 ``[batch, run, code]``.
 
-        ``heads`` and ``runs`` identify each run. Two runs of 8 columns share the tables of one run of ``RUN_COLUMNS``.
+        A run is given by its head in ``heads`` and its index in ``runs``. Two runs of 8 columns share the tables of one run of
+        ``RUN_COLUMNS``.
         """
         result = self._tables[:, list(heads), [run // 2 for run in runs]]
         return result[..., (1 << width) - 2 : (2 << width) - 2]

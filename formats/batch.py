@@ -32,7 +32,7 @@ def select_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], indices:
 def split_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tensor]]:
     """Split the sequences into ``parts`` equal parts, and return the streams of each part.
 
-    Raw tokens by position are the only supported entries.
+    Of the streams with one row per entry, only those of raw positions are supported.
     """
     layouts, raw = codec.row_layouts, codec.raw_positions
     by_stream = {name: streams[name].chunk(parts, 0) for name, layout in layouts.items() if layout.batch_axis == 0}

@@ -30,7 +30,7 @@ _MAX_OF_U8 = 256
 
 @dataclass(frozen=True)
 class ChannelOrder(ValueMap):
-    """Sidecar that permutes channels: mapped channel i is channel ``channel_order[i]`` of the head, stored as ``dtype``.
+    """Sidecar that permutes channels: mapped channel i is channel ``channel_order[i]`` of the head. The order is stored as ``dtype``.
 
     Large channels are spread over blocks of ``size`` channels. Raises InvalidParameter if the dtype cannot number ``dim`` channels.
     """
@@ -67,11 +67,10 @@ class ChannelOrder(ValueMap):
         return self.dtype
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the layout of the stream ``channel_order``."""
         return {STREAM: Layout(DTYPES[self.dtype], (batch, heads, 1, self.dim), per="run")}
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """Return a run's order ``[batch, kv_head, 1, dim]``: channels sorted by norm and distributed over the blocks in zigzag order."""
+        """Return the run's order, ``[batch, kv_head, 1, dim]``: channels sorted by norm and distributed over the blocks in zigzag order."""
         batch, heads = run.shape[:2]
         size = torch.zeros(batch, heads, 1, self.dim, dtype=torch.float64, device=run.device)
         for block in run.blocks():

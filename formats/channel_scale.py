@@ -93,15 +93,15 @@ class ChannelScale(ValueMap):
         return self.dtype
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the layout of the stream ``channel_scale``."""
         return {STREAM: Layout(NORMS[self.dtype], (batch, heads, 1, self.dim), per="run")}
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """Return a run's factors ``[batch, kv_head, 1, dim]``: max(1, r / 4), where r is a channel's rms relative to the median channel's.
+        """Return the run's factors, ``[batch, kv_head, 1, dim]``.
 
-        The rms of a channel is the median over spans of 16 tokens, because an outlier in one token would otherwise scale all others. If
-        page means are subtracted, the factors are max(1, min((r / 10)^6, 3 sqrt(r))), times ``_mean_factors``. Balanced factors are
-        proportional to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
+        The factor of a channel is max(1, r / 4), where r is the channel's rms divided by the rms of the median channel. The rms of a
+        channel is the median over spans of 16 tokens, because an outlier in one token would otherwise scale down all other tokens. If page
+        means are subtracted, the factors are max(1, min((r / 10)^6, 3 sqrt(r))), times ``_mean_factors``. Balanced factors are proportional
+        to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
         """
         squares = _span_squares(run, run.blocks)
         if self.queries is not None:
@@ -146,7 +146,7 @@ class ChannelScale(ValueMap):
 def _span_squares(run: Run, blocks: Callable[[], Iterator[torch.Tensor]]) -> torch.Tensor:
     """Return the sums of squares of each channel over spans of 16 tokens of ``run``, float64 ``[batch, kv_head, span, dim]``.
 
-    The last span is scaled up to 16 tokens.
+    A shorter last span is scaled up to 16 tokens.
     """
     batch, heads, tokens, dim = run.shape
     squares = torch.zeros(batch, heads, max(1, -(-tokens // _SPAN_TOKENS)), dim, dtype=torch.float64, device=run.device)
@@ -161,11 +161,11 @@ def _span_squares(run: Run, blocks: Callable[[], Iterator[torch.Tensor]]) -> tor
 
 
 def _mean_factors(rest: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return factors computed from the mean squares of keys.
+    """Return factors for keys whose page means are subtracted. The smallest factor is 1.
 
-    ``rest`` are without and ``whole`` with page means, ``[batch, kv_head, 1, dim]`` each. Queries are unknown, but in each pair of channels
-    that RoPE rotates, they are about as large as whole keys. Balanced factors are therefore proportional to (``rest`` / ``whole``)^(1/4).
-    The smallest factor is 1.
+    ``rest`` contains the mean squares of keys without their page means, and ``whole`` those of whole keys, ``[batch, kv_head, 1, dim]``
+    each. Queries are unknown, but in each pair of channels that RoPE rotates, they are about as large as whole keys. Balanced factors are
+    therefore proportional to (``rest`` / ``whole``)^(1/4).
     """
     rest, whole = (torch.stack(squares.chunk(2, 3)).sum(0).repeat(1, 1, 1, 2) for squares in (rest, whole))
     share = torch.where(whole > 0, rest / whole, 1.0).clamp(1 / _MAX_MEAN_RATIO, 1.0)
@@ -173,10 +173,10 @@ def _mean_factors(rest: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _balanced_factors(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Return the balanced factors for mean squared keys ``[batch, kv_head, 1, dim]``.
+    """Return the balanced factors for the mean squares of ``keys``, ``[batch, kv_head, 1, dim]``, and of ``queries``.
 
-    Mean squares below 2^-10 of the average count as 2^-10 of the average. Raises InvalidParameter if ``queries`` has a different number of
-    heads.
+    A mean square below 2^-10 of the average counts as 2^-10 of the average. Raises InvalidParameter if ``queries`` has a different number
+    of heads.
     """
     if len(queries) != keys.shape[1]:
         raise InvalidParameter(

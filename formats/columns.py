@@ -43,7 +43,6 @@ _WORDS_AT_ONCE = 1 << 13
 
 
 def is_power_of_two(value: int) -> bool:
-    """Return True if ``value`` is a power of two, including 1."""
     return value > 0 and value & (value - 1) == 0
 
 
@@ -194,7 +193,7 @@ class Columns:
         return self._fields_before(self.symbols, column)
 
     def _fields_before(self, symbol: int, column: int) -> int:
-        """Return the number of fields of ``column`` that contain symbols before ``symbol``."""
+        """Return how many fields of ``column`` contain symbols before ``symbol``."""
         return max(0, -(-(symbol - column) // self.width))
 
     def pack(self, digits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -295,7 +294,8 @@ class Columns:
                 self._check_rows(blocks, _RowPosition(where, first, planes[0].shape[:-1]))
 
     def word_rules(self) -> list[WordRule | None] | None:
-        """Return the limits that ``check`` puts on the words of each plane, or None if some errors are not visible in single words."""
+        """Return the limits that ``check`` puts on the words of each plane. None if some errors are visible only in several words together.
+        """
         if self.binary and self.alphabets == self.bases:
             return [
                 WordRule(tuple(self._spare_bits[number].tolist()), (0xFFFF,) * words) if number in self._spare_bits else None
@@ -306,7 +306,7 @@ class Columns:
         return [WordRule((0,) * self.width, tuple(self._column_limits.tolist()))]
 
     def _are_valid(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> bool:
-        """Return True if reductions over the rows prove ``planes`` valid. If it returns False, check each value."""
+        """Return True if reductions over the rows prove ``planes`` valid. False means that each value must be checked."""
         if self.binary:
             return self.alphabets == self.bases and not self._wrong_planes(planes)
         return self._column_limits is not None and bool((reduce_rows(planes[0], numpy.maximum) <= self._column_limits).all())
@@ -352,7 +352,7 @@ class Columns:
 
     @cached_property
     def _column_limits(self) -> numpy.ndarray[Any, Any] | None:
-        """Largest value of each column if a column is one word with one digit; otherwise None.
+        """Largest value of each column, if a column is one word with one digit; otherwise None.
 
         Unused fields are the highest ones, so a column is valid exactly if it is below base^(used fields).
         """
@@ -361,7 +361,7 @@ class Columns:
         return numpy.array([self.bases[0] ** self.used_fields(c) - 1 for c in range(self.width)], dtype=numpy.uint16)
 
     def symbol_bits(self, first: int) -> list[list[int]]:
-        """Return a mask for each word of each plane: the bits of symbol ``first`` and all later symbols.
+        """Return a mask for each word of each plane: the bits of symbol ``first`` and of all later symbols.
 
         All bases must be powers of two.
         """
@@ -386,7 +386,9 @@ def _join_words(words: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _fold(fields: torch.Tensor, base: int) -> torch.Tensor:
-    """Return sum_k base^k fields[..., k, :]. The number of fields is halved repeatedly, so that every pass runs over long contiguous rows.
+    """Return sum_k base^k fields[..., k, :].
+
+    The number of fields is halved repeatedly, so that every pass runs over long contiguous rows.
     """
     count = fields.shape[-2]
     if count == 1:
@@ -398,14 +400,14 @@ def _fold(fields: torch.Tensor, base: int) -> torch.Tensor:
 
 
 def _bits_at(words: Sequence[numpy.ndarray[Any, Any]], position: int) -> numpy.ndarray[Any, Any]:
-    """Return at least 16 bits of every column, starting at bit ``position``. A column may be wider than any NumPy integer."""
+    """Return at least 16 bits of every column, beginning at bit ``position``. A column may be wider than any NumPy integer."""
     word, shift = divmod(position, 16)
     both = words[word] | words[word + 1] << numpy.uint64(16) if word + 1 < len(words) else words[word]
     return both >> numpy.uint64(shift)
 
 
 def reduce_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.ndarray[Any, Any]:
-    """Reduce each word of ``plane`` over all rows with ``combine``, many rows together, to run along contiguous memory."""
+    """Reduce each word of ``plane`` over all rows with ``combine``. Many rows are reduced together, because that is faster."""
     rows = plane.reshape(-1, plane.shape[-1])
     at_once = max(1, _WORDS_AT_ONCE // max(1, rows.shape[1]))
     whole = len(rows) // at_once * at_once
@@ -416,7 +418,7 @@ def reduce_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.n
 
 
 class WordRule(NamedTuple):
-    """Constraints on the 16-bit words of a row: for each word, the bits that must be zero and the largest allowed value."""
+    """Constraints on the 16-bit words of a row. For each word: the bits that must be zero, and the largest allowed value."""
 
     spare: tuple[int, ...]
     limits: tuple[int, ...]
@@ -425,7 +427,7 @@ class WordRule(NamedTuple):
 class _RowPosition(NamedTuple):
     """Position of a block of rows, for messages.
 
-    The block starts at row ``first`` of the stream ``where``. ``axes`` is the shape of the stream without its last axis.
+    The block begins at row ``first`` of the stream ``where``. ``axes`` is the shape of the stream without its last axis.
     """
 
     where: str
@@ -434,7 +436,7 @@ class _RowPosition(NamedTuple):
 
 
 def _check_limit(position: _RowPosition, name: str, values: numpy.ndarray[Any, Any], limit: int, first: int = 0) -> None:
-    """Raise InvalidPayload if a value is above ``limit``. The first column of ``values`` is column ``first`` of the stream."""
+    """Raise InvalidPayload if any of ``values`` is above ``limit``. Their first column is column ``first`` of the stream."""
     if values.size and int(values.max()) > limit:
         row, column = divmod(int(values.argmax()), values.shape[1])
         rows = [int(i) for i in numpy.unravel_index(position.first + row, position.axes)]

@@ -129,7 +129,7 @@ class CodecFamily(PlainCodec):
 
     @property
     def features(self) -> frozenset[str]:
-        """Features that readers of the stored norms need, if the codec has a parameter ``norm``. Subclasses add other features."""
+        """Features that readers need for the stored norms, if the codec has a parameter ``norm``. Subclasses add other features."""
         return norm_features(getattr(self, "norm", ""))
 
     def params(self) -> dict[str, Any]:
@@ -176,20 +176,23 @@ def _stored_fields(codec: type[Codec]) -> list[dataclasses.Field[Any]]:
 
 @lru_cache(maxsize=MAX_CACHED_TABLES)
 def _declared_fields(codec: type[Codec]) -> dict[str, Mapping[str, Any]]:
-    """Return the metadata of every parameter with declared values, by name."""
+    """Return the metadata of every parameter whose values are declared, by name."""
     fields = dataclasses.fields(codec)  # type: ignore[arg-type]
     return {field.name: field.metadata for field in fields if field.metadata.keys() & {"range", "known"}}
 
 
 @lru_cache(maxsize=MAX_CACHED_TABLES)
 def _declared_checks(codec: type[Codec]) -> tuple[list[tuple[str, int, int]], list[tuple[str, tuple[Any, ...]]]]:
-    """Return the ranges and choices of ``_declared_fields``. They are cached because files may have thousands of codecs."""
+    """Return the ranges and the choices of ``_declared_fields``. They are cached, because files may have thousands of codecs."""
     ranges = [(name, *values["range"]) for name, values in _declared_fields(codec).items() if "range" in values]
     return ranges, [(name, values["known"]) for name, values in _declared_fields(codec).items() if "known" in values]
 
 
 def _type_name(field: dataclasses.Field[Any]) -> str:
-    """Return the annotation of a field as text. Without ``from __future__ import annotations``, the annotation is the type itself."""
+    """Return the annotation of a field as text.
+
+    With ``from __future__ import annotations``, it is already text; otherwise, it is the type itself.
+    """
     if isinstance(field.type, str):
         return field.type
     return "Fields" if field.type == Fields else getattr(field.type, "__name__", str(field.type))

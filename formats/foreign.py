@@ -26,10 +26,10 @@ def is_foreign(codec: Any) -> bool:
 
 
 def begin_run(codec: Any, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
-    """Return ``codec.begin(run, before)`` for a codec without sidecars, with checks if the codec is foreign.
+    """Return ``codec.begin(run, before)`` for a codec without sidecars. If the codec is foreign, check what it returns.
 
-    They raise InvalidParameter for streams that do not match the codec's layout or that readers would reject, and for decoded values of the
-    wrong dtype or shape.
+    The checks raise InvalidParameter for streams that do not match the codec's layout or that readers would reject, and for decoded values
+    of the wrong dtype or shape.
     """
     encoder: RunEncoder = codec.begin(run, before)
     if not is_foreign(codec):
@@ -51,7 +51,7 @@ def begin_run(codec: Any, run: Run, before: Mapping[str, torch.Tensor] | None) -
 def check_layouts(codec: Any, layouts: Mapping[str, Layout]) -> None:
     """Raise InvalidParameter if a stream's dtype is unknown."""
     for name, layout in layouts.items():
-        check_choice(codec.id, f"the dtype of stream {name!r} in scales", layout.dtype, tuple(_TORCH_NAMES))
+        check_choice(codec.id, f"the dtype of stream {name!r} in scale_layouts", layout.dtype, tuple(_TORCH_NAMES))
 
 
 def check_digits(codec: Any, stream: str, digits: Sequence[torch.Tensor]) -> None:
@@ -74,7 +74,7 @@ def check_digits(codec: Any, stream: str, digits: Sequence[torch.Tensor]) -> Non
 
 
 def check_decoded(codec: Any, values: torch.Tensor, shape: Sequence[int | str] = ("batch", "kv_head", "token")) -> None:
-    """Raise InvalidParameter unless decoded ``values`` are float32 ``[*shape, dim]``. Axes that are names may have any size."""
+    """Raise InvalidParameter unless decoded ``values`` are float32 ``[*shape, dim]``. An axis given by its name may have any size."""
     for axes in dict.fromkeys((("batch", "kv_head", "token"), tuple(shape))):
         expected = [*axes, codec.dim]
         sizes = [size if isinstance(axis, int) else axis for size, axis in zip(values.shape, expected, strict=False)]
@@ -85,7 +85,7 @@ def check_decoded(codec: Any, values: torch.Tensor, shape: Sequence[int | str] =
 
 
 def _check_streams(codec: Any, streams: Mapping[str, torch.Tensor], shape: Sequence[int]) -> None:
-    """Raise InvalidParameter if encoded ``streams`` do not match the layout, or if readers would reject them.
+    """Raise InvalidParameter if encoded ``streams`` do not match the codec's layout, or if readers would reject them.
 
     ``shape`` is the shape of the values.
     """
@@ -100,7 +100,7 @@ def _check_streams(codec: Any, streams: Mapping[str, torch.Tensor], shape: Seque
         given = "missing" if stream is None else f"{str(stream.dtype).removeprefix('torch.')} {list(stream.shape)}"
         if given != expected:
             raise InvalidParameter(
-                f"codec {codec.id}: encode's stream {name!r} is {given}, expected {expected}: change encode, or scales and packings"
+                f"codec {codec.id}: encode's stream {name!r} is {given}, expected {expected}: change encode, or scale_layouts and packings"
             )
     try:
         # NumPy lacks bfloat16.

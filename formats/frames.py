@@ -50,9 +50,9 @@ class Rope(NamedTuple):
     longest: int | None = None
 
     def rotate(self, x: torch.Tensor, first: int, *, back: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply the embedding to ``x``, float32 ``[..., token, dim]``, or invert it if ``back``.
+        """Apply the embedding to ``x``, float32 ``[..., token, dim]``, or undo it with ``back``.
 
-        ``first`` is the position of the first token. Writes to ``out`` unless it is None.
+        ``first`` is the position of the first token. The result is written to ``out`` if given.
         """
         pairs = len(self.frequencies)
         sign = -1 if back else 1
@@ -68,7 +68,8 @@ class Rope(NamedTuple):
         return out
 
     def _cos_sin(self, first: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cosines and sines for up to ``_ROTATED_TOKENS`` positions, starting with ``first``: float32 ``[token, pair]`` each."""
+        """Return the cosines and sines for up to ``_ROTATED_TOKENS`` positions, beginning with ``first``: float32 ``[token, pair]`` each.
+        """
         cos, sin = (table[:tokens] for table in first_cos_sin(self.frequencies))
         # Angles at large positions need binary64, but sums and products of their cosines and sines do not.
         at = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu") * first
@@ -87,8 +88,9 @@ def first_cos_sin(frequencies: tuple[float, ...]) -> tuple[torch.Tensor, torch.T
 class SymbolTables:
     """Tables for entropy coding.
 
-    ``frequencies``, int64 ``[table, symbol]``, sum to 2^12 in each table. Symbol 0 is the escape. ``values``, float32 ``[table, symbol -
-    1]``, are what the levels from -``max_level`` to ``max_level`` decode to, in steps.
+    ``frequencies``, int64 ``[table, symbol]``, sum to 2^12 in each table. Symbol 0 is the escape symbol. The other symbols are the levels
+    from -``max_level`` to ``max_level``, and ``values``, float32 ``[table, symbol - 1]``, are the values to which they decode, in
+    quantization steps.
     """
 
     def __init__(self, frequencies: Numbers, values: torch.Tensor) -> None:
@@ -110,7 +112,7 @@ class SymbolTables:
 
     @cached_property
     def symbol_values(self) -> torch.Tensor:
-        """Decoded value of every symbol in steps, 0 for the escape: float32 ``[table · symbol]``."""
+        """Decoded value of every symbol in quantization steps, 0 for the escape symbol: float32 ``[table · symbol]``."""
         return torch.nn.functional.pad(self.values, (1, 0)).flatten()
 
     @cached_property
@@ -125,9 +127,9 @@ ESCAPE_BITS = 32
 
 
 class Frames:
-    """Frames of one layer's keys or values, one per head, or a single frame over all channels of all heads.
+    """Frames of one layer's keys or values: one per head, or a single frame over all channels of all heads.
 
-    ``rows`` are float32 ``[frame, 1 + column, channel]``, mean first. ``scales`` are ``[frame, column]``.
+    ``rows`` are float32 ``[frame, 1 + column, channel]``; the first row is the mean. ``scales`` are ``[frame, column]``.
     """
 
     def __init__(self, rows: torch.Tensor, scales: Numbers, tables: SymbolTables, rope: Rope | None = None) -> None:
@@ -143,14 +145,14 @@ class Frames:
 
     @property
     def columns(self) -> int:
-        """Number of columns of a frame, which equals its number of channels."""
+        """Number of columns of a frame. It equals the number of channels."""
         return int(self.rows.shape[2])
 
     def heads(self, dim: int) -> int:
         return self.count * self.columns // dim
 
     def check_heads(self, heads: int, dim: int) -> Frames:
-        """Return self. Raises InvalidParameter unless the frames are for exactly ``heads`` heads of ``dim`` channels."""
+        """Raise InvalidParameter unless the frames are for exactly ``heads`` heads of ``dim`` channels. Returns self."""
         if self.heads(dim) != heads:
             raise InvalidParameter(f"the frames are for {self.heads(dim)} heads, but the values have {heads}: use the basis of this model")
         return self

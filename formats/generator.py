@@ -47,7 +47,7 @@ def unit_quaternions(seed: int, count: int) -> numpy.ndarray[Any, Any]:
 def _disc_points(seed: int, count: int) -> list[numpy.ndarray[Any, Any]]:
     """Sample ``count`` points uniformly from the open unit disc by rejection. Returns x, y and the squared radius, which is never 0.
 
-    Each coordinate uses the top 53 bits of a word, so it is exact in float64.
+    Each coordinate uses the top 53 bits of a generator word, so it is exact in float64.
     """
     result: list[list[numpy.ndarray[Any, Any]]] = []
     drawn, missing = 0, count

@@ -122,7 +122,7 @@ class Group(CodecFamily):
     def packings(self) -> dict[str, Columns]:
         return _packings(self.dim, self.bits, self.fields)
 
-    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+    def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         dtype = "F16" if self.scale_dtype == "fp16" else "U8"
         if self.axis == "token":
             rows = -(-tokens // self.size)
@@ -178,15 +178,13 @@ class Group(CodecFamily):
         return self.pack("codes", codes) | {"scales": torch.stack([stored_scale, stored_center], -1)} | streams
 
     def _unbiased_scales(self, factor: torch.Tensor, u: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        """Return the token scales that norm_rule=unbiased stores for ``u``, tokens that are already divided by ``factor``."""
+        """Return the token scales that norm_rule=unbiased stores for the tokens ``u``, which are already divided by ``factor``."""
         pairs = ((u, u), (u, decoded), (decoded, decoded))
         squares, product, length = ((a * b).sum(self._token_scale_axes, keepdim=True)[..., 0] for a, b in pairs)
         return unbiased_factor(factor.to(torch.float32), product, length, TOKEN_SCALE_DTYPES[self.token_scale], squares).to(factor.dtype)
 
     def _divide_by_token_scale(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Map ``x`` to the coded frame, and divide it by its token scales, if any. Returns the divided values, and the stream of token
-        scales.
-        """
+        """Map ``x`` to the coded frame and divide it by its token scales, if any. Returns the quotients, and the stream of token scales."""
         u = self.rotation.forward(x)
         if self.token_scale == "none":
             return u, {}
@@ -209,11 +207,11 @@ class Group(CodecFamily):
 
     @property
     def _member_axis(self) -> int:
-        """Axis of the members of a group in what ``_group_values`` returns."""
+        """Axis of a group's members in the result of ``_group_values``."""
         return 3 if self.axis == "token" else 4
 
     def with_fp16_scales(self, streams: Mapping[str, torch.Tensor]) -> tuple[Group, dict[str, torch.Tensor]]:
-        """Return an equivalent codec with float16 scales, which replace 8-bit scales, and its streams, which decode to the same bits."""
+        """Return a codec with float16 scales in place of 8-bit scales, and its streams. They decode to the same bits as ``streams``."""
         if self.scale_dtype == "fp16":
             return self, dict(streams)
         pairs = scale_range.decode_pairs(streams["scales"], streams["scale_range"])
@@ -230,11 +228,11 @@ class Group(CodecFamily):
         scales = self.with_fp16_scales(streams)[1]["scales"][..., 0]
         return scales[..., 0].to(torch.float32) if scales.shape[3] == 1 else torch.linalg.vector_norm(scales, dim=3, dtype=torch.float32)
 
-    def min_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def min_token_rms(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         # Division by token scales makes the tokens similar in size.
         if self.scale_dtype == "fp16" or self.token_scale != "none":
             return None
-        return scale_range.min_sizes(streams["scale_range"], (1 << self.bits) - 1)
+        return scale_range.min_token_rms(streams["scale_range"], (1 << self.bits) - 1)
 
     def payload_rules(self) -> tuple[PayloadRule, ...]:
         return (scale_range.check,) if self.scale_dtype == "u8" else ()
@@ -261,7 +259,7 @@ class Group(CodecFamily):
         return u if self.token_scale == "none" else u * streams["token_scale"].to(torch.float32)[..., None]
 
     def _values(self, codes: torch.Tensor, scale: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
-        """Decode ``codes`` with their scales and centers. The token scale is not applied."""
+        """Decode ``codes`` with their scales and centers, without applying the token scale."""
         dim = self._member_axis
         grouped = self._group_values(codes.to(torch.float32, copy=True).sub_(self._middle))
         grouped = grouped.mul_(scale.unsqueeze(dim)).add_(center.unsqueeze(dim))

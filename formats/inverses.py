@@ -35,7 +35,7 @@ def invert_for_encoding(matrices: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def check_decoded_range(largest: torch.Tensor, matrices: torch.Tensor, mean: torch.Tensor | None, name: str) -> None:
-    """Raise OutOfRange if a token could decode to infinity when its columns are at most ``largest`` ``[..., column]`` (rule basis-20).
+    """Raise OutOfRange if a token could decode to infinity although its columns are at most ``largest`` ``[..., column]`` (rule basis-20).
 
     ``matrices`` are ``[..., column, channel]``. ``mean`` ``[..., channel]`` is added to the decoded channels. ``name`` describes the
     matrices in errors.

@@ -37,9 +37,9 @@ _CLIPPED = 0.4
 
 @dataclass(frozen=True)
 class KeyMean(PageVector):
-    """Sidecar that stores the mean of every ``tokens`` keys of a head in the coded frame, with ``bits`` per channel and a float16 scale.
+    """Sidecar that stores the mean of every ``tokens`` keys of a head, in the coded frame, with ``bits`` per channel and a float16 scale.
 
-    ``share``, by which an encoder multiplies the means, is not stored.
+    Encoders multiply the means by ``share``, which is not stored.
     """
 
     name: ClassVar[str] = "key_mean"
@@ -85,8 +85,7 @@ class KeyMean(PageVector):
 
     @property
     def with_half_means(self) -> Self:
-        """The sidecar that subtracts only half of each mean, for pages with a token far from the mean, such as an attention sink of low
-        norm.
+        """This sidecar with half of each mean subtracted, for pages with a token far from the mean, such as an attention sink of low norm.
 
         Subtracting the whole mean would turn such a token into a large vector, whose error would exceed the token itself. With half of the
         mean, the other tokens lose little precision, and this token loses no more than they do.
@@ -102,7 +101,6 @@ class KeyMean(PageVector):
         return self.tokens
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the layouts of ``key_mean``, the codes of each page's channels, and of ``key_mean_scale``."""
         pages = -(-tokens // self.tokens)
         return {
             CODES: Layout("U8", (batch, heads, pages, self.dim * self.bits // 8), self.tokens),
@@ -110,7 +108,9 @@ class KeyMean(PageVector):
         }
 
     def begin(self, run: Run, rotation: Rotation) -> RunStep:
-        """Return the step that subtracts the mean of each page from the blocks of ``run``. Means are rounded, so a small mean may remain.
+        """Return the step that subtracts the mean of each page from the blocks of ``run``.
+
+        Means are rounded, so the mean of the result may be slightly different from zero.
         """
 
         def encode(block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -121,7 +121,9 @@ class KeyMean(PageVector):
         return RunStep({}, encode)
 
     def page_means(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the means of the pages of ``x`` ``[batch, kv_head, token, dim]`` times ``share``: float32 ``[batch, kv_head, page, dim]``.
+        """Return the means of the pages of ``x``, multiplied by ``share``: float32 ``[batch, kv_head, page, dim]``.
+
+        ``x`` is ``[batch, kv_head, token, dim]``.
         """
         batch, heads, tokens, dim = x.shape
         whole = tokens // self.tokens * self.tokens
@@ -136,7 +138,8 @@ class KeyMean(PageVector):
     def encode_means(self, mean: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode means ``[batch, kv_head, page, dim]`` in the coded frame. Raises OutOfRange if a scale does not fit in float16.
 
-        The sign of the scale makes the channel of the largest magnitude negative, because there is one more negative code.
+        There is one more negative code than positive codes. The sign of the scale is therefore chosen so that the channel of the largest
+        magnitude gets a negative code.
         """
         half = 1 << self.bits - 1
         extreme = mean.gather(3, mean.abs().argmax(3, keepdim=True))

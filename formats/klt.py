@@ -58,10 +58,10 @@ WIDTH_SCOPES = ("shared", "heads")
 class Klt(CodecFamily):
     """Codec that stores columns of a calibrated basis, with a number of bits per run of columns.
 
-    ``basis`` is the SHA-256 of the basis; ``layer`` and ``side`` select a part. ``widths`` has the bits of each run of 16 columns or, if
-    ``fields`` names the stream ``codes``, of each run of 8 columns of each head. ``rows`` selects where the basis rows are stored: in their
-    own file (``basis``), or in the stream ``rows`` as fp16 or fp32. ``source`` contains the rows once the codec has received its basis; it
-    is not stored.
+    ``basis`` is the SHA-256 of the basis; ``layer`` and ``side`` select a part of it. ``widths`` contains the bits of each run of 16
+    columns. If ``fields`` names the stream ``codes``, it contains the bits of each run of 8 columns of each head instead. ``rows`` selects
+    where the basis rows are stored: in their own file (``basis``), or in the stream ``rows`` as fp16 or fp32. ``source`` contains the rows
+    once the codec has received its basis; it is not stored.
     """
 
     id: ClassVar[str] = "klt"
@@ -149,12 +149,12 @@ class Klt(CodecFamily):
 
     @property
     def row_bytes(self) -> int:
-        """Number of bytes per token of the codes of all heads, if each head has its own widths; otherwise 0."""
+        """Number of bytes per token that the codes of all heads take, if each head has its own widths; otherwise 0."""
         return sum(count for part in self.runs for count in part.byte_counts)
 
     @property
     def code_bits(self) -> list[int]:
-        """Mask of the bits that belong to columns, for each byte of a row of all heads. Empty if all heads share the widths."""
+        """Mask, for each byte of a row of all heads, of the bits that belong to columns. Empty if all heads share the widths."""
         result = [0xFF] * self.row_bytes
         for part in self.runs:
             for places in part.places:
@@ -172,7 +172,7 @@ class Klt(CodecFamily):
 
     @property
     def basis_location(self) -> str:
-        """Description, for messages, of the part of the basis that the codec needs."""
+        """Description of the part of the basis that the codec needs, for messages."""
         return f"{'keys' if self.side == 'k' else 'values'} of layer {self.layer} of the basis {self.basis.hex()}"
 
     @property
@@ -182,7 +182,7 @@ class Klt(CodecFamily):
     def packings(self) -> dict[str, Columns]:
         return _packings(self.widths, self.dim, self.fields) if self.fixed_heads is None else {}
 
-    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+    def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         result = {}
         if self.fixed_heads is not None:
             result[CODES] = Layout("U8", (batch, 1, tokens, self.row_bytes))
@@ -203,10 +203,10 @@ class Klt(CodecFamily):
         return self.source_for(self.fixed_heads or stream.shape[1]).on_device(stream.device)
 
     def with_basis_rows(self, streams: Mapping[str, torch.Tensor]) -> Klt:
-        """Return an equivalent codec whose ``source`` contains the rows. If the rows are stored in ``streams``, ``basis`` becomes their
-        digest.
+        """Return an equivalent codec whose ``source`` contains the basis rows.
 
-        Raises MissingBasis without a basis, or InvalidParameter if the number of heads is wrong.
+        If the rows are stored in ``streams``, ``basis`` becomes their digest. Raises MissingBasis without a basis, or InvalidParameter if
+        the number of heads is wrong.
         """
         parts = self.basis_rows(streams)
         if "rows" not in streams:
@@ -325,7 +325,7 @@ class Klt(CodecFamily):
         return (self._check_code_bits,) if any(bits != 0xFF for bits in self.code_bits) else ()
 
     def _check_code_bits(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Reject codes in which a bit after the last column of a head is set."""
+        """Raise InvalidPayload if a bit after the last column of a head is set."""
         spare = ~numpy.array(self.code_bits, numpy.uint8)
         for first, (block,) in row_blocks(arrays[CODES]):
             wrong = block & spare
@@ -366,12 +366,12 @@ class Klt(CodecFamily):
 
 
 def default_gain(dim: int, per_head: bool) -> str:
-    """Return the default gain at head dim ``dim``; ``per_head`` is True if each head has its own widths."""
+    """Return the default gain at head dim ``dim``. ``per_head`` is True if each head has its own widths."""
     return "none" if per_head and dim <= MAX_WITHOUT_GAIN else "fp16"
 
 
 def used_widths(widths: bytes) -> list[int]:
-    """Return the distinct nonzero widths of a head's runs, ascending. Each has a code stream."""
+    """Return the distinct nonzero widths of a head's runs, ascending. There is one code stream per width."""
     return sorted({*widths} - {0})
 
 
@@ -388,8 +388,8 @@ def columns_by_width(widths: bytes, dim: int) -> dict[int, list[int]]:
 class RunsOfWidth(NamedTuple):
     """Runs of 8 columns that have the same ``width``, if each head has its own widths.
 
-    ``columns`` is the number of columns of every run, ``heads`` and ``runs`` are the head and the index of each run. ``places`` are the
-    positions of the run's bytes in a token's row.
+    All runs have ``columns`` columns. ``heads`` and ``runs`` are the head and the index of each run. ``places`` are the positions of the
+    run's bytes in a token's row.
     """
 
     width: int
@@ -405,9 +405,7 @@ class RunsOfWidth(NamedTuple):
 
 @lru_cache(MAX_CACHED_TABLES)
 def _runs_by_width(widths: bytes, dim: int) -> tuple[RunsOfWidth, ...]:
-    """Group the runs that have codes by width, for heads with their own ``widths``. Full runs come before partial runs at the end of a
-    head.
-    """
+    """Group the runs with codes by width, for heads with their own ``widths``. Full runs come before partial runs at the end of a head."""
     result: dict[tuple[int, bool], list[tuple[int, int, tuple[int, ...]]]] = {}
     place, count = 0, head_run_count(dim)
     for number, width in enumerate(widths):
@@ -468,7 +466,7 @@ def _check_widths(widths: bytes, dim: int) -> None:
 
 
 def _nearest(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes, int32, of the table entries nearest to ``values``, and these entries.
+    """Return the code of the table entry nearest to each of ``values``, int32, and the entry itself.
 
     ``table`` is ``[batch or 1, kv_head, code]``. A stable sort breaks ties between equal entries, so that all devices return the same
     codes.
@@ -483,9 +481,9 @@ def _nearest(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, t
 def _gains(squared_length: torch.Tensor, product_sum: torch.Tensor, decoded_length: torch.Tensor) -> torch.Tensor:
     """Return the gain of each token, float32.
 
-    ``squared_length`` is the weighted squared length of a token x, ``decoded_length`` the weighted squared length of the decoded token d,
-    and ``product_sum`` is <x, d>. The gain |x|^2 / <x, d> makes products with the token right on average (formats/norm_rule.py). If x and d
-    are more than 45 degrees apart, that no longer holds, and the gain with the smallest error is stored.
+    For a token x that decodes to d, ``squared_length`` is |x|^2, ``decoded_length`` is |d|^2, and ``product_sum`` is <x, d>, all weighted.
+    The gain |x|^2 / <x, d> makes products with the token right on average (formats/norm_rule.py). That no longer holds if x and d are more
+    than 45 degrees apart. The gain with the smallest error is then stored.
     """
     near = (product_sum > 0) & (squared_length * decoded_length <= 2 * product_sum.square())
     gains = torch.where(near, squared_length / product_sum, product_sum.clamp_min(0) / decoded_length)

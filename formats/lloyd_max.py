@@ -89,7 +89,7 @@ def polar_angle_masses(edges: Array, first: int, second: int) -> Array:
 
 
 def _ignore_underflow() -> numpy.errstate:
-    """Return a context that allows underflow, which the tails of densities cause even if NumPy is set to raise on it."""
+    """Return a context in which underflow is ignored. The tails of densities cause it, and NumPy may be set to raise errors on it."""
     return numpy.errstate(under="ignore")
 
 

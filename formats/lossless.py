@@ -46,7 +46,7 @@ The table then also fits a following run of similar values.
 
 
 class FloatFormat(NamedTuple):
-    """Bit widths of the fraction and the exponent of a value. The fraction is lowest; the sign is highest."""
+    """Bit widths of the fraction and of the exponent of a value. The fraction has the lowest bits, and the sign is the highest bit."""
 
     fraction_bits: int
     exponent_bits: int
@@ -90,7 +90,7 @@ class Lossless(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        """Bits per value of normally distributed values. Actual sizes depend on the values."""
+        """Bits per value, if values are normally distributed. Actual sizes depend on the values."""
         return 1 + FLOAT_FORMATS[self.dtype].fraction_bits + _TYPICAL_EXPONENT_BITS
 
     @property
@@ -104,7 +104,7 @@ class Lossless(CodecFamily):
     def packings(self) -> dict[str, Columns]:
         return _packings(self.dim, FLOAT_FORMATS[self.dtype].fraction_bits, self.fields)
 
-    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+    def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         rows = -(-tokens // self.chunk)
         return {
             "frequencies": Layout("U16", (batch, heads, 1, FLOAT_FORMATS[self.dtype].exponents), per="run"),
@@ -124,18 +124,18 @@ class Lossless(CodecFamily):
         alphabet = FLOAT_FORMATS[self.dtype].exponents
         counts = numpy.zeros((batch * heads, alphabet), numpy.int64)
         for block in run.blocks():
-            exponents = torch.from_numpy(self._exponents(self._bits(block)).reshape(batch * heads, -1))
+            exponents = torch.from_numpy(self._exponents(self._bit_patterns(block)).reshape(batch * heads, -1))
             for head, row in enumerate(exponents):
                 # numpy.bincount would convert the symbols to int64 first.
                 counts[head] += torch.bincount(row, minlength=alphabet).numpy()
-        tables = self.tables_for(counts, before)
+        tables = self.choose_frequencies(counts, before)
         stored = _to_stream(tables.reshape(batch, heads, 1, alphabet), run.device)
         return RunEncoder({"frequencies": stored}, lambda block, _: self.encode_with_tables(block, tables))
 
-    def tables_for(self, counts: Numbers, before: Mapping[str, torch.Tensor] | None) -> Numbers:
-        """Return the frequencies for a run whose exponents have these ``counts``: int64 ``[batch · kv_head, symbol]``.
+    def choose_frequencies(self, counts: Numbers, before: Mapping[str, torch.Tensor] | None) -> Numbers:
+        """Return the symbol frequencies for a run whose exponents have these ``counts``: int64 ``[batch · kv_head, symbol]``.
 
-        The tables of the run ``before`` are reused if new tables would not save more than the space they take.
+        The frequencies of the run ``before`` are reused if new ones would not save more than the space they take.
         """
         tables = rans.frequencies(_add_unseen(counts))
         if before is not None:
@@ -160,7 +160,7 @@ class Lossless(CodecFamily):
         Every symbol in ``x`` must have a frequency above 0.
         """
         batch, heads, tokens, dim = x.shape
-        bits = self._bits(x)
+        bits = self._bit_patterns(x)
         rows = -(-tokens // self.chunk)
         symbols = numpy.zeros((batch * heads, rows * self.chunk, dim), numpy.uint8)
         symbols[:, :tokens] = self._exponents(bits).reshape(batch * heads, tokens, dim)
@@ -172,7 +172,7 @@ class Lossless(CodecFamily):
         return self.pack("signed_fractions", self._fractions(bits)) | self.chunk_streams(chunks, batch, heads, x.device)
 
     def chunk_streams(self, chunks: rans.Chunks, batch: int, heads: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the streams of coded chunks, which are ordered by token group, sequence and head."""
+        """Return the streams of encoded chunks, which must be ordered by token group, sequence and head."""
         states = chunks.states.astype("<u4").view("<u2").reshape(-1, batch, heads, 2 * rans.LANES).transpose(1, 2, 0, 3)
         counts = chunks.counts.reshape(-1, batch, heads).transpose(1, 2, 0)
         return {
@@ -181,8 +181,8 @@ class Lossless(CodecFamily):
             "words": _to_stream(chunks.words[None, None], device),
         }
 
-    def _bits(self, x: torch.Tensor) -> torch.Tensor:
-        """Round ``x`` to the codec's dtype, and return the bits as int16."""
+    def _bit_patterns(self, x: torch.Tensor) -> torch.Tensor:
+        """Round ``x`` to the codec's dtype, and return the bit patterns as int16."""
         return round_to_dtype(x, self.dtype).view(torch.int16)
 
     def _exponents(self, bits: torch.Tensor) -> Numbers:
@@ -190,7 +190,7 @@ class Lossless(CodecFamily):
         return _to_numpy((bits >> fraction & (1 << exponent) - 1).to(torch.uint8))
 
     def _fractions(self, bits: torch.Tensor) -> torch.Tensor:
-        """Return the digits that combine a value's sign and fraction, int32."""
+        """Return the digits that combine the sign and the fraction of each value, int32."""
         fraction, exponent = FLOAT_FORMATS[self.dtype]
         return (bits >> exponent & 1 << fraction | bits & (1 << fraction) - 1).to(torch.int32)
 
@@ -209,7 +209,7 @@ class Lossless(CodecFamily):
     def exponents(self, streams: Mapping[str, torch.Tensor]) -> Numbers:
         """Return the exponent fields, uint8 ``[chunk, batch, kv_head, token of the chunk, dim]``.
 
-        A single partial chunk has only as many tokens as it encodes.
+        If the only chunk is partial, the token axis has only as many tokens as the chunk encodes.
         """
         batch, heads, tokens = streams["signed_fractions.0"].shape[:3]
         rows = -(-tokens // self.chunk)
@@ -237,7 +237,7 @@ class Lossless(CodecFamily):
         return bits.view({"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype])
 
     def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """Return ``streams`` with only the first ``tokens`` tokens of the last chunk, which is encoded again with the same tables."""
+        """Return ``streams`` with only the first ``tokens`` tokens of the last chunk. This chunk is encoded again with the same tables."""
         begin = streams["signed_fractions.0"].shape[2] - tokens
         last = {
             name: stream[:, :, begin:] if name.startswith("signed_fractions") else stream[:, :, -1:] for name, stream in streams.items()
@@ -256,7 +256,7 @@ class Lossless(CodecFamily):
         return (self._check_chunk_streams,)
 
     def _check_chunk_streams(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Reject frequencies that do not sum to 2^12, states below 2^16, and word counts that do not match the words."""
+        """Raise InvalidPayload for frequencies that do not sum to 2^12, states below 2^16, and word counts that do not match the words."""
         for first, (block,) in row_blocks(arrays["frequencies"]):
             sums = block.sum(1, dtype=numpy.int64)
             if (sums != rans.TOTAL).any():
@@ -275,7 +275,7 @@ class Lossless(CodecFamily):
         return (self._check_chunks,)
 
     def _check_chunks(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Reject chunks that no encoder produces: the number of words read or the final state is wrong."""
+        """Raise InvalidPayload for chunks that no encoder produces: the number of words read or the final state is wrong."""
         heads, rows = arrays["word_counts"].shape[1:]
         lengths = self._lengths(runs)
         table = numpy.repeat(numpy.arange(len(runs)), [-(-run // self.chunk) for run in runs])
@@ -302,7 +302,7 @@ class Lossless(CodecFamily):
 
 
 def _chunk_ranges(ends: Numbers) -> Iterator[tuple[int, int]]:
-    """Yield ranges (first, last) of chunks to decode together. ``ends`` are the positions in the words where chunks end."""
+    """Yield ranges (first, last) of chunks to decode together. ``ends`` contains the index of the word after each chunk."""
     first = 0
     while first < len(ends):
         begin = int(ends[first - 1]) if first else 0
@@ -313,7 +313,8 @@ def _chunk_ranges(ends: Numbers) -> Iterator[tuple[int, int]]:
 
 
 def _add_unseen(counts: Numbers) -> Numbers:
-    """Raise zero ``counts`` ``[table, symbol]`` to 1 for symbols that may still occur. With many values, this costs almost nothing."""
+    """Raise zero ``counts`` ``[table, symbol]`` to 1, because these symbols may occur later. With many values, this costs almost nothing.
+    """
     present = counts > 0
     room = present.copy()
     for step in range(1, _EXTRA_BELOW + 1):

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 
 class Element(NamedTuple):
-    """Format of an element: a sign, ``exponent_bits`` and ``fraction_bits``. Codes of magnitude ``finite`` and above are NaN or infinity.
+    """Format of an element: a sign, ``exponent_bits`` and ``fraction_bits``.
+
+    Codes whose magnitude is ``finite`` or more are NaN or infinity.
     """
 
     exponent_bits: int
@@ -47,11 +49,11 @@ class Element(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """The largest finite value."""
+        """Largest finite value."""
         return self.value(self.finite - 1)
 
     def value(self, code: int) -> float:
-        """Return the value of a code that is neither NaN nor infinity."""
+        """Return the value of ``code``, which must be neither NaN nor infinity."""
         exponent, fraction = divmod(code & (1 << self.bits - 1) - 1, 1 << self.fraction_bits)
         significand = fraction + (1 << self.fraction_bits if exponent else 0)
         magnitude = significand * 2.0 ** (max(exponent, 1) - self.bias - self.fraction_bits)
@@ -85,10 +87,11 @@ _SATURATION_MARGIN = 1 + 1 / 32
 
 @dataclass(frozen=True)
 class Minifloat(CodecFamily):
-    """Codec that stores values as ``element`` floats, times one scale per ``granularity`` stored as ``scale_dtype``.
+    """Codec that stores values as ``element`` floats. Each unit of ``granularity`` shares a scale, which is stored as ``scale_dtype``.
 
     ``scale_dtype`` is fp32 or fp16 if there is one scale per sequence and run (``tensor``), per head and run (``head``), or per token of a
-    head (``token``). For ``block`` it is e8m0, a power of two per 32 channels, or e4m3 per 16 channels with one additional float32 per run.
+    head (``token``). For ``block``, it is e8m0, a power of two per 32 channels, or e4m3 per 16 channels with one additional float32 per
+    run.
     """
 
     id: ClassVar[str] = "minifloat"
@@ -126,7 +129,6 @@ class Minifloat(CodecFamily):
 
     @property
     def format(self) -> Element:
-        """Format of each element."""
         return ELEMENTS[self.element]
 
     @property
@@ -136,7 +138,7 @@ class Minifloat(CodecFamily):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks per token. The last one may be partial."""
+        """Number of blocks per token. The last block may be partial."""
         return -(-self.dim // self.block)
 
     @property
@@ -149,7 +151,7 @@ class Minifloat(CodecFamily):
     def packings(self) -> dict[str, Columns]:
         return _packings(self.dim, self.format.bits, self.fields)
 
-    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+    def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         if self.granularity == "block":
             result = {"block_scales": Layout("U8", (batch, heads, tokens, self.blocks))}
             return result | ({"global_scale": Layout("F32", (batch, 1, 1), per="run")} if self.run_scale else {})
@@ -237,7 +239,7 @@ class Minifloat(CodecFamily):
         """Return the largest scale of a token's blocks: float32 ``[batch, kv_head, token]``."""
         return (streams["block_scales"].amax(3).to(torch.int32) << 23).view(torch.float32)
 
-    def min_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def min_token_rms(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         if self.run_scale is None:
             return None
         scale = streams[self.run_scale].to(torch.float32)
@@ -247,7 +249,7 @@ class Minifloat(CodecFamily):
         return scale * (_MIN_SIZE_FACTOR * 2.0 ** (2 - self.format.bias))
 
     def with_wide_run_scale(self, streams: Mapping[str, torch.Tensor]) -> tuple[Minifloat, Mapping[str, torch.Tensor]]:
-        """Return an equivalent codec with float32 scales per run, and streams for it that decode to the same bits."""
+        """Return a codec with float32 scales per run in place of float16 ones, and its streams. They decode to the same bits."""
         if self.run_scale != "scale" or self.scale_dtype == "fp32":
             return self, streams
         return replace(self, scale_dtype="fp32"), {**streams, "scale": streams["scale"].to(torch.float32)}
@@ -299,7 +301,10 @@ class Minifloat(CodecFamily):
 
 
 def encode_elements(x: torch.Tensor, element: str) -> torch.Tensor:
-    """Encode float32 ``x`` to the codes of the nearest elements, ties to even, clamped to the largest. Returns integers of any dtype."""
+    """Encode float32 ``x`` to the codes of the nearest elements, as integers of any dtype.
+
+    Ties go to even codes, and larger values are clamped to the largest element.
+    """
     form = ELEMENTS[element]
     if element == "e2m1":
         size = x.abs().clamp_max_(form.largest)
@@ -313,7 +318,7 @@ def encode_elements(x: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def encode_portably(x: torch.Tensor, element: str) -> torch.Tensor:
-    """Return the int32 codes of ``encode_elements``, computed with operations that every device supports."""
+    """Return the codes of ``encode_elements``, int32, using only operations that every device supports."""
     form = ELEMENTS[element]
     spare = 23 - form.fraction_bits
     smallest_normal = 2.0 ** (1 - form.bias)
@@ -327,7 +332,7 @@ def encode_portably(x: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def block_exponents(largest: torch.Tensor, element: str) -> torch.Tensor:
-    """Return the e8m0 codes, int32, of blocks with the largest magnitudes ``largest``, float32.
+    """Return the e8m0 codes, int32, of blocks whose largest magnitudes are ``largest``, float32.
 
     Each code stands for the smallest scale at which the largest magnitude does not round above the largest element. OCP MX (Sec. 6.3) uses
     floor(log2(largest)) - emax, which clips large magnitudes by up to an eighth (e2m1: a quarter). Doubling the scale for these blocks
@@ -339,7 +344,7 @@ def block_exponents(largest: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def exponent_carry(form: Element) -> int:
-    """Return the number to add to a float32's bits so that the exponent grows by 1 if the element would round above its largest value.
+    """Return the number to add to the bits of a float32 so that its exponent grows by 1 if the element would round above its largest value.
 
     Only numbers with the exponent of the largest element can round that way.
     """
@@ -360,8 +365,8 @@ def max_quotient(codec: Minifloat) -> float:
 def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
     """Return the scales of a run whose largest values are ``largest``, ``[batch, kv_head or 1, 1]``. Scales that do not fit are infinite.
 
-    The preceding run's scales, ``last``, are kept unless they are too small or far too large, because runs with equal scales can be joined.
-    A larger scale leaves room to grow, so that later runs seldom need another. A scale of 0 means that all values so far are 0.
+    The scales of the preceding run, ``last``, are kept unless they are too small or far too large, because runs with equal scales can be
+    joined. A larger scale leaves room to grow, so that later runs seldom need another one. A scale of 0 means that all values so far are 0.
     """
     quotient_limit = max_quotient(codec)
     half = codec.scale_dtype == "fp16"
@@ -374,9 +379,9 @@ def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | Non
 
 
 def _scale_for(largest: torch.Tensor, quotient_limit: float, half: bool) -> torch.Tensor:
-    """Return ``largest`` / ``quotient_limit`` in float16 (``half``) or float32.
+    """Return ``largest`` / ``quotient_limit`` in float16 (with ``half``) or float32.
 
-    The scale is rounded up by one unit if it is subnormal and would saturate values.
+    A subnormal scale that would saturate values is rounded up by one unit.
     """
     largest = largest.clamp_max(_MAX_SCALED)
     scale = _divide(largest, quotient_limit).to(torch.float16 if half else torch.float32)
@@ -387,7 +392,9 @@ def _scale_for(largest: torch.Tensor, quotient_limit: float, half: bool) -> torc
 
 
 def _divide(x: torch.Tensor, number: float) -> torch.Tensor:
-    """Divide ``x`` by ``number``, correctly rounded on every device. On CUDA, PyTorch would multiply by the reciprocal of a Python number.
+    """Divide ``x`` by ``number``, correctly rounded on every device.
+
+    On CUDA, PyTorch would multiply by the reciprocal of a Python number.
     """
     return x / x.new_full((), number)
 

@@ -44,8 +44,8 @@ def read_norm_rule(options: Options) -> str:
 def error_spread(bits: float, dim: int) -> float:
     """Return the relative error, divided by the typical one, that fewer than 1 in 60,000 tokens of random direction exceed.
 
-    With more bits, the error of a coordinate beyond the last level grows relative to the other errors. With more channels, it matters less.
-    Measured for scalar, octahedral, polar, angle and quaternion from 16 to 128 channels.
+    With more bits, the error of a coordinate beyond the last level grows relative to the other errors. With more channels, such a
+    coordinate matters less. Measured for scalar, octahedral, polar, angle and quaternion from 16 to 128 channels.
     """
     index = min(max(math.ceil(bits), 1), len(_SPREADS)) - 1
     return _SPREADS[index] * math.sqrt(math.sqrt(64 / dim))
@@ -58,9 +58,9 @@ def typical_error(bits: float) -> float:
 
 
 def relative_errors(codec: Codec, streams: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Return the norm of each token's error relative to the token's norm. The error is the decoded ``streams`` minus ``x``.
+    """Return the norm of each token's error divided by the token's norm. The error is the decoded ``streams`` minus ``x``.
 
-    ``x`` is ``[batch, kv_head, token, dim]``. The errors are float32 ``[batch, kv_head, token]``, and 0 for tokens of zeros.
+    ``x`` is ``[batch, kv_head, token, dim]``. The errors are float32 ``[batch, kv_head, token]``. Tokens of zeros have the error 0.
     """
     return (norms_per_head(codec.decode(streams).sub_(x)) / norms_per_head(x)).nan_to_num_(0.0, posinf=0.0)
 
@@ -86,9 +86,9 @@ def unbiased_factor(
 ) -> torch.Tensor:
     """Return the factor to store as ``dtype`` (a key of ``LIMITS``) for rows x = ``norm`` u, where u decodes to d.
 
-    ``product`` is <u, d>, ``decoded`` |d|^2 and ``squares`` |u|^2, in the shape of ``norm``. Some rows keep their norm: rows more than 45
-    degrees from d, because the error of the larger factor would exceed the row itself; zeros; and norms that do not fit the dtype. If the
-    norm fits but the factor does not, the factor is the largest number of the dtype.
+    ``product`` is <u, d>, ``decoded`` is |d|^2 and ``squares`` is |u|^2, in the shape of ``norm``. Some rows keep their norm: zeros, norms
+    that do not fit the dtype, and rows more than 45 degrees from d, because the error of the larger factor would exceed the row itself. If
+    the norm fits but the factor does not, the factor is the largest number of the dtype.
     """
     is_usable = (product > 0) & (squares * decoded <= 2 * product.square()) & (norm < LIMITS[dtype])
     return torch.where(is_usable, (norm * (squares / product)).clamp_max(MAX_STORED[dtype]), norm)

@@ -53,7 +53,7 @@ _CHUNK_ROWS = 4096
 class Octahedral(CodecFamily):
     """Codec that stores each rotated triplet as two octahedral coordinates of ``b_dir`` bits and a norm of ``b_norm`` bits.
 
-    ``direction_table`` contains the 2^(b_dir - 1) magnitudes of a coordinate, ``norm_table`` the 2^b_norm triplet norms; both are
+    ``direction_table`` contains the 2^(b_dir - 1) magnitudes of a coordinate, and ``norm_table`` the 2^b_norm triplet norms. Both are
     ascending, little-endian float32. ``rounding`` and ``norm_rule`` affect only the encoder and are not stored.
     """
 
@@ -115,7 +115,7 @@ class Octahedral(CodecFamily):
     def packings(self) -> dict[str, Columns]:
         return _packings(self.dim, self.b_dir, self.b_norm, self.arrangement, self.fields)
 
-    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+    def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         return {"norm": Layout(TOKEN_NORMS[self.norm], (batch, heads, tokens))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -179,7 +179,7 @@ class Octahedral(CodecFamily):
 
     @property
     def _directions(self) -> int:
-        """Number of directions in the quarter square. The digit's bits above the direction have this place value."""
+        """Number of directions in the quarter square. This is also the place value of the digit's bits above the direction."""
         return int(4 ** (self.b_dir - 1))
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -253,7 +253,8 @@ def _padding_bits(packing: Columns, triplets: int) -> dict[str, numpy.ndarray[An
 
 
 def _scale_and_measure(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scale rows so that their squares fit in float32. Returns the rows, their norms ``[row, 1]``, and the original norms ``[row]``."""
+    """Scale rows so that their squares fit in float32. Returns the scaled rows, their norms ``[row, 1]``, and the original norms ``[row]``.
+    """
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     if not rows.numel() or (length.min() > _SAFE_NORMS[0] and length.max() < _SAFE_NORMS[1]):
         return rows, length, length[:, 0]
@@ -276,7 +277,7 @@ def _rotation_by_coordinate(rotation: Rotation) -> torch.Tensor:
 
 @cache_per_device
 def signed_directions(table: bytes) -> torch.Tensor:
-    """Return the unit directions float32 ``[4 * levels^2, 3]`` by symbol: the sign bits are high, the index is low."""
+    """Return the unit direction of each symbol, float32 ``[4 * levels^2, 3]``. The sign bits of a symbol are above its index."""
     quarter = codebook_directions(table).T
     signs = torch.tensor([[1.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [1.0, -1.0, 1.0], [-1.0, -1.0, 1.0]], dtype=torch.float32)
     return (signs[:, None] * quarter).flatten(0, 1)

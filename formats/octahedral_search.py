@@ -26,7 +26,7 @@ _MIN_SUM = 1e-30
 
 
 def octahedral_coordinates(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return |xi| and |eta| of a direction, in [0, 1]; both are 0 for the zero vector. Source: OCTOPUS Eq. 5.
+    """Return |xi| and |eta| of a direction, in [0, 1]. Both are 0 for the zero vector. Source: OCTOPUS Eq. 5.
 
     For z < 0 the fold 1 - y / l equals (x + |z|) / l, so adding max(-z, 0) to x and y covers both signs of z.
     """
@@ -71,7 +71,7 @@ def codebook(table: bytes, device: torch.device) -> Codebook:
 
 
 class Codebook:
-    """Search structure for the nearest direction, the one with the largest scalar product (OCTOPUS Eq. 12)."""
+    """Search structure for the nearest direction, which has the largest scalar product (OCTOPUS Eq. 12)."""
 
     def __init__(self, table: bytes, device: torch.device) -> None:
         self.levels = len(table) // 4
@@ -99,7 +99,7 @@ class Codebook:
         return nx.mul_(x).addcmul_(ny, y).addcmul_(nz, z)
 
     def local_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, rounding: str) -> torch.Tensor:
-        """Search with every rounding except full, as in OCTOPUS Algorithm 1 (see ``nearest``)."""
+        """Return the result of ``nearest`` for every rounding except full, as in OCTOPUS Algorithm 1."""
         columns, rows = self._candidates(torch.stack(octahedral_coordinates(x, y, z)), rounding).unbind(1)
         index = torch.add(columns, rows.unsqueeze(1), alpha=self.levels).flatten(0, 1)
         if rounding == "scalar":
@@ -124,7 +124,7 @@ class Codebook:
         return torch.cat([product(chunk, self._directions).argmax(-1) for chunk in chunks]).to(torch.int32).view(x.shape)
 
     def _grid_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Return the codewords that the local 3x3 search finds. A grid stores them, except for directions in cells that codewords share."""
+        """Return the codewords that the local 3x3 search finds. Most are read from a grid; cells that codewords share are searched."""
         xi, eta = (coordinate.mul_(self._cells).floor_() for coordinate in octahedral_coordinates(x, y, z))
         cell = xi.add_(eta, alpha=self._cells + 1).to(torch.int32).view(-1)
         index = self._grid.index_select(0, cell).to(torch.int32)

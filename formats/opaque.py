@@ -29,7 +29,7 @@ class Opaque(CodecFamily):
     def nominal_bits(self) -> float:
         return 8.0
 
-    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+    def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         return {"bytes": Layout("U8", (batch, heads, tokens, self.dim))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:

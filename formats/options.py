@@ -19,7 +19,7 @@ _DEFAULT: Final = ""
 
 
 class InvalidOption(InvalidParameter):
-    """Error for an option or value that the codec does not support. ``word`` is the part of the recipe to point at."""
+    """Error for an option or value that the codec does not support. ``word`` is the part of the recipe to which messages point."""
 
     def __init__(self, message: str, word: str) -> None:
         super().__init__(message)
@@ -77,7 +77,7 @@ class Options:
         return name in self._words
 
     def mentions_any(self, names: tuple[str, ...]) -> bool:
-        """Return True if the recipe contains any of the options ``names``. Messages about unknown options then list them as well."""
+        """Return True if the recipe contains any of the options ``names``. Messages about unknown options then list all of ``names``."""
         self._extra = names
         return not self._words.keys().isdisjoint(names)
 
@@ -164,7 +164,7 @@ class Options:
             raise InvalidOption(f"codec {self.codec} has no option {name!r}; its options are {names}", f"{name}={value}")
 
     def _record(self, name: str, text: str, omitted: str | None) -> None:
-        """Record ``text`` as the spelling of an option in the recipe. Nothing is recorded if omitting the option means the same."""
+        """Record ``text`` as the spelling of an option in the recipe. If omitting the option means the same, nothing is recorded."""
         self.respell({name: None if text == omitted else text})
 
     def _read(self, name: str) -> str | None:

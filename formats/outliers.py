@@ -34,10 +34,9 @@ _MAX_MULTIPLIER = 1000
 
 @dataclass(frozen=True)
 class Outliers(FramePart):
-    """Sidecar that stores outlier chunks of the coded frame in float16.
+    """Sidecar that stores outliers in float16. Outliers are chunks of the coded frame with a norm above ``multiplier`` times the median.
 
-    Outliers are chunks with a norm above ``multiplier`` times their head's median. The median excludes zero chunks, because padding would
-    lower it.
+    The median is that of their head. It excludes zero chunks, because padding would lower it.
     """
 
     name: ClassVar[str] = "outliers"
@@ -99,8 +98,7 @@ class Outliers(FramePart):
         return (self.multiplier * median).clamp_min(_MIN_NORM)[:, None, None]
 
     def encode(self, u: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Set the outliers of ``u`` ``[batch, kv_head, token, dim]`` to zero. Returns the remaining values, and the streams with the
-        outliers.
+        """Set the outliers of ``u`` ``[batch, kv_head, token, dim]`` to zero. Returns the new values, and the streams with the outliers.
 
         Raises OutOfRange if an outlier does not fit in float16.
         """

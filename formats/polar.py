@@ -41,7 +41,7 @@ _HEAD_TOKENS_PER_BLOCK = 1 << 11
 class Level:
     """One level of the tree. An angle has ``bits`` bits, and ``counts`` are the numbers of angles for each kind of pair in ``pairs``.
 
-    A kind of pair is defined by the number of channels below its first and second radius. The numbers differ only in an unequal last pair.
+    A kind of pair is given by the numbers of channels below its two radii. Only an unequal last pair is of a different kind.
     """
 
     bits: int
@@ -50,7 +50,7 @@ class Level:
 
     @property
     def angles(self) -> int:
-        """Number of angles per token. Each angle combines two radii; an odd last radius passes to the next level unchanged."""
+        """Number of angles per token. Each angle combines two radii. An odd last radius passes to the next level unchanged."""
         return sum(self.counts)
 
 
@@ -101,7 +101,7 @@ class Polar(CodecFamily):
     def nominal_bits(self) -> float:
         """Bits per value.
 
-        If every angle has b bits and one radius is left, this is OCTOPUS's b; otherwise, each radius counts as 16 bits (PolarQuant).
+        If every angle has b bits and one radius is left, this is OCTOPUS's b. Otherwise, each radius counts as 16 bits (PolarQuant).
         """
         angle_bits = {level.bits for level in self.levels}
         if len(angle_bits) == 1 and self.radii == 1:
@@ -131,7 +131,7 @@ class Polar(CodecFamily):
     def packings(self) -> dict[str, Columns]:
         return _packings(self.levels, self.fields)
 
-    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+    def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         return {"radius": Layout(NORMS[self.norm], (batch, heads, tokens, self.radii))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -227,7 +227,9 @@ def _symbols(run: tuple[Level, ...]) -> int:
 
 @lru_cache(MAX_CACHED_TABLES)
 def _streams(levels: tuple[Level, ...]) -> dict[str, tuple[Level, ...]]:
-    """Return the levels of each code stream. Consecutive levels with the same number of bits share a stream, named after the first level.
+    """Return the levels of each code stream, which is named after its first level.
+
+    Consecutive levels with the same number of bits share a stream.
     """
     streams = {}
     for _, run in groupby(enumerate(levels, 1), lambda numbered: numbered[1].bits):

@@ -32,7 +32,7 @@ DEFAULT_SEED = 1
 
 @dataclass(frozen=True)
 class Qjl(ResidualSketch):
-    """Sidecar that sketches residuals: the signs after a signed Hadamard rotation with ``seed``, and norms stored as ``norm``."""
+    """Sidecar that sketches the residual: its norm, stored as ``norm``, and its signs after a signed Hadamard rotation with ``seed``."""
 
     name: ClassVar[str] = "qjl"
     words: ClassVar[tuple[str, ...]] = ("qjl", "qjl_seed")
@@ -72,7 +72,7 @@ class Qjl(ResidualSketch):
 
     @property
     def rotation(self) -> Rotation:
-        """The second rotation, R' in the paper."""
+        """The second rotation, called R' in the paper."""
         return rotation_of("signed-hadamard", self.dim, self.seed)
 
     @cached_property
@@ -80,7 +80,6 @@ class Qjl(ResidualSketch):
         return Columns(self.dim, (2,), self.fields)
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the layouts of ``qjl_norm`` and of the planes of ``qjl_signs``."""
         planes = {f"{SIGNS}.{plane}": Layout("U16", (batch, heads, tokens, words)) for plane, words in enumerate(self.packing.planes)}
         return planes | {NORM: Layout(NORMS[self.norm], (batch, heads, tokens))}
 

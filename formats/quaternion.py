@@ -105,7 +105,7 @@ class Quaternion(CodecFamily):
     def packings(self) -> dict[str, Columns]:
         return _packings(self.dim, self.secondary, self.radius_bits, self.arrangement, self.fields)
 
-    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+    def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         return {"scale": Layout(self._norm_dtype, (batch, heads, tokens))}
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
@@ -179,7 +179,7 @@ def _length(planes: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _squares_are_safe(radius: torch.Tensor) -> bool:
-    """Return True if the square of the largest radius of every token is far from overflow and underflow."""
+    """Return True if the square of every token's largest radius is far from overflow and underflow."""
     smallest, largest = radius.amax(-1).aminmax() if radius.numel() else (radius.new_ones(()), radius.new_ones(()))
     return bool(smallest > 2.0**-40) and bool(largest < 2.0**60)
 

@@ -51,7 +51,7 @@ class Search:
         self._expected = 0
 
     def announce(self, chunks: int, device: torch.device) -> None:
-        """Announce a search of ``chunks`` more chunks on ``device``. The grid is built once it pays for the chunks announced so far.
+        """Announce a search of ``chunks`` more chunks on ``device``. The grid is built as soon as it pays for the chunks announced so far.
 
         The grid is built before a search, never during one, so the codewords do not depend on blocks or threads.
         """
@@ -87,7 +87,7 @@ class Search:
         return _search_in_blocks(planes, self._search_block)
 
     def search_grid(self, planes: Planes) -> torch.Tensor:
-        """Search the codewords that the chunk's cell lists. Ties go to the first in the list."""
+        """Search only the codewords in the list of the chunk's cell. Ties go to the first codeword in the list."""
         device = planes[0].device
         if device not in self._grids:
             self._build_grid(device)
@@ -107,11 +107,11 @@ class Search:
 
 
 class Grid:
-    """Lists, for every cell of the octahedral map, of the codewords that can be nearest in the cell.
+    """Lists, for every cell of the octahedral map, of the codewords that can be nearest to a direction in the cell.
 
-    Cells store a row number. Column k of ``_lists`` contains the k-th codeword of every row, or its first if the row has fewer. Rows of two
-    codewords come first; cells with the same two share a row. Longer rows follow, sorted by length: ``_starts[k]`` is the first row with
-    more than k codewords.
+    Each cell stores the index of its row, which is its list. Column k of ``_lists`` contains the k-th codeword of every row, or its first
+    codeword if the row is shorter. Rows of two codewords come first, and cells with the same two codewords share a row. Longer rows follow,
+    sorted by length: ``_starts[k]`` is the first row with more than k codewords.
     """
 
     def __init__(self, codebook: torch.Tensor, resolution: int = _RESOLUTION) -> None:
@@ -138,7 +138,6 @@ class Grid:
         self._bisectors = self._codebook[:, self._lists[0]] - self._codebook[:, self._lists[1]]
 
     def nearest(self, planes: Planes) -> torch.Tensor:
-        """Return the nearest codeword of each chunk, int32 ``[chunks]``."""
         w, x, y, z = planes
         total = w.abs().add_(x.abs()).add_(y.abs()).add_(z.abs())
         toward = total.clamp_min_(_MIN_SUM).reciprocal_().copysign_(w)
@@ -156,7 +155,7 @@ class Grid:
         return winner.index_copy_(0, longer, result)
 
     def _nearest_of_longer(self, planes: Planes, row: torch.Tensor, winner: torch.Tensor) -> torch.Tensor:
-        """Return the nearest codewords for chunks with longer lists. ``winner`` is the nearer of a chunk's first two codewords."""
+        """Return the nearest codewords of chunks whose lists have more than two. ``winner`` is the nearer of the first two codewords."""
         best = _weighted_sum(planes, _gather(self._codebook, winner))
         places = torch.arange(len(row), device=row.device)
         nearest = winner.clone()
@@ -177,9 +176,9 @@ def _gather(rows: torch.Tensor | Planes, index: torch.Tensor) -> list[torch.Tens
 
 
 def _build_lists(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Divide the map into cells, ``resolution`` along each axis, except that cells with at most two codewords are not divided further.
+    """Divide the map into cells, ``resolution`` along each axis. Cells with at most two codewords are not divided further.
 
-    Returns the row number of every cell, ``[resolution] * 3``, the list of every row, ``[row, longest]``, and each list's length.
+    Returns the row index of every cell, ``[resolution] * 3``, the list of every row, ``[row, longest]``, and the length of each list.
     """
     corners = torch.cartesian_prod(*[torch.arange(2, device="cpu")] * 3)
     cells, size = corners, 2
@@ -207,7 +206,7 @@ def _build_lists(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor,
 
 
 def _concatenate_lists(lists: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate ``lists``, padded to the width of the last list and to at least two columns. Shorter rows repeat their first column."""
+    """Concatenate ``lists``, padded to the width of the last list and to at least two columns. Padding repeats a row's first column."""
     width = max(2, lists[-1].shape[1])
     return torch.cat([torch.cat([part, part[:, :1].expand(-1, width)], 1)[:, :width] for part in lists])
 
@@ -230,8 +229,9 @@ def _prune_in_blocks(
 def _candidate_mask(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, lengths: torch.Tensor, size: int) -> torch.Tensor:
     """Return a bool mask shaped like ``lists``: True for codewords that are nearest to some direction in their cell.
 
-    The direction at map coordinates t is (1 - sum |t|, t). An inner product is therefore its value at the cell's lowest corner plus a slope
-    along each of the three axes, and so is the difference of two. Its minimum over the cell adds the negative slopes.
+    The direction at map coordinates t is (1 - sum |t|, t). Within a cell, an inner product is therefore its value at the lowest corner plus
+    a slope along each of the three axes. The same holds for the difference of two inner products. Its minimum over the cell is its value at
+    the corner plus its negative slopes.
     """
     low = cells * (2 / size) - 1
     sign = torch.where(low < 0, -1.0, 1.0)
@@ -289,7 +289,7 @@ def _sign_bit(values: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest_unit(planes: Planes) -> torch.Tensor:
-    """Return the number p of the nearest Hurwitz unit, int32.
+    """Return the index p of the nearest Hurwitz unit, int32.
 
     It is 2 i + sign for axis i, and 8 plus one sign bit per component for a half unit.
     """

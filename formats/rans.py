@@ -32,8 +32,8 @@ MAX_SYMBOLS = 1 << 16
 class Chunks(NamedTuple):
     """Encoded chunks.
 
-    ``words``, uint16 ``[word]``, is the concatenation of all chunks' words. ``counts``, int64 ``[chunk]``, is the number of words in each
-    chunk. ``states``, uint32 ``[chunk, LANES]``, are the states with which decoding starts.
+    ``words``, uint16 ``[word]``, contains the words of all chunks. ``counts``, int64 ``[chunk]``, is the number of words in each chunk.
+    ``states``, uint32 ``[chunk, LANES]``, are the states with which decoding begins.
     """
 
     words: Numbers
@@ -79,9 +79,9 @@ def frequencies(counts: Numbers) -> Numbers:
 
 
 def cost_bits(counts: Numbers, table: Numbers) -> Numbers:
-    """Return the number of bits, ``[table]``, that symbols with these ``counts`` cost with the frequencies ``table``.
+    """Return how many bits symbols with these ``counts`` take with the frequencies ``table``: ``[table]``.
 
-    The cost is infinite if a symbol that occurs has frequency 0.
+    The result is infinite if a symbol that occurs has frequency 0.
     """
     with numpy.errstate(divide="ignore"):
         bits = PRECISION - numpy.log2(table.astype(numpy.float64))
@@ -102,8 +102,8 @@ def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) 
 def encode_in_numpy(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
     """Encode the first ``lengths[i]`` symbols of each chunk i with the frequencies ``tables``, ``[table, symbol]``.
 
-     ``table`` is the table number of each chunk, ``[chunk]``, or of
-    each symbol, ``[chunk, symbol]``. Every symbol must have a frequency above 0.
+    ``table`` contains the table index of each chunk, ``[chunk]``, or of each symbol, ``[chunk, symbol]``. Every symbol must have a
+    frequency above 0.
     """
     chunks, longest = len(symbols), int(lengths.max(initial=0))
     steps = -(-longest // LANES)
@@ -138,8 +138,8 @@ def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) ->
 def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> DecodedChunks:
     """Decode the first ``lengths[i]`` symbols of each chunk i to uint8. Symbols after a chunk's last one are undefined.
 
-    The frequencies ``tables``, ``[table, symbol]``, sum to ``TOTAL``. ``table`` is the table number of each chunk, ``[chunk]``, or of each
-    symbol, ``[chunk, symbol]``. Any words, counts and states are safe to decode; ``DecodedChunks.faulty_chunks`` reports those that no
+    The frequencies ``tables``, ``[table, symbol]``, sum to ``TOTAL``. ``table`` contains the table index of each chunk, ``[chunk]``, or of
+    each symbol, ``[chunk, symbol]``. Any words, counts and states are safe to decode; ``DecodedChunks.faulty_chunks`` finds those that no
     encoder produces.
     """
     count, longest = len(lengths), int(lengths.max(initial=0))
@@ -173,7 +173,7 @@ def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Nu
 
 
 def _step_tables(table: Numbers, step: int) -> Numbers:
-    """Return the table number of each symbol in a step, int64 ``[chunk, LANES]``, or ``[chunk, 1]`` if each chunk has one table."""
+    """Return the table index of each symbol in a step, int64 ``[chunk, LANES]``, or ``[chunk, 1]`` if each chunk has one table."""
     if table.ndim == 1:
         return table[:, None].astype(numpy.int64)
     result = numpy.zeros((len(table), LANES), numpy.int64)
@@ -185,7 +185,7 @@ def _step_tables(table: Numbers, step: int) -> Numbers:
 def slot_table(tables: Numbers) -> Numbers:
     """Return all slots of all tables, flat uint32.
 
-    A slot contains the symbol, its frequency - 1 (from bit 8 on), and its first slot (from bit 20 on).
+    A slot contains its symbol in the lowest byte, the symbol's frequency - 1 from bit 8 on, and the symbol's first slot from bit 20 on.
     """
     tables = tables.astype(numpy.int64)
     starts = numpy.cumsum(tables, 1) - tables

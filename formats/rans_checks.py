@@ -29,7 +29,7 @@ def check_states(states: Array, where: str) -> None:
 def check_ends(decoded: rans.DecodedChunks, counts: Numbers, place: Callable[[int], Sequence[int]], where: str) -> None:
     """Raise InvalidPayload for the first chunk that no encoder produces.
 
-    ``counts`` is the number of words of each chunk. ``place`` returns a chunk's indices for the message.
+    ``counts`` contains the number of words of each chunk. ``place`` returns the indices of a chunk for the message.
     """
     faulty = decoded.faulty_chunks(counts)
     if faulty.any():

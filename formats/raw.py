@@ -48,7 +48,7 @@ class Raw(CodecFamily):
     def exact_dtype(self) -> str:
         return self.dtype
 
-    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+    def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         return {"values": Layout(DTYPES[self.dtype], (batch, heads, tokens, self.dim))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:

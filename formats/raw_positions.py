@@ -59,12 +59,12 @@ _MAX_FIRST = 1 << 16
 
 @dataclass(frozen=True)
 class RawPositions(WholeTokens):
-    """Sidecar that stores the ``first`` tokens of a sequence, and tokens whose norm is far from their page's median, as ``dtype``.
+    """Sidecar that stores raw tokens as ``dtype``: the ``first`` tokens of a sequence, and tokens whose norm is far from the median.
 
-    A norm is far from the median if it is below ``low_norm`` or above ``high_norm`` times the median; 0 disables a bound. With
-    ``low_norm``, tokens whose values are near zero are raw too (``selection_norms``). With ``high_norm``, tokens are also raw if their norm
-    in one head is above ``high_norm`` times that head's median, or if they do not fit the scales that heads or tokens share
-    (``token_norms.measure_fit_errors``). These two rules apply only to pages with few such tokens.
+    The median is that of the token's page. A norm is far from it if it is below ``low_norm`` or above ``high_norm`` times the median; 0
+    disables a bound. With ``low_norm``, tokens whose values are near zero are raw too (``selection_norms``). With ``high_norm``, tokens are
+    also raw if their norm in one head is above ``high_norm`` times that head's median, or if they do not fit the scales that heads or
+    tokens share (``token_norms.measure_fit_errors``). These two rules apply only to pages with few such tokens.
 
     If the encoder receives the norms of keys (``Run.norms``), they also select the raw tokens of values.
     """
@@ -121,7 +121,7 @@ class RawPositions(WholeTokens):
     def selection_norms(self, keys: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
         """Return the norms from which ``choose`` selects tokens: ``keys``, with 0 for tokens whose ``values`` are near zero.
 
-        Both arguments are norms ``[batch, kv_head, token]``; ``values`` is None if unknown.
+        Both arguments are norms ``[batch, kv_head, token]``. ``values`` is None if unknown.
         """
         if values is None or not self.low_norm:
             return keys
@@ -132,8 +132,9 @@ class RawPositions(WholeTokens):
     def choose(self, norms: torch.Tensor, position: int | None = None, continues: bool = False) -> torch.Tensor:
         """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``.
 
-        ``norms`` are ``[batch, kv_head, token]``. ``position`` is the position of the first token. If it is None, the run begins the
-        sequence unless it ``continues`` another run. Tokens that do not fit the codec are added later by ``mark_poor_fits``.
+        ``norms`` are ``[batch, kv_head, token]``, and ``position`` is the position of the first token. If it is None, the run begins the
+        sequence unless it ``continues`` another run. Tokens that do not fit the codec's scales are not included; ``mark_poor_fits`` adds
+        them.
         """
         batch, _, tokens = norms.shape
         chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=norms.device)
@@ -158,14 +159,17 @@ class RawPositions(WholeTokens):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replace_tokens``).
 
-        Returns the replaced values, and the streams that store the tokens. ``start`` is the number of the first token within its run.
-        Raises OutOfRange if a value does not fit the dtype.
+        Returns the new values, and the streams that store the tokens. ``start`` is the index of the first token within its run. Raises
+        OutOfRange if a value does not fit the dtype.
         """
         token, sequence = chosen.T.nonzero().unbind(1)
         return replace_tokens(x, token, sequence, chosen, token_group), self.encode_tokens(x, token, sequence, start)
 
     def encode_tokens(self, x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, start: int = 0) -> dict[str, torch.Tensor]:
-        """Return the streams for the tokens of ``x`` at each pair of ``token`` and ``sequence``. Other arguments are as in ``encode``."""
+        """Return the streams for the tokens of ``x`` at each pair of ``token`` and ``sequence`` indices.
+
+        Other arguments are as in ``encode``.
+        """
         values = gather_raw_values(x, token, sequence, self.dtype, "choose a wider raw_dtype")
         return {POSITIONS: encode_positions(token + start, sequence)[None, None], VALUES: values[None, None]}
 
@@ -196,7 +200,7 @@ class RawPositions(WholeTokens):
     def split_sequences(self, streams: Mapping[str, torch.Tensor], parts: int, batch: int) -> list[dict[str, torch.Tensor]]:
         """Split ``batch`` sequences into ``parts`` equal parts, and return the streams of each part.
 
-        No entry of ``streams`` may be unused.
+        The streams must not contain unused entries.
         """
         token, sequence = _entry_positions(streams[POSITIONS])
         order = torch.argsort(sequence // (batch // parts), stable=True)
@@ -252,11 +256,12 @@ def mark_poor_fits(chosen: torch.Tensor, fit_errors: torch.Tensor) -> torch.Tens
 
 @dataclass(frozen=True)
 class Slots:
-    """Pages with a fixed number of raw tokens each.
+    """The raw tokens of a batch of pages, each of which has the same number of slots for them.
 
-    ``codec_input`` contains the values that the codec encodes (``replace_tokens``). ``chosen``, bool ``[page, token]``, marks the raw
-    tokens. ``streams`` have shape ``[page, slot, ...]`` and are zero in unused slots. ``wanted``, bool ``[2, page, token]``, is the second
-    result of ``choose_slot_tokens``.
+    ``codec_input`` contains the values to encode, in which raw tokens are replaced (``replace_tokens``). ``chosen``, bool ``[page,
+    token]``, marks the raw tokens. ``streams`` have shape ``[page, slot, ...]`` and are zero in unused slots. ``wanted``, bool ``[2, page,
+    token]``, marks the tokens that should be raw, even if no slot is left: first all of them, then those that would cost other tokens
+    precision.
     """
 
     codec_input: torch.Tensor
@@ -266,7 +271,7 @@ class Slots:
 
 
 def slot_count(tokens: int, minimum: int = 0) -> int:
-    """Return the number of raw tokens that fit in the row of a page of ``tokens`` tokens, or ``minimum`` if that is more."""
+    """Return how many raw tokens fit in the row of a page of ``tokens`` tokens, but at least ``minimum``."""
     return max(minimum, tokens // TOKENS_PER_SLOT)
 
 
@@ -275,12 +280,15 @@ def store_in_slots(
 ) -> Slots:
     """Store the raw tokens of pages ``x`` ``[page, kv_head, token, dim]`` in slots.
 
-    ``norms`` are the argument of ``RawPositions.choose``, and ``fit_errors`` the result of ``token_norms.measure_fit_errors`` if scales are
-    shared. The position of a page in its sequence is unknown, so the first tokens of a sequence get no special treatment. If slots run out,
-    tokens of high norm come first, in descending order; they are raw only with codecs that encode tokens together, because otherwise they
-    do not affect other tokens. Tokens of low norm come next. Tokens that make a shared scale too large come last, the worst first, no
-    matter how many there are on a page. For codecs that encode tokens one by one and share no scale between heads, the host does not wait
-    for the device. Raises OutOfRange for a value that does not fit the dtype.
+    ``norms`` are the argument of ``RawPositions.choose``. ``fit_errors`` is the result of ``token_norms.measure_fit_errors`` if scales are
+    shared. The position of a page in its sequence is unknown, so the first tokens of a sequence get no special treatment.
+
+    If there are not enough slots, tokens of high norm come first, in descending order. They are raw only with codecs that encode tokens
+    together, because otherwise they do not affect other tokens. Tokens of low norm come next. Tokens that make a shared scale too large
+    come last, the worst first, no matter how many there are on a page.
+
+    For codecs that encode tokens one by one and share no scale between heads, the host does not wait for the device. Raises OutOfRange for
+    a value that does not fit the dtype.
     """
     tokens = x.shape[2]
     token, wanted = choose_slot_tokens(raw, norms, token_group, slots, fit_errors)
@@ -323,26 +331,24 @@ def choose_slot_tokens(
 
 
 def slot_mask(token: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return a mask, bool ``[page, token]``, of the raw ``token`` numbers that ``choose_slot_tokens`` returned for pages of ``tokens``
-    tokens.
-    """
+    """Convert the tokens that ``choose_slot_tokens`` returned to a mask, bool ``[page, token]``. Pages have ``tokens`` tokens."""
     return torch.zeros(len(token), tokens + 1, dtype=torch.bool, device=token.device).scatter_(1, token, True)[:, :tokens]
 
 
 def count_left_out(needs_raw: torch.Tensor, chosen: torch.Tensor, fit_errors: torch.Tensor | None = None) -> torch.Tensor:
-    """Count the tokens that should be raw but are not ``chosen``. Returns int64 ``[2]``: all such tokens, and those that cost precision.
+    """Count the tokens that should be raw but are not ``chosen``, int64 ``[2]``: all such tokens, and those that cost precision.
 
-    ``chosen`` is bool ``[page, token]``, and ``needs_raw`` is the second result of ``choose_slot_tokens``. Tokens with ``fit_errors``,
-    ``[2, page, token]``, above 1 (see ``token_errors.excess_losses``) also count, but never twice.
+    ``chosen`` is bool ``[page, token]``, and ``needs_raw`` contains the masks that ``choose_slot_tokens`` returned. Tokens with
+    ``fit_errors``, ``[2, page, token]``, above 1 (see ``token_errors.excess_losses``) also count, but never twice.
     """
     left = needs_raw if fit_errors is None else needs_raw | (fit_errors > 1)
     return (left & ~chosen).sum((1, 2))
 
 
 def restore_slot_tokens(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the pages ``values`` ``[page, kv_head, token, dim]`` with raw tokens from ``streams`` ``[page, slot, ...]`` put back.
+    """Put the raw tokens in ``streams`` ``[page, slot, ...]`` back into the pages ``values`` ``[page, kv_head, token, dim]``.
 
-    The host does not wait for the device.
+    Returns the pages. The host does not wait for the device.
     """
     tokens = values.shape[2]
     words = streams[POSITIONS].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
@@ -355,7 +361,7 @@ def restore_slot_tokens(values: torch.Tensor, streams: Mapping[str, torch.Tensor
 
 
 def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, dtype: str, remedy: str) -> torch.Tensor:
-    """Return the tokens of ``x`` at each pair of ``token`` and ``sequence``, as ``dtype``: ``[entry, kv_head, dim]``.
+    """Return the tokens of ``x`` at each pair of ``token`` and ``sequence`` indices, as ``dtype``: ``[entry, kv_head, dim]``.
 
     ``x`` is ``[batch, kv_head, token, dim]``. Raises OutOfRange if a finite value does not fit the dtype; the message ends with ``remedy``.
     """
@@ -375,7 +381,7 @@ def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tens
 
 
 def replace_tokens(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chosen: torch.Tensor, token_group: int) -> torch.Tensor:
-    """Return ``x`` ``[batch, kv_head, token, dim]`` with new values at each pair of ``token`` and ``sequence``.
+    """Replace the tokens of ``x`` ``[batch, kv_head, token, dim]`` at each pair of ``token`` and ``sequence`` indices.
 
     ``chosen`` is the mask of these tokens. The new value is the mean of the other tokens in the token group, or zero if there are none. It
     does not widen the group's range.
@@ -413,12 +419,12 @@ def _replace_in_run(run: Run, chosen: torch.Tensor, token_group: int) -> Run:
 
 
 def _token_numbers(words: Any) -> Any:
-    """Return the token numbers of positions ``[entry, word]``, int64, or -1 for unused entries."""
+    """Return the token indices in positions ``[entry, word]``, int64. Unused entries have -1."""
     return (words[:, 0] | words[:, 1] << 16 | words[:, 2] << 32) - 1
 
 
 def _entry_positions(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token and sequence numbers of each raw token, int64, skipping unused entries."""
+    """Return the token index and the sequence index of each raw token, int64. Unused entries are skipped."""
     words = _position_words(positions)
     token = _token_numbers(words)
     used = token >= 0
@@ -431,7 +437,7 @@ def _position_words(positions: torch.Tensor) -> torch.Tensor:
 
 
 def encode_positions(token: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """Return the words, uint16 ``[entry, 4]``, for int64 token numbers (-1 for unused entries) and sequence numbers."""
+    """Return the words, uint16 ``[entry, 4]``, for int64 token indices (-1 for unused entries) and sequence indices."""
     number = token + 1
     words = torch.stack([number & 0xFFFF, number >> 16 & 0xFFFF, number >> 32, sequence], 1)
     # Some versions of PyTorch cannot convert to uint16 on some devices.

@@ -31,8 +31,9 @@ _MAX_RAW_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class RawTokens(WholeTokens):
-    """Sidecar that stores some tokens as ``dtype``: the ``first`` ones, and the ``low_norm`` tokens of the first run with the smallest
-    norms.
+    """Sidecar that stores some tokens as ``dtype``: the ``first`` tokens, and tokens of low norm.
+
+    The latter are the ``low_norm`` tokens of the first run with the smallest norms.
     """
 
     name: ClassVar[str] = "raw_tokens"
@@ -90,7 +91,7 @@ class RawTokens(WholeTokens):
     def encode(self, x: torch.Tensor, chosen: torch.Tensor, token_group: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replace_tokens``).
 
-        Returns the replaced values, and the streams that store the tokens. Raises OutOfRange if a value does not fit the dtype.
+        Returns the new values, and the streams that store the tokens. Raises OutOfRange if a value does not fit the dtype.
         """
         token, sequence = chosen.T.nonzero().unbind(1)
         values = gather_raw_values(x, token, sequence, self.dtype, "choose a wider dtype for raw_tokens")

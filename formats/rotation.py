@@ -19,7 +19,10 @@ PALEY_ORDERS = (12, 20, 28)
 
 @lru_cache(maxsize=1)
 def hadamard(order: int) -> tuple[tuple[int, ...], ...]:
-    """Return the Hadamard matrix of ``order`` 2^k or 2^k x {12, 20, 28}, with entries +1 and -1: Sylvester's matrix times Paley's."""
+    """Return the Hadamard matrix of ``order``, with entries +1 and -1. It is the product of Sylvester's and Paley's matrices.
+
+    The order must be 2^k, or 2^k times 12, 20 or 28.
+    """
     paley = _paley_order(order)
     rows = _paley(paley)
     while len(rows) < order:
@@ -33,7 +36,7 @@ def check_order(order: int) -> None:
 
 
 def _paley_order(order: int) -> int:
-    """Return the order of the Paley factor of ``hadamard(order)``; 1 for a power of two."""
+    """Return the order of the Paley factor of ``hadamard(order)``, or 1 for a power of two."""
     for paley in (1, *PALEY_ORDERS):
         if order > 0 and order % paley == 0 and is_power_of_two(order // paley):
             return paley
@@ -117,7 +120,7 @@ class Rotation:
 
 @lru_cache(maxsize=MAX_CACHED_TABLES)
 def rotation_of(kind: str, dim: int, seed: int = 0) -> Rotation:
-    """Return the rotation with these parameters, which all codecs share. Raises InvalidParameter if there is none."""
+    """Return the rotation with these parameters. All codecs share it. Raises InvalidParameter if there is no such rotation."""
     return Rotation(kind, dim, seed)
 
 

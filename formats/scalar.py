@@ -130,7 +130,7 @@ class Scalar(CodecFamily):
     def packings(self) -> dict[str, Columns]:
         return _packings(self.channel_sets, self.fields)
 
-    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+    def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         return {"norm": Layout(TOKEN_NORMS[self.norm], (batch, heads, tokens))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -156,7 +156,10 @@ class Scalar(CodecFamily):
         return codes
 
     def _best_codes(self, unit: torch.Tensor) -> list[torch.Tensor]:
-        """For each unit row, return the codes of its multiple, among ``SCALES``, whose decoded direction is nearest to the row."""
+        """Return, for each unit row, the codes of its best multiple among ``SCALES``.
+
+        The best multiple is the one whose decoded direction is nearest to the row.
+        """
         best = self._nearest_codes(unit * SCALES[0])
         sine, squares = self._squared_sine(unit, SCALES[0], best)
         for scale in SCALES[1:]:
@@ -168,10 +171,10 @@ class Scalar(CodecFamily):
         return best
 
     def _squared_sine(self, unit: torch.Tensor, scale: float, codes: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the squared sine of the angle between each row of ``unit`` and its decoded codes, as a fraction.
+        """Return the squared sine of the angle between each row of ``unit`` and the values that its codes decode to, as a fraction.
 
-        ``codes`` encode the rows times ``scale``. Returns a numerator and a denominator ``[row]``; the denominator is the sum of squares of
-        the decoded values.
+        ``codes`` encode the rows times ``scale``. Returns the numerator and the denominator, ``[row]`` each. The denominator is the sum of
+        squares of the decoded values.
         """
         # Compare errors, not cosines: with 8 bits, cosines differ by less than the rounding of binary32 sums.
         error, whole = unit * scale - self._decode_unit(codes), unit.square().sum(-1)
@@ -229,7 +232,7 @@ def _packings(parts: tuple[ChannelSet, ...], fields: Fields) -> dict[str, Column
 
 
 def _nearest(magnitudes: torch.Tensor, table: bytes) -> torch.Tensor:
-    """Return the index of the nearest entry of ``table`` for each magnitude, as float32 or int32."""
+    """Return the index of the entry of ``table`` nearest to each magnitude, as float32 or int32."""
     bounds = midpoints(table)
     if len(bounds) <= _MAX_COMPARISONS:
         return nearest_level(magnitudes, bounds)

@@ -40,8 +40,7 @@ def decode_pairs(codes: torch.Tensor, scale_range: torch.Tensor) -> torch.Tensor
 
 
 def encode_nearest(values: torch.Tensor, scale_range: torch.Tensor, member: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode scales or centers ``[batch, kv_head, row, group]``: return the nearest uint8 codes, and the float32 values that they decode
-    to.
+    """Encode scales or centers ``[batch, kv_head, row, group]``. Returns the nearest uint8 codes, and their decoded values in float32.
 
     ``member`` is ``SCALE`` or ``CENTER``.
     """
@@ -71,7 +70,7 @@ def choose_range(
 ) -> torch.Tensor:
     """Choose the range for a run from the scales and centers of its ``blocks``, each ``[batch, kv_head, row, group]``.
 
-    ``before`` is the range of the preceding run. It is kept if all values fit, so that the runs can be joined. Otherwise it is widened, so
+    ``before`` is the range of the preceding run. If all values fit, it is kept, so that the runs can be joined. Otherwise it is widened, so
     that repeated appends seldom need another range. ``empty`` is returned if there are no values. ``middle`` is half the width of a group,
     in multiples of its scale. Raises OutOfRange for a value above ``MAX_ENCODED``, with its position.
     """
@@ -105,8 +104,8 @@ def choose_range(
     return torch.stack([(high - low) / _STEPS, low], -1).flatten(-2).to(torch.float16)
 
 
-def min_sizes(scale_range: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return the smallest root mean square of values that a range encodes well: float32 ``[batch, kv_head, 1]``.
+def min_token_rms(scale_range: torch.Tensor, steps: int) -> torch.Tensor:
+    """Return the smallest root mean square of a token's values that a range still encodes accurately: float32 ``[batch, kv_head, 1]``.
 
     ``steps`` is the number of scales in a group. The error of a center is its root times the step of the roots; for smaller values, it
     exceeds the error of the scale.

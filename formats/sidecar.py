@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunStep:
-    """A sidecar's step for one run, before the codec.
+    """A sidecar's step for one run, which precedes the codec.
 
     ``streams`` have one row per run. ``encode(block, start)`` returns the block for the next step, and the streams with one row per token
-    or entry. A block is finite float32 ``[batch, kv_head, token, dim]``; the number of its first token, ``start``, is a multiple of the
-    token group.
+    or entry. A block is finite float32 ``[batch, kv_head, token, dim]``. ``start`` is the index of its first token, a multiple of the token
+    group.
     """
 
     streams: Mapping[str, torch.Tensor]
@@ -83,7 +83,7 @@ class Sidecar(EntryStreams, ABC):
 
     @abstractmethod
     def params(self) -> Any:
-        """Return the sidecar's value in the header: a string, an integer or a map. ``from_params`` inverts it."""
+        """Return the sidecar's value in the header: a string, an integer or a map. ``from_params`` is the inverse."""
 
     @property
     def nominal_bits(self) -> float:
@@ -131,21 +131,22 @@ class WholeTokens(Sidecar):
 
     @abstractmethod
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
-        """Return the step that keeps some tokens of ``run`` and replaces them by values that do not widen the codec's token groups.
+        """Return the step that keeps some tokens of ``run``, and replaces them with values that do not widen the codec's token groups.
 
         ``before`` contains the streams of the preceding run of the same layer's keys or values.
         """
 
     @abstractmethod
     def token_positions(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the token number and the sequence number of each kept token, int64 ``[entry]`` each, in stored order."""
+        """Return the token index and the sequence index of each kept token, int64 ``[entry]`` each, in stored order."""
 
     @abstractmethod
     def kept_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the values of the kept tokens, float32 ``[entry, kv_head, dim]``."""
 
     def put(self, x: torch.Tensor, tokens: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return ``x`` ``[batch, kv_head, token, dim]`` with the kept ``tokens`` ``[entry, kv_head, dim]``, in the same frame, put back."""
+        """Put the kept ``tokens`` ``[entry, kv_head, dim]`` back into ``x`` ``[batch, kv_head, token, dim]``, which is in the same frame.
+        """
         result = x.clone()
         result.permute(2, 0, 1, 3)[self.token_positions(streams)] = tokens
         return result
@@ -177,8 +178,9 @@ class ValueMap(Sidecar):
         return self.forward(q, streams)
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
-        """Return the step that maps ``run`` with the streams of the run ``before``, so that the runs can be joined, or with measured
-        streams.
+        """Return the step that maps ``run``.
+
+        If possible, it uses the streams of the preceding run, ``before``, so that the runs can be joined. Otherwise, it measures new ones.
         """
         names = self.layout(1, 1, 0)
         if before is not None and all(name in before for name in names):
@@ -191,8 +193,8 @@ class ValueMap(Sidecar):
 class PageVector(Sidecar):
     """Sidecar that subtracts one vector per page from the tokens, in the coded frame.
 
-    A page is ``page_tokens`` tokens of a run; the last page may be shorter. A page is also a token group: the mean of the other tokens
-    replaces kept tokens, so that the vector does not depend on them.
+    A page is ``page_tokens`` tokens of a run; the last page may be shorter. A page is also a token group: kept tokens are replaced with the
+    mean of the page's other tokens, so that the vector does not depend on them.
     """
 
     @property
@@ -206,7 +208,7 @@ class PageVector(Sidecar):
 
     @abstractmethod
     def without_vectors(self, x: torch.Tensor) -> torch.Tensor:
-        """Return approximately ``x`` ``[batch, kv_head, token, dim]`` minus its page vectors, in the original frame.
+        """Subtract approximate page vectors from ``x`` ``[batch, kv_head, token, dim]``, in the original frame.
 
         The first token of ``x`` must begin a page.
         """
@@ -229,7 +231,7 @@ class FramePart(Sidecar):
 
     @abstractmethod
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
-        """Return the step that removes the part: it returns the remaining values, and the streams with the part.
+        """Return the step that removes the part. The step returns the remaining values, and the streams that store the part.
 
         The blocks of ``run`` are in the coded frame. ``before`` contains the streams of the preceding run, if any.
         """
@@ -244,8 +246,9 @@ class ResidualSketch(Sidecar):
 
     @abstractmethod
     def encode(self, residual: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of a ``residual``, float32 ``[batch, kv_head, token, dim]`` in the coded frame, 0 where a part is stored
-        exactly.
+        """Return the streams of ``residual``, float32 ``[batch, kv_head, token, dim]`` in the coded frame.
+
+        The residual is 0 where another sidecar stores the values exactly.
         """
 
     @abstractmethod
@@ -261,7 +264,9 @@ def parse_choice(sidecar: str, value: Any, choices: Mapping[str, str]) -> str:
 
 
 def parse_map(sidecar: str, value: Any, types: dict[str, type]) -> dict[str, Any]:
-    """Return ``value`` if it is a map with the keys of ``types``, in order, and values of those types. Raises InvalidParameter otherwise.
+    """Return ``value`` if it is a map with the keys of ``types``, in order, and values of those types.
+
+    Raises InvalidParameter otherwise.
     """
     if type(value) is not dict or tuple(value) != tuple(types) or any(type(value[key]) is not kind for key, kind in types.items()):
         expected = ", ".join(f"{key}: {kind.__name__}" for key, kind in types.items())

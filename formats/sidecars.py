@@ -134,8 +134,8 @@ class CodecWithSidecars(Codec):
         # Large chunks are stored separately, so the remaining sizes are ordinary.
         return 0.0 if self.frame_parts else self.codec.error_spread
 
-    def min_sizes(self, streams: Streams) -> torch.Tensor | None:
-        return None if self.changes_norms else self.codec.min_sizes(streams)
+    def min_token_rms(self, streams: Streams) -> torch.Tensor | None:
+        return None if self.changes_norms else self.codec.min_token_rms(streams)
 
     @property
     def family(self) -> PlainCodec:
@@ -172,11 +172,11 @@ class CodecWithSidecars(Codec):
     def packings(self) -> dict[str, Columns]:
         return self.codec.packings()
 
-    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        return self.codec.scales(batch, heads, tokens) | self.sidecar_layout(batch, heads, tokens)
+    def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        return self.codec.scale_layouts(batch, heads, tokens) | self.sidecar_layout(batch, heads, tokens)
 
     def sidecar_layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the layouts of the sidecars' streams, which are part of ``scales``."""
+        """Return the layouts of the sidecars' streams, which are part of ``scale_layouts``."""
         return {name: layout for sidecar in self.sidecars for name, layout in sidecar.layout(batch, heads, tokens).items()}
 
     def default_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
@@ -207,7 +207,7 @@ class CodecWithSidecars(Codec):
         """Return the encoder of ``run``, as ``Codec.begin`` does.
 
         ``kernel(codec, block, start)`` returns the codec's streams, or None if the codec must encode the block itself. ``watch(block,
-        start, streams)`` is called with each block of the codec's input and its streams. ``start`` is the number of a block's first token.
+        start, streams)`` is called with each block of the codec's input and its streams. ``start`` is the index of a block's first token.
         """
         steps, run_streams = self._begin_steps(run, before, self.whole_tokens)
         inner = begin_run(self.codec, steps.run(), before)
@@ -263,7 +263,7 @@ class CodecWithSidecars(Codec):
     def _sketches(self, block: torch.Tensor, streams: Streams, subtracted: Streams) -> dict[str, torch.Tensor]:
         """Return the streams that sketch the error of the codec's ``streams`` for a ``block``.
 
-        ``subtracted`` contains the parts that were removed.
+        ``subtracted`` contains the streams of the parts that were removed from the block.
         """
         if not self.sketches:
             return {}
@@ -294,7 +294,7 @@ class CodecWithSidecars(Codec):
         return frame
 
     def to_coded_frame(self, tokens: torch.Tensor, sequence: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Map the kept ``tokens`` ``[entry, kv_head, dim]`` to the coded frame. ``sequence`` is the sequence number of each token."""
+        """Map the kept ``tokens`` ``[entry, kv_head, dim]`` to the coded frame. ``sequence`` is the sequence index of each token."""
         if not len(tokens):
             return tokens
         # Rows stored once per run exist for every sequence and head; a kept token uses those of its sequence.
@@ -361,7 +361,7 @@ class CodecWithSidecars(Codec):
         return (*self.codec.run_rules(), *sidecar_rules)
 
     def check_sidecars(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Run the checks of ``check`` and ``check_runs`` on ``arrays``, the streams of sidecars. Raises InvalidPayload."""
+        """Run ``check`` and ``check_runs`` of all sidecars on their streams, ``arrays``. Raises InvalidPayload."""
         for sidecar in self.sidecars:
             sidecar.check(arrays, where)
         for sidecar in self.sidecars:
@@ -386,11 +386,11 @@ class _Steps:
         self._steps.append(step)
 
     def encode(self, block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Apply all steps to a block, whose first token is number ``start``. Returns the block for the codec, and the steps' streams."""
+        """Apply all steps to a block, whose first token has index ``start``. Returns the block for the codec, and the steps' streams."""
         return _apply_steps(tuple(self._steps), block, start)
 
     def run(self) -> Run:
-        """Return the run after the steps added so far. Errors give token positions."""
+        """Return the run after the steps added so far."""
         if not self._steps:
             return self._run
         steps = tuple(self._steps)
@@ -416,7 +416,7 @@ def _apply_steps(steps: tuple[Encode, ...], block: torch.Tensor, start: int) -> 
 
 
 def _require_finite(x: torch.Tensor, operation: str) -> torch.Tensor:
-    """Return ``x`` ``[batch, kv_head, token, dim]``. Raises OutOfRange if a value is not finite; the message contains ``operation``."""
+    """Return ``x`` ``[batch, kv_head, token, dim]``. Raises OutOfRange, with ``operation`` in the message, if a value is not finite."""
     # The sum is one cheap pass; every value is checked only if it is not finite.
     if not torch.isfinite(x.sum()) and not torch.isfinite(x).all():
         batch, head, token, channel = torch.nonzero(~torch.isfinite(x))[0].tolist()

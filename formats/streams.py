@@ -84,21 +84,20 @@ class EntryStreams:
         return {}
 
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the number of rows per token and sequence of each stream with one row per entry: integers ``[token, batch]``.
+        """Return how many rows each token and sequence has in each stream with one row per entry: integers ``[token, batch]``.
 
         An entry that covers ``tokens_per_row`` tokens counts once: integers ``[row, batch]``.
         """
         return {}
 
     def entry_tokens(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the token numbers of used entries, int64 and ascending, for each stream whose entries store token numbers."""
+        """Return the token indices of used entries, int64 and ascending, for each stream whose entries store token indices."""
         return {}
 
     def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int | torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of ``entry_tokens`` with ``tokens`` added to the token numbers. ``tokens`` is one integer, or int64
-        ``[entry]``.
+        """Return the streams of ``entry_tokens`` with ``tokens`` added to the token indices. Unused entries are dropped.
 
-        Unused entries are dropped.
+        ``tokens`` is one integer, or int64 ``[entry]``.
         """
         return {}
 

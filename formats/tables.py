@@ -24,10 +24,10 @@ _lock = threading.Lock()
 
 
 def cache_per_device(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Cache the tensors that ``compute`` returns, by argument and device. The returned function takes ``device`` as an additional last
-    argument.
+    """Cache the tensors that ``compute`` returns, by argument and device.
 
-    Up to ``MAX_CACHED_BYTES`` of tables are kept; the least recently used ones are dropped first.
+    The returned function takes ``device`` as an additional last argument. Up to ``MAX_CACHED_BYTES`` of tables are kept; the least recently
+    used ones are dropped first.
     """
 
     def table(*arguments: Any) -> torch.Tensor:
@@ -58,7 +58,7 @@ def _store(key: tuple[Any, ...], tensor: torch.Tensor) -> None:
 
 
 def _replace_lock() -> None:
-    """Replace the lock in a forked child, because a parent's thread may have held it."""
+    """Replace the lock in a forked child, because a thread of the parent may have held it."""
     global _lock
     _lock = threading.Lock()
 

@@ -51,7 +51,7 @@ compiled_has_large_size: Callable[[torch.Tensor, float], bool | None] = lambda s
 
 
 def norm_features(norm: str) -> frozenset[str]:
-    """Return the features that readers need if a codec stores norms as ``norm``."""
+    """Return the features that readers need if a codec stores norms in the form ``norm``."""
     return frozenset({LOG_NORMS_FEATURE} if norm == LOG8 else ())
 
 
@@ -80,7 +80,7 @@ def log8_values() -> torch.Tensor:
 def log8_bounds() -> torch.Tensor:
     """Return the smallest norm that each code from 1 on encodes, float32 ``[255]``.
 
-    The first bound is half of the smallest nonzero norm; the other bounds are midpoints between codes.
+    The first bound is half of the smallest nonzero norm; the other bounds are midpoints between neighboring codes.
     """
     return torch.tensor([_code_norm(0) / 2, *(_code_norm(place - 0.5) for place in range(1, _CODES - 1))], dtype=torch.float32)
 
@@ -156,7 +156,7 @@ def median_norms(norms: torch.Tensor) -> torch.Tensor:
 def large_size_mask(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
     """Return a mask of the ``sizes`` ``[..., token]`` that are above ``ratio`` times the typical size, or None if there are none.
 
-    If the typical size is 0, no size counts as large: among zero tokens, such as padding, every other token is far from the median. NaN
+    If the typical size is 0, no size counts as large: among tokens of zeros, such as padding, every other token is far from the median. NaN
     sizes are ignored, and the mask is False for them.
     """
     return mark_large(sizes, ratio) if has_large_size(sizes, ratio) else None
@@ -169,7 +169,7 @@ def mark_large(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
 
 
 def measure_fit_errors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
-    """Return how poorly each token fits the scales that it shares: float32 ``[batch, token]``. A fit above 1 is unacceptable.
+    """Return how poorly each token fits the scales that it shares: float32 ``[batch, token]``. Results above 1 are unacceptable.
 
     ``norms`` ``[batch, kv_head, token]`` are the norms from which scales are measured. ``shared`` contains the units that share scales:
     ``HEADS``, ``TOKENS`` or both.
@@ -179,9 +179,10 @@ def measure_fit_errors(norms: torch.Tensor, shared: Collection[str]) -> torch.Te
 
 
 def widening_factors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
-    """Return the factor by which each token widens the typical range of its group, in its largest head: float32 ``[batch, token]``.
+    """Return the largest factor by which each token widens the typical range of its group in any head: float32 ``[batch, token]``.
 
-    A scale that heads share is divided out first. The factor is 0 for tokens that are below ``GROUP_RATIO`` in every head.
+    A scale that heads share is divided out first. The factor is 0 for tokens whose norm is below ``GROUP_RATIO`` times the typical norm in
+    every head.
     """
     none = torch.zeros_like(norms[:, 0])
     # One of two tokens is not an outlier.
@@ -196,7 +197,7 @@ def widening_factors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tens
 
 
 def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:
-    """Return the factor by which a scale shared by all heads is too large for the head that it fits worst: float32 ``[batch, token]``.
+    """Return how much too large a token's shared scale is for the head that it fits worst: float32 ``[batch, token]``.
 
     ``norms`` are the norms per head. The shared scale is proportional to the norm over all heads. A head needs the typical scale, or a
     larger one in proportion to its norm if that exceeds the typical norm. The factor is 0 for tokens whose shared scale is at most
@@ -211,7 +212,7 @@ def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:
 
 
 def relative_norms(norms: torch.Tensor) -> torch.Tensor:
-    """Divide norms by the typical norm of their head. If the typical norm is 0, returns infinity."""
+    """Divide norms by the typical norm of their head. If the typical norm is 0, the result is infinity."""
     medians = median_norms(norms)
     return torch.where(medians > 0, norms / medians, torch.inf)
 
@@ -224,7 +225,8 @@ def drop_crowded_pages(chosen: torch.Tensor, max_per_page: int = MAX_PER_PAGE) -
 
 
 def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield pages of norms ``[..., page, token]``, each with a number n: only its last n tokens are compared with its median."""
+    """Yield blocks of norms ``[..., page, token]``, each with a count: only that many last tokens of a page are compared with its median.
+    """
     tokens = norms.shape[-1]
     whole = tokens // PAGE_TOKENS * PAGE_TOKENS
     if whole:
@@ -236,7 +238,7 @@ def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
 def has_large_size(sizes: torch.Tensor, ratio: float) -> bool:
     """Return True if any of ``sizes`` ``[..., token]`` is above ``ratio`` times the median of its page. NaN sizes are ignored.
 
-    No median is computed. A size is large if, for more than half of the other sizes, it is above ``ratio`` times that size.
+    A size is large if it is above ``ratio`` times more than half of the other sizes, so no median needs to be computed.
     """
     answer = compiled_has_large_size(sizes, ratio)
     if answer is not None:

@@ -107,7 +107,7 @@ class Transform(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        """Bits per value that the basis predicts, or the typical number for a recipe if the codec has not received its basis."""
+        """Bits per value that the basis predicts. If the codec has not received its basis, the typical number for a recipe."""
         return _TYPICAL_BITS if self.source is None else self.source.expected_bits(self.step)
 
     @property
@@ -125,10 +125,10 @@ class Transform(CodecFamily):
 
     @property
     def basis_location(self) -> str:
-        """Description, for messages, of the part of the basis that the codec needs."""
+        """Description of the part of the basis that the codec needs, for messages."""
         return f"{'keys' if self.side == 'k' else 'values'} of layer {self.layer} of the basis {self.basis.hex()}"
 
-    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+    def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         rows = -(-tokens // self.chunk)
         positions = {"positions": Layout("U16", (batch, 1, rows, 2), self.chunk)} if self.side == "k" else {}
         return positions | {
@@ -221,12 +221,12 @@ class Transform(CodecFamily):
         """Encode levels to all streams except ``positions``.
 
         ``groups`` contains, for each token group, the levels, int64 ``[batch, kv_head, column of the block, token]``. ``source`` contains
-        the frames of all heads; ``shape`` is batch and kv_head. Raises OutOfRange for levels that a table cannot encode.
+        the frames of all heads, and ``shape`` is (batch, kv_head). Raises OutOfRange for levels that a table cannot encode.
         """
         return encode_chunks(groups, source.tables, self.column_tables(source, shape[1]), shape)
 
     def symbols(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Symbols]]:
-        """Decode the symbols of ``streams`` in parts. Yields the number of each part's first chunk, and its symbols.
+        """Decode the symbols of ``streams`` in parts. Yields the index of each part's first chunk, and its symbols.
 
         Chunks are ordered by token group, sequence and head. Parts never split the heads of a sequence. Raises MissingBasis without a
         basis.
@@ -294,7 +294,7 @@ class Transform(CodecFamily):
         return x.view(tokens, heads, self.dim).transpose(0, 1)
 
     def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """Return ``streams`` with only the first ``tokens`` tokens of the last chunk, which is encoded again with the same tables."""
+        """Return ``streams`` with only the first ``tokens`` tokens of the last chunk. This chunk is encoded again with the same tables."""
         heads = streams["columns"].shape[1]
         last = {name: stream[:, :, -1:] for name, stream in streams.items() if name != "words"}
         words, count = streams["words"], int(self.entries(last)["words"].sum())
@@ -318,7 +318,7 @@ class Transform(CodecFamily):
         return (self._check_chunk_streams,)
 
     def _check_chunk_streams(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Reject column counts above the head dim, states below 2^16, and word counts that do not match the words."""
+        """Raise InvalidPayload for column counts above the head dim, states below 2^16, and word counts that do not match the words."""
         for first, block in value_blocks(arrays["columns"]):
             if (block > self.dim).any():
                 at = first_index(block > self.dim, first, arrays["columns"].shape)
@@ -348,7 +348,7 @@ class Transform(CodecFamily):
         return (self._check_symbols,)
 
     def _check_symbols(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Reject chunks that no encoder produces. Without the basis, this check always passes."""
+        """Raise InvalidPayload for chunks that no encoder produces. Without the basis, this check always passes."""
         batch, heads, rows = arrays["columns"].shape
         if self.source is None or not rows:
             return
@@ -377,7 +377,7 @@ class Transform(CodecFamily):
     def check_ends(self, decoded: rans.DecodedChunks, counts: Numbers, shape: tuple[int, int], where: str, first: int = 0) -> None:
         """Check the ends of chunks, ordered by token group, sequence and head, as ``rans_checks.check_ends`` does.
 
-        ``first`` is the number of the first chunk. Words of escapes count as read. ``shape`` is (batch, kv_head).
+        ``first`` is the index of the first chunk, and ``shape`` is (batch, kv_head). Words of escapes count as read.
         """
         batch, heads = shape
 
@@ -394,7 +394,7 @@ def default_chunk(dim: int) -> int:
 
 
 def _join_positions(stream: torch.Tensor) -> Numbers:
-    """Decode a stream ``[batch, 1, row, 2]`` to positions, int64 ``[batch, row]``."""
+    """Decode the stream ``[batch, 1, row, 2]`` to positions, int64 ``[batch, row]``."""
     return join_halves(stream.cpu().numpy().astype(numpy.int64)[:, 0])
 
 

@@ -24,9 +24,9 @@ ESCAPE_WORDS = 2
 class Symbols(NamedTuple):
     """Decoded symbols of chunks, uint8 ``[chunk, symbol]``, in column order.
 
-    ``columns`` and ``tokens`` are the numbers of columns and tokens of each chunk. ``table`` is the table number of every symbol, uint8
+    ``columns`` and ``tokens`` are the numbers of columns and tokens of each chunk. ``table`` is the table index of every symbol, uint8
     ``[chunk, symbol]``. ``escaped`` contains the levels that follow escape symbols, in the order of the symbols of all chunks. For each
-    chunk, ``read`` is the number of words read, ``counts`` the number of words stored, and ``states`` are the final states.
+    chunk, ``read`` is the number of words read, ``counts`` is the number of words stored, and ``states`` are the final states.
     """
 
     symbols: Numbers
@@ -43,7 +43,7 @@ def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, numbers: Numb
     """Encode levels to all streams except ``positions``.
 
     ``groups`` contains, for each token group, the levels, int64 ``[batch, kv_head, column of the block, token]``. ``numbers`` ``[kv_head,
-    column]`` are the table numbers of the columns. ``shape`` is (batch, kv_head). Raises OutOfRange for levels that a table cannot encode.
+    column]`` are the table indices of the columns. ``shape`` is (batch, kv_head). Raises OutOfRange for levels that a table cannot encode.
     """
     batch, heads = shape
     chunks = [(levels[b, h], numbers[h]) for levels in groups for b in range(batch) for h in range(heads)]
@@ -85,9 +85,9 @@ def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, numbers: Numb
 class ChunkList(NamedTuple):
     """The chunks of streams, ordered by token group, sequence and head.
 
-    ``columns``, ``tokens`` and ``counts`` are the number of columns, tokens and words of each chunk. ``ends`` are the positions in
-    ``words`` where chunks end. ``states`` are uint16 ``[batch, kv_head, row, ...]``, and ``tables`` ``[kv_head, column]`` are the table
-    numbers of the columns.
+    ``columns``, ``tokens`` and ``counts`` are the numbers of columns, tokens and words of each chunk. ``ends`` contains the index in
+    ``words`` after each chunk. ``states`` are uint16 ``[batch, kv_head, row, ...]``, and ``tables`` ``[kv_head, column]`` are the table
+    indices of the columns.
     """
 
     columns: Numbers
@@ -124,10 +124,10 @@ class ChunkList(NamedTuple):
 def decode_symbols(
     columns: Numbers, tokens: Numbers, counts: Numbers, states: Numbers, words: Numbers, numbers: Numbers, tables: SymbolTables
 ) -> Symbols:
-    """Decode chunks to symbols. ``words`` is the concatenation of all chunks' words.
+    """Decode chunks to symbols. ``words`` contains the words of all chunks.
 
-    ``columns``, ``tokens`` and ``counts`` are the number of columns, tokens and words of each chunk. ``states`` are words ``[chunk, 2 ·
-    LANES]``, and ``numbers`` ``[chunk, column]`` are the table numbers of the columns.
+    ``columns``, ``tokens`` and ``counts`` are the numbers of columns, tokens and words of each chunk. ``states`` are words ``[chunk, 2 ·
+    LANES]``, and ``numbers`` ``[chunk, column]`` are the table indices of the columns.
     """
     lengths = columns * tokens
     table = numpy.zeros((len(columns), int(lengths.max(initial=0))), numpy.uint8)

@@ -94,7 +94,7 @@ class Trellis(CodecFamily):
         # Every word is a symbol, so any word is valid.
         return {"codes": Columns(self.dim * self.bits // WORD_BITS, (1 << WORD_BITS,), 1)}
 
-    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+    def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         return {"norm": Layout(TOKEN_NORMS[self.norm], (batch, heads, tokens))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -129,10 +129,10 @@ class Trellis(CodecFamily):
 
 
 def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the windows of a circular string with values near ``x`` ``[row, dim]``: int64 ``[row, dim]``.
+    """Return the windows of a circular string whose values are near ``x`` ``[row, dim]``: int64 ``[row, dim]``.
 
     The string has ``bits`` bits per channel. ``table`` is float32 ``[2^window bits]``. A first search, with the row rotated by half its
-    length, finds the bits that windows share across the ends. The second search keeps these bits fixed (QTIP, Sec. 3.2).
+    length, finds the bits that windows share across the ends of the row. The second search keeps these bits fixed (QTIP, Sec. 3.2).
     """
     half = x.shape[-1] // 2
     rotated_path = viterbi(x.roll(-half, -1), table, bits, None)

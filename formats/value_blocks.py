@@ -35,7 +35,7 @@ _DEVICE_BLOCK_FACTOR = 64
 
 
 def block_factor(device: torch.device) -> int:
-    """Return the size of a block on ``device`` relative to the CPU, where blocks fit in a core's cache.
+    """Return the size of a block on ``device`` relative to a block on the CPU, which fits in a core's cache.
 
     On other devices every call is expensive, and a block of CPU size would keep only a few of the device's cores busy.
     """
@@ -43,8 +43,9 @@ def block_factor(device: torch.device) -> int:
 
 
 def arrays_in_memory(arrays: Sequence[Array]) -> list[numpy.ndarray[Any, Any]] | None:
-    """Return the arrays if all of them are in memory, otherwise None. Arrays in memory can be checked by a few reductions that release the
-    GIL.
+    """Return the arrays if all of them are in memory, otherwise None.
+
+    Arrays in memory can be checked by a few reductions, which release the GIL.
     """
     whole = []
     for array in arrays:
@@ -98,7 +99,9 @@ def first_index(wrong: numpy.ndarray[Any, Any], first: int, shape: Sequence[int]
 
 
 def check_finite(where: str, array: Array, name: str) -> None:
-    """Raise InvalidPayload unless all float16 or float32 values are finite. The message shows the position and calls the values ``name``.
+    """Raise InvalidPayload unless all float16 or float32 values are finite.
+
+    The message contains the position of the value, and calls it ``name``.
     """
     if isinstance(array, numpy.ndarray) and _all_finite(array):
         return
@@ -112,8 +115,8 @@ def check_finite(where: str, array: Array, name: str) -> None:
 def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:
     """Return True if all float16 or float32 values are finite.
 
-    Two reductions over the bit patterns are many times faster than isfinite. The patterns of nonfinite values are the largest positive
-    signed and the largest unsigned integers.
+    Two reductions over the bit patterns are many times faster than isfinite: the patterns of nonfinite values are the largest positive
+    signed integers and the largest unsigned integers.
     """
     size = array.itemsize
     infinity = 0x7C00 if size == 2 else 0x7F800000

@@ -68,7 +68,7 @@ def encode(
         library.run("split", call, "encode")
 
     run(0, tokens, counts=counts)
-    tables = codec.tables_for(counts, before)
+    tables = codec.choose_frequencies(counts, before)
     parts = []
     for start in range(0, tokens, rows * codec.chunk):
         stop = min(start + rows * codec.chunk, tokens)

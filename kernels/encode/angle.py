@@ -55,7 +55,7 @@ def encode(codec: Angle, x: torch.Tensor, output: Output) -> bool:
     if codec.dim > MAX_PRODUCTS:
         return False
     symbols = max(MIN_AXIS, next_power_of_two(codec.dim // 2))
-    ((name, layout),) = codec.scales(1, 1, 1).items()
+    ((name, layout),) = codec.scale_layouts(1, 1, 1).items()
     stored = output.streams[name]
     constants = AngleConstants(
         codec.bins, codec.norm, (1 << codec.norm_bits) - 1, norm_limit(layout.dtype), torch.finfo(stored.dtype).smallest_normal,

@@ -137,7 +137,7 @@ def _scaling_programs(codec: Group, x: torch.Tensor) -> int:
 
 
 def _scale_dtype(codec: Group) -> str:
-    return codec.scales(1, 1, 1)["token_scale"].dtype
+    return codec.scale_layouts(1, 1, 1)["token_scale"].dtype
 
 
 @triton.jit

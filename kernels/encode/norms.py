@@ -60,7 +60,7 @@ def create_norms(codec: Scalar | Octahedral, tables: list[torch.Tensor], device:
     bounds = norm_byte_bounds(codec.norm, device)
     if bounds is not None:
         tables.append(bounds)
-    dtype = codec.scales(1, 1, 1)["norm"].dtype
+    dtype = codec.scale_layouts(1, 1, 1)["norm"].dtype
     return NormConstants(norm_limit(dtype), norm_rule_limit(codec.norm_rule, dtype), -1 if bounds is None else len(tables) - 1)
 
 

@@ -53,7 +53,7 @@ def encode(codec: Polar, x: torch.Tensor, output: Output) -> bool:
     if codec.dim > MAX_PRODUCTS or any(2 * half != whole for whole, half in pairwise(radii)):
         return False
     tiles = _tile_symbols(codec)
-    ((name, layout),) = codec.scales(1, 1, 1).items()
+    ((name, layout),) = codec.scale_layouts(1, 1, 1).items()
     bits = tuple(level.bits for level in codec.levels)
     constants = PolarConstants(
         bits, codec.radii, norm_limit(layout.dtype), norm_rule_limit(codec.norm_rule, layout.dtype), not gpu(x.device).interpreted

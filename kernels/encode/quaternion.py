@@ -51,7 +51,7 @@ def encode(codec: Quaternion, x: torch.Tensor, output: Output) -> bool:
     if codec.dim > MAX_PRODUCTS:
         return False
     symbols = max(MIN_AXIS, next_power_of_two(-(-codec.dim // 4)))
-    dtype = codec.scales(1, 1, 1)["scale"].dtype
+    dtype = codec.scale_layouts(1, 1, 1)["scale"].dtype
     constants = QuaternionConstants((1 << codec.radius_bits) - 1, norm_limit(dtype), norm_rule_limit(codec.norm_rule, dtype))
     return encode_rows(
         codec, x, output, Quantizer(_quantize, constants), _digit_terms, [output.streams["scale"]],

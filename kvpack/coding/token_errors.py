@@ -329,7 +329,7 @@ def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
     """
     codec, x, kept = run.codec, run.x, run.kept
     tokens = x.shape[2]
-    if tokens < 3 or (least := codec.min_sizes(run.streams)) is None:
+    if tokens < 3 or (least := codec.min_token_rms(run.streams)) is None:
         return None
     step = sample_step(tokens)
     sample = x[:, :, ::step]
@@ -363,7 +363,7 @@ def sample_step(tokens: int) -> int:
 def run_fits(sample: torch.Tensor, minimum: torch.Tensor) -> bool:
     """Return True if every token of ``sample``, ``[batch, kv_head, token, dim]``, is large enough for the scales of its run.
 
-    ``minimum`` is the minimum size per run that ``Codec.min_sizes`` returns.
+    ``minimum`` is the minimum size per run that ``Codec.min_token_rms`` returns.
     """
     return float(dispatch.norms(sample).amin()) >= float(minimum.amax()) * math.sqrt(sample.shape[3])
 

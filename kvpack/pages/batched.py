@@ -122,7 +122,7 @@ def suspect_pages(
         if spread := codec.summary.error_spread:
             sizes = codec.family.error_sizes(streams)
             masks.append(mark_large(sizes, spread) & mark_large(sizes / norms(), 1.0))
-        if (least := codec.min_sizes(streams)) is not None:
+        if (least := codec.min_token_rms(streams)) is not None:
             masks.append(norms() < least * math.sqrt(codec.dim))
     each = torch.stack([mask.flatten(1).any(1) for mask in masks]).any(0)
     return each.view(len(rows), lane.count).any(1)

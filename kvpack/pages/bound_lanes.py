@@ -172,7 +172,7 @@ class BoundLane:
         streams = _RowStreams(lane, row)
         # The exact computation needs a copy of the page.
         if not may_lose_precision(lane.plain_codec, streams, sizes, self._tensors[0].device):
-            least = lane.plain_codec.min_sizes(streams)
+            least = lane.plain_codec.min_token_rms(streams)
             step, dtype = sample_step(lane.geometry.tokens), lane.geometry.computed_dtype
             sample = () if least is None else [tensor[slot, :, ::step].to(dtype)[None] for tensor in self._tensors]
             if least is None or run_fits(torch.cat(sample), least):

@@ -149,7 +149,7 @@ def test_bits_are_computed_from_the_streams(monkeypatch: pytest.MonkeyPatch) -> 
     assert rate(chosen).total == 3.125
     assert (rate(chosen).codes, rate(chosen).counted) == (3.0, 3.125)
     wider = codec("scalar:b=3,seed=1")
-    monkeypatch.setattr(Scalar, "scales", lambda self, *sizes: {"norm": Layout("F32", sizes)})
+    monkeypatch.setattr(Scalar, "scale_layouts", lambda self, *sizes: {"norm": Layout("F32", sizes)})
     assert rate(wider).total == 3.25
 
 

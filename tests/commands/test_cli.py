@@ -114,7 +114,7 @@ class Floats(CodecFamily):
     id = "acme-floats"
     nominal_bits = 32.0
 
-    def scales(self, batch, heads, tokens):
+    def scale_layouts(self, batch, heads, tokens):
         return {"values": Layout("F32", (batch, heads, tokens, self.dim))}
 
     def encode(self, x):

@@ -58,11 +58,11 @@ def some_codes(*symbols: float) -> torch.Tensor:
 FAULTS: dict[str, tuple[Callable[[Largest, Streams], Streams], str]] = {
     "another stream": (
         lambda _, streams: streams | {"step": streams["largest"].half()},
-        "encode's stream 'step' is float16 [1, 2, 10], expected only codes.0, largest: change encode, or scales and packings",
+        "encode's stream 'step' is float16 [1, 2, 10], expected only codes.0, largest: change encode, or scale_layouts and packings",
     ),
     "a missing stream": (
         lambda _, streams: without(streams, "largest"),
-        "encode's stream 'largest' is missing, expected float32 [1, 2, 10]: change encode, or scales and packings",
+        "encode's stream 'largest' is missing, expected float32 [1, 2, 10]: change encode, or scale_layouts and packings",
     ),
     "no streams": (lambda *_: None, "encode's stream 'codes.0' is missing, expected uint16 [1, 2, 10, 32]"),  # type: ignore[dict-item, return-value]
     "a wrong shape": (
@@ -151,11 +151,11 @@ def test_a_layout_must_have_a_known_dtype(monkeypatch: pytest.MonkeyPatch) -> No
     class Faulty(Largest):
         id: ClassVar[str] = "acme-faulty"
 
-        def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
             return {"largest": Layout("fp32", (batch, heads, tokens))}
 
     monkeypatch.setitem(CODECS, Faulty.id, Faulty)
-    message = "codec acme-faulty: the dtype of stream 'largest' in scales is 'fp32', expected one of U8, U16, F16, BF16, F32"
+    message = "codec acme-faulty: the dtype of stream 'largest' in scale_layouts is 'fp32', expected one of U8, U16, F16, BF16, F32"
     with pytest.raises(InvalidParameter, match=message):
         kvpack.pack([(values(), values())], "kv=acme-faulty;tail=0")
 
@@ -165,8 +165,8 @@ def test_a_class_may_extend_a_checked_encoder(monkeypatch: pytest.MonkeyPatch) -
     class Counted(Largest):
         id: ClassVar[str] = "acme-counted"
 
-        def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-            return super().scales(batch, heads, tokens) | {
+        def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+            return super().scale_layouts(batch, heads, tokens) | {
                 "count": Layout("U8", (batch, heads, tokens)),
                 "version": Layout("U8", (batch, heads, 1), per="run"),
             }

@@ -402,7 +402,7 @@ def test_widths_per_head_have_a_gain_by_default_above_dim_64() -> None:
             ("kv=klt:gain=none", "none"),
         ):
             codec = kvpack.Recipe(recipe, basis).codec(0, 1, "k", dim)
-            assert ("gain" in codec.scales(1, 2, 1)) == (expected == "fp16")
+            assert ("gain" in codec.scale_layouts(1, 2, 1)) == (expected == "fp16")
             assert codec.nominal_bits <= 2
 
 

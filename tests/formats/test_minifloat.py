@@ -127,7 +127,7 @@ def test_decoding_is_exact_for_any_valid_streams(words: dict[str, str]) -> None:
     generator = torch.Generator().manual_seed(3)
     codes = make_finite(codec, torch.randint(0, 1 << codec.format.bits, (2, 3, 45, 80), generator=generator))
     streams, factor = codec.pack("codes", codes), torch.ones(2, 1, 1, 1, dtype=torch.float64)
-    for name, layout in codec.scales(2, 3, 45).items():
+    for name, layout in codec.scale_layouts(2, 3, 45).items():
         if name == "block_scales":
             streams[name] = block_scales(codec, torch.randint(0, 256, layout.shape, generator=generator), 252).to(torch.uint8)
             scales = streams[name].double() - 127

@@ -100,7 +100,7 @@ def test_a_badly_encoded_token_keeps_its_norm(words: str) -> None:
 @pytest.mark.parametrize("words", ["scalar:b=1", "octahedral:b=2", "polar:b=2", "quaternion:s=1,r=2"])
 def test_a_factor_beyond_the_range_becomes_the_largest_number(words: str) -> None:
     codec, x = made(words, 64), keys(1, 1, 1, 64)
-    (name,) = codec.scales(1, 1, 1)
+    (name,) = codec.scale_layouts(1, 1, 1)
     norm = made(words, 64, norm="fp32", norm_rule="norm").encode(x)[name]
     x *= 65000 / norm.item()
     assert codec.encode(x)[name].item() == 65504

@@ -319,11 +319,11 @@ def assert_close_codes(codec: Codec, x: torch.Tensor, found: dict[str, torch.Ten
     codec.check({name: stream.numpy() for name, stream in found.items()}, "x")
     assert list(found) == list(expected)
     same = torch.ones(2, 2, 300, dtype=torch.bool)
-    for name in codec.layout(2, 2, 300).keys() - codec.scales(2, 2, 300).keys():
+    for name in codec.layout(2, 2, 300).keys() - codec.scale_layouts(2, 2, 300).keys():
         equal = bits(found[name]) == bits(expected[name])
         assert float(equal.float().mean()) >= 1 - ROUNDED_OTHERWISE, name
         same &= equal.all(-1)
-    for name in codec.scales(2, 2, 300):
+    for name in codec.scale_layouts(2, 2, 300):
         # A code that is rounded otherwise moves the factor that keeps products right, and a step its minimum.
         torch.testing.assert_close(found[name], expected[name], rtol=4e-3, atol=1e-6)
         if expected[name].dtype == torch.float16:

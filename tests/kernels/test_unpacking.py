@@ -207,12 +207,12 @@ def test_table_kernel_never_reads_beyond_its_table(words: str) -> None:
     codec = create("angle" if words.startswith("n") else "quaternion", 64, **dict(word.split("=") for word in words.split(",")))
     streams = random_streams(codec, 1, 2, 40, seed=1) | {
         name: torch.ones(layout.shape, dtype=torch.float32 if layout.dtype == "F32" else torch.float16)
-        for name, layout in codec.scales(1, 2, 40).items()
+        for name, layout in codec.scale_layouts(1, 2, 40).items()
     }
     entries = 48 if words.startswith("n") else 7 * 24
     first, *more = codec.digits(streams)
     assert first.max() >= entries, "no word selects an entry beyond the table"
-    inside = codec.pack_digits(first.clamp(max=entries - 1), *more) | {name: streams[name] for name in codec.scales(1, 2, 40)}
+    inside = codec.pack_digits(first.clamp(max=entries - 1), *more) | {name: streams[name] for name in codec.scale_layouts(1, 2, 40)}
     check_tables(codec, streams, codec.decode_frame(inside))
 
 

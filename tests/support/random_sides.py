@@ -54,7 +54,7 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
     given = iter(digits)
     for name, packing in codec.packings().items():
         streams |= codec.pack(name, *(next(given) for _ in packing.bases))
-    for name, layout in codec.scales(batch, heads, tokens).items():
+    for name, layout in codec.scale_layouts(batch, heads, tokens).items():
         values = torch.rand(layout.shape, generator=generator) + 0.25
         if name == "block_scales":
             values = block_scales(codec, 255 * values.clamp_max(1), 8, 127 - int(math.log2(largest_product(codec))))

@@ -51,7 +51,7 @@ class Largest(CodecFamily):
     def packings(self) -> dict[str, Columns]:
         return {"codes": Columns(self.dim, (256,), dict(self.fields)["codes"])}
 
-    def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+    def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         return {"largest": Layout("F32", (batch, heads, tokens))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:

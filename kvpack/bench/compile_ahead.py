@@ -59,7 +59,7 @@ QUERIES, STEP_TOKENS = 512, 128
 
 
 class Shape(NamedTuple):
-    """The number of layers, of query heads and of KV heads, and the head dim of a model."""
+    """The shape of a model: its numbers of layers, query heads and KV heads, and its head dim."""
 
     layers: int = 1
     q_heads: int = 32
@@ -72,7 +72,7 @@ _jobs: Sequence[Compilation] = ()
 
 
 def chip(capability: int) -> Gpu:
-    """Return the GPU that represents all GPUs of a compute capability, such as 90."""
+    """Return the GPU that represents all GPUs with this compute capability, such as 90."""
     from kvpack.kernels.gpu import Gpu
 
     _, multiprocessors, shared_bytes = CHIPS[capability]
@@ -81,7 +81,7 @@ def chip(capability: int) -> Gpu:
 
 @contextmanager
 def collect_kernels(gpu: Gpu) -> Iterator[dict[str, Compilation]]:
-    """Collect the kernels that calls over CPU tensors would launch on ``gpu``, by key. The calls return uninitialized memory."""
+    """Collect the kernels that calls with CPU tensors would launch on ``gpu``, by key. The calls return uninitialized memory."""
     from kvpack.kernels import gpu as gpus
     from kvpack.kernels import triton_internals
     from kvpack.kernels.attend import many_queries
@@ -103,12 +103,12 @@ def collect_kernels(gpu: Gpu) -> Iterator[dict[str, Compilation]]:
 
 
 def _library_outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tensors of the same shapes as the results of cuDNN or FlashAttention, which need no compilation."""
+    """Return tensors with the shapes that cuDNN or FlashAttention would return. These libraries need no compilation."""
     return q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 def calls(recipe: kvpack.Recipe, shape: Shape = Shape()) -> dict[str, Callable[[], object]]:  # noqa: B008
-    """Return calls by name. They run over caches of ``shape`` packed with ``recipe``, and ``collect_kernels`` collects their kernels."""
+    """Return calls by name, whose kernels ``collect_kernels`` can collect. They use caches of ``shape`` packed with ``recipe``."""
     pairs = {tokens: random_pairs(shape, tokens) for tokens in TOKENS}
     caches = {tokens: kvpack.pack(layers, recipe) for tokens, layers in pairs.items()}
     result: dict[str, Callable[[], object]] = {}
@@ -150,7 +150,7 @@ def _pack(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], recipe: kvpack.Rec
 
 
 def _step(cache: kvpack.Cache, shape: Shape) -> None:
-    """Append tokens to a live cache and attend to them: several times one token, then many, which are packed."""
+    """Append tokens to a live cache and attend to them: first single tokens, then many, which are packed."""
     live = kvpack.LiveCache.of(cache)
     for tokens in (1, 1, 1, STEP_TOKENS):
         for layer, (k, v) in enumerate(random_pairs(shape, tokens)):
@@ -160,7 +160,7 @@ def _step(cache: kvpack.Cache, shape: Shape) -> None:
 
 
 def _check(sides: Sequence[Side]) -> None:
-    """Check the streams of ``sides``, as ``load`` does on a device."""
+    """Check the streams of ``sides`` as ``load`` does on a device."""
     dispatch.digests([(torch.zeros(1 << 16, dtype=torch.uint8), 0, 1 << 16)])
     for side in sides:
         streams = side.runs[0].streams
@@ -173,7 +173,8 @@ def _check(sides: Sequence[Side]) -> None:
 
 
 def parse(recipe: str, shape: Shape, basis: Basis | None = None) -> kvpack.Recipe:
-    """Return the recipe with its basis: a synthetic one if ``recipe`` names one, otherwise ``basis`` if the recipe uses it."""
+    """Return the recipe with its basis. This is a synthetic basis if ``recipe`` names one, and otherwise ``basis`` if the recipe uses one.
+    """
     text, synthetic = synthetic_basis.resolve_recipe(recipe, shape.heads, (shape.dim, shape.dim))
     parsed = kvpack.Recipe(text)
     return kvpack.Recipe(parsed, synthetic or basis) if parsed.uses_basis and (synthetic or basis) else parsed
@@ -187,10 +188,10 @@ def run(
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Compile the kernels of ``recipes`` for the CUDA device, or for GPUs of ``capability``, and return a report as JSON values.
+    """Compile the kernels of ``recipes`` for the CUDA device, or for GPUs of ``capability``. Returns a report as JSON values.
 
-    Raises InvalidParameter if there is no device and no ``capability``, if Triton is missing or in interpreter mode, and for recipes that
-    cannot be packed.
+    Raises InvalidParameter if there is no device and no ``capability``, if Triton is missing or in interpreter mode, or if a recipe cannot
+    be packed.
     """
     begin = time.perf_counter()
     if not triton_version.is_supported() or os.environ.get("TRITON_INTERPRET") == "1":
@@ -223,7 +224,7 @@ def run(
 
 
 def _compile(jobs: Sequence[Compilation], processes: int, progress: Progress | None) -> list[dict[str, Any]]:
-    """Compile ``jobs`` in parallel, and return their results in the same order."""
+    """Compile ``jobs`` in parallel, and return their results in order."""
     global _jobs
     _jobs = jobs
     results: dict[int, dict[str, Any]] = {}

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def matmul_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Compute attention of queries ``[batch, q_head, 1, dim]`` with matrix products, PyTorch's fastest method for one bf16 query."""
+    """Compute attention of queries ``[batch, q_head, 1, dim]`` with matrix products. In PyTorch, this is fastest for one bf16 query."""
     batch, heads, _, dim = k.shape
     scores = q.view(batch, heads, -1, dim) @ k.transpose(-1, -2)
     return torch.softmax(scores.float() * dim**-0.5, -1).to(k.dtype) @ v
 
 
 class DenseFormat(NamedTuple):
-    """A file format for dense tensors. ``read`` returns the tensors that were passed to ``write``, in new memory."""
+    """A file format for dense tensors. ``read`` returns the tensors that ``write`` wrote, in new memory."""
 
     name: str
     write: Callable[[Tensors, str], object]
@@ -60,7 +60,7 @@ def _compress(tensors: Tensors, path: str) -> None:
 
 
 def _decompress(path: str) -> Tensors:
-    """Return the tensors that ``_compress`` wrote, as flat tensors."""
+    """Return the tensors that ``_compress`` wrote, flattened."""
     result = {}
     for name in os.listdir(path):
         with open(os.path.join(path, name), "rb") as file:

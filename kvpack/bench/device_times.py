@@ -18,7 +18,7 @@ REPEATS = 3
 
 
 def call_seconds(calls: Sequence[Callable[[], None]], device: str) -> list[tuple[float | None, str | None]]:
-    """Return, for each call, its time in seconds and None, or None and the text of the error that it raised."""
+    """Return for each call its time in seconds and None. If it raised an error, return None and the error's text."""
     if device == "cpu":
         return [(measured.process, None) for measured in time_interleaved(calls, REPEATS)]
     return [try_measure(partial(_median, call, device)) for call in calls]

@@ -71,7 +71,7 @@ _INPUTS = 3
 
 
 def run(recipes: Sequence[str], shape: KeyValueShape = SHAPE) -> dict[str, Any]:
-    """Measure all codecs of ``recipes`` and return a report as JSON values. Requires a CUDA device. Raises InvalidParameter."""
+    """Measure all codecs of ``recipes`` on a CUDA device. Returns a report as JSON values. Raises InvalidParameter."""
     generator = torch.Generator("cuda").manual_seed(0)
     size = (shape.batch, shape.heads, shape.tokens, shape.dim)
     inputs = [torch.randn(size, device="cuda", generator=generator).to(torch.bfloat16) for _ in range(_INPUTS)]
@@ -87,7 +87,7 @@ def run(recipes: Sequence[str], shape: KeyValueShape = SHAPE) -> dict[str, Any]:
 
 
 def codecs_of(recipe: str, heads: int, dim: int) -> Iterator[tuple[str, Codec]]:
-    """Yield (side, codec) for ``recipe``, which may name a synthetic basis. Exact codecs and repeated ones are skipped."""
+    """Yield (side, codec) pairs for ``recipe``, which may name a synthetic basis. Exact and repeated codecs are skipped."""
     named, basis = synthetic_basis.resolve_recipe(recipe, heads, (dim, dim))
     parsed = kvpack.Recipe(named, basis)
     result: list[Codec] = []

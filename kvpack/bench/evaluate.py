@@ -38,8 +38,8 @@ __all__ = ["Evaluation", "evaluate"]
 class Evaluation:
     """The results of ``evaluate``. Notebooks, consoles and ``print`` show a table and a verdict. ``report`` has all numbers as JSON values.
 
-    Fewer bits per value and a lower divergence (KL, in nats) are better. "Same choice" is the share of tokens for which the model's top
-    choice stays the same.
+    Fewer bits per value and a lower divergence (KL, in nats) are better. "Same choice" is the fraction of tokens for which the model's top
+    choice does not change.
     """
 
     report: Mapping[str, Any]
@@ -161,7 +161,7 @@ def evaluate(
 def _window_starts(
     words: Sequence[Text], model: Any, tokens: int | None, scored_tokens: int | None, windows: int | None, step: int, seed: int
 ) -> tuple[list[tuple[Text, int]], dict[str, int]]:
-    """Return the (text, start) of each window, and the sizes of windows. Raises InvalidParameter."""
+    """Return the (text, start) pair of each window, and the sizes of windows. Raises InvalidParameter."""
     longest = max(len(text.ids) + len(text.start) for text in words) - 1
     most = min(longest, positions(model) or longest)
     size = _size("tokens", min(TOKENS, most) if tokens is None else tokens, 2, most, "(the limit of the model or of the longest text)")
@@ -188,7 +188,7 @@ def _window_starts(
 
 
 def _size(name: str, value: int, low: int, high: int, reason: str) -> int:
-    """Return ``value`` as an int. Raises InvalidParameter unless it is from ``low`` to ``high``. ``reason`` explains ``high``."""
+    """Return ``value`` as an int. Raises InvalidParameter unless it is from ``low`` to ``high``. ``reason`` explains the upper limit."""
     result = as_integer(value, name)
     check_size(name, result, low, high, reason)
     return result

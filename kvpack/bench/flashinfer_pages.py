@@ -28,10 +28,10 @@ def installed_version() -> str | None:
 def decode_calls(
     q: torch.Tensor, kv: Sequence[torch.Tensor], copies: Callable[[int], int]
 ) -> Iterator[tuple[str, int, list[Callable[[], object]]]]:
-    """Yield, for bf16 and for fp8 pages, a name, the number of bytes read, and calls that decode with ``q`` ``[batch, q_head, 1, dim]``.
+    """Yield (name, bytes read, calls) for bf16 and for fp8 pages. The calls decode with ``q``, ``[batch, q_head, 1, dim]``.
 
-    ``kv`` are the keys and values ``[batch, kv_head, token, dim]``, and ``copies(size)`` is the number of caches over which calls cycle.
-    Warns about a dtype that FlashInfer does not support.
+    ``kv`` are the keys and values ``[batch, kv_head, token, dim]``, and ``copies(size)`` is the number of caches over which calls cycle. If
+    FlashInfer does not support a dtype, a warning is issued.
     """
     if installed_version() is None:
         return
@@ -50,14 +50,14 @@ def decode_calls(
 
 
 def _pages(x: torch.Tensor) -> torch.Tensor:
-    """Return keys or values as pages ``[page, token, kv_head, dim]``, one sequence after the other."""
+    """Return keys or values as pages ``[page, token, kv_head, dim]``. The pages of each sequence follow those of the previous one."""
     heads, tokens, dim = x.shape[1:]
     padded = torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, -tokens % PAGE_TOKENS))
     return padded.reshape(-1, PAGE_TOKENS, heads, dim).contiguous()
 
 
 def _planned(q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> Callable[..., object]:
-    """Return FlashInfer's decode call over pages of ``dtype``. It uses matrix units if several query heads share a KV head."""
+    """Return FlashInfer's decode call over pages of ``dtype``. If several query heads share a KV head, it uses matrix units."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # type: ignore[import-not-found]
 
     (batch, q_heads, _, dim), (_, heads, tokens, _) = q.shape, k.shape

@@ -29,7 +29,7 @@ PART_TOKENS = 128
 
 @dataclass(frozen=True)
 class GenerationEffect:
-    """The effect of one recipe along a generated text: divergence in each part, share of changed tokens, and the first changed token.
+    """The effect of a recipe on a generated text: the divergence in each part, and the fraction of changed tokens.
 
     ``first`` is the number of tokens before the first changed token, or None if no token changed.
     """
@@ -58,9 +58,9 @@ def generate(model: Any, prompt: torch.Tensor, tokens: int, seed: int) -> Uncomp
 
 
 def measure_generation(model: Any, exact: UncompressedResult, recipe: str | Recipe, path: str, step: int, seed: int) -> GenerationEffect:
-    """Pack the prompt of a generated text, save it to ``path``, load it, and read the rest over it. Returns the effect of the recipe.
+    """Pack the prompt of a generated text, save it to ``path``, load it, and read the rest over it, ``step`` tokens at a time.
 
-    At most ``step`` tokens are read in one forward pass.
+    Returns the effect of the recipe.
     """
     result = read_packed(model, exact, packed_file(exact.first, recipe, path), step).log_probabilities
     losses = divergences(exact.log_probabilities, result)
@@ -71,7 +71,7 @@ def measure_generation(model: Any, exact: UncompressedResult, recipe: str | Reci
     return GenerationEffect([part.mean().item() for part in torch.split(losses, PART_TOKENS)], changed.double().mean().item(), first)
 
 
-def _sample_token(log_probabilities: torch.Tensor, numbers: torch.Generator) -> torch.Tensor:
-    """Return the token ``[1]`` sampled from log-probabilities ``[1, vocabulary]`` with the next random numbers."""
-    uniform = torch.rand(log_probabilities.shape, generator=numbers, dtype=torch.float64).clamp_min(1e-300)
+def _sample_token(log_probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Sample a token ``[1]`` from log-probabilities ``[1, vocabulary]``, using random numbers from ``generator``."""
+    uniform = torch.rand(log_probabilities.shape, generator=generator, dtype=torch.float64).clamp_min(1e-300)
     return (log_probabilities.double() - (-uniform.log()).log().to(log_probabilities.device)).argmax(-1)

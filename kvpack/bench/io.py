@@ -57,7 +57,7 @@ class Source:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by their names in a dense file."""
+        """The tensors by the names that they have in a dense file."""
         return {f"{number}.{side}": x for number, pair in enumerate(self.pairs) for side, x in zip("kv", pair, strict=True)}
 
     @property
@@ -68,7 +68,7 @@ class Source:
 def source(model: str | None, text: str | None, tokens: int | None, synthetic: str | None) -> Source:
     """Return the KV cache that the options of ``kvpack bench io`` select.
 
-    Raises InvalidParameter for an invalid shape or more tokens than the text has, and MissingFile if the text cannot be read.
+    Raises InvalidParameter if a shape is invalid or the text has too few tokens, and MissingFile if the text cannot be read.
     """
     if synthetic is not None or (model is None and text is None):
         return _synthetic(synthetic or DEFAULT_SYNTHETIC)
@@ -125,10 +125,10 @@ def run(
 ) -> dict[str, Any]:
     """Measure ``cache`` and return a report as JSON values, with one row per operation.
 
-    If ``device`` is a CUDA device, the report contains only ``device_rows``, the rows of ``io_device.run``. In a row, ``of_copy`` is the
-    speed relative to a copy of the bf16 cache into memory that is already in use (above 1 is faster). ``of_safetensors`` is the time
-    relative to the same operation with safetensors (below 1 is faster): save_file, load_file and a clone of its tensors, or load_file and
-    attention. Raises InvalidParameter.
+    For a CUDA device, the report contains only ``device_rows``, the rows of ``io_device.run``. In a row, ``of_copy`` is the speed relative
+    to a copy of the bf16 cache into memory that is already in use (above 1 is faster). ``of_safetensors`` is the time relative to the same
+    operation with safetensors (below 1 is faster): save_file, load_file and a clone of its tensors, or load_file and attention. Raises
+    InvalidParameter.
     """
     if repeats < 1:
         raise InvalidParameter(f"--repeats is {repeats}, expected a positive integer")

@@ -48,7 +48,7 @@ def run(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure files of ``cache`` and return a report with one row per recipe and method of loading.
+    """Measure files of ``cache`` and return a report with one row for each recipe and method of loading.
 
     ``of_fio`` is the speed relative to fio (above 1 is faster). Raises InvalidParameter if files stay in memory, as in a tmpfs.
     """
@@ -121,7 +121,7 @@ def _load_to(path: str, device: torch.device) -> kvpack.Cache:
 
 
 def _read_staged(path: str) -> None:
-    """Read a file through the staging memory of a load to a device, but without a device."""
+    """Read a file through the staging memory that loads to a device use, but without a device."""
     with open_file(path) as file:
         places = [file.side_offsets(number, name) for number, layer in enumerate(file.header.layers) for name, _ in layer.sides()]
         span = file.span(places)
@@ -133,7 +133,7 @@ def _read_staged(path: str) -> None:
 
 
 def _fio(path: str) -> float:
-    """Return the time in seconds that fio takes to read a file. Raises InvalidParameter with fio's message if it fails."""
+    """Return how many seconds fio needs to read a file. If fio fails, raises InvalidParameter with its message."""
     done = subprocess.run(["fio", "--name=cold", f"--filename={path}", *FIO, "--output-format=json"], capture_output=True, text=True)
     if done.returncode:
         raise InvalidParameter(f"fio cannot read {path}: {done.stderr.strip() or done.stdout.strip()}")

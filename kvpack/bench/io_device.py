@@ -30,10 +30,9 @@ def run(
 ) -> dict[str, Any]:
     """Measure loads and saves. Returns ``device``, its ``device_name``, and ``device_rows`` with one row per recipe and direction.
 
-    In a row, ``seconds`` is the median time of kvpack's call. ``of_bus_seconds`` is the bus's time for a pinned copy of the file's bytes,
-    plus the time of a write in the case of a save. ``of_bus`` is their ratio (above 1: faster than the bus), and ``first_seconds`` is the
-    time of the first call, which allocates pinned memory. Times end when the device is done. Raises InvalidParameter if the device is not a
-    CUDA device of this machine.
+    In a row, ``seconds`` is the median time of kvpack's call. ``of_bus_seconds`` is the time of a pinned copy of the file's bytes and, for
+    a save, of a write. ``of_bus`` is their ratio (above 1: kvpack is faster), and ``first_seconds`` is the time of the first call, which
+    allocates pinned memory. Times end when the device is done. Raises InvalidParameter if this machine has no such CUDA device.
     """
     target = checked_device(device)
     if target.type != "cuda" or (target.index or 0) >= torch.cuda.device_count():
@@ -96,7 +95,7 @@ def _time_calls(call: Callable[[], object], device: torch.device, repeats: int) 
 
 
 def _write(path: str, data: memoryview) -> None:
-    """Write ``data`` to ``path`` as saving does: to a new file, which is then renamed."""
+    """Write ``data`` to ``path`` in the same way as ``kvpack.save``: to a new file, which is then renamed."""
     descriptor = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         done = 0

@@ -88,7 +88,7 @@ _COPIED_BYTES = 1 << 30
 
 
 def parse_shape(text: str) -> QueryShape:
-    """Return the shape that ``text`` specifies by a letter, or as batch x query heads x KV heads x dim x tokens.
+    """Return the shape that ``text`` specifies, as a letter or as batch x query heads x KV heads x dim x tokens.
 
     Raises InvalidParameter.
     """
@@ -153,7 +153,7 @@ def run(
 
 
 def copy_bandwidth() -> float:
-    """Return the bandwidth, in bytes per second, of a kernel that reads values and writes them with all bits inverted."""
+    """Return the bandwidth, in bytes per second, of a kernel that reads values, inverts all bits, and writes them."""
     source = torch.empty(_COPIED_BYTES // 4, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
     # On an H200, a plain copy of this size in a graph had only two thirds of this speed.
@@ -230,7 +230,7 @@ def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]
 
 
 def _after_rotation(q: torch.Tensor, layer: Layer) -> Callable[[], object]:
-    """Return a function that runs the launches after the query's rotation: the split kernels and the merge."""
+    """Return a function that makes only the launches after the query's rotation: the split kernels and the merge."""
     from kvpack.kernels.attend import attention
     from kvpack.kernels.attend.prepared import Options
 
@@ -238,7 +238,7 @@ def _after_rotation(q: torch.Tensor, layer: Layer) -> Callable[[], object]:
 
 
 def _copies(size: int) -> int:
-    """Return the number of buffers of ``size`` bytes that together exceed the L2 cache."""
+    """Return how many buffers of ``size`` bytes together exceed the L2 cache."""
     return max(1, min(_MAX_COPIES, math.ceil(_COLD_BYTES / size)))
 
 

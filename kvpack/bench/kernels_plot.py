@@ -50,7 +50,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def _styles(rows: list[dict[str, Any]], dim: int) -> list[dict[str, Any]]:
-    """Return the style of each recipe: a color and marker for its codec, with a shade and line style of its own."""
+    """Return the style of each recipe: a color and marker for its codec, with a different shade and line style."""
     families = [_family(row, dim) for row in rows]
     styles = []
     for number, family in enumerate(families):

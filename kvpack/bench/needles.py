@@ -37,7 +37,7 @@ _DIGITS = "0123456789"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text with inserted facts, and the (question, value) of each fact, all as token ids.
+    """A text with inserted facts, and a (question, value) pair for each fact, all as token ids.
 
     ``depths`` are the positions of the facts, as fractions of the text's length.
     """
@@ -48,7 +48,7 @@ class Prompt:
 
 
 def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Prompt:
-    """Insert LINES key lines at random positions into the bytes ``ids`` of ``text``, and truncate the result to the original length.
+    """Insert LINES key lines at random positions into ``ids``, the bytes of ``text``. The result is truncated to the original length.
 
     ``ids`` must be longer than all lines together.
     """
@@ -59,7 +59,7 @@ def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Pro
 
 
 def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Generator) -> Prompt:
-    """Insert a pass key into ``ids`` of ``text`` at ``depth``, a fraction of the length, and truncate the result to the original length."""
+    """Insert a pass key into ``ids`` at ``depth``, a fraction of the length. The result is truncated to the original length."""
     key = _random_word(5, _DIGITS, generator)
     line = text.encode(f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n")
     question = text.encode("\nWhat is the pass key? The pass key is")
@@ -80,7 +80,9 @@ def _insert_lines(
 
 
 def grade_answers(model: Any, prompt: Prompt, new_cache: Callable[[], Any]) -> list[bool]:
-    """Return True for each question that ``model`` answers correctly. ``new_cache`` creates a cache of the prompt for each question."""
+    """Return a bool for each question: True if ``model`` answers it correctly. For each question, ``new_cache`` creates a cache of the
+    prompt.
+    """
     right = []
     with torch.inference_mode():
         for question, value in prompt.questions:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CallTimes(NamedTuple):
-    """The average times of one call in seconds: process time summed over all threads, and wall time."""
+    """The average times of one call in seconds: process time, which is summed over all threads, and wall time."""
 
     process: float
     wall: float
@@ -30,12 +30,12 @@ def time_interleaved(
     average: Callable[[Sequence[float]], float] = statistics.median,
     progress: Progress | None = None,
 ) -> list[CallTimes]:
-    """Return the times per call of each function: the median over ``repeats`` rounds, each with ``at_once`` calls of each function.
+    """Return the times of one call of each function: the median over ``repeats`` rounds, each with ``at_once`` calls of each function.
 
-    The first round is a warm-up. Use ``average`` instead of the median for calls that occasionally do work for later calls. ``before``
+    The first round is a warm-up. If calls occasionally do work for later calls, pass another ``average`` than the median. ``before``
     contains a function (or None) for each call, which is called before the timing. The result of the last call is freed after the timing.
-    With ``new_memory``, free memory is first returned to the system. Otherwise, a call may or may not reuse pages of the previous one,
-    which makes times erratic.
+    With ``new_memory``, free memory is first returned to the system. Otherwise, a call may or may not reuse pages of an earlier one, which
+    makes times erratic.
     """
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if new_memory else None
     times: list[list[CallTimes]] = [[] for _ in calls]

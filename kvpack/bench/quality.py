@@ -162,8 +162,8 @@ def run(
         show_line: Called with a first line that names the texts, and with preliminary results after each window, prompt and generated text.
 
     ``cpu_seconds`` are process times over all threads. Two runs with the same seed differ only in times, and in rounding if PyTorch uses
-    another number of threads. Raises InvalidParameter for unsupported sizes and for a missing device, MissingFile, WriteFailed and, for
-    ``out``, MissingPackage if matplotlib is not installed.
+    another number of threads. Raises InvalidParameter if a size is not supported or the device is missing, MissingFile, WriteFailed, or
+    MissingPackage if ``out`` is set but matplotlib is not installed.
     """
     began = time.process_time()
     given = None if basis is None else Basis.load(basis)
@@ -177,10 +177,10 @@ def run(
         network = load_model(folder)
         if settings.device == "cuda":
             network = network.to("cuda", torch.bfloat16)
-        ids_below = vocabulary(network)
+        vocabulary_size = vocabulary(network)
         is_own = text is None and model is not None
-        words = bundled_text(TEXT, folder, ids_below) if is_own else read_text(text, folder, ids_below)
-        others = [bundled_text(name, folder, ids_below) for name in settings.others] if is_own else []
+        words = bundled_text(TEXT, folder, vocabulary_size) if is_own else read_text(text, folder, vocabulary_size)
+        others = [bundled_text(name, folder, vocabulary_size) for name in settings.others] if is_own else []
         name = model_name(str(folder.resolve()))
     inserted = None if settings.inserted is None else _token_id(words, settings.inserted)
     most = positions(network)
@@ -213,7 +213,7 @@ def run(
 
 
 def _check(settings: Settings, basis: Basis | None) -> None:
-    """Raise InvalidParameter for options that exclude each other, and for a missing device."""
+    """Raise InvalidParameter if options exclude each other, or if the device is missing."""
     if settings.offset is not None and basis is not None:
         raise InvalidParameter("--offset changes the keys, but the basis was calibrated without it: omit --offset or --basis")
     if settings.device == "cuda" and not torch.cuda.is_available():
@@ -241,7 +241,7 @@ def _token_id(text: Text, token: str) -> int:
 
 
 def _precision(model: Any) -> str:
-    """Return the model's dtype and device as text. Results with different ones are not comparable."""
+    """Return the model's dtype and device as text. Results are comparable only if they are the same."""
     if model.device.type == "cuda":
         return f"bf16 on one {torch.cuda.get_device_name(model.device)}"
     return "fp32 on a CPU"
@@ -268,7 +268,7 @@ def _sizes(settings: Settings, text: Text, long: Text, max_positions: int | None
 
 
 def _lengths(tokens: int, text: Text, max_positions: int | None) -> tuple[int, ...]:
-    """Return the lengths of needle prompts: a window's length for a byte-level model, otherwise several lengths that fit."""
+    """Return the lengths of needle prompts: the window's length for a byte-level model, otherwise several lengths up to the limits."""
     if text.is_byte_level:
         return (tokens,) if tokens >= _MIN_BYTES else ()
     most = min(len(text.ids), max_positions or len(text.ids))
@@ -353,7 +353,7 @@ class _Measurement:
         return begun, exact_losses, forgotten, measured
 
     def _prompts(self) -> Iterator[needles.Prompt]:
-        """Yield the needle prompts for each length and depth. Only prompts of different lengths have overlapping texts."""
+        """Yield the needle prompts for each length and depth. Texts overlap only between prompts of different lengths."""
         generator = torch.Generator().manual_seed(self.seed)
         count = self.sizes.needles
         for length in _lengths(self.sizes.tokens, self.long, positions(self.model)) if count else ():
@@ -430,7 +430,7 @@ def _make_folder(path: str) -> None:
 
 
 def round_numbers(value: Any) -> Any:
-    """Return ``value``, which may be nested, with all floats rounded to ``_DIGITS`` significant digits."""
+    """Round all floats in ``value``, which may be nested, to ``_DIGITS`` significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, dict):

@@ -37,7 +37,7 @@ CHECKED_QUERIES = 64
 
 
 def _attend_decoded(q: torch.Tensor, layer: kvpack.Layer) -> torch.Tensor:
-    """Compute attention as ``kvpack.attend`` does with the kernels that decode all tokens first."""
+    """Compute attention as ``kvpack.attend`` does, with the kernels that decode all tokens first."""
     from kvpack.kernels.attend import many_queries
     from kvpack.kernels.attend.prepared import Options
 

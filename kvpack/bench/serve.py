@@ -27,7 +27,7 @@ from kvpack.runtime.modes import one_thread
 
 from .device_times import call_seconds, free, wait
 from .serve_cpu import spare_tokens, step_rows, with_plain_attention
-from .serve_graphs import ROOM, StaticStates, flash_attention, graph_step
+from .serve_graphs import ROOM, StaticStates, graph_step, use_flash_attention
 from .serve_peers import DYNAMIC, FLASH, OUT_OF_MEMORY_ERROR, STATIC, TIMES, cache_bytes, peers, row_of, try_measure
 from .step_timing import Steps, seconds_of, steps_without_cache, without_graphs
 
@@ -83,8 +83,8 @@ def run(
     """Measure a model, and return the report that ``show`` prints.
 
     ``shape`` is a name in SHAPES, a name on the hub, or the path of a config.json or of its folder. ``dtype``, a name in DTYPES, is the
-    dtype of weights, keys and values. None selects the configuration's dtype, or bf16 if it has none. Raises InvalidParameter for an
-    unknown shape or dtype, for float32 on a CUDA device, and for layers without full or sliding attention.
+    dtype of weights, keys and values. None selects the configuration's dtype, or bf16 if it has none. Raises InvalidParameter if the shape
+    or dtype is unknown, for float32 on a CUDA device, and if layers have other attention than full or sliding.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = shape or ("llama-3-8b" if device == "cuda" else "small")
@@ -136,7 +136,7 @@ def _measure(
 
 
 def random_model(shape: str, layers: int | None, device: str, dtype: str | None, *, random_weights: bool = True) -> Any:
-    """Return a model with random weights, whose shape is built in or read from a configuration. Raises InvalidParameter.
+    """Create a model with random weights, whose shape is built in or read from a configuration. Raises InvalidParameter.
 
     With ``random_weights``, all layers must have full or sliding attention, because their keys and values will be random.
     """
@@ -182,7 +182,7 @@ def _config(shape: str, layers: int | None) -> Any:
 
 
 def _tokens_in_layers(config: Any, tokens: int) -> list[int]:
-    """Return the number of tokens in each layer's cache after ``tokens`` tokens. Sliding windows have dropped the others."""
+    """Return how many of ``tokens`` tokens each layer's cache still has. Sliding windows have dropped the others."""
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return [tokens if kind == "full_attention" else min(tokens, config.sliding_window - 1) for kind in types]
 
@@ -209,7 +209,7 @@ def _dynamic_cache(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor
 
 
 def _add_skipped(states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Return the states of all layers as ``kvpack.pack`` accepts them, with the number of tokens that each layer has dropped."""
+    """Add the number of tokens that each layer has dropped, and return the states in the form that ``kvpack.pack`` accepts."""
     return [(k, v, tokens - k.shape[2]) for k, v in states]
 
 
@@ -246,7 +246,7 @@ def _decode_rows(
 
 
 def _dense_rows(model: Any, batch: int, tokens: int, device: str) -> list[dict[str, Any]]:
-    """Return rows for transformers' own caches: DynamicCache with PyTorch's choice of attention, with FlashAttention, and others."""
+    """Return the rows of transformers' own caches: DynamicCache with PyTorch's choice of attention or with FlashAttention, and others."""
     try:
         states = _states(model, batch, tokens, device)
     except torch.OutOfMemoryError:
@@ -260,7 +260,7 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str) -> list[dict[s
     def steps(make: Callable[[], Any], flash: bool = False) -> dict[str, Any]:
         _reset_peak(device)
         past = make()
-        with flash_attention() if flash else nullcontext():
+        with use_flash_attention() if flash else nullcontext():
             step = _step_seconds(model, past, batch, device)
             generated = _generate_seconds(model, past, batch, device, disable_compile=True)
         return {
@@ -286,7 +286,7 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str) -> list[dict[s
 
 
 def _alternating_step_seconds(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, float]:
-    """Return the time of a step in seconds, by cache. Caches are measured in alternation.
+    """Return the time of a step in seconds by cache. Caches are measured in alternation.
 
     They are a DynamicCache with and without FlashAttention, ``recipe`` with and without graphs, and no cache.
     """
@@ -301,7 +301,7 @@ def _alternating_step_seconds(model: Any, batch: int, tokens: int, recipe: str, 
 
 
 def _random_packed_cache(model: Any, batch: int, tokens: int, recipe: str, device: str) -> kvpack.Cache:
-    """Return a packed cache of random keys and values. Only one layer at a time is dense."""
+    """Return a packed cache of random keys and values. At any time, at most one layer is dense."""
     layers = []
     for stored_tokens in _tokens_in_layers(model.config, tokens):
         pair = _layer_states(model, batch, stored_tokens, device)
@@ -340,7 +340,7 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
 
 
 def _generate_seconds(model: Any, past: Any, batch: int, device: str, **options: Any) -> float:
-    """Return the time of ``generate`` in seconds per token that it adds to ``past``, including its setup."""
+    """Return the time of ``generate`` in seconds for each token that it adds to ``past``, including its setup."""
     count = GENERATED
     ids = _random_ids(model, batch, int(past.get_seq_length()) + 1, device)
     options |= {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
@@ -352,7 +352,7 @@ def _generate_seconds(model: Any, past: Any, batch: int, device: str, **options:
 
 
 def _step_seconds(model: Any, past: Any, batch: int, device: str) -> float:
-    """Return the time of one decode step in seconds: the mean of several steps, after steps that trigger compilation."""
+    """Return the mean time of a decode step in seconds. Steps that trigger compilation run before the measurement."""
     token, over = torch.full((batch, 1), 5, device=device), cache_names.cache_argument(model, past)
     begin = 0.0
     for step in range(TIMED_STEPS + WARM_STEPS):
@@ -367,7 +367,7 @@ def _step_seconds(model: Any, past: Any, batch: int, device: str) -> float:
 def _first_token_rows(
     model: Any, tokens: int, recipes: Sequence[str], device: str, folder: str | None, count: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Return rows with the time to the first logits of a prompt that has ``tokens`` tokens and a suffix.
+    """Return rows with the time to the first logits of a prompt, which has ``tokens`` tokens and a suffix.
 
     In each row, the first ``tokens`` tokens are loaded from a file in the page cache, or the whole prompt is computed.
     """

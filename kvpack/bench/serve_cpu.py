@@ -26,22 +26,23 @@ STEPS, ROUNDS = 16, 16
 
 
 def with_plain_attention(model: Any) -> Any:
-    """Return a copy of ``model`` that shares its weights but has no hooks or attention of a KvpackCache, which would slow it down."""
+    """Return a copy of ``model`` that shares its weights but does not have the hooks and the attention of a KvpackCache, which are slower.
+    """
     return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
 
 
 def spare_tokens() -> int:
-    """Return the number of tokens that the measurements add to each cache."""
+    """Return how many tokens the measurements add to each cache."""
     return 2 * STEPS * (ROUNDS + 1)
 
 
 def step_rows(
     model: Any, plain: Any, dense: Any, others: Mapping[str, Callable[[], Any]], packed: Mapping[str, kvpack.Cache], ids: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """Return one row per cache. ``dense``, a DynamicCache, and ``others`` run with ``plain``, and ``packed`` with ``model``.
+    """Return one row per cache. ``dense``, a DynamicCache, and ``others`` run with ``plain``; ``packed`` caches run with ``model``.
 
-    All caches contain the tokens of ``ids`` ``[batch, token]`` except the last. Times are seconds per step and per generated token. A cache
-    that cannot be created has a row with the ``error``.
+    All caches contain the tokens of ``ids``, ``[batch, token]``, except the last. Times are seconds per step and per generated token. If a
+    cache cannot be created, its row has the ``error``.
     """
     from kvpack.integrations.transformers import KvpackCache
 

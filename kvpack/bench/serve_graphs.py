@@ -16,8 +16,8 @@ NAME = "kvpack bench static"
 ROOM = 256
 
 
-def flash_attention() -> AbstractContextManager[None]:
-    """Return a context in which SDPA uses FlashAttention.
+def use_flash_attention() -> AbstractContextManager[None]:
+    """Return a context manager that makes SDPA use FlashAttention.
 
     Otherwise, PyTorch chooses. On an H100, it chooses cuDNN's kernel, which creates a new plan for each length.
     """
@@ -31,7 +31,7 @@ class StaticStates:
     """Preallocated bf16 keys and values. Steps write at a position stored on the device, and attend with cuDNN or FlashAttention.
 
     As a context manager, it replaces the model's attention. ``cache`` is passed to the model. For a layer with a sliding window, ``states``
-    contain only those of the ``tokens`` tokens that the window has kept.
+    contain only those of the ``tokens`` tokens that are in the window.
     """
 
     def __init__(self, model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> None:
@@ -73,7 +73,8 @@ class StaticStates:
 
 
 def cache_of_length(tokens: int, layers: int) -> Any:
-    """Return a transformers cache that reports ``tokens`` tokens but stores none. Each layer returns the states that it receives."""
+    """Return a transformers cache that reports ``tokens`` tokens but stores none. Each layer returns the keys and values that it receives.
+    """
     library: Any = transformers_library()
 
     class Layer(library.cache_utils.CacheLayerMixin):  # type: ignore[misc]
@@ -105,7 +106,7 @@ def cache_of_length(tokens: int, layers: int) -> Any:
 
 
 def graph_step(model: Any, past: Any, batch: int, tokens: int, steps: int) -> float:
-    """Return the time in seconds to replay a graph with a decode step after ``tokens`` tokens, averaged over ``steps`` replays."""
+    """Return the time in seconds to replay a CUDA graph of a decode step after ``tokens`` tokens, averaged over ``steps`` replays."""
     device = model.device
     token = torch.full((batch, 1), 5, device=device)
     position = torch.full((batch, 1), tokens, device=device)

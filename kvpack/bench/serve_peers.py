@@ -24,9 +24,10 @@ TIMES = ("step_seconds", "eager_seconds", "generate_seconds", "graph_seconds", "
 
 
 def peers(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int, room: int) -> dict[str, Callable[[], Any]]:
-    """Return functions by name. Each creates a cache that contains ``states`` of ``tokens`` tokens and has room for ``room`` more.
+    """Return functions by name. Each creates a cache that contains ``states`` of ``tokens`` tokens and has room for another ``room``
+    tokens.
 
-    A call raises transformers' error if it cannot create the cache for the model or the backend.
+    If transformers cannot create the cache for the model or the backend, the call raises its error.
     """
     library = transformers_library()
 
@@ -48,14 +49,14 @@ def _fill(cache: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> An
 
 
 def row_of(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the row that ``measure`` returns for the cache ``name``. If it fails, returns a row with the ``error``."""
+    """Return the row that ``measure`` returns for the cache ``name``. If it fails, return a row with the ``error``."""
     result, error = try_measure(measure)
     row: dict[str, Any] = {"cache": name, **dict.fromkeys(TIMES), **(result or {})}
     return row if error is None else {**row, "error": error}
 
 
 def try_measure(measure: Callable[[], Result]) -> tuple[Result | None, str | None]:
-    """Return the result of ``measure`` and None, or None and the text of its error in one line."""
+    """Return the result of ``measure`` and None. If it fails, return None and the text of the error on one line."""
     try:
         return measure(), None
     except torch.OutOfMemoryError:
@@ -65,6 +66,6 @@ def try_measure(measure: Callable[[], Result]) -> tuple[Result | None, str | Non
 
 
 def cache_bytes(cache: Any) -> int | None:
-    """Return the size in bytes of the tensors in a cache of dense layers, or None if a layer has other contents."""
+    """Return the size in bytes of the tensors in a cache of dense layers. If a layer has other contents, return None."""
     held = [(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "_quantized_keys", None) is None]
     return sum(x.nbytes for pair in held for x in pair) if len(held) == len(cache.layers) else None

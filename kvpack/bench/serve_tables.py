@@ -65,7 +65,7 @@ def _show_decode(report: dict[str, Any]) -> None:
 
 
 def _decode_cells(row: dict[str, Any], dense: list[dict[str, Any]], weights_bytes: int) -> list[str]:
-    """Return the cells of a cache's row. ``dense`` are the rows of uncompressed caches with the same batch and tokens."""
+    """Return the cells of a cache's row. ``dense`` contains the rows of uncompressed caches with the same batch and tokens."""
     static = dense[0]["graph_seconds"]
     known = row["peak_bytes"] is not None and row["cache_bytes"] is not None
     peak = row["peak_bytes"] / (weights_bytes + row["cache_bytes"]) if known else None

@@ -14,7 +14,7 @@ import torch
 from kvpack import cache_names
 from kvpack.models import transformers_library
 
-from .serve_graphs import cache_of_length, flash_attention
+from .serve_graphs import cache_of_length, use_flash_attention
 
 WARM_STEPS, STEPS, TURNS = 2, 8, 6
 MODEL_ONLY = "the model alone"
@@ -25,9 +25,9 @@ _NOTHING = "kvpack bench nothing"
 
 @dataclass(frozen=True)
 class Steps:
-    """Decode steps of ``model`` over the cache ``past``. ``flash`` selects FlashAttention in SDPA.
+    """Decode steps of ``model`` over the cache ``past``. With ``flash``, SDPA uses FlashAttention.
 
-    Without ``graphs``, steps over a KvpackCache are never replayed.
+    Without ``graphs``, steps over a KvpackCache never replay CUDA graphs.
     """
 
     name: str
@@ -38,7 +38,8 @@ class Steps:
 
 
 def steps_without_cache(model: Any, tokens: int) -> Steps:
-    """Return steps of ``model`` after ``tokens`` tokens. Its attention is permanently replaced by one that only returns its queries."""
+    """Return steps of ``model`` after ``tokens`` tokens. Its attention is permanently replaced by a function that only returns its queries.
+    """
     library = transformers_library()
 
     def attend(_: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *__: Any, **___: Any) -> tuple[torch.Tensor, None]:
@@ -52,7 +53,7 @@ def steps_without_cache(model: Any, tokens: int) -> Steps:
 
 @contextmanager
 def without_graphs(past: Any) -> Iterator[None]:
-    """Disable CUDA graphs over the KvpackCache ``past`` in a ``with`` block."""
+    """Return a context manager that disables CUDA graphs over the KvpackCache ``past``."""
     before, past.graphs = past.graphs, None
     try:
         yield
@@ -61,13 +62,16 @@ def without_graphs(past: Any) -> Iterator[None]:
 
 
 def seconds_of(runs: Sequence[Steps], batch: int, device: str, wait: Callable[[str], None]) -> dict[str, float]:
-    """Return the time in seconds of one step of each of ``runs``, by name: the median over turns of the mean after warm-up steps."""
+    """Return the time in seconds of one step for each of ``runs``, by name: the median over several turns.
+
+    The time of a turn is the mean over its steps, without warm-up steps.
+    """
     token = torch.full((batch, 1), 5, dtype=torch.int64, device=device)
     result: dict[str, list[float]] = {run.name: [] for run in runs}
     for _ in range(TURNS):
         for run in runs:
             over, begin = cache_names.cache_argument(run.model, run.past), 0.0
-            with flash_attention() if run.flash else nullcontext(), nullcontext() if run.graphs else without_graphs(run.past):
+            with use_flash_attention() if run.flash else nullcontext(), nullcontext() if run.graphs else without_graphs(run.past):
                 for step in range(WARM_STEPS + STEPS):
                     if step == WARM_STEPS:
                         wait(device)

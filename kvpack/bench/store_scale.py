@@ -72,10 +72,10 @@ def run(
     rows: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Fill ``location`` up to ``entries``, measure ``rows`` there, and return a report as JSON values. ``progress`` counts new entries.
+    """Fill ``location`` up to ``entries`` entries, measure ``rows`` there, and return a report as JSON values.
 
-    By default, all rows are measured. Raises InvalidParameter for fewer entries than two prefixes have, for rows that are unknown or that
-    the location does not support, and for a recipe that does not encode chunks of this size.
+    By default, all rows are measured. ``progress`` counts new entries. Raises InvalidParameter if there are fewer entries than two prefixes
+    have, if a row is unknown or not supported at the location, or if the recipe cannot encode chunks of this size.
     """
     if entries < 2 * CHUNKS:
         raise InvalidParameter(f"--entries is {entries}, expected an integer of at least {2 * CHUNKS}")
@@ -91,7 +91,7 @@ def run(
 
 
 def _check_recipe(recipe: str) -> None:
-    """Raise InvalidParameter for a recipe that does not encode chunks of this size, and the errors of an invalid recipe."""
+    """Raise InvalidParameter if a recipe is invalid or cannot encode chunks of this size."""
     identity = Identity("bench", recipe)
     try:
         check_groups(identity, CHUNK)
@@ -103,7 +103,7 @@ def _check_recipe(recipe: str) -> None:
 
 
 class _EntryTemplate:
-    """A chunk whose values are stored under every key, because encoding a million chunks would take half an hour."""
+    """A chunk whose values are stored under every key, because it would take half an hour to encode a million chunks."""
 
     def __init__(self, chunk: kvpack.Cache) -> None:
         key, parent, ids = (bytes([value]) * size for value, size in ((1, KEY_BYTES), (2, KEY_BYTES), (3, CHUNK * ID_BYTES)))
@@ -128,7 +128,7 @@ class _Scale:
         self._new = 10**9 + time.time_ns() % 10**9
 
     def fill(self, entries: int, progress: Progress | None) -> int:
-        """Add entries until there are ``entries``, and return how many were added."""
+        """Add entries until there are ``entries`` in total, and return how many were added."""
         backend = open_backend(self._location, Counters(), UNENCRYPTED, LocationOptions())
         existing, put = backend.size()[0], 0
         like = [_EntryTemplate(self._chunk_keys(number)) for number in range(CHUNKS)]
@@ -152,7 +152,9 @@ class _Scale:
             yield key, template[at].pieces(key, parent, ids)
 
     def _write_files(self, template: Sequence[_EntryTemplate], numbers: range, progress: Progress | None) -> int:
-        """Write the entries of prefixes to a folder that no other process uses, without counting them, and return how many there are."""
+        """Write the entries of prefixes to a folder that no other process uses. They are not added to the folder's count. Returns how many
+        there are.
+        """
         folder = Folder(self._location, Counters(), durable=False)
         folder.make_folders(*folder.entry_folders)
         context = multiprocessing.get_context("fork")
@@ -180,7 +182,7 @@ class _Scale:
         return len(numbers) * CHUNKS
 
     def match(self) -> dict[str, float]:
-        """Time the lookups of prefixes of 10 and of 100 chunks, each once. Returns milliseconds by name."""
+        """Look up prefixes of 10 and of 100 chunks, each once. Returns milliseconds by name."""
         with self._store() as store:
             return {f"match {count} chunks": self._time_lookups(store.match, count) for count in (10, 100)}
 
@@ -196,13 +198,13 @@ class _Scale:
             }
 
     def save(self) -> dict[str, float]:
-        """Measure how long it takes to save 10 chunks to a store that has reached its size budget."""
+        """Save 10 chunks to a store that has reached its size budget. Returns milliseconds by name."""
         taken, _ = self._time_saves(0)
         return {"save 10 chunks at the budget, median": statistics.median(taken), "save 10 chunks at the budget, maximum": max(taken)}
 
     def processes(self) -> dict[str, float]:
-        """Measure the CPU time of a save to a store at its size budget, with one process and, relative to that, with several."""
-        (one, _), (many, refused) = (self._cpu_of(count) for count in (1, PROCESSES))
+        """Measure the CPU time of a save to a store at its size budget with one process, and relative to this, with several processes."""
+        (one, _), (many, refused) = (self._save_cpu_time(count) for count in (1, PROCESSES))
         several = f"with {PROCESSES} processes"
         return {
             "CPU time of saving 10 chunks at the budget": one,
@@ -241,12 +243,13 @@ class _Scale:
         return statistics.median(taken)
 
     def _budget(self) -> int:
-        """Return the size of the location, or the larger budget in effect there, because a smaller one would cause no eviction."""
+        """Return the size of the location, or the larger budget that is in effect there. With a smaller budget, nothing would be evicted.
+        """
         with closing(open_backend(self._location, Counters(), UNENCRYPTED, LocationOptions())) as backend:
             return backend.largest_budget() if isinstance(backend, Directory) else backend.size()[1]
 
     def _time_saves(self, worker: int, budget: int | None = None) -> tuple[list[float], int]:
-        """Return the time of each save in milliseconds, and the number of chunks that were not stored, which cost nothing."""
+        """Return the time of each save in milliseconds, and the number of chunks that were not stored and so cost nothing."""
         taken = []
         with self._store(max_bytes=self._budget() if budget is None else budget) as store:
             for turn in range(SAVES):
@@ -256,7 +259,7 @@ class _Scale:
         self._new += SAVES
         return taken, refused
 
-    def _cpu_of(self, processes: int) -> tuple[float, int]:
+    def _save_cpu_time(self, processes: int) -> tuple[float, int]:
         """Return the CPU time of a save in milliseconds, and the number of chunks that were not stored."""
         context = multiprocessing.get_context("fork")
         results, budget = context.Queue(), self._budget()

@@ -27,9 +27,9 @@ DEPTHS = 4
 
 @dataclass(frozen=True)
 class NeedleAnswer:
-    """The answer to a question about a needle. ``depth`` is the needle's position as a fraction of the prompt's ``tokens`` tokens.
+    """The answer to a question about a needle.
 
-    ``right`` is True if the answer is correct.
+    ``depth`` is the position of the needle as a fraction of the prompt's ``tokens`` tokens. ``right`` is True if the answer is correct.
     """
 
     tokens: int
@@ -52,7 +52,7 @@ def summary(
 ) -> dict[str, Any]:
     """Return the report's results as JSON values, with recipes in descending order of bits.
 
-    Differences and ratios to the recipe ``reference`` are paired by window. Intervals are Student's t intervals over the windows.
+    Differences from the recipe ``reference``, and ratios to it, are paired by window. Intervals are Student's t intervals over the windows.
     """
     exact_loss = fmean(exact_losses)
     rows = [_row(recipe, measured, exact_losses, recalled) for recipe, measured, recalled in recipes]
@@ -83,7 +83,7 @@ def text_summary(
     names: Sequence[str],
     reference: str | None,
 ) -> dict[str, Any]:
-    """Return the results on another text as JSON values. They contain only predictions, without the errors of layers."""
+    """Return the results for another text as JSON values. They cover only predictions, not the errors of layers."""
     rows = [_short_row(name, windows, exact_losses) for name, windows in zip(names, measured, strict=True)]
     compare(rows, reference)
     return {
@@ -114,8 +114,8 @@ def _bits(measured: Sequence[RecipeResult]) -> float:
 def mark_pareto_front(rows: Sequence[dict[str, Any]]) -> None:
     """Set ``on_front`` in each row: True if it is on the Pareto front of bits and KL divergence.
 
-    The recipe with the fewest bits is on the front. Each further recipe is on it if its divergence is significantly below that of the
-    previous one on the front. Divergences are compared per window as logarithms, so that windows with large divergences do not dominate.
+    The recipe with the fewest bits is on the front. Any other recipe is on it if its divergence is significantly below that of the previous
+    recipe on the front. Divergences are compared per window as logarithms, so that windows with large divergences do not dominate.
     """
     front: list[list[float]] = []
     for row in sorted(rows, key=lambda row: (row["bits_per_value"], row["kl_divergence"])):
@@ -126,7 +126,8 @@ def mark_pareto_front(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def compare(rows: Sequence[dict[str, Any]], reference: str | None) -> None:
-    """Set ``of_reference`` in each row: the ratio of its divergence to that of the recipe ``reference``, with an interval, or None."""
+    """Set ``of_reference`` in each row. This is the ratio of its divergence to that of the recipe ``reference``, with an interval, or None.
+    """
     compared = next((_logarithms(row) for row in rows if row["recipe"] == reference), None)
     for row in rows:
         row["of_reference"] = None
@@ -142,7 +143,7 @@ def _logarithms(row: dict[str, Any]) -> list[float]:
 
 
 def _prediction_results(windows: Sequence[Comparison | RecipeResult], exact_losses: Sequence[float]) -> dict[str, Any]:
-    """Return the perplexity, the divergence and other results of the predictions in ``windows``."""
+    """Return the perplexity, the divergence and other results for the predictions in ``windows``."""
     differences = [window.log_perplexity - exact for window, exact in zip(windows, exact_losses, strict=True)]
     divergences = [window.kl_divergence for window in windows]
     return {
@@ -238,7 +239,7 @@ _LIMITS = ((0.005, "few tokens change"), (0.05, "some tokens change, so test you
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
-    """Return sentences that rate recipes by needles and by KL divergence (the upper end of its interval on the worst text)."""
+    """Return sentences that rate recipes by needles and by KL divergence. The upper end of its interval on the worst text counts."""
     worst: dict[str, float] = {}
     mean: dict[str, float] = {}
     for row in (row for part in (report, *report["others"]) for row in part["recipes"]):
@@ -296,7 +297,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def model_label(report: dict[str, Any]) -> str:
-    """Return the name of a report's model, with the changes made to its keys or the text."""
+    """Return the name of a report's model, with a note if its keys or the text were changed."""
     twin, offset = report["twin"], report["offset"]
     name = str(report["model"])
     if twin is not None:
@@ -309,7 +310,7 @@ def model_label(report: dict[str, Any]) -> str:
 
 
 def sizes_text(settings: dict[str, Any]) -> str:
-    """Return a text that describes the windows of a measurement."""
+    """Return text that describes the windows of a measurement."""
     return f"{format_count(settings['windows'], 'window')} of {settings['tokens']:,} tokens, the last {settings['score']:,} scored"
 
 

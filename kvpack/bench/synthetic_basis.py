@@ -58,9 +58,9 @@ def check(recipe: str) -> None:
 
 
 def resolve_recipe(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[str, Basis | None]:
-    """Return the recipe that ``recipe`` stands for and, if it needs one, the basis.
+    """Return the recipe for which ``recipe`` stands and, if it needs a basis, the synthetic one.
 
-    The model has ``heads`` KV heads, and keys and values of the head dims ``dims``.
+    The model has ``heads`` KV heads. ``dims`` are the head dims of keys and values.
     """
     if recipe.startswith(TRANSFORM):
         rate, scope = _parse_recipe(recipe)
@@ -93,7 +93,7 @@ def _widths(recipe: str) -> tuple[list[int], list[int]]:
 
 @lru_cache(maxsize=4)
 def _basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float]:
-    """Return the basis of ``recipe`` for one layer, and the bits per value that give its runs their widths.
+    """Return the basis that ``recipe`` names, for one layer, and the bits per value for which its runs get their widths.
 
     A head with fewer runs uses the first of the widths, and additional runs have no codes.
     """
@@ -120,14 +120,14 @@ def _rows(widths: list[int], dim: int, seed: int) -> torch.Tensor:
 
 
 def _weight(width: int) -> float:
-    """Return a weight for which a run gets ``width`` bits, if every bit has to reduce the error by more than ``_SLOPE``."""
+    """Return the weight of a run that should get ``width`` bits, if every bit has to reduce the error by more than ``_SLOPE``."""
     last = DISTORTIONS[width - 1] - DISTORTIONS[width] if width else 4 * (DISTORTIONS[0] - DISTORTIONS[1])
     following = DISTORTIONS[width] - DISTORTIONS[width + 1] if width < MAX_WIDTH else last / 4
     return _SLOPE / math.sqrt(last * following)
 
 
 def _parse_recipe(recipe: str) -> tuple[str, str]:
-    """Return the bits per value, and the scope of frames, that ``recipe`` specifies."""
+    """Return the bits per value and the scope of frames in ``recipe``."""
     match = re.fullmatch(rf"{TRANSFORM}([0-9.]+):({'|'.join(SCOPES)})", recipe)
     if match is None:
         raise InvalidParameter(f"{recipe!r}: expected {TRANSFORM}0.6:head, bits per value and the scope of frames, {' or '.join(SCOPES)}")
@@ -136,7 +136,7 @@ def _parse_recipe(recipe: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=4)
 def _frames_basis(scope: str, heads: int, dims: tuple[int, int]) -> Basis:
-    """Return a basis for one layer, with frames that are rotations and with keys that have RoPE."""
+    """Return a basis for one layer. Its frames are rotations, and its keys have RoPE."""
     rows, frames, tables = {}, {}, _normal_tables()
     for side, dim in zip(SIDES, dims, strict=True):
         rows[0, side] = torch.stack([_rows([1] * run_count(dim), dim, seed) for seed in range(heads)])
@@ -156,7 +156,7 @@ def _frame(channels: int, seed: int) -> torch.Tensor:
 
 
 def _normal_tables() -> SymbolTables:
-    """Return tables for normally distributed columns. Table k is for 2^(k / 4) times the smallest standard deviation, in steps."""
+    """Return tables for normally distributed columns. In table k, the standard deviation is 2^(k / 4) times the smallest one, in steps."""
     # A positive level l begins half a step above l - 1.
     edges = torch.arange(_MAX_LEVEL + 1, dtype=torch.float64) + 0.5
     edges = torch.cat([-edges.flip(0), edges])
@@ -170,7 +170,7 @@ def _normal_tables() -> SymbolTables:
 
 
 def _values_from_columns(x: torch.Tensor, frames: Frames) -> torch.Tensor:
-    """Return keys or values whose columns are ``x`` times the standard deviations for the frames' scales.
+    """Return keys or values whose coordinates in the frames are ``x`` times the standard deviation that each column's scale implies.
 
     ``x`` is ``[batch, kv_head, token, dim]``.
     """

@@ -47,7 +47,7 @@ def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def eager_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the time of one call in seconds, without graphs: the longer of host time and device time, over many calls."""
+    """Return the time of one call in seconds, without graphs. It is the larger of host time and device time, over many calls."""
     rounds = max(1, _EAGER_CALLS // len(calls))
     seconds = []
     for _ in range(_REPLAYS + 1):
@@ -77,7 +77,8 @@ def median_seconds(call: Callable[[], object]) -> float:
 
 
 def repeated_seconds(call: Callable[[], object]) -> float:
-    """Return the time in seconds of one of several calls in a row: device time, or host time if longer. It is the median of three runs."""
+    """Return the time in seconds of one of several calls in a row: the larger of device time and host time, and the median of three runs.
+    """
 
     def run() -> None:
         for _ in range(_CALLS_IN_A_ROW):
@@ -88,7 +89,7 @@ def repeated_seconds(call: Callable[[], object]) -> float:
 
 
 def queued_seconds(call: Callable[[], object]) -> float | None:
-    """Return the device time in seconds of one of several calls in a row, or None for calls that wait for the device.
+    """Return the device time in seconds of one of several calls in a row. If the calls wait for the device, return None.
 
     The device is kept busy until all calls are queued, so that it does not wait for the host.
     """

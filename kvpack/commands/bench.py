@@ -117,7 +117,6 @@ def _add_quality(kinds: Any) -> None:
 
 
 def _add_model_options(quality: Any) -> None:
-    """Add the options of bench quality that modify the model or the comparison."""
     quality.add_argument(
         "--twin",
         type=float,

@@ -11,13 +11,13 @@ DEVICES = ("cpu", "cuda")
 
 
 def add_device(parser: argparse.ArgumentParser, dtype: str = "") -> None:
-    """Add the option ``--device``. ``dtype`` is the model's dtype, if it differs from that of the weights."""
+    """Add the option ``--device``. ``dtype`` is the model's dtype for the help text, if it is not that of the weights."""
     loaded = f", in {dtype}" if dtype else ""
     parser.add_argument("--device", choices=DEVICES, help=f"device of the model{loaded} (default: cuda if there is one, otherwise cpu)")
 
 
 def chosen_device(arguments: argparse.Namespace) -> str:
-    """Return the device of the option ``--device``. Raises InvalidParameter for cuda if there is no CUDA device."""
+    """Return the value of the option ``--device``. Raises InvalidParameter for cuda if there is no CUDA device."""
     import torch
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,9 +32,9 @@ def add_compact(parser: argparse.ArgumentParser) -> None:
 
 
 def load_chat_model(model: str | None, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Load a model in the dtype of its weights, and its tokenizer. If ``model`` is None, loads the demo's model.
+    """Load a model in the dtype of its weights, and its tokenizer. If ``model`` is None, load the demo's model.
 
-    Raises the errors of ``kvpack.models.load_model``.
+    Raises the same errors as ``kvpack.models.load_model``.
     """
     from kvpack.models import BOS, ByteTokenizer, load_model, load_tokenizer, model_folder
 

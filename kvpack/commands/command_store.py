@@ -27,7 +27,7 @@ SYSTEM_REFUSED = 3
 class CommandStore:
     """The store at the location in ``arguments``. With ``skip_sweep``, opening it does not change its contents.
 
-    Raises the errors of opening it and of reading its key file.
+    Raises the errors of opening the store and of reading its key file.
     """
 
     def __init__(self, arguments: argparse.Namespace, *, skip_sweep: bool = True, **options: Any) -> None:
@@ -46,7 +46,7 @@ class CommandStore:
         """The location without passwords, for printing."""
         return shown_location(self.arguments.store)
 
-    def silent(self, entries: int) -> bool:
+    def is_silent(self, entries: int) -> bool:
         """Return True if the store had faults and returned no entries. ``entries`` is the number of entries that it returned."""
         return not entries and bool(self.faults)
 
@@ -56,9 +56,9 @@ class CommandStore:
             return read_catalog(self.backend, callback, self.cipher, max_entry_bytes=self.max_entry_bytes)
 
     def basis(self, entry: ChunkEntry) -> Basis | None:
-        """Return the basis that an entry's recipe needs, read from the store, or None if it needs none or the store does not have it.
+        """Return the basis that an entry's recipe needs, from the store. If it needs none or the store has none, return None.
 
-        Raises DigestMismatch, and the errors of decryption and ``Basis``. The store is not changed.
+        The store is not changed. Raises DigestMismatch, Undecryptable, or the same errors as ``Basis.of_bytes``.
         """
         from kvpack.coding.recipes import Recipe, basis_digest
         from kvpack.store.bases import basis_in
@@ -70,7 +70,7 @@ class CommandStore:
         return next((basis_in(key, data, digest, self.cipher) for key, data in result if digest is not None), None)
 
     def exit_code(self, *codes: int) -> int:
-        """Print the first of the store's faults, if any. Returns the worst exit code of the faults and ``codes``."""
+        """If there were faults, print the first one. Returns the worst exit code of the faults and ``codes``."""
         if not self.faults:
             return worst_exit_code(codes)
         operation, error = self.faults[0]

@@ -83,7 +83,7 @@ def unpack(arguments: argparse.Namespace) -> int:
 
 
 def pack(arguments: argparse.Namespace) -> int:
-    """Read the dense file and write a kvpack file that includes everything that ``unpack`` recorded."""
+    """Read the dense file, and write a kvpack file with everything that ``unpack`` recorded."""
     import kvpack
 
     check_output(arguments, arguments.output, arguments.input, arguments.basis, arguments.recipe)
@@ -138,7 +138,7 @@ def _metadata(cache: Cache) -> dict[str, str]:
 def _read_dense(path: str) -> tuple[list[DenseLayer], _UnpackedInfo, Inputs | None]:
     """Return the layers, the metadata and the inputs of a dense file.
 
-    Raises MissingFile, or InvalidParameter if the file is not a safetensors file or has other tensors than a dense file.
+    Raises MissingFile, or InvalidParameter if the file is not a safetensors file, or has tensors that dense files do not have.
     """
     from kvpack.cache import tensor_files
     from kvpack.cache.dense_states import DenseLayer
@@ -172,7 +172,7 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], _UnpackedInfo, Inputs | No
 
 
 def _inputs(path: str, ids: torch.Tensor | None, note: _UnpackedInfo) -> Inputs | None:
-    """Return the inputs of a dense file, or None if it has none. Raises InvalidParameter if the ids are not integers ``[row, token]``."""
+    """Return the inputs of a dense file, or None if it has none. Raises InvalidParameter unless the ids are integers ``[row, token]``."""
     from kvpack.store.keys import token_bytes
 
     if ids is None and note.undetermined is None:
@@ -217,7 +217,7 @@ def _check_names(path: str, names: list[str], note: _UnpackedInfo) -> int:
 
 
 class _UnpackedInfo(NamedTuple):
-    """The parsed metadata of a dense file. ``starts`` are the layers' first positions, or None if all layers start at ``start``."""
+    """The parsed metadata of a dense file. ``starts`` contains each layer's first position, or is None if all layers start at ``start``."""
 
     model: dict[str, str]
     start: int

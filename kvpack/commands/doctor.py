@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Package(NamedTuple):
-    """A package that kvpack uses: its oldest supported version, its purpose, and the extra that installs it ("" if none)."""
+    """A package that kvpack uses: its oldest supported version, its purpose, and the extra that installs it (or an empty string)."""
 
     name: str
     oldest: str
@@ -224,7 +224,7 @@ def _model() -> str:
 
 
 def _advice(packages: list[dict[str, Any]], kernels: dict[str, str], checks: list[dict[str, Any]]) -> list[str]:
-    """Return advice on failed checks and on missing packages and features. The most important comes first."""
+    """Return advice about failed checks and about missing packages and features, most important first."""
     missing = any(package["name"] == "torch" and package["version"] is None for package in packages)
     failed = [check["name"] for check in checks if not check["ok"] and not missing]
     advice = [f"{name} failed: report it with the output of kvpack doctor --json" for name in failed]

@@ -94,9 +94,9 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def hub_name(path: str) -> str:
-    """Return the name on the hub of the model recorded in the file at ``path``. Raises InvalidParameter unless the name has an owner.
+    """Return the hub name of the model recorded in the file at ``path``. Raises InvalidParameter unless the name has an owner.
 
-    A name without an owner may be that of a local folder, and belong to another model on the hub.
+    A name without an owner may be the name of a local folder, and another model on the hub may have the same name.
     """
     from kvpack.file.container import open_file
 

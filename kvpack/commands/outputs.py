@@ -17,10 +17,10 @@ def add_force(parser: argparse.ArgumentParser) -> None:
 
 
 def check_output(arguments: argparse.Namespace, output: str, *inputs: str | None) -> None:
-    """Check, before any work, that writing ``output`` does not destroy an input or an existing file.
+    """Check that writing ``output`` does not destroy an input or an existing file. Call this before any work.
 
     Inputs may be folders, such as a store, and recipes may be files (``@FILE`` or ``FILE``). Raises InvalidParameter if the output is an
-    input or a file in one, also through a link, or if it exists and ``--force`` is not set. In a model's folder (``arguments.model``), only
+    input or is inside one, even through a link, or if it exists and ``--force`` is not set. In a model's folder (``arguments.model``), only
     the model's own files count as inputs.
     """
     # Writing rejects folders, devices and pipes.

@@ -79,7 +79,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one row per recipe, followed by the additions to recipes if all presets are listed."""
+    """Print one row per recipe. If all presets are listed, print the additions to recipes as well."""
     from kvpack.coding.presets import ADDITIONS, PUBLISHED
 
     lists_all = arguments.all or arguments.json
@@ -144,7 +144,7 @@ def _show(
     shape: dict[str, int],
     model: _ModelShape | None,
 ) -> None:
-    """Print the table of ``rows`` and explain its columns. They are about caches of ``shape``, or of ``model`` if it is not None."""
+    """Print the table of ``rows`` and explain its columns. The rows are for caches of ``shape`` or, if set, of ``model``."""
     same_shape = len({(row["layers"], row["dim"]) for row in rows}) == 1
     if model is not None:
         suffix = f" of {arguments.model}: {model.words}"
@@ -169,7 +169,7 @@ def _show(
 
 
 def _print_table(title: str, rows: Sequence[dict[str, Any]], without_basis: Sequence[dict[str, Any]], *, notes: bool) -> None:
-    """Print those columns of the table that fit in 80 characters, with a note on each recipe or, without ``notes``, its unsuitable keys."""
+    """Print those columns of the table that fit in 80 characters. The last column has notes or, without ``notes``, unsuitable keys."""
     print_table(
         title,
         ["recipe", "note" if notes else "breaks on", "bits in\nthe file", "bytes", "KL"],
@@ -226,7 +226,7 @@ def _print_all_columns(title: str, rows: Sequence[dict[str, Any]], without_basis
 
 
 def _with_measured_bits(error: MissingBasis, published: _PublishedMeasurement | None) -> MissingBasis:
-    """Return ``error`` with the bits per value of a published measurement added to its message."""
+    """Add the bits per value of a published measurement to the message of ``error``."""
     if published is None:
         return error
     result = MissingBasis(f"{error}; files of 1,024 tokens of {MEASURED_MODEL} took {published.bits:.2f} bits per value")
@@ -235,7 +235,7 @@ def _with_measured_bits(error: MissingBasis, published: _PublishedMeasurement | 
 
 
 class _ModelShape(NamedTuple):
-    """The shape of a model's caches: all layers, the most common shape of a layer, and a description for the table's title."""
+    """The shape of a model's caches: all layers, the most common layer shape, and a description for the table's title."""
 
     layers: list[LayerShape | None]
     shape: dict[str, int]
@@ -279,7 +279,7 @@ def _divergence(value: float | None) -> str:
 
 
 def shape_of(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
-    """Return ``requested`` with the layers, heads and head dim set to those of the model that ``basis`` was calibrated for.
+    """Return ``requested`` with the numbers of layers and heads and the head dim of the model for which ``basis`` was calibrated.
 
     Raises InvalidParameter if ``requested`` contradicts them, or if the layers differ in shape.
     """
@@ -303,7 +303,7 @@ def _row(
     *,
     listed: bool,
 ) -> dict[str, Any]:
-    """Return the row of the recipe ``name``. If it is ``listed`` but does not support the shape, its bits are None."""
+    """Return the row of the recipe ``name``. If it is ``listed`` but the shape is not supported, its bits are None."""
     from kvpack.coding.presets import PUBLISHED, Preset
     from kvpack.coding.recipes import Recipe, parse_recipe
 
@@ -344,7 +344,6 @@ class _PublishedMeasurement(NamedTuple):
 
 
 def _published() -> dict[str, _PublishedMeasurement]:
-    """Return the published measurement of each measured recipe."""
     report = json.loads((files("kvpack.bench") / "measured" / "quality.json").read_text(encoding="utf-8"))
     return {row["recipe"]: _PublishedMeasurement(row["bits_per_value"], row["kl_divergence"]) for row in report["recipes"]}
 
@@ -372,21 +371,21 @@ def _equal_layers(layers: int, heads: int, tokens: int, dim: int) -> list[_Sized
 
 
 def _layer_after(layer: LayerShape | None, tokens: int) -> _SizedLayer | None:
-    """Return the shape of a model's layer after ``tokens`` tokens. A sliding window keeps fewer of them."""
+    """Return the shape of a model's layer after ``tokens`` tokens. A layer with a sliding window keeps fewer tokens."""
     return None if layer is None else _SizedLayer(*layer[:3], tokens if layer.window is None else min(tokens, layer.window))
 
 
 def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
-    """Return the nominal and the actual bits per value of a cache of equal layers (see ``recipe_sizes``)."""
+    """Return the nominal and the actual bits per value of a cache whose layers are equal (see ``recipe_sizes``)."""
     return recipe_sizes(recipe, _equal_layers(layers, heads, tokens, dim))[:2]
 
 
 def recipe_sizes(recipe: Recipe, layers: Sequence[_SizedLayer | None]) -> tuple[float, float, int]:
-    """Return the nominal bits per value, and the bits per value and the size in bytes of a file with one sequence.
+    """Return nominal bits per value, bits per value of a file with one sequence, and the file's size in bytes.
 
-    Sizes that depend on the values are estimated, assuming no outliers, no raw tokens of low norm and, for the codec lossless, normally
-    distributed values. Raises OutOfBounds if the recipe names other layers, InvalidParameter if a codec does not support a head dim, and
-    InvalidHeader or LimitExceeded if a file of this shape is not possible.
+    Sizes that depend on the values are estimated. The estimate assumes no outliers, no raw tokens of low norm and, for the codec lossless,
+    normally distributed values. Raises OutOfBounds if the recipe selects a missing layer, InvalidParameter if a codec does not support a
+    head dim, and InvalidHeader or LimitExceeded if there can be no file of this shape.
     """
     from kvpack.file.container import file_size
     from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of

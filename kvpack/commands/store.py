@@ -109,7 +109,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
     store = CommandStore(arguments)
     catalog = store.catalog()
     pinned = store.backend.pinned_keys()
-    if store.silent(catalog.count):
+    if store.is_silent(catalog.count):
         return store.exit_code()
     rows = [_prefix_row(prefix, prefix.key in pinned) for prefix in catalog.prefixes()]
     if arguments.json:
@@ -142,7 +142,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 
 def _recipe(row: dict[str, Any]) -> str:
-    """Return the recipe of a row, or the name of the preset that has this recipe."""
+    """Return the recipe of a row. If it is a preset, return the preset's name."""
     from kvpack.coding.recipes import preset_name
 
     return printable(preset_name(row["recipe"]) or row["recipe"])
@@ -222,7 +222,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
         summary = summarize(store.backend, callback, store.cipher, max_entry_bytes=store.max_entry_bytes)
     entries, size = store.backend.size()
     pinned, unreadable, closed = len(store.backend.pinned_keys()), summary.unreadable, summary.undecryptable
-    if store.silent(summary.count):
+    if store.is_silent(summary.count):
         return store.exit_code()
     identities: list[dict[str, Any]] = [{"model": model, "recipe": recipe, **counts} for model, recipe, counts in summary.identities()]
     kinds = {kind: count["entries"] for kind, count in summary.kinds.items()}
@@ -290,7 +290,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
     store = CommandStore(arguments)
     catalog = store.catalog()
     matching = EntryFilter(arguments.model, recipe, arguments.tenant or None, before).keys(catalog)
-    if store.silent(catalog.count):
+    if store.is_silent(catalog.count):
         return store.exit_code()
     pinned = len(matching & store.backend.pinned_keys())
     removed = 0 if arguments.dry_run else remove(store.backend, store.counters, matching, pinned=False)
@@ -359,7 +359,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
             refused.append({"key": stored.key.hex(), "bytes": stored.size, "message": str(why), "deleted": removed})
             codes.append(why.exit_code)
             print(f"kvpack: {printable(str(why))}", file=sys.stderr)
-    if store.silent(count):
+    if store.is_silent(count):
         return store.exit_code(*codes)
     text = f"{store.name}: {_entries(count)} checked, {len(refused):,} refused, {len(unopened):,} not readable with the given keys"
     print_report({"entries": count, "refused": refused, "undecryptable": unopened}, text, arguments)
@@ -379,7 +379,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
         store.backend.forget_budgets()
     store.backend.collect()
     entries, size = store.backend.size()
-    if store.silent(entries):
+    if store.is_silent(entries):
         return store.exit_code()
     counts: dict[str, Any] = store.counters.as_dict()
     if arguments.json:
@@ -404,7 +404,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     check_output(arguments, arguments.output, arguments.store, arguments.key_file)
     store = CommandStore(arguments)
     catalog = store.catalog()
-    if store.silent(catalog.count):
+    if store.is_silent(catalog.count):
         return store.exit_code()
     prefix, states = catalog.truncate_to_states(catalog.find(arguments.key))
     basis = store.basis(prefix.entries[-1])
@@ -415,7 +415,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Store the prefix that a file contains. Returns 3 if the store reports faults."""
+    """Store the prefix in a file. Returns 3 if the store reports faults."""
     from kvpack import Store
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.backend import MAX_ENTRY_BYTES

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _remove_unfinished(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Remove the unfinished files of dead writers from ``folder``. Returns the removed and the remaining ones for the report."""
+    """Remove the unfinished files of dead writers from ``folder``. Returns the removed and the remaining files for the report."""
     from kvpack.file.atomic import remove_dead
 
     removed, remaining = remove_dead(folder)

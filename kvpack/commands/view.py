@@ -106,7 +106,7 @@ class Viewer(ThreadingHTTPServer):
         os.close(self.descriptor)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of connections that the browser has dropped."""
+        """Ignore errors in connections that the browser has dropped."""
 
 
 def _open_regular(path: str | os.PathLike[str]) -> int:
@@ -165,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _path_below_token(self) -> str | None:
-        """Return the path after the token in the URL, or None if the token is missing or wrong."""
+        """Return the path after the token in the URL. If the token is missing or wrong, return None."""
         _, _, remainder = self.path.partition("/")
         token, _, path = remainder.partition("/")
         is_valid = hmac.compare_digest(token.encode("latin-1", "replace"), self.server.token.encode())
@@ -184,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Respond to malformed requests with the usual headers, and without a page that repeats the text of the request."""
+        """Respond to a malformed request with the usual headers, and without a page that repeats the text of the request."""
         self.close_connection = True
         self.command = self.command or "GET"
         self.request_version = "HTTP/1.1"

@@ -48,8 +48,8 @@ _KEY_LINE = re.compile(rb"\[\[key (\w{6}) = (\w{8})\]\]")
 def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | None = None) -> dict[str, Any]:
     """Write one file per recipe, and read each in a new process. Returns sizes, errors, answers and times as JSON values.
 
-    ``out`` is a folder in which the files are kept. ``progress`` counts files written and read. Raises InvalidParameter, or KvpackError if
-    transformers is not installed or a reader fails.
+    If ``out`` is set, the files are kept in this folder. ``progress`` counts files written and read. Raises InvalidParameter, or
+    KvpackError if transformers is not installed or a reader fails.
     """
     for recipe in recipes:
         parse_recipe(recipe)
@@ -87,7 +87,7 @@ def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @rounding_is_shown()
 def write(pairs: list[tuple[torch.Tensor, torch.Tensor]], recipe: str, path: Path) -> dict[str, Any]:
-    """Pack and save ``pairs``. Returns sizes and times, and the similarity of the decoded and the original values."""
+    """Pack and save ``pairs``. Returns sizes, times, and how similar the decoded values are to the original ones."""
     pack, save = kvpack.pack, kvpack.save
     started = time.perf_counter()
     cache = pack(pairs, recipe, model=IDENTITY)
@@ -122,10 +122,10 @@ def read(path: str) -> dict[str, Any]:
 
 @rounding_is_shown()
 def continue_from(past: Cache | Any) -> dict[str, Any]:
-    """Look up the keys, continue the text, and score the actual continuation, all from the same prefilled cache. Returns the results.
+    """Look up the keys, continue the text, and score the actual continuation, each time from the same prefilled cache.
 
     ``past`` is a packed Cache, which is attended to directly, or a transformers cache. It contains BOS and the prompt without its last
-    byte.
+    byte. Returns the results.
     """
     from kvpack.integrations.transformers import KvpackCache
 
@@ -154,7 +154,7 @@ def continue_from(past: Cache | Any) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print a table of the files, and below it the text that each reader generated."""
+    """Print a table of the files, followed by the text that each reader generated."""
     plain = report["uncompressed"]
     columns = [
         "recipe", "file\nbytes", "bits per\nvalue", "nominal\nbits", "smaller\nthan bf16", "K\ncosine", "V\ncosine",
@@ -198,7 +198,7 @@ def _read_in_process(path: str) -> dict[str, Any]:
 
 
 def _greedy(model: Any, cache: Any, prompt: bytes, count: int) -> str:
-    """Return the ``count`` bytes that the model generates after ``prompt``, choosing the most likely byte each time."""
+    """Return the ``count`` bytes that the model generates after ``prompt`` with greedy decoding."""
     tokens, result = torch.tensor([[*prompt]]), []
     for _ in range(count):
         token = int(model(tokens, **cache_names.cache_argument(model, cache)).logits[0, -1, :BOS].argmax())
@@ -208,7 +208,7 @@ def _greedy(model: Any, cache: Any, prompt: bytes, count: int) -> str:
 
 
 def _mean_cosine(originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tensor | None]) -> float:
-    """Return the cosine similarity between original and decoded vectors, averaged over layers, heads and tokens."""
+    """Return the cosine similarity of original and decoded vectors, averaged over layers, heads and tokens."""
     cosines = [functional.cosine_similarity(x, y, dim=-1).mean().item() for x, y in zip(originals, decoded, strict=True) if y is not None]
     return sum(cosines) / len(cosines)
 
@@ -222,7 +222,7 @@ def _file_name(recipe: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run ``python -m kvpack.demo.files reader FILE``, which prints the reader's results as JSON."""
+    """Run ``python -m kvpack.demo.files reader FILE``, which prints the results of the reader as JSON."""
     command, path = words
     if command != "reader":
         raise SystemExit(f"unknown command {command!r}, expected reader")

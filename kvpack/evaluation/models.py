@@ -22,7 +22,7 @@ MAX_TEXT_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Text:
-    """A text as token ids. ``start`` are the ids that begin each sequence, and ``ids`` are the ids of the text itself.
+    """A text as token ids. ``start`` are the ids with which each sequence begins, and ``ids`` are the ids of the text itself.
 
     If ``is_byte_level`` is True, there is no tokenizer: ids are byte values, and sequences begin with id 256. ``encode`` converts other
     text to ids.
@@ -36,38 +36,39 @@ class Text:
 
 
 def vocabulary(model: Any) -> int:
-    """Return the size of the model's vocabulary. All token ids are below it."""
+    """Return the size of the model's vocabulary. Every token id is less than this."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-def read_text(path: str | None, folder: Path, ids_below: int) -> Text:
-    """Read a text file, or the demo's text if ``path`` is None, as token ids of the model in ``folder``.
+def read_text(path: str | None, folder: Path, vocabulary_size: int) -> Text:
+    """Read a text file as token ids of the model in ``folder``. If ``path`` is None, read the demo's text.
 
-    All ids are below ``ids_below``. Raises MissingFile, LimitExceeded, or InvalidParameter if the folder has no tokenizer and the model
-    does not support bytes.
+    Every id is less than ``vocabulary_size``. Raises MissingFile, LimitExceeded, or InvalidParameter if the folder has no tokenizer and the
+    model cannot use bytes as token ids.
     """
     if path is None:
-        return _text("the demo's text", demo_text(), folder, ids_below)
-    return _text(path, read_bytes(path, MAX_TEXT_BYTES, "a text"), folder, ids_below)
+        return _text("the demo's text", demo_text(), folder, vocabulary_size)
+    return _text(path, read_bytes(path, MAX_TEXT_BYTES, "a text"), folder, vocabulary_size)
 
 
 def bundled_bytes(name: str) -> bytes:
-    """Return the bytes of a text in kvpack/bench/texts. They are stored compressed, because the size of the wheel is limited."""
+    """Return the bytes of a text in kvpack/bench/texts. Texts are stored compressed, because the size of the wheel is limited."""
     return bz2.decompress((files("kvpack.bench") / "texts" / f"{name}.txt.bz2").read_bytes())
 
 
-def bundled_text(name: str, folder: Path, ids_below: int) -> Text:
+def bundled_text(name: str, folder: Path, vocabulary_size: int) -> Text:
     """Read a text in kvpack/bench/texts as token ids, as ``read_text`` does."""
-    return _text(f"kvpack's {name}", bundled_bytes(name), folder, ids_below)
+    return _text(f"kvpack's {name}", bundled_bytes(name), folder, vocabulary_size)
 
 
-def _text(name: str, data: bytes, folder: Path, ids_below: int) -> Text:
+def _text(name: str, data: bytes, folder: Path, vocabulary_size: int) -> Text:
     tokenizer = load_tokenizer(folder)
     if tokenizer is not None:
         return tokenize(name, data.decode(errors="replace"), tokenizer)
-    if ids_below <= BOS:
+    if vocabulary_size <= BOS:
         raise InvalidParameter(
-            f"{folder} has no tokenizer, and bytes need at least {BOS + 1} token ids, but the model has only {ids_below}: add a tokenizer"
+            f"{folder} has no tokenizer, and bytes need at least {BOS + 1} token ids, but the model has only {vocabulary_size}: "
+            "add a tokenizer"
         )
     return Text(name, (BOS,), data, is_byte_level=True, encode=lambda text: [*text.encode()])
 

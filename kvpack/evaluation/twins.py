@@ -22,12 +22,12 @@ TWIN_TOLERANCE = 1e-3
 
 
 def make_twin(model: Any, factor: float, sample: torch.Tensor, seed: int) -> float:
-    """Multiply the key weights of two RoPE pairs per KV head by ``factor``, and divide the query weights by it.
+    """Multiply the key weights of two RoPE pairs per KV head by ``factor``, and divide their query weights by it.
 
     The model computes the same function, but its keys get outlier channels, as in some larger models. ``sample`` contains token ids
-    ``[batch, token]``. Returns the largest change of a logit on the sample, relative to the largest logit. Raises InvalidParameter for a
-    factor that is not above 0, a model without q_proj and k_proj, and a model whose logits change by more than TWIN_TOLERANCE (for example,
-    because it normalizes keys).
+    ``[batch, token]``. Returns the largest change of a logit on the sample, relative to the largest logit. Raises InvalidParameter if
+    ``factor`` is not above 0, if the model has no q_proj and k_proj, or if a logit changes by more than TWIN_TOLERANCE (for example,
+    because the model normalizes keys).
     """
     layers = [module for module in model.modules() if hasattr(module, "q_proj") and hasattr(module, "k_proj")]
     if not layers:
@@ -68,8 +68,8 @@ def offset_keys(model: Any, factor: float, sample: torch.Tensor, seed: int) -> f
 
     The constant is ``factor`` times the channel's standard deviation. All scores of a query change by the same amount, so the model
     computes the same function, but its keys get offsets like the ones that biases cause in some models. ``sample`` contains token ids
-    ``[batch, token]``. Returns the largest change of a logit on the sample, relative to the largest logit. Raises InvalidParameter for a
-    factor that is not finite, and for a model whose logits change by more than TWIN_TOLERANCE.
+    ``[batch, token]``. Returns the largest change of a logit on the sample, relative to the largest logit. Raises InvalidParameter if
+    ``factor`` is not finite, or if a logit changes by more than TWIN_TOLERANCE.
     """
     if not abs(factor) < float("inf"):
         raise InvalidParameter(f"--offset is {factor}, expected a finite number")

@@ -56,7 +56,7 @@ class RecordedAttention:
 
 @dataclass
 class _Recorder:
-    """kvpack's attention function, which also records each layer's newest queries and outputs in the last forward pass."""
+    """kvpack's attention function. It also records each layer's newest queries and outputs in the latest forward pass."""
 
     layers: dict[int, RecordedAttention] = field(default_factory=dict)
     has_other_weights: bool = False
@@ -74,7 +74,7 @@ class _Recorder:
 
 @dataclass
 class _Observer:
-    """kvpack's attention function, which first passes the layer's number and its queries to ``observe``."""
+    """kvpack's attention function. It first calls ``observe`` with the layer's number and its queries."""
 
     observe: Callable[[int, torch.Tensor], object] | None = None
 
@@ -112,7 +112,7 @@ class UncompressedResult:
 
     @property
     def first(self) -> Pairs:
-        """Each layer's keys and values for the prefix."""
+        """The keys and values of each layer for the prefix."""
         return [(k[:, :, : self.prefix], v[:, :, : self.prefix]) for k, v in self.pairs]
 
 
@@ -121,7 +121,7 @@ class Predictions:
     """A model's predictions over packed layers.
 
     ``same_choices`` is the fraction of positions with the same top choice as the uncompressed model. ``whole`` is the cache after the
-    scored tokens have been appended.
+    scored tokens were appended.
     """
 
     log_perplexity: float
@@ -133,7 +133,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predictions of a window's scored tokens over a different prefix, compared with the uncompressed model's."""
+    """Predictions of a window's scored tokens after a different prefix, compared with those of the uncompressed model."""
 
     log_perplexity: float
     kl_divergence: float
@@ -142,7 +142,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class RecipeResult:
-    """Measurements of one recipe in a window. Cosines and errors have one number per layer."""
+    """Measurements of one recipe in a window. Cosines and errors have one value per layer."""
 
     log_perplexity: float
     kl_divergence: float
@@ -167,7 +167,7 @@ def prefill(
 
     ``positions``, ``[batch, token]``, start at 0 by default. ``observe(layer, queries)`` is called with the queries that attention
     receives, ``[batch, q_head, token, dim]``, unless the model implements attention itself. Raises InvalidParameter if the model has layers
-    with other states.
+    with states other than keys and values.
     """
     known = Model(model)
     if any(known.states(known.config.num_hidden_layers)):
@@ -187,7 +187,9 @@ def prefill(
 
 
 def read_uncompressed(model: Any, tokens: torch.Tensor, scored_tokens: int) -> UncompressedResult:
-    """Evaluate a window with the uncompressed cache. ``tokens`` is ``[1, prefix + score + 1]``; the last token is predicted but not read.
+    """Evaluate a window with the uncompressed cache. ``tokens`` is ``[1, prefix + score + 1]``.
+
+    The last token is predicted, but not read.
     """
     prefix = tokens.shape[1] - 1 - scored_tokens
     cache = uncompressed_cache(model, prefill(model, tokens[:, :prefix]))
@@ -206,9 +208,9 @@ def read_uncompressed(model: Any, tokens: torch.Tensor, scored_tokens: int) -> U
 def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Sequence[torch.Tensor]) -> list[float]:
     """Return the fraction of attention weight that each layer gives to chosen tokens, averaged over heads and the newest queries.
 
-    ``tokens`` is ``[1, token]``. ``pairs`` contains the keys and values of the first tokens. ``chosen``, bool ``[token]`` per layer, marks
-    tokens among these. The list is empty for models that implement attention themselves, or whose attention weights depend on other terms,
-    such as position biases.
+    ``tokens`` is ``[1, token]``. ``pairs`` contains the keys and values of the first tokens. ``chosen``, bool ``[token]`` for each layer,
+    marks some of these tokens. The list is empty for models that implement attention themselves, or whose attention weights depend on other
+    terms, such as position biases.
     """
     known = pairs[0][0].shape[2]
     cache = uncompressed_cache(model, [(k.clone(), v.clone()) for k, v in pairs])
@@ -244,12 +246,12 @@ def _weights(seen: RecordedAttention, keys: torch.Tensor) -> torch.Tensor:
 
 
 def read_forgotten(model: Any, exact: UncompressedResult, visible_tokens: int = SINK_TOKENS) -> Comparison:
-    """Evaluate a window's scored tokens, at their original positions, with only the first ``visible_tokens`` tokens as prefix."""
+    """Evaluate a window's scored tokens, at their original positions, after a prefix of only the first ``visible_tokens`` tokens."""
     return read_over(model, exact, [(k[:, :, :visible_tokens], v[:, :, :visible_tokens]) for k, v in exact.first])
 
 
 def read_over(model: Any, exact: UncompressedResult, pairs: Pairs) -> Comparison:
-    """Evaluate a window's scored tokens, at their original positions, in one pass over ``pairs`` as prefix."""
+    """Evaluate a window's scored tokens, at their original positions, in one pass over the prefix ``pairs``."""
     cache = uncompressed_cache(model, pairs)
     tokens = exact.tokens[:, exact.prefix : -1]
     positions = torch.arange(exact.prefix, exact.prefix + tokens.shape[1], device=tokens.device)[None]
@@ -260,7 +262,7 @@ def read_over(model: Any, exact: UncompressedResult, pairs: Pairs) -> Comparison
 
 
 def packed_file(pairs: Pairs, recipe: str | Recipe, path: str) -> Cache:
-    """Convert ``pairs`` to bf16, pack them, save them to ``path``, and return the cache loaded from ``path``."""
+    """Convert ``pairs`` to bf16, pack them, save them to ``path``, and return the cache loaded from this file."""
     kvpack.save(pack_as_bf16(pairs, recipe), path)
     return _load(path, recipe, pairs[0][0].device)
 
@@ -274,13 +276,13 @@ def pack_as_bf16(pairs: Pairs, recipe: str | Recipe) -> Cache:
 
 
 class Bf16Cache(KvpackCache):
-    """A packed cache that rounds new keys and values to bf16, like a bf16 model, even if a CPU computes in float32."""
+    """A packed cache that rounds new keys and values to bf16, as a bf16 model does, even if a CPU computes in float32."""
 
     _offsets: Any
 
     @classmethod
     def from_cache(cls, model: Any, cache: Cache) -> Self:
-        """Create a cache for ``model`` that starts with the contents of ``cache``. It does not record the model's passes."""
+        """Create a cache for ``model`` that continues ``cache``. It does not record forward passes."""
         past = cls.of(cache)
         past._offsets = key_offsets(model)
         return past
@@ -311,7 +313,8 @@ def uncompressed_cache(model: Any, pairs: Pairs | None = None) -> Any:
 
 
 def key_offsets(model: Any) -> dict[int, torch.Tensor] | None:
-    """Return the offsets ``[kv_head, 1, dim]`` that ``twins.offset_keys`` adds to each layer's keys, or None for an unmodified model."""
+    """Return the offsets that ``twins.offset_keys`` adds to each layer's keys, ``[kv_head, 1, dim]``. For an unmodified model, return None.
+    """
     return getattr(model, "kvpack_key_offsets", None)
 
 
@@ -340,8 +343,8 @@ def measure(
 ) -> RecipeResult:
     """Pack and save a window's prefix, load it from ``path``, and evaluate the scored tokens over it, ``step`` at a time.
 
-    ``bytes`` is the size of a file of the whole window, including the appended tokens. If ``errors`` is False, errors per layer are not
-    measured.
+    ``bytes`` is the size of a file of the whole window, including the appended tokens. With ``errors=False``, errors of single layers are
+    not measured.
     """
     started = time.perf_counter()
     packed = pack_as_bf16(exact.first, recipe)
@@ -371,7 +374,7 @@ def measure(
 
 
 def _layer_errors(layer: Layer, exact: UncompressedResult, number: int) -> tuple[float, float, float]:
-    """Return a layer's mean cosine similarities of keys and of values, and its relative attention error."""
+    """Return a layer's mean cosine similarities, of keys and of values, and its relative attention error."""
     k, v = exact.pairs[number]
     layer = layer.append(k[:, :, exact.prefix :].to(torch.bfloat16), v[:, :, exact.prefix :].to(torch.bfloat16))
     packed_k, packed_v = layer.unpack(torch.float32)
@@ -384,12 +387,12 @@ def _layer_errors(layer: Layer, exact: UncompressedResult, number: int) -> tuple
 
 
 def _cosine(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return the mean cosine similarity of the vectors of ``x`` and ``y``, over heads and tokens."""
+    """Return the cosine similarity of the vectors in ``x`` and ``y``, averaged over heads and tokens."""
     return functional.cosine_similarity(x.float(), y, dim=-1).mean().item()
 
 
 def compare_predictions(exact: UncompressedResult, log_probabilities: torch.Tensor) -> tuple[float, float, float]:
-    """Compare log-probabilities ``[position, vocabulary]`` with the exact ones.
+    """Compare log-probabilities ``[position, vocabulary]`` with those of the uncompressed model.
 
     Returns the loss of the scored tokens, the KL divergence, and the fraction of positions with the same top choice.
     """
@@ -399,12 +402,12 @@ def compare_predictions(exact: UncompressedResult, log_probabilities: torch.Tens
 
 
 def _divergence(exact: torch.Tensor, log_probabilities: torch.Tensor) -> float:
-    """Return KL(exact || other) of log-probabilities ``[position, vocabulary]`` in nats, averaged over positions."""
+    """Return KL(exact || other) in nats, averaged over positions. Both log-probabilities are ``[position, vocabulary]``."""
     return divergences(exact, log_probabilities).mean().item()
 
 
 def divergences(exact: torch.Tensor, log_probabilities: torch.Tensor) -> torch.Tensor:
-    """Return KL(exact || other) of log-probabilities ``[position, vocabulary]`` in nats, as float64 ``[position]``."""
+    """Return KL(exact || other) in nats, float64 ``[position]``. Both log-probabilities are ``[position, vocabulary]``."""
     parts = []
     for first in range(0, len(exact), _ROWS):
         p, q = exact[first : first + _ROWS].double(), log_probabilities[first : first + _ROWS].double()

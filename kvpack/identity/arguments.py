@@ -17,10 +17,10 @@ ModelArgument: TypeAlias = torch.nn.Module | Identity | str | Mapping[str, str]
 
 
 def model_fields(model: ModelArgument | None) -> dict[str, str]:
-    """Return the fields that identify ``model`` in a cache, or an empty dict for None.
+    """Return the fields that identify ``model`` in a cache. For None, the result is empty.
 
-    Raises InvalidType for a value of any other type. Raises InvalidParameter for a model that ``Identity.of`` rejects, and for fields that
-    a header cannot store.
+    Raises InvalidType for a value of any other type, and InvalidParameter if ``Identity.of`` rejects the model or a header cannot store the
+    fields.
     """
     result: dict[str, Any]
     if model is None:

@@ -32,7 +32,7 @@ IDENTITY_ADVICE = "build the kvpack.Identity yourself, and include in it everyth
 
 
 def weights_kind(weights: str) -> str:
-    """Return the kind of digest in ``Identity.weights``: ``ALL``, ``SAMPLE``, ``FILES``, or "" for a revision or empty text."""
+    """Return the kind of digest in ``Identity.weights``: ``ALL``, ``SAMPLE`` or ``FILES``. For a revision or no text, it is empty."""
     kind = weights.partition(":")[0]
     return kind if kind in (ALL, SAMPLE, FILES) else ""
 
@@ -43,7 +43,7 @@ def json_digest(value: Any) -> str:
 
 
 def json_text(value: Any) -> str:
-    """Return ``value``, a result of ``to_json_value``, as JSON without spaces and with sorted keys."""
+    """Return ``value`` as JSON without spaces and with sorted keys. ``value`` is a result of ``to_json_value``."""
     return _JSON.encode(value)
 
 
@@ -58,9 +58,9 @@ def class_name(kind: type) -> str:
 
 
 def to_json_value(where: str, value: Any, max_values: int | None = None) -> Any:
-    """Return ``value`` as JSON values. A tensor becomes its digest, which covers at most ``max_values`` of its values.
+    """Convert ``value`` to JSON values. A tensor becomes its digest, which covers at most ``max_values`` of its values.
 
-    Raises InvalidParameter, naming ``where``, for a value that kvpack cannot convert to text.
+    Raises InvalidParameter, with ``where`` in the message, if kvpack cannot convert a value to text.
     """
     if type(value) in SCALARS:
         return value
@@ -99,7 +99,7 @@ def to_json_value(where: str, value: Any, max_values: int | None = None) -> Any:
 
 
 def is_constant(value: Any) -> bool:
-    """Return True for a tensor, array or NumPy scalar, and for a structure or container of such constants and of scalars."""
+    """Return True for a tensor, an array, a NumPy scalar, or a structure or container of these and of other scalars."""
     import torch
 
     if isinstance(value, (torch.Tensor, numpy.generic)):
@@ -131,8 +131,8 @@ def _is_structure(value: Any) -> bool:
 def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = None) -> str:
     """Return a tensor's dtype and shape, and the XXH3-128 of its bytes. For a quantized tensor, all of its parts are described.
 
-    With ``max_values``, only that many evenly spaced values are digested. Raises InvalidParameter, naming ``where``, for a tensor whose
-    values are not in memory or cannot be read as bytes.
+    With ``max_values``, only that many evenly spaced values are digested. Raises InvalidParameter, with ``where`` in the message, if values
+    are not in memory or cannot be read as bytes.
     """
     import torch
 
@@ -164,12 +164,12 @@ def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = Non
 
 
 def tensor_text(tensor: torch.Tensor) -> str:
-    """Return the part of a dense tensor's ``tensor_digest`` before the digest: its dtype and shape."""
+    """Return a dense tensor's dtype and shape as they appear in its ``tensor_digest``."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any]:
-    """Return the result of ``to_json_value`` for each (name, value) in ``named``.
+    """Return the result of ``to_json_value`` for each (name, value) pair.
 
     Tensors are read in batches, because each read waits for a device.
     """
@@ -198,9 +198,9 @@ _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def _batch_digests(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, max_values: int) -> dict[int, str]:
-    """Return the ``tensor_digest`` of each of ``tensors``, pairs (number, tensor), by number. Values are read as integers of ``dtype``.
+    """Return the ``tensor_digest`` of each tensor by number. ``tensors`` are (number, tensor) pairs.
 
-    The tensors must be on the same device and have the same item size.
+    The tensors must be on the same device and have the same item size. Values are read as integers of ``dtype``.
     """
     import torch
 
@@ -219,7 +219,7 @@ def _batch_digests(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dty
 
 
 def _spaced_values(values: torch.Tensor, max_values: int | None) -> torch.Tensor:
-    """Return ``max_values`` evenly spaced values, or all values if there are fewer."""
+    """Return ``max_values`` evenly spaced values. If there are fewer, return all values."""
     import torch
 
     if max_values is None or values.numel() <= max_values:

@@ -181,7 +181,8 @@ def engine_fields(
     tp: tuple[int, int],
     extra: str,
 ) -> dict[str, str]:
-    """Return the fields model, weights, rope, config and extra of an engine's identity. Raises the errors of ``Identity.of_engine``."""
+    """Return the fields model, weights, rope, config and extra of an engine's identity. Raises the same errors as ``Identity.of_engine``.
+    """
     if not kv_dtype or not layout:
         raise InvalidParameter("kv_dtype or layout is empty: pass the dtype of the engine's cache, and PageLayout.digest")
     if ";" in layout:

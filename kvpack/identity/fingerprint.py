@@ -196,9 +196,9 @@ _FREQUENCIES = "inv_freq"
 
 
 def model_name(loaded_from: str) -> str:
-    """Return a model's name on the hub, or the last part of the folder from which it was loaded.
+    """Return a model's name on the hub, or the name of the folder from which it was loaded.
 
-    The rest of the path is dropped, so that files do not contain this machine's paths.
+    The rest of the path is dropped, so that files do not reveal paths on this machine.
     """
     path = PurePath(loaded_from)
     for part in reversed(path.parts):
@@ -211,7 +211,7 @@ def model_name(loaded_from: str) -> str:
 
 
 def weights_of(model_parts: Iterable[ModelPart]) -> Weights:
-    """Start computing the digest of all parameters and persistent buffers, except those of adapters. Raises InvalidParameter."""
+    """Start computing the digest of all parameters and persistent buffers except those of adapters. Raises InvalidParameter."""
     return Weights(_states(model_parts))
 
 
@@ -232,14 +232,14 @@ def weights_sample(model_parts: Iterable[ModelPart]) -> str:
 def config_digest(config: Any, model_parts: Iterable[ModelPart]) -> str:
     """Return a digest of everything on which keys and values depend, except the weights' values and the adapters.
 
-    It covers the model's configuration, and for every module its class, its plain attributes, the types, dtypes and shapes of its
-    parameters, and its current buffers. Raises InvalidParameter.
+    It covers the model's configuration and its modules. For every module, these are its class, its plain attributes, its current buffers,
+    and the types, dtypes and shapes of its parameters. Raises InvalidParameter.
     """
     return json_digest([_settings(config), [_module(part) for part in _model_modules(model_parts)]])
 
 
 def dtype_text(model: Any) -> str:
-    """Return the dtype of a transformers model, and autocast's dtype if it is enabled."""
+    """Return the dtype of a transformers model. If autocast is enabled, add its dtype."""
     import torch
 
     # Offloaded weights do not show where the model computes.
@@ -249,7 +249,7 @@ def dtype_text(model: Any) -> str:
 
 
 def check_deterministic(model_parts: Iterable[ModelPart]) -> None:
-    """Raise InvalidParameter for a model in training mode whose dropout is random."""
+    """Raise InvalidParameter if a model is in training mode and has random dropout."""
     for part in model_parts:
         for name, module in part.module.named_modules() if part.adapter == "layer" else [("", part.module)]:
             if not module.training:
@@ -313,7 +313,7 @@ def _fetch_offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> tor
 
 
 def _own_state(part: ModelPart) -> dict[str, Any]:
-    """Return the state dict of a module that defines its own state, without its children's entries."""
+    """Return the state dict of a module that defines its own state. Entries of its children are omitted."""
     import torch
 
     module, prefix = part.module, f"{part.name}."
@@ -326,7 +326,7 @@ def _own_state(part: ModelPart) -> dict[str, Any]:
 
 
 def _has_default_state(kind: type[torch.nn.Module]) -> bool:
-    """Return True if the state of a class's modules consists only of their parameters and persistent buffers."""
+    """Return True if the state of modules of this class consists only of their parameters and persistent buffers."""
     import torch
 
     usual = torch.nn.Module
@@ -362,9 +362,9 @@ def _module(part: ModelPart) -> list[Any]:
 
 
 def _short_sequence_frequencies(module: torch.nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:
-    """Return a rotary embedding's frequencies for short sequences if the last forward pass may have changed ``buffer``.
+    """If the last forward pass may have changed ``buffer``, return the rotary embedding's frequencies for short sequences.
 
-    Otherwise, returns ``buffer``.
+    Otherwise, return ``buffer``.
     """
     before, found, _ = name.rpartition(_FREQUENCIES)
     first = module._buffers.get(f"{before}original_{_FREQUENCIES}") if found else None
@@ -380,11 +380,11 @@ def _short_sequence_frequencies(module: torch.nn.Module, name: str, buffer: torc
     return first if "dynamic" in kind and longest > getattr(module, "original_max_seq_len", longest) else buffer
 
 
-def _attributes(where: str, found: Mapping[str, Any]) -> list[Any]:
-    """Return the attributes of a module that are settings, as (name, value)."""
+def _attributes(where: str, values: Mapping[str, Any]) -> list[Any]:
+    """Return those attributes of a module that are settings, as (name, value) pairs."""
     attributes = []
-    for name in _setting_names(tuple(found)):
-        value = None if name == _POSITION_ATTRIBUTE else found[name]
+    for name in _setting_names(tuple(values)):
+        value = None if name == _POSITION_ATTRIBUTE else values[name]
         # Most are scalars, which need no conversion.
         if type(value) in SCALARS:
             attributes.append([name, value])
@@ -394,9 +394,9 @@ def _attributes(where: str, found: Mapping[str, Any]) -> list[Any]:
 
 
 def _constants(where: str, module: torch.nn.Module) -> list[Any]:
-    """Return the tensors, arrays and structures in a module's plain attributes, and a custom module's private floats, with their names.
+    """Return the tensors, arrays and structures in a module's plain attributes with their names. For a custom module, add private floats.
 
-    Modules that define their own state have none, because theirs are among the weights.
+    The result is empty for modules that define their own state, because theirs are among the weights.
     """
     if not _has_default_state(type(module)):
         return []
@@ -414,7 +414,7 @@ def _constants(where: str, module: torch.nn.Module) -> list[Any]:
 
 @lru_cache(maxsize=4096)
 def _constant_names(names: tuple[str, ...], private: bool) -> tuple[str, ...]:
-    """Return the sorted names of attributes that may be constants. Private names are included only with ``private``."""
+    """Return the sorted names of attributes that may be constants. With ``private``, private names are included."""
     import torch
 
     usual = vars(torch.nn.Module()).keys()
@@ -424,7 +424,7 @@ def _constant_names(names: tuple[str, ...], private: bool) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _setting_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the sorted names of attributes that may be settings. Modules of the same class have the same names, so results are cached."""
+    """Return the sorted names of attributes that may be settings. Modules of one class have the same names, so results are cached."""
     return tuple(sorted(name for name in names if not name.startswith("_") and _is_setting(name)))
 
 
@@ -445,7 +445,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _kind(where: str, tensor: torch.Tensor) -> list[Any]:
-    """Return a parameter's class, dtype, shape and attributes, which show how it is quantized."""
+    """Return a parameter's class, dtype, shape and attributes. They show how it is quantized."""
     attributes = _attributes(where, getattr(tensor, "__dict__", {}))
     kinds = [class_name(type(tensor)), str(tensor.dtype), list(tensor.shape), attributes]
     if hasattr(tensor, "__tensor_flatten__"):

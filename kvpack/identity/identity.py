@@ -188,7 +188,7 @@ class Identity:
         tenant: Owner of the entries, as any text. All users without a tenant share the empty one.
         config: Digest of the configuration, the modules with their settings and quantization, and the buffers.
         extra: Anything else that affects the values, such as a forward hook (spec/notes.md lists what kvpack detects).
-        digests: Digests of all weights and of a sample of them. They serve to reject caches of other weights even if these use another
+        digests: Digests of all weights and of a sample of them, by which caches of other weights are recognized even if they have another
             kind of digest. Not in keys.
         windows: Sliding window of each layer in tokens, or None for full attention. Stores load only tokens within the windows. Not in
             keys.
@@ -248,7 +248,7 @@ class Identity:
         self._check()
 
     def _check(self) -> None:
-        """Check that a header can store all fields, and replace the recipe's text with its canonical form. Raises InvalidParameter."""
+        """Check that a header can store all fields, and make the recipe's text canonical. Raises InvalidParameter."""
         for name in _FIELDS:
             value = getattr(self, name)
             if name == "tenant" and isinstance(value, str):
@@ -314,7 +314,7 @@ class Identity:
     ) -> Self:
         """Return the identity of a model as ``of`` does, from the ``modules.parts`` of the model.
 
-        This lists the modules only once. With both ``digests`` and ``weights``, no weights are read.
+        This way, modules are listed only once. If both ``digests`` and ``weights`` are set, no weights are read.
         """
         from .fingerprint import check_deterministic, config_digest, dtype_text, model_name, weights_of, weights_sample
         from .modules import base_model
@@ -389,17 +389,17 @@ class Identity:
 
     @property
     def header_model(self) -> dict[str, str]:
-        """The map ``model`` in an entry's header: all fields except the tenant and the recipe, which has its own header field."""
+        """The map ``model`` in an entry's header: all fields except the tenant, and except the recipe, which has its own header field."""
         fields = (name for name in _FIELDS if name not in ("recipe", "tenant"))
         return {_HEADER_NAMES.get(name, name): value for name in fields if (value := getattr(self, name))}
 
     def weights_of_kind(self, kind: str) -> str:
-        """Return the weights' digest of the kind ``kind`` (see ``canonical_text.weights_kind``), or an empty string if it is unknown."""
+        """Return the weights' digest of this kind (see ``canonical_text.weights_kind``). If it is unknown, the result is empty."""
         return next((text for text in (self.weights, *self.digests) if weights_kind(text) == kind), "")
 
     @classmethod
     def of_header(cls, model: Mapping[str, str], recipe: str, tenant: str) -> Self:
-        """Return the identity in the fields of a header, for ``tenant``. Raises InvalidParameter."""
+        """Create an identity for ``tenant`` from the fields of a header. Raises InvalidParameter."""
         fields = (name for name in _FIELDS if name not in ("recipe", "tenant"))
         named: dict[str, Any] = {name: model.get(_HEADER_NAMES.get(name, name), "") for name in fields}
         return cls(recipe=Recipe.from_recorded(recipe).canonical, tenant=tenant, **named)
@@ -421,7 +421,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Identity) if field.co
 
 
 def length_prefixed(data: bytes) -> bytes:
-    """Return ``data`` after its length in 8 bytes, so that different sequences of fields never have the same bytes."""
+    """Return ``data`` after its length in 8 bytes. This way, different lists of fields never have the same bytes."""
     return len(data).to_bytes(8, "little") + data
 
 

@@ -35,7 +35,10 @@ _OTHER_LIBRARIES = {"adapters": "AdapterConfig"}
 
 
 class ModelPart(NamedTuple):
-    """A module, and its name in the model without adapters. ``adapter`` is "layer" for a PEFT layer, "around" for a wrapper, or empty."""
+    """A module with the name that it has in the model without adapters.
+
+    ``adapter`` is "layer" for a PEFT layer, "around" for a wrapper of the whole model, and otherwise empty.
+    """
 
     name: str
     module: torch.nn.Module
@@ -43,9 +46,9 @@ class ModelPart(NamedTuple):
 
 
 def parts(model: torch.nn.Module) -> list[ModelPart]:
-    """Return every module of ``model`` once, parents first. Of an adapter's children, only the module that it replaces is listed.
+    """Return every module of ``model`` once, parents first. Among an adapter's children, only the module that it replaces is listed.
 
-    PyTorch's wrappers are omitted, also from names. Raises InvalidParameter for an adapter whose effect kvpack cannot determine.
+    PyTorch's wrappers are omitted, also from names. Raises InvalidParameter if kvpack cannot determine the effect of an adapter.
     """
     check_model(model)
     result: list[ModelPart] = []
@@ -78,7 +81,7 @@ def parts(model: torch.nn.Module) -> list[ModelPart]:
 
 
 def check_model(model: Any) -> None:
-    """Raise InvalidType unless ``model`` is a model. For a path or a name, the message suggests the right call."""
+    """Raise InvalidType unless ``model`` is a model. If it is a path or a name, the message suggests the right call."""
     import torch
 
     if isinstance(model, torch.nn.Module):
@@ -91,7 +94,7 @@ def check_model(model: Any) -> None:
 
 
 def base_model(model_parts: Iterable[ModelPart]) -> Any:
-    """Return the transformers model inside its wrappers. Raises InvalidParameter for any other module."""
+    """Return the transformers model inside its wrappers. Raises InvalidParameter if there is none."""
     base = next(part.module for part in model_parts if not part.adapter)
     if not hasattr(base, "config") or not hasattr(base, "dtype"):
         raise InvalidParameter(f"a {class_name(type(base))} is not a transformers model: pass the transformers model that it contains")
@@ -99,14 +102,14 @@ def base_model(model_parts: Iterable[ModelPart]) -> Any:
 
 
 def child_modules(layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the child modules of an adapter layer by name, except the module that the layer replaces."""
+    """Yield the child modules of an adapter layer by name. The module that the layer replaces is omitted."""
     for name, child in layer._modules.items():
         if child is not None and name not in (*_BASE_ATTRIBUTES, "token_adapter"):
             yield name, child
 
 
 def check_determined(where: str, kind: type) -> None:
-    """Raise InvalidParameter if the output of an adapter class depends on more than a prefix's tokens."""
+    """Raise InvalidParameter if the output of an adapter class depends on more than the tokens of a prefix."""
     undetermined = _names(kind) & _UNSUPPORTED_ADAPTERS
     if undetermined:
         raise InvalidParameter(

@@ -29,14 +29,14 @@ def rope_text(config: Any) -> str:
 def max_uniform_length(config: Any) -> int | None:
     """Return the length, in tokens, up to which all sequences of a model with ``config`` have the same RoPE frequencies.
 
-    Returns None if there is no limit.
+    None means that there is no limit.
     """
     limits = (_limit(config, rope) for rope in _rope_maps(getattr(config, "rope_parameters", None)))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def longest_sequence(rope: str) -> int | None:
-    """Return the length, in tokens, up to which all sequences have the same RoPE frequencies, or None if there is no limit.
+    """Return the length, in tokens, up to which all sequences have the same RoPE frequencies. None means that there is no limit.
 
     ``rope`` is the field of that name in an identity.
     """
@@ -49,7 +49,7 @@ def longest_sequence(rope: str) -> int | None:
 
 
 def _rope_maps(settings: Any) -> Iterator[dict[str, Any]]:
-    """Yield the maps within ``settings`` that contain a RoPE type: a single one, or one for each layer type."""
+    """Yield the maps in ``settings`` that contain a RoPE type. There is one map, or one for each layer type."""
     if isinstance(settings, dict):
         if "rope_type" in settings:
             yield settings

@@ -44,7 +44,7 @@ MAX_BYTES = 64 << 20
 
 
 def supports(codec: Codec) -> bool:
-    """Return True if a codec can be decoded safely on a device: no damaged bits can make it read outside a table."""
+    """Return True if a device can decode a codec safely, which means that no damaged bits can make it read outside a table."""
     if isinstance(codec, Opaque):
         return False
     return all(isinstance(sidecar, FrameMap | ChannelScale | KeyMean | RawPositions) for sidecar in codec.sidecars) and all(
@@ -53,9 +53,9 @@ def supports(codec: Codec) -> bool:
 
 
 def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor, left_out: torch.Tensor) -> None:
-    """Encode pages and write the streams of ``lane`` to ``rows``, uint8 ``[page, byte]``.
+    """Encode pages and write the streams of ``lane`` into ``rows``, uint8 ``[page, byte]``.
 
-    ``keys`` are the layers' keys. Adds the counts of ``count_left_out`` to ``left_out``, int64 ``[2]``. Raises InvalidParameter and
+    ``keys`` are the layers' keys. The counts of ``count_left_out`` are added to ``left_out``, int64 ``[2]``. Raises InvalidParameter or
     OutOfRange if any page is invalid.
     """
     for first, some in _slot_batches(lane, slots, torch.float32):
@@ -84,13 +84,13 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
 
 
 def can_lose_precision(lane: Lane) -> bool:
-    """Return True if some tokens of ``lane`` may lose precision, or cause others to, and its pages must be examined for them."""
+    """Return True if tokens of ``lane`` may lose precision, or cause others to lose it, so that its pages must be examined."""
     return lane.may_lose_precision or lane.raw_rule is not None
 
 
 def allocate_errors(lane: Lane, pages: int, device: torch.device) -> torch.Tensor | None:
-    """Return an uninitialized float32 tensor ``[page and layer, kv_head, token]`` for the errors of ``lanes.encode``, or None if they are
-    not needed.
+    """Allocate a float32 tensor ``[page and layer, kv_head, token]`` for the errors of ``lanes.encode``. If they are not needed, return
+    None.
     """
     if not lane.plain_codec.summary.direction_spread:
         return None
@@ -106,7 +106,7 @@ def suspect_pages(
 ) -> torch.Tensor:
     """Return a mask of the pages in which ``count_losses`` may find tokens, bool ``[page]``, without waiting for the device.
 
-    ``rows`` contain the encoded streams of ``lane``, whose pages have no raw tokens. ``norms`` and ``key_norms`` return the norms of the
+    ``rows`` contains the encoded streams of ``lane``, whose pages have no raw tokens. ``norms`` and ``key_norms`` return the norms of the
     lane's vectors and of the keys, ``[page and layer, kv_head, token]``. ``errors`` are the errors that ``lanes.encode`` measured, or None.
     """
     codec, watched = lane.plain_codec, lane.raw_rule
@@ -129,9 +129,9 @@ def suspect_pages(
 
 
 def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
-    """Count the tokens that lose precision, or cause others to, in pages without raw tokens.
+    """In pages without raw tokens, count the tokens that lose precision or cause others to lose it.
 
-    ``rows`` contain the pages in ``slots``, already encoded. Returns the counts of ``count_left_out``, int64 ``[2]``.
+    ``rows`` contains the pages in ``slots``, already encoded. Returns the counts of ``count_left_out``, int64 ``[2]``.
     """
     result = torch.zeros(2, dtype=torch.int64, device=rows.device)
     for first, some in _slot_batches(lane, slots, torch.float32):
@@ -173,7 +173,7 @@ def _encode(
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
     """Encode ``codec_input``, and return its streams and their ``excess_losses``.
 
-    ``x`` contains the values of pages. ``codec_input`` is ``x`` with any raw tokens replaced. Losses of the tokens in ``chosen`` are
+    ``x`` contains the values of pages, and ``codec_input`` is ``x`` with raw tokens replaced. Losses of the tokens in ``chosen`` are
     ignored.
     """
     codec = codec or lane.plain_codec
@@ -190,7 +190,7 @@ def _halve_means(
     encoded: dict[str, torch.Tensor],
     lost: torch.Tensor,
 ) -> torch.Tensor:
-    """Re-encode pages in which tokens lose precision into ``encoded``, with half means. Returns the remaining losses.
+    """With half of each mean, re-encode pages in which tokens lose precision into ``encoded``. Returns the remaining losses.
 
     The other parameters are as for ``_encode``.
     """
@@ -213,7 +213,7 @@ def _count_without_room(
 ) -> torch.Tensor:
     """Return the counts of ``count_left_out``, int64 ``[2]``, for pages without raw tokens.
 
-    ``x`` contains the values of the pages. ``lost`` is the codec's ``excess_losses``, or None.
+    ``x`` contains the values of the pages. ``lost`` contains the codec's ``excess_losses``, or is None.
     """
     none = torch.zeros(len(x), x.shape[2], dtype=torch.bool, device=x.device)
     wanted = none.expand(2, -1, -1)
@@ -227,7 +227,9 @@ def _lane_name(lane: Lane) -> str:
 
 
 def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[int], status: torch.Tensor) -> None:
-    """Decode the streams of ``lane`` in ``rows`` into the pages in ``slots`` whose ``status``, int32 ``[page]``, is 0."""
+    """Decode the streams of ``lane`` in ``rows`` into the pages in ``slots``. Only pages whose ``status``, int32 ``[page]``, is 0 are
+    decoded.
+    """
     from kvpack.kernels.pages.lanes import scatter
 
     geometry, dtype = lane.geometry, layers.first.dtype
@@ -253,7 +255,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
 
 
 def _slot_batches(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, list[int]]]:
-    """Yield batches of slots whose values take at most ``MAX_BYTES``, as (index of the first slot, slots)."""
+    """Split ``slots`` into batches whose values have at most ``MAX_BYTES`` bytes. Yields (index of the first slot, slots) pairs."""
     geometry = lane.geometry
     page = lane.count * geometry.heads * geometry.tokens * lane.codec.dim * dtype.itemsize
     at_once = max(1, MAX_BYTES // page)
@@ -262,7 +264,7 @@ def _slot_batches(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Itera
 
 
 def _pages(lane: Lane, count: int, dtype: torch.dtype, device: torch.device, dim: int | None = None) -> torch.Tensor:
-    """Allocate the layers of ``count`` pages, ``[page and layer, kv_head, token, dim]``, each aligned to ``ALIGNED`` bytes."""
+    """Allocate the layers of ``count`` pages, ``[page and layer, kv_head, token, dim]``. Each is aligned to ``ALIGNED`` bytes."""
     shape = lane.geometry.heads, lane.geometry.tokens, dim or lane.codec.dim
     step = -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED // dtype.itemsize
     values = torch.empty(count * lane.count, step, dtype=dtype, device=device)

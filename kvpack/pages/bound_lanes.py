@@ -49,7 +49,7 @@ _NONE = numpy.zeros((0, 0), numpy.int64), numpy.zeros(2, numpy.int64)
 
 
 class _RowStreams(Mapping[str, torch.Tensor]):
-    """The streams of a lane in one row, by name. Reading one copies its layers into a single tensor, with layers as the batch."""
+    """The streams of a lane in one row, by name. Access to a stream copies its layers into a single tensor, with layers as the batch."""
 
     def __init__(self, lane: Lane, row: memoryview) -> None:
         self._lane, self._row = lane, row
@@ -68,7 +68,7 @@ class _RowStreams(Mapping[str, torch.Tensor]):
 
 
 class BoundLane:
-    """A lane bound to the memory of one engine. It stores everything that does not depend on a slot."""
+    """A lane bound to one engine's memory. It caches addresses, strides and other values that are the same for all slots."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class BoundLane:
 
     @classmethod
     def of(cls, lane: Lane, pages: PageBuffer) -> Self:
-        """Bind ``lane`` to an engine's memory."""
+        """Bind ``lane`` to the memory of ``pages``."""
         tensors, keys = (pages.sides[side][lane.first : lane.first + lane.count] for side in (lane.side, "k"))
         if not dispatch.uses_c(pages.device) or isinstance(lane.codec, Opaque | Raw) or lane.geometry.dtype not in RAW_DTYPES:
             return cls(lane, tensors, keys)
@@ -137,7 +137,7 @@ class BoundLane:
     def _choose(self, raw: RawPositions, slot: int, threads: int) -> tuple[Counts, Counts]:
         """Return the raw tokens of each layer, and the counts of ``count_left_out``, int64 ``[2]``.
 
-        The raw tokens are token indices, int64 ``[layer, raw_slot]``, ascending and padded with -1.
+        The raw tokens are ascending token indices, int64 ``[layer, raw_slot]``, padded with -1.
         """
         if self._choosers is not None:
             result = [self._choosers[stretch[1]].run(self._values(stretch, slot), threads) for stretch in self._stretches_of_keys]
@@ -148,7 +148,7 @@ class BoundLane:
         return token.masked_fill(token == tokens, -1).numpy(), left_out.numpy()
 
     def _raw_choices(self, raw: RawPositions, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return, for each layer of a page, the tokens to keep raw and all tokens that qualify, as ``choose_slot_tokens`` does."""
+        """For each layer of a page, return the tokens to keep raw and all tokens that qualify, as ``choose_slot_tokens`` does."""
         lane, codec = self._lane, self._lane.plain_codec
         dtype, fit_errors = lane.geometry.computed_dtype, None
         if lane.shared:
@@ -160,7 +160,7 @@ class BoundLane:
         return choose_slot_tokens(raw, norms, codec.token_group, lane.slots, fit_errors)
 
     def _fit_errors(self, slot: int, row: memoryview, sizes: TokenSizes, used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-        """Return the losses of precision of tokens that are not raw, ``[2, layer, token]`` (``excess_losses``), or None if all tokens fit.
+        """Return the ``excess_losses`` of tokens that are not raw, ``[2, layer, token]``, or None if no token loses precision.
 
         ``sizes`` are from ``_encode``. ``used`` maps layers to their raw tokens.
         """
@@ -200,7 +200,7 @@ class BoundLane:
         rest: Mapping[int, torch.Tensor],
         fit_errors: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Re-encode layers in which tokens that are not ``kept`` raw lose precision, with ``halved`` means.
+        """Re-encode layers in which tokens that are not ``kept`` raw lose precision. ``halved`` is the codec with half of each mean.
 
         Returns the remaining fit errors.
         """
@@ -211,7 +211,7 @@ class BoundLane:
         return self._exact_fit_errors(slot, _RowStreams(self._lane, row), sizes, kept)
 
     def _with_poorly_fitting(self, used: Mapping[int, torch.Tensor], fit_errors: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Return ``used``, the raw tokens of each layer, with the worst-fitting other tokens added, as far as there is room."""
+        """Add the tokens with the largest fit errors to ``used``, the raw tokens of each layer, as long as there is room."""
         result = dict(used)
         for number in (fit_errors[0] > 1).any(1).nonzero()[:, 0].tolist():
             own = used.get(number, torch.empty(0, dtype=torch.int64, device=fit_errors.device))
@@ -222,7 +222,7 @@ class BoundLane:
         return result
 
     def _without_raw(self, slot: int, number: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return layer ``number`` of the page in ``slot`` with its raw ``tokens`` replaced, ``[1, kv_head, token, dim]``."""
+        """Return layer ``number`` of the page in ``slot`` as ``[1, kv_head, token, dim]``. The raw tokens in ``tokens`` are replaced."""
         x = self._tensors[number][slot].to(self._lane.geometry.computed_dtype)[None]
         chosen = torch.zeros(1, x.shape[2], dtype=torch.bool, device=x.device)
         chosen[0, tokens] = True
@@ -241,7 +241,7 @@ class BoundLane:
     def _encode(self, slot: int, row: memoryview, threads: int, rest: Mapping[int, torch.Tensor]) -> TokenSizes:
         """Encode all layers of a page, and return the sizes of their tokens, with layers as the batch.
 
-        ``rest`` maps some layers to the values to encode instead, with raw tokens replaced, ``[1, kv_head, token, dim]``.
+        ``rest`` contains the values to encode for layers that have raw tokens, with raw tokens replaced, ``[1, kv_head, token, dim]``.
         """
         lane = self._lane
         if self._encoders is not None and not rest:
@@ -254,7 +254,7 @@ class BoundLane:
         return TokenSizes(*(torch.cat(parts) if parts[0] is not None else None for parts in zip(*result, strict=True)))
 
     def _encode_layer(self, slot: int, row: memoryview, number: int, rest: Mapping[int, torch.Tensor], codec: Codec) -> TokenSizes:
-        """Encode layer ``number``, or its values in ``rest`` if present, with ``codec``. Returns the sizes of its tokens."""
+        """Encode layer ``number`` with ``codec``, and return the sizes of its tokens. Values in ``rest`` take precedence."""
         lane, streams = self._lane, self._streams(row, number)
         x, sizes = rest[number][0] if number in rest else self._tensors[number][slot], TokenSizes()
         if isinstance(codec, Opaque):
@@ -297,7 +297,7 @@ class BoundLane:
         self._put_raw(slot, row)
 
     def _put_raw(self, slot: int, row: memoryview) -> None:
-        """Overwrite the decoded values of raw tokens with their exact values."""
+        """Overwrite the decoded values of raw tokens with the exact values in ``row``."""
         raw = self._lane.raw
         if raw is None:
             return
@@ -315,7 +315,7 @@ class BoundLane:
                 tensor[slot][:, token[inside]] = values.to(tensor.dtype)
 
     def _streams(self, row: memoryview, number: int) -> dict[str, torch.Tensor]:
-        """Return views of the lane's streams of layer ``number`` in a row."""
+        """Return views of the streams of layer ``number`` in a row, by name."""
         result = {}
         for name, layout in self._lane.layouts.items():
             begin, end = (place + number * self._lane.stride for place in self._lane.places[name])
@@ -342,9 +342,9 @@ def _has_contiguous_channels(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int, tuple[int, int, int]]]:
-    """Return the stretches of layers that are evenly spaced in memory, ideally a single one.
+    """Return stretches of layers that are evenly spaced in memory, ideally a single one.
 
-    Each is (first layer, number of layers, address, bytes per slot, (bytes per layer, per head, per token)).
+    Each stretch is (first layer, number of layers, address, bytes per slot, (bytes per layer, per head, per token)).
     """
     size = tensors[0].element_size()
     strides = {tuple(stride * size for stride in x.stride()[:3]) for x in tensors}
@@ -363,7 +363,7 @@ def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int
 def _c_functions(lane: Lane) -> tuple[Any, Any, Any]:
     """Return the C functions that encode pages, decode pages, and detect large errors. Each is None if the codec is not supported.
 
-    The first two are dicts by number of layers, with a function for one layer and one for all layers.
+    The encoders and decoders are dicts by number of layers, with a function for one layer and one for all layers.
     """
     from kvpack.kernels.cpu import pages
 
@@ -383,7 +383,7 @@ def _c_functions(lane: Lane) -> tuple[Any, Any, Any]:
 def _choosers(lane: Lane, keys: Sequence[torch.Tensor]) -> Any:
     """Return the C functions that choose raw tokens, by number of layers: one for a single layer, and one for all layers.
 
-    Returns None if the C kernels cannot choose the raw tokens, or if there are none.
+    If the C kernels cannot choose the raw tokens, or if there are none, returns None.
     """
     from kvpack.kernels.cpu import encode, pages
 

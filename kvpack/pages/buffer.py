@@ -19,8 +19,8 @@ class PageBuffer:
     """An engine's memory, viewed as slots that each contain a page. Nothing is copied.
 
     ``k`` and ``v`` are lists of tensors ``[slot, head, token, channel]``, one for each layer, or one tensor ``[slot, layer, head, token,
-    channel]`` each. ``v`` is None for pages without values. Tensors may have arbitrary strides. Raises InvalidParameter or InvalidType for
-    tensors that do not match ``geometry``.
+    channel]`` each. ``v`` is None for pages without values. Tensors may have arbitrary strides. Raises InvalidParameter or InvalidType if
+    the tensors do not match ``geometry``.
     """
 
     def __init__(self, geometry: PageGeometry, k: Any, v: Any = None) -> None:
@@ -52,9 +52,9 @@ class PageBuffer:
                 )
 
     def checked_slots(self, slots: Sequence[int], written: bool = False) -> list[int]:
-        """Return ``slots`` as Python integers. Raises the errors of the function ``checked_slots``.
+        """Return ``slots`` as Python integers. Raises the same errors as the function ``checked_slots``.
 
-        Also raises InvalidParameter if the slots will be ``written`` but values share memory.
+        Also raises InvalidParameter if the slots will be ``written`` and some values share memory.
         """
         check_flag(written, "written")
         if written and self._shared:
@@ -63,7 +63,7 @@ class PageBuffer:
 
     @cached_property
     def _shared(self) -> str:
-        """Describe the tensors that share memory, such as an expanded tensor, for messages. Empty if there are none."""
+        """Describe tensors that share memory, such as an expanded tensor, for messages. If there are none, return an empty string."""
         names = [f"layers[{number}].{side}" for side, tensors in self.sides.items() for number in range(len(tensors))]
         tensors = [tensor for tensors in self.sides.values() for tensor in tensors]
         shared = find_overlap([_strided(tensor) for tensor in tensors]) if self.slots else None
@@ -94,10 +94,10 @@ def _strided(x: torch.Tensor) -> Strided:
 
 
 def checked_slots(slots: Sequence[int], count: int, written: bool) -> list[int]:
-    """Return ``slots`` as Python integers, because adding narrow integers to addresses would overflow.
+    """Return ``slots`` as Python integers. Adding narrower integers to addresses would overflow.
 
-    Raises OutOfBounds for a slot outside 0 to ``count`` - 1, and InvalidParameter for anything except integers or, if the slots will be
-    ``written``, for a repeated slot.
+    Raises OutOfBounds if a slot is not from 0 to ``count`` - 1, and InvalidParameter if a slot is not an integer or, if the slots will be
+    ``written``, is repeated.
     """
     result = [as_integer(slot, "a slot") for slot in as_list(slots, "slots", "slots, which are integers")]
     for slot in result:

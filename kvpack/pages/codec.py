@@ -37,13 +37,13 @@ class PageCodec:
 
     A row has room for one raw token per 64 tokens of its page. Tokens whose norm is below ``raw_low_norm`` times the page's median are
     stored there. Codecs that encode tokens together also store those above ``raw_high_norm``. ``raw_first`` is ignored, because a page has
-    no position in the sequence. Tokens that maps, means and scales do not fit well take the remaining room. Pages of fewer than 64 tokens
-    have no room, except for one token with the codec klt. ``raw_tokens_left_out`` counts tokens without room. One KvpackWarning per codec
-    reports tokens that lose precision for lack of room, or cause others to lose it.
+    no position in the sequence. Tokens that maps, means and scales represent poorly take the remaining room. Pages of fewer than 64 tokens
+    have no room, except for one token with the codec klt. ``raw_tokens_left_out`` counts tokens without room. If tokens lose precision for
+    lack of room, or cause others to lose it, one KvpackWarning per codec is issued.
 
-    Raises InvalidParameter, InvalidType and LimitExceeded for a recipe whose sizes depend on the values (lossless, transform, outliers, raw
-    tokens by ``sinks``), and for one that keeps a raw tail. A klt recipe must include its basis (``Recipe("klt-2", basis)``). Without one,
-    raises MissingBasis, and InvalidParameter if the basis has a different number of heads.
+    Raises InvalidParameter, InvalidType or LimitExceeded if sizes depend on the values (lossless, transform, outliers, raw tokens by
+    ``sinks``), or if the recipe keeps a raw tail. A klt recipe must include its basis (``Recipe("klt-2", basis)``). Raises MissingBasis
+    without a basis, and InvalidParameter if the basis has a different number of heads.
     """
 
     def __init__(
@@ -86,16 +86,15 @@ class PageCodec:
 
     @property
     def raw_tokens_left_out(self) -> int:
-        """Number of tokens so far that should have been kept raw, but for which their pages had no room. Reading it waits for all devices.
-        """
+        """Number of tokens so far for which pages had no room, although they should have been kept raw. Waits for all devices."""
         return self._left_out.count + sum(int(device.left_out[0]) for device in self._devices.values())
 
     def encode_into(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> list[Outcome]:
-        """Encode the pages in ``slots`` to ``rows``, and return, for each page, None or the error that prevented it.
+        """Encode the pages in ``slots`` into ``rows``. Returns for each page None, or the error that prevented it.
 
         ``rows`` are writable buffers of at least ``nbytes`` bytes, or one uint8 tensor ``[page, byte]``. Bytes after a row in its buffer
-        are left unchanged. ``keys`` are the engine's names for the pages, as bytes. A page with an error leaves a buffer that does not
-        begin like a row. Raises InvalidParameter or OutOfBounds for arguments that are invalid for all pages.
+        are left unchanged. ``keys`` are the engine's names for the pages, as bytes. After an error, the page's buffer does not begin like a
+        row. Raises InvalidParameter or OutOfBounds if an argument is invalid for all pages.
         """
         return self.start_encode(pages, slots, rows, keys=keys).outcomes()
 
@@ -113,12 +112,12 @@ class PageCodec:
     def decode_into(
         self, rows: Rows, pages: PageBuffer, slots: Sequence[int], *, keys: Sequence[bytes] | None = None, values: bool = False
     ) -> list[Outcome]:
-        """Decode ``rows`` to the pages in ``slots``, and return, for each page, None or the error that prevented it.
+        """Decode ``rows`` into the pages in ``slots``. Returns for each page None, or the error that prevented it.
 
         A page with an error is left unchanged. Each row is checked before anything is written: its checksum, namespace, geometry, recipe
         and, if ``keys`` are passed, the digest of its key. With ``values=True``, for rows from untrusted sources, the codecs' rules are
-        checked as well. Buffers in ``rows`` may be longer than a row. Raises InvalidParameter or OutOfBounds for arguments that are invalid
-        for all pages.
+        checked as well. Buffers in ``rows`` may be longer than a row. Raises InvalidParameter or OutOfBounds if an argument is invalid for
+        all pages.
         """
         return self.start_decode(rows, pages, slots, keys=keys, values=values).outcomes()
 
@@ -134,7 +133,9 @@ class PageCodec:
         return PageJob.of(self._host.decode(self._views(rows, len(slots), writable=False), pages, slots, digests, values))
 
     def check(self, rows: Rows, *, keys: Sequence[bytes] | None = None, values: bool = False) -> list[Outcome]:
-        """Return, for each of ``rows`` in host memory, the error that ``decode_into`` would report, or None. Raises InvalidParameter."""
+        """Return for each of ``rows``, which are in host memory, the error that ``decode_into`` would report, or None. Raises
+        InvalidParameter.
+        """
         check_flag(values, "values")
         if not isinstance(rows, torch.Tensor) or not rows.dim():
             rows = as_list(rows, "rows", "rows, which are bytes")
@@ -142,7 +143,7 @@ class PageCodec:
         return self._host.check(views, _digests(keys, len(views), "rows"), values)
 
     def _get_device_pages(self, pages: PageBuffer) -> DevicePages | None:
-        """Return the implementation for the device of ``pages``, or None for host memory, which ``HostPages`` handles."""
+        """Return the implementation for the device of ``pages``. For host memory, return None, because ``HostPages`` handles it."""
         if pages.device == CPU and not dispatch.uses_triton(CPU):
             return None
         if pages.device not in self._devices:
@@ -166,7 +167,7 @@ class PageCodec:
         return slots, _digests(keys, len(slots), "slots")
 
     def _check_rows(self, rows: Rows, count: int, *, writable: bool) -> None:
-        """Check that ``rows``, which may be in device memory, fit ``count`` pages. Raises the errors of ``_views``."""
+        """Check that ``rows``, which may be in device memory, have room for ``count`` pages. Raises the same errors as ``_views``."""
         if not isinstance(rows, torch.Tensor) or rows.device == CPU:
             self._views(rows, count, writable=writable)
         elif rows.dim() != 2 or rows.dtype != torch.uint8 or rows.shape[0] != count:
@@ -217,7 +218,7 @@ def _digests(keys: Sequence[bytes] | None, count: int, description: str) -> list
 
 
 def key_digest(key: bytes) -> bytes:
-    """Return the 32-byte digest that a page's row stores for ``key``, the engine's key of the page.
+    """Return the 32-byte digest of the engine's key of a page, as stored in the page's row.
 
     Raises InvalidType unless ``key`` is bytes.
     """

@@ -38,7 +38,7 @@ _REFUSED, _SUSPECT = 1, 2
 
 
 class PageJob:
-    """A job that encodes or decodes pages and may still be running. Do not change slots or rows before ``outcomes`` has returned."""
+    """A job that encodes or decodes pages, and may still be running. Slots and rows must not change before ``outcomes`` has returned."""
 
     def __init__(self, status: torch.Tensor, finish: Callable[[list[int]], list[Outcome]]) -> None:
         self._finish: Callable[[list[int]], list[Outcome]] | None = finish
@@ -63,11 +63,11 @@ class PageJob:
 
     @property
     def done(self) -> bool:
-        """True if the device has finished. ``outcomes`` then only has to process pages that the device rejected."""
+        """True if the device has finished. ``outcomes`` then has to process only pages that the device rejected."""
         return self._event is None or bool(self._event.query())
 
     def outcomes(self) -> list[Outcome]:
-        """Wait for the device, and return, for each page, None or the error that prevented it."""
+        """Wait for the device. Returns for each page None, or the error that prevented it."""
         if self._finish is not None:
             if self._event is not None:
                 self._event.synchronize()
@@ -78,8 +78,8 @@ class PageJob:
 class _StartedEncoding(NamedTuple):
     """An encoding job that has been started but not awaited.
 
-    ``status``, int32 ``[page]`` on the device, is 0, ``_REFUSED`` or ``_SUSPECT`` for each page. ``measured`` contains the lanes in which
-    ``batched.count_losses`` examines suspect pages, each with its layers and their keys.
+    ``status``, int32 ``[page]`` on the device, is 0, ``_REFUSED`` or ``_SUSPECT``. ``measured`` contains the lanes in which
+    ``batched.count_losses`` examines suspect pages. Each has its layers and their keys.
     """
 
     status: torch.Tensor
@@ -101,7 +101,7 @@ class DevicePages:
             """Numbers of tokens without a raw slot, and of those that are costly (see ``LeftOutTokens``), int64 ``[2]``."""
 
     def encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None]) -> PageJob:
-        """Start encoding pages to ``rows``. This is fastest if the rows are in device memory."""
+        """Start encoding pages into ``rows``. This is fastest if the rows are in device memory."""
         target = rows if self._is_usable(rows) else torch.empty(len(slots), self._nbytes, dtype=torch.uint8, device=self._device)
         assert isinstance(target, torch.Tensor)
         with float32_no_grad(self._device):
@@ -137,7 +137,7 @@ class DevicePages:
         return PageJob(torch.cat([status, costly]), finish)
 
     def decode(self, rows: Rows, pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool) -> PageJob:
-        """Start decoding ``rows``. Rows on the device are checked there, unless ``values`` requires the host's checks."""
+        """Start decoding ``rows``. Rows on the device are checked there, unless ``values`` requires checks by the host."""
         errors: list[Outcome] = []
         with float32_no_grad(self._device):
             if not values and self._is_usable(rows):
@@ -163,7 +163,7 @@ class DevicePages:
     def _begin_encoding(
         self, pages: PageBuffer, slots: Sequence[int], rows: torch.Tensor, digests: Sequence[bytes | None]
     ) -> _StartedEncoding | None:
-        """Start encoding to ``rows`` with kernels. Returns None if the host must encode instead."""
+        """Start encoding into ``rows`` with kernels. Returns None if the host must encode instead."""
         if not dispatch.uses_triton(self._device):
             return None
         from kvpack.kernels.pages import checksum, lanes
@@ -205,7 +205,7 @@ class DevicePages:
     def _count_losses(
         self, measured: Sequence[tuple[PageLane, Layers, Layers]], slots: Sequence[int], rows: torch.Tensor, numbers: Sequence[int]
     ) -> int:
-        """Count the tokens that lose precision, or cause others to, in the pages at indices ``numbers``, and add them to ``left_out``.
+        """In the pages at indices ``numbers``, count the tokens that lose precision or cause others to lose it. Adds them to ``left_out``.
 
         Returns the number of tokens to warn about.
         """

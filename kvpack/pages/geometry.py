@@ -41,8 +41,8 @@ FEATURE = "page-dtype"
 class PageGeometry:
     """The shape of a page: its numbers of layers, heads and tokens, the channels per head of keys and values, and their dtype.
 
-    ``dim_v`` is None for a page without values, such as MLA latents that are stored with one codec. Latents with 512 values and 64 rotary
-    values have two sides, ``dim_k=512, dim_v=64``, so that a recipe such as "k=group:b=4;v=raw" stores the rotary part exactly. ``dtype``
+    ``dim_v`` is None for a page without values, such as MLA latents that are stored with one codec. Latents of 512 channels with 64 RoPE
+    channels have two sides, ``dim_k=512, dim_v=64``. A recipe such as "k=group:b=4;v=raw" then stores the RoPE channels exactly. ``dtype``
     is ``bf16``, ``fp16``, ``fp32``, ``fp8_e4m3``, ``fp8_e5m2`` or ``u8``. Raises InvalidParameter.
     """
 
@@ -81,19 +81,19 @@ class PageGeometry:
 
     @property
     def dims(self) -> dict[str, int]:
-        """Number of values per token and head, by side: "k" for keys and, if the page has them, "v" for values."""
+        """Number of values per token and head: "k" for keys and, if the page has values, "v"."""
         return {"k": self.dim_k} if self.dim_v is None else {"k": self.dim_k, "v": self.dim_v}
 
     @property
     def raw_bytes(self) -> int:
-        """Number of bytes that a page takes in the engine's memory."""
+        """Size of a page in the engine's memory, in bytes."""
         return self.layers * self.heads * self.tokens * sum(self.dims.values()) * self.torch_dtype.itemsize
 
     def codec(self, recipe: Recipe, layer: int, side: str) -> Codec:
-        """Return the codec for the keys or values (``side``) of a layer.
+        """Return the codec for the keys ("k") or values ("v") of a layer.
 
-        Raises MissingBasis, or InvalidParameter: for a codec whose sizes depend on the values, for opaque bytes that are not stored raw,
-        and for a basis with a different number of heads.
+        Raises MissingBasis. Raises InvalidParameter if sizes depend on the values, if opaque bytes would not be stored raw, or if the basis
+        has a different number of heads.
         """
         dim, where = self.dims[side], f"layers[{layer}].{side}"
         codec = recipe.codec(layer, self.layers, side, dim, ENCODING_DTYPES.get(self.dtype, "bf16" if self.dtype == "u8" else self.dtype))
@@ -119,16 +119,16 @@ class PageGeometry:
         return codec
 
     def slots(self, codec: Codec) -> dict[str, int]:
-        """Return how many raw tokens a page has room for, for each stream that stores them. Without room, the dict is empty.
+        """Return how many raw tokens a page has room for, by stream. If there is no room, the dict is empty.
 
-        Pages with a basis have room for at least one. The basis was calibrated without the tokens that recipes keep raw, and represents
-        them poorly.
+        With a basis, there is room for at least one. A basis is calibrated without the tokens that recipes keep raw, and represents them
+        poorly.
         """
         raw, count = codec.raw_positions, slot_count(self.tokens, int(isinstance(codec.family, Klt)))
         return dict.fromkeys(raw.layout(1, 1, 0), count) if raw is not None and count else {}
 
     def contents(self, recipe: str | Recipe) -> Contents:
-        """Return the description of a page that is encoded with ``recipe``. Raises InvalidParameter or InvalidType."""
+        """Return the description of a page encoded with ``recipe``. Raises InvalidParameter or InvalidType."""
         recipe = parse_recipe(recipe)
         recipe.check_layers(self.layers)
         if recipe.window:

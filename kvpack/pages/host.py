@@ -72,7 +72,7 @@ CPU = torch.device("cpu")
 
 
 class RowPlan(NamedTuple):
-    """The layout shared by all rows of a page codec, and a check of rows against it."""
+    """The layout that all rows of a page codec have, and a check of rows against it."""
 
     geometry: PageGeometry
     contents: Contents
@@ -81,7 +81,7 @@ class RowPlan(NamedTuple):
     lanes: Sequence[Lane]
 
     def error_of(self, row: memoryview, digest: bytes | None, values: bool, where: str) -> Outcome:
-        """Return the error of an invalid row, or None if it is valid. With ``values=True``, the rules of its codecs are checked as well."""
+        """Return the error of an invalid row, or None if it is valid. With ``values``, the rules of its codecs are checked as well."""
         try:
             frame = check_row(row, where)
             check_row_matches(row[: frame.length], frame, self.layout, self.namespace, digest, where)
@@ -110,7 +110,10 @@ class HostPages:
         digests: Sequence[bytes | None],
         names: Sequence[int] | None = None,
     ) -> list[Outcome]:
-        """Encode the pages in ``slots`` to ``targets``. Returns each page's error or None. Errors name slots as in ``names``, if passed."""
+        """Encode the pages in ``slots`` into ``targets``. Returns for each page an error or None.
+
+        Errors contain slot numbers from ``names``, if set, instead of ``slots``.
+        """
         plan = self._plan
         lanes = [BoundLane.of(lane, pages) for lane in plan.lanes]
 
@@ -135,13 +138,13 @@ class HostPages:
         return outcomes
 
     def check(self, sources: Sequence[memoryview], digests: Sequence[bytes | None], values: bool) -> list[Outcome]:
-        """Return the error of each row, or None for a valid row."""
+        """Return for each row an error, or None if it is valid."""
         return self._map(lambda number, _: self._plan.error_of(sources[number], digests[number], values, f"row {number}"), len(sources))
 
     def decode(
         self, sources: Sequence[memoryview], pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool
     ) -> list[Outcome]:
-        """Check each row, and decode the valid ones into their slots. Returns the error of each row, or None if it was decoded."""
+        """Check each row, and decode valid rows into their slots. Returns for each row an error, or None if it was decoded."""
         plan = self._plan
         lanes = [BoundLane.of(lane, pages) for lane in plan.lanes]
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """The keys or the values (``side``) of ``count`` consecutive layers with the same codec, starting at layer ``first``.
+    """The keys ("k") or values ("v") of ``count`` consecutive layers with the same codec, starting at layer ``first``.
 
-    ``places`` contains the first layer's streams by name, each as its (begin, end) bytes in a row.
+    ``places`` contains, for each stream of the first layer, its byte range in a row.
     """
 
     geometry: PageGeometry
@@ -51,13 +51,13 @@ class Lane:
 
     @cached_property
     def raw(self) -> RawPositions | None:
-        """Rule that chooses a page's raw tokens, or None if pages store none."""
+        """The rule that chooses a page's raw tokens. If pages store no raw tokens, it is None."""
         raw: RawPositions | None = self.codec.raw_positions
         return raw
 
     @cached_property
     def raw_rule(self) -> RawPositions | None:
-        """Rule that finds the tokens that should be raw, even if pages have no room for them, or None if no tokens should be."""
+        """The rule that finds tokens that should be raw, even if pages have no room for them. If no tokens should be raw, it is None."""
         # A token with a large norm shifts its page's mean.
         has_means = isinstance(self.plain_codec, CodecWithSidecars) and self.plain_codec.page_vectors
         if self.raw is not None or not (self.plain_codec.summary.shared_scales or has_means):
@@ -66,7 +66,7 @@ class Lane:
 
     @cached_property
     def halved_codec(self) -> Codec | None:
-        """``plain_codec`` with half of each key mean subtracted (``KeyMean.with_half_means``), or None if it has no means."""
+        """``plain_codec`` with half of each key mean subtracted (see ``KeyMean.with_half_means``). None if the codec has no means."""
         key_mean = self.plain_codec.sidecar(KeyMean)
         if key_mean is None:
             return None
@@ -77,20 +77,20 @@ class Lane:
     def shared(self) -> frozenset[str]:
         """The axes, tokens or heads, along which scales are shared.
 
-        Tokens are omitted for pages without room for raw tokens: these pages are so short that ordinary tokens would seem large compared
-        with their median.
+        Tokens are omitted if pages have no room for raw tokens. Such pages are so short that ordinary tokens would seem large compared with
+        their median.
         """
         return self.plain_codec.summary.shared_scales - (frozenset() if self.slots else {TOKENS})
 
     @cached_property
     def may_lose_precision(self) -> bool:
-        """True if tokens may lose precision because maps, means or scales do not fit them."""
+        """True if tokens may lose precision because maps, means or scales represent them poorly."""
         summary = self.plain_codec.summary
         return summary.changes_norms or summary.has_run_rows or summary.error_spread > 0 or summary.direction_spread > 0
 
     @cached_property
     def slots(self) -> int:
-        """Number of raw tokens that a page has room for."""
+        """Number of raw tokens for which a page has room."""
         return next(iter(self.geometry.slots(self.codec).values()), 0)
 
     @cached_property
@@ -104,7 +104,7 @@ class Lane:
         return numpy.ndarray((self.count, end - begin), numpy.uint8, row, begin, (self.stride, 1))
 
 def build_lanes(contents: Contents, layout: RowLayout, geometry: PageGeometry) -> list[Lane]:
-    """Return the lanes of a page. Consecutive layers with the same codecs share lanes."""
+    """Return the lanes of a page. Consecutive layers with the same codecs share a lane."""
     pairs = [tuple(side.codec for _, side in layer.sides()) for layer in contents.layers]
     lanes = []
     for codecs, run in groupby(range(len(pairs)), key=lambda number: pairs[number]):
@@ -119,7 +119,7 @@ def build_lanes(contents: Contents, layout: RowLayout, geometry: PageGeometry) -
 
 
 def check_values(row: memoryview, contents: Contents, layout: RowLayout, where: str) -> None:
-    """Check that the streams of a row follow the rules of their codecs. Raises InvalidPayload."""
+    """Raise InvalidPayload unless the streams of a row follow the rules of their codecs."""
     for number, layer in enumerate(contents.layers):
         for name, side in layer.sides():
             codec, prefix = contents.codecs[side.codec], f"{number}.{name}"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class PageLayout:
     """The arrangement of a page of ``elements`` values in memory.
 
-    ``places`` contains, for the keys and for the values, the position of each element, int64 ``[layer, head, token, channel]``.
+    ``places`` contains the position of each value, int64 ``[layer, head, token, channel]``, for keys and for values.
     """
 
     geometry: PageGeometry
@@ -95,7 +95,8 @@ class PageLayout:
 
     @cached_property
     def strides(self) -> dict[str, tuple[int, tuple[int, int, int, int]]] | None:
-        """For keys and values, the offset of the first value and the stride of each axis, or None if strides cannot describe the layout."""
+        """The offset of the first value and the stride of each axis, for keys and for values. None if strides cannot describe the layout.
+        """
         result = {}
         for side, place in self.places.items():
             first = int(place[0, 0, 0, 0])
@@ -130,7 +131,7 @@ class PageLayout:
         return PageBuffer(self.geometry, views["k"], views.get("v"))
 
     def staging(self, slots: int) -> PageBuffer:
-        """Allocate host memory for ``slots`` pages, as the target of ``gather`` or the source of ``scatter``."""
+        """Allocate host memory for ``slots`` pages, for use with ``gather`` and ``scatter``."""
         slots = as_integer(slots, "slots")
         if not 0 <= slots * self.geometry.raw_bytes <= MAX_BYTES:
             raise InvalidType(f"slots is {describe(slots)}, expected the number of pages that memory holds")
@@ -140,7 +141,7 @@ class PageLayout:
     def gather(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer) -> None:
         """Copy the pages in ``slots`` of ``pool``, ``[slot, value]``, to the first slots of ``staging``.
 
-        Raises InvalidParameter or OutOfBounds if ``slots`` or ``staging`` do not fit the pool.
+        Raises InvalidParameter or OutOfBounds if ``slots`` or ``staging`` do not match the pool.
         """
         for number, slot in enumerate(self._check_arguments(pool, slots, staging)):
             for side, place in self.places.items():
@@ -151,7 +152,7 @@ class PageLayout:
     def scatter(self, staging: PageBuffer, pool: torch.Tensor, slots: Sequence[int]) -> None:
         """Copy the first slots of ``staging`` to the pages in ``slots`` of ``pool``, ``[slot, value]``.
 
-        Raises InvalidParameter or OutOfBounds if ``slots`` or ``staging`` do not fit the pool.
+        Raises InvalidParameter or OutOfBounds if ``slots`` or ``staging`` do not match the pool.
         """
         chosen = self._check_arguments(pool, slots, staging, written=True)
         with torch.inference_mode():
@@ -161,7 +162,7 @@ class PageLayout:
                     as_integers(pool)[slot].index_put_((place,), values)
 
     def _check_arguments(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer, written: bool = False) -> list[int]:
-        """Check that ``pool`` and ``staging`` have room for ``slots``, and return the slots as integers."""
+        """Return the slots as integers, after checking that ``pool`` and ``staging`` have room for them."""
         self._check_pool(pool)
         if not isinstance(staging, PageBuffer):
             raise InvalidType(f"staging is {describe(staging)}, expected a PageBuffer, such as one from PageLayout.staging")
@@ -186,12 +187,12 @@ def _check_tensor(x: Any, name: str) -> None:
 
 
 def as_integers(x: torch.Tensor) -> torch.Tensor:
-    """Return a view of ``x`` as integers with the same bits. Indexing does not support every dtype, and NaN does not equal itself."""
+    """Return a view of ``x`` as integers with the same bits. Not every dtype can be indexed, and NaN does not equal itself."""
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def _random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return values with random bits, including negative zeros and subnormals but no NaN. The global random state is not used."""
+    """Return values with random bits, including negative zeros and subnormals, but no NaN. The global random state does not change."""
     generator = torch.Generator().manual_seed(0)
     last = (*shape[:-1], shape[-1] * dtype.itemsize)
     result = torch.randint(256, last, dtype=torch.uint8, generator=generator, device="cpu").view(dtype)

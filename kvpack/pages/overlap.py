@@ -14,9 +14,9 @@ _MAX_STEPS = 10_000
 
 
 class Strided(NamedTuple):
-    """A strided array of items of ``item`` bytes, the first of which is at address ``begin``.
+    """A strided array whose items have ``item`` bytes each. The first item is at address ``begin``.
 
-    ``axes`` are pairs (size, stride in bytes). Sizes are at least 2, and strides at least 0.
+    ``axes`` contains a (size, stride in bytes) pair for each axis. Sizes are at least 2, and strides at least 0.
     """
 
     begin: int
@@ -29,7 +29,7 @@ class Strided(NamedTuple):
 
 
 def overlaps_itself(x: Strided) -> bool:
-    """Return True if two items of ``x`` share bytes, or if a bounded search cannot rule it out."""
+    """Return True if two items of ``x`` share bytes. Also returns True if a bounded search cannot rule it out."""
     # One of two items has the smaller index on the largest axis where they differ; call it the first.
     axes = sorted(x.axes, key=lambda axis: -axis[1])
     for number, (size, stride) in enumerate(axes):
@@ -40,7 +40,7 @@ def overlaps_itself(x: Strided) -> bool:
 
 
 def overlaps(x: Strided, y: Strided) -> bool:
-    """Return True if an item of ``x`` and an item of ``y`` share bytes, or if a bounded search cannot rule it out."""
+    """Return True if an item of ``x`` and an item of ``y`` share bytes. Also returns True if a bounded search cannot rule it out."""
     if x.end <= y.begin or y.end <= x.begin:
         return False
     ranges: dict[int, tuple[int, int]] = {}
@@ -52,7 +52,7 @@ def overlaps(x: Strided, y: Strided) -> bool:
 
 
 def find_overlap(tensors: list[Strided]) -> tuple[int, int] | None:
-    """Return the indices of two tensors that share bytes, or None. A tensor that overlaps itself is returned as the same index twice."""
+    """Return the indices of two tensors that share bytes, or None. If a tensor overlaps itself, return its index twice."""
     for number, tensor in enumerate(tensors):
         if overlaps_itself(tensor):
             return number, number
@@ -70,7 +70,8 @@ def find_overlap(tensors: list[Strided]) -> tuple[int, int] | None:
 
 
 def _fold_pools(tensors: list[Strided]) -> Strided | None:
-    """Combine tensors of equal shape at equal distances, such as the layers of a pool, into one tensor. Returns None if impossible."""
+    """Combine tensors of equal shape at equal distances, such as the layers of a pool, into one tensor. If that is impossible, return None.
+    """
     if len({tensor[1:] for tensor in tensors}) != 1:
         return None
     begins = sorted(tensor.begin for tensor in tensors)
@@ -88,7 +89,7 @@ def _fold_pools(tensors: list[Strided]) -> Strided | None:
 
 
 def _can_reach(terms: list[tuple[int, int, int]], target: int, item: int) -> bool:
-    """Return True if Σ c·stride, with c from low to high for each of ``terms``, comes within ``item`` of ``target``.
+    """Return True if some Σ c·stride is less than ``item`` away from ``target``, where c is from low to high for each term.
 
     Each term is (low, high, stride). Also returns True if a bounded search cannot rule it out.
     """

@@ -8,7 +8,7 @@ import weakref
 
 
 class Lock:
-    """A lock like ``threading.Lock`` that is free again in a forked child."""
+    """A lock like ``threading.Lock``, but free in a forked child."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

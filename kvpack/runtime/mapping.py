@@ -32,7 +32,7 @@ _MAPPED: set[int] = set()
 
 
 class _Mapping:
-    """A mapping of a file. The file is unmapped when the last reference is gone."""
+    """A mapping of a file. When nothing references this object anymore, the file is unmapped."""
 
     def __init__(self, address: int, size: int) -> None:
         self._address, self._size = address, size
@@ -45,7 +45,7 @@ class _Mapping:
 
 @functools.cache
 def max_mappings() -> int:
-    """Return the maximum number of files that kvpack maps at the same time, derived from the system's limit per process."""
+    """Return how many files kvpack may map at the same time. This depends on the system's limit per process."""
     try:
         with open("/proc/sys/vm/max_map_count", "rb") as file:
             return int(file.read(32)) // _MAPPING_DIVISOR
@@ -59,7 +59,7 @@ def may_map() -> bool:
 
 
 def map_file(descriptor: int, size: int) -> memoryview:
-    """Map the first ``size`` bytes (at least 1) of an open file into private memory. Writes to it do not change the file.
+    """Map the first ``size`` bytes (at least 1) of an open file into private memory. Writes to this memory do not change the file.
 
     All pages are mapped immediately, so that a disk error raises OSError now instead of causing a signal later.
     """
@@ -75,7 +75,7 @@ def map_file(descriptor: int, size: int) -> memoryview:
 
 
 def populate(address: int, size: int) -> None:
-    """Load ``size`` bytes of a mapping into memory, from the page-aligned ``address`` on, without blocking other threads.
+    """Load ``size`` bytes of a mapping into memory without blocking other threads. ``address`` must be page-aligned.
 
     One call is faster than loading page by page. Older kernels ignore it, and load pages on first use. Raises OSError if pages cannot be
     read.
@@ -85,7 +85,7 @@ def populate(address: int, size: int) -> None:
 
 
 def is_cold(descriptor: int, begin: int, end: int) -> bool:
-    """Return True if less than half of bytes ``[begin, end)`` of an open file are in the page cache, or False if that is unknown.
+    """Return True if less than half of bytes ``[begin, end)`` of an open file are in the page cache. If that is unknown, return False.
 
     Linux reports cached pages only for files that the user owns or may write to.
     """

@@ -35,7 +35,7 @@ _spare: deque[mmap.mmap] = deque(maxlen=1)
 
 
 class _Block:
-    """A block of memory from which tensors are allocated in order. It is freed together with the last of them."""
+    """A block of memory from which tensors are allocated in order. It is freed together with the last tensor."""
 
     def __init__(self, nbytes: int) -> None:
         memory = _take_spare() if nbytes == _PIECE_BYTES else None
@@ -51,7 +51,7 @@ class _Block:
         self._end = self._at + nbytes
 
     def take(self, values: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Allocate a tensor with ``values`` values. Returns None if it does not fit in the block."""
+        """Allocate a tensor with ``values`` values. If the block has no room for it, return None."""
         nbytes = values * dtype.itemsize
         if nbytes > self._end - self._at:
             return None
@@ -79,7 +79,9 @@ _pieces: ContextVar[list[_Block] | None] = ContextVar("kvpack_pieces_of_memory",
 
 @contextlib.contextmanager
 def shared_arena(values: int) -> Iterator[None]:
-    """Within this context, allocate tensors next to each other if ``values`` 16-bit values take at least ``MIN_OWN_MEMORY_BYTES``."""
+    """Return a context manager that allocates tensors next to each other, if ``values`` 16-bit values have ``MIN_OWN_MEMORY_BYTES`` or
+    more.
+    """
     if 2 * values < MIN_OWN_MEMORY_BYTES or _pieces.get() is not None:
         yield
         return
@@ -91,7 +93,7 @@ def shared_arena(values: int) -> Iterator[None]:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return an uninitialized tensor, like ``torch.empty``. A large tensor on the CPU cannot be resized."""
+    """Return an uninitialized tensor, as ``torch.empty`` does. A large tensor on the CPU cannot be resized."""
     values, pieces = torch.Size(shape).numel(), _pieces.get()
     nbytes = values * dtype.itemsize
     if device.type == "cpu" and nbytes >= (MIN_OWN_MEMORY_BYTES if pieces is None else MIN_ARENA_BYTES) and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -11,7 +11,7 @@ import torch
 
 
 def float32_no_grad(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context for encoding and decoding on ``device`` in true float32, with ordinary tensors and without gradients.
+    """Return a context manager for encoding and decoding on ``device`` in true float32, with ordinary tensors and without gradients.
 
     Autocast would round rotations to bfloat16. Tensors created in inference mode cannot be used later by other threads or by autograd. A
     cache that requires gradients would keep its model's activations alive. The precision of matrix products is a global setting, which
@@ -23,7 +23,7 @@ def float32_no_grad(device: torch.device) -> AbstractContextManager[None]:
 
 
 def writable(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Return a context in which ``tensor``, which the caller owns, can be written to.
+    """Return a context manager within which ``tensor``, which the caller owns, can be written to.
 
     Tensors created in inference mode can be written to only in that mode.
     """
@@ -31,7 +31,7 @@ def writable(tensor: torch.Tensor) -> AbstractContextManager[None]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context without autocast, so that float32 products stay in float32, and without flushing of subnormal numbers to 0."""
+    """Return a context manager that disables autocast, so that float32 products stay in float32, and flushing of subnormal numbers to 0."""
     autocast = torch.is_autocast_enabled(device.type)
     if flushes_subnormals():
         return _keep_subnormals(torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext())
@@ -55,7 +55,7 @@ _MIN_NORMAL = sys.float_info.min
 
 @contextlib.contextmanager
 def _keep_subnormals(inner_context: AbstractContextManager[None]) -> Iterator[None]:
-    """Keep subnormal numbers within this context, in a thread that flushes them."""
+    """Return a context manager that keeps subnormal numbers, for a thread that flushes them."""
     torch.set_flush_denormal(False)
     try:
         with inner_context:
@@ -66,7 +66,7 @@ def _keep_subnormals(inner_context: AbstractContextManager[None]) -> Iterator[No
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit PyTorch, and libraries that use its thread count, to one thread within this context."""
+    """Return a context manager that limits PyTorch, and libraries that use its thread count, to one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -25,9 +25,9 @@ BLOCK = 4096
 
 
 def open_direct(descriptor: int) -> int | None:
-    """Return a new descriptor of the same open file whose reads bypass the page cache.
+    """Open the same file again for reads that bypass the page cache, and return the descriptor.
 
-    Returns None if the file system, such as tmpfs, does not support that.
+    If the file system, such as tmpfs, does not support such reads, returns None.
     """
     try:
         # Open it via /proc, because the file may have been renamed or removed.
@@ -44,10 +44,10 @@ def open_direct(descriptor: int) -> int | None:
 
 
 class ColdRead:
-    """Reads the first ``size`` bytes of an open file into ``memory``, in order, with several threads. ``data`` is a view of them.
+    """Reads the first ``size`` bytes of an open file into ``memory``, in order, with several threads. ``data`` is a view of these bytes.
 
-    Reads bypass the page cache by using ``direct``, a descriptor from ``open_direct``, and fall back to ``descriptor``. ``close`` waits for
-    running reads and closes ``direct``. Until then, ``descriptor`` must stay open.
+    Reads bypass the page cache by using ``direct``, a descriptor from ``open_direct``. If such a read fails, ``descriptor`` is used.
+    ``close`` waits for running reads and closes ``direct``. Until then, ``descriptor`` must stay open.
     """
 
     def __init__(self, descriptor: int, size: int, direct: int, memory: memoryview) -> None:
@@ -74,7 +74,8 @@ class ColdRead:
         return min(begin, self._size)
 
     def wait(self, end: int) -> int:
-        """Wait for the bytes before ``end``, and return the end of the bytes that have arrived, which is lower if the file is shorter.
+        """Wait for the bytes before ``end``, and return where the bytes that have arrived end. If the file is shorter, this is before
+        ``end``.
 
         Raises OSError.
         """
@@ -85,7 +86,7 @@ class ColdRead:
         return self._reached
 
     def close(self) -> None:
-        """Wait for running reads, cancel those not started, and close the direct descriptor."""
+        """Wait for running reads, cancel reads that have not started, and close the direct descriptor."""
         self._ends.close()
         direct, self._direct = self._direct, -1
         if direct >= 0:
@@ -97,7 +98,7 @@ class ColdRead:
 def read_cold(descriptor: int, size: int) -> ColdRead | None:
     """Start reading the first ``size`` bytes of an open file into new memory, bypassing the page cache.
 
-    Returns None if the page cache should be used instead: the file is small, at least half of it is cached, or direct reads fail.
+    Returns None if the page cache should be used instead, because the file is small, at least half of it is cached, or direct reads fail.
     """
     if size < MIN_DIRECT_BYTES or not is_cold(descriptor, 0, size) or (direct := open_direct(descriptor)) is None:
         return None
@@ -130,9 +131,9 @@ def declare(library: ctypes.CDLL) -> None:
 class Reader:
     """Reads ranges of an open file in order, with C threads.
 
-    Each of ``reads`` is an offset, a number of bytes and a target address. Threads share each read in pieces of up to ``piece_bytes``. With
-    ``direct``, a descriptor from ``open_direct``, reads bypass the page cache. Reads and pieces must then begin at multiples of ``BLOCK``
-    in the file and in memory, and whole blocks are written.
+    Each read is (offset, number of bytes, target address). Threads share each read in pieces of up to ``piece_bytes``. With ``direct``, a
+    descriptor from ``open_direct``, reads bypass the page cache. Reads and pieces must then begin at multiples of ``BLOCK`` in the file and
+    in memory, and whole blocks are written.
 
     No read starts until ``allow`` is called. Use the reader as a context manager. Until it exits, the file's descriptor must stay open, and
     ``memory``, which contains the target addresses, is kept alive and written to. The reader closes ``direct``. Raises MemoryError if no
@@ -173,11 +174,11 @@ class Reader:
     __del__ = _stop
 
     def allow(self, stop: int) -> None:
-        """Allow all reads whose index is below ``stop`` to start."""
+        """Let all reads whose index is below ``stop`` start."""
         self._library.kvpack_reader_allow(self._reader, stop)
 
     def wait(self, number: int) -> bool:
-        """Wait for all reads up to index ``number``. Returns True if the last of them read all of its bytes."""
+        """Wait for all reads up to index ``number``. Returns True if read ``number`` got all of its bytes."""
         while not self._library.kvpack_reader_wait(self._reader, number + 1, _MILLISECONDS):
             continue
         return not self._reads[number].failed

@@ -20,10 +20,10 @@ Result = TypeVar("Result")
 
 
 def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: int, waiting: int = 0) -> Generator[Result, None, None]:
-    """Yield ``call(item)`` for each item, in order, with up to ``at_once`` concurrent calls.
+    """Yield ``call(item)`` for each item in order, with up to ``at_once`` concurrent calls.
 
-    ``waiting`` more items are fetched ahead. If it is 0, idle threads wait until the next result is requested. Closing the iterator waits
-    for running calls and cancels calls that have not started.
+    Another ``waiting`` items are fetched ahead. If this is 0, idle threads wait until the caller requests another result. Closing the
+    iterator waits for running calls and cancels calls that have not started.
     """
     remaining = iter(items)
     jobs = deque(map(_Job, islice(remaining, at_once + waiting)))
@@ -48,7 +48,9 @@ def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: 
 
 
 class StartedCalls(Generic[Item, Result]):
-    """Calls ``call(item)`` for each item, in up to ``at_once`` threads. A thread that waits makes calls that no other has started."""
+    """Calls ``call(item)`` for each item in up to ``at_once`` threads. While a thread waits, it makes calls that no other thread has
+    started.
+    """
 
     def __init__(self, call: Callable[[Item], Result], items: Iterable[Item], at_once: int) -> None:
         self._jobs = [_Job(item) for item in items]
@@ -65,7 +67,7 @@ class StartedCalls(Generic[Item, Result]):
         return self._call(item)
 
     def wait(self) -> None:
-        """Wait for all calls without raising their errors, and release the arguments that only the calls need."""
+        """Wait for all calls. Their errors are not raised, and arguments that only the calls need are released."""
         if self._call is not None:
             for job in self._jobs:
                 job.run(self._call_item)
@@ -74,13 +76,13 @@ class StartedCalls(Generic[Item, Result]):
             self._call = None
 
     def results(self) -> list[Result]:
-        """Return the results in item order. Raises the error of the first call that failed."""
+        """Return the results in the order of the items. Raises the error of the first call that failed."""
         self.wait()
         return [job.result() for job in self._jobs]
 
 
 class _Job:
-    """One call. The thread that acquires the lock ``_started`` makes the call and then releases ``_done``."""
+    """One call. The thread that acquires the lock ``_started`` makes the call, and then releases ``_done``."""
 
     __slots__ = ("_done", "_error", "_item", "_result", "_started")
 
@@ -114,13 +116,13 @@ class _Job:
         return self._result
 
     def cancel(self) -> None:
-        """Prevent the call if it has not started, otherwise wait for it."""
+        """Prevent the call if it has not started. Otherwise, wait for it."""
         if not self._started.acquire(blocking=False):
             self.wait()
 
 
 def _start_threads(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None], count: int) -> int:
-    """Start up to ``count`` threads that run jobs from ``queue``, and return the number of threads that the system allowed."""
+    """Start up to ``count`` threads that run jobs from ``queue``. Returns how many the system allowed."""
     for started in range(count):
         try:
             _thread.start_new_thread(_run_jobs, (call, queue))
@@ -150,7 +152,7 @@ class WorkerThreads:
     def pool(self) -> ThreadPoolExecutor:
         """The thread pool of this process.
 
-        After a fork, the child needs its own pool, because the parent's threads do not run in it.
+        A forked child needs its own pool, because the parent's threads do not run in it.
         """
         executor = self._pools.get(os.getpid())
         # If two threads create an executor at once, the dropped one has not started any thread.

@@ -23,7 +23,7 @@ def uniform(places: Sequence[Place], k: str, v: str) -> Allocation:
 
 
 def recipe_clauses(allocation: Allocation) -> list[str]:
-    """Return the clauses of a short recipe: the most common codecs for keys and values, then ranges of layers with other codecs."""
+    """Return the clauses of a short recipe: first the most common codecs, then ranges of layers with other codecs."""
     common = {}
     for side in "kv":
         counts = Counter(codec for (_, its_side), codec in sorted(allocation.items()) if its_side == side)

@@ -25,7 +25,7 @@ def fit_balanced_keys(
 ) -> dict[int, BalancedKeys]:
     """Return the balanced frames of each layer. ``progress`` counts layers.
 
-    ``ropes`` contains the RoPE of each layer's keys, or is None to omit the means of keys before RoPE.
+    ``ropes`` contains the RoPE of each layer's keys. If it is None, the means of keys before RoPE are omitted.
     """
     fitted = {}
     for layer, moments in enumerate(moments_by_layer):
@@ -45,7 +45,8 @@ def fit_balanced_keys(
 def balancing_frames(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """Return frames ``[kv_head, column, channel]`` for second moments of keys and queries, float64 ``[kv_head, dim, dim]``.
 
-    In a frame, keys and queries have the same diagonal second moments, largest first. The mean square norm of a frame's rows is 1.
+    In such a frame, keys and queries have the same diagonal second moments, in descending order. The mean square norm of a frame's rows is
+    1.
     """
     root = torch.linalg.cholesky(_add_ridge(keys))
     shared, vectors = torch.linalg.eigh(root.mT @ _add_ridge(queries) @ root)
@@ -57,7 +58,7 @@ def balancing_frames(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
 def frame_cost(frames: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """Return the cost of an isotropic error in the frames, relative to encoding without frames, ``[kv_head]``.
 
-    The error is proportional to the size of keys in the frame, and its cost to the size of queries.
+    The error is proportional to the size of keys in the frame, and its cost is proportional to the size of queries.
     """
     inverse = torch.linalg.inv(frames)
     cost = _trace(inverse.mT @ keys @ inverse) * _trace(frames @ queries @ frames.mT)
@@ -65,9 +66,9 @@ def frame_cost(frames: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) 
 
 
 def compare_halves(halves: Sequence[tuple[KeyMoments, KeyMoments]]) -> dict[str, float] | None:
-    """Return the mean ``frame_cost`` of frames fitted to half of the text, on the same half ("own") and on the other half ("other").
+    """Fit frames to half of the text, and return their mean ``frame_cost`` on the same half ("own") and on the other half ("other").
 
-    Returns None if a half is empty. Costs are averaged over layers and heads. A basis's own frames are fitted to both halves.
+    Costs are averaged over layers and heads. A basis's own frames are fitted to both halves. Returns None if a half is empty.
     """
     own_costs, other = [], []
     for pair in halves:
@@ -81,7 +82,7 @@ def compare_halves(halves: Sequence[tuple[KeyMoments, KeyMoments]]) -> dict[str,
 
 
 def _add_ridge(moments: torch.Tensor) -> torch.Tensor:
-    """Return second moments with ``RIDGE`` times their mean added to each channel, so that none is zero."""
+    """Add ``RIDGE`` times the mean second moment to each channel's second moment, so that none is zero."""
     mean = moments.diagonal(dim1=1, dim2=2).mean(1)
     ridge = torch.where(mean > 0, RIDGE * mean, 1.0)
     return moments + ridge[:, None, None] * torch.eye(moments.shape[1], dtype=moments.dtype, device=moments.device)

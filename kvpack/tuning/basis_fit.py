@@ -63,7 +63,7 @@ def fit_rows(statistics: Statistics, step: Callable[[], None]) -> dict[tuple[int
 
 
 def costs_of(statistics: Statistics, names: Sequence[str], minimum: float) -> dict[str, torch.Tensor]:
-    """Return the cost matrix of errors in each head or frame, float64 ``[part, dim, dim]``, for each of the statistics ``names``.
+    """Return the cost matrix of errors in each head or frame, float64 ``[part, dim, dim]``, for each name of statistics in ``names``.
 
     ``minimum`` is the minimum cost, as in ``MIN_COST``.
     """
@@ -77,7 +77,8 @@ def costs_of(statistics: Statistics, names: Sequence[str], minimum: float) -> di
 def channel_costs(cost: torch.Tensor) -> torch.Tensor:
     """Return the cost of errors in each channel, ``[..., channel]``, from cost matrices ``[..., dim, dim]``.
 
-    A small minimum is added. It is proportional to the costs, so that scaling a model's keys up and its queries down changes nothing.
+    A small minimum is added. It is proportional to the costs, so that the result does not change if a model's keys are scaled up and its
+    queries down.
     """
     diagonal = cost.diagonal(dim1=-2, dim2=-1)
     least = MIN_CHANNEL * diagonal.mean()
@@ -85,7 +86,7 @@ def channel_costs(cost: torch.Tensor) -> torch.Tensor:
 
 
 def _floors(statistics: Statistics, costs: dict[str, torch.Tensor], minimum: float) -> dict[str, torch.Tensor]:
-    """Return the cost to add to each channel, ``[part, channel]``, for each of the statistics in ``costs``."""
+    """Return the cost to add to each channel, ``[part, channel]``, for each name of statistics in ``costs``."""
     shapes, sizes, losses = {}, {}, {}
     for name, cost in costs.items():
         mean = statistics.sums[name] / statistics.counts[name]
@@ -121,7 +122,7 @@ def _fit_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tu
 def transform_of(covariance: Array, cost: Array) -> tuple[Array, Array, Array]:
     """Return the matrix from columns to channels, its inverse, and the columns' standard deviations in descending order.
 
-    Columns are scaled so that the cost of an error in a column is the error's square.
+    Columns are scaled so that an error in a column costs the square of the error.
     """
     ridge = RIDGE * channel_costs(torch.from_numpy(cost)).numpy()
     ridged = cost + numpy.diag(numpy.maximum(ridge, numpy.finfo(float).tiny))
@@ -139,14 +140,14 @@ def _row(values: Array) -> torch.Tensor:
 
 
 def _training_values(values: Array) -> Array:
-    """Return about ``MAX_TRAINING_VALUES`` of the values, evenly spaced by rank and in ascending order."""
+    """Return about ``MAX_TRAINING_VALUES`` of the values in ascending order, evenly spaced by rank."""
     step = max(1, len(values) // MAX_TRAINING_VALUES)
     ordered: Array = numpy.sort(values)[step // 2 :: step]
     return ordered
 
 
 def _table(values: Array, width: int) -> Array:
-    """Return the Lloyd-Max table with 2^``width`` ascending entries for ascending ``values``, scaled so that products are unbiased.
+    """Return the Lloyd-Max table with 2^``width`` ascending entries for ascending ``values``. Its scale makes products unbiased.
 
     For large widths, the search starts from uniform steps over the whole range.
     """

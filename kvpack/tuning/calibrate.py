@@ -112,9 +112,9 @@ def run(
 ) -> dict[str, Any]:
     """Calibrate a model on a text, write the basis to ``out``, and return a report as JSON values.
 
-    ``model`` is a folder, and ``text`` a file. Progress is saved to ``out`` + ".progress" after windows, so that an interrupted
-    calibration can resume; that file is removed at the end. Raises InvalidParameter for unsupported sizes and for a model with layers
-    without keys and values, MissingFile, WriteFailed and OutOfRange.
+    ``model`` is a folder, and ``text`` a file. Progress is saved to ``out`` + ".progress" after windows, so that an interrupted calibration
+    can resume; that file is removed at the end. Raises InvalidParameter if a size is not supported or a layer of the model has no keys and
+    values, MissingFile, WriteFailed and OutOfRange.
     """
     if not out.endswith(SUFFIX):
         raise InvalidParameter(f"{out}: the name of a basis must end in {SUFFIX}")
@@ -186,7 +186,7 @@ def run(
 
 
 def _sizes(settings: Settings, words: Text, longest: int | None, max_positions: int | None) -> tuple[int, int, int]:
-    """Return the number of tokens per window, the number of predicted tokens, and the number of windows.
+    """Return tokens per window, predicted tokens per window, and the number of windows.
 
     Raises InvalidParameter if a setting exceeds the limits of the model or the text.
     """
@@ -208,7 +208,7 @@ def _sizes(settings: Settings, words: Text, longest: int | None, max_positions: 
 
 
 def _positions(settings: Settings, longest: int | None, max_positions: int | None) -> tuple[int, int]:
-    """Return the numbers of positions over which balanced frames and klt's rows are averaged."""
+    """Return over how many positions balanced frames are averaged, and over how many klt's rows are."""
     if settings.positions is not None:
         return settings.positions, settings.positions
     limits = [limit for limit in (longest, max_positions) if limit is not None]
@@ -224,17 +224,17 @@ def _windows_for_widths(model: Any, text: Text, settings: Settings) -> list[torc
 
 
 def _raw_share(statistics: Statistics, tokens: int, halves: Sequence[tuple[KeyMoments, KeyMoments]] | None = None) -> float:
-    """Return the mean fraction of ``tokens`` per layer that were not counted, because recipes such as klt-1.75 keep them raw."""
+    """Return the fraction of ``tokens`` that were not counted, averaged over layers. Recipes such as klt-1.75 keep these tokens raw."""
     counted = [float(count) for name, count in statistics.counts.items() if name.endswith(".k")]
     counted = counted or [float(half.tokens + other.tokens) for half, other in halves or ()]
     return 1 - sum(counted) / (len(counted) * tokens)
 
 
 def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: int | None) -> tuple[Framing | None, str | None]:
-    """Return the scope of frames and None, or None and the reason why there are no frames.
+    """Return the scope of frames and None. If there are no frames, return None and the reason.
 
-    RoPE uses the same frequencies for up to ``longest`` tokens. Raises InvalidParameter for layers without keys, and if ``scope`` requests
-    frames but the rotation of keys is unknown.
+    ``longest`` is the number of tokens up to which RoPE frequencies do not change, or None for no limit. Raises InvalidParameter if a layer
+    has no keys, or if ``scope`` requests frames but the rotation of keys is unknown.
     """
     if scope not in (None, "none", *SCOPES):
         raise InvalidParameter(f"--scope is {scope!r}, expected one of none, {', '.join(SCOPES)}")
@@ -258,7 +258,10 @@ def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: in
 
 
 def _ropes(model: Any, text: Text, tokens: int, longest: int | None) -> Sequence[Rope | None] | None:
-    """Return the RoPE of each layer's keys, or None if it is unknown or if ``tokens`` exceeds ``longest``, up to which RoPE is the same."""
+    """Return the RoPE of each layer's keys, or None if it is unknown.
+
+    ``longest`` is the number of tokens up to which RoPE frequencies do not change. If ``tokens`` exceeds it, the result is also None.
+    """
     if longest is not None and tokens > longest:
         return None
     try:
@@ -282,7 +285,7 @@ def _check_pairs(pairs: Sequence[tuple[Any, Any]]) -> None:
 
 
 def rate(basis: Basis, bits: float) -> dict[str, float]:
-    """Return the expected bits per value of ``transform-<bits>``, and the number of products that decoding a value takes."""
+    """Return the expected bits per value of ``transform-<bits>``, and the number of products needed to decode a value."""
     step = basis.step(bits, raw=True)
     places = basis.sides_with_frames()
     coded = [_columns_with_symbols(basis.frames(*place), step, default_chunk(basis.rows(*place).dim)) for place in places]
@@ -290,7 +293,7 @@ def rate(basis: Basis, bits: float) -> dict[str, float]:
 
 
 def _columns_with_symbols(frames: Frames, step: int, chunk: int) -> float:
-    """Return the number of columns up to the last one with a nonzero level in half of all chunks, averaged over frames."""
+    """Return the number of columns up to the last one that has a nonzero level in half of all chunks, averaged over frames."""
     tables = frames.tables
     zeros = (tables.frequencies[:, 1 + tables.max_level] / rans.TOTAL) ** chunk
     used = zeros[frames.tables_at(step)] < 0.5
@@ -308,7 +311,7 @@ def _gather(
 ) -> Statistics:
     """Return the statistics of all windows. Windows that are already in the file ``path`` are not read again.
 
-    If nothing is predicted, only statistics of keys are gathered.
+    If no tokens are predicted, only statistics of keys are gathered.
     """
     size = sizes["tokens"] + 1 - len(text.start)
     window_starts = starts(len(text.ids), size, sizes["windows"], sizes["seed"])
@@ -339,7 +342,8 @@ def _gather(
 
 
 def _calibration_id(model: Any, text: Text, sizes: dict[str, Any]) -> str:
-    """Return a digest that identifies the model, the text and the sizes. It includes the model's predictions on the text's beginning."""
+    """Return a digest that identifies the model, the text and the sizes. It covers the model's predictions for the beginning of the text.
+    """
     sample = _sample(model, text)
     with torch.inference_mode():
         logits = model(sample).logits[0]
@@ -350,12 +354,12 @@ def _calibration_id(model: Any, text: Text, sizes: dict[str, Any]) -> str:
 
 
 def folder_identity(folder: Path, dtype: str = "auto") -> dict[str, str]:
-    """Return the identity of the model in ``folder``, loaded in ``dtype``. "auto" selects the checkpoint's dtype."""
+    """Return the identity of the model in ``folder`` when loaded in ``dtype``. "auto" selects the checkpoint's dtype."""
     return identity_of(_load_weights(folder, dtype))
 
 
 def check_basis(basis: Basis, folder: Path) -> None:
-    """Raise InvalidParameter if ``basis`` is not for the model in ``folder``."""
+    """Raise InvalidParameter if ``basis`` is for another model than the one in ``folder``."""
     basis.check_model(identity_for(_load_weights(folder, "auto"), basis))
 
 
@@ -364,7 +368,7 @@ def _load_weights(folder: Path, dtype: str) -> Any:
 
 
 def _identity_in_any_dtype(folder: Path) -> dict[str, str]:
-    """Return the identity in the checkpoint's dtype, with digests of the weights in the other dtypes in which users load models."""
+    """Return the identity in the checkpoint's dtype, with digests of the weights in each other dtype in which users load models."""
     identity = folder_identity(folder)
     for dtype in LOADED_DTYPES:
         result = folder_identity(folder, dtype)

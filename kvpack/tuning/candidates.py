@@ -64,9 +64,9 @@ SIDES = ("k", "v")
 
 
 def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Return candidate codecs by "k" and "v", from texts such as ``k=scalar:b=3``, ``kv=...``, or only a codec for both.
+    """Parse candidate codecs, such as ``k=scalar:b=3``, ``kv=...``, or only a codec for both. Returns lists of codecs by "k" and "v".
 
-    Raises InvalidParameter for an unknown codec, for a text with several clauses, and if keys or values have no candidate.
+    Raises InvalidParameter if a codec is unknown, if a text has several clauses, or if keys or values have no candidate.
     """
     result: dict[str, list[str]] = {"k": [], "v": []}
     for text in texts:
@@ -86,13 +86,13 @@ def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def is_attendable(codec: str) -> bool:
-    """Return True if attention can use the packed bytes of ``codec``, as written in a recipe, without decoding them."""
+    """Return True if attention can use the packed bytes of ``codec`` without decoding them. ``codec`` is written as in a recipe."""
     return codec.partition(":")[0] not in DECODED_CODECS
 
 
 @dataclass(frozen=True)
 class PackedCandidates:
-    """Each tensor (the keys or values of one layer) packed with each candidate, from which file sizes are computed.
+    """Every tensor (the keys or values of one layer) packed with every candidate, from which file sizes are computed.
 
     ``left_out`` contains the reasons why tensors cannot use some candidates.
     """
@@ -110,7 +110,7 @@ class PackedCandidates:
         return Cache(tuple(layers), recipe_text(allocation)).nbytes
 
     def stream_bytes(self, place: Place, codec: str) -> int:
-        """Return the size in bytes of a tensor's streams if it is packed with ``codec``."""
+        """Return the size in bytes of a tensor's streams when packed with ``codec``."""
         side = self.packed[place][codec]
         return side.tail.nbytes + sum(stream.nbytes for run in side.runs for stream in run.streams.values())
 
@@ -120,9 +120,9 @@ class PackedCandidates:
 
 
 def pack_candidates(exact: UncompressedResult, candidates: dict[str, list[str]], basis: Basis | None = None) -> PackedCandidates:
-    """Pack a whole window with each candidate, as a measurement does: first its prefix, and then the scored tokens appended to it.
+    """Pack a whole window with each candidate. As in a measurement, the prefix is packed first, and the scored tokens are appended.
 
-    Candidates with klt or transform use ``basis``. Raises MissingBasis, or InvalidParameter if a tensor can use none of the candidates.
+    Candidates with klt or transform use ``basis``. Raises MissingBasis, or InvalidParameter if a tensor cannot use any of the candidates.
     """
     packed: dict[Place, dict[str, Side]] = {}
     left_out: dict[Place, dict[str, str]] = {}

@@ -79,7 +79,7 @@ def fit_frames(statistics: Statistics, framing: Framing, step: Callable[[], None
 
 
 def _scales(deviations: Array) -> Array:
-    """Return the scales of columns with these standard deviations. Four columns share each table, and their scales are centered on it."""
+    """Return the scales of columns with these standard deviations. Four columns share each table, so their scales are centered on it."""
     octaves = numpy.log2(numpy.maximum(deviations, numpy.finfo(float).tiny))
     middle = SCALES_PER_OCTAVE * MIN_OCTAVES - SCALES_PER_TABLE / 2
     result: Array = numpy.clip(numpy.round(middle - SCALES_PER_OCTAVE * octaves), 0, 255).astype(numpy.int64)
@@ -98,7 +98,7 @@ def _columns(
 
 
 def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str], Array]) -> SymbolTables:
-    """Return the coding tables, one per range of standard deviations. They are trained on all columns, at all usual step sizes."""
+    """Return the coding tables, one for each range of standard deviations. They are trained on all columns, at all usual step sizes."""
     levels = 2 * MAX_LEVEL + 1
     # The last entry counts levels that have no symbol.
     counts, seen, sums, squares = (numpy.zeros((_TABLES, levels + 1)) for _ in range(4))
@@ -145,13 +145,13 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
 
 
 def _levels(steps: Array, dead_zone: float) -> Array:
-    """Round columns to levels like encoders, but with a dead zone."""
+    """Round columns to levels as encoders do, but with a dead zone."""
     result: Array = numpy.sign(steps) * numpy.floor(numpy.abs(steps) + (0.5 - dead_zone))
     return result
 
 
 def _entropy(levels: Array) -> float:
-    """Return the bits per value that ``levels``, ``[frame, token, column]``, take with a separate ideal table for each column."""
+    """Return the bits per value of ``levels``, ``[frame, token, column]``, if each column has its own ideal table."""
     tokens = levels.shape[1]
     ordered = numpy.sort(levels, 1)
     # This is True where a sequence of equal levels begins. The counts are the lengths of the sequences.

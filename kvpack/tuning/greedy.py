@@ -23,9 +23,9 @@ Point = tuple[int, float, str]
 def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocation:
     """Return the allocation with the smallest total loss for a file of at most ``budget`` bytes.
 
-    Each tensor starts with its smallest codec. As long as a step to a larger codec fits, the one with the largest decrease of loss per byte
-    is taken (Lagrangian bit allocation: Shoham and Gersho, 1988). The remaining bytes go to any codec that still fits. Raises
-    InvalidParameter if the smallest file exceeds the budget.
+    Each tensor starts with its smallest codec. Steps to larger codecs follow, always the one that decreases the loss most per byte, as long
+    as it fits the budget (Lagrangian bit allocation: Shoham and Gersho, 1988). The remaining bytes are used for any codec that still fits.
+    Raises InvalidParameter if the smallest file exceeds the budget.
     """
     hulls = {
         place: hull((priced.stream_bytes(place, codec), loss, codec) for codec, loss in place_losses.items())
@@ -86,10 +86,10 @@ def hull(points: Iterable[Point]) -> list[Point]:
 
 
 def _gain(first: Point, second: Point) -> float:
-    """Return the decrease of loss per byte from one point to the other."""
+    """Return by how much the loss decreases per byte from ``first`` to ``second``."""
     return (first[1] - second[1]) / (second[0] - first[0])
 
 
 def _slope(points: list[Point], number: int) -> float:
-    """Return the sort key of the step to point ``number``. The step with the largest gain is first."""
+    """Return a key for sorting steps, in which the step with the largest gain is first. The step leads to point ``number``."""
     return -_gain(points[number - 1], points[number])

@@ -32,7 +32,7 @@ _FORMAT = "kvpack measurements"
 
 
 def identity(exact: Sequence[UncompressedResult]) -> str:
-    """Return a digest that identifies the model, the text and the sizes, from tokens and uncompressed predictions."""
+    """Return a digest of the tokens and of the uncompressed predictions, which identifies the model, the text and the sizes."""
     digest = xxhash.xxh3_128()
     for window in exact:
         digest.update(window.tokens.cpu().numpy().tobytes())
@@ -42,7 +42,7 @@ def identity(exact: Sequence[UncompressedResult]) -> str:
 
 @dataclass
 class Journal:
-    """The losses of recipes, saved to the file ``path`` unless it is None. ``windows`` is the digest of the windows."""
+    """The losses of recipes. They are saved to the file ``path``, unless that is None. ``windows`` is the digest of the windows."""
 
     path: str | None
     windows: str
@@ -71,7 +71,7 @@ class Journal:
 
 
 def open_journal(path: str | None, exact: Sequence[UncompressedResult]) -> Journal:
-    """Return the journal for these windows, with the losses in the file ``path`` if it exists.
+    """Return the journal for the windows of ``exact``, with the losses recorded in the file ``path`` if it exists.
 
     Raises MissingFile if the file cannot be read, and InvalidParameter if it is not a journal or is for other windows.
     """

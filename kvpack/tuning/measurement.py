@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of one recipe, with one number per window. ``bytes`` and ``values`` are totals over the windows' files.
+    """The loss of one recipe, with one number per window. ``bytes`` and ``values`` are totals over the files of all windows.
 
     The KL divergence (nats per token) is the expected increase in log-perplexity on text sampled from the uncompressed model. It hardly
-    depends on the text, so a few windows suffice to compare codecs whose perplexities in these windows do not differ significantly.
+    depends on the text, so a few windows suffice to compare codecs even if their perplexities in these windows do not differ significantly.
     """
 
     kl_divergences: list[float]
@@ -55,8 +55,8 @@ class Windows:
     """Windows of a text that are read repeatedly.
 
     ``step`` is called after each window that is read, and ``on_measured`` after each new loss. ``losses`` are keyed by recipe text, which
-    includes the digest of ``basis`` if it is used. ``exact`` contains the uncompressed model's predictions. Its pairs are in bf16, for the
-    prefix only.
+    includes the digest of ``basis`` if it is used. ``exact`` contains the uncompressed model's predictions, with keys and values in bf16
+    and only for the prefix.
     """
 
     model: Any
@@ -68,7 +68,7 @@ class Windows:
     basis: Basis | None = None
 
     def read(self, windows: Sequence[torch.Tensor], scored_tokens: int) -> UncompressedResult:
-        """Read windows ``[1, token]`` without packing, and return the complete predictions for the first one."""
+        """Read windows ``[1, token]`` without packing. Returns the complete predictions for the first window."""
         first = None
         for tokens in windows:
             result = read_uncompressed(self.model, tokens, scored_tokens)
@@ -80,7 +80,7 @@ class Windows:
         return first
 
     def loss(self, recipe: str) -> Loss:
-        """Return the loss of a recipe in all windows. It is measured only once."""
+        """Return the loss of a recipe in all windows. Each recipe is measured only once."""
         recipe = Recipe(recipe, self.basis).text
         if recipe in self.losses:
             for _ in self.exact:
@@ -101,7 +101,7 @@ class Windows:
 def read_once(
     searched: Windows, windows: Sequence[torch.Tensor], scored_tokens: int, recipes: Sequence[str]
 ) -> tuple[list[float], dict[str, Loss]]:
-    """Return the uncompressed model's losses in ``windows``, and the losses of ``recipes``, with the model and basis of ``searched``.
+    """Return the losses of the uncompressed model and of ``recipes`` in ``windows``. The model and the basis are those of ``searched``.
 
     Only one window is in memory at a time.
     """

@@ -55,7 +55,7 @@ def _row(name: str, measurement: dict[str, Any]) -> list[str]:
 
 
 def _layer_rows(layers: list[dict[str, str]], *, attended: bool) -> list[list[str]]:
-    """Return one table row per range of layers with the same codecs. If ``attended``, a column shows how attention reads the layers."""
+    """Return one table row for each range of layers with the same codecs. With ``attended``, a column shows how attention reads them."""
     rows: list[tuple[int, int, dict[str, str]]] = []
     for number, codecs in enumerate(layers):
         if rows and rows[-1][2] == codecs:

@@ -24,7 +24,7 @@ def results(
 ) -> dict[str, Any]:
     """Return the chosen recipe, the best uniform recipe and all measurements as JSON values.
 
-    ``held_out`` contains the uncompressed model's losses in the held-out windows, and the losses of both recipes there.
+    ``held_out`` contains the losses in the held-out windows: of the uncompressed model, and of both recipes.
     """
     layers = len(search.priced.places) // 2
     exact, losses = held_out
@@ -82,7 +82,7 @@ def _losses(loss: Loss, exact: list[float]) -> dict[str, Any]:
 
 
 def compare_losses(tuned: Loss, uniform: Loss) -> dict[str, Any]:
-    """Return the mean difference of the KL divergences, paired by window. It is negative if the tuned recipe is better.
+    """Return the mean difference of the KL divergences in the same windows. It is negative if the tuned recipe is better.
 
     ``verdict`` is "better" or "worse" if Student's interval excludes 0, "the same" if both recipes are equal, and "undecided" otherwise.
     """
@@ -116,6 +116,6 @@ def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
 def uniform_label(report: dict[str, Any]) -> str:
     """Return the label of a report's uniform recipe.
 
-    Only the thorough search compares several uniform recipes; the other searches use the largest that fits.
+    Only the thorough search compares several uniform recipes. The other searches use the largest that fits the budget.
     """
     return "best uniform recipe" if report["mode"] == "thorough" else "largest uniform recipe"

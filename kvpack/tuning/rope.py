@@ -41,7 +41,7 @@ def find_ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
 
     A sequence of one token attends only to itself, so its keys at two positions differ only by RoPE. RoPE of any type (default, linear,
     llama3, yarn, ...) is described by its frequencies. If frequencies depend on the sequence length, they are valid for up to
-    ``Rope.longest`` tokens. Raises InvalidParameter, naming the layer, for keys that depend on positions in another way.
+    ``Rope.longest`` tokens. Raises InvalidParameter, with the layer's number, if keys depend on positions in another way.
     """
     single_tokens = tokens[0, :_TOKENS, None]
     limit = positions(model)
@@ -57,12 +57,12 @@ def find_ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
 
 
 def _keys(model: Any, tokens: torch.Tensor, position: int) -> list[torch.Tensor]:
-    """Return each layer's keys ``[sequence, kv_head, 1, dim]`` for sequences that consist of one token at ``position``."""
+    """Return each layer's keys, ``[sequence, kv_head, 1, dim]``. Each token of ``tokens`` is a sequence of its own at ``position``."""
     return [k for k, _ in prefill(model, tokens, torch.full_like(tokens, position))]
 
 
 def _candidates(model: Any) -> list[Rope]:
-    """Return all variants of RoPE that the rotary modules of ``model`` may apply."""
+    """Return all variants of RoPE that the rotary modules of ``model`` may use."""
     result = [buffer.float() for name, buffer in model.named_buffers() if name.endswith("inv_freq") and buffer.dim() == 1]
     # Older modules store sines of positions instead of frequencies.
     if dims := getattr(model.config.get_text_config(), "rotary_dim", None):
@@ -90,13 +90,13 @@ def _is_close(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def window_positions(tokens: int, positions: int) -> list[int]:
-    """Return ascending start positions, from 0 on, of windows that together cover about ``positions`` positions."""
+    """Return the start positions, ascending from 0, of windows that together cover about ``positions`` positions."""
     count = min(MAX_STARTS, max(1, round(positions / tokens)))
     return [0] if count == 1 else [round(number * (positions - tokens) / (count - 1)) for number in range(count)]
 
 
 def spread_moments(statistics: KeyMoments, rope: Rope | None, starts: Sequence[int]) -> KeyMoments:
-    """Average a layer's moments over windows at the positions ``starts``. If ``rope`` is None, they are returned unchanged."""
+    """Average a layer's moments over windows that start at the positions ``starts``. If ``rope`` is None, nothing changes."""
     if rope is None:
         return statistics
     rotations = _rotations(rope, statistics.keys.shape[-1], starts)
@@ -104,7 +104,7 @@ def spread_moments(statistics: KeyMoments, rope: Rope | None, starts: Sequence[i
 
 
 def spread_keys(statistics: Statistics, ropes: Sequence[Rope | None], starts: Sequence[int]) -> Statistics:
-    """Average the statistics of keys over windows at the positions ``starts``. Each sample is rotated to only one of them."""
+    """Average the statistics of keys over windows that start at the positions ``starts``. Each sample is rotated to only one of them."""
     sums, products, costs, samples = dict(statistics.sums), dict(statistics.products), dict(statistics.costs), dict(statistics.samples)
     for layer, rope in enumerate(ropes):
         name = f"{layer}.k"
@@ -118,12 +118,14 @@ def spread_keys(statistics: Statistics, ropes: Sequence[Rope | None], starts: Se
 
 
 def _rotations(rope: Rope, dim: int, starts: Sequence[int]) -> torch.Tensor:
-    """Return the matrices, float64 ``[start, dim, dim]``, that rotate a row of channels to the positions ``starts``."""
+    """Return the matrices that rotate a row of channels to each position in ``starts``, float64 ``[start, dim, dim]``."""
     # Each unit vector is its own sequence, because tokens of one sequence are at consecutive positions.
     units = torch.eye(dim, dtype=torch.float32, device="cpu")[:, None]
     return torch.stack([rope.rotate(units, start)[:, 0] for start in starts]).to(torch.float64)
 
 
 def _average_rotated(moments: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
-    """Return the mean over ``rotations`` of the second moments ``[..., dim, dim]`` of rotated rows."""
+    """Rotate rows with each of ``rotations``, and return the mean of their second moments. ``moments``, ``[..., dim, dim]``, are before
+    rotation.
+    """
     return (rotations.mT @ moments[..., None, :, :] @ rotations).mean(-3)

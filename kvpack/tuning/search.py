@@ -27,7 +27,7 @@ RECIPES_PER_ROUND = 4
 
 @dataclass(frozen=True)
 class Measurement:
-    """An allocation with its measured loss. ``role`` describes its part in the search."""
+    """An allocation with its measured loss. ``role`` describes what the search used it for."""
 
     role: str
     allocation: Allocation
@@ -36,7 +36,7 @@ class Measurement:
 
 @dataclass
 class Search:
-    """The inputs of a search, and its measurements in order."""
+    """The inputs of a search, and its measurements in the order in which they were made."""
 
     priced: PackedCandidates
     windows: Windows
@@ -52,7 +52,7 @@ class Search:
         return result
 
     def fits(self, allocation: Allocation) -> bool:
-        """Return True if one window's file is within the budget."""
+        """Return True if the file of one window fits the budget."""
         return self.priced.file_bytes(allocation) <= self.budget
 
     def common_candidates(self, side: str) -> list[str]:
@@ -63,15 +63,15 @@ class Search:
 
 
 def best(measured: list[Measurement]) -> Measurement:
-    """Return the measurement with the smallest KL divergence, or the first of several."""
+    """Return the measurement with the smallest KL divergence, or the first one in a tie."""
     return min(measured, key=lambda measurement: measurement.loss.kl_divergence)
 
 
 def thorough_search(search: Search) -> tuple[Measurement, Measurement | None]:
-    """Return the tuned allocation, and the best uniform one, or None if no uniform recipe fits.
+    """Return the tuned allocation and the best uniform one. If no uniform recipe fits the budget, the second result is None.
 
     Losses of single tensors are measured with all others uncompressed, because they add up best in that case. They only predict the loss of
-    an allocation; the measured loss of the whole allocation decides. Raises InvalidParameter for an impossible budget.
+    an allocation; the measured loss of the whole allocation decides. Raises InvalidParameter if no allocation fits the budget.
     """
     _check_budget(search)
     search.sensitivities = measure_sensitivities(search)
@@ -118,7 +118,7 @@ def _check_budget(search: Search) -> None:
 
 
 def measure_within_budget(search: Search, description: str, losses: Losses) -> Measurement:
-    """Measure the allocation with the smallest predicted loss whose files, over all windows, fit the budget."""
+    """Among allocations whose files fit the budget in all windows, measure the one with the smallest predicted loss."""
     budget = search.budget
     while True:
         result = search.measure(description, allocate(search.priced, losses, budget))
@@ -130,7 +130,7 @@ def measure_within_budget(search: Search, description: str, losses: Losses) -> M
 
 
 def _promising_uniforms(search: Search) -> list[Allocation]:
-    """Return the uniform allocations within the budget that have the smallest predicted losses, best first."""
+    """Return the uniform allocations within the budget that have the smallest predicted losses, smallest first."""
     places, known = search.priced.places, search.sensitivities
     result = []
     for k, v in product(search.common_candidates("k"), search.common_candidates("v")):
@@ -141,10 +141,10 @@ def _promising_uniforms(search: Search) -> list[Allocation]:
 
 
 def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
-    """Return an allocation like ``tuned`` with bytes moved between tensors, or None if that does not lower the measured loss.
+    """Move bytes between tensors, starting from ``tuned``. Returns the new allocation, or None if its measured loss is not lower.
 
     The effect of each tensor is measured with all others as in ``tuned``. If the effects of many simultaneous changes do not add up, fewer
-    are tried, starting with the largest gains.
+    changes are tried, starting with the largest gains.
     """
     losses: Losses = {}
     for place, codec in tuned.allocation.items():
@@ -169,7 +169,7 @@ def _size_grows(search: Search, place: Place, before: str, after: str) -> bool:
 
 
 def _neighbors(search: Search, place: Place, codec: str) -> list[str]:
-    """Return the next smaller and the next larger codec on the convex hull of the tensor's choices."""
+    """Return the next smaller and the next larger codec for a tensor on the convex hull of its candidates."""
     size = search.priced.stream_bytes(place, codec)
     points = hull((search.priced.stream_bytes(place, other), loss, other) for other, loss in search.sensitivities[place].items())
     smaller = [other for bytes_, _, other in points if bytes_ < size][-1:]

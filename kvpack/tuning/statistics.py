@@ -60,13 +60,16 @@ _MAX_HEADER_BYTES = 2**26
 
 @dataclass(frozen=True)
 class Framing:
-    """What a frame covers: the channels of a head or of a layer (``scope``). Keys are transformed before their layer's RoPE."""
+    """The scope of frames. A frame covers the channels of a head or of a layer (``scope``). Keys are transformed before their layer's RoPE.
+    """
 
     scope: str
     ropes: Sequence[Rope | None]
 
     def view(self, layer: int, side: str, x: torch.Tensor) -> torch.Tensor:
-        """Return keys, values or gradients ``[1, kv_head, token, dim]`` from position 0 on as ``[1, frame, token, channel]`` before RoPE.
+        """Return keys, values or gradients of tokens from position 0 on as ``[1, frame, token, channel]``, before RoPE.
+
+        ``x`` is ``[1, kv_head, token, dim]``.
         """
         rope = self.ropes[layer] if side == "k" else None
         x = x if rope is None else rope.rotate(x.to(torch.float32), 0, back=True)
@@ -77,9 +80,9 @@ class Framing:
 class KeyMoments:
     """Sums over the keys of a layer and over the queries that attend to them, in float64, for each KV head.
 
-    ``tokens`` keys and ``rows`` queries are counted. ``keys``, ``pages`` and ``queries``, ``[kv_head, dim, dim]``, are sums of outer
-    products: of keys, of keys minus the mean of their page of ``PAGE_TOKENS`` tokens, and of queries. ``keys_before_rope``, ``[kv_head,
-    dim]``, is the sum of keys before RoPE.
+    ``tokens`` is the number of keys, and ``rows`` is the number of queries. ``keys``, ``pages`` and ``queries``, ``[kv_head, dim, dim]``,
+    are sums of outer products: of keys, of keys minus the mean of their page of ``PAGE_TOKENS`` tokens, and of queries.
+    ``keys_before_rope``, ``[kv_head, dim]``, is the sum of keys before RoPE.
     """
 
     tokens: torch.Tensor
@@ -93,7 +96,7 @@ class KeyMoments:
     def of(cls, k: torch.Tensor, queries: torch.Tensor, rows: int, rope: Rope | None) -> KeyMoments:
         """Compute the moments of keys ``[1, kv_head, token, dim]`` from position 0 on, without raw tokens.
 
-        ``queries`` is the sum over ``rows`` queries.
+        ``queries`` is the sum of outer products of ``rows`` queries.
         """
         counted = _encoded_tokens(k)
         x = k[0].to(torch.float64)[:, counted]
@@ -109,7 +112,7 @@ MOMENTS = tuple(one.name for one in fields(KeyMoments))
 
 
 class QueryMoments:
-    """Sums of outer products of a window's queries, by layer, over the query heads of each KV head."""
+    """Sums of outer products of a window's queries by layer. Query heads that share a KV head are added up."""
 
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
@@ -122,7 +125,7 @@ class QueryMoments:
         self.rows[layer] = q.shape[1]
 
     def of_layer(self, layer: int, heads: int) -> tuple[torch.Tensor, int] | None:
-        """Return the sums ``[kv_head, dim, dim]`` for a layer, and the number of queries in each, or None if there are none."""
+        """Return the sums ``[kv_head, dim, dim]`` for a layer, and the number of queries in each. If there are no queries, return None."""
         result = self._heads.get(layer)
         if result is None or len(result) % heads:
             return None
@@ -158,9 +161,8 @@ class Statistics:
     def add(self, model: Any, tokens: torch.Tensor, pairs: Pairs, seed: int, sampled: int, framing: Framing | None = None) -> None:
         """Add a window, ``tokens`` ``[1, token]``. ``pairs`` contains the keys and values of its first tokens.
 
-        All other tokens are predicted, after the prefixes that the function ``prefixes`` returns. ``sampled`` tokens are kept as samples.
-        If ``framing`` is set, statistics of frames are added as well. Raises InvalidParameter if predictions are not finite, or do not
-        depend on any pair.
+        All other tokens are predicted after each of the ``prefixes``. ``sampled`` tokens are kept as samples. With ``framing``, statistics
+        of frames are added as well. Raises InvalidParameter if predictions are not finite, or do not depend on any keys or values.
         """
         generator = torch.Generator(tokens.device).manual_seed(seed)
         raw = [~_encoded_tokens(k) for k, _ in pairs]
@@ -195,7 +197,9 @@ class Statistics:
                 _add(self.moments, f"{number}.{window % 2}.{name}", getattr(key_moments, name))
 
     def halves(self) -> list[tuple[KeyMoments, KeyMoments]] | None:
-        """Return each layer's moments in even and in odd windows, or None if there are none. A half without windows is zero."""
+        """Return each layer's moments in even and in odd windows, or None if there are none. If there is only one window, the other half is
+        zero.
+        """
         if not self.moments:
             return None
         layers = 1 + max(int(name.partition(".")[0]) for name in self.moments)
@@ -236,7 +240,9 @@ class Statistics:
 
     @classmethod
     def read(cls, path: str, of: str) -> Statistics:
-        """Return the statistics in the file ``path``, or empty ones if it does not exist. Raises InvalidParameter for other files."""
+        """Return the statistics in the file ``path``. If it does not exist, return empty ones. Raises InvalidParameter if it is another
+        file.
+        """
         result = cls(of)
         if not os.path.lexists(path):
             return result
@@ -260,7 +266,7 @@ class Statistics:
 
 
 def prefixes(count: int, predicted: int) -> list[tuple[int, int]]:
-    """Return (tokens in the prefix, number of tokens to predict after it) for each prefix of ``count`` tokens, shortest first.
+    """Return the prefixes of ``count`` tokens after which tokens are predicted, shortest first, as (prefix tokens, predicted tokens).
 
     In total, ``predicted`` tokens are predicted. If there are few tokens, there are fewer than ``PREFIXES`` prefixes.
     """
@@ -278,12 +284,12 @@ def _check_depends(depends: bool, scored_tokens: int) -> None:
 
 
 def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
-    """Add ``values``, from any device, to the sum ``name``, which is on the CPU."""
+    """Add ``values``, which may be on any device, to the sum ``name``, which is on the CPU."""
     sums[name] = values.cpu() if name not in sums else sums[name] + values.cpu()
 
 
 def _encoded_tokens(k: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the tokens that caches do not keep raw, bool ``[token]``, for keys ``[1, kv_head, token, dim]``."""
+    """Return a mask of the tokens that are not kept raw, bool ``[token]``, for keys ``[1, kv_head, token, dim]``."""
     raw = RAW_TOKENS.choose(norms_per_head(k), 0)[0]
     return ~raw if not raw.all() else torch.ones_like(raw)
 
@@ -304,7 +310,7 @@ def _outer_products(gradient: torch.Tensor, counted: torch.Tensor) -> torch.Tens
 
 
 def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.Generator) -> Iterator[Pairs]:
-    """Yield, for each temperature, the gradients of log-probabilities of sampled next tokens with respect to ``pairs``."""
+    """For each temperature, yield the gradients with respect to ``pairs`` of the log-probabilities of sampled next tokens."""
     from transformers import DynamicCache
 
     leaves = [(k.detach().clone().requires_grad_(), v.detach().clone().requires_grad_()) for k, v in pairs]

@@ -71,9 +71,9 @@ MAX_TOKEN_GROUP = 128
 class Settings:
     """Sizes of a search. None selects the default, or the limit of the model and the text if that is smaller.
 
-    ``tokens`` is the size of a window, and its last ``scored_tokens`` tokens are scored. The search uses ``windows`` windows, and the
-    report uses ``held_out_windows`` additional ones. Codecs that encode tokens in groups keep incomplete groups raw, which increases the
-    size. Multiples of 128 avoid that. The model is in float32 on ``device``.
+    ``tokens`` is the size of a window. Its last ``scored_tokens`` tokens are scored. The search uses ``windows`` windows, and the report
+    uses another ``held_out_windows``. Codecs that encode tokens in groups keep incomplete groups raw, which increases the size. Multiples
+    of 128 avoid that. The model is in float32 on ``device``.
     """
 
     tokens: int | None = None
@@ -142,7 +142,7 @@ def run(
         progress: Called as ``progress(done, total)``.
 
     Two runs with the same seed find the same recipe on the same device if PyTorch uses the same number of threads. Raises InvalidParameter
-    for unsupported sizes and for an impossible budget, MissingFile and WriteFailed.
+    if a size is not supported or no recipe fits the budget, MissingFile and WriteFailed.
     """
     if not 0 < bits <= MAX_BITS:
         raise InvalidParameter(f"--bits is {bits}, expected a number above 0 and at most {MAX_BITS}")
@@ -248,7 +248,7 @@ def _sizes(settings: Settings, text: Text, max_positions: int | None) -> _Window
 
 
 def _windows(text: Text, sizes: _WindowSizes, settings: Settings) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the windows of the search, spread over the text, and the held-out windows between them."""
+    """Return the windows of the search, which are spread over the text, and the held-out windows between them."""
     size, count = window_ids(sizes.tokens, text), sizes.windows + sizes.held_out
     every = [window(text, start, size).to(settings.device) for start in starts(len(text.ids), size, count, settings.seed)]
     chosen = {(2 * number + 1) * count // (2 * sizes.windows) for number in range(sizes.windows)}

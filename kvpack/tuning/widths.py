@@ -25,7 +25,7 @@ def steps(layers: int) -> int:
 
 
 def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
-    """Return the chosen allocation, and the largest uniform one within the budget, or None if no uniform one fits.
+    """Return the chosen allocation, and the largest uniform one within the budget. If no uniform one fits, the second result is None.
 
     Raises InvalidParameter if even the smallest candidates exceed the budget.
     """
@@ -46,7 +46,7 @@ def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
 
 
 def _predict_losses(search: Search, measured: dict[tuple[int, str], tuple[str, float]]) -> Losses:
-    """Return the predicted losses of all tensors with all candidates, minus the smallest measured loss, which is noise."""
+    """Predict the losses of all tensors with all candidates. The smallest measured loss is noise, and is subtracted from all others."""
     floor = min(loss for _, loss in measured.values())
     raised = increase_losses({place: loss - floor for place, (_, loss) in measured.items()})
     result: Losses = {}
@@ -58,9 +58,9 @@ def _predict_losses(search: Search, measured: dict[tuple[int, str], tuple[str, f
 
 
 def average_bits(codec: str, side: str) -> float:
-    """Return the bits per value of a codec's codes. The codec is written as in a recipe.
+    """Return the number of bits per value that the codes of a codec need. ``codec`` is written as in a recipe.
 
-    Raises InvalidParameter for a codec without such a width.
+    Raises InvalidParameter if the codec has no fixed width.
     """
     recipe = parse_recipe(f"kv=raw;{side}={codec}")
     words = dict(next(rule for rule in reversed(recipe.rules) if side in rule.sides).words)

@@ -248,11 +248,13 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
     if q.shape[0] != k.batch or q.shape[1] % k.heads or not q.shape[1] or q.shape[3] != k.dim:
         raise InvalidParameter(
             f"q has shape {list(q.shape)}, which does not match keys of shape [{k.batch}, {k.heads}, {k.tokens}, {k.dim}]: "
-            "both must have the same batch and dim, and q_head must be a multiple of kv_head"
+            "batch and dim must be the same, and the number of query heads must be a multiple of the number of key heads"
         )
     if not q.device == k.device == v.device:
         places = f"{k.device} (keys) and {v.device} (values)"
-        raise InvalidParameter(f"q is on {q.device}, but the layer is on {places}: move them to one device with q.to(...) or cache.to(...)")
+        raise InvalidParameter(
+            f"q is on {q.device}, but the layer is on {places}: move them to the same device with q.to(...) or cache.to(...)"
+        )
     if v.heads != k.heads:
         raise InvalidParameter(f"keys have {k.heads} heads, but values have {v.heads}: attention requires the same number")
     if k.tokens == 0 or (causal and q.shape[2] > k.tokens):

@@ -152,7 +152,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--version", action=_Version, help="show the version and the kernels of each device, and exit")
     result.add_argument(
-        "--import", action=_Import, metavar="MODULE", help="import this Python module first, which registers codecs of your own"
+        "--import", action=_Import, metavar="MODULE", help="first import this Python module, which registers your own codecs"
     )
     commands = result.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:

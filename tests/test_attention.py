@@ -123,7 +123,7 @@ BAD = {
     "rank": (Q[0], {}, InvalidParameter, r"q has shape \[4, 1, 64\]"),
     "dtype": (Q.to(torch.int64), {}, InvalidType, "floating-point"),
     "head dim": (Q[..., :32], {}, InvalidParameter, "does not match keys"),
-    "heads": (Q[:, :3], {}, InvalidParameter, "multiple of kv_head"),
+    "heads": (Q[:, :3], {}, InvalidParameter, "multiple of the number of key heads"),
     "batch": (Q.expand(2, 4, 1, 64), {}, InvalidParameter, "does not match keys"),
     "too many queries": (Q.expand(1, 4, 41, 64), {}, InvalidParameter, "41 queries over 40 tokens"),
     "window": (Q, {"sliding_window": 0}, InvalidParameter, "sliding_window is 0"),

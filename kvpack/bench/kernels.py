@@ -314,7 +314,7 @@ def _explain(report: dict[str, Any]) -> None:
     print(f"\nThe byte floor is the bytes read at the speed of a copy, {report['bytes_per_s'] / 1e12:.2f} TB/s read and written.")
     print("Times cover the main kernel and the merge with a cold L2 cache; with rotations, they cover the whole call.")
     print("The ratio to the best bf16 compares whole calls, rotations included; GB/s and the byte floor omit them.")
-    print("Eager is the whole call from Python, next to the faster SDPA called the same way.")
+    print("Eager: the whole call from Python, compared with the faster SDPA backend, called in the same way.")
     print("Recipes without a kernel are decoded first and attended with PyTorch: times cover the whole call. Errors are relative to fp64.")
     recipes = {row["recipe"] for table in [*report["shapes"], *report["sweep"]] for row in table["rows"]}
     if any(recipe.startswith(synthetic_basis.NAME) for recipe in recipes):

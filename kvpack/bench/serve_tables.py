@@ -57,8 +57,8 @@ def _show_decode(report: dict[str, Any]) -> None:
         print("or run eagerly with graphs=False; generate is timed after its kernels are compiled.")
         print("Step ratios compare alternating steps, if both caches fit, because the speed of the host varies.")
         print(
-            "alone: the model without a cache, and attention that returns its queries; steps that take little longer are limited by the "
-            "host."
+            "alone: the model without a cache, with attention that only returns its queries. Steps that take little longer are limited by "
+            "the host."
         )
         print("A StaticCache has a mask over its full length.")
         print(f"The {dtype} graph uses preallocated states, no mask, and the faster of SDPA's flash and cuDNN attention.")

@@ -387,7 +387,7 @@ def _join_layers(number: int, layers: Sequence[Layer]) -> Layer:
         if (first.k is None, first.v is None) != (second.k is None, second.v is None):
             raise NotConsecutive(
                 f"layers[{number}] has {list(first.sides)} in one cache, but {list(second.sides)} in the next: join caches with the same "
-                "sides in every layer"
+                "keys and values in every layer"
             )
         if first.states.keys() != second.states.keys():
             raise NotConsecutive(

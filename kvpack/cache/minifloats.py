@@ -104,7 +104,9 @@ class Minifloats:
                 f"elements has shape {list(self.elements.shape)}, expected at least one sequence, one head and one token"
             )
         if self.scales.device != self.elements.device:
-            raise InvalidParameter(f"scales is on {self.scales.device}, but elements is on {self.elements.device}: move them to one device")
+            raise InvalidParameter(
+                f"scales is on {self.scales.device}, but elements is on {self.elements.device}: move them to the same device"
+            )
         granularity, scale_dtype = self._block_scales() or self._number_scales()
         if self.granularity not in (None, granularity):
             raise InvalidParameter(f"granularity is {self.granularity!r}, but the scales {list(self.scales.shape)} are per {granularity}")
@@ -186,7 +188,9 @@ class Minifloats:
         if tuple(scale.shape) not in ((), (1,), (1, 1, 1), (self.shape[0], 1, 1)):
             raise InvalidParameter(f"global_scale has shape {list(scale.shape)}, expected one number or {[self.shape[0], 1, 1]}")
         if scale.device != self.elements.device:
-            raise InvalidParameter(f"global_scale is on {scale.device} and elements on {self.elements.device}: move them to one device")
+            raise InvalidParameter(
+                f"global_scale is on {scale.device} and elements on {self.elements.device}: move them to the same device"
+            )
         return scale
 
     def _check_values(self) -> None:
@@ -237,7 +241,7 @@ class Minifloats:
             )
         if side.tail.shape[2] or not side.runs:
             raise InvalidParameter(
-                f"expected only packed tokens, but got {side.packed_tokens} and a raw tail of {side.tail.shape[2]}: slice off the tail"
+                f"expected only packed tokens, but got {side.packed_tokens} and a raw tail of {side.tail.shape[2]} more: slice off the tail"
             )
         with float32_no_grad(side.device):
             runs = side.merged().runs

@@ -342,6 +342,6 @@ def check_finite(x: torch.Tensor, first: int, where: str) -> None:
     batch, head, token, channel = torch.nonzero(~torch.isfinite(x))[0].tolist()
     value = x[batch, head, token, channel].item()
     raise InvalidParameter(
-        f"{where}: the value at batch {batch}, head {head}, token {first + token}, channel {channel} is {value}; "
-        "lossy codecs accept only finite values (the codecs raw and lossless keep any)"
+        f"{where}: the value at batch {batch}, head {head}, token {first + token}, channel {channel} is {value}: "
+        "lossy codecs accept only finite values; the codecs raw and lossless store any value"
     )

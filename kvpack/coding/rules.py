@@ -82,9 +82,9 @@ class Rule:
             if dtype not in _DTYPES[self.codec_id]:
                 supported = " and ".join(_DTYPES[self.codec_id])
                 raise InvalidType(
-                    f"the {self.codec_id} codec supports only {supported} values, but got {dtype} (values that a lossy codec has packed "
-                    "are fp32, and converting them restores nothing): to keep every bit of a model's bf16 or fp16 values, pack them with "
-                    "lossless from the start; for other fp32 values, use the raw codec, which supports all dtypes and changes no bit"
+                    f"the {self.codec_id} codec supports only {supported} values, but got {dtype}. Values from a lossy codec are fp32, "
+                    "and converting them restores nothing: to keep every bit of a model's bf16 or fp16 values, pack them with "
+                    "lossless from the start. For other fp32 values, use the raw codec, which stores every dtype unchanged"
                 )
             words["dtype"] = dtype
         if calibrated is not None or balanced is not None:

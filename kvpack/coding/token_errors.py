@@ -241,7 +241,7 @@ def warn_of_poor_fits(poor_fits: Sequence[PoorFit], stacklevel: int = 2) -> None
     if all(one.rare for one in poor_fits):
         remedy += ", or add raw=4,0.5,4, which keeps such tokens raw"
     warnings.warn(
-        f"{worst.where}: in {worst.count} of {worst.tokens} tokens, one head is so large that {which}, lose precision; in the worst, token "
+        f"{worst.where}: in {worst.count} of {worst.tokens} tokens, one head is so large that {which}, lose precision. In the worst, token "
         f"{worst.token} of sequence {worst.sequence}, head {worst.head} {effect.format(worst.factor)}{others}. To avoid this, {remedy}",
         KvpackWarning,
         stacklevel=stacklevel + 1,

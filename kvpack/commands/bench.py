@@ -73,7 +73,7 @@ def _add_quality(kinds: Any) -> None:
         "--model",
         metavar="MODEL",
         help="a transformers causal language model, by its folder or its name on the hub; without a tokenizer, its tokens are bytes. "
-        "'demo' is the demo's small model (default: SmolLM2-135M-Instruct, which `python -m kvpack.bench.real_model` gets)",
+        "'demo' is the demo's small model (default: SmolLM2-135M-Instruct, which `python -m kvpack.bench.real_model` downloads)",
     )
     quality.add_argument(
         "--text", metavar="FILE", help="the text that the model reads, not its calibration text (default: prose, code and a long "
@@ -127,7 +127,8 @@ def _add_model_options(quality: Any) -> None:
         "--offset",
         type=float,
         metavar="C",
-        help="add a constant to every key in an eighth of the channels, C times the channel's deviation; this changes no score",
+        help="add a constant to every key in an eighth of the channels, C times the channel's standard deviation; attention weights stay "
+        "the same",
     )
     quality.add_argument(
         "--insert",

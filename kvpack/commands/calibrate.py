@@ -15,7 +15,7 @@ from .outputs import add_force, check_output
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
-        help="make the basis of a model, which klt and transform need, and with which kvpack-2 to kvpack-4 lose less",
+        help="make the basis of a model: klt and transform need it, and kvpack-2 to kvpack-4 lose less with it",
         description="Read a text with a model, compute the basis that describes its keys and values best, and write it to a file. "
         "An interrupted calibration resumes where it stopped.",
     )
@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="measure in N windows of 1024 tokens the loss of each layer's keys and values at 2 bits, from which kvpack-2 to kvpack-4 "
+        help="measure the loss of each layer's keys and values at 2 bits in N windows of 1024 tokens, from which kvpack-2 to kvpack-4 "
         "choose widths; the last 128 tokens are read twice per layer (default: 1; 0 omits widths)",
     )
     parser.add_argument(

@@ -242,7 +242,7 @@ def _parse_unpacked_info(path: str, text: str) -> _UnpackedInfo:
             try:
                 to_bytes(metadata)
             except KvpackError as error:
-                raise InvalidParameter(f"{path}: kvpack.unpacked: {error}") from None
+                raise InvalidParameter(f"{path}: its metadata kvpack.unpacked: {error}") from None
             undetermined = _parse_undetermined(path, note.get("undetermined"))
             offsets = _offsets(path, note.get("position_offsets"))
             hidden = _parse_hidden(path, note.get("hidden", []))
@@ -260,7 +260,9 @@ def _offsets(path: str, listed: Any) -> tuple[int, ...] | None:
     if listed is None:
         return None
     if not isinstance(listed, list) or not all(type(offset) is int and abs(offset) <= MAX_TOKENS for offset in listed) or not listed:
-        raise InvalidParameter(f"{path}: kvpack.unpacked: position_offsets is {listed!r:.80}, expected an integer for each sequence")
+        raise InvalidParameter(
+            f"{path}: its metadata kvpack.unpacked: position_offsets is {listed!r:.80}, expected an integer for each sequence"
+        )
     return tuple(listed)
 
 
@@ -274,7 +276,9 @@ def _parse_undetermined(path: str, listed: Any) -> list[tuple[str, int]] | None:
             case [str() as text, int() as position] if text and type(position) is int and 0 <= position <= MAX_TOKENS:
                 pairs.append((text, position))
             case _:
-                raise InvalidParameter(f"{path}: kvpack.unpacked: undetermined contains {pair!r:.80}, expected [text, position]")
+                raise InvalidParameter(
+                    f"{path}: its metadata kvpack.unpacked: the list undetermined contains {pair!r:.80}, expected [text, position]"
+                )
     return pairs
 
 
@@ -285,5 +289,7 @@ def _parse_hidden(path: str, listed: Any) -> tuple[HiddenRange, ...]:
             case [int(), int(), int()] if all(type(number) is int and 0 <= number <= MAX_TOKENS for number in token_range):
                 pass
             case _:
-                raise InvalidParameter(f"{path}: kvpack.unpacked: hidden contains {token_range!r:.80}, expected [row, start, stop]")
+                raise InvalidParameter(
+                    f"{path}: its metadata kvpack.unpacked: the list hidden contains {token_range!r:.80}, expected [row, start, stop]"
+                )
     return tuple(HiddenRange(*token_range) for token_range in listed)

@@ -62,7 +62,7 @@ def _print(summary: dict[str, Any]) -> None:
     print(f"{summary['file']}: kvpack format {summary['format']}, {summary['bytes']:,} bytes")
     print(f"{summary['values']:,} values, {summary['bits_per_value']:.3f} bits per value (nominal {summary['nominal_bits']:.3f})")
     if summary["is_basis"]:
-        print(f"a basis, which caches name by its SHA-256, {summary['sha256']}")
+        print(f"a basis, which caches refer to by its SHA-256, {summary['sha256']}")
     else:
         recipe, short = printable(summary["recipe"]), _recipe_text(summary["recipe"])
         print(f"tokens {summary['start']} to {summary['stop']}, recipe {short or 'not named'}")

@@ -121,7 +121,7 @@ def _check_keys(number: int, states: Sequence[StateEntry], side: BasisSide | Non
     if side is not None:
         heads, dim = side.heads, codecs[side.codec].dim
     if not 0 < dim <= MAX_DIM:
-        raise InvalidHeader(f"{frames.where} has shape {list(frames.shape)}, expected [1, heads, dim, dim] with a dim up to {MAX_DIM}")
+        raise InvalidHeader(f"{frames.where} has shape {list(frames.shape)}, expected [1, heads, dim, dim] with dim at most {MAX_DIM}")
     for state in states:
         dtypes = ("F16", "F32") if state.name in KEY_FRAMES.values() else ("F32",)
         shape = (1, heads, dim) if state.name == MEAN else (1, heads, dim, dim)

@@ -117,7 +117,7 @@ def _pack(state: StateEntry) -> bytes:
 def _parse(number: int, record: bytes) -> StateEntry:
     layer, dtype, count, *sizes, name = _RECORD.unpack(record)
     if dtype >= len(DTYPES):
-        raise InvalidHeader(f"{_PLACE}: record {number} has dtype {dtype}, expected one below {len(DTYPES)}")
+        raise InvalidHeader(f"{_PLACE}: record {number} has the dtype number {dtype}, expected 0 to {len(DTYPES) - 1}")
     state = StateEntry(layer, name.rstrip(b"\0").decode("latin-1"), DTYPES[dtype], tuple(sizes[:count]))
     if _pack(state) != record:
         raise InvalidHeader(

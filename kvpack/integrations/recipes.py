@@ -48,7 +48,7 @@ def reject_layer_clauses(recipe: str, why: str) -> None:
     """Raise InvalidParameter if clauses of the recipe select layers. ``why`` explains the restriction in the message."""
     named = [rule.written for rule in parse_recipe(recipe).rules if rule.items is not None]
     if named:
-        raise InvalidParameter(f"the recipe {recipe!r} names layers by {named[0]!r}, but {why}: use a recipe that does not name layers")
+        raise InvalidParameter(f"the recipe {recipe!r} selects layers with {named[0]!r}, but {why}: use a recipe without layer clauses")
 
 
 def check_layer_names(recipe: str, names: Sequence[str]) -> None:

@@ -228,11 +228,11 @@ def check_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
     for name in labels:
         if not _LABEL.fullmatch(name):
             raise InvalidParameter(
-                f"labels contains the name {name!r:.80}, but a name consists of letters, digits and _, and must not start with a digit"
+                f"the label name {name!r:.80} is invalid: use only letters, digits and _, and do not start with a digit"
             )
         if name in _OWN_LABELS or name.startswith("__"):
             raise InvalidParameter(
-                f"labels contains the name {name!r:.80}, which is reserved or already used by kvpack's metrics: choose another"
+                f"the label name {name!r:.80} is reserved or already used by kvpack's metrics: choose another"
             )
     return labels
 

@@ -428,7 +428,7 @@ def test_commands_accept_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.Ca
     capsys.readouterr()
     assert cli.main(["inspect", str(given)]) == 0
     shown = capsys.readouterr().out
-    assert f"a basis, which caches name by its SHA-256, {basis.digest.hex()}\nmodel x\n" in shown
+    assert f"a basis, which caches refer to by its SHA-256, {basis.digest.hex()}\nmodel x\n" in shown
     assert "recipe" not in shown
     assert cli.main(["inspect", str(given), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["sha256"] == basis.digest.hex()

@@ -515,7 +515,7 @@ def test_objects_of_another_dtype_are_misses(opened: Callable[..., Any]) -> None
 
 
 def test_recipes_with_layers_are_refused(opened: Callable[..., Any]) -> None:
-    with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', but LMCache's objects do not record which layers"):
+    with pytest.raises(InvalidParameter, match="selects layers with 'boundary-1', but LMCache's objects do not record which layers"):
         opened(recipe="octopus-4;boundary-1")
 
 

@@ -52,5 +52,5 @@ def test_options_are_checked() -> None:
         as_page_buffer(geometry, torch.zeros(6, 4).T)
     with pytest.raises(InvalidParameter, match="set kv_dtype, such as fp8_e4m3"):
         geometry_of((2, 3, 32, 128), torch.uint8, 64, "", False)
-    with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', but LMCache's objects do not record which layers"):
+    with pytest.raises(InvalidParameter, match="selects layers with 'boundary-1', but LMCache's objects do not record which layers"):
         recipe_of("octopus-4;boundary-1", None, 64, "")

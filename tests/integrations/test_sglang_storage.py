@@ -503,7 +503,7 @@ def test_a_recipe_uses_the_basis_of_its_model(storage: Any, tmp_path: Path) -> N
 
 def test_recipes_with_layers_require_pools_with_all_layers(storage: Any, tmp_path: Path) -> None:
     backend = opened(storage, pool("page_first"), tmp_path, recipe="octopus-4;boundary-1")
-    with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', but this pool does not hold all layers of the model"):
+    with pytest.raises(InvalidParameter, match="selects layers with 'boundary-1', but this pool does not hold all layers of the model"):
         backend.register_mem_host_pool_v2(pool("page_first"), "swa")
     backend.close()
 

@@ -64,7 +64,7 @@ def test_a_model_that_is_not_loaded_is_refused_with_advice(model: Any, file: Pat
             call()
     with pytest.raises(InvalidType, match=r"use KvpackCache\.load\(path, model\)"):
         KvpackCache.load(model, file)  # type: ignore[arg-type]
-    with pytest.raises(InvalidType, match="expected the model that continues the cache"):
+    with pytest.raises(InvalidType, match="expected the transformers model that will continue from the cache"):
         KvpackCache.of(kvpack.load(file), "octopus-3")  # type: ignore[arg-type]
     for swapped in (lambda: KvpackCache(kvpack.load(file), "raw"), lambda: KvpackCache(model, kvpack.load(file))):  # type: ignore[arg-type]
         with pytest.raises(InvalidType, match=r"use KvpackCache\.of\(cache, model\) to continue a packed one"):

@@ -546,7 +546,7 @@ def test_arguments_that_are_no_packed_caches_give_an_error_with_a_fix(given: Any
 
 
 def test_none_is_accepted_because_a_store_returns_it_for_a_miss(tmp_path: Path) -> None:
-    with pytest.raises(InvalidType, match=re.escape("use KvpackCache(model, recipe), which begins an empty one")):
+    with pytest.raises(InvalidType, match=re.escape("use KvpackCache(model, recipe), which creates an empty cache")):
         KvpackCache.of(None)  # type: ignore[arg-type]
     with pytest.raises(InvalidType, match="a NoneType is not a packed cache"):
         kvpack.save(None, tmp_path / "file")
@@ -555,7 +555,7 @@ def test_none_is_accepted_because_a_store_returns_it_for_a_miss(tmp_path: Path) 
 def test_arguments_of_another_type_are_refused() -> None:
     with pytest.raises(InvalidType, match=r"model is a list, expected a transformers model, .* such as \{'name': 'llama'\}"):
         pack(PAST, FP32, model=["llama"])  # type: ignore[arg-type]
-    with pytest.raises(InvalidType, match="the second argument is 'llama', expected the model that continues the cache"):
+    with pytest.raises(InvalidType, match="model is 'llama', expected the transformers model that will continue from the cache"):
         KvpackCache.of(pack(PAST, FP32), "llama")  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="inputs is a list, expected a kvpack"):
         pack(PAST, FP32, inputs=[1, 2])
@@ -628,7 +628,7 @@ def test_layers_are_decoded_for_attention_without_the_caches_window() -> None:
 def test_layers_with_image_tokens_are_refused() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = MllamaForCausalLM(MllamaTextConfig(**sizes, intermediate_size=96, cross_attention_layers=[1], pad_token_id=0))
-    with pytest.raises(InvalidParameter, match=r"layers \[1\] of MllamaForCausalLM keep keys and values of images"):
+    with pytest.raises(InvalidParameter, match=r"layers \[1\] of MllamaForCausalLM are cross-attention layers over images"):
         KvpackCache(model, "raw")
 
 

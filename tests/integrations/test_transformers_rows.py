@@ -136,9 +136,9 @@ def test_rows_with_unknown_ids_only_continue_with_a_prompt(same: int, tmp_path: 
     old = of_a_version_before(kvpack.load(saved(model, tmp_path / "file", rows)))
     kvpack.save(old, tmp_path / "old")
     for cache in (old, old.select([1]), old.select([1, 0])):
-        with pytest.raises(InvalidParameter, match=r"differ from row to row of the batch, but the file does not hold the ids.*prompt="):
+        with pytest.raises(InvalidParameter, match=r"differ from row to row of the batch, but the file does not store the ids.*prompt="):
             KvpackCache.of(cache, model)
-    with pytest.raises(InvalidParameter, match="does not hold the ids of each row"):
+    with pytest.raises(InvalidParameter, match="does not store the ids of each row"):
         KvpackCache.load(tmp_path / "old", model)
     prompt, mask = longer(rows)
     expected = model.generate(prompt, attention_mask=mask, **OPTIONS)
@@ -156,7 +156,7 @@ def test_for_a_padded_batch_of_an_earlier_version_no_prompt_is_suggested(tmp_pat
     model = model_of("Llama")
     rows, mask = padded(ids(2, TOKENS))
     old = of_a_version_before(kvpack.load(saved(model, tmp_path / "file", rows, mask)))
-    with pytest.raises(InvalidParameter, match="does not hold the ids of each row") as error:
+    with pytest.raises(InvalidParameter, match="does not store the ids of each row") as error:
         KvpackCache.of(old, model)
     assert "prompt=" not in str(error.value)
     given, right = longer(rows, mask)

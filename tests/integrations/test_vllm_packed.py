@@ -535,7 +535,7 @@ class Quantization:
         (config(options={"revision": None}), "only a revision identifies its weights"),
         (config(canonical_layout=True), "canonical_layout is set"),
         (config(parallel={"pp_size": 2}), "pp_size is 2, but kvpack supports only tensor parallelism"),
-        (config(options={"recipe": "octopus-4;boundary-1"}), "names layers by 'layers=0,-1:k=raw', but the model has several groups"),
+        (config(options={"recipe": "octopus-4;boundary-1"}), "selects layers with 'layers=0,-1:k=raw', but the model has several groups"),
         (config(groups=()), "vLLM offloads 1 groups of cache layers, but the connector found 0"),
     ],
     ids=["connector", "recipe", "layout", "bytes", "weights", "canonical", "pipeline", "layers", "groups"],

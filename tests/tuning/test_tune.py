@@ -236,7 +236,7 @@ def test_the_sensitive_layer_gets_the_bytes(tmp_path: Path, factor: float, sensi
         (
             ["--bits", "1"],
             2,
-            r"the smallest file that the candidates allow takes [\d,]+ bytes per window, 2\.\d+ bits per value, but the budget is [\d,]+",
+            r"with these candidates, a file has at least [\d,]+ bytes per window \(2\.\d+ bits per value\), but the budget is [\d,]+",
         ),
         (["--bits", "3", "--windows", "19"], 2, r"--windows is 19, expected an integer from 1 to 18 .the number of 128-token windows"),
         (["--bits", "3", "--windows", "9", "--held-out", "11"], 2, r"--held-out is 11, expected an integer from 1 to 10 windows"),
@@ -358,7 +358,7 @@ def test_the_greedy_search_is_nearly_optimal(points: list[list[tuple[int, int]]]
     assert loss(chosen) <= min(loss(it) for it in every if prices.file_bytes(it) <= max(smallest, smallest + more - largest))
     for other in (chosen | {place: codec} for place, of in sizes.items() for codec in of):
         assert prices.file_bytes(other) > smallest + more or loss(other) >= loss(chosen)
-    with pytest.raises(InvalidParameter, match="the smallest file that the candidates allow"):
+    with pytest.raises(InvalidParameter, match="with these candidates, a file has at least"):
         greedy.allocate(prices, losses, smallest - 1)
 
 

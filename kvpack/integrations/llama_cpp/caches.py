@@ -250,7 +250,7 @@ def _position_order(where: str, positions: np.ndarray, first: int) -> torch.Tens
         at = wrong[0]
         raise InvalidParameter(
             f"{where}: its {len(positions)} cells have positions from {positions.min()} to {positions.max()}, with "
-            f"{positions[order][at]} in place of {expected[at]}: kvpack's layers hold consecutive tokens"
+            f"{positions[order][at]} in place of {expected[at]}: kvpack stores only consecutive tokens"
         )
     return torch.from_numpy(order)
 

@@ -24,7 +24,7 @@ def check_flags(*, keep_all: bool, **options: bool | None) -> None:
 def checked_recipe(model: Any, recipe: Any, config: Any) -> Any:
     """Check the arguments of an empty cache, and return its recipe. Raises InvalidType or InvalidParameter."""
     if isinstance(model, Cache) or isinstance(recipe, Cache):
-        raise InvalidType("KvpackCache(model, recipe) begins an empty cache: use KvpackCache.of(cache, model) to continue a packed one")
+        raise InvalidType("KvpackCache(model, recipe) creates an empty cache: use KvpackCache.of(cache, model) to continue a packed one")
     if model is None and config is None:
         raise InvalidType("the model is None: use KvpackCache(model, recipe), or KvpackCache(config=model.config, recipe=...)")
     if model is not None and config is not None:
@@ -41,7 +41,7 @@ def check_cache(cache: Any, model: Any) -> None:
     """Raise InvalidType unless ``cache`` is a packed cache and ``model`` is a model or None."""
     if cache is None:
         raise InvalidType(
-            "the cache is None, which Store.load returns if nothing is stored: use KvpackCache(model, recipe), which begins an empty one"
+            "the cache is None, which Store.load returns if nothing is stored: use KvpackCache(model, recipe), which creates an empty cache"
         )
     if isinstance(cache, torch.nn.Module):
         raise InvalidType("the first argument is a model: use KvpackCache.of(cache, model), or KvpackCache(model, recipe)")
@@ -49,7 +49,7 @@ def check_cache(cache: Any, model: Any) -> None:
         raise InvalidType(f"{describe(cache)} is not a packed cache: KvpackCache.load(path, model) continues a file")
     check_packed(cache, "KvpackCache.of({}, model)")
     if model is not None and not isinstance(model, torch.nn.Module):
-        raise InvalidType(f"the second argument is {describe(model)}, expected the model that continues the cache")
+        raise InvalidType(f"model is {describe(model)}, expected the transformers model that will continue from the cache")
 
 
 def check_model_of_file(path: Any, model: Any) -> None:
@@ -57,4 +57,4 @@ def check_model_of_file(path: Any, model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         swapped = isinstance(path, torch.nn.Module)
         instead = "use KvpackCache.load(path, model)" if swapped else "AutoModelForCausalLM.from_pretrained(folder) loads one"
-        raise InvalidType(f"the second argument is {describe(model)}, expected a transformers model: {instead}")
+        raise InvalidType(f"model is {describe(model)}, expected a transformers model: {instead}")

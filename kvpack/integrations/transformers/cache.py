@@ -168,7 +168,7 @@ class KvpackCache(PassCalls):
         inputs = Inputs() if cache is None else cache.inputs
         present = [bool(layer.sides) for layer in cache] if cache is not None else [] if expected is None else expected.layers_with_tokens()
         if not any(present):
-            raise InvalidParameter("no layer of the cache has keys or values: begin with KvpackCache(model, recipe)")
+            raise InvalidParameter("no layer of the cache has keys or values: start with KvpackCache(model, recipe)")
         windows = [None] * len(present) if expected is None else expected.windows(len(present))
         states = [0] * len(present) if expected is None else expected.states(len(present))
         for number in () if expected is None else expected.shared:

@@ -106,18 +106,18 @@ class ExpectedLayers:
     def _check_accepts_cache_argument(self) -> None:
         if not self._accepts_cache:
             raise InvalidParameter(
-                f"{self.name} keeps no cache of keys and values, so there is nothing to pack: run it without a KvpackCache"
+                f"{self.name} keeps no cache of keys and values, so there is nothing to pack: run the model without a KvpackCache"
             )
         if self._own_cache:
-            raise InvalidParameter(f"{self.name} accepts only its own cache, a {self._own_cache}: run it without a KvpackCache")
+            raise InvalidParameter(f"{self.name} accepts only its own cache, a {self._own_cache}: run the model without a KvpackCache")
         if not any(self._cache_layers):
             raise InvalidParameter(
-                f"{self.name} has no layer with keys and values, so there is nothing to pack: run it without a KvpackCache"
+                f"{self.name} has no layer with keys and values, so there is nothing to pack: run the model without a KvpackCache"
             )
         if crossing := getattr(self.config, "cross_attention_layers", None):
             raise InvalidParameter(
-                f"layers {list(crossing)} of {self.name} keep keys and values of images, but a packed cache needs the same tokens in "
-                "every layer: run it without a KvpackCache"
+                f"layers {list(crossing)} of {self.name} are cross-attention layers over images, but a packed cache needs the same tokens "
+                "in every layer: run the model without a KvpackCache"
             )
 
     @property
@@ -209,7 +209,7 @@ def _check_accepts_cache(model: Any) -> None:
     if kind in _ADAPTERS_WITH_OWN_CACHE:
         raise InvalidParameter(
             f"the active adapter of {type(model).__name__} is of type {kind}, which replaces the given cache with its "
-            "own: run it without a KvpackCache"
+            "own: run the model without a KvpackCache"
         )
 
 

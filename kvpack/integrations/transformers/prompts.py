@@ -73,8 +73,8 @@ def check_rows_known(cache: Cache) -> None:
         if 0 in _undetermined_inputs(inputs):
             hint = ""
         raise InvalidParameter(
-            f"{text}, but the file does not hold the ids of each row, so rows of other prompts could continue it: {hint}use "
-            "KvpackCache.of(dataclasses.replace(cache, inputs=None), model), which skips comparing ids and masks"
+            f"{text}, but the file does not store the ids of each row, so kvpack cannot check that each row continues its own prompt: "
+            f"{hint}use KvpackCache.of(dataclasses.replace(cache, inputs=None), model), which skips comparing ids and masks"
         )
 
 

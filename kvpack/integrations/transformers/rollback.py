@@ -65,7 +65,8 @@ class Rollback:
                 if seen < tokens:
                     raise OutOfBounds(
                         f"crop({tokens_to_remove}) leaves {tokens} tokens, but layers[{number}] has seen only {seen}, because a forward "
-                        f"pass failed before it: call crop({seen - self._passes.record.tokens}) to drop what that pass added"
+                        f"pass failed before reaching that layer: call crop({seen - self._passes.record.tokens}) to drop what that pass "
+                        "added"
                     )
                 removed[number] = tokens - seen
             layer.check_crop(removed[number])

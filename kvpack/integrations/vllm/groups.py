@@ -158,8 +158,8 @@ def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_
             ):
                 raise InvalidParameter(
                     f"{name}: its tensor has blocks {list(block_shape)} with strides {list(steps)}, but pages of {tokens} tokens in the "
-                    f"layout {layout!r} have {list(shape)} with {list(strides)}: name another layout, or give vLLM a block_size that its "
-                    "attention uses without splitting its blocks"
+                    f"layout {layout!r} have {list(shape)} with {list(strides)}: set another layout, or a block_size that vLLM's "
+                    "attention does not split into smaller blocks"
                 )
 
 

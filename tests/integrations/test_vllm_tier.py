@@ -471,7 +471,7 @@ TWO = Config("m", groups=named(attention(), STATES), extra_config=told(attention
         (Config("m", kv_cache_layout="LBNHC"), {}, "layout is 'adjacent', but vLLM stores the cache as LBNHC"),
         (Config("m"), {"layout": "adjacent-tokens-first"}, "layout is 'adjacent-tokens-first', but vLLM stores the cache as LBHNC"),
         (Config("m", kv_cache_layout="BHLNC"), {}, "layout is 'adjacent', but vLLM stores the cache as BHLNC"),
-        (Config("m"), {"recipe": "octopus-4;boundary-1"}, "selects layers with 'layers=0,-1:k=raw', but a row holds several blocks of a layer"),
+        (Config("m"), {"recipe": "octopus-4;boundary-1"}, "selects layers with 'layers=0,-1:k=raw', but a row holds several blocks"),
     ],
     ids=[
         "sizes", "no layout", "layout", "weights", "stages", "groups", "layers of groups", "canonical", "connector", "tokens", "heads",

@@ -38,9 +38,9 @@ from .output import printable
 
 
 class Parser(argparse.ArgumentParser):
-    """A command-line parser without abbreviations. Its errors contain the unknown word and the closest known word.
+    """A command-line parser without abbreviations. Its errors contain the unknown word and the most similar known word.
 
-    ``hints`` maps options of other commands or programs to what to write instead.
+    ``hints`` maps options of other commands or programs to advice on what to write instead.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -61,7 +61,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def _unknown_option_message(parser: Parser, words: Sequence[str]) -> str | None:
-    """Return a message about the first of ``words`` that looks like an option but is unknown to this parser, or None."""
+    """Return a message about the first of ``words`` that looks like an option but is unknown to this parser. If there is none, return None.
+    """
     options = {option[2:] for action in parser._actions for option in action.option_strings if option.startswith("--")}
     has_commands = _commands(parser) is not None
     for word in words:
@@ -76,7 +77,7 @@ def _unknown_option_message(parser: Parser, words: Sequence[str]) -> str | None:
 
 
 def _similar_command(parser: Parser, words: Sequence[str]) -> str:
-    """Return a suggestion if the first word that is not an option is no command of this parser, otherwise an empty string."""
+    """If the first word that is not an option is not a command of this parser, return a suggestion, otherwise an empty string."""
     commands = _commands(parser)
     word = next((word for word in words if not word.startswith("-")), None)
     if commands is None or word is None or word in commands.choices:
@@ -85,7 +86,7 @@ def _similar_command(parser: Parser, words: Sequence[str]) -> str:
 
 
 def _commands(parser: Parser) -> Any:
-    """Return the action that selects a command, or None if the parser has no commands."""
+    """Return the parser's action that selects a command. If the parser has no commands, return None."""
     return next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
 
 

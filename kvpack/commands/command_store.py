@@ -99,7 +99,7 @@ def byte_count(text: str) -> int:
 
 
 def positive_byte_count(text: str) -> int:
-    """Return a number of bytes as ``byte_count`` does, but reject 0. Raises ArgumentTypeError."""
+    """Return the number of bytes as ``byte_count`` does, but reject 0. Raises ArgumentTypeError."""
     count = byte_count(text)
     if not count:
         raise argparse.ArgumentTypeError(f"{text!r:.80} must be at least 1 byte")

@@ -90,7 +90,7 @@ LONGER_TEXT = "pass a longer text or a smaller --tokens"
 
 
 def positions(model: Any) -> int | None:
-    """Return the number of positions that the model supports, or None if its configuration does not specify it."""
+    """Return the maximum number of positions of the model, or None if its configuration does not specify it."""
     config = model.config.get_text_config()
     # MPT uses another name.
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
@@ -120,17 +120,18 @@ def check_size(name: str, value: int, low: int, high: int, reason: str) -> None:
 
 
 def window_ids(tokens: int, text: Text) -> int:
-    """Return how many ids of the text a window of ``tokens`` tokens takes, including the id that follows the window."""
+    """Return how many ids of the text a window of ``tokens`` tokens needs. This includes the id after the window."""
     return tokens + 1 - len(text.start)
 
 
 def starts(ids: int, size: int, count: int, seed: int) -> list[int]:
-    """Return the starts of ``count`` windows of ``size`` ids: one random position in each of ``count`` equal parts of the text."""
+    """Return the start of ``count`` windows of ``size`` ids each, at a random position in each of ``count`` equal parts of the text."""
     generator = torch.Generator().manual_seed(seed)
     part = ids // count
     return [number * part + int(torch.randint(part - size + 1, (), generator=generator)) for number in range(count)]
 
 
 def window(text: Text, start: int, size: int) -> torch.Tensor:
-    """Return the token ids of a window, ``[1, token]``: the text's ``start`` ids, and ``size`` of its ``ids`` from ``start`` on."""
+    """Return the token ids of a window, ``[1, token]``: the ids that begin each sequence, then ``size`` ids of the text from ``start`` on.
+    """
     return torch.tensor([[*text.start, *text.ids[start : start + size]]])

@@ -43,10 +43,10 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Return a digest of the names and all bytes of a folder's safetensors files, or an empty string if there are none.
+    """Return a digest of the names and all bytes of a folder's safetensors files. If there are none, it is empty.
 
     Digests are cached in the folder ``kvpack-checkpoints`` in XDG_CACHE_HOME. A file is read again if its path, inode, size or times have
-    changed. Raises OSError, or InvalidParameter for a file that changes while it is read.
+    changed. Raises OSError, or InvalidParameter if a file changes while it is read.
     """
     paths = sorted(folder.glob("*.safetensors"))
     digests = [(path.name, _file_digest(os.path.realpath(path))) for path in paths]
@@ -95,13 +95,13 @@ def _status(path: str) -> dict[str, int]:
 
 
 class _CachedDigest:
-    """The cached digest of one file. ``place`` is the path of the cache file, or None if there is no cache folder."""
+    """The cached digest of one file. ``cache_path`` is the path of the cache file, or None if there is no cache folder."""
 
     def __init__(self, path: str, cache_path: str | None) -> None:
         self._path, self._place = path, cache_path
 
     def read(self, status: Mapping[str, int]) -> str | None:
-        """Return the cached digest if it belongs to a file with this status, otherwise None."""
+        """Return the cached digest if it is for a file with this status, otherwise None."""
         if self._place is None:
             return None
         try:
@@ -120,7 +120,7 @@ class _CachedDigest:
         return digest if isinstance(digest, str) and _HEX.fullmatch(digest) else None
 
     def write(self, status: Mapping[str, int], digest: str) -> None:
-        """Cache the digest, unless the cache is not writable or the file has changed too recently."""
+        """Cache the digest. Does nothing if the cache is not writable, or if the file has changed too recently."""
         newest = max(status["modified_ns"], status["changed_ns"]) / 1e9
         if self._place is None or not 0 <= newest < time.time() - SETTLED_SECONDS:
             return
@@ -135,7 +135,7 @@ class _CachedDigest:
 
 @contextlib.contextmanager
 def _open_record(path: str) -> Iterator[_CachedDigest]:
-    """Yield a file's cached digest while holding a lock. One process at a time reads the file, and the others then find its digest."""
+    """Yield a file's cached digest while holding a lock, so that only one process reads the file and others wait for its digest."""
     folder = _folder()
     if folder is None:
         yield _CachedDigest(path, None)
@@ -153,7 +153,7 @@ def _open_record(path: str) -> Iterator[_CachedDigest]:
 
 
 def _folder() -> str | None:
-    """Return this user's cache folder for digests, or None if other users could write to it. A missing folder is created."""
+    """Return this user's cache folder for digests, which is created if necessary. If other users could write to it, return None."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.join(base, "kvpack-checkpoints")
     try:
@@ -164,7 +164,7 @@ def _folder() -> str | None:
 
 
 def _is_written_by_user(status: os.stat_result, is_kind: Any) -> bool:
-    """Return True if a file or folder is of the kind ``is_kind`` and only this user can have written it."""
+    """Return True if a file or folder has the kind ``is_kind`` and only this user can have written it."""
     return is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 

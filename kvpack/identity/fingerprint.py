@@ -50,8 +50,8 @@ class Weights:
     """The digest of a model's state, which is computed in the background. ``named`` contains the (name, value) pairs of the state.
 
     Values must not change before ``wait_until_read`` returns. It waits until tensors in host memory have been read, and makes later work on
-    a CUDA device wait until the device's tensors have been read. The constructor and ``text`` raise InvalidParameter for a tensor whose
-    values are not in memory or cannot be read.
+    a CUDA device wait until the device's tensors have been read. The constructor and ``text`` raise InvalidParameter if values of a tensor
+    are not in memory or cannot be read.
     """
 
     def __init__(self, named: Sequence[tuple[str, Any]]) -> None:
@@ -75,14 +75,14 @@ class Weights:
         self._devices = [_DeviceDigests(device, named, values) for device, values in devices.items()]
 
     def wait_until_read(self) -> None:
-        """Wait until later changes of the weights can no longer affect the digest."""
+        """Wait until the weights may change without affecting the digest."""
         for device in self._devices:
             device.wait_until_read()
         self._host.wait()
 
     @cached_property
     def text(self) -> str:
-        """The digest of all names, dtypes, shapes and values, with the prefix ``sha256:``. Blocks until it is known.
+        """The digest of all names, dtypes, shapes and values, with the prefix ``sha256:``. Blocks until it has been computed.
 
         Raises InvalidParameter.
         """
@@ -124,7 +124,7 @@ class _DeviceDigests:
         self._memories = []
 
     def texts(self) -> dict[int, str]:
-        """Return the ``tensor_digest`` of each tensor, by number."""
+        """Return the ``tensor_digest`` of each tensor by number."""
         import torch
 
         if not self._texts:
@@ -137,7 +137,7 @@ class _DeviceDigests:
 
 
 def _memory_of(value: Any) -> Hashable:
-    """Return a key that is equal for tensors with the same bytes in memory, or None for values that have no such key."""
+    """Return a key that is equal for tensors that view the same bytes in memory. For other values, return None."""
     import torch
 
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:

@@ -40,8 +40,8 @@ _CUSTOM_ADAPTERS = re.compile(r"lora|adapter", re.IGNORECASE)
 def adapters_text(layers: Sequence[ModelPart], named: str | None) -> str:
     """Return the identity field ``adapter``: the names of the adapters in effect (or ``named``), and their digest.
 
-    The field is empty without adapters. Adapters that are loaded but not in effect are ignored. Raises InvalidParameter, naming the module,
-    for an adapter that kvpack cannot describe.
+    Without adapters, the field is empty. Adapters that are loaded but not in effect are ignored. Raises InvalidParameter, with the module's
+    name, if kvpack cannot describe an adapter.
     """
     states: list[Any] = []
     names: set[str] = set()
@@ -63,7 +63,7 @@ def adapters_text(layers: Sequence[ModelPart], named: str | None) -> str:
 
 
 def _active_adapters(layer: Any) -> list[str]:
-    """Return the names of the adapters that a PEFT layer applies: merged ones, and active ones unless the layer is disabled."""
+    """Return the names of the adapters that a PEFT layer applies. These are merged ones and, unless the layer is disabled, active ones."""
     active = layer.active_adapters
     merged = list(getattr(layer, "merged_adapters", ()))
     known = _known_attributes(layer)
@@ -95,7 +95,7 @@ def _layer_state(part: ModelPart, active: list[str]) -> list[Any]:
 
 
 def _module_state(where: str, module: Any, other_adapters: Collection[str]) -> list[Any]:
-    """Return a description of an adapter module's attributes, tensors and inner modules, except those of ``other_adapters``."""
+    """Describe an adapter module's attributes, tensors and inner modules, except those of ``other_adapters``."""
     import torch
 
     check_determined(where, type(module))
@@ -131,7 +131,7 @@ def _has_class(value: Any, name: str) -> bool:
 
 
 def _prompt_state(model: Any, names: set[str]) -> list[Any]:
-    """Return a description of the learned prompt that a PeftModel prepends, if it is enabled. Adds the prompt's name to ``names``."""
+    """Describe the learned prompt that a PeftModel prepends, if it is enabled, and add the prompt's name to ``names``."""
     encoders = model._modules.get("prompt_encoder")
     if encoders is None or model._adapters_disabled:
         return []
@@ -161,7 +161,7 @@ def _custom_state(part: ModelPart) -> list[Any]:
 
 @lru_cache(maxsize=4096)
 def _is_adapters(parameter: str, kind: str) -> bool:
-    """Return True if a parameter outside PEFT belongs to an adapter, judging by its name, such as lora_A, or its module's class."""
+    """Return True if a parameter outside PEFT belongs to an adapter, because of its name, such as lora_A, or its module's class."""
     return bool(_CUSTOM_ADAPTERS.search(parameter) or _CUSTOM_ADAPTERS.search(kind))
 
 

@@ -147,7 +147,7 @@ def _inner_module(module: torch.nn.Module) -> torch.nn.Module:
 def cache_layers(config: Any) -> list[Any]:
     """Return the layers of the cache that transformers creates for a decoder's configuration.
 
-    If transformers cannot create such a cache, raises its error: AttributeError, KeyError, TypeError or ValueError.
+    If transformers cannot create the cache, raises AttributeError, KeyError, TypeError or ValueError, as transformers does.
     """
     from transformers import DynamicCache
 
@@ -156,10 +156,10 @@ def cache_layers(config: Any) -> list[Any]:
 
 
 def layers_of(config: Any) -> tuple[tuple[int | None, ...], bool]:
-    """Return the sliding window of each layer (or an empty tuple), and True if any layer keeps recurrent or convolution states.
+    """Return the sliding window of each layer, and True if any layer keeps recurrent or convolution states.
 
     ``config`` is the model's configuration. Chunked attention counts as a window of the chunk's size, because no token attends to tokens
-    before its chunk. For an encoder-decoder, returns an empty tuple and False, because its layers also depend on the encoder.
+    before its chunk. For an encoder-decoder, the result is an empty tuple and False, because its layers also depend on the encoder.
     """
     if config.is_encoder_decoder:
         return (), False

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 class LeftOutTokens:
     """Counts tokens that should have been kept raw, but for which a page had no room. Safe to use from any thread.
 
-    A token of low norm is harmless, because only its own error grows. A token is ``costly`` in two cases: tokens or heads that share scales
-    with it lose precision, because its norm is high or a shared scale does not fit it; or it loses precision itself, because a map, a mean
-    or its own scale does not fit it.
+    A token of low norm is harmless, because only its own error grows. A token is ``costly`` if it makes other tokens or heads lose
+    precision by a shared scale, or if its own channel map, mean or scale represents it poorly.
     """
 
     def __init__(self, geometry: PageGeometry) -> None:
@@ -43,13 +42,13 @@ class LeftOutTokens:
         self.count = self.costly = 0
 
     def add(self, count: int, costly: int) -> None:
-        """Add the counts of one page, without warning."""
+        """Add the counts of one page, without a warning."""
         with self._lock:
             self.count += count
             self.costly += costly
 
     def warn(self, costly: int) -> None:
-        """Issue a KvpackWarning about ``costly`` tokens, unless one has been issued already."""
+        """Issue a KvpackWarning about ``costly`` tokens, but at most one in total."""
         with self._lock:
             if self._has_warned or not costly:
                 return

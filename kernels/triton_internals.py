@@ -121,15 +121,31 @@ class _TargetDriver:
         return 0
 
 
+@contextmanager
+def _target(capability: int) -> Iterator[None]:
+    """In the context, Triton launches and compiles for a device of compute ``capability``, without using CUDA."""
+    active = driver._active
+    driver.set_active(_TargetDriver(capability))
+    try:
+        yield
+    finally:
+        driver._active = active
+
+
 class _Collector:
     """Replaces Triton's parallel compilation. It collects kernels instead of compiling them."""
 
-    def __init__(self) -> None:
-        self.kernel = ""
+    def __init__(self, capability: int) -> None:
+        self.capability, self.kernel = capability, ""
         self.compilations: dict[str, Compilation] = {}
 
     def submit(self, key: str, compile_kernel: Callable[[], Any], *_: Any) -> None:
-        self.compilations.setdefault(key, Compilation(self.kernel, key, compile_kernel))
+        def compile_for_target() -> Any:
+            # Kernels may depend on the capability, and forked processes cannot ask CUDA for it.
+            with _target(self.capability):
+                return compile_kernel()
+
+        self.compilations.setdefault(key, Compilation(self.kernel, key, compile_for_target))
 
 
 @contextmanager
@@ -139,8 +155,8 @@ def collect_compilations(capability: int) -> Iterator[dict[str, Compilation]]:
     The kernels are for devices of compute ``capability`` 10 * major + minor, such as 90. On such a device, the same launches have the same
     keys if tensors have the same dtypes, alignments and strides.
     """
-    jit, collector = triton.runtime.JITFunction, _Collector()
-    run, active = jit.run, driver._active
+    jit, collector = triton.runtime.JITFunction, _Collector(capability)
+    run = jit.run
 
     def collect(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         collector.kernel = self.__name__
@@ -148,11 +164,10 @@ def collect_compilations(capability: int) -> Iterator[dict[str, Compilation]]:
 
     mode = _async_compile.active_mode.set(collector)
     jit.run = collect
-    driver.set_active(_TargetDriver(capability))
     try:
-        yield collector.compilations
+        with _target(capability):
+            yield collector.compilations
     finally:
-        driver._active = active
         jit.run = run
         _async_compile.active_mode.reset(mode)
 

@@ -90,6 +90,24 @@ def test_collected_kernels_have_the_keys_of_launches(tmp_path: Path, monkeypatch
     assert {job.compile().hash for job in found.values()} == {kernel.hash for kernel in launched}
 
 
+@pytest.mark.parametrize(("capability", "stored"), [(80, 80), (90, 89)])
+def test_collected_kernels_compile_for_their_target(capability: int, stored: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device that a process has, if any, does not matter: forked processes cannot use it."""
+    import torch
+    from triton.runtime import driver
+
+    from kvpack.kernels import triton_internals
+    from support.summing_kernel import capability_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with triton_internals.collect_compilations(capability) as found:
+        triton_internals.CachedLaunch(capability_kernel, (1, 1, 1), (), {}, {})((torch.zeros(1, dtype=torch.int32), 0))
+    monkeypatch.setattr(driver, "_active", None)
+    monkeypatch.setattr(driver, "_default", triton_internals._TargetDriver(75))
+    (job,) = found.values()
+    assert f", {stored};" in job.compile().asm["ptx"]
+
+
 @pytest.mark.cuda
 def test_a_cached_launch_binds_its_arguments_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments are bound again if a pointer is not aligned as the compiled code expects."""

@@ -30,8 +30,8 @@ import torch, triton
 import kvpack
 from kvpack.bench import compile_ahead
 
-def calls(device):
-    k, v = torch.randn(2, 1, 8, 3000, 128).bfloat16().to(device)
+def calls(device, tokens):
+    k, v = torch.randn(2, 1, 8, tokens, 128).bfloat16().to(device)
     cache = kvpack.pack([(k, v)], RECIPE)
     q = torch.randn(1, 32, 1, 128).bfloat16().to(device)
     kvpack.attend(q, cache[0])
@@ -44,10 +44,12 @@ def calls(device):
 found = []
 triton.knobs.compilation.listener = lambda **fields: found.append((fields["src"].name, fields["cache_hit"]))
 if torch.cuda.is_available():
-    calls("cuda")
+    for tokens in (3000, 300):
+        calls("cuda", tokens)
 else:
     with compile_ahead.collect_kernels(compile_ahead.chip(90)) as kernels:
-        calls("cpu")
+        for tokens in (3000, 300):
+            calls("cpu", tokens)
     for kernel in kernels.values():
         kernel.compile()
 print(json.dumps(found))
@@ -107,6 +109,36 @@ def test_all_lengths_share_kernels(recipe: str, tmp_path: Path) -> None:
     first, *others = output(f"RECIPE = {recipe!r}{LENGTHS}", tmp_path)
     assert first
     assert all(other == first for other in others)
+
+
+STEPS = """
+import json
+import torch
+import kvpack
+from kvpack.bench import compile_ahead
+
+(k, v), = compile_ahead.random_pairs(compile_ahead.Shape(), 300)
+cache = kvpack.pack([(k, v)], RECIPE)
+with compile_ahead.collect_kernels(compile_ahead.chip(90)) as ahead:
+    for call in compile_ahead.calls(kvpack.Recipe(RECIPE)).values():
+        call()
+with compile_ahead.collect_kernels(compile_ahead.chip(90)) as kernels:
+    live = kvpack.LiveCache.of(cache)
+    for _ in range(2):
+        live.update(0, k[:, :, :1], v[:, :, :1])
+        live.attend(0, torch.zeros(1, 32, 1, 128, dtype=torch.bfloat16))
+        live.roll()
+print(json.dumps([[kernel.kernel, key in ahead] for key, kernel in kernels.items()]))
+"""
+
+
+@needs_triton
+@pytest.mark.scenario
+def test_steps_after_an_incomplete_page_find_kernels(tmp_path: Path) -> None:
+    """Such steps decode the page's tokens to compare their norms with those of new tokens."""
+    launched = output(f"RECIPE = 'octopus-3'{STEPS}", tmp_path)
+    assert {"attend_split", "append_tokens"} <= {name for name, _ in launched}
+    assert [name for name, is_ahead in launched if not is_ahead] == []
 
 
 @needs_triton

@@ -30,6 +30,7 @@ include_patterns = [
     "spec/codecs/*.md",
     "spec/readers/*.md",
     "kernels/README.md",
+    "kernels/results.md",
     "kernels/cpu/README.md",
     "kvpack/integrations/*/README.md",
 ]

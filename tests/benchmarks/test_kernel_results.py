@@ -30,6 +30,8 @@ def test_the_page_has_all_rows_and_the_machine(tmp_path: Path) -> None:
     assert main(["kernel-results", str(path), "--out", str(out)]) == 0
     text = out.read_text()
     assert "NVIDIA H200, 2026-11-29, PyTorch 2.11.0, Triton 3.6.0, FlashInfer 0.5.3" in text
+    assert "--peers --shape B --recipe octopus-3 --out DIR" in text
+    assert "Not measured: A (1 x 28/4 x 128, 65,536 tokens); C (" in text
     assert [line for line in text.splitlines() if line.endswith(" | 0.50 | 1.25 |")] == [
         "| FlashInfer fp8 | 2.5 | 61.0 | 0.50 | 1.25 |",
         "| `octopus-3` | 2.5 | 67.5 | 0.50 | 1.25 |",

@@ -68,7 +68,7 @@ def check_callback(value: Any, name: str = "progress") -> None:
 def check_mapping(value: Any, name: str, example: str) -> None:
     """Raise InvalidType unless ``value`` is None or a mapping. The message contains ``example``."""
     if value is not None and not isinstance(value, Mapping):
-        raise InvalidType(f"{name} is {describe(value)}, expected a map such as {example}")
+        raise InvalidType(f"{name} is {describe(value)}, expected a mapping such as {example}")
 
 
 def as_list(value: Any, name: str, expected: str) -> list[Any]:

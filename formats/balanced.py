@@ -65,19 +65,20 @@ class FrameMap(ValueMap):
         options.text("basis")
         if side != "k":
             raise InvalidParameter(
-                f"codec {options.codec}: frame={frame} applies to keys only: write it in k=<codec>, and omit it from v=<codec>"
+                f"codec {options.codec}: frame={frame} applies to keys only: set it in k=<codec>, and omit it from v=<codec>"
             )
         if frame == "centered" and not options.is_given("mean"):
             raise InvalidParameter(
                 f"codec {options.codec}: frame=centered needs keys with their mean subtracted: add mean=<tokens>, such as mean=128, or "
-                "write frame=balanced"
+                "set frame=balanced"
             )
         balanced = options.balanced
         if balanced is None or balanced.frames is None:
             return cls(dim, bytes(DIGEST_BYTES), 0, frame)
         if balanced.frames.dim != dim:
             raise InvalidParameter(
-                f"codec {options.codec}: the head dim is {dim}, but the basis has {balanced.frames.dim}: use the basis of this model"
+                f"codec {options.codec}: the head dim is {dim}, but the basis is for head dim {balanced.frames.dim}: use a basis of this "
+                "model"
             )
         return cls(dim, balanced.digest, balanced.layer, frame, balanced.frames)
 
@@ -104,7 +105,7 @@ class FrameMap(ValueMap):
         try:
             return self.source.check_heads(heads)
         except InvalidParameter as error:
-            raise InvalidParameter(f"the {self.basis_location}: {error}") from None
+            raise InvalidParameter(f"{self.basis_location}: {error}") from None
 
     def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return product(x, self.source_for(x.shape[1]).on_device(x.device).inverse)

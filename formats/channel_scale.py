@@ -73,7 +73,7 @@ class ChannelScale(ValueMap):
         options.text("basis")
         if side != "k":
             raise InvalidParameter(
-                f"codec {options.codec}: channel_scale=balanced applies to keys only: write it in k=<codec>, and omit it from v=<codec>"
+                f"codec {options.codec}: channel_scale=balanced applies to keys only: set it in k=<codec>, and omit it from v=<codec>"
             )
         if options.is_given("frame"):
             raise InvalidParameter(f"codec {options.codec}: frame= already balances the channels: omit channel_scale=balanced")
@@ -81,7 +81,7 @@ class ChannelScale(ValueMap):
         queries = None if balanced is None else balanced.queries
         if queries is not None and queries.shape[1] != dim:
             raise InvalidParameter(
-                f"codec {options.codec}: the head dim is {dim}, but the basis has {queries.shape[1]}: use the basis of this model"
+                f"codec {options.codec}: the head dim is {dim}, but the basis is for head dim {queries.shape[1]}: use a basis of this model"
             )
         return cls(dim, "fp16", queries=queries)
 
@@ -180,7 +180,7 @@ def _balanced_factors(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor
     """
     if len(queries) != keys.shape[1]:
         raise InvalidParameter(
-            f"the basis has query statistics for {len(queries)} heads, but the keys have {keys.shape[1]} heads: use the basis of this model"
+            f"the basis has query statistics for {len(queries)} heads, but the keys have {keys.shape[1]} heads: use a basis of this model"
         )
     query = queries.to(keys.device, keys.dtype)[None, :, None]
     parts = [torch.where(total > 0, x / total, 1.0).clamp_min(_MIN_WEIGHT) for x in (keys, query) for total in (x.mean(3, keepdim=True),)]

@@ -62,14 +62,15 @@ def check_digits(codec: Any, stream: str, digits: Sequence[torch.Tensor]) -> Non
     shapes, expected = [list(digit.shape) for digit in digits], [packing.symbols] * len(packing.bases)
     if [shape[-1] for shape in shapes] != expected:
         raise InvalidParameter(
-            f"{where} from digits of shapes {shapes}, but their last axes must have the sizes {expected}: reshape them, or change packings"
+            f"{where} from digits of shapes {shapes}, but their last axes must have the sizes {expected}: reshape the digits, or change "
+            "packings"
         )
     for digit, alphabet in zip(digits, packing.alphabets, strict=True):
         values = digit.to(torch.float64)
         if values.numel() and not (values.amin() >= 0 and values.amax() < alphabet and not values.frac().any()):
             raise InvalidParameter(
                 f"{where} from digits {values.amin().item():g} to {values.amax().item():g}, expected integers from 0 to {alphabet - 1}: "
-                "round or clamp them, or change packings"
+                "round or clamp the digits, or change packings"
             )
 
 
@@ -107,4 +108,4 @@ def _check_streams(codec: Any, streams: Mapping[str, torch.Tensor], shape: Seque
         words = {name: x.view(torch.uint16) if x.dtype == torch.bfloat16 else x for name, x in streams.items()}
         codec.check({name: x.detach().cpu().numpy() for name, x in words.items()}, "encode")
     except InvalidPayload as error:
-        raise InvalidParameter(f"codec {codec.id}: readers would refuse what encode returns: {error}") from None
+        raise InvalidParameter(f"codec {codec.id}: readers would reject the streams that encode returns: {error}") from None

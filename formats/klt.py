@@ -104,7 +104,7 @@ class Klt(CodecFamily):
             return cls.of(dim, bytes(DIGEST_BYTES), 0, side, bytes([1] * run_count(dim)), gain, rows, None)
         if calibrated.rows.dim != dim:
             raise InvalidParameter(
-                f"codec {cls.id}: the head dim is {dim}, but the basis has {calibrated.rows.dim}: use the basis of this model"
+                f"codec {cls.id}: the head dim is {dim}, but the basis is for head dim {calibrated.rows.dim}: use a basis of this model"
             )
         place = calibrated.digest, calibrated.layer, side
         return cls.of(dim, *place, calibrated.widths, gain, rows, calibrated.rows, per_head=per_head)
@@ -222,7 +222,7 @@ class Klt(CodecFamily):
         try:
             return self.source.check_heads(heads)
         except InvalidParameter as error:
-            raise InvalidParameter(f"the {self.basis_location}: {error}") from None
+            raise InvalidParameter(f"{self.basis_location}: {error}") from None
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
         batch, heads, _, _ = run.shape
@@ -240,8 +240,8 @@ class Klt(CodecFamily):
             if not bool(stored.isfinite().all()):
                 largest_value, limit = float(basis_rows.abs().max()), torch.finfo(torch_dtype).max
                 raise OutOfRange(
-                    f"the {self.basis_location}: a basis row contains {largest_value:.6g}, above the largest {self.rows} value, "
-                    f"{limit:.6g}: write rows=fp32, or omit rows= to read the rows from the basis"
+                    f"{self.basis_location}: a row contains {largest_value:.6g}, which exceeds the largest {self.rows} value, "
+                    f"{limit:.6g}: set rows=fp32, or omit rows= to read the rows from the basis"
                 )
         rows = BasisRows(stored[:, :, 0])
         return RunEncoder({"rows": stored}, lambda block, _: self._encode(block, rows))
@@ -276,7 +276,9 @@ class Klt(CodecFamily):
     def _encode_heads(self, x: torch.Tensor, rows: BasisRows) -> dict[str, torch.Tensor]:
         batch, heads, tokens, _ = x.shape
         if heads != self.fixed_heads:
-            raise InvalidParameter(f"the widths of codec {self.id} are for {self.fixed_heads} heads, but the values have {heads}")
+            raise InvalidParameter(
+                f"codec {self.id}: widths is for {self.fixed_heads} heads, but the values have {heads}: use a basis of this model"
+            )
         count = head_run_count(self.dim)
         spare = count * HEAD_RUN_COLUMNS - self.dim
         centered, weights = (

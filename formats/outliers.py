@@ -140,7 +140,7 @@ def _reject_too_large(chunks: torch.Tensor, flagged: torch.Tensor) -> NoReturn:
     batch, head, token, chunk, k = torch.nonzero(flagged[..., None] & ~(chunks.abs() < HALF_LIMIT))[0].tolist()
     raise OutOfRange(
         f"the outlier at batch {batch}, head {head}, token {token}, channel {CHUNK * chunk + k} of the coded frame is "
-        f"{chunks[batch, head, token, chunk, k].item():.6g}, but the largest binary16 value is 65504: scale the input, or omit outliers "
+        f"{chunks[batch, head, token, chunk, k].item():.6g}, but the largest float16 value is 65504: scale the input, or omit outliers "
         "from the recipe"
     )
 

@@ -68,17 +68,17 @@ def check_fields(codec: str, fields: Fields, expected: tuple[str, ...]) -> None:
     >>> kvpack.formats.parameter_checks.check_fields("group", (("code", 8),), ("codes",))
     Traceback (most recent call last):
     ...
-    kvpack.errors.InvalidParameter: codec group: fields has the streams code, expected codes
+    kvpack.errors.InvalidParameter: codec group: fields names the streams code, expected codes
     """
     names = tuple(name for name, _ in fields)
     if names != expected:
-        raise InvalidParameter(f"codec {codec}: fields has the streams {', '.join(names) or 'none'}, expected {', '.join(expected)}")
+        raise InvalidParameter(f"codec {codec}: fields names the streams {', '.join(names) or 'none'}, expected {', '.join(expected)}")
 
 
 def check_magnitudes(codec: str, name: str, table: bytes, length: int) -> None:
     """Raise InvalidParameter unless the parameter ``table`` has ``length`` strictly ascending float32 values within [0, 1]."""
     if len(table) != 4 * length:
-        raise InvalidParameter(f"codec {codec}: {name} has {len(table)} bytes, expected {4 * length} for {length} binary32 values")
+        raise InvalidParameter(f"codec {codec}: {name} has {len(table)} bytes, expected {4 * length} for {length} float32 values")
     values = struct.unpack(f"<{length}f", table)
     if not all(0 <= value <= 1 for value in values) or any(low >= high for low, high in pairwise(values)):
         raise InvalidParameter(f"codec {codec}: {name} must ascend strictly within [0, 1], found {values}")

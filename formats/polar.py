@@ -179,7 +179,7 @@ def _check_dim(dim: int) -> None:
 def _check_tables(levels: tuple[Level, ...], angle_table: bytes) -> None:
     angles = sum(len(level.pairs) << level.bits for level in levels[1:])
     if len(angle_table) != 4 * angles:
-        raise InvalidParameter(f"codec polar: angle_table has {len(angle_table)} bytes, expected {4 * angles} for {angles} binary32 angles")
+        raise InvalidParameter(f"codec polar: angle_table has {len(angle_table)} bytes, expected {4 * angles} for {angles} float32 angles")
     for number, tables in enumerate(_tables(levels, angle_table), 1):
         for table in tables:
             values = struct.unpack(f"<{len(table) // 4}f", table)

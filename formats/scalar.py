@@ -88,7 +88,7 @@ class Scalar(CodecFamily):
         if self.rounding == "scaled" and self.norm_rule != "unbiased":
             raise InvalidParameter(
                 f"codec {self.id}: rounding=scaled needs norm_rule=unbiased, but norm_rule is {self.norm_rule}: scaled codes may represent "
-                "up to 1.15 times a token, which no other rule corrects. Write norm_rule=unbiased, or omit rounding="
+                "up to 1.15 times a token, which no other rule corrects. Set norm_rule=unbiased, or omit rounding="
             )
         self.packings()
         _ = self.rotation

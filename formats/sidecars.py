@@ -59,7 +59,7 @@ class CodecWithSidecars(Codec):
         if self.page_vectors and self.codec.token_group > 1:
             raise InvalidParameter(
                 f"codec {self.codec.id} encodes {self.codec.token_group} tokens together, but "
-                f"{', '.join(sidecar.name for sidecar in self.page_vectors)} needs a codec that encodes tokens one by one: omit mean"
+                f"{', '.join(sidecar.name for sidecar in self.page_vectors)} needs a codec that encodes tokens one by one: omit mean="
             )
         # Files and messages use the id and the dim of the inner codec.
         object.__setattr__(self, "id", self.codec.id)
@@ -421,7 +421,7 @@ def _require_finite(x: torch.Tensor, operation: str) -> torch.Tensor:
     if not torch.isfinite(x.sum()) and not torch.isfinite(x).all():
         batch, head, token, channel = torch.nonzero(~torch.isfinite(x))[0].tolist()
         raise OutOfRange(
-            f"the value at batch {batch}, head {head}, token {token}, channel {channel} overflows binary32 when {operation}: "
+            f"the value at batch {batch}, head {head}, token {token}, channel {channel} overflows float32 when {operation}: "
             "scale the input, or choose a raw codec"
         )
     return x

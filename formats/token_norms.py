@@ -108,7 +108,7 @@ def stored_norm(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
         at = [int(i) for i in torch.nonzero(~(values.abs() < (HALF_LIMIT if half else math.inf)))[0]]
         raise OutOfRange(
             f"{name} at {at} is {values[tuple(at)].item():.6g}, but the largest "
-            f"{'binary16 value is 65504' if half else 'binary32 value is 3.40282e+38'}: "
+            f"{'float16 value is 65504' if half else 'float32 value is 3.40282e+38'}: "
             "scale the input, or choose fp32 norms or a raw codec"
         )
     return values.to(torch.float16 if half else torch.float32)

@@ -100,7 +100,7 @@ class Transform(CodecFamily):
             return cls(dim, bytes(DIGEST_BYTES), 0, side, "head", 0, chunk)
         if calibrated.rows.dim != dim:
             raise InvalidParameter(
-                f"codec {cls.id}: the head dim is {dim}, but the basis has {calibrated.rows.dim}: use the basis of this model"
+                f"codec {cls.id}: the head dim is {dim}, but the basis is for head dim {calibrated.rows.dim}: use a basis of this model"
             )
         scope = "head" if calibrated.frames.count == calibrated.rows.heads else "layer"
         return cls(dim, calibrated.digest, calibrated.layer, side, scope, calibrated.step, chunk, calibrated.frames)
@@ -157,7 +157,7 @@ class Transform(CodecFamily):
         try:
             return self.source.check_heads(heads, self.dim)
         except InvalidParameter as error:
-            raise InvalidParameter(f"the {self.basis_location}: {error}") from None
+            raise InvalidParameter(f"{self.basis_location}: {error}") from None
 
     def side_rope(self, source: Frames) -> Rope | None:
         """Return the RoPE of the keys. None for values, and for models without RoPE."""

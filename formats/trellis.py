@@ -188,7 +188,7 @@ def _check_string(dim: int, bits: int) -> None:
 
 def _check_table(table: bytes, entries: int) -> None:
     if len(table) != 2 * entries:
-        raise InvalidParameter(f"codec trellis: table has {len(table)} bytes, expected {2 * entries} for {entries} binary16 values")
+        raise InvalidParameter(f"codec trellis: table has {len(table)} bytes, expected {2 * entries} for {entries} float16 values")
     values = struct.unpack(f"<{entries}e", table)
     if not all(-1 <= value <= 1 for value in values):
         index = next(index for index, value in enumerate(values) if not -1 <= value <= 1)

@@ -63,7 +63,7 @@ def test_invalid_arguments_are_refused(make: Any, message: str) -> None:
 
 
 def test_a_map_gives_codecs_to_layers() -> None:
-    with pytest.raises(InvalidParameter, match=r"layers is 'k=raw', expected a map such as"):
+    with pytest.raises(InvalidParameter, match=r"layers is 'k=raw', expected a mapping such as"):
         Recipe(kv=Raw(), layers="k=raw")  # type: ignore[arg-type]
 
 

@@ -33,7 +33,7 @@ def export_values(where: str, side: Side, dtype: str | None, library: str, recor
         advice = f"the cache was computed in {known}, so pass" if known else "choose one, such as"
         example = known or "bf16"
         raise InvalidParameter(
-            f"{where}: the codec {side.codec.id} decodes to binary32, but {library} stores the dtype of the model: {advice} "
+            f"{where}: the codec {side.codec.id} decodes to float32, but {library} stores the dtype of the model: {advice} "
             f"--dtype {example} on the command line, or dtype='{example}' in Python"
         )
     target = dtype or exact

@@ -120,7 +120,7 @@ def make_packings(
 ) -> dict[str, Columns]:
     """Return the packing of every code stream, given its bases and alphabets and the number of fields in the header."""
     rule = f"codecs/{codec_id}.md, Parameters and ranges"
-    require(list(fields) == list(streams), rule, f"fields has the streams {list(fields)}, expected {list(streams)}")
+    require(list(fields) == list(streams), rule, f"fields names the streams {list(fields)}, expected {list(streams)}")
     result = {}
     for name, (bases, alphabets) in streams.items():
         count = fields[name]

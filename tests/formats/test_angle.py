@@ -355,13 +355,13 @@ def test_a_zero_pair_does_not_widen_a_logarithmic_range() -> None:
 def test_huge_norms_are_refused_but_fit_in_fp32() -> None:
     x = gaussian(1, 2, 5, 128)
     x[0, 1, 3] *= 1e9
-    with pytest.raises(OutOfRange, match=r"the step or minimum of a token's norms .* at \[0, 1, 3, \d\] is .*binary16 value is 65504"):
+    with pytest.raises(OutOfRange, match=r"the step or minimum of a token's norms .* at \[0, 1, 3, \d\] is .*float16 value is 65504"):
         angle().encode(x)
     others: list[dict[str, Any]] = [{"range": "fp32"}, {"norm": "log8"}, {"norm": "fp32"}]
     for words in others:
         codec = angle(n=256, **words)
         assert (codec.decode(codec.encode(x)) - x)[0, 1, 3].norm() < 0.03 * x[0, 1, 3].norm()
-    with pytest.raises(OutOfRange, match=r"norm of a pair of channels \(token 0 or later\) at \[0, 0, 0, 0\].*binary32"):
+    with pytest.raises(OutOfRange, match=r"norm of a pair of channels \(token 0 or later\) at \[0, 0, 0, 0\].*float32"):
         angle(norm="fp32", rotation="none").encode(torch.full((1, 1, 1, 128), 3e38))
 
 

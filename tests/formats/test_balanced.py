@@ -113,7 +113,7 @@ def test_recipes_name_the_basis_of_balanced_keys() -> None:
     both = kvpack.Recipe(f"{RECIPE};layers=0:v=klt:bits=2", BASIS)
     assert both.text.count(digest) == 2
     for text, message in (
-        ("kv=scalar:b=4,frame=balanced", "frame=balanced applies to keys only: write it in k=<codec>, and omit it from v=<codec>"),
+        ("kv=scalar:b=4,frame=balanced", "frame=balanced applies to keys only: set it in k=<codec>, and omit it from v=<codec>"),
         ("k=scalar:b=4,frame=other;v=raw", "scalar:frame is 'other', expected one of balanced, centered"),
         ("k=scalar:b=4,frame=centered;v=raw", "frame=centered needs keys with their mean subtracted: add mean=<tokens>"),
         ("k=klt:bits=2,frame=balanced;v=raw", "codec klt does not support these sidecars: omit balanced"),
@@ -133,7 +133,7 @@ def test_errors_name_missing_parts_of_the_basis() -> None:
     without = Basis.of_bytes(random_basis({(layer, side): (HEADS, DIM) for layer in range(2) for side in "kv"}, 2))
     with pytest.raises(OutOfBounds, match=r"layers\[0\].k: .* no balanced frames for the keys of layer 0: make them with kvpack calibrate"):
         kvpack.pack(pairs(40), kvpack.Recipe(RECIPE, without))
-    with pytest.raises(InvalidParameter, match="the head dim is 32, but the basis has 16"):
+    with pytest.raises(InvalidParameter, match="the head dim is 32, but the basis is for head dim 16"):
         kvpack.pack(pairs(40, dim=32), kvpack.Recipe(RECIPE, BASIS))
     with pytest.raises(InvalidParameter, match=r"layer 0 .*: the frames are for 2 heads, but the values have 4"):
         kvpack.pack(pairs(40, heads=4), kvpack.Recipe(RECIPE, BASIS))
@@ -215,7 +215,7 @@ def test_channel_scales_balance_keys_and_queries(tmp_path: Path) -> None:
     assert torch.equal(longer.runs[0].streams["channel_scale"][:, :, 0].float(), found)
     assert loaded.recipe == cache.recipe
     for text, message in (
-        ("kv=scalar:b=4,channel_scale=balanced", "channel_scale=balanced applies to keys only: write it in k=<codec>"),
+        ("kv=scalar:b=4,channel_scale=balanced", "channel_scale=balanced applies to keys only: set it in k=<codec>"),
         ("k=scalar:b=4,channel_scale=balanced,frame=balanced;v=raw", "frame= already balances the channels: omit channel_scale="),
     ):
         with pytest.raises(InvalidParameter, match=message):
@@ -224,7 +224,7 @@ def test_channel_scales_balance_keys_and_queries(tmp_path: Path) -> None:
         kvpack.pack(given, recipe)
     with pytest.raises(InvalidParameter, match="the basis has query statistics for 2 heads, but the keys have 4"):
         kvpack.pack(pairs(40, heads=4), kvpack.Recipe(recipe, basis))
-    with pytest.raises(InvalidParameter, match="the head dim is 32, but the basis has 16"):
+    with pytest.raises(InvalidParameter, match="the head dim is 32, but the basis is for head dim 16"):
         kvpack.pack(pairs(40, dim=32), kvpack.Recipe(recipe, basis))
 
 

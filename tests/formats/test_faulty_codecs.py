@@ -75,11 +75,11 @@ FAULTS: dict[str, tuple[Callable[[Largest, Streams], Streams], str]] = {
     ),
     "a scale that is not finite": (
         lambda _, streams: streams | {"largest": streams["largest"] * torch.inf},
-        "readers would refuse what encode returns: encode.largest: the value at [0, 0, 0] is inf",
+        "readers would reject the streams that encode returns: encode.largest: the value at [0, 0, 0] is inf",
     ),
     "symbols above the alphabet": (
         lambda codec, streams: streams | codec.pack("codes", some_codes(256)),
-        "encode packs stream 'codes' from digits 0 to 256, expected integers from 0 to 255: round or clamp them",
+        "encode packs stream 'codes' from digits 0 to 256, expected integers from 0 to 255: round or clamp the digits",
     ),
     "symbols below it": (
         lambda codec, streams: streams | codec.pack("codes", some_codes(-1)),
@@ -91,7 +91,7 @@ FAULTS: dict[str, tuple[Callable[[Largest, Streams], Streams], str]] = {
     ),
     "too few symbols": (
         lambda codec, streams: streams | codec.pack("codes", some_codes()[..., :60]),
-        "encode packs stream 'codes' from digits of shapes [[1, 2, 10, 60]], but their last axes must have the sizes [64]: reshape them",
+        "encode packs stream 'codes' from digits of shapes [[1, 2, 10, 60]], but their last axes must have the sizes [64]",
     ),
     "an unknown code stream": (
         lambda codec, streams: streams | codec.pack("code", some_codes()),

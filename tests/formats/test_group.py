@@ -172,10 +172,10 @@ def test_zeros_decode_to_zeros(rotation: str, token_scale: str) -> None:
 @pytest.mark.parametrize(
     ("words", "value", "message"),
     [
-        pytest.param({}, 70000.0, r"center of a group at \[0, 0, 0, 5\] is 70000, but the largest binary16 value is 65504", id="centre"),
-        pytest.param({"b": 1}, None, r"scale of a group at \[0, 0, 0, 5\] is 80000, but the largest binary16 value is 65504", id="scale"),
-        pytest.param({"token_scale": "fp16"}, 1e7, r"token scale at \[0, 0, 0\] is .* largest binary16 value is 65504", id="token scale"),
-        pytest.param({"token_scale": "fp32"}, 3e38, r"token scale at \[0, 0, 0\] is inf, but the largest binary32 value is", id="square"),
+        pytest.param({}, 70000.0, r"center of a group at \[0, 0, 0, 5\] is 70000, but the largest float16 value is 65504", id="centre"),
+        pytest.param({"b": 1}, None, r"scale of a group at \[0, 0, 0, 5\] is 80000, but the largest float16 value is 65504", id="scale"),
+        pytest.param({"token_scale": "fp16"}, 1e7, r"token scale at \[0, 0, 0\] is .* largest float16 value is 65504", id="token scale"),
+        pytest.param({"token_scale": "fp32"}, 3e38, r"token scale at \[0, 0, 0\] is inf, but the largest float32 value is", id="square"),
     ],
 )
 def test_a_value_that_is_too_large_is_refused(words: dict[str, Any], value: float | None, message: str) -> None:
@@ -270,8 +270,8 @@ VALID = group(64).params()
         pytest.param({"seed": -1}, "seed is -1", id="seed below"),
         pytest.param({"seed": 2**64}, "seed is 18446744073709551616", id="seed above"),
         pytest.param({"token_scale": "bf16"}, "token_scale is 'bf16', expected one of none, fp16, fp32", id="token scale"),
-        pytest.param({"fields": {}}, "fields has the streams none, expected codes", id="no fields"),
-        pytest.param({"fields": {"codes": 8, "signs": 8}}, "fields has the streams codes, signs, expected codes", id="too many fields"),
+        pytest.param({"fields": {}}, "fields names the streams none, expected codes", id="no fields"),
+        pytest.param({"fields": {"codes": 8, "signs": 8}}, "fields names the streams codes, signs, expected codes", id="too many fields"),
         pytest.param({"fields": {"codes": 0}}, "the number of fields is 0, expected 1 to 128", id="zero fields"),
         pytest.param({"fields": {"codes": 65}}, "at most 16 bytes", id="fields too wide"),
         pytest.param({"fields": {"codes": True}}, "map from stream name to integer", id="fields of a wrong type"),

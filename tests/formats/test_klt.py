@@ -253,7 +253,7 @@ def test_unused_codecs_do_not_need_a_basis(basis: Basis, tmp_path: Path) -> None
 def test_an_unsuitable_basis_is_refused(basis: Basis, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="is a basis for a model with 2 layers, but the cache has 1"):
         kvpack.pack(pairs(3)[:1], kvpack.Recipe("klt-2", basis))
-    with pytest.raises(InvalidParameter, match=r"layers\[0\].k: .*the head dim is 48, but the basis has 32"):
+    with pytest.raises(InvalidParameter, match=r"layers\[0\].k: .*the head dim is 48, but the basis is for head dim 32"):
         kvpack.pack([(v, k) for k, v in pairs(3)], kvpack.Recipe("klt-2", basis))
     with pytest.raises(InvalidParameter, match="the basis is for 2 heads, but the values have 1"):
         kvpack.pack([(k[:, :1], v[:, :1]) for k, v in pairs(3)], kvpack.Recipe("klt-2", basis))
@@ -308,9 +308,9 @@ def scaled_basis(rows: float = 1.0, tables: float = 1.0, weights: float = 1.0, f
 @pytest.mark.parametrize(
     ("recipe", "scales", "message"),
     [
-        ("kv=klt:bits=2,rows=fp16", {"weights": 7e4}, r"the keys of layer 0 of the basis [0-9a-f]+: a basis row contains .*rows=fp32"),
-        ("kv=klt:bits=2,rows=fp16", {"rows": 1e5}, "above the largest fp16 value, 65504"),
-        ("kv=klt:bits=2,rows=fp16", {"tables": 1e6}, "above the largest fp16 value, 65504"),
+        ("kv=klt:bits=2,rows=fp16", {"weights": 7e4}, r"keys of layer 0 of the basis [0-9a-f]+: a row contains .*: set rows=fp32"),
+        ("kv=klt:bits=2,rows=fp16", {"rows": 1e5}, "exceeds the largest fp16 value, 65504"),
+        ("kv=klt:bits=2,rows=fp16", {"tables": 1e6}, "exceeds the largest fp16 value, 65504"),
         ("klt-2", {"rows": 1e30, "tables": 1e30}, "with the rows of the basis, a channel could decode to"),
         ("klt-2", {"rows": 1e37}, "with the rows of the basis, a channel could decode to"),
         ("klt-2", {"tables": 1e35}, "with the rows of the basis, a channel could decode to"),

@@ -215,5 +215,5 @@ def test_non_finite_elements_and_scales_are_refused_by_name(words: dict[str, str
 
 
 def test_an_unsuitable_scale_is_refused() -> None:
-    with pytest.raises(OutOfRange, match=r"scale at .* the largest binary16 value is 65504"):
+    with pytest.raises(OutOfRange, match=r"scale at .* the largest float16 value is 65504"):
         minifloat(8, scales="fp16").encode(torch.full((1, 1, 1, 8), 3e38))

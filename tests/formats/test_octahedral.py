@@ -349,7 +349,7 @@ def test_one_block_may_contain_values_of_any_size() -> None:
 def test_errors_give_name_and_position_of_a_norm_beyond_binary16() -> None:
     x = keys(1, 2, 3, 128)
     x[0, 1, 2] *= 1e4
-    with pytest.raises(OutOfRange, match=r"norm of a token at \[0, 1, 2\] is .*largest binary16 value is 65504"):
+    with pytest.raises(OutOfRange, match=r"norm of a token at \[0, 1, 2\] is .*largest float16 value is 65504"):
         octahedral(b=3).encode(x)
 
 
@@ -443,13 +443,13 @@ def test_a_file_may_have_its_own_tables() -> None:
         ({"rounding": "nearest"}, "rounding is 'nearest'"),
         ({"seed": -1}, "seed is -1"),
         ({"dim": 100}, "no Hadamard rotation of head dim 100"),
-        ({"direction_table": b""}, "direction_table has 0 bytes, expected 16 for 4 binary32 values"),
+        ({"direction_table": b""}, "direction_table has 0 bytes, expected 16 for 4 float32 values"),
         ({"direction_table": np.array([0.1, 0.3, 0.3, 0.4], "<f4").tobytes()}, "direction_table must ascend strictly"),
         ({"direction_table": np.array([0.1, 0.2, 0.3, 1.5], "<f4").tobytes()}, "within"),
         ({"direction_table": np.array([-0.1, 0.2, 0.3, 0.5], "<f4").tobytes()}, "within"),
         ({"norm_table": np.array([0.5, np.nan], "<f4").tobytes()}, "norm_table must ascend strictly"),
         ({"norm_table": np.array([0.5, 0.2], "<f4").tobytes()}, "norm_table must ascend strictly"),
-        ({"fields": (("symbol", 3),)}, "fields has the streams symbol, expected index, sign"),
+        ({"fields": (("symbol", 3),)}, "fields names the streams symbol, expected index, sign"),
         ({"fields": (("index", 4), ("sign", 0))}, "the number of fields is 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),

@@ -393,13 +393,13 @@ def test_finite_values_of_any_size_are_encoded_with_fp32_radii(value: float, pat
 def test_errors_give_the_position_of_huge_radii_which_fit_in_fp32() -> None:
     x = gaussian(1, 2, 5, 128)
     x[0, 1, 3] *= 1e9
-    with pytest.raises(OutOfRange, match=r"a radius \(token 0 or later\) at \[0, 1, 3, 0\] is .*largest binary16 value is 65504"):
+    with pytest.raises(OutOfRange, match=r"a radius \(token 0 or later\) at \[0, 1, 3, 0\] is .*largest float16 value is 65504"):
         polar().encode(x)
     codec = polar(b=5, norm="fp32")
     assert (codec.decode(codec.encode(x)) - x)[0, 1, 3].norm() < 0.1 * x[0, 1, 3].norm()
     codec, large = polar(b="4.2.2.2", norm="fp32", rotation="none"), torch.zeros(1, 1, 1, 128)
     large[..., 32:48] = 3e38
-    with pytest.raises(OutOfRange, match=r"a radius \(token 0 or later\) at \[0, 0, 0, 2\].*binary32"):
+    with pytest.raises(OutOfRange, match=r"a radius \(token 0 or later\) at \[0, 0, 0, 2\].*float32"):
         codec.encode(large)
 
 
@@ -465,9 +465,9 @@ SECOND = numpy.array([0.2, 0.6, 0.9, 1.3], "<f4")
         ({"bits": "2.02"}, "bits is '2.02'"),
         ({"bits": "2.-2"}, "bits is '2.-2'"),
         ({"bits": "2.٢"}, "bits is '2.٢'"),
-        ({"bits": "2.3"}, "angle_table has 16 bytes, expected 32 for 8 binary32 angles"),
-        ({"dim": 6, "bits": "2.2.2"}, "angle_table has 16 bytes, expected 32 for 8 binary32 angles"),
-        ({"angle_table": b""}, "angle_table has 0 bytes, expected 16 for 4 binary32 angles"),
+        ({"bits": "2.3"}, "angle_table has 16 bytes, expected 32 for 8 float32 angles"),
+        ({"dim": 6, "bits": "2.2.2"}, "angle_table has 16 bytes, expected 32 for 8 float32 angles"),
+        ({"angle_table": b""}, "angle_table has 0 bytes, expected 16 for 4 float32 angles"),
         ({"angle_table": SECOND[[0, 1, 1, 2]].tobytes()}, "level 2 in angle_table must ascend strictly"),
         ({"angle_table": (SECOND - numpy.float32(0.3)).tobytes()}, "within"),
         ({"angle_table": (SECOND + numpy.float32(0.3)).tobytes()}, "within"),
@@ -475,8 +475,8 @@ SECOND = numpy.array([0.2, 0.6, 0.9, 1.3], "<f4")
         ({"norm": "F16"}, "norm is 'F16'"),
         ({"seed": 2**64}, "seed is"),
         ({"rotation_kind": "givens"}, "rotation_kind is 'givens'"),
-        ({"fields": ()}, "fields has the streams none, expected angles1"),
-        ({"bits": "3.2"}, "fields has the streams angles1, expected angles1, angles2"),
+        ({"fields": ()}, "fields names the streams none, expected angles1"),
+        ({"bits": "3.2"}, "fields names the streams angles1, expected angles1, angles2"),
         ({"fields": (("angles1", 0),)}, "the number of fields is 0"),
         ({"fields": (("angles1", 65),)}, "16 bytes"),
     ],

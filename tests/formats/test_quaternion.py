@@ -328,11 +328,11 @@ def test_the_two_seeds_are_independent() -> None:
 def test_a_scale_above_binary16_is_refused_but_fits_in_fp32() -> None:
     x = gaussian(1, 2, 5, 128)
     x[0, 1, 3] *= 1e6
-    with pytest.raises(OutOfRange, match=r"a token's scale \(token 0 or later\) at \[0, 1, 3\] is .*largest binary16 value is 65504"):
+    with pytest.raises(OutOfRange, match=r"a token's scale \(token 0 or later\) at \[0, 1, 3\] is .*largest float16 value is 65504"):
         quaternion().encode(x)
     codec = quaternion(norm="fp32")
     assert (codec.decode(codec.encode(x)) - x)[0, 1, 3].norm() < 0.3 * x[0, 1, 3].norm()
-    with pytest.raises(OutOfRange, match="binary32"):
+    with pytest.raises(OutOfRange, match="float32"):
         codec.encode(torch.full((1, 1, 1, 128), 3e38))
 
 

@@ -320,10 +320,10 @@ def test_finite_values_of_any_size_are_encoded_with_fp32_norms(value: float, pat
 def test_errors_give_name_and_position_of_a_norm_beyond_binary16() -> None:
     x = keys(1, 2, 3, 128)
     x[0, 1, 2] *= 1e4
-    with pytest.raises(OutOfRange, match=r"norm of a token at \[0, 1, 2\] is .*largest binary16 value is 65504"):
+    with pytest.raises(OutOfRange, match=r"norm of a token at \[0, 1, 2\] is .*largest float16 value is 65504"):
         scalar(b=3).encode(x)
     assert scalar(b=3, norm="fp32").encode(x)["norm"][0, 1, 2] > 65504
-    with pytest.raises(OutOfRange, match=r"norm of a token at \[0, 0, 0\] is inf.*binary32"):
+    with pytest.raises(OutOfRange, match=r"norm of a token at \[0, 0, 0\] is inf.*float32"):
         scalar(b=3, norm="fp32").encode(torch.full((1, 1, 1, 128), 3e38))
 
 
@@ -402,15 +402,15 @@ TWO = {"b": 2, "high": 3, "share": 4}
         ({"b": 3}, {"norm": "bf16"}, "norm is 'bf16'"),
         ({"b": 3}, {"rotation_kind": "random"}, "rotation_kind is 'random'"),
         ({"b": 3}, {"seed": -1}, "seed is -1"),
-        ({"b": 3}, {"magnitude_table": b""}, "magnitude_table has 0 bytes, expected 16 for 4 binary32 values"),
+        ({"b": 3}, {"magnitude_table": b""}, "magnitude_table has 0 bytes, expected 16 for 4 float32 values"),
         ({"b": 2}, {"magnitude_table": np.array([0.3, 0.3], "<f4").tobytes()}, "magnitude_table must ascend strictly"),
         ({"b": 2}, {"magnitude_table": np.array([0.3, 1.5], "<f4").tobytes()}, "magnitude_table must ascend strictly within"),
         ({"b": 2}, {"magnitude_table": np.array([-0.1, 0.5], "<f4").tobytes()}, "magnitude_table must ascend strictly within"),
         ({"b": 2}, {"magnitude_table": np.array([0.1, np.nan], "<f4").tobytes()}, "magnitude_table must ascend strictly within"),
-        ({"b": 2}, {"high_magnitude_table": bytes(4)}, "high_magnitude_table has 4 bytes, expected 0 for 0 binary32 values"),
+        ({"b": 2}, {"high_magnitude_table": bytes(4)}, "high_magnitude_table has 4 bytes, expected 0 for 0 float32 values"),
         ({"b": 2}, {"high_channels": bytes(8)}, "high_channels has 8 bytes, expected none without bits_high"),
         ({"b": 2}, {"bits_high": 3}, "high_channels has 0 bytes, expected 8: one bit for each of 64 channels"),
-        ({"b": 2}, {"fields": (("codes", 8), ("codes_high", 8))}, "fields has the streams codes, codes_high, expected codes"),
+        ({"b": 2}, {"fields": (("codes", 8), ("codes_high", 8))}, "fields names the streams codes, codes_high, expected codes"),
         ({"b": 2}, {"fields": (("codes", 0),)}, "the number of fields is 0"),
         (TWO, {"bits_high": 2}, "bits_high is 2, expected 3 to 8"),
         (TWO, {"bits_high": -1}, "bits_high is -1, expected 3 to 8"),
@@ -428,9 +428,9 @@ TWO = {"b": 2, "high": 3, "share": 4}
             {"high_channels": b"\x01\x10"},
             "is 0110, expected at least one but not all of the first 12 bits set, and no others",
         ),
-        (TWO, {"high_magnitude_table": bytes(8)}, "high_magnitude_table has 8 bytes, expected 16 for 4 binary32 values"),
+        (TWO, {"high_magnitude_table": bytes(8)}, "high_magnitude_table has 8 bytes, expected 16 for 4 float32 values"),
         (TWO, {"high_magnitude_table": bytes(16)}, "high_magnitude_table must ascend strictly"),
-        (TWO, {"fields": (("codes", 8),)}, "fields has the streams codes, expected codes, codes_high"),
+        (TWO, {"fields": (("codes", 8),)}, "fields names the streams codes, expected codes, codes_high"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )

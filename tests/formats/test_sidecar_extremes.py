@@ -129,7 +129,7 @@ def test_values_near_the_largest_are_refused_or_decode_to_finite_ones(codec_id: 
         else:
             assert torch.isfinite(decoded).all()
     assert messages
-    assert all("overflows binary32 when " in message for message in messages)
+    assert all("overflows float32 when " in message for message in messages)
 
 
 PLACES = {

@@ -528,7 +528,7 @@ def test_contents_that_llama_cpp_cannot_store_are_named(tmp_path: Path) -> None:
     refused(made, "windows names 1 layers, but the imported file had 0 with sliding windows", windows={0: 8})
     refused(made, r"windows\[7\] is 8, expected a layer number from 0 to 1", windows={7: 8})
     refused(made, "dtype is 'q8_0', expected one of bf16, fp16, fp32", dtype="q8_0")
-    refused(cache((k, v), recipe="octopus-3"), r"layer 0: the codec octahedral decodes to binary32, but llama.cpp stores .*dtype='bf16'")
+    refused(cache((k, v), recipe="octopus-3"), r"layer 0: the codec octahedral decodes to float32, but llama.cpp stores .*dtype='bf16'")
     recorded = replace(cache((k, v), recipe="octopus-3"), model={"name": "m", "dtype": "fp16 of llama.cpp", "config": CONFIG})
     refused(recorded, "the cache was computed in fp16, so pass --dtype fp16 on the command line")
     refused(cache((k.float() * 1e6, v)), "layer 0: a value is too large for fp16", OutOfRange, dtype="fp16")

@@ -540,7 +540,7 @@ def test_a_recipe_uses_the_basis_of_the_complete_model(
     for other, layers, heads, message in (
         (ObjectKey(b"b", "another"), 2, 2, "whose name is 'folder/m', but the name of the cache's model is 'another'"),
         (ObjectKey(b"b", "folder/m"), 1, 2, "is a basis for a model with 2 layers, but the cache has 1"),
-        (ObjectKey(b"b", "folder/m"), 2, 1, "the keys of layer 0 of the basis"),
+        (ObjectKey(b"b", "folder/m"), 2, 1, "keys of layer 0 of the basis"),
     ):
         part = types.SimpleNamespace(tensor=torch.randn(2, layers, 16, heads * 32).bfloat16())
         adapter.submit_store_task([other], [part])

@@ -205,7 +205,7 @@ def test_contents_that_mlx_lm_cannot_store_are_named(tmp_path: Path) -> None:
     path = tmp_path / "out.safetensors"
     with pytest.raises(InvalidParameter, match=r"name that ends in \.safetensors"):
         export_prompt_cache(kvpack.pack([(K, V)], "raw"), tmp_path / "out")
-    with pytest.raises(InvalidParameter, match=r"layer 0: the codec octahedral decodes to binary32.*dtype='bf16'"):
+    with pytest.raises(InvalidParameter, match=r"layer 0: the codec octahedral decodes to float32.*dtype='bf16'"):
         export_prompt_cache(kvpack.pack([(K, V)], "octopus-3"), path)
     with pytest.raises(InvalidParameter, match="the cache was computed in fp16, so pass --dtype fp16 on the command line"):
         export_prompt_cache(kvpack.pack([(K, V)], "octopus-3", model={"name": "m", "dtype": "float16"}), path)

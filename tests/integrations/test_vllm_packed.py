@@ -462,7 +462,7 @@ def test_an_invalid_basis_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     latents = Group(LAYERS, TOKENS, TOKENS * (DIM + 8) * 2, "latents", 1, DIM, 8, "bf16")
     with pytest.raises(InvalidParameter, match="vLLM's cache has no keys and values per head to pack"):
         spec_class(with_basis(tmp_path, groups=(latents,)))
-    with pytest.raises(InvalidParameter, match="the keys of layer 0 of the basis"):
+    with pytest.raises(InvalidParameter, match="keys of layer 0 of the basis"):
         spec_class(with_basis(tmp_path, groups=(replace(ATTENTION, heads=1, page_bytes=ATTENTION.page_bytes // 2),)))
 
 

@@ -388,7 +388,7 @@ def test_a_page_codec_accepts_a_basis(tmp_path: Path) -> None:
         kvpack.pages.PageCodec("kv=klt:bits=4", GEOMETRY)
     with pytest.raises(InvalidParameter, match="is a basis for a model with 2 layers, but the cache has 3"):
         kvpack.pages.PageCodec(kvpack.Recipe("kv=klt:bits=4", basis), replace(GEOMETRY, layers=3))
-    with pytest.raises(InvalidParameter, match=r"the keys of layer 0 of the basis .*: .* for 2 heads, but .* 1"):
+    with pytest.raises(InvalidParameter, match=r"keys of layer 0 of the basis .*: .* for 2 heads, but .* 1"):
         kvpack.pages.PageCodec(kvpack.Recipe("kv=klt:bits=4", basis), replace(GEOMETRY, heads=1))
 
 

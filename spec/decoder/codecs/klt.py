@@ -44,7 +44,7 @@ def klt(entry: Mapping[str, Any]) -> Codec:
     for j in range(0 if per_head else dim):
         if widths[j // RUN_COLUMNS]:
             columns[f"codes_{widths[j // RUN_COLUMNS]}"].append(j)
-    require(per_head or list(fields) == list(columns), rule, f"fields has the streams {list(fields)}, expected {list(columns)}")
+    require(per_head or list(fields) == list(columns), rule, f"fields names the streams {list(fields)}, expected {list(columns)}")
     codes: dict[str, Columns] = {}
     for name, own in columns.items():
         codes |= make_packings("klt", {name: fields[name]}, len(own), {name: single_digit(2 ** int(name[-1]))})

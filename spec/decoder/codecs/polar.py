@@ -66,7 +66,7 @@ def polar(entry: Mapping[str, Any]) -> Codec:
             first_level[name] = []
         first_level[name].append(level)
     codes: dict[str, Columns] = {}
-    require(list(fields) == list(first_level), rule, f"fields has the streams {list(fields)}, expected {list(first_level)}")
+    require(list(fields) == list(first_level), rule, f"fields names the streams {list(fields)}, expected {list(first_level)}")
     for name, members in first_level.items():
         symbols = sum(pairs[level] for level in members)
         codes |= make_packings("polar", {name: fields[name]}, symbols, {name: single_digit(2 ** bits[members[0]])})

@@ -50,7 +50,7 @@ def scalar(entry: Mapping[str, Any]) -> Codec:
     codes = make_packings("scalar", {"codes": fields.get("codes")}, dim - sum(high), {"codes": single_digit(2**bits)})
     if bits_high:
         codes |= make_packings("scalar", {"codes_high": fields.get("codes_high")}, sum(high), {"codes_high": single_digit(2**bits_high)})
-    require(list(fields) == list(codes), rule, f"fields has the streams {list(fields)}, expected {list(codes)}")
+    require(list(fields) == list(codes), rule, f"fields names the streams {list(fields)}, expected {list(codes)}")
 
     def decode(digits: Digits, row: Numbers) -> list[float]:
         u = []

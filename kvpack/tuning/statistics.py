@@ -67,9 +67,9 @@ class Framing:
     ropes: Sequence[Rope | None]
 
     def view(self, layer: int, side: str, x: torch.Tensor) -> torch.Tensor:
-        """Return keys, values or gradients of tokens from position 0 on as ``[1, frame, token, channel]``, before RoPE.
+        """Return keys, values or gradients of tokens from position 0 on as ``[batch, frame, token, channel]``, before RoPE.
 
-        ``x`` is ``[1, kv_head, token, dim]``.
+        ``x`` is ``[batch, kv_head, token, dim]``.
         """
         rope = self.ropes[layer] if side == "k" else None
         x = x if rope is None else rope.rotate(x.to(torch.float32), 0, back=True)
@@ -170,19 +170,22 @@ class Statistics:
             _add(self.shares, str(number), torch.tensor(share, dtype=torch.float64, device="cpu"))
         count = pairs[0][0].shape[2]
         depends = False
+        costs: dict[str, torch.Tensor] = {}
         for first, predicted in prefixes(count, tokens.shape[1] - count):
             known = [(k[:, :, :first], v[:, :, :first]) for k, v in pairs]
-            gradients = list(_gradients(model, tokens[:, : first + predicted], known, generator))
-            depends |= any(bool(gradient.any()) for part in gradients for pair in part for gradient in pair)
-            for number, layer_gradients in enumerate(zip(*gradients, strict=True)):
-                for side, views in self._named_views(number, layer_gradients, framing):
-                    _add(self.costs, side, torch.stack([_outer_products(view, ~raw[number][:first]) for view in views]))
+            for number, pair in enumerate(_gradients(model, tokens[:, : first + predicted], known, generator)):
+                depends = depends or any(bool(gradient.any()) for gradient in pair)
+                for name, gradient in self._named_views(number, pair, framing):
+                    cost = _outer_products(gradient, ~raw[number][:first])
+                    costs[name] = costs[name] + cost if name in costs else cost
+        for name, cost in costs.items():
+            _add(self.costs, name, cost)
         _check_depends(depends, tokens.shape[1] - count)
         order = torch.randperm(count, generator=generator, device=tokens.device)
         for number, pair in enumerate(pairs):
             chosen = order[~raw[number][order]][:sampled]
             few = chosen[: -(-sampled // SAMPLED_OF_FRAMES)]
-            for name, (values,) in self._named_views(number, [pair], framing):
+            for name, values in self._named_views(number, pair, framing):
                 self._count(name, values, ~raw[number], few if name.endswith(".frames") else chosen)
 
     def add_moments(self, window: int, pairs: Pairs, queries: QueryMoments, ropes: Sequence[Rope | None] | None) -> None:
@@ -211,17 +214,15 @@ class Statistics:
         return KeyMoments(*(torch.zeros_like(first[name]) if part is None else part for name, part in zip(MOMENTS, tensors, strict=True)))
 
     @staticmethod
-    def _named_views(
-        number: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], framing: Framing | None
-    ) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Yield (name, views) for the keys of layer ``number``, its values and, with ``framing``, the frames of each.
+    def _named_views(number: int, pair: tuple[torch.Tensor, torch.Tensor], framing: Framing | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, view) for the keys of layer ``number``, its values and, with ``framing``, the frames of each.
 
-        There is one view ``[1, part, token, channel]`` for each of ``pairs``.
+        The views are ``[batch, part, token, channel]``.
         """
-        for side, values in zip("kv", zip(*pairs, strict=True), strict=True):
-            yield f"{number}.{side}", list(values)
+        for side, values in zip("kv", pair, strict=True):
+            yield f"{number}.{side}", values
             if framing is not None:
-                yield f"{number}.{side}.frames", [framing.view(number, side, value) for value in values]
+                yield f"{number}.{side}.frames", framing.view(number, side, values)
 
     def _count(self, name: str, values: torch.Tensor, counted: torch.Tensor, chosen: torch.Tensor) -> None:
         x = values[0].to(torch.float64)[:, counted]
@@ -296,21 +297,26 @@ def _encoded_tokens(k: torch.Tensor) -> torch.Tensor:
 
 def _products_in_pages(k: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     """Return the sum of outer products of counted keys minus their page's mean, float64 ``[kv_head, dim, dim]``."""
-    values = k[0].to(torch.float64)
-    starts = range(0, len(counted), PAGE_TOKENS)
-    pages = [values[:, start : start + PAGE_TOKENS][:, counted[start : start + PAGE_TOKENS]] for start in starts]
-    x = torch.cat([page - page.mean(1, keepdim=True) for page in pages if page.shape[1]], 1)
-    return x.transpose(1, 2) @ x
+    # Zeros add nothing to the products. Selecting the counted tokens of every page would make the host wait for a device each time.
+    rest = -len(counted) % PAGE_TOKENS
+    mask = functional.pad(counted, (0, rest)).view(-1, PAGE_TOKENS, 1)
+    values = functional.pad(k[0].to(torch.float64), (0, 0, 0, rest)).view(len(k[0]), -1, PAGE_TOKENS, k.shape[3]) * mask
+    means = values.sum(2, keepdim=True) / mask.sum(1, keepdim=True).clamp_min(1)
+    x = ((values - means) * mask).flatten(1, 2)
+    return x.mT @ x
 
 
 def _outer_products(gradient: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Return the sum of outer products of gradients over counted tokens, float64 ``[kv_head, dim, dim]``."""
-    g = gradient[0].to(torch.float64)[:, counted]
-    return g.transpose(1, 2) @ g
+    """Return the sum of outer products of gradients over counted tokens, float64 ``[temperature, part, dim, dim]``."""
+    g = gradient.to(torch.float64) * counted[:, None]
+    return g.mT @ g
 
 
-def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.Generator) -> Iterator[Pairs]:
-    """For each temperature, yield the gradients with respect to ``pairs`` of the log-probabilities of sampled next tokens."""
+def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.Generator) -> Pairs:
+    """Return the gradients of log-probabilities of sampled next tokens with respect to each of ``pairs``.
+
+    They are ``[temperature, kv_head, token, dim]``.
+    """
     from transformers import DynamicCache
 
     leaves = [(k.detach().clone().requires_grad_(), v.detach().clone().requires_grad_()) for k, v in pairs]
@@ -319,8 +325,11 @@ def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.
         logits = model(tokens[:, pairs[0][0].shape[2] :], **over).logits[0].float()
         if not bool(logits.isfinite().all()):
             raise InvalidParameter("the model's predictions in a window of the text are infinite or NaN: load it in bfloat16 or float32")
-        for temperature in TEMPERATURES:
+        result = [leaf.new_empty(len(TEMPERATURES), *leaf.shape[1:]) for leaf in flat]
+        for number, temperature in enumerate(TEMPERATURES):
             log_probabilities = functional.log_softmax(logits / temperature, -1)
             drawn = torch.multinomial(log_probabilities.detach().exp(), 1, generator=generator)
             gradients = torch.autograd.grad(log_probabilities.gather(1, drawn).sum(), flat, retain_graph=True)
-            yield list(zip(gradients[::2], gradients[1::2], strict=True))
+            for target, gradient in zip(result, gradients, strict=True):
+                target[number] = gradient[0]
+    return list(zip(result[::2], result[1::2], strict=True))

@@ -380,7 +380,7 @@ def test_raw_tokens_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def found_gradients(model: None, tokens: torch.Tensor, pairs: Any, _: torch.Generator) -> Any:
         read.append((tokens.shape[1], first := pairs[0][0].shape[2]))
-        return iter([[(k[:, :, :first], v[:, :, :first]) for k, v in gradients]])
+        return [(k[:, :, :first], v[:, :, :first]) for k, v in gradients]
 
     read: list[tuple[int, int]] = []
     monkeypatch.setattr(statistics, "_gradients", found_gradients)

@@ -120,7 +120,7 @@ def run(
         raise InvalidParameter(f"{out}: the name of a basis must end in {SUFFIX}")
     with model_folder(model) as folder:
         network = load_model(folder).to(settings.device)
-        identity = _identity_in_any_dtype(folder)
+        identity = _identity_in_any_dtype(folder, network)
         words = read_text(text, folder, vocabulary(network))
     longest = max_uniform_length(network.config.get_text_config())
     only = settings.balanced_only
@@ -367,12 +367,17 @@ def _load_weights(folder: Path, dtype: str) -> Any:
     return transformers_library().AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def _identity_in_any_dtype(folder: Path) -> dict[str, str]:
-    """Return the identity in the checkpoint's dtype, with digests of the weights in each other dtype in which users load models."""
+def _identity_in_any_dtype(folder: Path, network: Any) -> dict[str, str]:
+    """Return the identity in the checkpoint's dtype, with digests of the weights in each other dtype in which users load models.
+
+    ``network`` is the same model, loaded in one of these dtypes.
+    """
     identity = folder_identity(folder)
     for dtype in LOADED_DTYPES:
-        result = folder_identity(folder, dtype)
-        if dtype != identity.get("dtype") and "weights" in result:
+        if dtype == identity.get("dtype"):
+            continue
+        result = identity_of(network) if network.dtype == getattr(torch, dtype) else folder_identity(folder, dtype)
+        if "weights" in result:
             identity[weights_key(dtype)] = result["weights"]
     return identity
 

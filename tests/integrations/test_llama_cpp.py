@@ -467,7 +467,7 @@ def test_two_sequences_and_keys_without_values_are_refused(tmp_path: Path) -> No
         import_slot(written(tmp_path / "in.bin", state(SEVEN, whole())), kv_heads=2, latents=True)
     with pytest.raises(MissingFile):
         import_slot(tmp_path / "none.bin", kv_heads=2)
-    with pytest.raises(InvalidParameter, match="a path must be text or"):
+    with pytest.raises(InvalidParameter, match="a path must be a str or"):
         is_state_file(None)  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="model is a int, expected a transformers model"):
         import_slot(FILES / "rows.bin", kv_heads=1, model=3)  # type: ignore[arg-type]

@@ -59,15 +59,16 @@ class Side:
         return self.batch, self.heads, self.packed + self.tail, self.codec.dim
 
     def rows(self, stream: NumberStream) -> int:
-        """Return the number of rows of ``stream``: container.md, Runs and tail. A stream with a row per g tokens starts a new row at each
-        run.
+        """Return the number of rows of ``stream`` (container.md, Runs and tail).
+
+        A stream with one row per g tokens starts a new row at each run.
         """
         if stream.per == "entry":
             return self.entries[stream.name]
         return len(self.runs) if stream.per == "run" else sum(ceil_div(run, stream.tokens) for run in self.runs)
 
     def sizes(self, stream: NumberStream) -> tuple[int, ...]:
-        """Return the sizes of a row of ``stream``. An entry of raw tokens has the sizes of all heads."""
+        """Return the shape of a row of ``stream``. An entry of raw tokens covers all heads."""
         return (self.heads, self.codec.dim) if stream.name in ("raw_tokens", "raw_values") else stream.sizes
 
     def tensors(self, prefix: str) -> list[Tensor]:

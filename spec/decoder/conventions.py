@@ -16,10 +16,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def f32(x: float) -> float:
-    """Return the number of rows of ``stream`` (container.md, Runs and tail).
-
-    A stream with one row per g tokens starts a new row at each run.
-    """
+    """Round ``x`` to binary32, ties to even. Numbers that are too large become infinite."""
     try:
         return float(struct.unpack("<f", struct.pack("<f", x))[0])
     except OverflowError:
@@ -27,7 +24,7 @@ def f32(x: float) -> float:
 
 
 def f16(x: float) -> float:
-    """Return the shape of a row of ``stream``. An entry of raw tokens covers all heads."""
+    """Round ``x`` to binary16, ties to even. Numbers that are too large become infinite."""
     try:
         return float(struct.unpack("<e", struct.pack("<e", x))[0])
     except OverflowError:

@@ -147,7 +147,7 @@ class BasisRows:
 class CalibratedRows(NamedTuple):
     """Calibration data for one layer's keys or values: basis ``rows``, the SHA-256 of the basis, and parameters chosen for a bit budget.
 
-    The parameters are the ``widths`` of the runs for the codec klt, and ``frames`` and ``step`` for transform.
+    The parameters are the ``widths`` of the runs for the klt codec, and ``frames`` and ``step`` for transform.
     """
 
     rows: BasisRows

@@ -43,6 +43,7 @@ _WORDS_AT_ONCE = 1 << 13
 
 
 def is_power_of_two(value: int) -> bool:
+    """Return True if ``value`` is 1, 2, 4 or another power of two."""
     return value > 0 and value & (value - 1) == 0
 
 

@@ -454,7 +454,7 @@ def _check_head_widths(widths: bytes, dim: int) -> None:
 
 def _check_sizes(widths: bytes) -> None:
     if max(widths) > MAX_WIDTH:
-        raise InvalidParameter(f"codec klt: widths is {widths.hex()}, expected 0 to {MAX_WIDTH} bits in every byte")
+        raise InvalidParameter(f"codec klt: widths is {widths.hex()}, expected bytes from 0 to {MAX_WIDTH}: bits per column of each run")
     if not any(widths):
         raise InvalidParameter("codec klt: widths is zero for every run, expected a nonzero width in at least one")
 

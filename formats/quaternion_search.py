@@ -107,7 +107,7 @@ class Search:
 
 
 class Grid:
-    """Lists, for every cell of the octahedral map, of the codewords that can be nearest to a direction in the cell.
+    """For every cell of the octahedral map, a list of the codewords that can be nearest to a direction in the cell.
 
     Each cell stores the index of its row, which is its list. Column k of ``_lists`` contains the k-th codeword of every row, or its first
     codeword if the row is shorter. Rows of two codewords come first, and cells with the same two codewords share a row. Longer rows follow,

@@ -212,7 +212,7 @@ class Transform(CodecFamily):
             streams["positions"] = numpy.broadcast_to(split_halves(first), (batch, 1, len(result), 2))
         return {name: to_stream(streams[name], x.device) for name in self.row_layouts}
 
-    def column_tables(self, source: Frames, heads: int) -> Numbers:
+    def table_indices(self, source: Frames, heads: int) -> Numbers:
         """Return the index of the table for every column, uint8 ``[kv_head, column]``."""
         result = source.tables_at(self.step).astype(numpy.uint8)
         return result if self.scope == "head" else result.reshape(self.dim, heads).T
@@ -223,7 +223,7 @@ class Transform(CodecFamily):
         ``groups`` contains, for each token group, the levels, int64 ``[batch, kv_head, column of the block, token]``. ``source`` contains
         the frames of all heads, and ``shape`` is (batch, kv_head). Raises OutOfRange for levels that a table cannot encode.
         """
-        return encode_chunks(groups, source.tables, self.column_tables(source, shape[1]), shape)
+        return encode_chunks(groups, source.tables, self.table_indices(source, shape[1]), shape)
 
     def symbols(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Symbols]]:
         """Decode the symbols of ``streams`` in parts. Yields the index of each part's first chunk, and its symbols.
@@ -233,7 +233,7 @@ class Transform(CodecFamily):
         """
         batch, heads, rows = streams["columns"].shape
         source = self.source_for(heads)
-        chunks = ChunkList.from_streams(streams, self.column_tables(source, heads), self.chunk)
+        chunks = ChunkList.from_streams(streams, self.table_indices(source, heads), self.chunk)
         at_once = heads * max(1, _SYMBOLS_AT_ONCE // (heads * self.chunk * self.dim))
         for first in range(0, batch * heads * rows, at_once):
             yield first, chunks.symbols(first, min(first + at_once, batch * heads * rows), source.tables)
@@ -353,7 +353,7 @@ class Transform(CodecFamily):
         if self.source is None or not rows:
             return
         source = self.source_for(heads)
-        numbers = self.column_tables(source, heads)
+        numbers = self.table_indices(source, heads)
         counted = (arrays[name] for name in _COUNT_STREAMS)
         columns, tokens, pairs = (read_values(array, 0, math.prod(array.shape)).astype(numpy.int64) for array in counted)
         columns, pairs = (one.reshape(batch * heads, rows, -1).swapaxes(0, 1).reshape(batch * heads * rows, -1) for one in (columns, pairs))

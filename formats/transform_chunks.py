@@ -1,4 +1,4 @@
-"""Encoding of column levels into chunks, and decoding of chunks to symbols, for the codec transform (spec/codecs/transform.md).
+"""Encoding of column levels into chunks, and decoding of chunks to symbols, for the transform codec (spec/codecs/transform.md).
 
 Everything here is exact integer arithmetic; ``transform.py`` interprets the symbols.
 """

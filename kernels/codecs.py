@@ -64,11 +64,11 @@ if TYPE_CHECKING:
 
 
 def unsupported(*_: Any) -> None:
-    """Return None. In the table, it means that no parameters of the codec are supported."""
+    """Table entry of a codec that supports no parameters here. Returns None."""
 
 
 def reject_call(*_: Any) -> bool:
-    """Return False. In the table, it means that the codec has no such kernel."""
+    """Table entry of a codec without such a kernel. Returns False."""
     return False
 
 
@@ -94,7 +94,7 @@ class CodecKernels(NamedTuple):
 
 
 def supports_all(*_: Any) -> bool:
-    """Return True. In the table, it means that all parameters of the codec are supported."""
+    """Table entry of a codec that supports all parameters here. Returns True."""
     return True
 
 

@@ -66,13 +66,13 @@ def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]]) -
     """
     model_layers = []
     for k, v in layers:
-        _known_pages(k)
-        _known_pages(v)
+        _page_list_key(k)
+        _page_list_key(v)
         model_layers.append((ref(k), ref(v)))
         _model_layers[k] = model_layers
 
 
-def _known_pages(pages: Sequence[PackedRun]) -> _PageListKey | None:
+def _page_list_key(pages: Sequence[PackedRun]) -> _PageListKey | None:
     if pages not in _page_kinds:
         _page_kinds[pages] = _classify(pages)
     return _page_kinds[pages]
@@ -104,7 +104,7 @@ def kind_key(layer: Layer) -> Hashable | None:
     kind: list[Hashable] = []
     for side in (layer.k, layer.v):
         assert side is not None
-        if (pages := _known_pages(side.runs)) is None:
+        if (pages := _page_list_key(side.runs)) is None:
             return None
         tail = side.tail
         kind += [pages.kind, tail.shape, tail.dtype, tail.device]
@@ -177,13 +177,13 @@ class WorkTables:
 
 def _kinds_of(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> tuple[int, int] | None:
     """Return the kind ids of a layer's key pages and value pages, or None if the layer cannot share calls."""
-    known = _known_pages(k), _known_pages(v)
+    known = _page_list_key(k), _page_list_key(v)
     return None if known[0] is None or known[1] is None else (known[0].kind, known[1].kind)
 
 
 def _addresses(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> Integers:
     """Return the addresses of all page streams of a layer, keys first. The layer must be able to share calls."""
-    known = _known_pages(k), _known_pages(v)
+    known = _page_list_key(k), _page_list_key(v)
     assert known[0] is not None
     assert known[1] is not None
     return numpy.array(known[0].addresses + known[1].addresses, numpy.int64)

@@ -148,9 +148,9 @@ def side_segments(side: Side) -> SideSegments:
 def _page_segments(page: PackedRun, first: int, dtype: torch.dtype, first_page: PackedRun) -> list[SideSegment]:
     """Return the segments of ``page``: one, or several if the page has raw tokens. Segments with raw tokens are marked ``raw``.
 
-    Raw segments have the same frame as the other segments. Codec klt is an exception: its tiles have no room for columns without codes, so
-    its raw segments are decoded to ``dtype`` in the original frame, like the raw tail. If value maps are equal on all pages, segments use
-    the frame of ``first_page``.
+    Raw segments have the same frame as the other segments. The klt codec is an exception: its tiles have no room for columns without codes,
+    so its raw segments are decoded to ``dtype`` in the original frame, like the raw tail. If value maps are equal on all pages, segments
+    use the frame of ``first_page``.
     """
     codec = page.codec
     if not isinstance(codec, CodecWithSidecars):

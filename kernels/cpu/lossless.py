@@ -1,4 +1,4 @@
-"""Codec lossless on the CPU, for bfloat16 in the default packing: exact splitting and joining of exponents, signs and fractions."""
+"""The lossless codec on the CPU, for bfloat16 in the default packing: exact splitting and joining of exponents, signs and fractions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoder of codec group for ``kernel`` (spec/codecs/group.md)."""
+"""Decoder of the group codec for ``kernel`` (spec/codecs/group.md)."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -39,7 +39,7 @@ class GroupConstants(NamedTuple):
 def prepare(
     codec: Group, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None
 ) -> PreparedDecode | None:
-    """Prepare the launch that decodes codec group, as ``decode.prepare`` does.
+    """Prepare the launch that decodes the group codec, as ``decode.prepare`` does.
 
     Float32 values equal those of ``Group.decode_frame`` bit for bit. In narrower dtypes, near-ties may be rounded differently.
     """
@@ -93,7 +93,7 @@ def _apply_scales(code: tl.tensor, pair: tl.tensor, streams: tl.tuple, RANGE: tl
 
 @triton.jit
 def _decode_group(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """Return the values of a ``RowTile`` of codec group, float32 ``[token, channel]``."""
+    """Return the values of a ``RowTile`` of the group codec, float32 ``[token, channel]``."""
     CODE: tl.constexpr = CONSTANTS.code
     SIZE: tl.constexpr = CONSTANTS.size
     RANGE: tl.constexpr = CONSTANTS.ranged

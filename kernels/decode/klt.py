@@ -1,4 +1,4 @@
-"""Unpacking of codec klt: attention's tile loader decodes columns, and matrix products map them to channels, block by block."""
+"""Unpacking of the klt codec: attention's tile loader decodes columns, and matrix products map them to channels, block by block."""
 
 # mypy: disable-error-code="untyped-decorator"
 

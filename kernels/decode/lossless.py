@@ -1,4 +1,4 @@
-"""Exact decoding of codec lossless (spec/codecs/lossless.md, spec/rans.md).
+"""Exact decoding of the lossless codec (spec/codecs/lossless.md, spec/rans.md).
 
 Each program is one warp, which decodes one chunk.
 """

@@ -1,4 +1,4 @@
-"""Decoder of codec minifloat for ``kernel`` (spec/codecs/minifloat.md)."""
+"""Decoder of the minifloat codec for ``kernel`` (spec/codecs/minifloat.md)."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -41,7 +41,7 @@ class MinifloatConstants(NamedTuple):
 def prepare(
     codec: Minifloat, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None
 ) -> PreparedDecode | None:
-    """Prepare the launch that decodes codec minifloat, as ``decode.prepare`` does. The codec has no rotation.
+    """Prepare the launch that decodes the minifloat codec, as ``decode.prepare`` does. The codec has no rotation.
 
     Float32 values equal those of ``Minifloat.decode_frame`` bit for bit.
     """
@@ -62,7 +62,7 @@ def _exp2(exponent: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _decode_minifloat(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """Return the values of a ``RowTile`` of codec minifloat, float32 ``[token, channel]``."""
+    """Return the values of a ``RowTile`` of the minifloat codec, float32 ``[token, channel]``."""
     CODE: tl.constexpr = CONSTANTS.code
     ELEMENT: tl.constexpr = CONSTANTS.element
     SIZE: tl.constexpr = CONSTANTS.size

@@ -1,4 +1,4 @@
-"""Decoder of codec polar for ``kernel`` (spec/codecs/polar.md)."""
+"""Decoder of the polar codec for ``kernel`` (spec/codecs/polar.md)."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -46,7 +46,7 @@ class PolarConstants(NamedTuple):
 def prepare(
     codec: Polar, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None
 ) -> PreparedDecode | None:
-    """Prepare the launch that decodes codec polar, as ``decode.prepare`` does. Returns None if the levels are unequal.
+    """Prepare the launch that decodes the polar codec, as ``decode.prepare`` does. Returns None if the levels are unequal.
 
     Float32 values equal those of ``Polar.decode_frame`` bit for bit.
     """
@@ -73,7 +73,7 @@ def _level_symbols(codec: Polar) -> tuple[LevelSymbols, ...] | None:
 
 @triton.jit
 def _decode_polar(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """Return the values of a ``RowTile`` of codec polar, float32 ``[token, channel]``. ``table`` is ``[level, MAX_ANGLES, 2]``."""
+    """Return the values of a ``RowTile`` of the polar codec, float32 ``[token, channel]``. ``table`` is ``[level, MAX_ANGLES, 2]``."""
     CODES: tl.constexpr = CONSTANTS.codes
     LEVELS: tl.constexpr = CONSTANTS.levels
     mask = (tile.token < tile.count) & (tile.channel < SHAPE.dim)

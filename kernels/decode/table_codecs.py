@@ -57,7 +57,7 @@ def _scalar_form(codec: Scalar) -> TableForm | None:
 
 
 def _octahedral_form(codec: Octahedral) -> TableForm | None:
-    """Return the form of codec octahedral. Its only digit contains the direction index, the signs and the norm code."""
+    """Return the form of the octahedral codec. Its only digit contains the direction index, the signs and the norm code."""
     if codec.norm == LOG8:
         return None
     packings, streams = codec.packings(), _stream_indices(codec)

@@ -1,4 +1,4 @@
-"""Decoding of codec transform (spec/codecs/transform.md). Symbols become column factors, which are multiplied by the frames.
+"""Decoding of the transform codec (spec/codecs/transform.md). Symbols become column factors, which are multiplied by the frames.
 
 Symbols and factors equal those of ``formats/transform.py`` bit for bit. If float16 can represent the frames and table values, as it can for
 calibrated frames, float16 products are exact. Otherwise, products use three TF32 parts of 11 bits. Neither kind of product depends on

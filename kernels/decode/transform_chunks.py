@@ -1,4 +1,4 @@
-"""Decoding of codec transform's chunks to column factors on a device, and checks of their final states (spec/codecs/transform.md).
+"""Decoding of the transform codec's chunks to column factors on a device, and checks of their final states (spec/codecs/transform.md).
 
 Factors and states are exactly those of ``formats/transform_chunks.py`` and ``formats/transform.py``.
 """
@@ -169,7 +169,7 @@ def _copy_frames(codec: Transform, source: Frames, heads: int, device: torch.dev
     return DeviceFrames(
         slots,
         (binary16[1] if exact else values).to(device),
-        torch.from_numpy(numpy.ascontiguousarray(codec.column_tables(source, heads))).to(device),
+        torch.from_numpy(numpy.ascontiguousarray(codec.table_indices(source, heads))).to(device),
         rows[:, 0].reshape(heads, -1).contiguous().to(device),
         (binary16[0] if exact else rows[:, 1:]).contiguous().to(device),
         frequencies.to(device),

@@ -63,7 +63,7 @@ class UnpackShape(NamedTuple):
 SHAPES = (UnpackShape(4, 128, False), UnpackShape(8, 128, True), UnpackShape(4, 128, True), UnpackShape(4, 64, True))
 """Launch shapes, ordered from fastest to slowest on an H200. Later shapes need less shared memory.
 
-Tiles of 16 tokens would be faster for codec scalar, but slower for all others.
+Tiles of 16 tokens would be faster for the scalar codec, but slower for all others.
 """
 
 

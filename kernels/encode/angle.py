@@ -1,4 +1,4 @@
-"""Encoder of codec angle on the GPU (spec/codecs/angle.md)."""
+"""Encoder of the angle codec on the GPU (spec/codecs/angle.md)."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 

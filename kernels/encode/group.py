@@ -1,4 +1,4 @@
-"""Encoder of codec group on the GPU (spec/codecs/group.md).
+"""Encoder of the group codec on the GPU (spec/codecs/group.md).
 
 Without a rotation and token scales, the streams are the same bit for bit.
 """

@@ -1,4 +1,4 @@
-"""Encoder of codec klt on the GPU (spec/codecs/klt.md).
+"""Encoder of the klt codec on the GPU (spec/codecs/klt.md).
 
 Widths are run-time data, so that all layers of a model share compiled kernels: one kernel writes a byte per column, and another packs the
 columns of one width.

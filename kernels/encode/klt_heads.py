@@ -1,4 +1,4 @@
-"""Encoder of codec klt on the GPU for heads with their own widths (spec/codecs/klt.md).
+"""Encoder of the klt codec on the GPU for heads with their own widths (spec/codecs/klt.md).
 
 Widths are run-time data, per head and column. The kernel of ``klt.py`` writes a byte per column, and a kernel here packs the codes of all
 heads of a token into one row of bytes.

@@ -1,4 +1,4 @@
-"""Encoder of codec minifloat on the GPU (spec/codecs/minifloat.md), with the same bits as ``formats/minifloat.py``."""
+"""Encoder of the minifloat codec on the GPU (spec/codecs/minifloat.md), with the same bits as ``formats/minifloat.py``."""
 
 # mypy: disable-error-code="untyped-decorator"
 

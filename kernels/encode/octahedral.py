@@ -1,4 +1,4 @@
-"""Encoder of codec octahedral on the GPU (spec/codecs/octahedral.md).
+"""Encoder of the octahedral codec on the GPU (spec/codecs/octahedral.md).
 
 Triplets are three tiles of coordinates, which the rotation computes directly. The nearest direction is the best of the four whose
 coordinates enclose the triplet's, which the local searches in ``formats/octahedral_search.py`` also find.

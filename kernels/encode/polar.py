@@ -1,4 +1,4 @@
-"""Encoder of codec polar on the GPU (spec/codecs/polar.md)."""
+"""Encoder of the polar codec on the GPU (spec/codecs/polar.md)."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # mypy: disable-error-code="assignment, untyped-decorator"

@@ -1,4 +1,4 @@
-"""Encoder of codec quaternion on the GPU (spec/codecs/quaternion.md).
+"""Encoder of the quaternion codec on the GPU (spec/codecs/quaternion.md).
 
 The search tries all secondary quaternions: after a rotation by the inverse of one, the nearest Hurwitz unit has a closed form.
 """

@@ -1,4 +1,4 @@
-"""Encoder of codec scalar on the GPU (spec/codecs/scalar.md)."""
+"""Encoder of the scalar codec on the GPU (spec/codecs/scalar.md)."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 

@@ -1,4 +1,4 @@
-"""Encoder of codec trellis on the GPU (spec/codecs/trellis.md), with the same streams as ``formats/trellis.py``.
+"""Encoder of the trellis codec on the GPU (spec/codecs/trellis.md), with the same streams as ``formats/trellis.py``.
 
 A kernel searches the paths, one row at a time, with the costs of all states in registers. ``formats/`` computes rotations and norms and
 packs the codes, which is little work.

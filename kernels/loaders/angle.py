@@ -1,4 +1,4 @@
-"""Tile loader of codec angle (spec/codecs/angle.md), with two tiles per field: cosine times norm and sine times norm of each pair.
+"""Tile loader of the angle codec (spec/codecs/angle.md), with two tiles per field: cosine times norm and sine times norm of each pair.
 
 Norms are divided by a power of two near the token's largest norm, so that all fit in float16; this power is the token factor. This file
 handles the direct arrangement. In the dense arrangement, bins and norm codes have their own streams (``angle_dense``, ``angle_thread``).
@@ -240,13 +240,13 @@ def decode(
     BIN_BITS: tl.constexpr = CONSTANTS.bin_bits
     NORM_BITS: tl.constexpr = CONSTANTS.norm_bits
     NORMS: tl.constexpr = PACKING.fields * BIN_BITS
-    line = load_norm_affine(loaded, CONSTANTS, TRANSPOSED, FAST)
+    scale_and_center = load_norm_affine(loaded, CONSTANTS, TRANSPOSED, FAST)
     if FIELDS_PER_TILE == 1:
-        result = decode_pairs(planes, line, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, CONSTANTS, SHARED, FAST)
+        result = decode_pairs(planes, scale_and_center, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, CONSTANTS, SHARED, FAST)
     else:
         index = step_words(planes, column_fields, 0, PACKING, 0, BIN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
         norm = step_words(planes, column_fields, 0, PACKING, NORMS, NORM_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
-        result = decode_pairs((index, norm), line, table, 0, 16, CONSTANTS, SHARED, FAST)
+        result = decode_pairs((index, norm), scale_and_center, table, 0, 16, CONSTANTS, SHARED, FAST)
     return result
 
 
@@ -260,7 +260,7 @@ def load_norm_affine(loaded: tl.tuple, CONSTANTS: tl.constexpr, TRANSPOSED: tl.c
 @triton.jit
 def decode_pairs(
     planes: tl.tuple,
-    line: tl.tuple,
+    scale_and_center: tl.tuple,
     table: tl.tensor,
     BIN: tl.constexpr,
     NORM: tl.constexpr,
@@ -270,7 +270,8 @@ def decode_pairs(
 ) -> tl.tuple:
     """Return both channels of pairs whose bin begins at bit ``BIN`` of each column, and whose norm code begins at bit ``NORM``."""
     result = look_up_bits(planes, table, BIN, CONSTANTS.bin_bits, 2, 0, SHARED, FAST)
-    norm = affine_column(planes, line[0], line[1], NORM, CONSTANTS.norm_bits, middle_norm_code(CONSTANTS.norm_bits), FAST)
+    NORM_BITS: tl.constexpr = CONSTANTS.norm_bits
+    norm = affine_column(planes, scale_and_center[0], scale_and_center[1], NORM, NORM_BITS, middle_norm_code(NORM_BITS), FAST)
     if CONSTANTS.log:
         norm = exp2(norm, FAST)
     return (multiply(result[0], norm, FAST), multiply(result[1], norm, FAST))

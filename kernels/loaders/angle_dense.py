@@ -1,4 +1,4 @@
-"""Tile loader of codec angle in the dense arrangement (spec/codecs/angle.md), with bins and norm codes as bit fields of two streams."""
+"""Tile loader of the angle codec in the dense arrangement (spec/codecs/angle.md), with bins and norm codes as bit fields of two streams."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 

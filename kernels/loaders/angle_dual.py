@@ -1,4 +1,4 @@
-"""Dual tile loader of codec angle in the dense arrangement (spec/codecs/angle.md), for tokens whose bins are rows of four words.
+"""Dual tile loader of the angle codec in the dense arrangement (spec/codecs/angle.md), for tokens whose bins are rows of four words.
 
 Tiles contain the words of two neighboring tokens, which are contiguous. The words are replicated side by side in registers, and each copy
 is shifted to a different field. Norm codes are loaded in the same column order.

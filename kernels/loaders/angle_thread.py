@@ -1,4 +1,4 @@
-"""Tile loader of codec angle with one row per thread (spec/codecs/angle.md).
+"""Tile loader of the angle codec with one row per thread (spec/codecs/angle.md).
 
 It supports dense bins in one or two streams, and all norm codes.
 """

@@ -1,4 +1,4 @@
-"""Tile loader of codec group (spec/codecs/group.md), with one affine step per bit field.
+"""Tile loader of the group codec (spec/codecs/group.md), with one affine step per bit field.
 
 In this file, a *scale* is a 32-bit element of the stream of scales: the float16 scale and center of one group.
 """

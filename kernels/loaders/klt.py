@@ -1,4 +1,4 @@
-"""Tile loader of codec klt (spec/codecs/klt.md): columns of a calibrated basis, each decoded by the table of its run and head.
+"""Tile loader of the klt codec (spec/codecs/klt.md): columns of a calibrated basis, each decoded by the table of its run and head.
 
 Rows are short and have codes of many widths, so each token's row is loaded into 32-bit registers (``row_registers``). The columns of a tile
 differ in the bytes and the bits at which their codes begin. These positions are constants per column, loaded once per program. A 1-bit code

@@ -1,9 +1,9 @@
-"""Tile loader of codec klt for heads with their own widths (spec/codecs/klt.md). The codes of all heads of a token are one row of bytes.
+"""Tile loader of the klt codec for heads with their own widths (spec/codecs/klt.md).
 
-Heads have different bit positions and widths. So that one launch can handle all heads, these are not compile-time constants, but stored
-after each head's table: for each column, the bit at which its code begins, the code's mask, and the index of its table's first entry.
-Columns without codes have a zero mask and a zero entry. For each column and token, the two bytes that contain the code are loaded, and then
-the entry.
+The codes of all heads of a token are one row of bytes. Heads have different bit positions and widths. So that one launch can handle all
+heads, these are not compile-time constants, but stored after each head's table: for each column, the bit at which its code begins, the
+code's mask, and the index of its table's first entry. Columns without codes have a zero mask and a zero entry. For each column and token,
+the two bytes that contain the code are loaded, and then the entry.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.

@@ -1,4 +1,4 @@
-"""Tile loader of codec minifloat (spec/codecs/minifloat.md).
+"""Tile loader of the minifloat codec (spec/codecs/minifloat.md).
 
 Elements are converted to float16 exactly and multiplied by the scales of their blocks. The token factor is the token's scale or, for e8m0
 blocks, the token's largest power of two. If all tokens share a factor, queries and sums are multiplied by it instead.
@@ -360,7 +360,7 @@ def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.
 
 @triton.jit
 def step_factor(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the scales of the block that step ``STEP`` covers, float32 ``[warp, token]``."""
+    """Return the scale of the block that step ``STEP`` covers, for each token: float32 ``[warp, token]``."""
     return power_as_f32(_block_scale(loaded, CONSTANTS.planes, STEP, CONSTANTS))
 
 

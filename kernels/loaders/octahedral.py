@@ -1,4 +1,4 @@
-"""Tile loader of codec octahedral (spec/codecs/octahedral.md): three tiles per field, one per coordinate of its triplets.
+"""Tile loader of the octahedral codec (spec/codecs/octahedral.md): three tiles per field, one per coordinate of its triplets.
 
 A table contains the directions with positive signs, and signs are flipped after the lookup. If a symbol is one short digit, the table
 contains whole symbols. This file handles the direct arrangement. In the dense arrangement (``octahedral_dense``), indices and signs have

@@ -1,4 +1,4 @@
-"""Tile loader of codec octahedral in the dense arrangement (spec/codecs/octahedral.md), with indices and signs in separate columns."""
+"""Tile loader of the octahedral codec in the dense arrangement (spec/codecs/octahedral.md), with indices and signs in separate columns."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 

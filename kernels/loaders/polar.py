@@ -1,4 +1,4 @@
-"""Tile loader of codec polar (spec/codecs/polar.md). Each thread decodes one token, by multiplying directions down the tree of radii.
+"""Tile loader of the polar codec (spec/codecs/polar.md). Each thread decodes one token, by multiplying directions down the tree of radii.
 
 Products are float16, so they leave out the top radius. A single top radius is the token factor; several are divided by a power of two near
 the largest radius. ``polar_steps`` selects the angles that a step looks up, and builds the table.

@@ -1,4 +1,4 @@
-"""Tile loader of codec quaternion in the direct arrangement (spec/codecs/quaternion.md).
+"""Tile loader of the quaternion codec in the direct arrangement (spec/codecs/quaternion.md).
 
 Each field has four tiles, one per component of its chunks.
 """

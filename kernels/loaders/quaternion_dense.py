@@ -1,4 +1,4 @@
-"""Tile loader of codec quaternion in the dense arrangement (spec/codecs/quaternion.md), with codewords and radii in separate columns."""
+"""Tile loader of the quaternion codec in the dense arrangement (spec/codecs/quaternion.md), with separate codeword and radius columns."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # mypy: disable-error-code="assignment, untyped-decorator"

@@ -1,4 +1,4 @@
-"""Tile loader of codec raw (spec/codecs/raw.md), whose tiles contain the stored values."""
+"""Tile loader of the raw codec (spec/codecs/raw.md), whose tiles contain the stored values."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005

@@ -1,4 +1,4 @@
-"""Tile loader of codec scalar (spec/codecs/scalar.md). If an index is short, one lookup covers two or four fields."""
+"""Tile loader of the scalar codec (spec/codecs/scalar.md). If an index is short, one lookup covers two or four fields."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 

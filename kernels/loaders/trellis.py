@@ -1,4 +1,4 @@
-"""Tile loader of codec trellis (spec/codecs/trellis.md): table values, indexed by windows of a row's circular bit string.
+"""Tile loader of the trellis codec (spec/codecs/trellis.md): table values, indexed by windows of a row's circular bit string.
 
 A symbol is 16 neighboring bits of the string, with the windows of 1, 2, 4 or 8 neighboring channels. Symbols are extracted from a row in
 the registers of one thread and assembled into tiles (``symbol_tiles``). Windows are looked up in these tiles, two together if their bits

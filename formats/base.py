@@ -99,7 +99,7 @@ class Codec(EntryStreams, ABC):
         """True if values are rotated before channels are evened out. One large channel then costs all channels precision."""
         return self.rotation.kind != "none"
 
-    def coded_norms(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
+    def coded_norms(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
         """Return the norms of the values in the coded frame, float32 ``[batch, kv_head, token]``.
 
         Args:
@@ -178,7 +178,7 @@ class Codec(EntryStreams, ABC):
             tokens: Number of tokens.
         """
 
-    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+    def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunEncoder:
         """Create the encoder of ``run``. Subclasses may measure the run or build a lookup table first.
 
         Args:

@@ -25,13 +25,13 @@ def is_foreign(codec: Any) -> bool:
     return not type(codec).__module__.startswith("kvpack.")
 
 
-def begin_run(codec: Any, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+def begin_run(codec: Any, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunEncoder:
     """Return ``codec.begin(run, before)`` for a codec without sidecars. If the codec is foreign, check what it returns.
 
     The checks raise InvalidParameter for streams that do not match the codec's layout or that readers would reject, and for decoded values
     of the wrong dtype or shape.
     """
-    encoder: RunEncoder = codec.begin(run, before)
+    encoder: RunEncoder = codec.begin(run, previous)
     if not is_foreign(codec):
         return encoder
 

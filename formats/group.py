@@ -135,11 +135,11 @@ class Group(CodecFamily):
             result["token_scale"] = Layout(TOKEN_SCALE_DTYPES[self.token_scale], (batch, heads if self.scale_per_head else 1, tokens))
         return result
 
-    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+    def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunEncoder:
         if self.scale_dtype == "fp16":
             return RunEncoder({}, lambda block, _: self._encode(block, None))
         empty = torch.zeros(*run.shape[:2], 1, 4, dtype=torch.float16, device=run.device)
-        last = before["scale_range"] if before else None
+        last = previous["scale_range"] if previous else None
         chosen = scale_range.choose_range(self._scales_and_centers(run), last, empty, self._middle)
         return RunEncoder({"scale_range": chosen}, lambda block, _: self._encode(block, chosen))
 

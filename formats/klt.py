@@ -224,15 +224,15 @@ class Klt(CodecFamily):
         except InvalidParameter as error:
             raise InvalidParameter(f"{self.basis_location}: {error}") from None
 
-    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+    def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunEncoder:
         batch, heads, _, _ = run.shape
         dtype = ROW_DTYPES[self.rows]
         if dtype is None:
             source = self.source_for(heads).on_device(run.device)
             return RunEncoder({}, lambda block, _: self._encode(block, source))
-        if before is not None:
+        if previous is not None:
             # Runs with equal rows can be joined.
-            stored = before["rows"]
+            stored = previous["rows"]
         else:
             torch_dtype = torch.float16 if dtype == "F16" else torch.float32
             basis_rows = self.source_for(heads).on_device(run.device).rows[:, :, None, : row_count(self.dim)]

@@ -119,7 +119,7 @@ class Lossless(CodecFamily):
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"words": streams["word_counts"].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF).sum(1).T}
 
-    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+    def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunEncoder:
         batch, heads = run.shape[:2]
         alphabet = FLOAT_FORMATS[self.dtype].exponents
         counts = numpy.zeros((batch * heads, alphabet), numpy.int64)
@@ -128,18 +128,18 @@ class Lossless(CodecFamily):
             for head, row in enumerate(exponents):
                 # numpy.bincount would convert the symbols to int64 first.
                 counts[head] += torch.bincount(row, minlength=alphabet).numpy()
-        tables = self.choose_frequencies(counts, before)
+        tables = self.choose_frequencies(counts, previous)
         stored = _to_stream(tables.reshape(batch, heads, 1, alphabet), run.device)
         return RunEncoder({"frequencies": stored}, lambda block, _: self.encode_with_tables(block, tables))
 
-    def choose_frequencies(self, counts: Numbers, before: Mapping[str, torch.Tensor] | None) -> Numbers:
+    def choose_frequencies(self, counts: Numbers, previous: Mapping[str, torch.Tensor] | None) -> Numbers:
         """Return the symbol frequencies for a run whose exponents have these ``counts``: int64 ``[batch · kv_head, symbol]``.
 
-        The frequencies of the run ``before`` are reused if new ones would not save more than the space they take.
+        The frequencies of the run ``previous`` are reused if new ones would not save more than the space they take.
         """
         tables = rans.frequencies(_add_unseen(counts))
-        if before is not None:
-            last = _to_numpy(before["frequencies"]).reshape(counts.shape).astype(numpy.int64)
+        if previous is not None:
+            last = _to_numpy(previous["frequencies"]).reshape(counts.shape).astype(numpy.int64)
             # A new table costs its own bytes.
             if (rans.cost_bits(counts, last) <= rans.cost_bits(counts, tables) + 16 * counts.shape[1]).all():
                 return last

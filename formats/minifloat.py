@@ -160,7 +160,7 @@ class Minifloat(CodecFamily):
             return {"scale": Layout(dtype, (batch, heads, tokens))}
         return {"scale": Layout(dtype, (batch, heads if self.granularity == "head" else 1, 1), per="run")}
 
-    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+    def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunEncoder:
         if self.run_scale is None:
             return RunEncoder({}, lambda block, _: self._encode(block, None))
         batch, heads = run.shape[:2]
@@ -170,7 +170,7 @@ class Minifloat(CodecFamily):
                 largest = largest.maximum(block.abs().amax((2, 3))[..., None])
         if self.granularity != "head":
             largest = largest.amax(1, keepdim=True)
-        scale = run_scales(self, largest, None if before is None else before[self.run_scale])
+        scale = run_scales(self, largest, None if previous is None else previous[self.run_scale])
         if not torch.isfinite(scale).all():
             _ = stored_norm(_divide(largest, self.format.largest), "F16", "scale")
         return RunEncoder({self.run_scale: scale}, lambda block, _: self._encode(block, scale))
@@ -391,12 +391,12 @@ def _scale_for(largest: torch.Tensor, quotient_limit: float, half: bool) -> torc
     return (bits + short.to(bits.dtype)).view(scale.dtype)
 
 
-def _divide(x: torch.Tensor, number: float) -> torch.Tensor:
-    """Divide ``x`` by ``number``, correctly rounded on every device.
+def _divide(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Divide ``x`` by ``divisor``, correctly rounded on every device.
 
     On CUDA, PyTorch would multiply by the reciprocal of a Python number.
     """
-    return x / x.new_full((), number)
+    return x / x.new_full((), divisor)
 
 
 def _quotient(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ class Outliers(FramePart):
     def default_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         return {VALUES: 0}
 
-    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
+    def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunStep:
         threshold = self.threshold(run)
         return RunStep({}, lambda block, _: self.encode(block, threshold))
 

@@ -108,9 +108,9 @@ class Quaternion(CodecFamily):
     def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         return {"scale": Layout(self._norm_dtype, (batch, heads, tokens))}
 
-    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+    def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunEncoder:
         _search(self.seed, self.secondary).announce(math.prod(run.shape) // 4, run.device)
-        return super().begin(run, before)
+        return super().begin(run, previous)
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return encode_in_blocks(x, _HEAD_TOKENS_PER_BLOCK, self._encode_block)

@@ -105,17 +105,17 @@ class RawPositions(WholeTokens):
         count = batch * min(tokens, self.first)
         return {POSITIONS: count, VALUES: count}
 
-    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
+    def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
         norms = run.norms
         if norms is None:
             none = torch.empty(*run.shape[:2], 0, dtype=torch.float32, device=run.device)
             norms = torch.cat([none, *(norms_per_head(block) for block in run.blocks())], 2)
 
-        chosen = self.choose(norms, run.position, before is not None)
+        chosen = self.choose(norms, run.position, previous is not None)
         shared = codec.family.shared_scales
         if shared and self.high_norm:
             rest = _replace_in_run(run, chosen, codec.token_group) if codec.changes_norms else run
-            chosen = mark_poor_fits(chosen, measure_fit_errors(codec.coded_norms(rest, before), shared))
+            chosen = mark_poor_fits(chosen, measure_fit_errors(codec.coded_norms(rest, previous), shared))
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group, start))
 
     def selection_norms(self, keys: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:

@@ -71,8 +71,8 @@ class RawTokens(WholeTokens):
     def default_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         return {VALUES: batch * min(tokens, self.first + self.low_norm)}
 
-    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
-        chosen = self.choose(run, continues=before is not None)
+    def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
+        chosen = self.choose(run, continues=previous is not None)
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group))
 
     def choose(self, run: Run, continues: bool) -> torch.Tensor:

@@ -66,13 +66,13 @@ def _signed_root(values: torch.Tensor) -> torch.Tensor:
 
 
 def choose_range(
-    blocks: Iterable[tuple[torch.Tensor, torch.Tensor]], before: torch.Tensor | None, empty: torch.Tensor, middle: float
+    blocks: Iterable[tuple[torch.Tensor, torch.Tensor]], previous: torch.Tensor | None, empty: torch.Tensor, middle: float
 ) -> torch.Tensor:
     """Choose the range for a run from the scales and centers of its ``blocks``, each ``[batch, kv_head, row, group]``.
 
-    ``before`` is the range of the preceding run. If all values fit, it is kept, so that the runs can be joined. Otherwise it is widened, so
-    that repeated appends seldom need another range. ``empty`` is returned if there are no values. ``middle`` is half the width of a group,
-    in multiples of its scale. Raises OutOfRange for a value above ``MAX_ENCODED``, with its position.
+    ``previous`` is the range of the preceding run. If all values fit, it is kept, so that the runs can be joined. Otherwise it is widened,
+    so that repeated appends seldom need another range. ``empty`` is returned if there are no values. ``middle`` is half the width of a
+    group, in multiples of its scale. Raises OutOfRange for a value above ``MAX_ENCODED``, with its position.
     """
     ends: list[torch.Tensor] = []
     for scale, center in blocks:
@@ -87,11 +87,11 @@ def choose_range(
     # Start the range at zero: this halves the precision, which is ample, but any smaller group appended later fits.
     low[..., SCALE] = 0
     wider = _HEADROOM
-    if before is not None:
-        step, first = (before[..., number::2].to(torch.float32) for number in (0, 1))
+    if previous is not None:
+        step, first = (previous[..., number::2].to(torch.float32) for number in (0, 1))
         last = first + _STEPS * step
         if ((low >= first - step / 2) & (high <= last + step / 2)).all():
-            return before
+            return previous
         low, high, wider = low.minimum(first), high.maximum(last), _GROWTH
     limit = MAX_ENCODED**0.5
     span = high - low

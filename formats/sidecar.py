@@ -130,10 +130,10 @@ class WholeTokens(Sidecar):
         return self.dtype
 
     @abstractmethod
-    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
+    def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
         """Return the step that keeps some tokens of ``run``, and replaces them with values that do not widen the codec's token groups.
 
-        ``before`` contains the streams of the preceding run of the same layer's keys or values.
+        ``previous`` contains the streams of the preceding run of the same layer's keys or values.
         """
 
     @abstractmethod
@@ -177,14 +177,15 @@ class ValueMap(Sidecar):
         """
         return self.forward(q, streams)
 
-    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
+    def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunStep:
         """Return the step that maps ``run``.
 
-        If possible, it uses the streams of the preceding run, ``before``, so that the runs can be joined. Otherwise, it measures new ones.
+        If possible, it uses the streams of the preceding run, ``previous``, so that the runs can be joined. Otherwise, it measures new
+        ones.
         """
         names = self.layout(1, 1, 0)
-        if before is not None and all(name in before for name in names):
-            streams = {name: before[name] for name in names}
+        if previous is not None and all(name in previous for name in names):
+            streams = {name: previous[name] for name in names}
         else:
             streams = self.measure(run)
         return RunStep(streams, lambda block, _: (self.forward(block, streams), {}))
@@ -230,10 +231,10 @@ class FramePart(Sidecar):
     """Sidecar that removes a part of the values from the coded frame and stores it. The codec encodes the rest."""
 
     @abstractmethod
-    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
+    def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunStep:
         """Return the step that removes the part. The step returns the remaining values, and the streams that store the part.
 
-        The blocks of ``run`` are in the coded frame. ``before`` contains the streams of the preceding run, if any.
+        The blocks of ``run`` are in the coded frame. ``previous`` contains the streams of the preceding run, if any.
         """
 
     @abstractmethod

@@ -125,9 +125,9 @@ class CodecWithSidecars(Codec):
     def spreads_channels(self) -> bool:
         return self.codec.spreads_channels and not self.value_maps
 
-    def coded_norms(self, run: Run, before: Streams | None) -> torch.Tensor:
-        steps, _ = self._begin_steps(run, before, ())
-        return self.codec.coded_norms(steps.run(), before)
+    def coded_norms(self, run: Run, previous: Streams | None) -> torch.Tensor:
+        steps, _ = self._begin_steps(run, previous, ())
+        return self.codec.coded_norms(steps.run(), previous)
 
     @property
     def error_spread(self) -> float:
@@ -203,14 +203,14 @@ class CodecWithSidecars(Codec):
         encoder = self.begin(Run((batch, heads, tokens, dim), x.device, lambda: iter([x])), None)
         return {**encoder.streams, **encoder.encode(x, 0)}
 
-    def begin(self, run: Run, before: Streams | None, kernel: Kernel | None = None, watch: Observer | None = None) -> RunEncoder:
+    def begin(self, run: Run, previous: Streams | None, kernel: Kernel | None = None, watch: Observer | None = None) -> RunEncoder:
         """Return the encoder of ``run``, as ``Codec.begin`` does.
 
         ``kernel(codec, block, start)`` returns the codec's streams, or None if the codec must encode the block itself. ``watch(block,
         start, streams)`` is called with each block of the codec's input and its streams. ``start`` is the index of a block's first token.
         """
-        steps, run_streams = self._begin_steps(run, before, self.whole_tokens)
-        inner = begin_run(self.codec, steps.run(), before)
+        steps, run_streams = self._begin_steps(run, previous, self.whole_tokens)
+        inner = begin_run(self.codec, steps.run(), previous)
 
         def encode(x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
             block, taken = steps.encode(x, start)
@@ -227,7 +227,7 @@ class CodecWithSidecars(Codec):
         return RunEncoder({**inner.streams, **run_streams}, encode)
 
     def _begin_steps(
-        self, run: Run, before: Streams | None, token_sidecars: Sequence[WholeTokens]
+        self, run: Run, previous: Streams | None, token_sidecars: Sequence[WholeTokens]
     ) -> tuple[_Steps, dict[str, torch.Tensor]]:
         """Return the steps before the codec, and the streams with one row per run. The ``token_sidecars`` remove their tokens first."""
         steps = _Steps(run)
@@ -239,16 +239,16 @@ class CodecWithSidecars(Codec):
 
         # In decoding, the last sidecar overwrites tokens of earlier ones, so it comes first here.
         for tokens in reversed(token_sidecars):
-            add(tokens.begin(steps.run(), before, self))
+            add(tokens.begin(steps.run(), previous, self))
         for value_map in self.value_maps:
-            add(value_map.begin(self._subtract_vectors(steps.run()), before))
+            add(value_map.begin(self._subtract_vectors(steps.run()), previous))
         steps.add(lambda block, _: (_require_finite(block, "rotated in blocks"), {}))
         for vector in self.page_vectors:
             add(vector.begin(steps.run(), self.rotation))
         if self.frame_parts:
             steps.add(lambda block, _: (self.rotation.forward(block), {}))
             for part in self.frame_parts:
-                add(part.begin(steps.run(), before))
+                add(part.begin(steps.run(), previous))
             steps.add(lambda block, _: (_require_finite(self.rotation.inverse(block), "rotated"), {}))
         return steps, run_streams
 

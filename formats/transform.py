@@ -163,10 +163,10 @@ class Transform(CodecFamily):
         """Return the RoPE of the keys. None for values, and for models without RoPE."""
         return source.rope if self.side == "k" else None
 
-    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+    def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunEncoder:
         first = run.position
         if first is None:
-            first = 0 if before is None or self.side == "v" else _next_position(before)
+            first = 0 if previous is None or self.side == "v" else _next_position(previous)
         return RunEncoder({}, lambda block, start: self._encode(block, first + start))
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -398,6 +398,6 @@ def _join_positions(stream: torch.Tensor) -> Numbers:
     return join_halves(stream.cpu().numpy().astype(numpy.int64)[:, 0])
 
 
-def _next_position(before: Mapping[str, torch.Tensor]) -> int:
-    """Return the position after the last token of the run ``before``."""
-    return int(_join_positions(before["positions"])[0, -1]) + int(before["tokens"][0, 0, -1].to(torch.int64))
+def _next_position(previous: Mapping[str, torch.Tensor]) -> int:
+    """Return the position after the last token of the run ``previous``."""
+    return int(_join_positions(previous["positions"])[0, -1]) + int(previous["tokens"][0, 0, -1].to(torch.int64))

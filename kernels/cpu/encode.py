@@ -104,7 +104,7 @@ def supports(codec: Codec) -> bool:
 def encode(
     codec: Codec,
     x: torch.Tensor,
-    before: Mapping[str, torch.Tensor] | None = None,
+    previous: Mapping[str, torch.Tensor] | None = None,
     threads: int | None = None,
     level: int = 0,
     norms: torch.Tensor | None = None,
@@ -114,10 +114,10 @@ def encode(
     """Encode ``x`` ``[batch, kv_head, token, dim]`` to streams.
 
     Returns None if ``formats/`` must encode ``x`` or reject some values, for example because the C kernels do not support the codec, the
-    dtype or the strides. ``before`` contains the streams of the preceding tokens, if any. ``level`` is an index into ``library.levels()``.
-    For a codec with ``direction_spread``, the tokens' norms (``codec.coded_norms``) and relative errors are written to ``norms`` and
-    ``errors``, contiguous float32 ``[batch, kv_head, token]``. ``skipped``, contiguous bool ``[batch, token]``, marks tokens to encode as
-    zeros; only Minifloat supports it. Raises MemoryError.
+    dtype or the strides. ``previous`` contains the streams of the preceding tokens, if any. ``level`` is an index into
+    ``library.levels()``. For a codec with ``direction_spread``, the tokens' norms (``codec.coded_norms``) and relative errors are written
+    to ``norms`` and ``errors``, contiguous float32 ``[batch, kv_head, token]``. ``skipped``, contiguous bool ``[batch, token]``, marks
+    tokens to encode as zeros; only Minifloat supports it. Raises MemoryError.
     """
     if skipped is not None and type(codec) is not Minifloat:
         return None
@@ -127,7 +127,7 @@ def encode(
         return _encode_centered(codec, x, threads, level, norms, errors)
     streams_so_far: dict[str, torch.Tensor] = {}
     if isinstance(codec, Minifloat) and codec.run_scale is not None:
-        scale = _compute_run_scale(codec, x, None if before is None else before[codec.run_scale], threads, level, skipped)
+        scale = _compute_run_scale(codec, x, None if previous is None else previous[codec.run_scale], threads, level, skipped)
         if scale is None:
             return None
         streams_so_far[codec.run_scale] = scale

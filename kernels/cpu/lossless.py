@@ -47,11 +47,11 @@ def _supports_codec(codec: Codec, dtype: torch.dtype) -> bool:
 
 
 def encode(
-    codec: Lossless, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None, threads: int | None = None, level: int = 0
+    codec: Lossless, x: torch.Tensor, previous: Mapping[str, torch.Tensor] | None, threads: int | None = None, level: int = 0
 ) -> dict[str, torch.Tensor]:
     """Encode ``x`` to the same streams as ``formats/``. ``supports_encoding`` must have returned True.
 
-    ``before`` contains the streams of the preceding tokens, if any. ``level`` is an index into ``library.levels()``. Raises MemoryError.
+    ``previous`` contains the streams of the preceding tokens, if any. ``level`` is an index into ``library.levels()``. Raises MemoryError.
     """
     batch, heads, tokens, dim = x.shape
     counts = numpy.empty((batch * heads, 256), numpy.int64)
@@ -68,7 +68,7 @@ def encode(
         library.run("split", call, "encode")
 
     run(0, tokens, counts=counts)
-    tables = codec.choose_frequencies(counts, before)
+    tables = codec.choose_frequencies(counts, previous)
     parts = []
     for start in range(0, tokens, rows * codec.chunk):
         stop = min(start + rows * codec.chunk, tokens)

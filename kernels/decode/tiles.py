@@ -341,20 +341,20 @@ def _store_tile(
     streams: tl.tuple,
     rows: tl.tensor,
     valid: tl.tensor,
-    NUMBER: tl.constexpr,
+    COLUMN_TILE: tl.constexpr,
     SIDE: tl.constexpr,
     FACTORS: tl.constexpr,
 ) -> None:
-    """Store tile ``NUMBER`` of the tokens' columns, ``[warp, token, column]``.
+    """Store tile ``COLUMN_TILE`` of the tokens' columns, ``[warp, token, column]``.
 
     If all tokens of a run share a factor, the tile is multiplied by it. Otherwise, it is multiplied by ``factor`` ``[warp, token]``, unless
     factors are stored separately.
     """
-    WIDTH: tl.constexpr = SIDE.widths[NUMBER]
+    WIDTH: tl.constexpr = SIDE.widths[COLUMN_TILE]
     CONSTANTS: tl.constexpr = SIDE.constants
     if SIDE.run_product is not None:
         value = SIDE.run_product(value.to(tl.float32), streams, CONSTANTS)
     elif SIDE.factor is not None and not FACTORS:
         value = value.to(tl.float32) * factor[:, :, None]
-    address = rows[:, :, None] + (NUMBER * WIDTH + tl.arange(0, WIDTH)[None, None, :])
+    address = rows[:, :, None] + (COLUMN_TILE * WIDTH + tl.arange(0, WIDTH)[None, None, :])
     tl.store(address, value.to(rows.dtype.element_ty), valid[:, :, None])

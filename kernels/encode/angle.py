@@ -128,7 +128,7 @@ def _norm_factor(
 
 @triton.jit
 def _quantize(
-    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
     """Return the bins of all pairs and, unless norms are float32, the codes of their norms. Also stores the ranges or float32 norms."""
     SYMBOLS: tl.constexpr = SHAPE.symbols

@@ -134,8 +134,8 @@ def _place_values(packing: Columns, term: Term, symbols: int) -> list[list[int]]
 
 
 @triton.constexpr_function
-def _limbs(streams: tuple[StreamPacking, ...], number: int) -> int:
-    return streams[number].limbs
+def _limbs(streams: tuple[StreamPacking, ...], index: int) -> int:
+    return streams[index].limbs
 
 
 @triton.jit

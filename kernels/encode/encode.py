@@ -36,25 +36,25 @@ class Encoding(NamedTuple):
 
 
 def encode(
-    codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, errors: torch.Tensor | None = None
+    codec: Codec, x: torch.Tensor, previous: Mapping[str, torch.Tensor] | None = None, errors: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, into the streams of ``codec.layout``.
 
-    ``x`` may have any strides. ``before`` contains the streams of the preceding tokens, if any, and ``errors`` is as in ``Output``. Returns
-    None if ``formats/`` must encode ``x``, because the kernels do not support the codec, its options or some values.
+    ``x`` may have any strides. ``previous`` contains the streams of the preceding tokens, if any, and ``errors`` is as in ``Output``.
+    Returns None if ``formats/`` must encode ``x``, because the kernels do not support the codec, its options or some values.
     """
-    encoding = prepare(codec, x, before, errors)
+    encoding = prepare(codec, x, previous, errors)
     if encoding is None or not encoding.run() or encoding.flag.item():
         return None
     return encoding.streams
 
 
 def prepare(
-    codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, errors: torch.Tensor | None = None
+    codec: Codec, x: torch.Tensor, previous: Mapping[str, torch.Tensor] | None = None, errors: torch.Tensor | None = None
 ) -> Encoding | None:
     """Prepare the encoding of ``x`` and allocate its streams. Returns None if the codec or device has no kernel, or if ``x`` is empty.
 
-    Streams with one row for all tokens are copied from ``before``, or set to 0 if it is None.
+    Streams with one row for all tokens are copied from ``previous``, or set to 0 if it is None.
     """
     encoder = codecs.codec_kernels(codec).encode
     batch, heads, tokens, dim = x.shape
@@ -62,8 +62,8 @@ def prepare(
         return None
     streams = {}
     for name, layout in codec.layout(batch, heads, tokens).items():
-        if layout.per == "run" and before is not None:
-            streams[name] = before[name].clone()
+        if layout.per == "run" and previous is not None:
+            streams[name] = previous[name].clone()
         else:
             allocate = torch.zeros if layout.per == "run" else torch.empty
             streams[name] = allocate(layout.shape, dtype=_DTYPES[layout.dtype], device=x.device)

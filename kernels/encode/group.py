@@ -268,9 +268,9 @@ def _signed_root(value: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _load_extreme(extremes: tl.tensor, number: tl.constexpr) -> tl.tensor:
+def _load_extreme(extremes: tl.tensor, index: tl.constexpr) -> tl.tensor:
     """Load one extreme that ``_measure_extremes`` found, float32 ``[1, 1]``."""
-    return _ordered_bits(tl.load(extremes + tl.full((1, 1), number, tl.int32))).to(tl.float32, bitcast=True)
+    return _ordered_bits(tl.load(extremes + tl.full((1, 1), index, tl.int32))).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -402,7 +402,7 @@ def _group_extents(
 
 @triton.jit
 def _measure_extremes(
-    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
     """Update the extremes of 8-bit scales, int32 ``[batch, kv_head, 3]``. Returns no digits.
 
@@ -410,7 +410,7 @@ def _measure_extremes(
     """
     BLOCK: tl.constexpr = SHAPE.block
     MIDDLE_STEPS: tl.constexpr = ((1 << CONSTANTS.bits) - 1) / 2
-    in_tensor = block.valid & (number * BLOCK + tl.arange(0, BLOCK)[None, :] < SHAPE.dim)
+    in_tensor = block.valid & (block_index * BLOCK + tl.arange(0, BLOCK)[None, :] < SHAPE.dim)
     extents = _group_extents(values[0], in_tensor, block, state, CONSTANTS, SHAPE)
     scale = tl.maximum(extents.high - extents.center, extents.center - extents.low) * (1.0 / MIDDLE_STEPS)
     flag_unless((scale <= _MAX_ENCODED) & (tl.abs(extents.center) <= _MAX_ENCODED), block.flag)
@@ -423,7 +423,7 @@ def _measure_extremes(
 
 @triton.jit
 def _quantize(
-    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
     """Return the codes of a block of channels. Also stores the scales and centers of its groups."""
     BLOCK: tl.constexpr = SHAPE.block
@@ -432,7 +432,7 @@ def _quantize(
     SIZE: tl.constexpr = CONSTANTS.size
     AXIS: tl.constexpr = 1 if CONSTANTS.along_tokens else 2
     MIDDLE_STEPS: tl.constexpr = ((1 << CONSTANTS.bits) - 1) / 2
-    channel = number * BLOCK + tl.arange(0, BLOCK)[None, :]
+    channel = block_index * BLOCK + tl.arange(0, BLOCK)[None, :]
     in_tensor = block.valid & (channel < DIM)
     extents = _group_extents(values[0], in_tensor, block, state, CONSTANTS, SHAPE)
     value = extents.value
@@ -454,7 +454,7 @@ def _quantize(
         tl.store(address, pair, (group < groups) & (channel < DIM))
     else:
         GROUPS: tl.constexpr = (DIM + SIZE - 1) // SIZE
-        group = number * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)[None, :]
+        group = block_index * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)[None, :]
         tl.store(block.stored[0] + block.row * GROUPS + group, pair, block.valid & (group < GROUPS))
 
     inverse_scale = tl.div_rn(1.0, tl.maximum(scale.to(tl.float32), _MIN_HALF))

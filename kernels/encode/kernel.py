@@ -64,7 +64,7 @@ def create_output(
 class Quantizer(NamedTuple):
     """Triton functions of a codec, for which the kernel is compiled, and their compile-time ``constants``.
 
-    - ``quantize(values, block, state, number, constants, shape)`` returns the digits of block ``number`` of symbols, int32
+    - ``quantize(values, block, state, index, constants, shape)`` returns the digits of symbol block number ``index``, int32
       ``[token, symbol]`` each, and the next state; ``values`` are float32 ``[token, symbol]``, one tile per coordinate of a symbol.
     - ``above(block, state, level, constants, shape)`` does the same for each level above the first, if there are several ``levels``.
     - ``begin(block, constants, shape)`` returns the initial state.

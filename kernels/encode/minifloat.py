@@ -100,15 +100,15 @@ def _digit_terms(codec: Minifloat) -> dict[str, list[Term]]:
     return {"codes": [Term(0, codec.format.bits)]}
 
 
-def choose_run_scales(codec: Minifloat, x: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the run scales for ``x``, and a mask of the finite ones. ``before`` contains the run scales of earlier tokens, or 0.
+def choose_run_scales(codec: Minifloat, x: torch.Tensor, previous: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the run scales for ``x``, and a mask of the finite ones. ``previous`` contains the run scales of earlier tokens, or 0.
 
     PyTorch computes the scales in one pass over the input, without waiting for the device.
     """
     largest = x.abs().amax((2, 3))[..., None].to(torch.float32)
     if codec.granularity != "head":
         largest = largest.amax(1, keepdim=True)
-    result = run_scales(codec, largest, before)
+    result = run_scales(codec, largest, previous)
     # NaN and values that do not fit yield an infinite or NaN scale; the codec reports them.
     return result, torch.isfinite(result)
 
@@ -179,7 +179,7 @@ def _load_run_scale(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexp
 
 @triton.jit
 def _quantize(
-    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
     """Return the codes of all channels of the tokens. Also stores token or block scales."""
     KIND: tl.constexpr = CONSTANTS.kind

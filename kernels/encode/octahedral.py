@@ -94,7 +94,7 @@ def _projection(xi: tl.tensor, eta: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl
 
 @triton.jit
 def _quantize(
-    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
     """Return the direction indices, signs and norm codes of a block of triplets."""
     LEVELS: tl.constexpr = CONSTANTS.levels
@@ -135,6 +135,6 @@ def _quantize(
     level = find_level(radius * state.factor, block.tables[2], NORM_LEVELS)
     if CONSTANTS.norms.rule > 0 or SHAPE.measured:
         decoded = look_up_entry(level, block.tables[3], NORM_LEVELS)
-        decoded = tl.where(number * BLOCK + tl.arange(0, BLOCK)[None, :] < CONSTANTS.triplets, decoded, 0.0)
+        decoded = tl.where(block_index * BLOCK + tl.arange(0, BLOCK)[None, :] < CONSTANTS.triplets, decoded, 0.0)
         state = add_decoded(state, best * state.factor, decoded)
     return (index, sign, level), state

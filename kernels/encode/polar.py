@@ -160,7 +160,7 @@ class PolarState(NamedTuple):
 
 @triton.jit
 def _quantize(
-    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
     """Return the bins of the angles of all channel pairs."""
     BINS: tl.constexpr = 1 << CONSTANTS.bits[0]

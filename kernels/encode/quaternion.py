@@ -112,7 +112,7 @@ def _nearest_unit(w: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.
 
 @triton.jit
 def _quantize(
-    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
     """Return the codewords and radius codes of all chunks of the tokens. Also stores the tokens' scales."""
     STEPS: tl.constexpr = CONSTANTS.steps

@@ -84,11 +84,11 @@ def _high_channels(parts: tuple[ChannelSet, ...], symbols: int) -> torch.Tensor:
 
 @triton.jit
 def _quantize(
-    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
     """Return the codes of a block of channels, and the next state. With two widths, every channel is encoded in both."""
     magnitude = tl.abs(values[0]) * state.factor
-    digits, decoded = _encode_magnitudes(values[0], magnitude, block, number, CONSTANTS, SHAPE)
+    digits, decoded = _encode_magnitudes(values[0], magnitude, block, block_index, CONSTANTS, SHAPE)
     if CONSTANTS.norms.rule > 0 or SHAPE.measured:
         state = add_decoded(state, magnitude, decoded)
     return digits, state
@@ -96,7 +96,7 @@ def _quantize(
 
 @triton.jit
 def _encode_magnitudes(
-    value: tl.tensor, magnitude: tl.tensor, block: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+    value: tl.tensor, magnitude: tl.tensor, block: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
     """Return the codes of a block's values, and the magnitudes to which they decode. ``magnitude`` contains the values' magnitudes.
 
@@ -109,7 +109,7 @@ def _encode_magnitudes(
     level = find_level(magnitude, tables[0], LEVELS)
     digits = (level + tl.where(value < 0, LEVELS, 0),)
     decoded = look_up_entry(level, tables[1], LEVELS)
-    channel = number * BLOCK + tl.arange(0, BLOCK)[None, :]
+    channel = block_index * BLOCK + tl.arange(0, BLOCK)[None, :]
     if HIGH_LEVELS > 0:
         level = find_level(magnitude, tables[2], HIGH_LEVELS)
         digits = (digits[0], level + tl.where(value < 0, HIGH_LEVELS, 0))
@@ -127,14 +127,14 @@ def _begin_scaled(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr)
 
 @triton.jit
 def _measure(
-    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
     """Add the values of a block, and the values to which each of their multiples decodes, to ``state``."""
     magnitude = tl.abs(values[0]) * state.factor
     product, squares = state.product, state.decoded
     for place in tl.static_range(_COUNT):
         scaled = tl.abs(values[0]) * (state.factor * _SCALES[place])
-        _, decoded = _encode_magnitudes(values[0], scaled, block, number, CONSTANTS, SHAPE)
+        _, decoded = _encode_magnitudes(values[0], scaled, block, block_index, CONSTANTS, SHAPE)
         error = scaled - decoded
         own = tl.arange(0, _COUNT)[None, :] == place
         product += tl.where(own, tl.sum(magnitude * error, 1)[:, None], 0.0)
@@ -164,9 +164,9 @@ def _decide(state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl
 
 @triton.jit
 def _quantize_scaled(
-    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
     """Return the codes of the chosen multiple of the unit vector. The state already contains the sums for this multiple."""
     # The factors of a token are multiplied first, as in _measure: Triton 3.6 fails to compile (|x| * factor) * scale in a second loop.
-    digits, _ = _encode_magnitudes(values[0], tl.abs(values[0]) * (state.factor * state.scale), block, number, CONSTANTS, SHAPE)
+    digits, _ = _encode_magnitudes(values[0], tl.abs(values[0]) * (state.factor * state.scale), block, block_index, CONSTANTS, SHAPE)
     return digits, state

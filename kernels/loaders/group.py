@@ -217,9 +217,9 @@ def load(
 
 
 @triton.constexpr_function
-def _scales_per_load(scales: int, each: int) -> int:
+def _scales_per_load(scales: int, scales_per_step: int) -> int:
     """Return how many of a token's ``scales`` to read per load: few enough to limit shared-memory bank conflicts among eight tokens."""
-    return min(scales, max(each, MAX_SCALES_PER_LOAD))
+    return min(scales, max(scales_per_step, MAX_SCALES_PER_LOAD))
 
 
 @triton.jit
@@ -251,8 +251,8 @@ def _load_scale_rows(
         result = split_last_axis(tl.trans(tl.reshape(row, (row.shape[0], STEPS, SCALES // STEPS)), 0, 2, 1))
     else:
         # Scales per step, each shared by several columns.
-        EACH: tl.constexpr = SCALES // STEPS if CONSTANTS.kind == WITHIN_FIELDS else 1
-        COUNT: tl.constexpr = _scales_per_load(SCALES, EACH)
+        SCALES_PER_STEP: tl.constexpr = SCALES // STEPS if CONSTANTS.kind == WITHIN_FIELDS else 1
+        COUNT: tl.constexpr = _scales_per_load(SCALES, SCALES_PER_STEP)
         parts = ()
         for number in tl.static_range(SCALES // COUNT):
             address = scales + first * SCALES + (token[:, :, None] * SCALES + (number * COUNT + tl.arange(0, COUNT))[None, None, :])
@@ -261,7 +261,7 @@ def _load_scale_rows(
             else:
                 row = tl.load(address)
             if CONSTANTS.kind == WITHIN_FIELDS:
-                row = tl.reshape(row, (row.shape[0], row.shape[1], COUNT // EACH, EACH))
+                row = tl.reshape(row, (row.shape[0], row.shape[1], COUNT // SCALES_PER_STEP, SCALES_PER_STEP))
                 if TRANSPOSED:
                     row = tl.trans(row, 0, 3, 1, 2)
                 else:

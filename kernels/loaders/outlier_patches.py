@@ -82,12 +82,12 @@ def fetch_numbers(numbers: tl.tensor) -> None:
 
 
 @triton.jit
-def _swizzle(place: tl.tensor) -> tl.tensor:
+def _swizzle(position: tl.tensor) -> tl.tensor:
     """Swizzle the 16-byte pieces of each 128-byte line, so that the eight rows that a matrix instruction reads are in different banks.
 
     All tiles have the same layout, and their sizes are multiples of 1,024 bytes.
     """
-    return place ^ ((place >> 3) & 0x70)
+    return position ^ ((position >> 3) & 0x70)
 
 
 @triton.constexpr_function
@@ -123,12 +123,12 @@ def _store_ptx(first: int, tokens: int, transposed: bool, constants: Outliers) -
 
 
 @triton.jit
-def _tile_row(place: tl.tensor, entries: tl.tuple, TILE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tensor:
+def _tile_row(position: tl.tensor, entries: tl.tuple, TILE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tensor:
     """Return the token of each entry, counted from the first token of the warp's tile ``TILE``.
 
     The tokens of other tiles are outside [0, ``TOKENS``).
     """
-    return ((place - entries[2] + GRANULE) & (DISTINCT_TOKENS - 1)) - (GRANULE + TILE * TOKENS)
+    return ((position - entries[2] + GRANULE) & (DISTINCT_TOKENS - 1)) - (GRANULE + TILE * TOKENS)
 
 
 @triton.jit
@@ -212,13 +212,13 @@ def _read_ptx(offset: int) -> str:
 
 @triton.jit
 def _read_tile(
-    entries: tl.tuple, places: tl.tensor, after: tl.tensor, NUMBER: tl.constexpr, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr
+    entries: tl.tuple, positions: tl.tensor, after: tl.tensor, COLUMN_TILE: tl.constexpr, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr
 ) -> tl.tensor:
     """Return the tile of ``outlier_tile`` from shared memory."""
-    ASSEMBLY: tl.constexpr = _read_ptx(NUMBER % CONSTANTS.together * CONSTANTS.width * 2 * TOKENS)
+    ASSEMBLY: tl.constexpr = _read_ptx(COLUMN_TILE % CONSTANTS.together * CONSTANTS.width * 2 * TOKENS)
     # Adding ``after`` to the address makes the load wait for the instruction that produced it.
     zero = tl.load(entries[3][0] + after + tl.zeros((1, 1, 1), tl.int32)).to(tl.int32)
-    return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r", [places, zero], dtype=tl.float16, is_pure=True, pack=2)
+    return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r", [positions, zero], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -226,7 +226,7 @@ def _compute_tile(
     entries: tl.tuple,
     loaded: tl.tuple,
     TILE: tl.constexpr,
-    NUMBER: tl.constexpr,
+    COLUMN_TILE: tl.constexpr,
     CONSTANTS: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -241,7 +241,7 @@ def _compute_tile(
     column_of = tl.load(entries[0][4].to(tl.pointer_type(tl.int64)) + place // DISTINCT_TOKENS, real, 0)
     rows = tl.zeros((WARPS, place.shape[1], WIDTH), tl.float16)
     for component in tl.static_range(4):
-        column = (column_of >> (16 * component)).to(tl.int16).to(tl.int32)[:, :, None] - NUMBER * WIDTH
+        column = (column_of >> (16 * component)).to(tl.int16).to(tl.int32)[:, :, None] - COLUMN_TILE * WIDTH
         value = (values >> (16 * component)).to(tl.int16).to(tl.float16, bitcast=True)
         rows = tl.where(column == tl.arange(0, WIDTH)[None, None, :], value[:, :, None], rows)
     tile = tl.dot(is_token, rows).to(tl.float16)
@@ -265,19 +265,20 @@ def tiles_per_patch(constants: Outliers) -> int:
 def outlier_tile(
     entries: tl.tuple,
     loaded: tl.tuple,
-    places: tl.tensor,
+    positions: tl.tensor,
     after: tl.tensor,
     TILE: tl.constexpr,
-    NUMBER: tl.constexpr,
+    COLUMN_TILE: tl.constexpr,
     CONSTANTS: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the outliers in tile ``NUMBER`` of the codec, ``[warp, token, column]`` or transposed. ``write_patch`` must come first."""
+    """Return the outliers in tile ``COLUMN_TILE`` of the codec, ``[warp, token, column]`` or transposed. ``write_patch`` must come first.
+    """
     if FAST and CONSTANTS.together > 0:
-        tile = _read_tile(entries, places, after, NUMBER, CONSTANTS, TOKENS)
+        tile = _read_tile(entries, positions, after, COLUMN_TILE, CONSTANTS, TOKENS)
     else:
-        tile = _compute_tile(entries, loaded, TILE, NUMBER, CONSTANTS, WARPS, TOKENS, TRANSPOSED)
+        tile = _compute_tile(entries, loaded, TILE, COLUMN_TILE, CONSTANTS, WARPS, TOKENS, TRANSPOSED)
     return tile

@@ -116,7 +116,7 @@ def _patch_positions(
 
 
 @triton.jit
-def _entry_bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
+def _entry_bounds(streams: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
     """Return, for each warp, the index of its first outlier entry and the index after its last entry.
 
     A warp has ``TOKENS`` tokens; the first warp's tokens begin at row ``first``. The bounds are those of the granules that contain these
@@ -126,27 +126,27 @@ def _entry_bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.co
     first, last = first.to(tl.int32), last.to(tl.int32)
     # Scalar loads, because tensor loads make compilation slow.
     for warp in tl.static_range(WARPS):
-        begin = tl.load(own[0] + tl.minimum(first + warp * TOKENS, last) // GRANULE)
-        end = tl.load(own[0] + (tl.minimum(first + (warp + 1) * TOKENS, last) + (GRANULE - 1)) // GRANULE)
+        begin = tl.load(streams[0] + tl.minimum(first + warp * TOKENS, last) // GRANULE)
+        end = tl.load(streams[0] + (tl.minimum(first + (warp + 1) * TOKENS, last) + (GRANULE - 1)) // GRANULE)
         bounds = bounds + (begin, end)
     return bounds
 
 
 @triton.jit
-def _load_entries(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: tl.constexpr) -> tl.tuple:
+def _load_entries(streams: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: tl.constexpr) -> tl.tuple:
     """Load up to ``ENTRIES`` outlier entries per warp. A warp has ``counts`` entries, beginning at index ``begins``, both ``[warp, 1]``.
 
     Returns positions, int32 (-1 if there is no entry), and values, four float16 per int64, both ``[warp, entry]``.
     """
     number = tl.arange(0, ENTRIES)[None, :]
     real = number < counts
-    place = tl.load(own[1] + (begins + number), real, -1)
-    values = tl.load(own[2].to(tl.pointer_type(tl.int64)) + (begins + number), real, 0)
+    place = tl.load(streams[1] + (begins + number), real, -1)
+    values = tl.load(streams[2].to(tl.pointer_type(tl.int64)) + (begins + number), real, 0)
     return place, values
 
 
 @triton.jit
-def _load_first_entries(own: tl.tuple, bounds: tl.tuple, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
+def _load_first_entries(streams: tl.tuple, bounds: tl.tuple, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
     """Load the first outlier entries within ``bounds``, as many as fit easily in registers (``_load_entries``).
 
     Also returns the index of the first entry that was not loaded and the number of such entries, int32 ``[warp, 1]``, and the largest
@@ -160,7 +160,7 @@ def _load_first_entries(own: tl.tuple, bounds: tl.tuple, WARPS: tl.constexpr, TO
         count = bounds[2 * number + 1] - bounds[2 * number]
         begins, counts = tl.where(warp == number, bounds[2 * number], begins), tl.where(warp == number, count, counts)
         most = tl.maximum(most, count)
-    return _load_entries(own, begins, counts, ENTRIES), begins + ENTRIES, counts - ENTRIES, most
+    return _load_entries(streams, begins, counts, ENTRIES), begins + ENTRIES, counts - ENTRIES, most
 
 
 @triton.jit
@@ -237,7 +237,7 @@ def _add_patch_scores(
     products: tl.tensor,
     entries: tl.tuple,
     result: tl.tuple,
-    places: tl.tensor,
+    positions: tl.tensor,
     q: tl.tuple,
     TILE: tl.constexpr,
     FIRST: tl.constexpr,
@@ -250,7 +250,7 @@ def _add_patch_scores(
     END: tl.constexpr = min(FIRST + tiles_per_patch(CONSTANTS), CONSTANTS.tiles)
     after = write_patch(entries, result, FIRST, CONSTANTS, TOKENS, False, False, FAST)
     for number in tl.static_range(FIRST, END):
-        tile = outlier_tile(entries, result, places, after, TILE, number, CONSTANTS, WARPS, TOKENS, False, FAST)
+        tile = outlier_tile(entries, result, positions, after, TILE, number, CONSTANTS, WARPS, TOKENS, False, FAST)
         products = tl.dot(tile, q[number], products)
     write_patch(entries, result, FIRST, CONSTANTS, TOKENS, False, True, FAST)
     return products
@@ -290,7 +290,7 @@ def _add_patch_values(
     sums: tl.tuple,
     entries: tl.tuple,
     result: tl.tuple,
-    places: tl.tensor,
+    positions: tl.tensor,
     weights: tl.tensor,
     TILE: tl.constexpr,
     FIRST: tl.constexpr,
@@ -304,7 +304,7 @@ def _add_patch_values(
     new = sums[:FIRST]
     after = write_patch(entries, result, FIRST, CONSTANTS, TOKENS, True, False, FAST)
     for number in tl.static_range(FIRST, END):
-        tile = outlier_tile(entries, result, places, after, TILE, number, CONSTANTS, WARPS, TOKENS, True, FAST)
+        tile = outlier_tile(entries, result, positions, after, TILE, number, CONSTANTS, WARPS, TOKENS, True, FAST)
         new = new + (tl.dot(tile, weights, sums[number]),)
     write_patch(entries, result, FIRST, CONSTANTS, TOKENS, True, True, FAST)
     return new + sums[END:]

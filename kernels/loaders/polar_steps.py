@@ -74,8 +74,8 @@ def lookup_positions(angles: tuple[int, ...], width: int, bits: int) -> tuple[in
 
 
 @triton.constexpr_function
-def index_of(numbers: tuple[int, ...], number: int) -> int:
-    return numbers.index(number)
+def index_of(values: tuple[int, ...], value: int) -> int:
+    return values.index(value)
 
 
 @lru_cache(maxsize=256)

@@ -171,9 +171,9 @@ def test_a_class_may_extend_a_checked_encoder(monkeypatch: pytest.MonkeyPatch) -
                 "version": Layout("U8", (batch, heads, 1), per="run"),
             }
 
-        def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+        def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunEncoder:
             batch, heads, *_ = run.shape
-            inner = super().begin(run, before)
+            inner = super().begin(run, previous)
 
             def encode(block: torch.Tensor, start: int) -> Streams:
                 return inner.encode(block, start) | {"count": (block > 0).sum(-1, dtype=torch.uint8)}
@@ -259,7 +259,7 @@ def test_blocks_of_a_custom_run_encoder_are_checked_against_the_layout(monkeypat
     class Begun(Largest):
         id: ClassVar[str] = "acme-begun"
 
-        def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+        def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunEncoder:
             return RunEncoder({}, lambda block, _: without(self.encode(block), "largest"))
 
     monkeypatch.setitem(CODECS, Begun.id, Begun)

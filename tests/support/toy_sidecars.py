@@ -44,7 +44,7 @@ class TokenMean(FramePart):
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         return {self.name: Layout("F16", (batch, heads, tokens))}
 
-    def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
+    def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunStep:
         return RunStep({}, lambda block, _: self.encode(block))
 
     def encode(self, u: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -295,14 +295,16 @@ def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> Non
         raise InvalidParameter(f"sink_logits has shape {list(sink_logits.shape)}, expected one logit per query head, [{q.shape[1]}]")
 
 
-def checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, batch: int, skipped: int, tokens: int) -> torch.Tensor | None:
+def checked_tokens(
+    name: str, tokens_by_sequence: torch.Tensor | Sequence[int] | None, batch: int, skipped: int, tokens: int
+) -> torch.Tensor | None:
     """Convert ``lengths`` or ``starts`` to a tensor with values from 0 to ``tokens``. None is returned unchanged.
 
-    The caller's ``numbers`` include the ``skipped`` tokens of the layer, but the returned ones do not. Numbers on a device are clamped.
+    The caller's numbers include the ``skipped`` tokens of the layer, but the returned ones do not. Numbers on a device are clamped.
     """
-    if numbers is None:
+    if tokens_by_sequence is None:
         return None
-    values: Any = numbers
+    values: Any = tokens_by_sequence
     if not isinstance(values, torch.Tensor):
         if isinstance(values, str | bytes) or not isinstance(values, Sequence):
             raise InvalidType(f"{name} is {describe(values)}, expected a list of integers, one for each sequence")
@@ -326,6 +328,6 @@ def checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, batc
     return result.clamp(0, tokens)
 
 
-def _check_token(name: str, number: int, token: int, tokens: int) -> None:
+def _check_token(name: str, index: int, token: int, tokens: int) -> None:
     if not 0 <= token <= tokens:
-        raise OutOfBounds(f"{name}[{number}] is {token}, expected 0 to {tokens} (the number of tokens in the layer)")
+        raise OutOfBounds(f"{name}[{index}] is {token}, expected 0 to {tokens} (the number of tokens in the layer)")

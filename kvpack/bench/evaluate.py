@@ -159,28 +159,28 @@ def evaluate(
 
 
 def _window_starts(
-    words: Sequence[Text], model: Any, tokens: int | None, scored_tokens: int | None, windows: int | None, step: int, seed: int
+    texts: Sequence[Text], model: Any, tokens: int | None, scored_tokens: int | None, windows: int | None, step: int, seed: int
 ) -> tuple[list[tuple[Text, int]], dict[str, int]]:
     """Return the (text, start) pair of each window, and the sizes of windows. Raises InvalidParameter."""
-    longest = max(len(text.ids) + len(text.start) for text in words) - 1
+    longest = max(len(text.ids) + len(text.start) for text in texts) - 1
     most = min(longest, positions(model) or longest)
     size = _size("tokens", min(TOKENS, most) if tokens is None else tokens, 2, most, "(the limit of the model or of the longest text)")
     scored = _size(
         "scored_tokens", min(SCORE, size // 2) if scored_tokens is None else scored_tokens, 1, size - 1, f"in a window of {size} tokens"
     )
     step = _size("step", step, 1, size, f"in a window of {size} tokens")
-    rooms = [len(text.ids) // window_ids(size, text) for text in words]
+    rooms = [len(text.ids) // window_ids(size, text) for text in texts]
     fitting, why = sum(rooms), f"(the number of {size}-token windows in the texts): pass longer texts or fewer tokens"
     count = _size("windows", min(WINDOWS, fitting) if windows is None else windows, 1, fitting, why)
     # Take a window from each text in turn, as long as the text has enough tokens.
-    shares = [0] * len(words)
+    shares = [0] * len(texts)
     while sum(shares) < count:
         for number, room in enumerate(rooms):
             if shares[number] < room and sum(shares) < count:
                 shares[number] += 1
     places = [
         (text, start)
-        for text, share in zip(words, shares, strict=True)
+        for text, share in zip(texts, shares, strict=True)
         if share
         for start in starts(len(text.ids), window_ids(size, text), share, seed)
     ]
@@ -199,15 +199,15 @@ def _name(recipe: str | os.PathLike[str] | Recipe) -> str:
 
 
 def _measure(
-    model: Any, places: Sequence[tuple[Text, int]], sizes: Mapping[str, int], recipes: Mapping[str, Recipe], progress: Progress | None
+    model: Any, windows: Sequence[tuple[Text, int]], sizes: Mapping[str, int], recipes: Mapping[str, Recipe], progress: Progress | None
 ) -> tuple[list[float], list[Comparison], list[list[RecipeResult]]]:
     exact_losses: list[float] = []
     forgotten: list[Comparison] = []
     measured: list[list[RecipeResult]] = [[] for _ in recipes]
-    device, steps = execution_device(model), len(places) * (1 + len(recipes))
+    device, steps = execution_device(model), len(windows) * (1 + len(recipes))
     with tempfile.TemporaryDirectory(prefix="kvpack-evaluate-") as folder:
         path = os.path.join(folder, "window.kvpack")
-        for number, (text, start) in enumerate(places):
+        for number, (text, start) in enumerate(windows):
             ids = window(text, start, window_ids(sizes["tokens"], text)).to(device)
             exact = read_uncompressed(model, ids, sizes["score"])
             exact_losses.append(exact.loss)

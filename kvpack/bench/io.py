@@ -175,17 +175,20 @@ def run(
     return {"source": cache.label, "bf16_bytes": cache.nbytes, "repeats": repeats, "backend": kvpack.backends()["cpu"], "rows": rows}
 
 
-def _dense(cache: Source, way: dense.DenseFormat, path: str) -> list[_Operation]:
+def _dense(cache: Source, dense_format: dense.DenseFormat, path: str) -> list[_Operation]:
     tensors = cache.tensors
     queries = [_queries(k) for k, _ in cache.pairs]
-    ways = [_Operation(way.name, WRITE, partial(way.write, tensors, path), path), _Operation(way.name, READ, partial(way.read, path))]
+    ways = [
+        _Operation(dense_format.name, WRITE, partial(dense_format.write, tensors, path), path),
+        _Operation(dense_format.name, READ, partial(dense_format.read, path)),
+    ]
 
     def attend() -> list[torch.Tensor]:
         loaded = load_file(path)
         return [dense.matmul_attention(q, loaded[f"{layer}.k"], loaded[f"{layer}.v"]) for layer, q in enumerate(queries)]
 
     # Other formats read all values before attention.
-    return [*ways, _Operation(way.name, ATTEND, attend)] if way is dense.FORMATS[0] else ways
+    return [*ways, _Operation(dense_format.name, ATTEND, attend)] if dense_format is dense.FORMATS[0] else ways
 
 
 def _packed_file(cache: Source, recipe: str, path: str) -> list[_Operation]:

@@ -61,14 +61,14 @@ def folder() -> Path:
     )
 
 
-def basis(on: str = "prose") -> str | None:
+def basis(text: str = "prose") -> str | None:
     """Return the path of the basis next to the model. If the model was not calibrated, return None.
 
-    If ``on`` is another text than prose, a missing basis raises MissingFile.
+    If ``text`` is another text than prose, a missing basis raises MissingFile.
     """
-    path = model_folder() / CALIBRATIONS[on][1]
-    if not path.is_file() and on != "prose":
-        raise MissingFile(f"{path}: the basis is missing; make it with: {COMMAND} --calibrate-on {on}", filename=str(path))
+    path = model_folder() / CALIBRATIONS[text][1]
+    if not path.is_file() and text != "prose":
+        raise MissingFile(f"{path}: the basis is missing; make it with: {COMMAND} --calibrate-on {text}", filename=str(path))
     return str(path) if path.is_file() else None
 
 
@@ -113,7 +113,7 @@ def check(file: Path) -> None:
         raise InvalidParameter(f"{file}: its SHA-256 is {digest}, expected {_SHA256}: this is not the file from {_PACKAGE}")
 
 
-def convert(file: Path, written: Path) -> None:
+def convert(file: Path, target: Path) -> None:
     """Convert the model and the tokenizer in a GGUF file to a transformers folder with fp16 weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -125,8 +125,8 @@ def convert(file: Path, written: Path) -> None:
         config.pop(key, None)
     plain = LlamaForCausalLM(LlamaConfig(**config))
     plain.load_state_dict(network.state_dict())
-    plain.half().save_pretrained(written)
-    AutoTokenizer.from_pretrained(**named).save_pretrained(written)
+    plain.half().save_pretrained(target)
+    AutoTokenizer.from_pretrained(**named).save_pretrained(target)
 
 
 def _pip(*words: str) -> None:

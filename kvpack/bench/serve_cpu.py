@@ -87,5 +87,5 @@ class _Generation:
         self._ids = self._model.generate(self._ids, **self._over, **options)
 
 
-def _step(model: Any, over: dict[str, Any], token: torch.Tensor) -> None:
-    model(token, **over, use_cache=True, logits_to_keep=1)
+def _step(model: Any, cache_argument: dict[str, Any], token: torch.Tensor) -> None:
+    model(token, **cache_argument, use_cache=True, logits_to_keep=1)

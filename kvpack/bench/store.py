@@ -266,9 +266,9 @@ def _operations(folder: str, identity: Identity, processes: int) -> dict[str, An
     }
 
 
-def _put_and_get(folder: str, identity: Identity, cache: kvpack.Cache, number: int, barrier: Any, results: Any) -> None:
+def _put_and_get(folder: str, identity: Identity, cache: kvpack.Cache, process_index: int, barrier: Any, results: Any) -> None:
     torch.set_num_threads(1)
-    prompts = [torch.full((CHUNK,), OPERATIONS * number + turn) for turn in range(OPERATIONS)]
+    prompts = [torch.full((CHUNK,), OPERATIONS * process_index + turn) for turn in range(OPERATIONS)]
     with Store(folder, identity) as store:
         barrier.wait()
         started = time.monotonic()

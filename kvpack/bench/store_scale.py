@@ -145,13 +145,13 @@ class _Scale:
         backend.close()
         return put
 
-    def _entries(self, template: Sequence[_EntryTemplate], number: int) -> Iterator[tuple[bytes, list[memoryview]]]:
+    def _entries(self, template: Sequence[_EntryTemplate], prefix_index: int) -> Iterator[tuple[bytes, list[memoryview]]]:
         """Yield the keys and the pieces of the entries of one prefix."""
-        links = chunk_links(self._identity.digest, token_bytes(_ids(number)), CHUNK, [b""] * CHUNKS)
+        links = chunk_links(self._identity.digest, token_bytes(_ids(prefix_index)), CHUNK, [b""] * CHUNKS)
         for at, (key, parent, ids, _) in enumerate(links):
             yield key, template[at].pieces(key, parent, ids)
 
-    def _write_files(self, template: Sequence[_EntryTemplate], numbers: range, progress: Progress | None) -> int:
+    def _write_files(self, template: Sequence[_EntryTemplate], prefix_indices: range, progress: Progress | None) -> int:
         """Write the entries of prefixes to a folder that no other process uses. They are not added to the folder's count. Returns how many
         there are.
         """
@@ -161,7 +161,7 @@ class _Scale:
         results = context.Queue()
 
         def write(first: int) -> None:
-            for number in numbers[first::FILL_PROCESSES]:
+            for number in prefix_indices[first::FILL_PROCESSES]:
                 used = time.time_ns()
                 for at, (key, pieces) in enumerate(self._entries(template, number)):
                     descriptor = os.open(folder.path(key), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -173,13 +173,13 @@ class _Scale:
         workers = [context.Process(target=write, args=(first,)) for first in range(FILL_PROCESSES)]
         for worker in workers:
             worker.start()
-        for done in range(len(numbers)):
+        for done in range(len(prefix_indices)):
             results.get()
             if progress:
-                progress((done + 1) * CHUNKS, len(numbers) * CHUNKS)
+                progress((done + 1) * CHUNKS, len(prefix_indices) * CHUNKS)
         for worker in workers:
             worker.join()
-        return len(numbers) * CHUNKS
+        return len(prefix_indices) * CHUNKS
 
     def match(self) -> dict[str, float]:
         """Look up prefixes of 10 and of 100 chunks, each once. Returns milliseconds by name."""
@@ -226,11 +226,11 @@ class _Scale:
     def _store(self, **options: Any) -> Store:
         return Store(self._location, self._identity, chunk=CHUNK, **options)
 
-    def _chunk(self, number: int) -> kvpack.Cache:
-        return replace(self._one, start=CHUNK * number)
+    def _chunk(self, prefix_index: int) -> kvpack.Cache:
+        return replace(self._one, start=CHUNK * prefix_index)
 
-    def _chunk_keys(self, number: int) -> kvpack.Cache:
-        return replace(self._chunk(number), model=self._identity.header_model, recipe=self._identity.recipe)
+    def _chunk_keys(self, prefix_index: int) -> kvpack.Cache:
+        return replace(self._chunk(prefix_index), model=self._identity.header_model, recipe=self._identity.recipe)
 
     def _time_lookups(self, look: Callable[[Any], int], count: int) -> float:
         prompts = [_ids(number)[: CHUNK * count] for number in range(LOOKUPS)]
@@ -282,9 +282,9 @@ class _Scale:
         return 1000 * sum(cpus) / processes, sum(refused)
 
 
-def _ids(number: int) -> list[int]:
-    """Return the token ids of the prefix ``number``."""
-    return [number % 2**31, number // 2**31, *range(CHUNK * CHUNKS - 2)]
+def _ids(prefix_index: int) -> list[int]:
+    """Return the token ids of the prefix ``prefix_index``."""
+    return [prefix_index % 2**31, prefix_index // 2**31, *range(CHUNK * CHUNKS - 2)]
 
 
 def _milliseconds(call: Callable[[], object]) -> float:

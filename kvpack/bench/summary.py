@@ -102,9 +102,9 @@ def _short_row(name: str, measured: Sequence[RecipeResult], exact_losses: Sequen
     }
 
 
-def generation_summary(names: Sequence[str], written: Sequence[GenerationEffect]) -> dict[str, dict[str, Any]]:
+def generation_summary(names: Sequence[str], effects: Sequence[GenerationEffect]) -> dict[str, dict[str, Any]]:
     """Return the effect of each recipe on a generated text as JSON values."""
-    return {name: asdict(measure_generation) for name, measure_generation in zip(names, written, strict=True)}
+    return {name: asdict(measure_generation) for name, measure_generation in zip(names, effects, strict=True)}
 
 
 def _bits(measured: Sequence[RecipeResult]) -> float:

@@ -170,9 +170,9 @@ class Cache(PackedObject):
         """Position after the last token."""
         return self.start + self.tokens
 
-    def positions(self, number: int) -> tuple[int, int]:
-        """Return the half-open range of token positions that layer ``number`` covers."""
-        layer = self[as_integer(number, "number")]
+    def positions(self, layer_index: int) -> tuple[int, int]:
+        """Return the half-open range of token positions that layer ``layer_index`` covers."""
+        layer = self[as_integer(layer_index, "number")]
         return self.start + layer.skipped, self.start + layer.seen_tokens
 
     def check_ends(self) -> None:
@@ -382,19 +382,21 @@ def concat(caches: Sequence[Cache]) -> Cache:
     return replace(first, layers=layers, inputs=inputs, computed=computed, position_offsets=offsets, states_at=states)
 
 
-def _join_layers(number: int, layers: Sequence[Layer]) -> Layer:
+def _join_layers(layer_index: int, layers: Sequence[Layer]) -> Layer:
     for first, second in pairwise(layers):
         if (first.k is None, first.v is None) != (second.k is None, second.v is None):
             raise NotConsecutive(
-                f"layers[{number}] has {list(first.sides)} in one cache, but {list(second.sides)} in the next: join caches with the same "
+                f"layers[{layer_index}] has {list(first.sides)} in one cache, but {list(second.sides)} in the next: join caches with the "
+                "same "
                 "keys and values in every layer"
             )
         if first.states.keys() != second.states.keys():
             raise NotConsecutive(
-                f"layers[{number}] has the states {list(first.states)} in one cache, but {list(second.states)} in the next: join caches "
+                f"layers[{layer_index}] has the states {list(first.states)} in one cache, but {list(second.states)} in the next: join "
+                "caches "
                 "with the same states"
             )
-    with prefix_errors(f"layers[{number}]", NotConsecutive):
+    with prefix_errors(f"layers[{layer_index}]", NotConsecutive):
         k, v = [layer.k for layer in layers if layer.k], [layer.v for layer in layers if layer.v]
         joined_k, joined_v = k[0].concat(*k[1:]) if k else None, v[0].concat(*v[1:]) if v else None
         return replace(layers[0], k=joined_k, v=joined_v, states=layers[-1].states)

@@ -67,9 +67,9 @@ class StreamBus:
 
 
 @cache
-def _copy_stream(number: int) -> Any:
+def _copy_stream(device_index: int) -> Any:
     """Return the copy stream of a device. It must never change, because memory freed on a stream can be reused only on that stream."""
-    return torch.cuda.Stream(number)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
 
 
 class HostBus:

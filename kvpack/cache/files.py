@@ -214,7 +214,7 @@ def file_arguments(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
 
 def read(
     file: container.File,
-    numbers: Iterable[int] | None = None,
+    layer_indices: Iterable[int] | None = None,
     *,
     check_values: bool = True,
     basis: Bases | None = None,
@@ -222,13 +222,13 @@ def read(
 ) -> Cache:
     """Return the cache in an open file as views of the file's bytes, after the same checks as in ``File.read_side``.
 
-    Keys, values and states are read only for the layers in ``numbers`` (default: all). Raises DigestMismatch, InvalidPayload and, for
+    Keys, values and states are read only for the layers in ``layer_indices`` (default: all). Raises DigestMismatch, InvalidPayload and, for
     ``basis``, the same errors as ``load``.
     """
     header = _bind_header_bases(file, basis)
     layers, cpu = [Layer(None, None)] * len(header.layers), torch.device("cpu")
     with float32_no_grad(cpu):
-        selected = list(range(len(header.layers)) if numbers is None else numbers)
+        selected = list(range(len(header.layers)) if layer_indices is None else layer_indices)
         # A file of one piece is not worth reading ahead.
         ready = selected if file.size <= PIECE_BYTES else file.read_ahead(selected)
         for done, number in enumerate(ready, 1):

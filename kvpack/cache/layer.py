@@ -165,8 +165,8 @@ def _names(layer: Layer) -> str:
     return f"({', '.join(layer.states)})"
 
 
-def slice_layer(layer: Layer, number: int, tokens: tuple[int, int], first: int, count: int) -> Layer:
-    """Return layer ``number`` of ``cache[:, start:stop]``, where ``tokens`` is ``(start, stop)``.
+def slice_layer(layer: Layer, layer_index: int, tokens: tuple[int, int], first: int, count: int) -> Layer:
+    """Return layer ``layer_index`` of ``cache[:, start:stop]``, where ``tokens`` is ``(start, stop)``.
 
     The cache has ``count`` tokens and starts at position ``first``. Raises OutOfBounds if the layer lacks some of the tokens, or if
     ``start`` is inside a token group. The message names the layer.
@@ -177,12 +177,13 @@ def slice_layer(layer: Layer, number: int, tokens: tuple[int, int], first: int, 
         fault = f"which has {layer.tokens}"
         if layer.skipped:
             fault = f"which has only positions [{first + layer.skipped}:{first + layer.seen_tokens}], not [{first + start}:{first + stop}]"
-        raise OutOfBounds(f"tokens [{start}:{stop}] were requested from layers[{number}], {fault}")
+        raise OutOfBounds(f"tokens [{start}:{stop}] were requested from layers[{layer_index}], {fault}")
     if layer.states and stop != count:
         raise OutOfBounds(
-            f"tokens [{start}:{stop}] of {count} were requested, but layers[{number}] has its states {_names(layer)} only after the last "
+            f"tokens [{start}:{stop}] of {count} were requested, but layers[{layer_index}] has its states {_names(layer)} only after the "
+            "last "
             f"token: request tokens up to {count}"
         )
-    with prefix_errors(f"layers[{number}]", OutOfBounds):
+    with prefix_errors(f"layers[{layer_index}]", OutOfBounds):
         # The states after the last token belong to every range that ends there.
         return replace(replace(layer, states=MappingProxyType({}))[start:stop], states=layer.states)

@@ -56,9 +56,9 @@ class Stretch:
         """The layout of each stream. Ignore the number of rows in these layouts."""
         return self.codec.row_layouts
 
-    def run(self, number: int) -> tuple[int, int]:
-        """Return the half-open token range of run ``number``."""
-        return int(self.ends[number - 1]) if number else 0, int(self.ends[number])
+    def run(self, run_index: int) -> tuple[int, int]:
+        """Return the half-open token range of run ``run_index``."""
+        return int(self.ends[run_index - 1]) if run_index else 0, int(self.ends[run_index])
 
     @cached_property
     def _first_rows(self) -> dict[int, Ends]:
@@ -145,11 +145,11 @@ class Stretch:
                 streams = self.codec.cut(streams, part)
         return Stretch(self.codec, numpy.minimum(self.ends[first : last + 1], stop) - start, streams)
 
-    def packed_run(self, number: int) -> PackedRun:
-        """Return run ``number``. For a stretch with only one run, every call returns the same object."""
+    def packed_run(self, run_index: int) -> PackedRun:
+        """Return run ``run_index``. For a stretch with only one run, every call returns the same object."""
         if len(self.ends) == 1:
             return self._only_run
-        start, stop = self.run(number)
+        start, stop = self.run(run_index)
         return PackedRun(self.codec, stop - start, self.rows(start, stop))
 
     @cached_property

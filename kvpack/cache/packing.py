@@ -267,9 +267,9 @@ def _layers_together(states: Sequence[DenseLayer], recipe: Recipe) -> Iterator[t
     yield range(begin, len(states)), codecs
 
 
-def _codecs(layer: DenseLayer, recipe: Recipe, number: int, count: int) -> Codecs:
-    """Return the codecs of layer ``number`` of ``count``. Raises the same errors as ``pack`` about keys and values."""
-    where = f"layers[{number}]"
+def _codecs(layer: DenseLayer, recipe: Recipe, layer_index: int, count: int) -> Codecs:
+    """Return the codecs of layer ``layer_index`` of ``count``. Raises the same errors as ``pack`` about keys and values."""
+    where = f"layers[{layer_index}]"
     for name, x in (("k", layer.k), ("v", layer.v)):
         # isinstance is slower for a protocol than for a class.
         if x is None or (not isinstance(x, torch.Tensor) and isinstance(x, EngineEncoded)):
@@ -289,7 +289,7 @@ def _codecs(layer: DenseLayer, recipe: Recipe, number: int, count: int) -> Codec
     for name, x in (("k", k), ("v", v)):
         try:
             dtype = RAW_NAMES[x.dtype] if isinstance(x, torch.Tensor) else "bf16"
-            codecs.append(None if x is None else recipe.codec(number, count, name, x.shape[3], dtype))
+            codecs.append(None if x is None else recipe.codec(layer_index, count, name, x.shape[3], dtype))
         except (InvalidParameter, MissingBasis, OutOfBounds) as error:
             raise type(error)(f"{where}.{name}: {error}") from None
     return codecs[0], codecs[1]
@@ -320,20 +320,20 @@ def _kind(layer: DenseLayer, codecs: Codecs, count: int) -> _Kind | None:
 
 
 def _pack_layers(
-    numbers: range, states: Sequence[DenseLayer], codecs: Codecs, window: int, start: int
+    layer_indices: range, states: Sequence[DenseLayer], codecs: Codecs, window: int, start: int
 ) -> tuple[list[tuple[Side | None, Side | None]], list[OutlierChannel]]:
-    """Encode the keys and values of the layers in ``numbers``. Returns their packed keys and values, and their outlier channels."""
-    if len(numbers) > 1:
-        given = states[numbers.start : numbers.stop]
+    """Encode the keys and values of the layers in ``layer_indices``. Returns their packed keys and values, and their outlier channels."""
+    if len(layer_indices) > 1:
+        given = states[layer_indices.start : layer_indices.stop]
         # Calls take longer than their work on small layers, so layers are encoded as sequences of one batch.
         with contextlib.suppress(InvalidParameter, OutOfRange, torch.OutOfMemoryError), collect_poor_fits() as poor_fits:
             k, v = (torch.cat([getattr(layer, side) for layer in given]) for side in "kv")
-            pairs, outlier = _pack_pair(DenseLayer(k, v, given[0].skipped), numbers, codecs, window, start)
+            pairs, outlier = _pack_pair(DenseLayer(k, v, given[0].skipped), layer_indices, codecs, window, start)
             # Errors and warnings name a layer, so such layers are encoded one by one.
             if not poor_fits and outlier is None:
                 return pairs, []
     pairs, outliers = [], []
-    for number in numbers:
+    for number in layer_indices:
         pair, outlier = _pack_pair(states[number], range(number, number + 1), codecs, window, start)
         pairs += pair
         outliers += [] if outlier is None else [outlier]
@@ -341,9 +341,9 @@ def _pack_layers(
 
 
 def _pack_pair(
-    layer: DenseLayer, numbers: range, codecs: Codecs, window: int, start: int
+    layer: DenseLayer, layer_indices: range, codecs: Codecs, window: int, start: int
 ) -> tuple[list[tuple[Side | None, Side | None]], OutlierChannel | None]:
-    """Encode the layers in ``numbers``, whose keys and values are joined as the batch of ``layer``.
+    """Encode the layers in ``layer_indices``, whose keys and values are joined as the batch of ``layer``.
 
     Returns packed keys and values for each layer, and the outlier channel if there is one.
     """
@@ -353,9 +353,9 @@ def _pack_pair(
     chosen_by_rule: dict[tuple[int, float, float], torch.Tensor] = {}
     both: list[Sequence[Side | None]] = []
     for side, x, codec in zip("kv", (k, v), codecs, strict=True):
-        where = f"layers[{numbers.start}].{side}"
+        where = f"layers[{layer_indices.start}].{side}"
         if x is None or codec is None:
-            both.append([None] * len(numbers))
+            both.append([None] * len(layer_indices))
         elif isinstance(x, torch.Tensor):
             raw, chosen = codec.raw_positions, None
             if raw is not None and isinstance(k, torch.Tensor):
@@ -364,9 +364,9 @@ def _pack_pair(
                     given = raw.selection_norms(norms(k), norms(v) if isinstance(v, torch.Tensor) else None)
                     chosen_by_rule[rule] = raw.choose(given[:, :, : k.shape[2] - k.shape[2] % (window or 1)], start + layer.skipped)
                 chosen = chosen_by_rule[rule]
-            both.append(pack_sides(x, len(numbers), codec, window, where, start + layer.skipped, chosen=chosen))
+            both.append(pack_sides(x, len(layer_indices), codec, window, where, start + layer.skipped, chosen=chosen))
             if side == "k":
-                outlier = _outlier_channel(x, codec, numbers.start)
+                outlier = _outlier_channel(x, codec, layer_indices.start)
         else:
             both.append([_stored(x, codec, window, where)])
     return list(zip(*both, strict=True)), outlier

@@ -335,15 +335,15 @@ def _span(file: File, sides: Sequence[SideOffsets], value_codecs: AbstractSet[in
     return file.span(sides) if stored and dispatch.supports_digests(device) else None
 
 
-def _copies(number: int, group: _LoadGroup) -> Iterator[StagedCopy]:
+def _copies(group_index: int, group: _LoadGroup) -> Iterator[StagedCopy]:
     if group.span is None:
         for side, start in group.sides:
-            yield StagedCopy(number, start, start + side.nbytes, None, side)
+            yield StagedCopy(group_index, start, start + side.nbytes, None, side)
     else:
         # Copies have about the same size and consist of whole pieces.
         step = -(-group.nbytes // -(-group.nbytes // COPY_BYTES) // PIECE_BYTES) * PIECE_BYTES
         for begin in range(0, group.nbytes, step):
-            yield StagedCopy(number, begin, min(begin + step, group.nbytes), group.span, group.sides[0][0])
+            yield StagedCopy(group_index, begin, min(begin + step, group.nbytes), group.span, group.sides[0][0])
 
 
 def _side(file: File, offsets: SideOffsets, memory: torch.Tensor, start: int, views: dict[str, torch.Tensor]) -> Side:
@@ -361,17 +361,17 @@ def _side(file: File, offsets: SideOffsets, memory: torch.Tensor, start: int, vi
     return build_side(file.header, offsets.layer, offsets.side, entry, tensors, memory.device)
 
 
-def _states(file: File, number: int, part: CachePart, bus: Bus) -> dict[str, torch.Tensor]:
-    """Load the states of layer ``number`` onto the device. Raises OutOfBounds if ``part`` ends before the file's last token."""
+def _states(file: File, layer_index: int, part: CachePart, bus: Bus) -> dict[str, torch.Tensor]:
+    """Load the states of layer ``layer_index`` onto the device. Raises OutOfBounds if ``part`` ends before the file's last token."""
     result = {}
-    for state in file.header.states_in_layer(number):
+    for state in file.header.states_in_layer(layer_index):
         memory = torch.empty(layout_bytes(state.layout), dtype=torch.uint8, device="cpu")
         file.read_state_into(state, memory.numpy().data)
         result[state.name] = memory.view(TORCH_DTYPES[state.dtype]).view(state.shape).to(bus.device)
     if not result:
         return {}
     layer = Layer(None, None, states=MappingProxyType(result))
-    return dict(slice_layer(layer, number, (part.start, part.stop), file.header.start, part.tokens).states)
+    return dict(slice_layer(layer, layer_index, (part.start, part.stop), file.header.start, part.tokens).states)
 
 
 def _copy_tokens(file: File, offsets: SideOffsets, memory: torch.Tensor, part: CachePart, bus: Bus) -> Side:

@@ -55,19 +55,21 @@ def stored_streams(side: Side) -> dict[str, torch.Tensor]:
     return {**streams, "tail": side.tail} if side.tail.shape[2] else streams
 
 
-def build_side(header: Header, number: int, name: str, entry: SideEntry, tensors: dict[str, torch.Tensor], device: torch.device) -> Side:
-    """Create one side of layer ``number`` from the ``tensors`` that ``entry`` describes. ``name`` is "k" or "v"."""
+def build_side(
+    header: Header, layer_index: int, name: str, entry: SideEntry, tensors: dict[str, torch.Tensor], device: torch.device
+) -> Side:
+    """Create one side of layer ``layer_index`` from the ``tensors`` that ``entry`` describes. ``name`` is "k" or "v"."""
     codec = header.codecs[entry.codec]
     tail = tensors.pop("tail", None)
     if tail is None:
         tail = torch.empty(entry.batch, entry.heads, 0, codec.dim, dtype=TORCH_DTYPES[DTYPES[entry.tail_dtype]], device=device)
     runs = PackedRuns((Stretch(codec, numpy.cumsum(entry.runs, dtype=numpy.int64), tensors),) if entry.runs else ())
-    return Side(with_encoder_options(codec, header.recipe, number, len(header.layers), name), runs, tail, entry.window)
+    return Side(with_encoder_options(codec, header.recipe, layer_index, len(header.layers), name), runs, tail, entry.window)
 
 
-def build_layer(header: Header, number: int, sides: Mapping[str, Side], states: Mapping[str, torch.Tensor]) -> Layer:
-    """Create layer ``number``. ``sides`` and ``states`` must contain everything that the header lists for the layer, or be empty."""
-    skipped = header.starts[number] - header.start if sides else 0
+def build_layer(header: Header, layer_index: int, sides: Mapping[str, Side], states: Mapping[str, torch.Tensor]) -> Layer:
+    """Create layer ``layer_index``. ``sides`` and ``states`` must contain everything that the header lists for the layer, or be empty."""
+    skipped = header.starts[layer_index] - header.start if sides else 0
     return Layer(sides.get("k"), sides.get("v"), skipped=skipped, states=MappingProxyType(dict(states)))
 
 

@@ -151,16 +151,16 @@ def _parse_header(path: str, data: memoryview) -> dict[str, Any]:
     return header
 
 
-def _entry(path: str, name: str, described: Any) -> _TensorEntry:
+def _entry(path: str, name: str, description: Any) -> _TensorEntry:
     """Parse the JSON description of the tensor ``name``. Raises InvalidParameter."""
-    match described:
+    match description:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end], **others} if not others and all(
             type(number) is int and number >= 0 for number in (*shape, begin, end)
         ):
             pass
         case _:
             raise InvalidParameter(
-                f"{path} is not a safetensors file: the tensor {name!r:.200} is {described!r:.200}, expected a dtype, a shape and "
+                f"{path} is not a safetensors file: the tensor {name!r:.200} is {description!r:.200}, expected a dtype, a shape and "
                 "data_offsets of integers"
             )
     torch_dtype = _DTYPES.get(dtype)

@@ -130,44 +130,47 @@ def _parts_with_basis(codec: Codec) -> tuple[Klt | Transform | FrameMap, ...]:
     return tuple(part for part in parts if isinstance(part, Klt | Transform | FrameMap))
 
 
-def _with_basis(number: int, codec: Codec, bases: Mapping[bytes, Basis]) -> Codec:
+def _with_basis(codec_index: int, codec: Codec, bases: Mapping[bytes, Basis]) -> Codec:
     for part in _parts_with_basis(codec):
         if part.source is None and part.basis in bases:
             basis = bases[part.basis]
-            codec = _with_frames(number, codec, part, basis) if isinstance(part, FrameMap) else _with_rows(number, codec, part, basis)
+            codec = (
+                _with_frames(codec_index, codec, part, basis) if isinstance(part, FrameMap) else _with_rows(codec_index, codec, part, basis)
+            )
     return codec
 
 
-def _with_frames(number: int, codec: Codec, sidecar: FrameMap, basis: Basis) -> Codec:
+def _with_frames(codec_index: int, codec: Codec, sidecar: FrameMap, basis: Basis) -> Codec:
     assert isinstance(codec, CodecWithSidecars)
     try:
         frames = basis.balanced(sidecar.layer, sidecar.frame).frames
         assert frames is not None
     except OutOfBounds as error:
-        raise InvalidHeader(f"codecs[{number}]: {error}") from None
+        raise InvalidHeader(f"codecs[{codec_index}]: {error}") from None
     if frames.dim != sidecar.dim:
-        raise InvalidHeader(f"codecs[{number}]: dim is {sidecar.dim}, but the {sidecar.basis_location} have {frames.dim} channels")
+        raise InvalidHeader(f"codecs[{codec_index}]: dim is {sidecar.dim}, but the {sidecar.basis_location} have {frames.dim} channels")
     return codec.with_sidecar(replace(sidecar, source=frames))
 
 
-def _with_rows(number: int, codec: Codec, family: Klt | Transform, basis: Basis) -> Codec:
+def _with_rows(codec_index: int, codec: Codec, family: Klt | Transform, basis: Basis) -> Codec:
     try:
         rows = basis.rows(family.layer, family.side)
         frames = basis.frames(family.layer, family.side) if isinstance(family, Transform) else None
     except OutOfBounds as error:
         if not family.bases_needed:
             return codec
-        raise InvalidHeader(f"codecs[{number}]: {error}") from None
+        raise InvalidHeader(f"codecs[{codec_index}]: {error}") from None
     if rows.dim != family.dim:
         if not family.bases_needed:
             return codec
-        raise InvalidHeader(f"codecs[{number}]: dim is {family.dim}, but the {family.basis_location} have {rows.dim} channels")
+        raise InvalidHeader(f"codecs[{codec_index}]: dim is {family.dim}, but the {family.basis_location} have {rows.dim} channels")
     if not isinstance(family, Transform):
         return codec.with_family(replace(family, source=rows))
     assert frames is not None
     if frames.count != (rows.heads if family.scope == "head" else 1):
         raise InvalidHeader(
-            f"codecs[{number}]: scope is {family.scope}, but the {family.basis_location} have {frames.count} frames for {rows.heads} heads"
+            f"codecs[{codec_index}]: scope is {family.scope}, but the {family.basis_location} have {frames.count} frames for {rows.heads} "
+            "heads"
         )
     return codec.with_family(replace(family, source=frames))
 

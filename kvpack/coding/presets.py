@@ -218,9 +218,9 @@ def _direction_presets() -> dict[str, Preset]:
     return result
 
 
-def _hqmq_codecs(words: str) -> str:
+def _hqmq_codecs(options: str) -> str:
     """Return the clauses of an HQMQ preset with separate key means. HQMQ stores norms of quadruples, which cannot have 8 bits."""
-    return f"k=quaternion:{words},mean=128;v=quaternion:{words}"
+    return f"k=quaternion:{options},mean=128;v=quaternion:{options}"
 
 
 def _all_presets() -> dict[str, Preset]:

@@ -27,14 +27,14 @@ def parse_raw_clause(clause: str) -> dict[str, str]:
     return words
 
 
-def raw_positions_of(words: Mapping[str, str]) -> RawPositions | None:
+def raw_positions_of(options: Mapping[str, str]) -> RawPositions | None:
     """Return the rule for raw tokens that these codec options set, or None if no tokens are kept raw. Raises InvalidParameter."""
-    return RawPositions.from_options(1, "k", Options("raw", words))
+    return RawPositions.from_options(1, "k", Options("raw", options))
 
 
-def raw_clause_value(words: Mapping[str, str]) -> str:
+def raw_clause_value(options: Mapping[str, str]) -> str:
     """Return the canonical value of a ``raw=`` clause with these codec options, or an empty string if no tokens are kept raw."""
-    chosen = raw_positions_of(words)
+    chosen = raw_positions_of(options)
     if chosen is None:
         return ""
     values = [str(chosen.first), f"{chosen.low_norm:.4g}", f"{chosen.high_norm:.8g}", "0" if chosen.dtype == "bf16" else chosen.dtype]

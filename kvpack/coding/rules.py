@@ -95,11 +95,11 @@ class Rule:
             self._codecs[request] = create_codec(self.codec_id, dim, side, Options(self.codec_id, words, None))
         return self._codecs[request]
 
-    def with_raw_tokens(self, words: Mapping[str, str]) -> Rule:
+    def with_raw_tokens(self, options: Mapping[str, str]) -> Rule:
         """Add options for raw tokens to the rule. A rule that has such options, or whose codec is lossless, is returned unchanged."""
         if self.codec_id in _DTYPES or not dict(self.words).keys().isdisjoint(RawPositions.words):
             return self
-        return replace(self, words=(*self.words, *words.items()))
+        return replace(self, words=(*self.words, *options.items()))
 
     @property
     def keeps_raw(self) -> bool:
@@ -150,8 +150,8 @@ def _canonical_codec(codec_id: str, words: tuple[tuple[str, str], ...], side: st
     return CodecText(_codec_text(codec_id, canonical), _codec_text(codec_id, plain), kept)
 
 
-def _codec_text(codec_id: str, words: Mapping[str, str]) -> str:
-    text = ",".join(f"{name}={value}" for name, value in words.items())
+def _codec_text(codec_id: str, options: Mapping[str, str]) -> str:
+    text = ",".join(f"{name}={value}" for name, value in options.items())
     return f"{codec_id}:{text}" if text else codec_id
 
 
@@ -159,8 +159,8 @@ def _position(item: int, layers: int) -> int:
     return item + layers if item < 0 else item
 
 
-def check_basis_option(codec_id: str, words: Mapping[str, str]) -> None:
+def check_basis_option(codec_id: str, options: Mapping[str, str]) -> None:
     """Raise InvalidOption if the option ``basis`` is set but is not a SHA-256."""
-    digest = words.get("basis")
+    digest = options.get("basis")
     if digest is not None and not _DIGEST.fullmatch(digest):
         raise InvalidOption(f"{codec_id}:basis is {digest!r}, expected the 64 hexadecimal digits of a SHA-256", f"basis={digest}")

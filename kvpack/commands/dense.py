@@ -171,23 +171,23 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], _UnpackedInfo, Inputs | No
     )
 
 
-def _inputs(path: str, ids: torch.Tensor | None, note: _UnpackedInfo) -> Inputs | None:
+def _inputs(path: str, ids: torch.Tensor | None, info: _UnpackedInfo) -> Inputs | None:
     """Return the inputs of a dense file, or None if it has none. Raises InvalidParameter unless the ids are integers ``[row, token]``."""
     from kvpack.store.keys import token_bytes
 
-    if ids is None and note.undetermined is None:
+    if ids is None and info.undetermined is None:
         return None
     try:
         if ids is not None and ids.dim() == 2 and len(ids) > 1:
             rows = [token_bytes(row) for row in ids]
         else:
             rows = [b"" if ids is None else token_bytes(ids)]
-        return Inputs.of_rows(rows, note.undetermined or (), note.hidden, note.start)
+        return Inputs.of_rows(rows, info.undetermined or (), info.hidden, info.start)
     except InvalidParameter as error:
         raise InvalidParameter(f"{path}: {error}") from None
 
 
-def _check_names(path: str, names: list[str], note: _UnpackedInfo) -> int:
+def _check_names(path: str, names: list[str], info: _UnpackedInfo) -> int:
     """Return the number of layers. Raises InvalidParameter if the metadata contradicts the tensors."""
     if "kvpack.header" in names:
         raise InvalidParameter(f"{path} is a kvpack file, not dense K and V: use kvpack convert, or kvpack unpack first")
@@ -199,19 +199,19 @@ def _check_names(path: str, names: list[str], note: _UnpackedInfo) -> int:
                 f"0.k), or {IDS}"
             )
     layers = {int(name.partition(".")[0]) for name in names}
-    count = len(layers) if note.starts is None else len(note.starts)
+    count = len(layers) if info.starts is None else len(info.starts)
     if count > MAX_LAYERS:
         raise InvalidParameter(f"{path} has {count} layers, expected at most {MAX_LAYERS}")
     if not layers or max(layers) >= count:
-        if note.starts is None and layers:
+        if info.starts is None and layers:
             missing = min(set(range(max(layers))) - layers)
             raise InvalidParameter(f"{path} has layer {max(layers)} but not layer {missing}, expected all layers from 0 to {max(layers)}")
-        expected = "at least layer 0" if note.starts is None else f"some of the {count} layers in its metadata"
+        expected = "at least layer 0" if info.starts is None else f"some of the {count} layers in its metadata"
         raise InvalidParameter(f"{path} has {f'layer {max(layers)}' if layers else 'no layers'}, expected {expected}")
-    for number, start in enumerate(note.starts or ()):
-        if start < note.start or start > MAX_TOKENS or (start != note.start and number not in layers):
+    for number, start in enumerate(info.starts or ()):
+        if start < info.start or start > MAX_TOKENS or (start != info.start and number not in layers):
             raise InvalidParameter(
-                f"{path}: in its metadata kvpack.unpacked, layer {number} starts at position {start}, but the cache starts at {note.start}"
+                f"{path}: in its metadata kvpack.unpacked, layer {number} starts at position {start}, but the cache starts at {info.start}"
             )
     return count
 

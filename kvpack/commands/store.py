@@ -467,8 +467,8 @@ def run_demo(arguments: argparse.Namespace) -> int:
     return 0 if report["same"] else 1
 
 
-def _time_since(used: float) -> str:
-    seconds = max(0, time.time() - used)
+def _time_since(used_at: float) -> str:
+    seconds = max(0, time.time() - used_at)
     for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {name} ago"

@@ -230,13 +230,13 @@ def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Seq
     return shares
 
 
-def _weights(seen: RecordedAttention, keys: torch.Tensor) -> torch.Tensor:
+def _weights(recorded: RecordedAttention, keys: torch.Tensor) -> torch.Tensor:
     """Return the attention weights of the newest queries over ``keys``, ``[1, q_head, query, token]``."""
-    query = seen.query.to(torch.float32)
+    query = recorded.query.to(torch.float32)
     keys = keys.to(torch.float32).repeat_interleave(query.shape[1] // keys.shape[1], 1)
-    scale = seen.options["scale"]
+    scale = recorded.options["scale"]
     scores = query @ keys.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    softcap, window = seen.options["softcap"], seen.options["sliding_window"]
+    softcap, window = recorded.options["softcap"], recorded.options["sliding_window"]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     key = torch.arange(keys.shape[2], device=keys.device)
@@ -373,14 +373,14 @@ def measure(
     )
 
 
-def _layer_errors(layer: Layer, exact: UncompressedResult, number: int) -> tuple[float, float, float]:
+def _layer_errors(layer: Layer, exact: UncompressedResult, layer_index: int) -> tuple[float, float, float]:
     """Return a layer's mean cosine similarities, of keys and of values, and its relative attention error."""
-    k, v = exact.pairs[number]
+    k, v = exact.pairs[layer_index]
     layer = layer.append(k[:, :, exact.prefix :].to(torch.bfloat16), v[:, :, exact.prefix :].to(torch.bfloat16))
     packed_k, packed_v = layer.unpack(torch.float32)
     assert packed_k is not None
     assert packed_v is not None
-    seen = exact.seen[number]
+    seen = exact.seen[layer_index]
     output = attend(seen.query, layer, **seen.options)
     error = float((output.float() - seen.output.float()).norm() / seen.output.float().norm())
     return _cosine(k, packed_k), _cosine(v, packed_v), error

@@ -112,11 +112,11 @@ def _check_frames_and_scales(where: str, side: BasisSide | None, dim: int, frame
         raise InvalidHeader(f"{scales.where} is {scales.dtype} {list(scales.shape)}, expected U8 {[1, count, columns]}")
 
 
-def _check_keys(number: int, states: Sequence[StateEntry], side: BasisSide | None, codecs: Sequence[Codec]) -> None:
+def _check_keys(layer_index: int, states: Sequence[StateEntry], side: BasisSide | None, codecs: Sequence[Codec]) -> None:
     """Raise InvalidHeader unless the states that describe a layer's keys match the number of heads and the head dim of the keys."""
     frames = states[0]
     if frames.name not in KEY_FRAMES.values():
-        raise InvalidHeader(f"{frames.where}: layer {number} must also have {' or '.join(KEY_FRAMES.values())}")
+        raise InvalidHeader(f"{frames.where}: layer {layer_index} must also have {' or '.join(KEY_FRAMES.values())}")
     heads, dim = (frames.shape[1], frames.shape[3]) if len(frames.shape) == 4 else (0, 0)
     if side is not None:
         heads, dim = side.heads, codecs[side.codec].dim

@@ -200,13 +200,13 @@ class File:
                 self._check(entry, arrays, f"{layer}.{side}")
         return data
 
-    def read_ahead(self, numbers: Iterable[int]) -> Iterator[int]:
-        """Yield the number of each layer in ``numbers`` as soon as its bytes are in memory, while later layers are read from disk.
+    def read_ahead(self, layer_indices: Iterable[int]) -> Iterator[int]:
+        """Yield the number of each layer in ``layer_indices`` as soon as its bytes are in memory, while later layers are read from disk.
 
         Raises MissingFile or Truncated.
         """
         # Consecutive numbers differ from their indices by the same amount.
-        for _, group in groupby(enumerate(numbers), lambda one: one[1] - one[0]):
+        for _, group in groupby(enumerate(layer_indices), lambda one: one[1] - one[0]):
             extents = {number: self._layer_extent(number) for _, number in group}
             begin, end = min(begin for begin, _ in extents.values()), max(end for _, end in extents.values())
             with prefix_errors(self.where), contextlib.closing(self._source.read_ahead(begin, end)) as ahead:
@@ -216,10 +216,14 @@ class File:
                         reached = next(ahead)
                     yield number
 
-    def _layer_extent(self, number: int) -> tuple[int, int]:
+    def _layer_extent(self, layer_index: int) -> tuple[int, int]:
         """Return the byte range from the beginning of a layer's first tensor to the end of its last tensor."""
-        names = [f"{number}.{side}.{stream}" for side, entry in self.header.layers[number].sides() for stream in self.header.streams[entry]]
-        places = [self.front.places[name] for name in (*names, *(state.where for state in self.header.states_in_layer(number)))]
+        names = [
+            f"{layer_index}.{side}.{stream}"
+            for side, entry in self.header.layers[layer_index].sides()
+            for stream in self.header.streams[entry]
+        ]
+        places = [self.front.places[name] for name in (*names, *(state.where for state in self.header.states_in_layer(layer_index)))]
         start = len(self.front.text)
         return start + min((place.begin for place in places), default=0), start + max((place.end for place in places), default=0)
 

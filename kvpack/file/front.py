@@ -434,8 +434,8 @@ def _new_codec(where: str, params: dict[Any, Any]) -> Codec:
         raise InvalidHeader(f"{where}: {error}") from None
 
 
-def _layer(number: int, layer: Any) -> LayerEntry:
-    where = f"layers[{number}]"
+def _layer(layer_index: int, layer: Any) -> LayerEntry:
+    where = f"layers[{layer_index}]"
     check_keys(where, layer, ("k", "v"))
     k, v = layer["k"], layer["v"]
     try:
@@ -456,11 +456,11 @@ def _side(where: str, side: Any) -> SideEntry:
         raise prefix_error(where, error) from None
 
 
-def _tensor(number: int, row: Any) -> TensorEntry:
+def _tensor(tensor_index: int, row: Any) -> TensorEntry:
     if type(row) is not list or len(row) != len(_TENSOR_KEYS) or type(row[2]) is not list:
-        raise InvalidHeader(f"tensors[{number}] is {row!r:.200}, expected [{', '.join(_TENSOR_KEYS)}]")
+        raise InvalidHeader(f"tensors[{tensor_index}] is {row!r:.200}, expected [{', '.join(_TENSOR_KEYS)}]")
     name, dtype, shape, filter_name, stored_bytes, digest = row
     try:
         return TensorEntry(name, dtype, tuple(shape), filter_name, stored_bytes, digest)
     except (InvalidHeader, LimitExceeded) as error:
-        raise prefix_error(f"tensors[{number}]", error) from None
+        raise prefix_error(f"tensors[{tensor_index}]", error) from None

@@ -254,9 +254,9 @@ class Contents:
         data = self.ignorable.get(position_offsets.FEATURE)
         return None if data is None else position_offsets.position_offsets(data, self.layers, self.starts, self.states, self.start)
 
-    def states_in_layer(self, number: int) -> list[layer_states.StateEntry]:
-        """Return the states of layer ``number``, sorted by name."""
-        return self._states_by_layer.get(number, []) if self.states else []
+    def states_in_layer(self, layer_index: int) -> list[layer_states.StateEntry]:
+        """Return the states of layer ``layer_index``, sorted by name."""
+        return self._states_by_layer.get(layer_index, []) if self.states else []
 
     @cached_property
     def _states_by_layer(self) -> dict[int, list[layer_states.StateEntry]]:

@@ -363,8 +363,8 @@ def join_inputs(parts: Sequence[tuple[Inputs | None, int]], start: int) -> Input
     return replace(whole, before=beginning.before, earlier=earlier)
 
 
-def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, number: int, position: int) -> None:
-    """Raise InvalidParameter if the cache ``number``, from ``position`` on, was computed after other tokens than the joined ones.
+def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, cache_index: int, position: int) -> None:
+    """Raise InvalidParameter if the cache ``cache_index``, from ``position`` on, was computed after other tokens than the joined ones.
 
     ``inputs`` are those of the cache. ``ids`` are the known ids of the joined tokens, by sequence, and follow ``beginning.before``.
     ``beginning.earlier`` contains digests of all ids before some positions.
@@ -379,7 +379,7 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, nu
         if computed != here:
             back = next(back for back in range(1, len(computed) + 1) if computed[-back] != here[-back])
             raise InvalidParameter(
-                f"caches[{number}] was computed after different tokens: the id of sequence {row} at position {position - back} was "
+                f"caches[{cache_index}] was computed after different tokens: the id of sequence {row} at position {position - back} was "
                 f"{computed[-back]}, but here it is {here[-back]}: join only slices of the same cache"
             )
     for known, earlier in ((joined_ids, inputs.earlier), (before, beginning.earlier)):
@@ -388,26 +388,27 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, nu
             all_known = _append_ids(known, inputs.known_ids)
             for end, digests in earlier.items():
                 if end * ID_BYTES <= len(all_known[0]):
-                    _check_digests([hashlib.sha256(row[: end * ID_BYTES]).digest() for row in all_known], digests, number, end)
+                    _check_digests([hashlib.sha256(row[: end * ID_BYTES]).digest() for row in all_known], digests, cache_index, end)
     for end in inputs.earlier.keys() & beginning.earlier.keys():
-        _check_digests(beginning.earlier[end], inputs.earlier[end], number, end)
+        _check_digests(beginning.earlier[end], inputs.earlier[end], cache_index, end)
 
 
-def _check_digests(expected: Sequence[bytes], digests: tuple[bytes, ...], number: int, end: int) -> None:
-    """Raise InvalidParameter unless ``digests``, which cache ``number`` has for the ids before position ``end``, equal ``expected``."""
+def _check_digests(expected: Sequence[bytes], digests: tuple[bytes, ...], cache_index: int, end: int) -> None:
+    """Raise InvalidParameter unless the ``digests`` of cache ``cache_index`` equal ``expected``. They are of the ids before ``end``."""
     count = max(len(digests), len(expected))
     for row, pair in enumerate(zip(_for_rows(digests, count), _for_rows(tuple(expected), count), strict=True)):
         if len(set(pair)) > 1:
             raise InvalidParameter(
-                f"caches[{number}] was computed after different tokens: the SHA-256 of the ids of sequence {row} before position {end} "
+                f"caches[{cache_index}] was computed after different tokens: the SHA-256 of the ids of sequence {row} before position "
+                f"{end} "
                 "differs: join only slices of the same cache"
             )
 
 
-def _append_ids(before: tuple[bytes, ...], ids: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """Append ``ids`` to ``before``, separately for each sequence."""
-    count = max(len(before), len(ids))
-    return tuple(a + b for a, b in zip(_for_rows(before, count), _for_rows(ids, count), strict=True))
+def _append_ids(first_ids: tuple[bytes, ...], ids: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """Append ``ids`` to ``first_ids``, separately for each sequence."""
+    count = max(len(first_ids), len(ids))
+    return tuple(a + b for a, b in zip(_for_rows(first_ids, count), _for_rows(ids, count), strict=True))
 
 
 def _select_rows(values: tuple[bytes, ...], indices: Sequence[int]) -> tuple[bytes, ...]:

@@ -49,7 +49,7 @@ def layer_starts(data: bytes, start: int, layers: Sequence[HasSides]) -> tuple[i
     return starts
 
 
-def _check_start(number: int, first: int, start: int, layer: HasSides) -> None:
-    check(f"ignorable[{FEATURE!r}][{number}]", first, Rule(int, MAX_TOKENS, start))
+def _check_start(layer_index: int, first: int, start: int, layer: HasSides) -> None:
+    check(f"ignorable[{FEATURE!r}][{layer_index}]", first, Rule(int, MAX_TOKENS, start))
     if first != start and layer.k is None and layer.v is None:
-        raise InvalidHeader(f"ignorable[{FEATURE!r}][{number}] is {first}, expected the file's start {start} for an empty layer")
+        raise InvalidHeader(f"ignorable[{FEATURE!r}][{layer_index}] is {first}, expected the file's start {start} for an empty layer")

@@ -114,14 +114,14 @@ def _pack(state: StateEntry) -> bytes:
     return _RECORD.pack(state.layer, DTYPES.index(state.dtype), len(state.shape), *sizes, state.name.encode())
 
 
-def _parse(number: int, record: bytes) -> StateEntry:
+def _parse(record_index: int, record: bytes) -> StateEntry:
     layer, dtype, count, *sizes, name = _RECORD.unpack(record)
     if dtype >= len(DTYPES):
-        raise InvalidHeader(f"{_PLACE}: record {number} has the dtype number {dtype}, expected 0 to {len(DTYPES) - 1}")
+        raise InvalidHeader(f"{_PLACE}: record {record_index} has the dtype number {dtype}, expected 0 to {len(DTYPES) - 1}")
     state = StateEntry(layer, name.rstrip(b"\0").decode("latin-1"), DTYPES[dtype], tuple(sizes[:count]))
     if _pack(state) != record:
         raise InvalidHeader(
-            f"{_PLACE}: record {number} has {count} dimensions of {sizes}, expected 1 to {MAX_SIZES} dimensions, then zeros"
+            f"{_PLACE}: record {record_index} has {count} dimensions of {sizes}, expected 1 to {MAX_SIZES} dimensions, then zeros"
         )
     return state
 

@@ -168,7 +168,7 @@ def tensor_text(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any]:
+def sample_values(named_values: Sequence[tuple[str, Any]], max_values: int) -> list[Any]:
     """Return the result of ``to_json_value`` for each (name, value) pair.
 
     Tensors are read in batches, because each read waits for a device.
@@ -176,7 +176,7 @@ def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any
     import torch
 
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
-    for number, (_, value) in enumerate(named):
+    for number, (_, value) in enumerate(named_values):
         if (
             type(value) in (torch.Tensor, torch.nn.Parameter)
             and value.layout is torch.strided
@@ -190,7 +190,9 @@ def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any
         if dtype.itemsize in _INTEGERS:
             with suppress(RuntimeError, TypeError, NotImplementedError), torch.no_grad():
                 result |= _batch_digests(tensors, getattr(torch, _INTEGERS[dtype.itemsize]), max_values)
-    return [result[number] if number in result else to_json_value(name, value, max_values) for number, (name, value) in enumerate(named)]
+    return [
+        result[number] if number in result else to_json_value(name, value, max_values) for number, (name, value) in enumerate(named_values)
+    ]
 
 
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}

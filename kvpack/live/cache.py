@@ -478,19 +478,19 @@ class LiveCache:
             return self._layers[layer]
         raise OutOfBounds(f"layer {layer} is out of range: the cache has {self._count} layers")
 
-    def _layer(self, number: int, k: torch.Tensor | None, v: torch.Tensor | None) -> LiveLayer:
-        live = self._layer_or_none(number)
+    def _layer(self, layer_index: int, k: torch.Tensor | None, v: torch.Tensor | None) -> LiveLayer:
+        live = self._layer_or_none(layer_index)
         if live is None:
-            live = self._layers[number] = self._create_layer(number, empty_layer(self._recipe, number, self._count, k, v))
-            self._value_dims[number] = live.value_dim
+            live = self._layers[layer_index] = self._create_layer(layer_index, empty_layer(self._recipe, layer_index, self._count, k, v))
+            self._value_dims[layer_index] = live.value_dim
         x = k if v is None else v
         if not live.seen_tokens and isinstance(x, torch.Tensor) and x.dim() == 4 and x.shape[0] not in (0, live.batch):
-            live = self._layers[number] = self._create_layer(number, live.without_tokens(x.shape[0]))
-            self._steps[number] = None
+            live = self._layers[layer_index] = self._create_layer(layer_index, live.without_tokens(x.shape[0]))
+            self._steps[layer_index] = None
             self.launches += 1
         return live
 
-    def _create_layer(self, number: int, layer: Layer) -> LiveLayer:
-        created = live_layer(layer, number, self.sliding_windows[number], self.start)
-        created.keeps_past = number in self._kept
+    def _create_layer(self, layer_index: int, layer: Layer) -> LiveLayer:
+        created = live_layer(layer, layer_index, self.sliding_windows[layer_index], self.start)
+        created.keeps_past = layer_index in self._kept
         return created

@@ -412,8 +412,8 @@ NEWEST_TOKENS = 128
 """Number of newest tokens that stay raw if the recipe sets no window. The next tokens attend to them the most."""
 
 
-def empty_layer(recipe: Recipe, number: int, layers: int, k: torch.Tensor | None, v: torch.Tensor | None) -> Layer:
-    """Create layer ``number`` of ``layers``, without tokens, for keys and values with the shapes and dtypes of ``k`` and ``v``.
+def empty_layer(recipe: Recipe, layer_index: int, layers: int, k: torch.Tensor | None, v: torch.Tensor | None) -> Layer:
+    """Create layer ``layer_index`` of ``layers``, without tokens, for keys and values with the shapes and dtypes of ``k`` and ``v``.
 
     Raises InvalidParameter or InvalidType if the recipe cannot encode such keys and values.
     """
@@ -422,27 +422,27 @@ def empty_layer(recipe: Recipe, number: int, layers: int, k: torch.Tensor | None
         if x is None:
             sides[name] = None
             continue
-        where = f"layers[{number}].{name}"
+        where = f"layers[{layer_index}].{name}"
         if not isinstance(x, torch.Tensor) or x.dim() != 4 or not x.shape[0] or not x.shape[1]:
             description = f"has shape {list(x.shape)}" if isinstance(x, torch.Tensor) else f"is a {type(x).__name__}"
             raise InvalidParameter(f"{where} {description}, expected a tensor [batch, kv_head, token, dim]")
         if x.dtype not in RAW_DTYPES.values():
             raise InvalidType(f"{where} has dtype {x.dtype}, expected bfloat16, float16 or float32")
         with prefix_errors(where, InvalidParameter):
-            codec = recipe.codec(number, layers, name, x.shape[3], RAW_NAMES[x.dtype])
+            codec = recipe.codec(layer_index, layers, name, x.shape[3], RAW_NAMES[x.dtype])
         sides[name] = Side(codec, PackedRuns(), x[:, :, :0].clone(), recipe.window)
     if not any(sides.values()):
-        raise InvalidParameter(f"layers[{number}]: k and v are both None: pass keys, values or both")
+        raise InvalidParameter(f"layers[{layer_index}]: k and v are both None: pass keys, values or both")
     return Layer(sides["k"], sides["v"])
 
 
-def live_layer(layer: Layer, number: int, sliding_window: int | None, start: int) -> LiveLayer:
+def live_layer(layer: Layer, layer_index: int, sliding_window: int | None, start: int) -> LiveLayer:
     """Create a live layer that continues ``layer``. The cache begins at position ``start``."""
     group = math.lcm(*(side.codec.token_group for side in layer.sides.values()))
     windows = [side.window for side in layer.sides.values() if side.window]
     window = math.lcm(*windows, group) if windows else math.lcm(DEFAULT_WINDOW, group)
     newest = 0 if windows else NEWEST_TOKENS
-    return LiveLayer(layer, window, newest, ROOM * window + newest, sliding_window, f"layers[{number}]", start)
+    return LiveLayer(layer, window, newest, ROOM * window + newest, sliding_window, f"layers[{layer_index}]", start)
 
 
 def check_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:

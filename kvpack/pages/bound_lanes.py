@@ -36,7 +36,6 @@ from kvpack.formats.token_norms import norms_per_head
 from .lanes import Lane, address_of
 
 if TYPE_CHECKING:
-
     from kvpack.formats.base import Codec
     from kvpack.formats.streams import Layout
 
@@ -197,7 +196,7 @@ class BoundLane:
         halved: Codec,
         sizes: TokenSizes,
         kept: torch.Tensor,
-        rest: Mapping[int, torch.Tensor],
+        encoded_values: Mapping[int, torch.Tensor],
         fit_errors: torch.Tensor,
     ) -> torch.Tensor | None:
         """Re-encode layers in which tokens that are not ``kept`` raw lose precision. ``halved`` is the codec with half of each mean.
@@ -205,7 +204,7 @@ class BoundLane:
         Returns the remaining fit errors.
         """
         for number in ((fit_errors[0] > 1) & ~kept).any(1).nonzero()[:, 0].tolist():
-            for target, source in zip(sizes, self._encode_layer(slot, row, number, rest, halved), strict=True):
+            for target, source in zip(sizes, self._encode_layer(slot, row, number, encoded_values, halved), strict=True):
                 if target is not None and source is not None:
                     target[number] = source[0]
         return self._exact_fit_errors(slot, _RowStreams(self._lane, row), sizes, kept)
@@ -221,42 +220,45 @@ class BoundLane:
                 result[number] = torch.cat([own, worst]).sort().values
         return result
 
-    def _without_raw(self, slot: int, number: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return layer ``number`` of the page in ``slot`` as ``[1, kv_head, token, dim]``. The raw tokens in ``tokens`` are replaced."""
-        x = self._tensors[number][slot].to(self._lane.geometry.computed_dtype)[None]
+    def _without_raw(self, slot: int, layer_index: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Return layer ``layer_index`` of the page in ``slot``, ``[1, kv_head, token, dim]``, with its raw ``tokens`` replaced."""
+        x = self._tensors[layer_index][slot].to(self._lane.geometry.computed_dtype)[None]
         chosen = torch.zeros(1, x.shape[2], dtype=torch.bool, device=x.device)
         chosen[0, tokens] = True
         return replace_tokens(x, tokens, torch.zeros_like(tokens), chosen, self._lane.plain_codec.token_group)
 
-    def _store_raw(self, raw: RawPositions, slot: int, row: memoryview, number: int, tokens: torch.Tensor) -> None:
-        lane, streams = self._lane, self._streams(row, number)
-        x, none = self._tensors[number][slot].to(lane.geometry.computed_dtype)[None], torch.zeros_like(tokens)
+    def _store_raw(self, raw: RawPositions, slot: int, row: memoryview, layer_index: int, tokens: torch.Tensor) -> None:
+        lane, streams = self._lane, self._streams(row, layer_index)
+        x, none = self._tensors[layer_index][slot].to(lane.geometry.computed_dtype)[None], torch.zeros_like(tokens)
         try:
             values = gather_raw_values(x, tokens, none, raw.dtype, "choose a wider raw_dtype")
         except OutOfRange as error:
-            raise OutOfRange(f"layers[{lane.first + number}].{lane.side}: {error}") from None
+            raise OutOfRange(f"layers[{lane.first + layer_index}].{lane.side}: {error}") from None
         streams[POSITIONS][0, 0, : len(tokens)] = encode_positions(tokens, none)
         streams[VALUES][0, 0, : len(tokens)] = values
 
-    def _encode(self, slot: int, row: memoryview, threads: int, rest: Mapping[int, torch.Tensor]) -> TokenSizes:
+    def _encode(self, slot: int, row: memoryview, threads: int, encoded_values: Mapping[int, torch.Tensor]) -> TokenSizes:
         """Encode all layers of a page, and return the sizes of their tokens, with layers as the batch.
 
-        ``rest`` contains the values to encode for layers that have raw tokens, with raw tokens replaced, ``[1, kv_head, token, dim]``.
+        For layers that have raw tokens, ``encoded_values`` contains the values to encode, with raw tokens replaced, ``[1, kv_head, token,
+        dim]``.
         """
         lane = self._lane
-        if self._encoders is not None and not rest:
+        if self._encoders is not None and not encoded_values:
             address = address_of(row)
             shape = lane.count, lane.geometry.heads, lane.geometry.tokens
             errors = torch.from_numpy(numpy.empty(shape, numpy.float32)) if lane.plain_codec.summary.direction_spread else None
             if all(self._run_encoder(stretch, slot, address, threads, errors) for stretch in self._stretches):
                 return TokenSizes(errors=errors)
-        result = [self._encode_layer(slot, row, number, rest, lane.plain_codec) for number in range(lane.count)]
+        result = [self._encode_layer(slot, row, number, encoded_values, lane.plain_codec) for number in range(lane.count)]
         return TokenSizes(*(torch.cat(parts) if parts[0] is not None else None for parts in zip(*result, strict=True)))
 
-    def _encode_layer(self, slot: int, row: memoryview, number: int, rest: Mapping[int, torch.Tensor], codec: Codec) -> TokenSizes:
-        """Encode layer ``number`` with ``codec``, and return the sizes of its tokens. Values in ``rest`` take precedence."""
-        lane, streams = self._lane, self._streams(row, number)
-        x, sizes = rest[number][0] if number in rest else self._tensors[number][slot], TokenSizes()
+    def _encode_layer(
+        self, slot: int, row: memoryview, layer_index: int, encoded_values: Mapping[int, torch.Tensor], codec: Codec
+    ) -> TokenSizes:
+        """Encode layer ``layer_index`` with ``codec``, and return the sizes of its tokens. Values in ``encoded_values`` take precedence."""
+        lane, streams = self._lane, self._streams(row, layer_index)
+        x, sizes = encoded_values[layer_index][0] if layer_index in encoded_values else self._tensors[layer_index][slot], TokenSizes()
         if isinstance(codec, Opaque):
             streams["bytes"].copy_(x.view(torch.uint8)[None])
         elif isinstance(codec, Raw) and RAW_DTYPES[codec.dtype] == _stored_name(x.dtype):
@@ -264,7 +266,7 @@ class BoundLane:
         else:
             x = x.to(lane.geometry.computed_dtype)[None]
             sizes = allocate_sizes(codec, x)
-            for name, stream in encode_all(codec, x, f"layers[{lane.first + number}].{lane.side}", sizes=sizes).items():
+            for name, stream in encode_all(codec, x, f"layers[{lane.first + layer_index}].{lane.side}", sizes=sizes).items():
                 streams[name].copy_(stream)
         return sizes
 
@@ -314,11 +316,11 @@ class BoundLane:
                     values = values.clamp(-limit, limit)
                 tensor[slot][:, token[inside]] = values.to(tensor.dtype)
 
-    def _streams(self, row: memoryview, number: int) -> dict[str, torch.Tensor]:
-        """Return views of the streams of layer ``number`` in a row, by name."""
+    def _streams(self, row: memoryview, layer_index: int) -> dict[str, torch.Tensor]:
+        """Return views of the streams of layer ``layer_index`` in a row, by name."""
         result = {}
         for name, layout in self._lane.layouts.items():
-            begin, end = (place + number * self._lane.stride for place in self._lane.places[name])
+            begin, end = (place + layer_index * self._lane.stride for place in self._lane.places[name])
             result[name] = _tensor(row[begin:end], layout)
         return result
 
@@ -374,9 +376,7 @@ def _c_functions(lane: Lane) -> tuple[Any, Any, Any]:
     arguments = {count: (codec, count, heads, tokens, dtype, streams, lane.stride) for count in counts}
     encoders = {n: pages.Encoder(*arguments[n]) for n in counts} if pages.supports_encoding(codec, dtype) else None
     decoders = {n: pages.Decoder(*arguments[n]) for n in counts} if pages.supports_decoding(codec, dtype) else None
-    large_errors = (
-        pages.LargeErrors(codec, lane.count, heads, tokens, streams, lane.stride) if pages.finds_large_errors(codec) else None
-    )
+    large_errors = pages.LargeErrors(codec, lane.count, heads, tokens, streams, lane.stride) if pages.finds_large_errors(codec) else None
     return encoders, decoders, large_errors
 
 

@@ -203,17 +203,17 @@ class DevicePages:
         return _StartedEncoding(torch.where((status == 0) & suspects, _SUSPECT, status), measured)
 
     def _count_losses(
-        self, measured: Sequence[tuple[PageLane, Layers, Layers]], slots: Sequence[int], rows: torch.Tensor, numbers: Sequence[int]
+        self, measured: Sequence[tuple[PageLane, Layers, Layers]], slots: Sequence[int], rows: torch.Tensor, page_indices: Sequence[int]
     ) -> int:
-        """In the pages at indices ``numbers``, count the tokens that lose precision or cause others to lose it. Adds them to ``left_out``.
+        """In the pages ``page_indices``, count the tokens that lose precision or cause others to lose it. Adds them to ``left_out``.
 
         Returns the number of tokens to warn about.
         """
-        if not numbers:
+        if not page_indices:
             return 0
-        chosen = [slots[number] for number in numbers]
+        chosen = [slots[number] for number in page_indices]
         with float32_no_grad(self._device):
-            streams, counts = rows[:, : self._nbytes][list(numbers)], torch.zeros_like(self.left_out)
+            streams, counts = rows[:, : self._nbytes][list(page_indices)], torch.zeros_like(self.left_out)
             for lane, layers, keys in measured:
                 counts += batched.count_losses(lane, layers, keys, chosen, streams)
             self.left_out += counts
@@ -269,27 +269,27 @@ class DevicePages:
         ]
         return result
 
-    def _error_of(self, rows: torch.Tensor, number: int, digest: bytes | None) -> Outcome:
-        where = f"row {number}"
-        error = self._plan.error_of(_view(rows[number].to(CPU)), digest, False, where)
+    def _error_of(self, rows: torch.Tensor, page_index: int, digest: bytes | None) -> Outcome:
+        where = f"row {page_index}"
+        error = self._plan.error_of(_view(rows[page_index].to(CPU)), digest, False, where)
         return error or DigestMismatch(f"{where}: its bytes changed while it was decoded")
 
     def _encode_by_host(
-        self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None], numbers: Sequence[int]
+        self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None], page_indices: Sequence[int]
     ) -> list[Outcome]:
-        if not numbers:
+        if not page_indices:
             return []
-        chosen = [slots[number] for number in numbers]
+        chosen = [slots[number] for number in page_indices]
         staged = [[layer[chosen].to(CPU) for layer in pages.sides[side]] for side in pages.sides]
         encoded = torch.zeros(len(chosen), self._nbytes, dtype=torch.uint8, device=CPU)
         outcomes = self._host.encode(
             PageBuffer(pages.geometry, *staged),
             range(len(chosen)),
             [_view(row) for row in encoded],
-            [digests[number] for number in numbers],
+            [digests[number] for number in page_indices],
             chosen,
         )
-        for number, row in zip(numbers, encoded, strict=True):
+        for number, row in zip(page_indices, encoded, strict=True):
             _store(rows, number, row)
         return outcomes
 
@@ -322,9 +322,9 @@ def _views(rows: Rows) -> list[memoryview]:
     return [memoryview(row).cast("B") for row in rows]
 
 
-def _store(rows: Rows, number: int, row: torch.Tensor) -> None:
+def _store(rows: Rows, page_index: int, row: torch.Tensor) -> None:
     if isinstance(rows, torch.Tensor):
         with torch.inference_mode():
-            rows[number, : row.numel()].copy_(row)
+            rows[page_index, : row.numel()].copy_(row)
     else:
-        memoryview(rows[number]).cast("B")[: row.numel()] = _view(row)
+        memoryview(rows[page_index]).cast("B")[: row.numel()] = _view(row)

@@ -116,16 +116,16 @@ class HostPages:
         plan = self._plan
         lanes = [BoundLane.of(lane, pages) for lane in plan.lanes]
 
-        def encode(number: int, threads: int) -> Outcome:
-            row = targets[number][: plan.layout.nbytes]
-            row[: plan.layout.payload] = build_front(plan.layout, plan.namespace, digests[number] or bytes(KEY_BYTES))
+        def encode(page_index: int, threads: int) -> Outcome:
+            row = targets[page_index][: plan.layout.nbytes]
+            row[: plan.layout.payload] = build_front(plan.layout, plan.namespace, digests[page_index] or bytes(KEY_BYTES))
             try:
                 left_out = numpy.zeros(2, numpy.int64)
                 for lane in lanes:
-                    left_out += lane.encode(slots[number], row, threads)
+                    left_out += lane.encode(slots[page_index], row, threads)
             except KvpackError as error:
                 row[:8] = bytes(8)
-                return type(error)(f"slot {(slots if names is None else names)[number]}: {error}")
+                return type(error)(f"slot {(slots if names is None else names)[page_index]}: {error}")
             for begin, end in plan.layout.pads:
                 row[begin:end] = bytes(end - begin)
             write_checksum(row)
@@ -147,12 +147,12 @@ class HostPages:
         plan = self._plan
         lanes = [BoundLane.of(lane, pages) for lane in plan.lanes]
 
-        def decode(number: int, threads: int) -> Outcome:
-            row = sources[number]
-            error = plan.error_of(row, digests[number], values, f"row {number}")
+        def decode(page_index: int, threads: int) -> Outcome:
+            row = sources[page_index]
+            error = plan.error_of(row, digests[page_index], values, f"row {page_index}")
             if error is None:
                 for lane in lanes:
-                    lane.decode(row[: plan.layout.nbytes], slots[number], threads)
+                    lane.decode(row[: plan.layout.nbytes], slots[page_index], threads)
             return error
 
         return self._map(decode, len(slots))
@@ -166,6 +166,6 @@ class HostPages:
         return list(self._own.pool.map(run, range(count)))
 
 
-def _run_isolated(work: Callable[[int, int], Outcome], threads: int, number: int) -> Outcome:
+def _run_isolated(work: Callable[[int, int], Outcome], threads: int, page_index: int) -> Outcome:
     with float32_no_grad(CPU), single_threaded():
-        return work(number, threads)
+        return work(page_index, threads)

@@ -177,8 +177,8 @@ class Reader:
         """Let all reads whose index is below ``stop`` start."""
         self._library.kvpack_reader_allow(self._reader, stop)
 
-    def wait(self, number: int) -> bool:
-        """Wait for all reads up to index ``number``. Returns True if read ``number`` got all of its bytes."""
-        while not self._library.kvpack_reader_wait(self._reader, number + 1, _MILLISECONDS):
+    def wait(self, read_index: int) -> bool:
+        """Wait for all reads up to index ``read_index``. Returns True if read ``read_index`` got all of its bytes."""
+        while not self._library.kvpack_reader_wait(self._reader, read_index + 1, _MILLISECONDS):
             continue
-        return not self._reads[number].failed
+        return not self._reads[read_index].failed

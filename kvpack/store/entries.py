@@ -206,9 +206,9 @@ class EntryReader:
                 f"expected {descriptions[1]}"
             )
 
-    def _check_key(self, named: ChunkFields, key: bytes, where: str) -> None:
-        if named.key != key:
-            raise InvalidHeader(f"{where}: its header names the key {named.key.hex()}, expected {key.hex()}")
+    def _check_key(self, fields: ChunkFields, key: bytes, where: str) -> None:
+        if fields.key != key:
+            raise InvalidHeader(f"{where}: its header names the key {fields.key.hex()}, expected {key.hex()}")
 
 
 def open_entry(data: Data, key: bytes) -> container.File:

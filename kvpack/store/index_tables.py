@@ -109,9 +109,9 @@ def set_note(connection: sqlite3.Connection, name: str, value: int) -> None:
     connection.execute("REPLACE INTO notes VALUES (?, ?)", (name, value))
 
 
-def key_of(number: int, key_rest: bytes) -> bytes:
-    """Return the key of row ``number``. ``key_rest`` contains the key's bytes that are not in the row number."""
-    return (number + 2**63).to_bytes(NUMBER_BYTES, "big") + key_rest
+def key_of(row_number: int, key_rest: bytes) -> bytes:
+    """Return the key of row ``row_number``. ``key_rest`` contains the key's bytes that are not in the row number."""
+    return (row_number + 2**63).to_bytes(NUMBER_BYTES, "big") + key_rest
 
 
 def row_id(key: bytes) -> int:

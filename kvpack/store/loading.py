@@ -152,8 +152,8 @@ class Loader:
         self._remember([key for key, opens in zip(keys, result, strict=True) if opens])
         return result
 
-    def can_open(self, keys: Sequence[bytes], numbers: Sequence[int]) -> list[bool]:
-        """Return a bool for each of ``keys``: True if its entry can be read here. ``numbers`` are the chunk numbers. All entries must
+    def can_open(self, keys: Sequence[bytes], chunk_indices: Sequence[int]) -> list[bool]:
+        """Return a bool for each of ``keys``: True if its entry can be read here. ``chunk_indices`` are the chunk numbers. All entries must
         exist.
 
         Each front is read only once. Damaged entries are removed.
@@ -164,26 +164,26 @@ class Loader:
         for begin in range(0, len(requested), at_once):
             part = requested[begin : begin + at_once]
             for at, data in zip(part, self._backend.peek_many([keys[at] for at in part], front=True), strict=True):
-                result[at] = data is not None and self._can_open(keys[at], numbers[at], data)
+                result[at] = data is not None and self._can_open(keys[at], chunk_indices[at], data)
         self._remember([keys[at] for at in requested if result[at]])
         return result
 
-    def _can_open(self, key: bytes, number: int, data: Data) -> bool:
+    def _can_open(self, key: bytes, chunk_index: int, data: Data) -> bool:
         try:
             check_front(key, data, self._cipher, self._reader.check_shape)
         except FAULTS:
             # The front may not be enough to decide.
-            return self._can_read(key, number)
+            return self._can_read(key, chunk_index)
         return True
 
     def _remember(self, keys: Sequence[bytes]) -> None:
         self._readable_keys.add(keys)
         self._suspect_keys.remove(keys)
 
-    def _can_read(self, key: bytes, number: int) -> bool:
+    def _can_read(self, key: bytes, chunk_index: int) -> bool:
         after_tier = -1
         while entries := self._backend.find([key], after_tier=after_tier):
-            _, error = self._read(entries, [key], number)
+            _, error = self._read(entries, [key], chunk_index)
             if error is None:
                 return True
             self._refuse(key, entries[0], error)

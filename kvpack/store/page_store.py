@@ -184,14 +184,14 @@ class PageStore:
         return stored, [ok and not before for ok, before in zip(stored, present, strict=True)]
 
     def _encode(
-        self, numbers: Sequence[int], keys: Sequence[bytes], buffer_slots: Sequence[BufferSlot], names: Sequence[bytes]
+        self, indices: Sequence[int], keys: Sequence[bytes], buffer_slots: Sequence[BufferSlot], names: Sequence[bytes]
     ) -> dict[int, list[memoryview]]:
-        """Encode the pages with the indices ``numbers``, and return the pieces of their entries by index. Pages that cannot be encoded are
+        """Encode the pages with the indices ``indices``, and return the pieces of their entries by index. Pages that cannot be encoded are
         counted.
         """
-        rows = {index: memoryview(bytearray(self.codec.nbytes)) for index in numbers}
+        rows = {index: memoryview(bytearray(self.codec.nbytes)) for index in indices}
         result: dict[int, list[memoryview]] = {}
-        for pages, group in _group_by_memory(numbers, buffer_slots):
+        for pages, group in _group_by_memory(indices, buffer_slots):
             slots, chosen_keys = [buffer_slots[index].slot for index in group], [keys[index] for index in group]
             outcomes = self.codec.encode_into(pages, slots, [rows[index] for index in group], keys=chosen_keys)
             for index, refused in zip(group, outcomes, strict=True):
@@ -321,15 +321,15 @@ class PageStore:
 
     def _load_pages(
         self,
-        numbers: Sequence[int],
+        indices: Sequence[int],
         names: list[bytes],
         keys: Sequence[bytes],
         buffer_slots: Sequence[BufferSlot],
         loaded: list[bool],
         now: int,
     ) -> None:
-        """Load the pages with the indices ``numbers``. If an entry is damaged, try the next slower tier that has it."""
-        after_tier = dict.fromkeys(numbers, -1)
+        """Load the pages with the indices ``indices``. If an entry is damaged, try the next slower tier that has it."""
+        after_tier = dict.fromkeys(indices, -1)
         valid: dict[int, FoundEntry] = {}
         while after_tier:
             entries = self._backend.find_many([names[index] for index in after_tier], [*after_tier.values()], self._max_page_bytes)
@@ -435,8 +435,8 @@ def _keys(keys: Sequence[bytes], description: str = "keys") -> list[bytes]:
     return as_list(keys, description, "the engine's keys, which are bytes")
 
 
-def _group_by_memory(numbers: Sequence[int], buffer_slots: Sequence[BufferSlot]) -> Iterator[tuple[PageBuffer, list[int]]]:
-    """Group the page indices ``numbers`` by memory. Yields each memory with the indices of consecutive pages in it."""
-    for _, group in groupby(numbers, lambda index: id(buffer_slots[index].pages)):
+def _group_by_memory(indices: Sequence[int], buffer_slots: Sequence[BufferSlot]) -> Iterator[tuple[PageBuffer, list[int]]]:
+    """Group the page indices ``indices`` by memory. Yields each memory with the indices of consecutive pages in it."""
+    for _, group in groupby(indices, lambda index: id(buffer_slots[index].pages)):
         same = [*group]
         yield buffer_slots[same[0]].pages, same

@@ -57,10 +57,10 @@ def _canonical(text: str) -> str:
     return Recipe(text).text
 
 
-def format_ranges(numbers: Sequence[int]) -> str:
+def format_ranges(layer_indices: Sequence[int]) -> str:
     """Format ascending layer numbers as in a recipe, such as ``0-2,5``."""
     runs: list[list[int]] = []
-    for number in numbers:
+    for number in layer_indices:
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:

@@ -185,7 +185,7 @@ def run(
     }
 
 
-def _sizes(settings: Settings, words: Text, longest: int | None, max_positions: int | None) -> tuple[int, int, int]:
+def _sizes(settings: Settings, text: Text, longest: int | None, max_positions: int | None) -> tuple[int, int, int]:
     """Return tokens per window, predicted tokens per window, and the number of windows.
 
     Raises InvalidParameter if a setting exceeds the limits of the model or the text.
@@ -194,13 +194,13 @@ def _sizes(settings: Settings, words: Text, longest: int | None, max_positions: 
     if only and (settings.scored_tokens is not None or settings.scope is not None):
         raise InvalidParameter("--balanced-only neither scores predictions nor makes frames for transform: omit --score and --scope")
     usual, limit = (BALANCED_TOKENS, BALANCED_WINDOWS) if only else (DEFAULT_TOKENS, DEFAULT_WINDOWS)
-    tokens = window_tokens(settings.tokens, min(usual, longest or usual), words, max_positions)
+    tokens = window_tokens(settings.tokens, min(usual, longest or usual), text, max_positions)
     scored_tokens = 0 if only else min(DEFAULT_SCORE, tokens // 2) if settings.scored_tokens is None else settings.scored_tokens
-    room = len(words.ids) // window_ids(tokens, words)
+    room = len(text.ids) // window_ids(tokens, text)
     windows = min(limit, room) if settings.windows is None else settings.windows
     if not only:
         check_size("--score", scored_tokens, 1, tokens - 1 - RAW_TOKENS.first, f"in a window of {tokens} tokens")
-    check_size("--windows", windows, 1, room, f"(the number of {tokens}-token windows in {words.name}): {LONGER_TEXT}")
+    check_size("--windows", windows, 1, room, f"(the number of {tokens}-token windows in {text.name}): {LONGER_TEXT}")
     if settings.positions is not None:
         most_read = min(max_positions or settings.positions, longest or settings.positions)
         check_size("--positions", settings.positions, 1, most_read, "of the model")

@@ -109,9 +109,9 @@ class PackedCandidates:
         layers = [Layer(*(self.packed[layer, side][allocation[layer, side]] for side in SIDES)) for layer in range(len(self.packed) // 2)]
         return Cache(tuple(layers), recipe_text(allocation)).nbytes
 
-    def stream_bytes(self, place: Place, codec: str) -> int:
+    def stream_bytes(self, tensor: Place, codec: str) -> int:
         """Return the size in bytes of a tensor's streams when packed with ``codec``."""
-        side = self.packed[place][codec]
+        side = self.packed[tensor][codec]
         return side.tail.nbytes + sum(stream.nbytes for run in side.runs for stream in run.streams.values())
 
     def values(self) -> int:
@@ -148,9 +148,9 @@ def _recipe(side: str, codec: str, basis: Basis | None) -> Recipe:
 
 
 def _pack(
-    x: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor], prefix: int, recipe: Recipe, place: Place, layers: int
+    x: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor], prefix: int, recipe: Recipe, tensor: Place, layers: int
 ) -> Side:
-    number, side = place
+    number, side = tensor
     codec = recipe.codec(number, layers, side, x.shape[3])
     raw = codec.raw_positions
     chosen_by = None if raw is None else raw.selection_norms(*norms)

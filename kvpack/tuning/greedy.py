@@ -90,6 +90,6 @@ def _gain(first: Point, second: Point) -> float:
     return (first[1] - second[1]) / (second[0] - first[0])
 
 
-def _slope(points: list[Point], number: int) -> float:
-    """Return a key for sorting steps, in which the step with the largest gain is first. The step leads to point ``number``."""
-    return -_gain(points[number - 1], points[number])
+def _slope(points: list[Point], index: int) -> float:
+    """Return a key for sorting steps, in which the step with the largest gain is first. The step leads to point ``index``."""
+    return -_gain(points[index - 1], points[index])

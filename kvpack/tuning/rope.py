@@ -72,7 +72,7 @@ def _candidates(model: Any) -> list[Rope]:
     return [Rope(frequencies, pairing) for frequencies in allowed for pairing in PAIRINGS]
 
 
-def _match_rope(number: int, first: torch.Tensor, others: dict[int, torch.Tensor], candidates: Sequence[Rope]) -> Rope | None:
+def _match_rope(layer_index: int, first: torch.Tensor, others: dict[int, torch.Tensor], candidates: Sequence[Rope]) -> Rope | None:
     if all(_is_close(first, keys) for keys in others.values()):
         return None
     for rope in candidates:
@@ -80,7 +80,7 @@ def _match_rope(number: int, first: torch.Tensor, others: dict[int, torch.Tensor
         if fits and all(_is_close(rope.rotate(first, position), keys) for position, keys in others.items()):
             return rope
     raise InvalidParameter(
-        f"layer {number}: its keys depend on positions, but not through RoPE with the model's frequencies: calibrate without frames "
+        f"layer {layer_index}: its keys depend on positions, but not through RoPE with the model's frequencies: calibrate without frames "
         "(--scope none)"
     )
 

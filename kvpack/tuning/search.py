@@ -164,8 +164,8 @@ def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
         free = {place for place in free if place not in grown_places} | set(grown_places[: len(grown_places) // 2])
 
 
-def _size_grows(search: Search, place: Place, before: str, after: str) -> bool:
-    return search.priced.stream_bytes(place, after) > search.priced.stream_bytes(place, before)
+def _size_grows(search: Search, place: Place, smaller: str, after: str) -> bool:
+    return search.priced.stream_bytes(place, after) > search.priced.stream_bytes(place, smaller)
 
 
 def _neighbors(search: Search, place: Place, codec: str) -> list[str]:

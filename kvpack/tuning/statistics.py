@@ -214,15 +214,15 @@ class Statistics:
         return KeyMoments(*(torch.zeros_like(first[name]) if part is None else part for name, part in zip(MOMENTS, tensors, strict=True)))
 
     @staticmethod
-    def _named_views(number: int, pair: tuple[torch.Tensor, torch.Tensor], framing: Framing | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, view) for the keys of layer ``number``, its values and, with ``framing``, the frames of each.
+    def _named_views(layer_index: int, pair: tuple[torch.Tensor, torch.Tensor], framing: Framing | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, view) for the keys of layer ``layer_index``, its values and, with ``framing``, the frames of each.
 
         The views are ``[batch, part, token, channel]``.
         """
         for side, values in zip("kv", pair, strict=True):
-            yield f"{number}.{side}", values
+            yield f"{layer_index}.{side}", values
             if framing is not None:
-                yield f"{number}.{side}.frames", framing.view(number, side, values)
+                yield f"{layer_index}.{side}.frames", framing.view(layer_index, side, values)
 
     def _count(self, name: str, values: torch.Tensor, counted: torch.Tensor, chosen: torch.Tensor) -> None:
         x = values[0].to(torch.float64)[:, counted]

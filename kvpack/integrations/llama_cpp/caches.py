@@ -197,12 +197,12 @@ def _check_origin(cache: Cache) -> None:
         )
 
 
-def _check_opaque(number: int, layer_tokens: int, tokens: int, window: int | None) -> None:
+def _check_opaque(layer_index: int, layer_tokens: int, tokens: int, window: int | None) -> None:
     """Raise InvalidParameter if a layer of unpacked blocks has more tokens than llama.cpp saves for a cache of ``tokens`` tokens."""
-    _check_token_count(number, layer_tokens, tokens, window)
+    _check_token_count(layer_index, layer_tokens, tokens, window)
     if layer_tokens > _max_saved_tokens(tokens, window):
         raise InvalidParameter(
-            f"layer {number} holds {layer_tokens} tokens, expected at most {_max_saved_tokens(tokens, window)} of {tokens}"
+            f"layer {layer_index} holds {layer_tokens} tokens, expected at most {_max_saved_tokens(tokens, window)} of {tokens}"
         )
 
 
@@ -361,17 +361,19 @@ def _ids(cache: Cache) -> bytes:
     return inputs.token_ids
 
 
-def _saved_tokens(number: int, layer: Layer, latents: bool, tokens: int, window: int | None) -> int:
+def _saved_tokens(layer_index: int, layer: Layer, latents: bool, tokens: int, window: int | None) -> int:
     """Return how many of a layer's newest tokens llama.cpp saves."""
     if layer.k is None or (layer.v is None) != latents or layer.states:
         contents = "no values, unlike layer 0" if layer.v is None else "values, unlike layer 0"
         contents = "states" if layer.states else "no keys" if layer.k is None else contents
-        raise InvalidParameter(f"layer {number} contains {contents}: for llama.cpp, kvpack writes only keys and values, or only latents")
+        raise InvalidParameter(
+            f"layer {layer_index} contains {contents}: for llama.cpp, kvpack writes only keys and values, or only latents"
+        )
     if layer.k.batch != 1:
-        raise InvalidParameter(f"layer {number} holds {layer.k.batch} sequences, but a sequence state holds one")
+        raise InvalidParameter(f"layer {layer_index} holds {layer.k.batch} sequences, but a sequence state holds one")
     if layer.seen_tokens != tokens:
-        raise InvalidParameter(f"layer {number} ends after token {layer.seen_tokens}, but the cache ends after token {tokens}")
-    _check_token_count(number, layer.tokens, tokens, window)
+        raise InvalidParameter(f"layer {layer_index} ends after token {layer.seen_tokens}, but the cache ends after token {tokens}")
+    _check_token_count(layer_index, layer.tokens, tokens, window)
     return min(layer.tokens, _max_saved_tokens(tokens, window))
 
 
@@ -379,8 +381,8 @@ def _max_saved_tokens(tokens: int, window: int | None) -> int:
     return tokens if window is None else min(tokens, window)
 
 
-def _check_token_count(number: int, layer_tokens: int, tokens: int, window: int | None) -> None:
+def _check_token_count(layer_index: int, layer_tokens: int, tokens: int, window: int | None) -> None:
     """Raise InvalidParameter unless a layer has all ``tokens`` tokens, or all that the next token can attend to with ``window``."""
     if layer_tokens < (tokens if window is None else max(1, min(tokens, window - 1))):
         needed = f"but a window of {window} includes the previous {window - 1}" if window else "so it needs a sliding window: pass windows="
-        raise InvalidParameter(f"layer {number} holds the newest {layer_tokens} of {tokens} tokens, {needed}")
+        raise InvalidParameter(f"layer {layer_index} holds the newest {layer_tokens} of {tokens} tokens, {needed}")

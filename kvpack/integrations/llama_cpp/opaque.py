@@ -90,8 +90,8 @@ def opaque_ids(cache: Cache) -> bytes:
     return bytes(state.cpu().numpy().data)
 
 
-def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) -> tuple[int, list[tuple[CellBlock, memoryview]]]:
-    """Return the number of cells in layer ``number``, and its keys and values in llama.cpp's layout.
+def opaque_blocks(layer_index: int, layer: Layer, transposed: bool, latents: bool) -> tuple[int, list[tuple[CellBlock, memoryview]]]:
+    """Return the number of cells in layer ``layer_index``, and its keys and values in llama.cpp's layout.
 
     Raises InvalidParameter. The message names the layer.
     """
@@ -103,13 +103,13 @@ def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) ->
     ):
         held = " and ".join([*layer.sides, *layer.states])
         how = "values of 16 or 32 bits, which are transposed" if transposed else "only keys" if latents else "keys and values"
-        raise InvalidParameter(f"layer {number} holds {held}: expected the states of {how}, such as k.q4_1 and v.fp16")
+        raise InvalidParameter(f"layer {layer_index} holds {held}: expected the states of {how}, such as k.q4_1 and v.fp16")
     cells = {rows.shape[1] for _, rows in named.values()}
     for side, (kind, rows) in named.items():
         size = BLOCKS[kind].size if kind in BLOCKS else TYPES[kind][1]
         if rows.dtype != torch.uint8 or rows.dim() != 3 or rows.shape[0] != 1 or rows.shape[2] % size or len(cells) != 1:
             raise InvalidParameter(
-                f"layer {number}: the state {side}.{kind} is {rows.dtype} {list(rows.shape)}, expected uint8 [1, token, byte] with a "
+                f"layer {layer_index}: the state {side}.{kind} is {rows.dtype} {list(rows.shape)}, expected uint8 [1, token, byte] with a "
                 f"multiple of {size} bytes, and as many tokens as its other states"
             )
         data = rows[0].cpu()

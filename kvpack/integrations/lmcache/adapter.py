@@ -232,9 +232,9 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._pool.submit(run)
         return number
 
-    def _pop_task(self, kind: str, number: int) -> Any:
+    def _pop_task(self, kind: str, task_id: int) -> Any:
         with self._lock:
-            return self._done[kind].pop(number, None)
+            return self._done[kind].pop(task_id, None)
 
     def _open_stores(self) -> list[PageStore]:
         with self._lock:
@@ -285,9 +285,9 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _store_objects(self, keys: list[Any], objects: list[Any]) -> Any:
         new: dict[Any, int] = {}
 
-        def put(store: PageStore, numbers: list[int], pages: list[PageBuffer]) -> list[bool]:
-            stored, put_now = store.put_new([key_bytes(keys[number]) for number in numbers], pages, [0] * len(numbers))
-            new.update({keys[number]: store.codec.nbytes for number, is_new in zip(numbers, put_now, strict=True) if is_new})
+        def put(store: PageStore, indices: list[int], pages: list[PageBuffer]) -> list[bool]:
+            stored, put_now = store.put_new([key_bytes(keys[number]) for number in indices], pages, [0] * len(indices))
+            new.update({keys[number]: store.codec.nbytes for number, is_new in zip(indices, put_now, strict=True) if is_new})
             return stored
 
         stored = self._map_objects("store", keys, lambda number: self._page_of(keys[number], objects[number]), put)
@@ -297,20 +297,20 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return L2StoreResult(all(stored), sum(new.values()))
 
     def _lookup_result(self, keys: list[Any], layouts: Any) -> Any:
-        def store_of(number: int) -> tuple[PageStore, None] | None:
-            layout = layouts.get(keys[number].object_group_id)
+        def store_of(index: int) -> tuple[PageStore, None] | None:
+            layout = layouts.get(keys[index].object_group_id)
             return None if layout is None or len(layout.shapes) != 1 else (self._get_store(layout.shapes[0], layout.dtypes[0]), None)
 
-        def find(store: PageStore, numbers: list[int], _: Any) -> list[bool]:
-            return store.contains([key_bytes(keys[number]) for number in numbers])
+        def find(store: PageStore, indices: list[int], _: Any) -> list[bool]:
+            return store.contains([key_bytes(keys[number]) for number in indices])
 
         result = self._map_objects("lookup", keys, store_of, find)
         self._accounts.report_missing([key for key, present in zip(keys, result, strict=True) if not present])
         return _bitmap(result)
 
     def _load_objects(self, keys: list[Any], objects: list[Any]) -> Any:
-        def load(store: PageStore, numbers: list[int], pages: list[PageBuffer]) -> list[bool]:
-            return store.get_into([key_bytes(keys[number]) for number in numbers], pages, [0] * len(numbers))
+        def load(store: PageStore, indices: list[int], pages: list[PageBuffer]) -> list[bool]:
+            return store.get_into([key_bytes(keys[number]) for number in indices], pages, [0] * len(indices))
 
         loaded = self._map_objects("load", keys, lambda number: self._page_of(keys[number], objects[number]), load)
         self._notify_keys_accessed([key for key, success in zip(keys, loaded, strict=True) if success])

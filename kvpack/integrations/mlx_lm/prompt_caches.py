@@ -206,18 +206,19 @@ def _parse_integer(where: str, text: str) -> int:
 
 
 def _stored_layer(
-    number: int, layer: Layer, pair: list[torch.Tensor], window: int | None
+    layer_index: int, layer: Layer, pair: list[torch.Tensor], window: int | None
 ) -> tuple[str, list[torch.Tensor], tuple[int, ...]]:
     """Return mlx-lm's class for a layer, the layer's arrays, and its counts in the class's order."""
-    held = f"layer {number} holds the newest {layer.tokens} of {layer.seen_tokens} tokens"
+    held = f"layer {layer_index} holds the newest {layer.tokens} of {layer.seen_tokens} tokens"
     if max(layer.seen_tokens, window or 0) > _MAX_COUNT:
         raise InvalidParameter(
-            f"layer {number} has {layer.seen_tokens} tokens{f' and a window of {window}' if window else ''}, but mlx-lm supports at most "
+            f"layer {layer_index} has {layer.seen_tokens} tokens{f' and a window of {window}' if window else ''}, but mlx-lm supports at "
+            "most "
             f"{_MAX_COUNT}: export fewer tokens"
         )
     if window is None:
         if layer.skipped:
-            raise InvalidParameter(f"{held}: pass its sliding window, such as windows={{{number}: {layer.tokens + 1}}}")
+            raise InvalidParameter(f"{held}: pass its sliding window, such as windows={{{layer_index}: {layer.tokens + 1}}}")
         return _WHOLE[0], pair, (layer.tokens,)
     if layer.skipped and layer.tokens < window - 1:
         raise InvalidParameter(f"{held}, but a window of {window} needs {window - 1} before the next token: export a cache that keeps them")

@@ -214,10 +214,10 @@ class KvpackCache(PassCalls):
         self._forward = None if model is None or self.graphs is None else ForwardSwitch.of(model)
         self._metadata = {} if cache is None else dict(cache.metadata)
 
-    def _layer(self, number: int, has_sides: bool, window: int | None, decoding: Decoding, states: int) -> Any:
+    def _layer(self, layer_index: int, has_sides: bool, window: int | None, decoding: Decoding, states: int) -> Any:
         if states:
-            return PackedStateLayer(self.live, number, window, decoding, states) if has_sides else StateLayer(number, states)
-        return PackedLayer(self.live, number, window, decoding) if has_sides else EmptyLayer()
+            return PackedStateLayer(self.live, layer_index, window, decoding, states) if has_sides else StateLayer(layer_index, states)
+        return PackedLayer(self.live, layer_index, window, decoding) if has_sides else EmptyLayer()
 
     @classmethod
     def load(

@@ -65,8 +65,8 @@ class StepGraphs:
     warnings.
     """
 
-    def __init__(self, cache: Any, number: int, requested: bool) -> None:
-        self._cache, self._number, self._requested = weakref.ref(cache), number, requested
+    def __init__(self, cache: Any, layer_index: int, requested: bool) -> None:
+        self._cache, self._number, self._requested = weakref.ref(cache), layer_index, requested
         self._kind: Hashable = None
         self._eager, self._launches = 0, -1
         self._graph: _Graph | None = None
@@ -208,7 +208,7 @@ class _Graph:
         cache: Any,
         call: Callable[..., Any],
         step: _Step,
-        number: int,
+        layer_index: int,
         snapshot: Callable[[], ModelSnapshot],
     ) -> None:
         device = step.ids.device
@@ -218,7 +218,7 @@ class _Graph:
             self._starts = None if step.starts is None else step.starts.clone()
         step_arguments = {"input_ids": self._ids, "position_ids": self._positions, "attention_mask": None}
         # Half the current length never occurs in a replay, and is valid everywhere.
-        self.min_length = max(1, cache.live.seen_tokens(number) // 2)
+        self.min_length = max(1, cache.live.seen_tokens(layer_index) // 2)
         owner.captured = CapturedStep(self._starts, self.min_length)
         try:
             with cache.live.capturing(), cache.passes.without_recording():
@@ -236,9 +236,9 @@ class _Graph:
         snapshot = self._snapshot()
         return snapshot is not None and snapshot.unchanged()
 
-    def replay(self, cache: Any, step: _Step, number: int) -> Any:
+    def replay(self, cache: Any, step: _Step, layer_index: int) -> Any:
         """Replay the graph with the inputs of ``step``, and return the result."""
-        before = cache.live.seen_tokens(number)
+        before = cache.live.seen_tokens(layer_index)
         self._ids.copy_(step.ids)
         if step.positions is None:
             self._positions.fill_(before)
@@ -449,16 +449,16 @@ def _same_values(first: Any, second: Any) -> bool:
 
 
 def step_graphs(
-    cache: Any, number: int, requested: bool | None, model: torch.nn.Module | None, name: str, obstacle: str
+    cache: Any, layer_index: int, requested: bool | None, model: torch.nn.Module | None, name: str, obstacle: str
 ) -> StepGraphs | None:
     """Return an object that replays decode steps of ``cache``, or None if graphs are not used.
 
-    ``number`` is the number of the first layer with tokens. ``requested`` is the user's choice. If it is True, a KvpackWarning reports what
-    prevents graphs.
+    ``layer_index`` is the index of the first layer with tokens. ``requested`` is the user's choice. If it is True, a KvpackWarning reports
+    what prevents graphs.
     """
     requested_or_default = requested if requested is not None else model is not None and may_replay(model)
     if requested_or_default and not obstacle:
-        return StepGraphs(cache, number, bool(requested))
+        return StepGraphs(cache, layer_index, bool(requested))
     if requested:
         warnings.warn(f"decode steps of {name} run without CUDA graphs: {obstacle}", KvpackWarning, stacklevel=4)
     return None

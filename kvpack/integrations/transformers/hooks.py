@@ -100,12 +100,12 @@ class _HooksReference:
         return None if hooks is None else hooks.encoder_calls.sources(arguments.get("encoder_hidden_states"))
 
 
-def _before(hooks: _HooksReference, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before(hooks: _HooksReference, module_index: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     arguments = named_arguments(module, args, kwargs)
     past = cache_in(arguments)
     compiled = _compiled_calls(past, arguments) if torch.compiler.is_dynamo_compiling() else None
     if compiled is not None:
-        compiled.compiled_begin(number, arguments)
+        compiled.compiled_begin(module_index, arguments)
         return
     for passes in [*pass_trackers(past), *hooks.recordings()]:
         passes.enter(module, arguments)
@@ -130,13 +130,13 @@ def _after_encoder(hooks: _HooksReference, module: torch.nn.Module, args: tuple[
 
 
 def _after_call(
-    hooks: _HooksReference, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    hooks: _HooksReference, module_index: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
     arguments = named_arguments(module, args, kwargs)
     past = cache_in(arguments)
     compiled = _compiled_calls(past, arguments) if torch.compiler.is_dynamo_compiling() else None
     if compiled is not None:
-        compiled.compiled_end(number)
+        compiled.compiled_end(module_index)
         return
     for passes in [*pass_trackers(past), *hooks.recordings()]:
         passes.leave(module, arguments, output)

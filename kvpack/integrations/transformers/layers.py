@@ -35,10 +35,11 @@ class Decoding:
             "each call with such a mask decodes the keys and values of its layer"
         )
 
-    def warn_about_read(self, number: int, name: str) -> None:
-        """Issue a KvpackWarning, but at most one in total, that ``name`` ("keys" or "values") of layer ``number`` was read."""
+    def warn_about_read(self, layer_index: int, name: str) -> None:
+        """Issue a KvpackWarning, but at most one in total, that ``name`` ("keys" or "values") of layer ``layer_index`` was read."""
         self._warn(
-            f"layers[{number}].{name} was read, which decodes all {name} of the layer: cache.packed[{number}] is the packed layer; for "
+            f"layers[{layer_index}].{name} was read, which decodes all {name} of the layer: cache.packed[{layer_index}] is the packed "
+            "layer; for "
             "attention that reads tensors, use KvpackCache(..., dense=True)"
         )
 
@@ -75,8 +76,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, live: LiveCache, number: int, window: int | None, decoding: Decoding) -> None:
-        self.live, self.number, self.window = live, number, window
+    def __init__(self, live: LiveCache, layer_index: int, window: int | None, decoding: Decoding) -> None:
+        self.live, self.number, self.window = live, layer_index, window
         self.is_initialized = True
         self._decoding = decoding
         # True if the oldest tokens were or will be dropped. Without a window, none are.
@@ -215,33 +216,35 @@ def check_attention_window(layer_window: int | None, attention_window: int | Non
         )
 
 
-def check_continues(live: LiveCache, layer: Any, number: int, following: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise InvalidParameter unless the keys ``k`` and values ``v`` continue layer ``number``.
+def check_continues(live: LiveCache, layer: Any, layer_index: int, following: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise InvalidParameter unless the keys ``k`` and values ``v`` continue layer ``layer_index``.
 
     ``following`` is the number of the next layer that receives tokens.
     """
     for name, states_or_other in (("keys", k), ("values", v)):
         if not isinstance(states_or_other, torch.Tensor) or states_or_other.dim() != 4:
-            raise InvalidType(f"layers[{number}]: {name} are {describe(states_or_other)}, expected a tensor [batch, kv_head, token, dim]")
-    shapes, seen = live.shapes(number), live.seen_tokens(number)
+            raise InvalidType(
+                f"layers[{layer_index}]: {name} are {describe(states_or_other)}, expected a tensor [batch, kv_head, token, dim]"
+            )
+    shapes, seen = live.shapes(layer_index), live.seen_tokens(layer_index)
     if not shapes and not isinstance(layer, EmptyLayer):
         return
     for name, side, states in (("keys", "k", k), ("values", "v", v)):
         if side not in shapes:
             raise InvalidParameter(
-                f"layers[{number}] of the cache has no {name}, but the model's layer does: load the model that computed the cache"
+                f"layers[{layer_index}] of the cache has no {name}, but the model's layer does: load the model that computed the cache"
             )
         shape = states.shape[0], states.shape[1], states.shape[3]
         # A layer without tokens accepts any batch size.
         held = shapes[side] if seen else (shape[0], *shapes[side][1:])
         if shape != held:
             raise InvalidParameter(
-                f"layers[{number}]: {name} of shape {list(states.shape)} do not continue the cache: batch, heads and dim are "
+                f"layers[{layer_index}]: {name} of shape {list(states.shape)} do not continue the cache: batch, heads and dim are "
                 f"{list(shape)}, expected {list(held)}"
             )
     if (ahead := live.seen_tokens(following) - seen) < 0:
         raise InvalidParameter(
-            f"layers[{number}] has seen {seen} tokens, but layers[{following}] has seen {live.seen_tokens(following)}, because a "
+            f"layers[{layer_index}] has seen {seen} tokens, but layers[{following}] has seen {live.seen_tokens(following)}, because a "
             f"forward pass failed between them: call crop({ahead}) to drop what it added"
         )
 

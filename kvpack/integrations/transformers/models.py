@@ -124,10 +124,10 @@ class ExpectedLayers:
     def _cache_layers(self) -> list[bool]:
         return [isinstance(layer, CacheLayerMixin) for layer in self._layers]
 
-    def _check_layer(self, number: int, layer: Any) -> None:
+    def _check_layer(self, layer_index: int, layer: Any) -> None:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer, *_STATE_LAYERS):
             raise InvalidParameter(
-                f"layers[{number}] of {self.name} keeps a {type(layer).__name__}, but a packed cache holds only keys, values, and the "
+                f"layers[{layer_index}] of {self.name} keeps a {type(layer).__name__}, but a packed cache holds only keys, values, and the "
                 "states of recurrent and convolution layers"
             )
 

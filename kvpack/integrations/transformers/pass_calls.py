@@ -109,9 +109,9 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         """Return True if the current pass over the cache is a call of ``model`` and is not part of another recording."""
         return self._hooks is not None and not self._hooks.recordings and self.passes.is_running(model)
 
-    def watched(self, number: int) -> torch.nn.Module | None:
+    def watched(self, module_index: int) -> torch.nn.Module | None:
         """Return the module with hooks that has this index, or None if the module no longer exists."""
-        return None if self._hooks is None else self._hooks.inside[number]()
+        return None if self._hooks is None else self._hooks.inside[module_index]()
 
     def decode(self, layer: int, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return dense keys and values of one layer, for a mask over the tokens to which ``queries`` queries may attend.

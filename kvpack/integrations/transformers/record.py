@@ -80,15 +80,19 @@ class Record:
         other.sources = list(self.sources)
         return other
 
-    def add(self, tokens: int, seen: Pass | None) -> None:
-        """Add ``tokens`` tokens of one forward pass. ``seen`` is the pass, or None if it was not recorded."""
+    def add(self, tokens: int, recorded_pass: Pass | None) -> None:
+        """Add ``tokens`` tokens of one forward pass. ``recorded_pass`` is the pass, or None if it was not recorded."""
         # If the source of the first tokens is unknown, so is the source of all.
-        pass_sources = None if seen is None or not tokens or (self.tokens and not self.sources) else seen.sources
+        pass_sources = None if recorded_pass is None or not tokens or (self.tokens and not self.sources) else recorded_pass.sources
         if pass_sources is not None and all(first_difference(sources, pass_sources) is not None for sources in self.sources):
             self.sources.append(pass_sources)
-        self._pending.append((self.tokens, self.tokens + tokens, seen))
+        self._pending.append((self.tokens, self.tokens + tokens, recorded_pass))
         self.tokens += tokens
-        masks = sum(seen.visible.numel() for _, _, seen in self._pending if seen is not None and seen.visible is not None)
+        masks = sum(
+            recorded_pass.visible.numel()
+            for _, _, recorded_pass in self._pending
+            if recorded_pass is not None and recorded_pass.visible is not None
+        )
         if len(self._pending) >= _MAX_PENDING_PASSES or masks > _MAX_PENDING_BYTES:
             self._read_pending()
 
@@ -138,8 +142,7 @@ class Record:
         return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in texts)
 
     def first_mismatch(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
-        """Return (token, row, known id, other id) for the first id in ``ids``, ``[batch, token]``, that differs. If none does, return None.
-        """
+        """Return (token, row, known id, other id) for the first of ``ids``, ``[batch, token]``, that differs, or None if none does."""
         self._read_pending()
         recorded = self._ids[:, : ids.shape[1]]
         if not recorded.shape[1] or ids.shape[0] % recorded.shape[0]:
@@ -236,24 +239,24 @@ class Record:
             self._visible = None
             self._findings = [finding for finding in self._findings if finding.text != PADDED]
 
-    def _record_mask(self, start: int, stop: int, seen: Pass) -> list[str]:
+    def _record_mask(self, start: int, stop: int, recorded_pass: Pass) -> list[str]:
         """Record which tokens of ``[start:stop]`` the mask of their pass hid, and return notes about them."""
-        mask = seen.visible
+        mask = recorded_pass.visible
         if mask is not None and mask.shape[1] != stop:
             return [MASKED]
-        if self._visible is None and (mask is None or not seen.hides_tokens):
+        if self._visible is None and (mask is None or not recorded_pass.hides_tokens):
             return []
         if mask is None:
             assert self._visible is not None
             mask = torch.ones(1, stop, dtype=torch.bool, device="cpu")
         mask = mask.cpu()
         before = torch.ones(1, start, dtype=torch.bool, device="cpu") if self._visible is None else self._visible
-        rows = max(mask.shape[0], before.shape[0], 1 if seen.ids is None else seen.ids.shape[0])
+        rows = max(mask.shape[0], before.shape[0], 1 if recorded_pass.ids is None else recorded_pass.ids.shape[0])
         if rows % mask.shape[0] or rows % before.shape[0]:
             return [MASKED]
         mask, before = mask.expand(rows, -1), before.expand(rows, -1)
         self._visible = torch.cat([before, mask[:, start:]], 1)
-        return [PADDED if seen.counts_visible and torch.equal(mask[:, :start], before) else MASKED]
+        return [PADDED if recorded_pass.counts_visible and torch.equal(mask[:, :start], before) else MASKED]
 
     def _read_pending(self) -> None:
         pending, self._pending = self._pending, []

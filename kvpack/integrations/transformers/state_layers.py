@@ -29,9 +29,9 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, number: int, count: int) -> None:
+    def __init__(self, layer_index: int, count: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=count)
-        self.state_number = number
+        self.state_number = layer_index
 
     @property
     def states(self) -> dict[str, torch.Tensor]:
@@ -94,9 +94,9 @@ class PackedStateLayer(StateLayer, PackedLayer):
     # Otherwise generate would compile the model, as it does for static caches.
     is_compileable = False
 
-    def __init__(self, live: LiveCache, number: int, window: int | None, decoding: Decoding, count: int) -> None:
-        PackedLayer.__init__(self, live, number, window, decoding)
-        StateLayer.__init__(self, number, count)
+    def __init__(self, live: LiveCache, layer_index: int, window: int | None, decoding: Decoding, count: int) -> None:
+        PackedLayer.__init__(self, live, layer_index, window, decoding)
+        StateLayer.__init__(self, layer_index, count)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocate the states. Packed keys and values get their shapes from the first tokens."""

@@ -115,8 +115,8 @@ class PackedStates:
     Any other use raises InvalidParameter with advice.
     """
 
-    def __init__(self, cache: Any, number: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.cache, self.number = cache, number
+    def __init__(self, cache: Any, layer_index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.cache, self.number = cache, layer_index
         self._queries, self._dtype, self._dim = k.shape[2], k.dtype, v.shape[3]
         self._computed = (k, v) if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad) else ()
 

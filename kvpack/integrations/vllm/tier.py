@@ -155,9 +155,9 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         before = sorted((key for key, position in positions.items() if position < first), key=lambda key: positions[key])
         ordered = replace(job_metadata, keys=keys, chunk_ids=[chunks[key] for key in keys])
 
-        def put(to: GroupStore, keys: list[bytes], places: list[int], group: int) -> Job:
+        def put(group_store: GroupStore, keys: list[bytes], places: list[int], group: int) -> Job:
             ancestors = [bytes(key) for key in before if get_offload_group_idx(key) == group]
-            return to.store.submit_put(keys, to.pages, places, ancestors=ancestors)
+            return group_store.store.submit_put(keys, group_store.pages, places, ancestors=ancestors)
 
         self._begin(ordered, put)
 

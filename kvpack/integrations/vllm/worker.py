@@ -40,12 +40,12 @@ class _Transfer:
 
     def __init__(
         self,
-        number: int,
+        job_id: int,
         parts: list[tuple[GroupPart, torch.Tensor, PageJob]],
         land: Callable[[GroupPart, torch.Tensor, PageJob], None],
         stream: Any,
     ) -> None:
-        self.number, self._parts, self._land, self._stream = number, parts, land, stream
+        self.number, self._parts, self._land, self._stream = job_id, parts, land, stream
         self._begun, self._landed = time.perf_counter(), False
         self._event: Any = None
 

@@ -116,7 +116,7 @@ def _library_outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
 
 
 def calls(recipe: kvpack.Recipe, shape: Shape = Shape()) -> dict[str, Callable[[], object]]:  # noqa: B008
-    """Return calls by name, whose kernels ``collect_kernels`` can collect. They use caches of ``shape`` packed with ``recipe``."""
+    """Return functions by name, for use with ``collect_kernels``. Each calls kvpack with caches of ``shape`` packed with ``recipe``."""
     pairs = {tokens: random_pairs(shape, tokens) for tokens in TOKENS}
     caches = {tokens: kvpack.pack(layers, recipe) for tokens, layers in pairs.items()}
     result: dict[str, Callable[[], object]] = {}

@@ -16,7 +16,7 @@ from kvpack.evaluation.windows import PASS_TOKENS, Comparison, RecipeResult, mea
 from kvpack.formats.arguments import as_integer, check_callback, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.identity.fingerprint import dtype_text, model_name
-from kvpack.integrations.transformers.attention_switch import Switch
+from kvpack.integrations.transformers.attention_switch import AttentionSwitch
 from kvpack.integrations.transformers.models import execution_device
 from kvpack.models import ByteTokenizer
 
@@ -135,7 +135,7 @@ def evaluate(
     source = next((recipe.basis for recipe in parsed.values() if recipe.basis is not None), None)
     words = [tokenize(f"text {number}", text, tokenizer or ByteTokenizer()) for number, text in enumerate(text_list, 1)]
     places, sizes = _window_starts(words, model, tokens, scored_tokens, windows, step, seed)
-    switch = Switch.of(model)
+    switch = AttentionSwitch.of(model)
     try:
         result = _measure(model, places, sizes, parsed, progress)
     finally:

@@ -82,7 +82,7 @@ def run(
     if unknown := set(rows or ()) - set(ROWS):
         raise InvalidParameter(f"--row is {sorted(unknown)[0]!r}, expected one of {', '.join(ROWS)}")
     _check_recipe(recipe)
-    scale = _Scale(location, recipe)
+    scale = _ScaleBenchmark(location, recipe)
     report: dict[str, Any] = {"location": shown_location(location), "recipe": recipe, "entries": entries, "rows": {}}
     report["put"] = scale.fill(entries, progress)
     for name in rows or ROWS:
@@ -119,7 +119,7 @@ class _EntryTemplate:
         return [memoryview(text), memoryview(header), memoryview(self._payload)]
 
 
-class _Scale:
+class _ScaleBenchmark:
     def __init__(self, location: str, recipe: str) -> None:
         self._location, self._identity = location, Identity("bench", recipe, weights="scale")
         x = torch.randn(1, 1, CHUNK, DIM, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)

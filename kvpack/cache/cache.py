@@ -387,14 +387,12 @@ def _join_layers(layer_index: int, layers: Sequence[Layer]) -> Layer:
         if (first.k is None, first.v is None) != (second.k is None, second.v is None):
             raise NotConsecutive(
                 f"layers[{layer_index}] has {list(first.sides)} in one cache, but {list(second.sides)} in the next: join caches with the "
-                "same "
-                "keys and values in every layer"
+                "same keys and values in every layer"
             )
         if first.states.keys() != second.states.keys():
             raise NotConsecutive(
                 f"layers[{layer_index}] has the states {list(first.states)} in one cache, but {list(second.states)} in the next: join "
-                "caches "
-                "with the same states"
+                "caches with the same states"
             )
     with prefix_errors(f"layers[{layer_index}]", NotConsecutive):
         k, v = [layer.k for layer in layers if layer.k], [layer.v for layer in layers if layer.v]

@@ -82,7 +82,7 @@ class Layer(PackedObject):
             return self
         if self.states:
             raise OutOfBounds(
-                f"tokens [{start}:{stop}] were requested from a layer with states {_names(self)}, which belong to its last token: "
+                f"tokens [{start}:{stop}] were requested from a layer with states {_state_names(self)}, which belong to its last token: "
                 "use the whole layer"
             )
         if not self.sides:
@@ -110,8 +110,8 @@ class Layer(PackedObject):
         """
         if self.states:
             raise InvalidParameter(
-                f"{where}: tokens cannot be appended to a layer with recurrent or convolution states {_names(self)}, because the states "
-                "would not include them"
+                f"{where}: tokens cannot be appended to a layer with recurrent or convolution states {_state_names(self)}, because the "
+                "states would not include them"
             )
         new, first = {}, None if start is None else start + self.skipped
         for name, side, x in (("k", self.k, k), ("v", self.v, v)):
@@ -161,7 +161,7 @@ def _norms_between(side: Side, appended: torch.Tensor, start: int, stop: int) ->
     return torch.cat([older, dispatch.norms(appended)], 2)[:, :, : stop - start]
 
 
-def _names(layer: Layer) -> str:
+def _state_names(layer: Layer) -> str:
     return f"({', '.join(layer.states)})"
 
 
@@ -180,9 +180,8 @@ def slice_layer(layer: Layer, layer_index: int, tokens: tuple[int, int], first: 
         raise OutOfBounds(f"tokens [{start}:{stop}] were requested from layers[{layer_index}], {fault}")
     if layer.states and stop != count:
         raise OutOfBounds(
-            f"tokens [{start}:{stop}] of {count} were requested, but layers[{layer_index}] has its states {_names(layer)} only after the "
-            "last "
-            f"token: request tokens up to {count}"
+            f"tokens [{start}:{stop}] of {count} were requested, but layers[{layer_index}] has its states {_state_names(layer)} only after "
+            f"the last token: request tokens up to {count}"
         )
     with prefix_errors(f"layers[{layer_index}]", OutOfBounds):
         # The states after the last token belong to every range that ends there.

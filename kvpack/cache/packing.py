@@ -368,11 +368,11 @@ def _pack_pair(
             if side == "k":
                 outlier = _outlier_channel(x, codec, layer_indices.start)
         else:
-            both.append([_stored(x, codec, window, where)])
+            both.append([_store_unchanged(x, codec, window, where)])
     return list(zip(*both, strict=True)), outlier
 
 
-def _stored(x: EngineEncoded, codec: Codec, window: int, where: str) -> Side:
+def _store_unchanged(x: EngineEncoded, codec: Codec, window: int, where: str) -> Side:
     """Return values in an engine's format as a side that stores them bit for bit. Raises InvalidParameter if ``codec`` cannot store them.
     """
     # So no token has to be raw.

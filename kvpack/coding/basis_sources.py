@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def load_basis(source: Basis | str | os.PathLike[str]) -> Basis:
-    """Return the basis that the caller passes for packing, as an object or as a path. Raises the same errors as ``Basis.load``."""
+    """Return the basis for packing. ``source`` is a Basis, or the path of its file. Raises the same errors as ``Basis.load``."""
     untyped: Any = source
     if isinstance(untyped, Basis):
         return untyped

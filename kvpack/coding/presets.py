@@ -98,7 +98,7 @@ def kvpack_codec(side: str, bits: int, trellis: bool) -> str:
 
     The codec for keys stores the mean of each page separately, and scales the channels to similar sizes.
     """
-    return f"{_kvpack_words(side, bits, trellis, bits)}{',mean=128,channel_scale=fp16' if side == 'k' else ''}"
+    return f"{_kvpack_codec_text(side, bits, trellis, bits)}{',mean=128,channel_scale=fp16' if side == 'k' else ''}"
 
 
 def calibrated_codec(side: str, bits: int, trellis: bool, average_bits: int | None = None) -> str:
@@ -106,25 +106,25 @@ def calibrated_codec(side: str, bits: int, trellis: bool, average_bits: int | No
 
     ``average_bits`` is the recipe's average width, rounded down. Defaults to ``bits``.
     """
-    words = _kvpack_words(side, bits, trellis and bits <= MAX_TRELLIS_BITS, bits if average_bits is None else average_bits)
+    words = _kvpack_codec_text(side, bits, trellis and bits <= MAX_TRELLIS_BITS, bits if average_bits is None else average_bits)
     return f"{words}{',mean=128,frame=centered' if side == 'k' else ''}"
 
 
-def _kvpack_words(side: str, bits: int, trellis: bool, average_bits: int) -> str:
+def _kvpack_codec_text(side: str, bits: int, trellis: bool, average_bits: int) -> str:
     """Return the codec text for ``side`` in kvpack's own presets, without sidecars."""
     if not trellis:
-        return f"scalar:b={bits},rounding=scaled{_norm(side, bits)}"
-    return f"trellis:b={bits}{',states=256' if average_bits <= MAX_SMALL_TRELLIS_BITS else ''}{_norm(side, bits)}"
+        return f"scalar:b={bits},rounding=scaled{_norm_option(side, bits)}"
+    return f"trellis:b={bits}{',states=256' if average_bits <= MAX_SMALL_TRELLIS_BITS else ''}{_norm_option(side, bits)}"
 
 
-def _paper_keys(codec: str, bits: int) -> str:
+def _with_paper_options(codec: str, bits: int) -> str:
     """Add options for separate key means to ``codec``, which is from a paper. If 8-bit norms are precise enough for ``bits`` bits, add
     these too.
     """
-    return f"{codec}{_norm('k', bits)},{_MEANS}"
+    return f"{codec}{_norm_option('k', bits)},{_MEANS}"
 
 
-def _norm(side: str, bits: int) -> str:
+def _norm_option(side: str, bits: int) -> str:
     """Return the option for 8-bit norms, or an empty string if 8-bit norms would be less precise than the codes."""
     return ",norm=log8" if side == "v" or bits <= MAX_LOG8_BITS else ""
 
@@ -155,20 +155,20 @@ def _rotation_presets() -> dict[str, Preset]:
     result = {}
     for b in (2, 3, 4):
         result[f"octopus-{b}"] = Preset(
-            f"k={_paper_keys(f'octahedral:b={b}', b)};v=group:b={b},g=32", "OCTOPUS keys, group-quantized values"
+            f"k={_with_paper_options(f'octahedral:b={b}', b)};v=group:b={b},g=32", "OCTOPUS keys, group-quantized values"
         )
     for b in (2, 3, 4):
         result[f"turboquant-{b}"] = Preset(
-            f"k={_paper_keys(f'scalar:b={b}', b)};v=group:b={b},g=32", "TurboQuant keys, group-quantized values"
+            f"k={_with_paper_options(f'scalar:b={b}', b)};v=group:b={b},g=32", "TurboQuant keys, group-quantized values"
         )
     for b in (2, 3, 4):
-        recipe = f"k={_paper_keys(f'octahedral:b={b},qjl=fp16', b)};v=group:b={b},g=32"
+        recipe = f"k={_with_paper_options(f'octahedral:b={b},qjl=fp16', b)};v=group:b={b},g=32"
         result[f"octopus-qjl-{b}"] = Preset(recipe, "OCTOPUS-QJL keys, group-quantized values")
     for b in (2, 3, 4):
-        recipe = f"k={_paper_keys(f'scalar:b={b - 1},qjl=fp16', b - 1)};v=group:b={b},g=32"
+        recipe = f"k={_with_paper_options(f'scalar:b={b - 1},qjl=fp16', b - 1)};v=group:b={b},g=32"
         result[f"turboquant-qjl-{b}"] = Preset(recipe, "TurboQuant-QJL keys (1 bit for QJL), group-quantized values")
     words = "scalar:b=2,high=3"
-    result["turboquant-2.5"] = Preset(f"k={_paper_keys(words, 3)};v={words}{_norm('v', 3)}", "TurboQuant+")
+    result["turboquant-2.5"] = Preset(f"k={_with_paper_options(words, 3)};v={words}{_norm_option('v', 3)}", "TurboQuant+")
     for b in (3, 4):
         words = f"b={b},g=4,axis=channel,rotation=signed-hadamard,centre=zero"
         result[f"turboquant-sym{b}-g4"] = Preset(f"kv=group:{words}", "TurboAngle's baseline: symmetric groups of 4 channels")

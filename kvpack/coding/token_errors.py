@@ -331,7 +331,7 @@ def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
     tokens = x.shape[2]
     if tokens < 3 or (least := codec.min_token_rms(run.streams)) is None:
         return None
-    step = sample_step(tokens)
+    step = sample_stride(tokens)
     sample = x[:, :, ::step]
     if run_fits(sample, least):
         return None
@@ -355,7 +355,7 @@ def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
     return factors.nan_to_num(0.0)
 
 
-def sample_step(tokens: int) -> int:
+def sample_stride(tokens: int) -> int:
     """Return every how many tokens ``scale_inflation`` takes a sample from a run of ``tokens`` tokens."""
     return _SAMPLED if tokens >= PAGE_TOKENS else max(1, tokens // _MIN_SAMPLES)
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from kvpack.store.page_store import PageStore
 
 
-class Changes:
+class CounterChanges:
     """Tracks the counters of a store, and returns by how much they have increased."""
 
     def __init__(self, store: PageStore) -> None:

@@ -150,7 +150,7 @@ class LiveCache:
     @property
     def tokens(self) -> int:
         """Number of tokens that the layers have seen. During a forward pass, this is the number in the layer that has seen most."""
-        self._settle()
+        self._count_replayed_tokens()
         return max((layer.seen_tokens for layer in self._layers if layer is not None), default=0)
 
     @property
@@ -160,12 +160,12 @@ class LiveCache:
 
     def seen_tokens(self, layer: int) -> int:
         """Return the number of tokens that ``layer`` has seen. Raises OutOfBounds if the cache has no such layer."""
-        live = self._settled_layer(layer)
+        live = self._layer_after_replays(layer)
         return 0 if live is None else live.seen_tokens
 
     def stored_tokens(self, layer: int) -> int:
         """Return the number of tokens that ``layer`` contains now. Raises OutOfBounds if the cache has no such layer."""
-        live = self._settled_layer(layer)
+        live = self._layer_after_replays(layer)
         return 0 if live is None else live.tokens
 
     def skipped_tokens(self, layer: int) -> int:
@@ -202,7 +202,7 @@ class LiveCache:
             return
         self._check_captured(layer)
         live = self._layer(layer, k, v)
-        self._settled_layer(layer)
+        self._layer_after_replays(layer)
         if live.is_due:
             live.roll()
         live.update(k, v)
@@ -253,7 +253,7 @@ class LiveCache:
                 if result is not None:
                     return result
         self._check_captured(layer)
-        self._settled_layer(layer)
+        self._layer_after_replays(layer)
         if not self._known:
             self._known = True
             both = (candidate.sides for candidate in self._selected_layers(None) if len(candidate.sides) == len(SIDES))
@@ -273,7 +273,7 @@ class LiveCache:
         again. The call synchronizes with a CUDA device. It raises InvalidParameter, with the layer's number, if a value added since the
         last call is not finite.
         """
-        self._settle()
+        self._count_replayed_tokens()
         self._check_finite()
         changed = False
         for number, layer in enumerate(self._layers):
@@ -339,7 +339,7 @@ class LiveCache:
 
         Raises OutOfBounds.
         """
-        live = self._settled_layer(layer)
+        live = self._layer_after_replays(layer)
         if live is None:
             return Layer(None, None)
         check_flag(packed, "packed")
@@ -353,7 +353,7 @@ class LiveCache:
         Tokens that are still raw are returned exactly. Raises OutOfBounds.
         """
         check_floating(dtype)
-        live = self._settled_layer(layer)
+        live = self._layer_after_replays(layer)
         return (None, None) if live is None else live.layer().unpack(dtype)
 
     def freeze(self, *, packed: bool = False) -> Cache:
@@ -370,14 +370,14 @@ class LiveCache:
     def snapshot(self, packed: bool = False) -> Cache:
         """Return a ``Cache`` like ``freeze``, even if a forward pass was interrupted between two layers. Raises InvalidParameter."""
         check_flag(packed, "packed")
-        self._settle()
+        self._count_replayed_tokens()
         self._check_finite()
         return Cache(tuple(self.layer(number, packed) for number in range(len(self))), self._text, self.model, self.start)
 
     def truncate(self, tokens: int, layer: int | None = None) -> None:
         """Keep the first ``tokens`` tokens of every layer, or of one layer. Raises OutOfBounds if some of them have been dropped."""
         tokens = as_integer(tokens, "tokens")
-        self._settle()
+        self._count_replayed_tokens()
         selected = self._selected_layers(layer)
         if tokens and not selected:
             where = "the cache" if layer is None else f"layers[{layer}]"
@@ -427,7 +427,7 @@ class LiveCache:
         return [live for live in (self._layers if layer is None else [self._layer_or_none(layer)]) if live is not None]
 
     def _change_layers(self, change: Callable[[LiveLayer], None], layer: int | None = None) -> None:
-        self._settle()
+        self._count_replayed_tokens()
         for number in range(self._count) if layer is None else [layer]:
             live = self._layer_or_none(number)
             if live is not None:
@@ -448,13 +448,13 @@ class LiveCache:
                 f"layers[{layer}] needs work on the host in every step, so a CUDA graph cannot capture it: run its steps without a graph"
             )
 
-    def _settle(self) -> None:
+    def _count_replayed_tokens(self) -> None:
         """Read from the device how many tokens CUDA graph replays have appended, and add them to the layers' token counts."""
         for steps in self._steps:
             if steps is not None:
                 steps.read_replayed_tokens()
 
-    def _settled_layer(self, layer: int) -> LiveLayer | None:
+    def _layer_after_replays(self, layer: int) -> LiveLayer | None:
         """Return layer ``layer``, or None before its first tokens. Tokens appended by CUDA graph replays are counted first."""
         live, steps = self._layer_or_none(layer), self._steps[layer]
         if steps is not None and steps.captured:

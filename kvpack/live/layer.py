@@ -42,7 +42,7 @@ class LiveLayer:
             side: LiveSide(held, window, self.room, self.raw_tokens, sliding_window is None) for side, held in layer.sides.items()
         }
         self._one_side = next(iter(self.sides.values()))
-        self._wait({})
+        self._defer({})
         self.keeps_past = False
         """True if tokens that no later query sees are kept until ``truncate``."""
         self.version = 0
@@ -102,7 +102,7 @@ class LiveLayer:
         if self.raw_tokens + tokens > self.room:
             with float32_no_grad(self.device):
                 # Copy the tokens, which are encoded at the next update: the caller may reuse its memory.
-                self._wait({name: x.clone(memory_format=torch.contiguous_format) for name, x in given.items()})
+                self._defer({name: x.clone(memory_format=torch.contiguous_format) for name, x in given.items()})
             return
         with float32_no_grad(self.device):
             for name, x in given.items():
@@ -125,7 +125,7 @@ class LiveLayer:
         """Return all tokens as a ``Layer`` that shares the packed bytes and the tail. The result is valid until more tokens are added."""
         return self._layer({name: self._tail(name) for name in self.sides})
 
-    def whole(self) -> Layer:
+    def with_full_tail(self) -> Layer:
         """Return a ``Layer`` that includes the complete tail buffers, with their room for new tokens."""
         return self._layer({name: side.tail for name, side in self.sides.items()})
 
@@ -141,7 +141,7 @@ class LiveLayer:
             return layer
         tails = {name: self._tail(name) for name in self.sides}
         sides = {
-            name: side.freeze(self.raw_tokens, packed, f"{self.name}.{name}", *self._place(side.packed_tokens, tails))
+            name: side.freeze(self.raw_tokens, packed, f"{self.name}.{name}", *self._position_and_norms(side.packed_tokens, tails))
             for name, side in self.sides.items()
         }
         return Layer(sides.get("k"), sides.get("v"), skipped=self.skipped if sides else 0)
@@ -156,11 +156,11 @@ class LiveLayer:
             return
         values = {name: self._tail(name) for name in self.sides}
         pending = self._pending
-        self._wait({})
+        self._defer({})
         try:
             self._encode(values)
         except BaseException:
-            self._wait(pending)
+            self._defer(pending)
             raise
 
     def roll(self) -> bool:
@@ -183,7 +183,7 @@ class LiveLayer:
         if pending:
             # Drop pending tokens first: encoding them would drop older tokens that the remaining ones still see.
             remaining = self.pending_tokens - pending
-            self._wait({name: x[:, :, :remaining] for name, x in self._pending.items()} if remaining else {})
+            self._defer({name: x[:, :, :remaining] for name, x in self._pending.items()} if remaining else {})
             count -= pending
         self.commit()
         with self._update_both_sides():
@@ -200,7 +200,7 @@ class LiveLayer:
                 self._drop_unseen()
 
     def reset(self) -> None:
-        self._wait({})
+        self._defer({})
         self.skipped = self.raw_tokens = 0
         for side in self.sides.values():
             side.keep(0, 0)
@@ -220,7 +220,7 @@ class LiveLayer:
                 side.select(indices)
         self.version += 1
 
-    def _wait(self, pending: dict[str, torch.Tensor]) -> None:
+    def _defer(self, pending: dict[str, torch.Tensor]) -> None:
         """Keep ``pending``, the keys and values of a long update, until attention over them has been computed."""
         self._pending = pending
         self.pending_tokens = next(iter(pending.values())).shape[2] if pending else 0
@@ -236,7 +236,7 @@ class LiveLayer:
         whole = max(dropped, self._windows(tokens)) if dropped else self._encodable_tokens(tokens)
         with float32_no_grad(self.device), self._update_both_sides():
             firsts = {name: self.older_tokens + dropped if dropped else side.packed_tokens for name, side in self.sides.items()}
-            places = {first: self._place(first, values) for first in set(firsts.values())}
+            places = {first: self._position_and_norms(first, values) for first in set(firsts.values())}
             encoded = {
                 name: self._encode_side(
                     name, x[:, :, dropped:whole] if dropped else self.sides[name].with_unfinished(x[:, :, :whole]), *places[firsts[name]]
@@ -260,7 +260,7 @@ class LiveLayer:
                 side.tail[:, :, : tokens - whole] = remainders[name]
         self.version += 1
 
-    def _place(self, first: int, values: Mapping[str, torch.Tensor]) -> tuple[int, dict[str, torch.Tensor]]:
+    def _position_and_norms(self, first: int, values: Mapping[str, torch.Tensor]) -> tuple[int, dict[str, torch.Tensor]]:
         """Return the position of token ``first``. If norms determine raw tokens, also return the norms from this token on.
 
         ``values`` contains all keys and values that are not packed.

@@ -116,7 +116,7 @@ class Steps:
         """Prepare for the layer's current state. Returns True if kernel launches changed."""
         changed = False
         if self._version != self._layer.version:
-            view = self._layer.whole()
+            view = self._layer.with_full_tail()
             for request, call in list(self._calls.items()):
                 if call is None or not call.supports_layer(view):
                     del self._calls[request]
@@ -170,7 +170,7 @@ class Steps:
         from kvpack.kernels.attend.growing import GrowingCall
         from kvpack.kernels.attend.prepared import Options
 
-        view = self._layer.whole()
+        view = self._layer.with_full_tail()
         layer = self._layer.layer()
         check_call(q, layer, sink_logits=sink_logits, **options)
         window = options["sliding_window"]
@@ -274,4 +274,4 @@ class CpuSteps:
         self._calls: dict[Any, Callable[..., torch.Tensor] | None] = {}
         self._shapes = {name: (side.batch, side.heads, side.dim) for name, side in layer.sides.items()}
         self._finite = {name: f"{layer.name}.{name}" for name, side in layer.sides.items() if side.codec.exact_dtype is None}
-        self._whole = layer.whole()
+        self._whole = layer.with_full_tail()

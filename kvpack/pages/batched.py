@@ -113,7 +113,7 @@ def suspect_pages(
     masks = []
     if watched is not None and codec.token_group > 1:
         masks += [mark_large(sizes, watched.high_norm) for sizes in (norms_over_heads(key_norms())[:, None], key_norms())]
-    if HEADS in lane.shared:
+    if HEADS in lane.shared_axes:
         masks.append(mark_large(norms_over_heads(norms())[:, None], SHARED_RATIO))
     if errors is not None:
         masks.append(mark_large(errors.clamp_min(codec.summary.min_error), codec.summary.direction_spread))
@@ -165,7 +165,7 @@ def _measure(
             k = _pages(lane, len(slots), layers.first.dtype, device, geometry.dims["k"])
             gather(keys, slots, k)
         norms = norms_per_head(k.to(geometry.computed_dtype))
-    return x, norms, scale_fit_errors(lane.plain_codec, x, lane.shared, _lane_name(lane)) if lane.shared else None
+    return x, norms, scale_fit_errors(lane.plain_codec, x, lane.shared_axes, _lane_name(lane)) if lane.shared_axes else None
 
 
 def _encode(

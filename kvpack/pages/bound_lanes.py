@@ -15,7 +15,7 @@ from kvpack.cache.side import Side
 from kvpack.coding import dispatch
 from kvpack.coding.dispatch import TokenSizes
 from kvpack.coding.encoding import TORCH_DTYPES, encode_all, scale_fit_errors
-from kvpack.coding.token_errors import EncodedRun, allocate_sizes, excess_losses, may_lose_precision, run_fits, sample_step
+from kvpack.coding.token_errors import EncodedRun, allocate_sizes, excess_losses, may_lose_precision, run_fits, sample_stride
 from kvpack.formats.errors import OutOfRange
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
@@ -150,10 +150,10 @@ class BoundLane:
         """For each layer of a page, return the tokens to keep raw and all tokens that qualify, as ``choose_slot_tokens`` does."""
         lane, codec = self._lane, self._lane.plain_codec
         dtype, fit_errors = lane.geometry.computed_dtype, None
-        if lane.shared:
+        if lane.shared_axes:
             layers = enumerate(self._tensors, lane.first)
             fit_errors = torch.cat(
-                [scale_fit_errors(codec, x[slot].to(dtype)[None], lane.shared, f"layers[{n}].{lane.side}") for n, x in layers]
+                [scale_fit_errors(codec, x[slot].to(dtype)[None], lane.shared_axes, f"layers[{n}].{lane.side}") for n, x in layers]
             )
         norms = torch.cat([norms_per_head(x[slot].to(dtype)[None]) for x in self._keys])
         return choose_slot_tokens(raw, norms, codec.token_group, lane.slots, fit_errors)
@@ -172,7 +172,7 @@ class BoundLane:
         # The exact computation needs a copy of the page.
         if not may_lose_precision(lane.plain_codec, streams, sizes, self._tensors[0].device):
             least = lane.plain_codec.min_token_rms(streams)
-            step, dtype = sample_step(lane.geometry.tokens), lane.geometry.computed_dtype
+            step, dtype = sample_stride(lane.geometry.tokens), lane.geometry.computed_dtype
             sample = () if least is None else [tensor[slot, :, ::step].to(dtype)[None] for tensor in self._tensors]
             if least is None or run_fits(torch.cat(sample), least):
                 return None
@@ -388,7 +388,7 @@ def _choosers(lane: Lane, keys: Sequence[torch.Tensor]) -> Any:
     from kvpack.kernels.cpu import encode, pages
 
     geometry = lane.geometry
-    shared = lane.shared
+    shared = lane.shared_axes
     # The C kernels compute norms only of original keys; other codecs with shared scales need the norms passed.
     needs_norms = shared and (lane.side != "k" or lane.plain_codec.changes_norms)
     if lane.raw_rule is None or geometry.computed_dtype not in encode.DTYPES or not _has_contiguous_channels(keys) or needs_norms:

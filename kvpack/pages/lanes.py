@@ -74,7 +74,7 @@ class Lane:
         return self.plain_codec.with_sidecar(key_mean.with_half_means)
 
     @cached_property
-    def shared(self) -> frozenset[str]:
+    def shared_axes(self) -> frozenset[str]:
         """The axes, tokens or heads, along which scales are shared.
 
         Tokens are omitted if pages have no room for raw tokens. Such pages are so short that ordinary tokens would seem large compared with

@@ -99,8 +99,8 @@ def file_payload_digest(file: container.File, view: memoryview) -> bytes:
 class EntryReader:
     """Reads entries of one identity, whose headers must contain ``model`` and ``recipe``.
 
-    Entries of more than ``max_bytes`` are rejected, and entries with a layer whose values would take more than that with 16 bits each. If
-    ``shape``, the shape of the model's cache, is known, entries of other shapes are rejected too.
+    Entries of more than ``max_bytes`` bytes are rejected. So are entries with a layer whose values would take more than that at 16 bits
+    each. If ``shape``, the shape of the model's cache, is known, entries of other shapes are rejected too.
     """
 
     model: Mapping[str, str]

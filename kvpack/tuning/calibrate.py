@@ -131,7 +131,7 @@ def run(
         identity = {key: text for key, text in identity.items() if not key.startswith("weights")}
         identity |= {"name": f"{identity.get('name', '')} twin {settings.twin:g}"}
     sizes: dict[str, Any] = {"tokens": tokens, "score": scored_tokens, "windows": windows, "seed": settings.seed, "twin": settings.twin}
-    framing, reason = (None, None) if only else _framing(network, words, settings.scope, tokens, longest)
+    framing, reason = (None, None) if only else _frame_scope(network, words, settings.scope, tokens, longest)
     sizes["scope"] = "balanced only" if only else "none" if framing is None else framing.scope
     layer_ropes = _ropes(network, words, tokens, longest)
     report = _gather(network, words, sizes, out + PROGRESS_SUFFIX, framing, layer_ropes, progress)
@@ -175,7 +175,7 @@ def run(
         "text": words.name,
         **sizes,
         "positions": None if layer_ropes is None else {"frames": for_frames, "rows": for_rows},
-        "raw": _raw_share(report, windows * (tokens - scored_tokens), halves),
+        "raw": _raw_fraction(report, windows * (tokens - scored_tokens), halves),
         "raw_attention": sum(map(float, report.shares.values())) / (len(report.shares) * windows) if report.shares else None,
         "transform": [] if frames is None else [rate(basis, bits) for bits in SHOWN_BITS if bits >= basis.min_transform_bits(raw=True)],
         "without_frames": reason,
@@ -223,14 +223,14 @@ def _windows_for_widths(model: Any, text: Text, settings: Settings) -> list[torc
     return [window(text, start, size).to(model.device) for start in starts(len(text.ids), size, settings.widths, settings.seed)]
 
 
-def _raw_share(statistics: Statistics, tokens: int, halves: Sequence[tuple[KeyMoments, KeyMoments]] | None = None) -> float:
+def _raw_fraction(statistics: Statistics, tokens: int, halves: Sequence[tuple[KeyMoments, KeyMoments]] | None = None) -> float:
     """Return the fraction of ``tokens`` that were not counted, averaged over layers. Recipes such as klt-1.75 keep these tokens raw."""
     counted = [float(count) for name, count in statistics.counts.items() if name.endswith(".k")]
     counted = counted or [float(half.tokens + other.tokens) for half, other in halves or ()]
     return 1 - sum(counted) / (len(counted) * tokens)
 
 
-def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: int | None) -> tuple[Framing | None, str | None]:
+def _frame_scope(model: Any, text: Text, scope: str | None, tokens: int, longest: int | None) -> tuple[Framing | None, str | None]:
     """Return the scope of frames and None. If there are no frames, return None and the reason.
 
     ``longest`` is the number of tokens up to which RoPE frequencies do not change, or None for no limit. Raises InvalidParameter if a layer

@@ -208,7 +208,7 @@ def test_moving_or_pickling_a_cache_is_refused_by_name(model: Any) -> None:
 
 def test_a_deleted_model_does_not_affect_the_next_one() -> None:
     model, other = qwen("sdpa"), qwen("sdpa")
-    kept = attention_switch.Switch.of(model)
+    kept = attention_switch.AttentionSwitch.of(model)
     number = id(model.config)
     assert plain_attention.plain_name(model.config) == "sdpa"
     assert number in plain_attention._previous_attention
@@ -217,7 +217,7 @@ def test_a_deleted_model_does_not_affect_the_next_one() -> None:
     assert number not in plain_attention._previous_attention
     # As if the other model had the id of the one that is gone.
     attention_switch._SWITCHES[id(other)] = kept
-    made = attention_switch.Switch.of(other)
+    made = attention_switch.AttentionSwitch.of(other)
     assert made is not kept
     assert other.config._attn_implementation == "kvpack"
     del made

@@ -401,7 +401,7 @@ def test_raw_tokens_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
             kept = found.samples[name][0]
             assert kept.shape == (2, 50, 8)
             assert all((kept[:, token, None].double() == x[:, counted]).all(-1).all(0).any() for token in range(50))
-    assert calibrate._raw_share(found, 200) == pytest.approx(1 - (194 + 195) / 400)
+    assert calibrate._raw_fraction(found, 200) == pytest.approx(1 - (194 + 195) / 400)
     assert [float(found.shares[layer]) for layer in "01"] == pytest.approx([6 / 200, 5 / 200])
 
 

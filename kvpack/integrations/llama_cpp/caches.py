@@ -22,7 +22,7 @@ from kvpack.integrations.exported_values import export_values, parse_windows
 
 from .opaque import check_raw, has_opaque_layers, is_opaque, opaque_blocks, opaque_ids, opaque_layer
 from .quantized import Quantized, blocks_of, recipe_of
-from .state_file import BLOCK, CONFIG, LIST, QUANTIZED, SERVER, TYPES, CellBlock, Reader, Section, StateFile, parsed, pieces
+from .state_file import BLOCK, CONFIG, LIST, QUANTIZED, SERVER, TYPES, CellBlock, Reader, Section, StateFile, parse, pieces
 
 if TYPE_CHECKING:
     import os
@@ -74,7 +74,7 @@ def import_slot(
     where = path_text(path)
     fields = model_fields(model)
     with Reader(where) as reader:
-        file = parsed(reader, 2 if windows else 1, latents=latents)
+        file = parse(reader, 2 if windows else 1, latents=latents)
         layers = sum(len(section.keys) for section in file.sections)
         windows = parse_windows(windows, layers)
         tokens = _check_counts(where, file, windows)

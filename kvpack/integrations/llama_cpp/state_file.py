@@ -156,7 +156,7 @@ def is_state_file(path: str | os.PathLike[str]) -> bool:
         return reader.size >= 4 and reader.numbers("I", "its magic")[0] in (_MAGIC, *_OTHER_MAGICS)
 
 
-def parsed(reader: Reader, sections: int, *, latents: bool = False) -> StateFile:
+def parse(reader: Reader, sections: int, *, latents: bool = False) -> StateFile:
     """Parse the file. Raises InvalidParameter unless it consists of ``sections`` sections with keys and values.
 
     With ``latents``, sections must have only keys.

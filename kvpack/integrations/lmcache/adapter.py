@@ -62,7 +62,7 @@ class StoredObjects:
             if new:
                 self._adapter._notify_keys_stored([*new], [*new.values()])
 
-    def deleted(self, keys: Iterable[Any]) -> None:
+    def report_deleted(self, keys: Iterable[Any]) -> None:
         """Report which of the objects ``keys`` are no longer stored, including objects that another process had stored."""
         with self._lock:
             names = [*keys]
@@ -73,7 +73,7 @@ class StoredObjects:
     def report_missing(self, keys: Iterable[Any]) -> None:
         """Report which of the objects ``keys`` are no longer stored, if they were reported as stored."""
         with self._lock:
-            self.deleted([key for key in keys if key in self._told])
+            self.report_deleted([key for key in keys if key in self._told])
 
     def report_next_missing(self, count: int) -> None:
         """Look up the next ``count`` reported objects, and report those that are no longer stored."""
@@ -81,7 +81,7 @@ class StoredObjects:
             candidates = list(islice(self._told, count))
             for key in candidates:
                 self._told[key] = self._told.pop(key)
-            self.deleted(candidates)
+            self.report_deleted(candidates)
 
 
 log = logging.getLogger("kvpack")
@@ -177,7 +177,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         names = [key_bytes(key) for key in keys]
         if sum(store.delete(names) for store in self._open_stores()) < len(names):
             self._delete_unopened(names)
-        self._accounts.deleted(keys)
+        self._accounts.report_deleted(keys)
 
     def _delete_unopened(self, names: list[bytes]) -> None:
         """Remove objects whose layouts are not open here, but exist at the location.

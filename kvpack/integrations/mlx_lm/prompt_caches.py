@@ -41,7 +41,7 @@ _MAX_COUNT = 2**31 - 1
 _COUNT = re.compile(r"[0-9]{1,10}")
 
 
-class _File(NamedTuple):
+class _FileMetadata(NamedTuple):
     """The parsed metadata of a file: the class of each layer, the counts of each layer as text by index, and the caller's own texts."""
 
     classes: list[str]
@@ -124,7 +124,7 @@ def export_prompt_cache(
     return write_file(where, tensor_files.pieces(tensors, metadata))
 
 
-def _parse_metadata(where: str, names: list[str], metadata: dict[str, str]) -> _File:
+def _parse_metadata(where: str, names: list[str], metadata: dict[str, str]) -> _FileMetadata:
     """Parse the metadata. Raises InvalidParameter unless it contains a known class for every layer that has arrays in ``names``."""
     newer = metadata.get("2.0") == ""
     text_prefix, class_prefix = ("0.", "1.") if newer else ("1.", "2.")
@@ -143,7 +143,7 @@ def _parse_metadata(where: str, names: list[str], metadata: dict[str, str]) -> _
         if part is None or int(part[1]) >= len(classes):
             raise InvalidParameter(f"{where}: the array {name!r:.80} is not part of the {len(classes)} layers that the metadata names")
     counts = [{} if newer else {part: metadata.get(f"0.{number}.{part}", "") for part in range(4)} for number in range(len(classes))]
-    return _File(classes, counts, {name[2:]: text for name, text in metadata.items() if name.startswith(text_prefix)})
+    return _FileMetadata(classes, counts, {name[2:]: text for name, text in metadata.items() if name.startswith(text_prefix)})
 
 
 def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[int, str]) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -213,8 +213,7 @@ def _stored_layer(
     if max(layer.seen_tokens, window or 0) > _MAX_COUNT:
         raise InvalidParameter(
             f"layer {layer_index} has {layer.seen_tokens} tokens{f' and a window of {window}' if window else ''}, but mlx-lm supports at "
-            "most "
-            f"{_MAX_COUNT}: export fewer tokens"
+            f"most {_MAX_COUNT}: export fewer tokens"
         )
     if window is None:
         if layer.skipped:

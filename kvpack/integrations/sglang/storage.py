@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.identity import Identity
-from kvpack.integrations.counter_changes import Changes
+from kvpack.integrations.counter_changes import CounterChanges
 from kvpack.integrations.recipes import check_layers, recipe_with_basis
 from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.geometry import DTYPES, PageGeometry
@@ -54,7 +54,7 @@ class StoreMetrics:
     """Reports the store counters of one pool to prometheus_client."""
 
     def __init__(self, store: PageStore, pool: str, ranks: Sequence[int]) -> None:
-        self._store, self._labels, self._changes = store, (pool, *map(str, ranks)), Changes(store)
+        self._store, self._labels, self._changes = store, (pool, *map(str, ranks)), CounterChanges(store)
 
     def report(self) -> None:
         metrics = _metrics()

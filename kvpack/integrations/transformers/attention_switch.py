@@ -9,14 +9,14 @@ from typing import Any
 from .hooks import outermost_model
 from .plain_attention import NAMES, forget_attention, remember_attention
 
-_SWITCHES: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionary()
+_SWITCHES: weakref.WeakValueDictionary[int, AttentionSwitch] = weakref.WeakValueDictionary()
 """The switch of each model, keyed by the model's id. A switch exists as long as a cache references it."""
 
 _announced_model: list[str] = []
 """Name of the first model of the process whose switch was reported."""
 
 
-class Switch:
+class AttentionSwitch:
     """Sets one model's attention to "kvpack". When nothing references this object anymore, the previous attention is restored."""
 
     def __init__(self, model: Any) -> None:
@@ -36,11 +36,11 @@ class Switch:
                 before[""],
             )
 
-    def __deepcopy__(self, memo: object) -> Switch:
+    def __deepcopy__(self, memo: object) -> AttentionSwitch:
         return self
 
     @staticmethod
-    def of(model: Any) -> Switch | None:
+    def of(model: Any) -> AttentionSwitch | None:
         """Return the switch of ``model``, and create it if necessary.
 
         Returns None if the user has set the model's attention to "kvpack".
@@ -51,7 +51,7 @@ class Switch:
         if switch is None or switch._model() is not outer:
             if outer.config.get_text_config(decoder=True)._attn_implementation in NAMES:
                 return None
-            switch = _SWITCHES[id(outer)] = Switch(outer)
+            switch = _SWITCHES[id(outer)] = AttentionSwitch(outer)
         return switch
 
 

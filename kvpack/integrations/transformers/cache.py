@@ -23,11 +23,11 @@ from kvpack.formats.errors import InvalidParameter, KvpackWarning, OutOfBounds
 from kvpack.live.cache import LiveCache
 
 from .arguments import check_cache, check_flags, check_model_of_file, checked_recipe
-from .attention_switch import Switch
+from .attention_switch import AttentionSwitch
 from .compiled import CompiledCalls
 from .graphs import ForwardSwitch, step_graphs
 from .hooks import Hooks, models_in
-from .layers import Decoding, EmptyLayer, PackedLayer, following_layers, rows_of
+from .layers import DecodingWarnings, EmptyLayer, PackedLayer, following_layers, rows_of
 from .model_state import active_adapters
 from .models import ExpectedLayers, Model, NamedModel, check_identity, execution_device, identity_for
 from .pass_calls import PassCalls
@@ -173,7 +173,7 @@ class KvpackCache(PassCalls):
         states = [0] * len(present) if expected is None else expected.states(len(present))
         for number in () if expected is None else expected.shared:
             self.live.share(number)
-        decoding = Decoding(bool(dense))
+        decoding = DecodingWarnings(bool(dense))
         kinds = enumerate(zip(present, windows, states, strict=True))
         layers = [self._layer(number, has_sides, window, decoding, count) for number, (has_sides, window, count) in kinds]
         super().__init__(layers=layers)
@@ -201,7 +201,7 @@ class KvpackCache(PassCalls):
         self._rollback = Rollback(self.layers, self.live, self.passes, cache)
         self._careful = positions is not None or any(states)
         self._hooks = None if model is None else Hooks.for_model(model, inside)
-        self._switch = None if model_properties is None or self._dense else Switch.of(model)
+        self._switch = None if model_properties is None or self._dense else AttentionSwitch.of(model)
         self._seen: set[type] = set()
         self.masked: dict[bool, bool] = {}
         self.compiled = CompiledCalls(self, len(self.layers))
@@ -214,7 +214,7 @@ class KvpackCache(PassCalls):
         self._forward = None if model is None or self.graphs is None else ForwardSwitch.of(model)
         self._metadata = {} if cache is None else dict(cache.metadata)
 
-    def _layer(self, layer_index: int, has_sides: bool, window: int | None, decoding: Decoding, states: int) -> Any:
+    def _layer(self, layer_index: int, has_sides: bool, window: int | None, decoding: DecodingWarnings, states: int) -> Any:
         if states:
             return PackedStateLayer(self.live, layer_index, window, decoding, states) if has_sides else StateLayer(layer_index, states)
         return PackedLayer(self.live, layer_index, window, decoding) if has_sides else EmptyLayer()
@@ -280,7 +280,7 @@ class KvpackCache(PassCalls):
             layers, tokens = with_states(packed.layers, copy_states(self.layers)), packed.tokens
             states = MappingProxyType(self._rollback.states_before(tokens))
             # This may add to the record, so it comes before the record is read.
-            named = self.passes.name()
+            named = self.passes.changed_identity()
             model = packed.model if named is None else MappingProxyType(named)
             offsets = self.passes.offsets(rows_of(self.live) or 1)
             inputs = self.passes.record.inputs
@@ -377,7 +377,7 @@ class KvpackCache(PassCalls):
         """Drop the tokens of the current pass, if the layers support it, before the pass is rejected."""
         with contextlib.suppress(OutOfBounds, InvalidParameter):
             if not self.passes.states:
-                self.crop(-self.passes.added)
+                self.crop(-self.passes.added_tokens)
 
     def reset(self) -> None:
         with self.passes.lock.hold():
@@ -423,7 +423,7 @@ class KvpackCache(PassCalls):
             self.reset()
 
 
-def begin(model: torch.nn.Module, contents: Cache | str | os.PathLike[str] | Recipe, **options: Any) -> KvpackCache:
+def create_cache(model: torch.nn.Module, contents: Cache | str | os.PathLike[str] | Recipe, **options: Any) -> KvpackCache:
     """Create a cache for ``model``. It continues ``contents`` if that is a packed cache, and is empty if that is a recipe."""
     if isinstance(contents, Cache):
         return KvpackCache.of(contents, model, **options)

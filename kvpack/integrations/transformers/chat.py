@@ -21,7 +21,7 @@ from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, LimitExceeded
 from kvpack.store.store import Store
 
-from .cache import begin, check_model, inspect_model
+from .cache import check_model, create_cache, inspect_model
 from .models import execution_device
 from .prefill import DEFAULT_STEP, fill
 
@@ -223,7 +223,7 @@ class Chat:
             _, cache = self._store.load(ids[:-1], device=execution_device(self.model))
         # A store needs all tokens, including those that sliding windows would drop.
         kept = self._store is not None
-        with begin(self.model, self._recipe if cache is None else cache, prompt=ids, keep_all=kept) as past:
+        with create_cache(self.model, self._recipe if cache is None else cache, prompt=ids, keep_all=kept) as past:
             self._reused, self._prompt_tokens = past.get_seq_length(), len(ids)
             if self._is_loaded and cache is not None:
                 _warn_of_other_template(cache, ids)
@@ -250,7 +250,7 @@ class Chat:
     def _metadata(self, cache: Cache) -> dict[str, Value]:
         """Return the metadata of a file, including the messages. Text that occurs in the token ids is stored as a range of ids."""
         text, _ = self._render(self.messages, reply=False)
-        tokens = _Tokens(self.tokenizer, text, cache.token_ids[0].tolist(), special=not self._has_template)
+        tokens = _TokenRanges(self.tokenizer, text, cache.token_ids[0].tolist(), special=not self._has_template)
         try:
             digest = _digest(self.messages)
             stored = json.dumps([_store_message(message, tokens) for message in self.messages], ensure_ascii=False)
@@ -310,7 +310,7 @@ def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
     return messages
 
 
-class _Tokens:
+class _TokenRanges:
     """Maps characters of a rendered conversation to positions in the cache's token ids, as far as both have the same text."""
 
     def __init__(self, tokenizer: Any, text: str, cached_ids: list[int], *, special: bool) -> None:
@@ -356,7 +356,7 @@ def _longest_ending(content: str, text: str, start: int) -> int:
     return low
 
 
-def _store_message(message: Message, tokens: _Tokens) -> Message:
+def _store_message(message: Message, tokens: _TokenRanges) -> Message:
     content = message.get("content")
     return {**message, "content": {_SPANS: tokens.parts(content)}} if isinstance(content, str) and content else message
 

@@ -32,7 +32,7 @@ class CompiledCalls(operators.Tickets):
         """Append keys and values to a layer. Called by the operator ``live_update``."""
         assert k is not None
         assert v is not None
-        self.cache.take(k, v, layer)
+        self.cache.append_tokens(k, v, layer)
 
     def attend(self, layer: int, q: torch.Tensor, *, starts: torch.Tensor | None, **options: Any) -> torch.Tensor:
         """Compute attention over a layer. Called by the operator ``live_attend``."""
@@ -175,7 +175,7 @@ def begin_pass(tickets: Sequence[torch.Tensor], values: Sequence[torch.Tensor | 
     """
     cache = _calls(tickets[0]).cache
     tensors = {name: tensor for name, tensor in zip(_TENSORS, values, strict=True) if tensor is not None}
-    cache.passes.enter(cache.watched(module), {**dict.fromkeys(names.split(), True), **tensors})
+    cache.passes.enter(cache.watched_module(module), {**dict.fromkeys(names.split(), True), **tensors})
     return tickets[0].clone()
 
 
@@ -183,7 +183,7 @@ def begin_pass(tickets: Sequence[torch.Tensor], values: Sequence[torch.Tensor | 
 def end_pass(tickets: Sequence[torch.Tensor], module: int) -> torch.Tensor:
     """Call ``Tracking.leave`` after a call that succeeded, and return the next ticket of all layers."""
     cache = _calls(tickets[0]).cache
-    cache.passes.leave(cache.watched(module), {}, True)
+    cache.passes.leave(cache.watched_module(module), {}, True)
     return tickets[0].clone()
 
 

@@ -253,7 +253,7 @@ class _Graph:
             # After an interrupt, make the device's count match the host's.
             cache.live.adjust_length(0)
             raise
-        cache.passes.appended(before + 1)
+        cache.passes.record_appended(before + 1)
         copied = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in self._values.items()}
         return self._make(**{name: cache if x is None else x for name, x in copied.items()})
 

@@ -92,7 +92,7 @@ class _HooksReference:
     def record_encoder(self, arguments: dict[str, Any], output: Any) -> None:
         hooks = self._hooks()
         if hooks is not None:
-            hooks.encoder_calls.ended(arguments, output)
+            hooks.encoder_calls.record_call(arguments, output)
 
     def sources(self, arguments: dict[str, Any]) -> Sources | None:
         """Return the digests of the encoder input that a call of the decoder uses. For any other call, return None."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvpack.live.cache import LiveCache
 
 
-class Decoding:
+class DecodingWarnings:
     """Warns once that a model receives decoded keys and values. ``warned`` is True after that, or if the user requested decoding."""
 
     def __init__(self, warned: bool) -> None:
@@ -76,7 +76,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, live: LiveCache, layer_index: int, window: int | None, decoding: Decoding) -> None:
+    def __init__(self, live: LiveCache, layer_index: int, window: int | None, decoding: DecodingWarnings) -> None:
         self.live, self.number, self.window = live, layer_index, window
         self.is_initialized = True
         self._decoding = decoding

@@ -45,7 +45,7 @@ class ModelSnapshot:
             (itemgetter("training", "_modules", *sorted(attributes.keys() - _MODULE_ATTRIBUTES)), attributes)
             for attributes in self._attributes
         ]
-        self._code = _Code(result)
+        self._code = _ModelCode(result)
         self._held = list(self._objects())
         self._found = self._current_values()
 
@@ -89,7 +89,7 @@ class ModelSnapshot:
 _MODULE_ATTRIBUTES = vars(torch.nn.Module()).keys()
 
 
-class _Code:
+class _ModelCode:
     """The functions that ``modules`` run. They are found through classes and attributes, and through names in transformers' model code."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 
-from .layers import Decoding, EmptyLayer, PackedLayer, check_continues, check_window
+from .layers import DecodingWarnings, EmptyLayer, PackedLayer, check_continues, check_window
 from .models import Model, check_layers, has_multidimensional_positions
 from .state_layers import StateLayer, check_states_available
 from .states import CapturedLength, CompiledLength, PackedLength, PackedStates, eager_only, without_gradients
@@ -39,7 +39,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
     _dense: bool
     _careful: bool
     _following: list[int]
-    _decoding: Decoding
+    _decoding: DecodingWarnings
     _hooks: Hooks | None
     _model: Model | None
     _seen: set[type]
@@ -59,35 +59,38 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         if torch.compiler.is_dynamo_compiling():
             self.compiled.compiled_update(layer_idx, key_states, value_states)
         else:
-            self.take(key_states, value_states, layer_idx)
+            self.append_tokens(key_states, value_states, layer_idx)
         states = PackedStates(self, layer_idx, key_states, value_states)
         return states, states
 
     @eager_only(_DENSE)
     def _update_decoded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[Any, Any]:
-        """Append tokens as ``take`` does, and return the layer's dense keys and values. If these are not available, append nothing."""
+        """Append tokens as ``append_tokens`` does, and return the layer's dense keys and values.
+
+        If dense keys and values are not available, nothing is appended.
+        """
         before = self.live.seen_tokens(layer_idx)
-        self._take(key_states, value_states, layer_idx)
+        self._append_tokens(key_states, value_states, layer_idx)
         layer: PackedLayer = self.layers[layer_idx]
         try:
             dense = layer.decode(key_states.shape[2], key_states.dtype)
         except BaseException:
             self.live.truncate(before, layer_idx)
             raise
-        self.passes.appended(self.live.seen_tokens(layer_idx))
+        self.passes.record_appended(self.live.seen_tokens(layer_idx))
         k, v = (without_gradients(x, key_states, value_states) for x in dense)
         return k, v
 
-    def take(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
+    def append_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
         """Append tokens to one layer as ``update`` does, but return nothing."""
         # The fast path of most steps, whose shapes are those of the step before.
         seen = None if self._careful else self.live.try_update(layer_idx, key_states, value_states, self._following[layer_idx])
         if seen is None:
-            self._take(key_states, value_states, layer_idx)
+            self._append_tokens(key_states, value_states, layer_idx)
             seen = self.live.seen_tokens(layer_idx)
-        self.passes.appended(seen)
+        self.passes.record_appended(seen)
 
-    def _take(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
+    def _append_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
         check_continues(self.live, self.layers[layer_idx], layer_idx, self._following[layer_idx], key_states, value_states)
         self.passes.check_update()
         if self.passes.states and self.live.seen_tokens(layer_idx):
@@ -109,7 +112,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         """Return True if the current pass over the cache is a call of ``model`` and is not part of another recording."""
         return self._hooks is not None and not self._hooks.recordings and self.passes.is_running(model)
 
-    def watched(self, module_index: int) -> torch.nn.Module | None:
+    def watched_module(self, module_index: int) -> torch.nn.Module | None:
         """Return the module with hooks that has this index, or None if the module no longer exists."""
         return None if self._hooks is None else self._hooks.inside[module_index]()
 

@@ -26,7 +26,7 @@ _KEY_SELECTION_OPTIONS = ("indices", "block_indices")
 """Options with which models that have an indexer select the tokens to attend to, unless their attention is "sdpa" or "eager"."""
 
 _previous_attention: dict[int, tuple[weakref.ref[Any], str]] = {}
-"""For each configuration that a ``Switch`` has changed, keyed by its id: a reference to it, and the previous attention."""
+"""For each configuration that a ``AttentionSwitch`` has changed, keyed by its id: a reference to it, and the previous attention."""
 
 
 def remember_attention(config: Any, name: str) -> None:

@@ -12,7 +12,7 @@ from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.store import CHUNK_TOKENS
 
-from .cache import KvpackCache, begin
+from .cache import KvpackCache, create_cache
 from .models import execution_device
 from .prompts import token_ids_of
 
@@ -70,7 +70,7 @@ def prefill(
         if as_integer(number, name) < 1:
             raise InvalidParameter(f"{name} is {describe(number)}, expected a number of tokens of at least 1")
     ids = token_ids_of(token_ids)
-    cache = begin(model, contents, **{"keep_all": True, **options})
+    cache = create_cache(model, contents, **{"keep_all": True, **options})
     try:
         held = cache.get_seq_length()
         if ids.shape[1] <= held:

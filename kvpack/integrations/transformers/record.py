@@ -193,8 +193,7 @@ class Record:
         if self._unknown_mask is not None and (columns is None or bool((columns != 0).all())):
             return (
                 f"{self._unknown_mask[0]}, but the cache does not record which: pass attention_mask= as in those passes, with a column for "
-                "each "
-                "token of the cache and each that follows, 0 for hidden ones; if later tokens may see all, write "
+                "each token of the cache and each that follows, 0 for hidden ones; if later tokens may see all, write "
                 "KvpackCache.of(dataclasses.replace(cache, inputs=None), model)"
             )
         if self._visible is None:

@@ -51,7 +51,7 @@ class EncoderCalls:
 
     # Digests are computed on the host.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def ended(self, arguments: Mapping[str, Any], output: Any) -> None:
+    def record_call(self, arguments: Mapping[str, Any], output: Any) -> None:
         """Record a call of an encoder."""
         hidden = getattr(output, "last_hidden_state", None)
         hidden = output[0] if hidden is None and isinstance(output, tuple) and output else hidden

@@ -11,7 +11,7 @@ from kvpack.cache.dense_states import read_states
 from kvpack.cache.rows import row_numbers
 from kvpack.formats.errors import InvalidParameter
 
-from .layers import Decoding, PackedLayer
+from .layers import DecodingWarnings, PackedLayer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,7 +94,7 @@ class PackedStateLayer(StateLayer, PackedLayer):
     # Otherwise generate would compile the model, as it does for static caches.
     is_compileable = False
 
-    def __init__(self, live: LiveCache, layer_index: int, window: int | None, decoding: Decoding, count: int) -> None:
+    def __init__(self, live: LiveCache, layer_index: int, window: int | None, decoding: DecodingWarnings, count: int) -> None:
         PackedLayer.__init__(self, live, layer_index, window, decoding)
         StateLayer.__init__(self, layer_index, count)
 

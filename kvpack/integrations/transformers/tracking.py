@@ -199,7 +199,7 @@ class Tracking:
                 "KvpackCache.of(cache.packed, model), which compares the models, or begin with KvpackCache(model, recipe)"
             )
 
-    def name(self) -> dict[str, str] | None:
+    def changed_identity(self) -> dict[str, str] | None:
         """Return the fields by which the cache identifies its model. If the cache that it continues has the same fields, return None.
 
         If weights changed unnoticed since the last call, this is recorded for the tokens since then.
@@ -327,7 +327,7 @@ class Tracking:
         return self._running and self._passes.is_outermost_call(module)
 
     @property
-    def added(self) -> int:
+    def added_tokens(self) -> int:
         """Number of tokens that the current pass has added."""
         return 0 if self._passes.current is None else self.record.tokens - self._passes.current.start
 
@@ -375,7 +375,7 @@ class Tracking:
         if self._positions is not None and self._passes.current is not None and self._passes.current.start == self.record.tokens:
             self._positions.require_positions(self.record.tokens)
 
-    def appended(self, tokens: int) -> None:
+    def record_appended(self, tokens: int) -> None:
         """Record that a layer has now seen ``tokens`` tokens."""
         if tokens > self.record.tokens:
             self.record.add(tokens - self.record.tokens, self._passes.current)

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from kvpack.integrations.counter_changes import Changes
+from kvpack.integrations.counter_changes import CounterChanges
 from kvpack.store.counters import NAMES, SECONDS
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class TierMetrics:
     """The metrics of a tier's stores, which share one location, as increments since vLLM last read them."""
 
     def __init__(self, stores: Sequence[PageStore], tier: str) -> None:
-        self._stores, self._tier, self._changes = stores, tier, [Changes(store) for store in stores]
+        self._stores, self._tier, self._changes = stores, tier, [CounterChanges(store) for store in stores]
         self._size_executor = ThreadPoolExecutor(1, thread_name_prefix="kvpack-vllm-size")
         self._sizes: Future[Mapping[str, Any]] | None = None
         self._last_request = float("-inf")

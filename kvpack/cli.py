@@ -144,7 +144,6 @@ class _Import(argparse.Action):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the argument parser for all commands."""
     result = Parser(
         prog="kvpack",
         description="Compressed KV caches as files.",

@@ -35,7 +35,6 @@ def _median(call: Callable[[], None], device: str) -> float:
 
 
 def wait(device: str) -> None:
-    """Wait until the device has finished."""
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -277,8 +277,6 @@ def _lengths(tokens: int, text: Text, max_positions: int | None) -> tuple[int, .
 
 @dataclass(frozen=True)
 class _TextWindows:
-    """A text and the sizes of its windows."""
-
     text: Text
     sizes: _MeasuredSizes
 

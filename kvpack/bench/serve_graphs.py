@@ -85,7 +85,7 @@ def cache_of_length(tokens: int, layers: int) -> Any:
             self.is_initialized = True
 
         def lazy_initialization(self, *_: Any) -> None:
-            """Do nothing."""
+            ...
 
         def update(self, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
             return k, v

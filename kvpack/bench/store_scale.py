@@ -283,7 +283,6 @@ class _ScaleBenchmark:
 
 
 def _ids(prefix_index: int) -> list[int]:
-    """Return the token ids of the prefix ``prefix_index``."""
     return [prefix_index % 2**31, prefix_index // 2**31, *range(CHUNK * CHUNKS - 2)]
 
 

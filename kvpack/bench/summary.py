@@ -38,7 +38,6 @@ class NeedleAnswer:
 
     @classmethod
     def of(cls, tokens: int, depths: Sequence[float], answers: Sequence[bool]) -> list[NeedleAnswer]:
-        """Return the answers for one prompt."""
         return [cls(tokens, depth, right) for depth, right in zip(depths, answers, strict=True)]
 
 
@@ -310,7 +309,6 @@ def model_label(report: dict[str, Any]) -> str:
 
 
 def sizes_text(settings: dict[str, Any]) -> str:
-    """Return text that describes the windows of a measurement."""
     return f"{format_count(settings['windows'], 'window')} of {settings['tokens']:,} tokens, the last {settings['score']:,} scored"
 
 

@@ -62,7 +62,6 @@ def eager_seconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def _device_seconds(call: Callable[[], object]) -> float:
-    """Return the time in seconds that the device needs for ``call``."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     call()

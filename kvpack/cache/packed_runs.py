@@ -184,7 +184,6 @@ class PackedRun:
 
     @cached_property
     def stretch(self) -> Stretch:
-        """A stretch that contains only this run."""
         return Stretch(self.codec, numpy.array([self.tokens], numpy.int64), self.streams)
 
     def rows(self, start: int, stop: int, entries: bool = True) -> dict[str, torch.Tensor]:

@@ -41,7 +41,6 @@ class BasisFile:
         self._source, self.where = source, where
 
     def read_all(self) -> bytearray:
-        """Return the bytes of the file. Raises Truncated or MissingFile."""
         data = bytearray(self._source.size)
         self._read(0, memoryview(data))
         return data

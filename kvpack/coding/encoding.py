@@ -288,7 +288,6 @@ def _encode_in_blocks(
 
 
 def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the token ranges of the blocks in which ``x`` is encoded."""
     batch, heads, tokens, _ = x.shape
     row = max(1, batch * heads * codec.dim)
     multiple = max(_GROUP_MULTIPLE, codec.summary.token_group)

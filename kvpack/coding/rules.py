@@ -107,7 +107,6 @@ class Rule:
         return raw_clause.raw_positions_of({name: value for name, value in self.words if name in RawPositions.words}) is not None
 
     def canonical(self, side: str) -> CodecText:
-        """Return the canonical text of the codec for ``side``."""
         words = dict(self.words)
         if self.codec_id in CALIBRATED:
             words["bits"] = f"{self.bits:.6f}".rstrip("0").rstrip(".")

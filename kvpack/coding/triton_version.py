@@ -25,7 +25,6 @@ def installed_version() -> str | None:
 
 
 def is_supported() -> bool:
-    """Return True if the kernels support the installed Triton version."""
     return _is_recent(installed_version())
 
 

@@ -51,7 +51,6 @@ class CommandStore:
         return not entries and bool(self.faults)
 
     def catalog(self) -> Catalog:
-        """Return the catalog of the store, which lists its entries by their headers."""
         with progress("read", self.arguments) as callback:
             return read_catalog(self.backend, callback, self.cipher, max_entry_bytes=self.max_entry_bytes)
 

@@ -80,7 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options for the model's ``generate``. Raises InvalidParameter."""
     if arguments.max_tokens < 1:
         raise InvalidParameter(f"--max-tokens is {arguments.max_tokens}, expected at least 1")
     if arguments.update and arguments.output is not None:

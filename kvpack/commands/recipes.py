@@ -349,7 +349,6 @@ def _published() -> dict[str, _PublishedMeasurement]:
 
 
 def _unsuitable_keys(recipe: Recipe, shape: dict[str, int]) -> list[str]:
-    """Return the kinds of keys for which the recipe is not suitable."""
     try:
         codecs = {recipe.codec(layer, shape["layers"], "k", shape["dim"]) for layer in range(shape["layers"])}
     except (InvalidParameter, MissingBasis):

@@ -110,7 +110,6 @@ class Viewer(ThreadingHTTPServer):
 
 
 def _open_regular(path: str | os.PathLike[str]) -> int:
-    """Open a regular file for reading and return its descriptor."""
     try:
         # Without O_NONBLOCK, opening a pipe would wait for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -307,7 +307,6 @@ class _OffsetCache(DynamicCache):  # type: ignore[misc]
 
 
 def uncompressed_cache(model: Any, pairs: Pairs | None = None) -> Any:
-    """Create an uncompressed cache for ``model`` that contains ``pairs``."""
     offsets = key_offsets(model)
     return DynamicCache(pairs) if offsets is None else _OffsetCache(offsets, pairs)
 

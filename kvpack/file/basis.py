@@ -56,8 +56,6 @@ class BasisSide(Protocol):
 
 
 class HasSides(Protocol):
-    """A layer in a basis file."""
-
     def sides(self) -> Iterator[tuple[str, BasisSide]]:
         """Yield ("k", keys) and ("v", values), omitting absent sides."""
         ...

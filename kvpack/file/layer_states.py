@@ -33,8 +33,6 @@ class HasBatch(Protocol):
 
 
 class HasSides(Protocol):
-    """A layer with keys and values."""
-
     def sides(self) -> Iterator[tuple[str, HasBatch]]: ...
 
 

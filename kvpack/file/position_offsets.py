@@ -30,8 +30,6 @@ class HasTokens(Protocol):
 
 
 class HasSides(Protocol):
-    """A layer with keys and values."""
-
     def sides(self) -> Iterator[tuple[str, HasTokens]]: ...
 
 

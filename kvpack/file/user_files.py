@@ -159,11 +159,9 @@ class MemoryFile:
         self.size = len(data)
 
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
-        """Return a view of bytes ``[begin, end)``."""
         return self._view[begin:end]
 
     def read_into(self, begin: int, memory: memoryview) -> None:
-        """Copy bytes from ``begin`` on into ``memory``."""
         memory[:] = self._view[begin : begin + len(memory)]
 
     def view(self, begin: int, end: int) -> memoryview:
@@ -315,7 +313,6 @@ class DiskFile:
             raise (self.truncated_error(current_size) if current_size < end else _system_error("read", error)) from None
 
     def close(self) -> None:
-        """Close the descriptor, and release the mapping."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             with contextlib.suppress(OSError):

@@ -53,7 +53,6 @@ _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 def class_name(kind: type) -> str:
-    """Return the module and the qualified name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

@@ -91,7 +91,6 @@ class BoundLane:
 
     @classmethod
     def of(cls, lane: Lane, pages: PageBuffer) -> Self:
-        """Bind ``lane`` to the memory of ``pages``."""
         tensors, keys = (pages.sides[side][lane.first : lane.first + lane.count] for side in (lane.side, "k"))
         if not dispatch.uses_c(pages.device) or isinstance(lane.codec, Opaque | Raw) or lane.geometry.dtype not in RAW_DTYPES:
             return cls(lane, tensors, keys)

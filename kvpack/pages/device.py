@@ -53,7 +53,6 @@ class PageJob:
 
     @classmethod
     def of(cls, outcomes: list[Outcome]) -> PageJob:
-        """Create a finished job."""
         return cls(torch.zeros(0, dtype=torch.int32, device="cpu"), lambda _: outcomes)
 
     @property

@@ -76,7 +76,6 @@ class PageGeometry:
 
     @property
     def computed_dtype(self) -> torch.dtype:
-        """Dtype that codecs read and write."""
         return DTYPES[ENCODING_DTYPES.get(self.dtype, self.dtype)]
 
     @property

@@ -94,7 +94,6 @@ class _Job:
         self._error: BaseException | None = None
 
     def run(self, call: Callable[[Any], Any]) -> None:
-        """Make the call, unless another thread has started it."""
         if self._started.acquire(blocking=False):
             try:
                 self._result = call(self._item)
@@ -104,7 +103,6 @@ class _Job:
                 self._done.release()
 
     def wait(self) -> None:
-        """Wait until the call is finished."""
         with self._done:
             pass
 
@@ -137,7 +135,6 @@ def _run_jobs(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None]) -> No
 
 
 def usable_cores() -> int:
-    """Return the number of cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -169,10 +169,10 @@ class Backend(Protocol):
         """Remove the pins that ``owner`` (None for anyone) has set on a chain. Returns True if there were any."""
 
     def pins(self) -> Sequence[Pin]:
-        """Return the pins in effect."""
+        ...
 
     def pinned_keys(self) -> set[bytes]:
-        """Return the pinned keys."""
+        ...
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
         """Acquire the lease of ``key`` for at most ``seconds`` seconds. Returns None while another worker holds it.

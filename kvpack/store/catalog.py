@@ -354,7 +354,6 @@ class _EntryGone(Exception):
 
 
 def _read(backend: Backend, stored: StoredEntry, cipher: Cipher | None, max_entry_bytes: int) -> Data:
-    """Return the decrypted bytes of an entry."""
     # Checked before any byte is fetched or mapped: others may have written the entry.
     fits = 0 < stored.size <= max_entry_bytes
     return _decrypt(stored, backend.peek(stored.key) if fits else None, cipher, max_entry_bytes)

@@ -102,7 +102,6 @@ class Counters:
 
     @property
     def fault_count(self) -> int:
-        """Total number of faults."""
         with self._lock:
             return self._faults.total()
 

@@ -57,7 +57,6 @@ class UsageCount(NamedTuple):
     boots: tuple[bytes, ...] = ()
 
     def effective_budget(self, budget: int) -> int:
-        """Return the larger of ``budget`` and the budget in effect."""
         return max(budget, self.limit) if time.time() < self.until else budget
 
     def with_budget(self, budget: int | None) -> UsageCount:

@@ -29,7 +29,6 @@ _MIN_PASS_SECONDS, _MAX_PASS_SECONDS = 1.0, 900.0
 
 
 def limit_ttl(ttl: int | None) -> int | None:
-    """Return ``ttl``, but at most ``MAX_TTL``."""
     return None if ttl is None else min(ttl, MAX_TTL)
 
 
@@ -44,7 +43,6 @@ def file_times(used_ns: int, ttl: int | None) -> tuple[int, int]:
 
 
 def has_expired(status: os.stat_result) -> bool:
-    """Return True if the entry whose file has ``status`` has expired."""
     lifetime = status.st_atime_ns - status.st_mtime_ns
     # On a file system with times in whole seconds, the difference means nothing.
     return lifetime > 0 and lifetime % SECOND_NS == 0 and status.st_mtime_ns % SECOND_NS != 0 and status.st_atime_ns <= time.time_ns()

@@ -131,7 +131,6 @@ class Folder:
         return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
     def scan(self) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Yield (key, status) of every entry."""
         for folder in ENTRY_FOLDERS:
             yield from self.entries(folder)
 

@@ -69,8 +69,6 @@ class StoreOptions(LocationOptions):
 
 
 class StoreKeywords(TypedDict, total=False):
-    """The fields of ``StoreOptions`` as keyword arguments."""
-
     max_bytes: int | None
     min_free: int | None
     durable: bool | None

@@ -136,7 +136,6 @@ class Pins:
         return {key for pin in self.active() for key in pin.chain}
 
     def sweep(self) -> None:
-        """Remove the pins that have ended."""
         for name, path in self._files(self._folder.holds_folder):
             try:
                 pin = self._read(name, path, quiet=True)

@@ -272,8 +272,6 @@ def limit_connection(connection: type[Any], max_bytes: int) -> type[Any]:
     """Return a subclass of redis-py's class ``connection`` that limits the duration of requests and the size of replies."""
 
     class LimitedConnection(connection):  # type: ignore[misc]
-        """A connection that limits the duration and the size of each reply."""
-
         def _connect(self) -> Any:
             self._exchange = _Exchange(super()._connect(), self.socket_timeout, max_bytes)
             return self._exchange

@@ -68,7 +68,6 @@ class EntryCount:
 
     @property
     def is_known(self) -> bool:
-        """True if the sum of the sizes is known."""
         return self._summed is not None
 
     def advance(self) -> None:
@@ -159,8 +158,6 @@ _MAX_TRIES = 5
 
 
 class RedisDescriptions:
-    """The descriptions of the entries on the server of ``client``."""
-
     def __init__(self, client: Client) -> None:
         self._client = client
 

@@ -115,7 +115,6 @@ class PackedCandidates:
         return side.tail.nbytes + sum(stream.nbytes for run in side.runs for stream in run.streams.values())
 
     def values(self) -> int:
-        """Return the number of values in one window."""
         return sum(side.batch * side.heads * side.tokens * side.dim for sides in self.packed.values() for side in list(sides.values())[:1])
 
 

@@ -52,7 +52,6 @@ class Search:
         return result
 
     def fits(self, allocation: Allocation) -> bool:
-        """Return True if the file of one window fits the budget."""
         return self.priced.file_bytes(allocation) <= self.budget
 
     def common_candidates(self, side: str) -> list[str]:

@@ -232,7 +232,6 @@ class Statistics:
         self.samples.setdefault(name, []).append(values[0][:, chosen].to(torch.float32).cpu())
 
     def write(self, path: str) -> None:
-        """Write the statistics to the file ``path``. Raises WriteFailed."""
         tensors = {f"samples.{name}.{n}": tensor for name, parts in self.samples.items() for n, tensor in enumerate(parts)}
         for kind in _SUMS:
             tensors |= {f"{kind}.{name}": values.contiguous() for name, values in getattr(self, kind).items()}

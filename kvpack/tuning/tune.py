@@ -208,7 +208,6 @@ def _codecs(candidates: Sequence[str], only_attendable: bool) -> dict[str, list[
 
 
 def _candidates(basis: Basis | None, *, widths: bool = False, only_attendable: bool) -> Sequence[str]:
-    """Return the default candidates of a search."""
     if widths:
         values = tuple(codec for codec in WIDTH_CANDIDATES if codec.startswith("v="))
         return (*BALANCED, *values) if basis is not None and basis.has_balanced_frames else WIDTH_CANDIDATES

@@ -258,7 +258,6 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         open_for_identity(self._location, self._identity, Counters(), options, skip_sweep=True).backend.close()
 
     def _get_store(self, shape: Sequence[int], dtype: torch.dtype) -> PageStore:
-        """Return the store for objects of one layout. Raises InvalidParameter."""
         identity = self._identity
         try:
             geometry = geometry_of(shape, dtype, self._head_dim, self._kv_dtype, self._fused)

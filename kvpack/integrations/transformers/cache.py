@@ -328,7 +328,6 @@ class KvpackCache(PassCalls):
 
     @property
     def keeps_states(self) -> bool:
-        """True if layers keep recurrent or convolution states."""
         return self.passes.states
 
     @property

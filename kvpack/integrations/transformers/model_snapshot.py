@@ -116,7 +116,6 @@ class _ModelCode:
         yield (get(name) for get, name in self._names)
 
     def _read(self, value: Any) -> Iterable[Any]:
-        """Return the objects to which ``value`` refers."""
         if isinstance(value, (staticmethod, classmethod, MethodType)):
             return (value.__func__,)
         if isinstance(value, partial):

@@ -120,7 +120,6 @@ class Pass:
 
     @property
     def hides_tokens(self) -> bool:
-        """True if the mask of the pass hides a token."""
         return self._all_visible is not None and not bool(self._all_visible)
 
     @property

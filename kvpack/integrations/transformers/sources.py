@@ -52,7 +52,6 @@ class EncoderCalls:
     # Digests are computed on the host.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def record_call(self, arguments: Mapping[str, Any], output: Any) -> None:
-        """Record a call of an encoder."""
         hidden = getattr(output, "last_hidden_state", None)
         hidden = output[0] if hidden is None and isinstance(output, tuple) and output else hidden
         outputs = self._outputs(hidden)

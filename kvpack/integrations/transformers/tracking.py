@@ -328,7 +328,6 @@ class Tracking:
 
     @property
     def added_tokens(self) -> int:
-        """Number of tokens that the current pass has added."""
         return 0 if self._passes.current is None else self.record.tokens - self._passes.current.start
 
     @contextmanager

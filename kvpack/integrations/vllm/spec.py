@@ -165,7 +165,6 @@ def _text(options: Any, name: str) -> str:
 
 
 def _check(config: Any, groups: list[Group]) -> None:
-    """Raise InvalidParameter if kvpack does not support the configuration."""
     parallel = config.parallel
     if len(groups) != len(config.groups):
         raise InvalidParameter(

@@ -71,19 +71,19 @@ def source(model: str | None, text: str | None, tokens: int | None, synthetic: s
     Raises InvalidParameter if a shape is invalid or the text has too few tokens, and MissingFile if the text cannot be read.
     """
     if synthetic is not None or (model is None and text is None):
-        return _synthetic(synthetic or DEFAULT_SYNTHETIC)
+        return _synthetic_source(synthetic or DEFAULT_SYNTHETIC)
     with model_folder(model) as folder:
         return _prefill_source(folder, text, tokens)
 
 
-def _synthetic(words: str) -> Source:
-    match = _SYNTHETIC.fullmatch(words)
+def _synthetic_source(shape_text: str) -> Source:
+    match = _SYNTHETIC.fullmatch(shape_text)
     if match is None:
-        raise InvalidParameter(f"--synthetic is {words!r}, expected layers x batch x heads x tokens x dim, such as 8x1x8x4096x128")
+        raise InvalidParameter(f"--synthetic is {shape_text!r}, expected layers x batch x heads x tokens x dim, such as 8x1x8x4096x128")
     layers, *shape = map(int, match.groups())
     generator = torch.Generator().manual_seed(0)
     pairs = [(_gaussian(shape, generator), _gaussian(shape, generator)) for _ in range(layers)]
-    return Source(f"Gaussian values, layers x batch x heads x tokens x dim = {words}", pairs)
+    return Source(f"Gaussian values, layers x batch x heads x tokens x dim = {shape_text}", pairs)
 
 
 def _gaussian(shape: list[int], generator: torch.Generator) -> torch.Tensor:

@@ -97,7 +97,7 @@ def _check_recipe(recipe: str) -> None:
         check_groups(identity, CHUNK)
     except InvalidParameter:
         raise InvalidParameter(
-            f"--recipe is {recipe!r}, which does not encode chunks of {CHUNK} tokens: use {RECIPE}, fp8 or another that encodes each token "
+            f"--recipe is {recipe!r}, which cannot encode a chunk of {CHUNK} tokens: use {RECIPE}, fp8 or another that encodes each token "
             "by itself"
         ) from None
 

@@ -130,7 +130,9 @@ def _parse_recipe(recipe: str) -> tuple[str, str]:
     """Return the bits per value and the scope of frames in ``recipe``."""
     match = re.fullmatch(rf"{TRANSFORM}([0-9.]+):({'|'.join(SCOPES)})", recipe)
     if match is None:
-        raise InvalidParameter(f"{recipe!r}: expected {TRANSFORM}0.6:head, bits per value and the scope of frames, {' or '.join(SCOPES)}")
+        raise InvalidParameter(
+            f"{recipe!r}: expected bits per value and the scope of frames, as in {TRANSFORM}0.6:head; scopes are {' or '.join(SCOPES)}"
+        )
     return match[1], match[2]
 
 

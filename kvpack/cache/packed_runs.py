@@ -62,14 +62,14 @@ class Stretch:
 
     @cached_property
     def _first_rows(self) -> dict[int, Ends]:
-        """For each number of tokens per row: the first row of each run, and then the total number of rows."""
+        """Maps a number of tokens per row to the first row of each run, followed by the total number of rows."""
         steps = {layout.tokens_per_row for layout in self.layout.values() if layout.per == "token" and layout.tokens_per_row > 1}
         tokens = numpy.diff(self.ends, prepend=0)
         return {step: numpy.concatenate([[0], numpy.cumsum(-(-tokens // step))]) for step in steps}
 
     @cached_property
     def _first_entries(self) -> dict[str, torch.Tensor]:
-        """For each stream with one row per entry: the first row of each token, and then the total number of rows.
+        """Maps a stream with one row per entry to the first row of each token, followed by the total number of rows.
 
         The tensors are int64 ``[token + 1]`` on the CPU, or ``[row + 1]`` if entries are counted per row of tokens.
         """
@@ -88,7 +88,7 @@ class Stretch:
 
     @cached_property
     def _entry_tokens(self) -> dict[str, torch.Tensor]:
-        """For each stream whose entries store token numbers: the token of each entry, ascending, as int64 on the CPU."""
+        """Maps a stream whose entries store token numbers to the token of each entry, ascending, as int64 on the CPU."""
         return {name: token.cpu() for name, token in self.codec.entry_tokens(self.streams).items()}
 
     def rows(self, start: int, stop: int, entries: bool = True) -> dict[str, torch.Tensor]:
@@ -158,7 +158,7 @@ class Stretch:
 
     @cached_property
     def continues_previous(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """For each run except the first: True if it can be joined to the previous one (see ``PackedRun.is_continued_by``)."""
+        """One bool for each run except the first: True if it can be joined to the previous run (see ``PackedRun.is_continued_by``)."""
         whole = torch.from_numpy(numpy.diff(self.ends, prepend=0)[:-1] % self.codec.token_group == 0)
         for name, layout in self.layout.items():
             if layout.per == "run":
@@ -336,7 +336,7 @@ class PackedRuns(Sequence[PackedRun]):
 
     @cached_property
     def _joinable(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """For each run except the first: True if it can be joined to the previous one (see ``PackedRun.is_continued_by``)."""
+        """One bool for each run except the first: True if it can be joined to the previous run (see ``PackedRun.is_continued_by``)."""
         if len(self) < 2:
             return numpy.empty(0, bool)
         codec = self.stretches[0].codec

@@ -65,30 +65,31 @@ _C_KERNELS = "the C kernels, which are missing or outdated (to build them, reins
 def encode(
     codec: Codec,
     x: torch.Tensor,
-    before: Mapping[str, torch.Tensor] | None = None,
+    previous: Mapping[str, torch.Tensor] | None = None,
     sizes: TokenSizes = UNMEASURED,
     skipped: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x``, ``[batch, kv_head, token, dim]``, with a kernel and return the streams, or None if the codec itself must encode.
 
     Returns None if no kernels run, if they do not support the codec or skipping tokens, or if ``x`` has values that the codec may reject.
-    Otherwise, sizes are written into the tensors in ``sizes``. ``before`` contains the streams of the run that ``x`` continues. The tokens
-    in ``skipped``, contiguous bool ``[batch, token]``, are encoded as zeros. Raises the same errors as ``uses_triton`` and ``uses_c``.
+    Otherwise, sizes are written into the tensors in ``sizes``. ``previous`` contains the streams of the run that ``x`` continues. The
+    tokens in ``skipped``, contiguous bool ``[batch, token]``, are encoded as zeros. Raises the same errors as ``uses_triton`` and
+    ``uses_c``.
     """
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
         from kvpack.kernels.cpu import lossless
 
         if isinstance(codec, Lossless) and skipped is None and lossless.supports_encoding(codec, x):
-            return lossless.encode(codec, x, before)
-        return c_encode.encode(codec, x, before, norms=sizes.norms, errors=sizes.errors, skipped=skipped)
+            return lossless.encode(codec, x, previous)
+        return c_encode.encode(codec, x, previous, norms=sizes.norms, errors=sizes.errors, skipped=skipped)
     if skipped is not None or not uses_triton(x.device):
         return None
     from kvpack.kernels.encode import encode
 
-    streams = encode.encode(codec, x, before, sizes.errors)
+    streams = encode.encode(codec, x, previous, sizes.errors)
     if sizes.norms is not None and streams is not None:
-        sizes.norms.copy_(codec.coded_norms(Run((*x.shape,), x.device, lambda: iter([x.float()])), before))
+        sizes.norms.copy_(codec.coded_norms(Run((*x.shape,), x.device, lambda: iter([x.float()])), previous))
     return streams
 
 

@@ -60,7 +60,7 @@ def encode(
     codec: Codec,
     x: torch.Tensor,
     where: str,
-    before: Mapping[str, torch.Tensor] | None = None,
+    previous: Mapping[str, torch.Tensor] | None = None,
     position: int | None = None,
     norms: torch.Tensor | None = None,
     layers: int = 1,
@@ -72,7 +72,7 @@ def encode(
         codec: Codec of the run.
         x: Values ``[batch, kv_head, token, dim]`` of any float dtype.
         where: Name of the values for messages.
-        before: Streams of the run that this one continues, if any.
+        previous: Streams of the run that this one continues, if any.
         position: Position of the first token, if known.
         norms: Norms of the layer's keys, ``[batch, kv_head, token]`` (``norms_per_head``), if known. Defaults to the norms of ``x``.
         layers: Number of layers whose sequences are joined in ``x``. An error may then be due to another layer's tokens.
@@ -89,18 +89,18 @@ def encode(
     with float32_no_grad(x.device):
         sizes, given = allocate_sizes(plain, x), cache(partial(dispatch.norms, x))
         if raw is None:
-            streams = encode_all(codec, x, where, before, position, sizes)
+            streams = encode_all(codec, x, where, previous, position, sizes)
             report_poor_fit(losses_of(EncodedRun(codec, x, streams, given, sizes)), where)
             return streams
         # The encoder of the other tokens, kernels included, receives a whole run.
         if chosen is None:
-            chosen = raw.choose((given() if norms is None else norms).to(x.device), position, before is not None)
+            chosen = raw.choose((given() if norms is None else norms).to(x.device), position, previous is not None)
         chosen = chosen.to(x.device)
         shared = plain.summary.shared_scales
         if shared and raw.high_norm and not plain.summary.changes_norms:
             chosen = mark_poor_fits(chosen, measure_fit_errors(given(), shared))
         try:
-            streams = _encode_others(codec, raw, x, chosen, where, before, position, sizes)
+            streams = _encode_others(codec, raw, x, chosen, where, previous, position, sizes)
         except OutOfRange:
             # Raw tokens are selected by the keys, so values may still include a token whose norm is too large for its width.
             large = large_size_mask(given(), raw.high_norm) if raw.high_norm else None
@@ -108,7 +108,7 @@ def encode(
             if layers > 1 or more is None or not more.any():
                 raise
             chosen = chosen | more
-            streams = _encode_others(codec, raw, x, chosen, where, before, position, sizes)
+            streams = _encode_others(codec, raw, x, chosen, where, previous, position, sizes)
         losses = losses_of(EncodedRun(plain, x, streams, given, sizes, chosen))
         if not losses:
             return streams
@@ -117,7 +117,7 @@ def encode(
             kept = mark_poor_fits(chosen, torch.stack([loss.factors / loss.ratio for loss in losses]).amax(0))
         report_poor_fit(losses, where, kept, raw.high_norm > 0)
         # Few runs have such tokens, so encoding them twice is faster than measuring all runs before.
-        return streams if kept is chosen or torch.equal(kept, chosen) else _encode_others(codec, raw, x, kept, where, before, position)
+        return streams if kept is chosen or torch.equal(kept, chosen) else _encode_others(codec, raw, x, kept, where, previous, position)
 
 
 def scale_fit_errors(codec: Codec, x: torch.Tensor, shared: Collection[str], where: str) -> torch.Tensor:
@@ -128,20 +128,20 @@ def scale_fit_errors(codec: Codec, x: torch.Tensor, shared: Collection[str], whe
     return measure_fit_errors(_coded_norms(codec, x, where, None), shared)
 
 
-def _coded_norms(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
+def _coded_norms(codec: Codec, x: torch.Tensor, where: str, previous: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
     """Return the norms of ``x`` in the coded frame (see ``codec.coded_norms``). Raises the same errors as ``encode``."""
     if not codec.changes_norms:
         return dispatch.norms(x)
     blocks = _blocks(codec, x)
     with prefix_errors(where, OutOfRange):
-        return codec.coded_norms(Run((*x.shape,), x.device, lambda: (_values(codec, x, *block, where) for block in blocks)), before)
+        return codec.coded_norms(Run((*x.shape,), x.device, lambda: (_values(codec, x, *block, where) for block in blocks)), previous)
 
 
 def encode_all(
     codec: Codec,
     x: torch.Tensor,
     where: str,
-    before: Mapping[str, torch.Tensor] | None = None,
+    previous: Mapping[str, torch.Tensor] | None = None,
     position: int | None = None,
     sizes: TokenSizes = UNMEASURED,
 ) -> dict[str, torch.Tensor]:
@@ -150,9 +150,9 @@ def encode_all(
     Sizes are written into the tensors in ``sizes``.
     """
     with float32_no_grad(x.device):
-        streams = dispatch.encode(codec, x, before, sizes)
+        streams = dispatch.encode(codec, x, previous, sizes)
     if streams is None:
-        streams = _encode_in_blocks(codec, x, where, before, position, sizes)
+        streams = _encode_in_blocks(codec, x, where, previous, position, sizes)
     kept = codec.summary.exact_dtype
     if kept is not None and RAW_NAMES[x.dtype] not in EXACT_DTYPES[kept] and is_rounded(x, x.to(RAW_DTYPES[kept])):
         message = f"the recipe stores {RAW_NAMES[x.dtype]} values as {kept} and rounds them; the 'raw' recipe keeps every value exactly"
@@ -166,7 +166,7 @@ def _encode_others(
     x: torch.Tensor,
     chosen: torch.Tensor,
     where: str,
-    before: Mapping[str, torch.Tensor] | None,
+    previous: Mapping[str, torch.Tensor] | None,
     position: int | None,
     sizes: TokenSizes = UNMEASURED,
 ) -> dict[str, torch.Tensor]:
@@ -180,15 +180,15 @@ def _encode_others(
     if not torch.isfinite(raw_values[VALUES]).all():
         check_finite(x, 0, where)
     plain = codec.without_raw_positions
-    streams = dispatch.encode(plain, x, before, skipped=chosen)
+    streams = dispatch.encode(plain, x, previous, skipped=chosen)
     if streams is None and not (plain.summary.entries or plain.summary.has_run_rows or x.device.type != "cpu"):
         # Rows of tokens can be replaced, which is faster on a CPU than copying all values without the raw tokens.
         with contextlib.suppress(OutOfRange):
-            streams = encode_all(plain, x, where, before, position, sizes)
-            _encode_groups_again(plain, x, chosen, streams, where, before, sizes)
+            streams = encode_all(plain, x, where, previous, position, sizes)
+            _encode_groups_again(plain, x, chosen, streams, where, previous, sizes)
     if streams is None:
         rest = replace_tokens(x, token, sequence, chosen, codec.summary.token_group)
-        streams = encode_all(plain, rest, where, before, position, sizes)
+        streams = encode_all(plain, rest, where, previous, position, sizes)
     return streams | raw_values
 
 
@@ -198,7 +198,7 @@ def _encode_groups_again(
     chosen: torch.Tensor,
     streams: dict[str, torch.Tensor],
     where: str,
-    before: Mapping[str, torch.Tensor] | None,
+    previous: Mapping[str, torch.Tensor] | None,
     sizes: TokenSizes,
 ) -> None:
     """Re-encode every token group that contains a chosen token, with the chosen tokens left out, into ``streams`` and ``sizes``.
@@ -215,7 +215,7 @@ def _encode_groups_again(
     token, sequence = chosen_here.T.nonzero().unbind(1)
     rest = replace_tokens(x[:, :, places], token, sequence, chosen_here, group)
     sizes_here = allocate_sizes(codec, rest)
-    encoded = encode_all(codec, rest, where, before, sizes=sizes_here)
+    encoded = encode_all(codec, rest, where, previous, sizes=sizes_here)
     for target, source in zip(sizes, sizes_here, strict=True):
         if target is not None and source is not None:
             target[:, :, places] = source
@@ -232,7 +232,7 @@ def _encode_in_blocks(
     codec: Codec,
     x: torch.Tensor,
     where: str,
-    before: Mapping[str, torch.Tensor] | None,
+    previous: Mapping[str, torch.Tensor] | None,
     position: int | None,
     sizes: TokenSizes,
 ) -> dict[str, torch.Tensor]:
@@ -277,7 +277,7 @@ def _encode_in_blocks(
             begin = partial(codec.begin, kernel=encode_inner, watch=measure)
         with prefix_errors(where, OutOfRange):
             given = Run((batch, heads, tokens, dim), x.device, lambda: (_values(codec, x, *block, where) for block in blocks), position)
-            run = begin(given, before)
+            run = begin(given, previous)
         for_each_block(encode_block, blocks, x.device)
         for name, entry in layout.items():
             if entry.per == "entry":

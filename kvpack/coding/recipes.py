@@ -147,15 +147,15 @@ class Recipe:
         recipe._parse(_NAMED | RECORDED)
         return recipe
 
-    def _parse(self, named: Mapping[str, str]) -> None:
-        """Parse ``text`` and set all other attributes. ``named`` maps names of presets and additions to recipe texts."""
+    def _parse(self, presets: Mapping[str, str]) -> None:
+        """Parse ``text`` and set all other attributes. ``presets`` maps names of presets and additions to recipe texts."""
         if not isinstance(self.text, str):
             raise InvalidType(f"a recipe must be text, such as 'kvpack-3', but got a {type(self.text).__name__}")
-        object.__setattr__(self, "_named", named)
+        object.__setattr__(self, "_named", presets)
         object.__setattr__(self, "_written", self.text)
         if self.basis is not None:
             object.__setattr__(self, "basis", load_basis(self.basis))
-            object.__setattr__(self, "_named", {**named, **calibrated_presets(self.basis)})
+            object.__setattr__(self, "_named", {**presets, **calibrated_presets(self.basis)})
             object.__setattr__(self, "_written", self._text_with_basis_digest())
         for side in SIDES:
             if not any(side in rule.sides and rule.items is None for rule in self.rules):

@@ -63,8 +63,8 @@ def add(commands: Any) -> None:
     _add_serve(kinds)
 
 
-def _add_quality(kinds: Any) -> None:
-    quality = kinds.add_parser(
+def _add_quality(subparsers: Any) -> None:
+    quality = subparsers.add_parser(
         "quality",
         help="measure what packing costs a model: perplexity, divergence, errors, recall",
         description="Run a model over packed files of its own KV caches, and compare it with itself over the uncompressed cache.",
@@ -144,8 +144,8 @@ def _add_model_options(quality: Any) -> None:
     )
 
 
-def _add_attend(kinds: Any) -> None:
-    attend = kinds.add_parser(
+def _add_attend(subparsers: Any) -> None:
+    attend = subparsers.add_parser(
         "attend",
         help="time attention over packed rows on the CPU, compared with bf16 and float32",
         description="Time one query over packed rows on the CPU in one thread, compared with matrix products and SDPA over dense rows.",
@@ -163,8 +163,8 @@ def _add_attend(kinds: Any) -> None:
     attend.set_defaults(run=run_attend)
 
 
-def _add_kernels(kinds: Any) -> None:
-    kernels = kinds.add_parser(
+def _add_kernels(subparsers: Any) -> None:
+    kernels = subparsers.add_parser(
         "kernels",
         help="time attention over packed rows on a CUDA device, compared with the best bf16 attention, and encoding and unpacking",
         description="Time a decode step over packed rows on a CUDA device, compared with SDPA and kvpack's own attention over bf16, "
@@ -186,8 +186,8 @@ def _add_kernels(kinds: Any) -> None:
     kernels.set_defaults(run=run_kernels)
 
 
-def _add_serve(kinds: Any) -> None:
-    serve = kinds.add_parser(
+def _add_serve(subparsers: Any) -> None:
+    serve = subparsers.add_parser(
         "serve",
         help="time a model's decode steps and its first token after a stored prefix, and measure its memory, compared with transformers' "
         "caches",
@@ -241,8 +241,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
     return print_report(report, serve_tables.show, arguments)
 
 
-def _add_store(kinds: Any) -> None:
-    store = kinds.add_parser(
+def _add_store(subparsers: Any) -> None:
+    store = subparsers.add_parser(
         "store",
         help="time match, load, put and get on a prefix store",
         description="Time match, load, put and get on a prefix store, compared with reads and a store of bf16 safetensors files.",

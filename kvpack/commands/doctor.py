@@ -129,7 +129,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
-def _values(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _random_values(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -148,7 +148,7 @@ def _files(device: str) -> str:
     with tempfile.TemporaryDirectory(prefix="kvpack-doctor-") as folder:
         for recipe in RECIPES:
             path = os.path.join(folder, "cache.kvpack")
-            pair = _values(300)
+            pair = _random_values(300)
             kvpack.save(kvpack.pack([(pair[0].to(device), pair[1].to(device))], recipe), path)
             layer = kvpack.load(path, device=device)[0]
             keys, values = layer.unpack(torch.float32)
@@ -177,7 +177,7 @@ def _check_damage() -> str:
 
     with tempfile.TemporaryDirectory(prefix="kvpack-doctor-") as folder:
         path = os.path.join(folder, "cache.kvpack")
-        size = kvpack.save(kvpack.pack([_values(64)], "octopus-4"), path)
+        size = kvpack.save(kvpack.pack([_random_values(64)], "octopus-4"), path)
         with open(path, "r+b") as file:
             file.seek(size - 1)
             last = file.read(1)
@@ -193,7 +193,7 @@ def _check_damage() -> str:
 def _store() -> str:
     import kvpack
 
-    cache = kvpack.pack([_values(512)], "octopus-4", model={"name": "doctor"})
+    cache = kvpack.pack([_random_values(512)], "octopus-4", model={"name": "doctor"})
     ids = list(range(512))
     with (
         tempfile.TemporaryDirectory(prefix="kvpack-doctor-") as folder,

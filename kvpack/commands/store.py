@@ -73,8 +73,8 @@ def add(commands: Any) -> None:
     demo.add_argument("--recipe", default="octopus-4", metavar="RECIPE", help="the recipe of the stored cache (default: octopus-4)")
 
 
-def _action(kinds: Any, name: str, run: Any, help_text: str) -> Any:
-    parser = kinds.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
+def _action(subparsers: Any, name: str, run: Any, help_text: str) -> Any:
+    parser = subparsers.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
     parser.add_argument("store", metavar="STORE", help="a folder, or the URL of a Redis server or an object store")
     add_json(parser)
     if name != "demo":

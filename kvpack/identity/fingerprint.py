@@ -47,23 +47,23 @@ _ALIGNMENT = 8
 
 
 class Weights:
-    """The digest of a model's state, which is computed in the background. ``named`` contains the (name, value) pairs of the state.
+    """The digest of a model's state, which is computed in the background. ``state`` contains (name, value) pairs.
 
     Values must not change before ``wait_until_read`` returns. It waits until tensors in host memory have been read, and makes later work on
     a CUDA device wait until the device's tensors have been read. The constructor and ``text`` raise InvalidParameter if values of a tensor
     are not in memory or cannot be read.
     """
 
-    def __init__(self, named: Sequence[tuple[str, Any]]) -> None:
-        self._names = [name for name, _ in named]
+    def __init__(self, state: Sequence[tuple[str, Any]]) -> None:
+        self._names = [name for name, _ in state]
         self._found: dict[int, Any] = {}
         first: dict[Hashable, int] = {}
         # Tied weights are read once.
-        self._numbers = [first.setdefault(_memory_of(value) or number, number) for number, (_, value) in enumerate(named)]
+        self._numbers = [first.setdefault(_memory_of(value) or number, number) for number, (_, value) in enumerate(state)]
         host: list[int] = []
         devices: dict[torch.device, dict[int, torch.Tensor]] = {}
         for number in first.values():
-            name, value = named[number]
+            name, value = state[number]
             if _is_in_host_memory(value):
                 host.append(number)
             elif _is_digested_on_device(value):
@@ -71,8 +71,8 @@ class Weights:
             else:
                 self._found[number] = to_json_value(name, value)
         self._host_numbers = host
-        self._host = StartedCalls(lambda number: tensor_digest(*named[number]), host, min(THREADS, usable_cores()))
-        self._devices = [_DeviceDigests(device, named, values) for device, values in devices.items()]
+        self._host = StartedCalls(lambda number: tensor_digest(*state[number]), host, min(THREADS, usable_cores()))
+        self._devices = [_DeviceDigests(device, state, values) for device, values in devices.items()]
 
     def wait_until_read(self) -> None:
         """Wait until the weights may change without affecting the digest."""

@@ -37,8 +37,8 @@ _IGNORED_ATTRIBUTES = {"_adapters", "_caches", "_tied_adapter", "kwargs", "quant
 _CUSTOM_ADAPTERS = re.compile(r"lora|adapter", re.IGNORECASE)
 
 
-def adapters_text(layers: Sequence[ModelPart], named: str | None) -> str:
-    """Return the identity field ``adapter``: the names of the adapters in effect (or ``named``), and their digest.
+def adapters_text(layers: Sequence[ModelPart], given_names: str | None) -> str:
+    """Return the identity field ``adapter``: the names of the adapters in effect (or ``given_names``), and their digest.
 
     Without adapters, the field is empty. Adapters that are loaded but not in effect are ignored. Raises InvalidParameter, with the module's
     name, if kvpack cannot describe an adapter.
@@ -56,9 +56,9 @@ def adapters_text(layers: Sequence[ModelPart], named: str | None) -> str:
         elif home_made := _custom_state(part):
             states.append([part.name, home_made])
     if states:
-        label = ",".join(sorted(names)) if named is None else named
+        label = ",".join(sorted(names)) if given_names is None else given_names
         return f"{label} {json_digest(states)}".strip()
-    label = named or ""
+    label = given_names or ""
     return f"{label} disabled".strip() if any(part.adapter for part in layers) else label
 
 

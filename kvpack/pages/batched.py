@@ -188,38 +188,38 @@ def _halve_means(
     codec_input: torch.Tensor,
     chosen: torch.Tensor | None,
     encoded: dict[str, torch.Tensor],
-    lost: torch.Tensor,
+    losses: torch.Tensor,
 ) -> torch.Tensor:
     """With half of each mean, re-encode pages in which tokens lose precision into ``encoded``. Returns the remaining losses.
 
     The other parameters are as for ``_encode``.
     """
-    if lane.halved_codec is None or not (lost[0] > 1).any():
-        return lost
-    pages = (lost[0] > 1).any(1).nonzero()[:, 0]
+    if lane.halved_codec is None or not (losses[0] > 1).any():
+        return losses
+    pages = (losses[0] > 1).any(1).nonzero()[:, 0]
     streams, left = _encode(lane, x[pages], codec_input[pages], None if chosen is None else chosen[pages], lane.halved_codec)
     for name, stream in streams.items():
         # Some versions of PyTorch cannot index uint16 on some devices.
         whole = encoded[name]
         dtype = torch.int16 if stream.dtype == torch.uint16 else stream.dtype
         whole.view(dtype)[pages] = stream.view(dtype)
-    lost = lost.clone()
-    lost[:, pages] = 0.0 if left is None else left
-    return lost
+    losses = losses.clone()
+    losses[:, pages] = 0.0 if left is None else left
+    return losses
 
 
 def _count_without_room(
-    lane: Lane, x: torch.Tensor, key_norms: torch.Tensor | None, fit_errors: torch.Tensor | None, lost: torch.Tensor | None
+    lane: Lane, x: torch.Tensor, key_norms: torch.Tensor | None, fit_errors: torch.Tensor | None, losses: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the counts of ``count_left_out``, int64 ``[2]``, for pages without raw tokens.
 
-    ``x`` contains the values of the pages. ``lost`` contains the codec's ``excess_losses``, or is None.
+    ``x`` contains the values of the pages. ``losses`` contains the codec's ``excess_losses``, or is None.
     """
     none = torch.zeros(len(x), x.shape[2], dtype=torch.bool, device=x.device)
     wanted = none.expand(2, -1, -1)
     if key_norms is not None and lane.raw_rule is not None:
         _, wanted = choose_slot_tokens(lane.raw_rule, key_norms, lane.plain_codec.token_group, 0, fit_errors)
-    return count_left_out(wanted, none, lost)
+    return count_left_out(wanted, none, losses)
 
 
 def _lane_name(lane: Lane) -> str:

@@ -157,10 +157,10 @@ class BoundLane:
         norms = torch.cat([norms_per_head(x[slot].to(dtype)[None]) for x in self._keys])
         return choose_slot_tokens(raw, norms, codec.token_group, lane.slots, fit_errors)
 
-    def _fit_errors(self, slot: int, row: memoryview, sizes: TokenSizes, used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    def _fit_errors(self, slot: int, row: memoryview, sizes: TokenSizes, raw_tokens: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
         """Return the ``excess_losses`` of tokens that are not raw, ``[2, layer, token]``, or None if no token loses precision.
 
-        ``sizes`` are from ``_encode``. ``used`` maps layers to their raw tokens.
+        ``sizes`` are from ``_encode``. ``raw_tokens`` maps layers to their raw tokens.
         """
         lane = self._lane
         if not lane.may_lose_precision:
@@ -175,16 +175,16 @@ class BoundLane:
             sample = () if least is None else [tensor[slot, :, ::step].to(dtype)[None] for tensor in self._tensors]
             if least is None or run_fits(torch.cat(sample), least):
                 return None
-        return self._exact_fit_errors(slot, streams, sizes, self._mask(used))
+        return self._exact_fit_errors(slot, streams, sizes, self._mask(raw_tokens))
 
     def _exact_fit_errors(self, slot: int, streams: _RowStreams, sizes: TokenSizes, kept: torch.Tensor) -> torch.Tensor | None:
         x = torch.cat([tensor[slot].to(self._lane.geometry.computed_dtype)[None] for tensor in self._tensors])
         return excess_losses(EncodedRun(self._lane.plain_codec, x, streams, cache(partial(dispatch.norms, x)), sizes, kept))
 
-    def _mask(self, used: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return a mask of the raw tokens ``used``, bool ``[layer, token]``."""
+    def _mask(self, raw_tokens: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return a mask of the raw tokens ``raw_tokens``, bool ``[layer, token]``."""
         result = torch.zeros(self._lane.count, self._lane.geometry.tokens, dtype=torch.bool, device="cpu")
-        for number, tokens in used.items():
+        for number, tokens in raw_tokens.items():
             result[number, tokens] = True
         return result
 
@@ -208,11 +208,11 @@ class BoundLane:
                     target[number] = source[0]
         return self._exact_fit_errors(slot, _RowStreams(self._lane, row), sizes, kept)
 
-    def _with_poorly_fitting(self, used: Mapping[int, torch.Tensor], fit_errors: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Add the tokens with the largest fit errors to ``used``, the raw tokens of each layer, as long as there is room."""
-        result = dict(used)
+    def _with_poorly_fitting(self, raw_tokens: Mapping[int, torch.Tensor], fit_errors: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Add the tokens with the largest fit errors to ``raw_tokens``, the raw tokens of each layer, as long as there is room."""
+        result = dict(raw_tokens)
         for number in (fit_errors[0] > 1).any(1).nonzero()[:, 0].tolist():
-            own = used.get(number, torch.empty(0, dtype=torch.int64, device=fit_errors.device))
+            own = raw_tokens.get(number, torch.empty(0, dtype=torch.int64, device=fit_errors.device))
             room = max(0, self._lane.slots - len(own))
             worst = fit_errors[0, number].argsort(descending=True)[: min(room, int((fit_errors[0, number] > 1).sum()))]
             if len(worst):

@@ -63,7 +63,7 @@ class Directory(SingleTierBackend):
         self,
         root: str | os.PathLike[str],
         counters: Counters,
-        form: EntryFormat = UNENCRYPTED,
+        entry_format: EntryFormat = UNENCRYPTED,
         *,
         max_bytes: int | None = None,
         min_free: int = 0,
@@ -73,7 +73,7 @@ class Directory(SingleTierBackend):
         skip_sweep: bool = False,
     ) -> None:
         self._folder = Folder(root, counters, durable=durable, trusted_group=trusted_group)
-        self._counters, self._form = counters, form
+        self._counters, self._form = counters, entry_format
         self._pins = Pins(self._folder, counters)
         self._sizes = FolderSizes(self._folder)
         self._usage = DiskUsage(os.path.join(self._folder.root, "usage"), self.trust.assign_owner)

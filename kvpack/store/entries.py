@@ -202,7 +202,7 @@ class EntryReader:
                 f"{len(layers)} layers, layer {at}: {layers[at] if at < len(layers) else 'none'}" for layers in (shape, self.shape)
             ]
             raise InvalidHeader(
-                f"{file.where} has other heads and head dims than the store's entries: {descriptions[0]}, "
+                f"{file.where} has different heads and head dims than the store's entries: {descriptions[0]}, "
                 f"expected {descriptions[1]}"
             )
 

@@ -43,9 +43,9 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Call
             extra_check(file)
 
 
-def kind_of(key: bytes, data: Data, form: EntryFormat) -> Kind:
-    """Return the kind of ``data``, which is the complete entry ``key``, in a store whose entries have the format ``form``."""
-    kind = form.kind(memoryview(data)[:FRONT_BYTES], len(data))
+def kind_of(key: bytes, data: Data, entry_format: EntryFormat) -> Kind:
+    """Return the kind of ``data``, which is the complete entry ``key``, in a store whose entries have this format."""
+    kind = entry_format.kind(memoryview(data)[:FRONT_BYTES], len(data))
     if kind is not Kind.READABLE:
         return kind
     try:

@@ -148,8 +148,8 @@ class Evictor:
     def _keep_room(self, size: int, protected: set[bytes], count: UsageCount) -> None:
         """Evict entries early, before the budget is used up, so that other processes need not wait for room.
 
-        Does nothing if another process is evicting. Without an index, a round is too expensive to start early, and nothing is done either.
-        ``count`` includes the ``size`` bytes just reserved.
+        Does nothing if another process is evicting, or if there is no index, because a round without an index is too expensive to start
+        early. ``count`` includes the ``size`` bytes just reserved.
         """
         if self._max_bytes is None:
             return

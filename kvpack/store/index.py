@@ -202,16 +202,16 @@ class Index:
                 return IndexTotals(*connection.execute("SELECT SUM(entries), SUM(bytes), SUM(cost) FROM folders").fetchone())
         return None
 
-    def oldest(self, count: int, after: tuple[int, int], until: int) -> list[tables.IndexRow]:
+    def oldest(self, count: int, previous: tuple[int, int], until: int) -> list[tables.IndexRow]:
         """Return up to ``count`` rows last used no later than ``until``, least recently used first.
 
-        ``after`` is the (last use, row number) pair of the row before the first one to return.
+        ``previous`` is the (last use, row number) pair of the row before the first one to return.
         """
         query = "SELECT id, rest, size, used FROM entries WHERE (used, id) > (?, ?) AND used <= ? ORDER BY used, id LIMIT ?"
         with self._guard():
             connection = self._open()
             if connection is not None:
-                return connection.execute(query, (*after, until, count)).fetchall()
+                return connection.execute(query, (*previous, until, count)).fetchall()
         return []
 
     def note_uses(self, uses: Sequence[tuple[int, int]]) -> None:

@@ -42,7 +42,7 @@ _FIRST_PART, _PART_BYTES = 8, 64 * 2**20
 
 
 class Loader:
-    """Loads chains of one identity. Chunks outside all sliding ``windows`` are skipped. The keys ``before`` precede every chain."""
+    """Loads chains of one identity. Chunks outside all sliding ``windows`` are skipped. ``leading_keys`` precede every chain."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class Loader:
         reader: EntryReader,
         cipher: Cipher | None,
         counters: Counters,
-        before: Sequence[bytes] = (),
+        leading_keys: Sequence[bytes] = (),
         windows: Windows | None = None,
     ) -> None:
-        self._backend, self._reader, self._cipher, self._counters, self._before = backend, reader, cipher, counters, before
+        self._backend, self._reader, self._cipher, self._counters, self._before = backend, reader, cipher, counters, leading_keys
         self._windows = Windows((), reader.chunk) if windows is None else windows
         self._readable_keys, self._suspect_keys = KeySet(), KeySet()
 

@@ -35,20 +35,22 @@ _TIER_LIST_OPTIONS = {"write_back"}
 """Options that only a list of tiers supports."""
 
 
-def open_backend(location: Any, counters: Counters, form: EntryFormat, options: LocationOptions, *, skip_sweep: bool = False) -> Backend:
+def open_backend(
+    location: Any, counters: Counters, entry_format: EntryFormat, options: LocationOptions, *, skip_sweep: bool = False
+) -> Backend:
     """Open the backend at ``location``: a URL of a server or an object store, an object of ``obstore.store``, or a folder.
 
-    For a list of locations and Tiers, the backend combines all tiers. ``form`` is the format of entries. With ``skip_sweep``, opening does
-    not change the location. Raises InvalidParameter if an option is invalid or not supported at the location, or if the kind of URL is
-    unknown. Also raises the backend's errors.
+    For a list of locations and Tiers, the backend combines all tiers. With ``skip_sweep``, opening does not change the location. Raises
+    InvalidParameter if an option is invalid or not supported at the location, or if the kind of URL is unknown. Also raises the backend's
+    errors.
     """
     keywords = options.keywords()
     if isinstance(location, (list, tuple)):
         _check_options("a list of tiers", keywords, _TIER_LIST_OPTIONS, ": each Tier has its own")
-        return _open_tiers(location, counters, form, skip_sweep=skip_sweep, **keywords)
+        return _open_tiers(location, counters, entry_format, skip_sweep=skip_sweep, **keywords)
     kind = _kind_of(location)
     _check_options(kind.name, keywords, kind.options)
-    return kind.open(location, counters, form, skip_sweep=skip_sweep, **keywords)
+    return kind.open(location, counters, entry_format, skip_sweep=skip_sweep, **keywords)
 
 
 def _check_options(kind: str, options: Mapping[str, Any], supported: set[str], hint: str = "") -> None:
@@ -58,7 +60,7 @@ def _check_options(kind: str, options: Mapping[str, Any], supported: set[str], h
 
 
 def _open_tiers(
-    locations: Sequence[Any], counters: Counters, form: EntryFormat, *, skip_sweep: bool = False, write_back: bool = False
+    locations: Sequence[Any], counters: Counters, entry_format: EntryFormat, *, skip_sweep: bool = False, write_back: bool = False
 ) -> Tiers:
     if not locations:
         raise InvalidParameter("the location is an empty list: pass at least one tier")
@@ -68,16 +70,18 @@ def _open_tiers(
         if isinstance(tier.location, (list, tuple)):
             raise InvalidParameter("a tier cannot itself be a list of tiers: pass one location per tier")
         tier_counters = Counters(counters)
-        tiers.append((open_backend(tier.location, tier_counters, form, tier, skip_sweep=skip_sweep), tier_counters))
+        tiers.append((open_backend(tier.location, tier_counters, entry_format, tier, skip_sweep=skip_sweep), tier_counters))
     return Tiers(tiers, counters, write_back=write_back)
 
 
-def open_existing(location: str, counters: Counters, form: EntryFormat, options: LocationOptions, *, skip_sweep: bool = False) -> Backend:
+def open_existing(
+    location: str, counters: Counters, entry_format: EntryFormat, options: LocationOptions, *, skip_sweep: bool = False
+) -> Backend:
     """Open the backend at an existing location, as ``open_backend`` does. Raises MissingFile for a missing folder."""
     if _kind_of(location) is FOLDER and not os.path.isdir(path := os.path.expanduser(_folder(location))):
         why = "is not a folder" if os.path.lexists(path) else "does not exist; a store creates its folder when it stores its first chunk"
         raise MissingFile(f"{shown_location(location)}: {why}")
-    return open_backend(location, counters, form, options, skip_sweep=skip_sweep)
+    return open_backend(location, counters, entry_format, options, skip_sweep=skip_sweep)
 
 
 class LocationKind(NamedTuple):
@@ -92,22 +96,22 @@ class LocationKind(NamedTuple):
     """Called with a location, counters, the format of entries, ``skip_sweep`` and the options, to open the backend."""
 
 
-def _open_memory(location: str, counters: Counters, form: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
+def _open_memory(location: str, counters: Counters, entry_format: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
     if "max_bytes" not in options:
         raise InvalidParameter("an in-memory store needs a budget: pass max_bytes=")
     return MemoryBackend(counters, **options)
 
 
-def _open_redis(location: str, counters: Counters, form: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
-    return Redis(location, counters, form, **options)
+def _open_redis(location: str, counters: Counters, entry_format: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
+    return Redis(location, counters, entry_format, **options)
 
 
-def _open_object_store(location: Any, counters: Counters, form: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
-    return ObjectStore(location, counters, form, **options)
+def _open_object_store(location: Any, counters: Counters, entry_format: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
+    return ObjectStore(location, counters, entry_format, **options)
 
 
-def _open_folder(location: Any, counters: Counters, form: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
-    return Directory(_folder(location), counters, form, skip_sweep=skip_sweep, **options)
+def _open_folder(location: Any, counters: Counters, entry_format: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
+    return Directory(_folder(location), counters, entry_format, skip_sweep=skip_sweep, **options)
 
 
 KINDS = [
@@ -146,7 +150,8 @@ def _folder(location: Any) -> str:
         parts = urlsplit(path)
         if parts.netloc not in ("", "localhost"):
             raise InvalidParameter(
-                f"the location {shown_location(path)!r} names the host {parts.hostname!r}: a folder must be on this machine, as in file:///..."
+                f"the location {shown_location(path)!r} names the host {parts.hostname!r}: a folder must be on this machine, as in "
+                "file:///..."
             )
         path = unquote(parts.path)
     if not path or "\0" in path:

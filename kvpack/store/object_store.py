@@ -75,15 +75,15 @@ class ObjectStore(SingleTierBackend):
         self,
         location: Any,
         counters: Counters,
-        form: EntryFormat = UNENCRYPTED,
+        entry_format: EntryFormat = UNENCRYPTED,
         *,
         max_bytes: int | None = None,
         ttl: int | None = None,
         timeout: float = 5.0,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._objects = Objects(location, form.max_bytes, timeout, storage_options)
-        self._counters, self._form, self._max_bytes = counters, form, max_bytes
+        self._objects = Objects(location, entry_format.max_bytes, timeout, storage_options)
+        self._counters, self._form, self._max_bytes = counters, entry_format, max_bytes
         self._breaker = CircuitBreaker()
         self._guard = RequestGuard(self._breaker, counters, self._objects.errors, self._objects.refusals)
         self._ttl = limit_ttl(ttl)

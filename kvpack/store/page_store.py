@@ -78,7 +78,7 @@ class PageStore:
             ``Identity.of_engine(folder, Recipe("klt-2", basis), ...)``.
         geometry: Layers, heads, tokens, dims and dtype of a page.
         threads: Number of threads that encode and decode.
-        jobs: Maximum number of submitted puts that run at the same time, and of gets.
+        jobs: Maximum number of puts, and of gets, that run at the same time.
         **options: As for ``Store``.
 
     Raises:

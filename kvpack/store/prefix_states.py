@@ -65,15 +65,15 @@ class PrefixStates:
                 keys = keys[:-1]
         return None
 
-    def save(self, states: StatesAt, chain: Sequence[bytes], places: Mapping[int, int], now_ns: int) -> int:
+    def save(self, states: StatesAt, chain: Sequence[bytes], indices_by_position: Mapping[int, int], now_ns: int) -> int:
         """Store ``states``, which are keyed by position, after chunks that are already stored. Returns the last position with stored
         states.
 
-        ``places`` maps positions, ascending, to indices in ``chain``, in which states directly follow their chunk.
+        ``indices_by_position`` maps positions, ascending, to indices in ``chain``, in which states directly follow their chunk.
         """
-        can_open = self._loader.can_open_states([chain[place - 1] for place in places.values()])
+        can_open = self._loader.can_open_states([chain[place - 1] for place in indices_by_position.values()])
         last = 0
-        for (position, place), is_stored in zip(places.items(), can_open, strict=True):
+        for (position, place), is_stored in zip(indices_by_position.items(), can_open, strict=True):
             if is_stored or self._put(states[position], chain[: place + 1], position, now_ns):
                 last = position
         return last

@@ -94,14 +94,14 @@ class Redis(SingleTierBackend):
         self,
         url: str,
         counters: Counters,
-        form: EntryFormat = UNENCRYPTED,
+        entry_format: EntryFormat = UNENCRYPTED,
         *,
         max_bytes: int | None = None,
         ttl: int | None = None,
         timeout: float = 1.0,
     ) -> None:
         self._counters, self._max_bytes, self._ttl = counters, max_bytes, limit_ttl(ttl)
-        self._form = dataclasses.replace(form, max_bytes=min(form.max_bytes, MAX_ENTRY_BYTES))
+        self._form = dataclasses.replace(entry_format, max_bytes=min(entry_format.max_bytes, MAX_ENTRY_BYTES))
         self._client = Client(url, counters, timeout, self._form.max_bytes + _BYTES_AT_ONCE + _SPARE_BYTES, uses_ttl=ttl is not None)
         self._count = EntryCount(self._client, counters)
         self._abouts = RedisDescriptions(self._client)

@@ -56,7 +56,7 @@ class Trust:
         self._root = root
         self._user = os.geteuid()
         self.owner, self._group = self._user, os.getegid()
-        self.trusted_group = None if trusted_group is None else _group_number(trusted_group)
+        self.trusted_group = None if trusted_group is None else _group_id(trusted_group)
         self._group_writes = self.trusted_group is not None
         self._folders: set[str] = set()
         try:
@@ -189,7 +189,7 @@ class Trust:
         return stat.S_IWOTH if self.trusted_group is not None and status.st_gid == self.trusted_group else OTHERS_WRITE
 
 
-def _group_number(group: int | str) -> int:
+def _group_id(group: int | str) -> int:
     """Return the id of a group to which this process belongs. Raises InvalidParameter."""
     number: Any = group
     if isinstance(group, str):

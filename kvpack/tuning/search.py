@@ -163,14 +163,14 @@ def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
         free = {place for place in free if place not in grown_places} | set(grown_places[: len(grown_places) // 2])
 
 
-def _size_grows(search: Search, place: Place, smaller: str, after: str) -> bool:
-    return search.priced.stream_bytes(place, after) > search.priced.stream_bytes(place, smaller)
+def _size_grows(search: Search, tensor: Place, smaller: str, after: str) -> bool:
+    return search.priced.stream_bytes(tensor, after) > search.priced.stream_bytes(tensor, smaller)
 
 
-def _neighbors(search: Search, place: Place, codec: str) -> list[str]:
+def _neighbors(search: Search, tensor: Place, codec: str) -> list[str]:
     """Return the next smaller and the next larger codec for a tensor on the convex hull of its candidates."""
-    size = search.priced.stream_bytes(place, codec)
-    points = hull((search.priced.stream_bytes(place, other), loss, other) for other, loss in search.sensitivities[place].items())
+    size = search.priced.stream_bytes(tensor, codec)
+    points = hull((search.priced.stream_bytes(tensor, other), loss, other) for other, loss in search.sensitivities[tensor].items())
     smaller = [other for bytes_, _, other in points if bytes_ < size][-1:]
     larger = [other for bytes_, _, other in points if bytes_ > size][:1]
     return smaller + larger

@@ -60,8 +60,7 @@ _MAX_HEADER_BYTES = 2**26
 
 @dataclass(frozen=True)
 class Framing:
-    """The scope of frames. A frame covers the channels of a head or of a layer (``scope``). Keys are transformed before their layer's RoPE.
-    """
+    """The scope of frames: a frame covers the channels of a head or of a layer. Keys are transformed before their layer's RoPE."""
 
     scope: str
     ropes: Sequence[Rope | None]
@@ -214,7 +213,9 @@ class Statistics:
         return KeyMoments(*(torch.zeros_like(first[name]) if part is None else part for name, part in zip(MOMENTS, tensors, strict=True)))
 
     @staticmethod
-    def _named_views(layer_index: int, pair: tuple[torch.Tensor, torch.Tensor], framing: Framing | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def _named_views(
+        layer_index: int, pair: tuple[torch.Tensor, torch.Tensor], framing: Framing | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, view) for the keys of layer ``layer_index``, its values and, with ``framing``, the frames of each.
 
         The views are ``[batch, part, token, channel]``.
@@ -275,7 +276,7 @@ def prefixes(count: int, predicted: int) -> list[tuple[int, int]]:
 
 
 def _check_depends(depends: bool, scored_tokens: int) -> None:
-    """Raise InvalidParameter unless predictions depend on earlier keys or values."""
+    """Raise InvalidParameter if ``depends`` is False. It says whether predictions depend on earlier keys or values."""
     if not depends:
         raise InvalidParameter(
             f"the {scored_tokens} predicted tokens of a window attend to no earlier tokens, as with chunked attention: "

@@ -80,7 +80,7 @@ def test_a_location_is_filled_and_measured(tmp_path: Path, capsys: pytest.Captur
 def test_unknown_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="--row is 'x', expected one of match"):
         store_scale.run(str(tmp_path), 200, rows=["x"])
-    with pytest.raises(InvalidParameter, match="--recipe is 'octopus-3', which does not encode chunks of 16 tokens: use bf16"):
+    with pytest.raises(InvalidParameter, match="--recipe is 'octopus-3', which cannot encode a chunk of 16 tokens: use bf16"):
         store_scale.run(str(tmp_path), 200, "octopus-3")
     with pytest.raises(InvalidParameter, match="--entries is 10"):
         store_scale.run(str(tmp_path), 10)

@@ -480,7 +480,7 @@ def test_reserved_labels_are_refused(name: str, tmp_path: Path) -> None:
     """A repeated label makes all metrics of a process unreadable. Some labels occur only after a fault."""
     with pytest.raises(InvalidParameter, match=f"the label name '{name}' is reserved or already used by kvpack's metrics: choose another"):
         open_store(tmp_path).prometheus({name: "x"})
-    with pytest.raises(InvalidParameter, match=f"the name '{name}'"):
+    with pytest.raises(InvalidParameter, match=f"the label name '{name}'"):
         Collector().add(open_store(tmp_path), {name: "x"})
 
 

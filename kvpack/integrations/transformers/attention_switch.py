@@ -61,7 +61,7 @@ def _configs(model: Any) -> dict[str, Any]:
     return {"": model.config, **parts}
 
 
-def _restore(model: weakref.ref[Any], before: dict[str, str | None]) -> None:
+def _restore(model: weakref.ref[Any], attention_names: dict[str, str | None]) -> None:
     outer = model()
     if outer is None:
         return
@@ -70,9 +70,9 @@ def _restore(model: weakref.ref[Any], before: dict[str, str | None]) -> None:
     if outer.config._attn_implementation not in NAMES:
         # The user has set another attention in the meantime.
         return
-    chosen = {name: attention for name, attention in before.items() if attention is not None}
+    chosen = {name: attention for name, attention in attention_names.items() if attention is not None}
     outer.set_attn_implementation(chosen if len(set(chosen.values())) > 1 else chosen[""])
     for name, config in _configs(outer).items():
         # Restore the unset value of parts that the model has not created.
-        if name in before and before[name] is None:
+        if name in attention_names and attention_names[name] is None:
             config._attn_implementation = None

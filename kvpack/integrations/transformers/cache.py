@@ -155,7 +155,7 @@ class KvpackCache(PassCalls):
         self,
         model: torch.nn.Module | None,
         model_properties: Model | None,
-        inside: list[Any],
+        inner_models: list[Any],
         expected: ExpectedLayers | None,
         cache: Cache | None,
         *,
@@ -189,18 +189,18 @@ class KvpackCache(PassCalls):
                 )
             layer.check_window()
         tokens = self.live.tokens
-        adapters = active_adapters(inside[0]) if inside else None
+        adapters = active_adapters(inner_models[0]) if inner_models else None
         positions = RotaryPositions.of(model_properties, cache, inputs, rope_deltas)
         if model_properties is not None and dense is None and not model_properties.supports_packed_layers:
             self._dense = True
             decoding.warn(model_properties.name)
         record = Record(inputs, tokens, adapters, rows_of(self.live) or 1)
-        self.passes = Tracking(record, positions, model_properties, not self._dense, model if inside else None, compared)
+        self.passes = Tracking(record, positions, model_properties, not self._dense, model if inner_models else None, compared)
         self.passes.states = any(states)
         self.passes.rows = partial(rows_of, self.live)
         self._rollback = Rollback(self.layers, self.live, self.passes, cache)
         self._careful = positions is not None or any(states)
-        self._hooks = None if model is None else Hooks.for_model(model, inside)
+        self._hooks = None if model is None else Hooks.for_model(model, inner_models)
         self._switch = None if model_properties is None or self._dense else AttentionSwitch.of(model)
         self._seen: set[type] = set()
         self.masked: dict[bool, bool] = {}

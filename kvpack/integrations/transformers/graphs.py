@@ -54,7 +54,7 @@ _FORWARDS: weakref.WeakValueDictionary[int, ForwardSwitch] = weakref.WeakValueDi
 
 
 class StepGraphs:
-    """The decode steps of a model over the KvpackCache ``cache`` as CUDA graphs. ``number`` is the number of a layer with tokens.
+    """The decode steps of a model over the KvpackCache ``cache`` as CUDA graphs. ``layer_index`` is the index of a layer with tokens.
 
     A step is a pass of one new token per sequence, with only token ids, positions and a mask of padding on the left. The first steps of a
     series run normally, and then one is captured. During the capture, the cache reports a wrong length, and the first replay must return
@@ -301,8 +301,8 @@ class _SwitchedForward:
     A copied model gets its own.
     """
 
-    def __init__(self, model: torch.nn.Module, before: Any) -> None:
-        self._model, self._before, self._snapshot = weakref.ref(model), before, _CachedSnapshot()
+    def __init__(self, model: torch.nn.Module, previous_forward: Any) -> None:
+        self._model, self._before, self._snapshot = weakref.ref(model), previous_forward, _CachedSnapshot()
         # generate inspects the signature.
         self.__signature__ = inspect.signature(model.forward)
         self._names = [name for name, parameter in self.__signature__.parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
@@ -326,15 +326,15 @@ class _SwitchedForward:
         return graphs(forward, model, self._snapshot, {**dict(zip(self._names, args, strict=False)), **kwargs})
 
 
-def _restore(model: weakref.ref[torch.nn.Module], before: Any) -> None:
+def _restore(model: weakref.ref[torch.nn.Module], previous_forward: Any) -> None:
     alive = model()
     # If someone has wrapped the forward in the meantime, leave it: without graphs, it only calls the original.
     if alive is None or not isinstance(vars(alive).get("forward"), _SwitchedForward):
         return
-    if before is None:
+    if previous_forward is None:
         del vars(alive)["forward"]
     else:
-        vars(alive)["forward"] = before
+        vars(alive)["forward"] = previous_forward
 
 
 def may_replay(model: torch.nn.Module) -> bool:

@@ -40,35 +40,35 @@ _HOOKS: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
 class Hooks:
     """The hooks of one model. They do not reference caches. When nothing references this object anymore, they are removed."""
 
-    def __init__(self, model: torch.nn.Module, inside: Sequence[PreTrainedModel]) -> None:
+    def __init__(self, model: torch.nn.Module, inner_models: Sequence[PreTrainedModel]) -> None:
         self.model = weakref.ref(model)
         self.recordings: list[Recording] = []
-        self.inside = [weakref.ref(module) for module in inside]
+        self.inside = [weakref.ref(module) for module in inner_models]
         self.encoder_calls = EncoderCalls()
         state = _HooksReference(self)
         # A wrapper, such as PEFT's, may call the model's forward directly, which skips its hooks, but not those of models inside it.
         handles: list[Any] = []
-        for number, module in enumerate(inside):
+        for number, module in enumerate(inner_models):
             handles.append(module.register_forward_pre_hook(partial(_before, state, number), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(_after_call, state, number), with_kwargs=True, always_call=True))
-        for encoder in encoder_decoder_parts(inside, "get_encoder"):
+        for encoder in encoder_decoder_parts(inner_models, "get_encoder"):
             handles.append(encoder.register_forward_hook(partial(_after_encoder, state), with_kwargs=True))
         # The decoders of FSMT are not transformers models.
-        for decoder in encoder_decoder_parts(inside, "get_decoder"):
+        for decoder in encoder_decoder_parts(inner_models, "get_decoder"):
             if not isinstance(decoder, PreTrainedModel):
                 handles.append(decoder.register_forward_pre_hook(partial(_before_decoder, state), with_kwargs=True))
-        watched = [weakref.ref(module) for module in inside if watch_generate(module)]
+        watched = [weakref.ref(module) for module in inner_models if watch_generate(module)]
         weakref.finalize(self, _remove, handles, watched)
 
     def __deepcopy__(self, memo: object) -> Hooks:
         return self
 
     @staticmethod
-    def for_model(model: torch.nn.Module, inside: Sequence[PreTrainedModel] | None = None) -> Hooks:
-        """Return the hooks of ``model``, and create them if necessary. ``inside`` is ``models_in(model)``, if already computed."""
+    def for_model(model: torch.nn.Module, inner_models: Sequence[PreTrainedModel] | None = None) -> Hooks:
+        """Return the hooks of ``model``, and create them if necessary. ``inner_models`` is ``models_in(model)``, if already computed."""
         hooks = _HOOKS.get(id(model))
         if hooks is None or hooks.model() is not model:
-            hooks = Hooks(model, models_in(model) if inside is None else inside)
+            hooks = Hooks(model, models_in(model) if inner_models is None else inner_models)
             _HOOKS[id(model)] = hooks
         return hooks
 

@@ -64,7 +64,7 @@ class EmptyLayer(DummyLayer):  # type: ignore[misc]
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A transformers cache layer over layer ``number`` of a live cache.
+    """A transformers cache layer over layer ``layer_index`` of a live cache.
 
     If the layer has a sliding window, it may keep only the newest tokens. ``window`` is the model's sliding window for the layer, or None
     for full attention or an unknown model. ``decoding`` is notified when ``keys`` or ``values`` are decoded for a model that reads them as

@@ -190,26 +190,26 @@ def masked_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    seen: torch.Tensor,
+    visible: torch.Tensor,
     scale: float | None,
     softcap: float | None,
     sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute softmax(scale q k^T) v over the tokens for which ``seen``, bool ``[batch, 1, query, token]``, is True.
+    """Compute softmax(scale q k^T) v over the tokens for which ``visible``, bool ``[batch, 1, query, token]``, is True.
 
     The result is 0 for a query that attends to no tokens. ``q`` is ``[batch, q_head, query, dim]``, ``k`` and ``v`` are ``[batch, kv_head,
     token, dim]``, and ``sink_logits`` is ``[q_head]``.
     """
     if softcap is None and sink_logits is None:
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     else:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).float() for x in (k, v))
         scores = q.float() @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        scores = scores.masked_fill(~seen, -torch.inf)
+        scores = scores.masked_fill(~visible, -torch.inf)
         if sink_logits is not None:
             sinks = sink_logits.float()[None, :, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], -1)
         out = (torch.softmax(scores, -1)[..., : k.shape[2]] @ v).to(q.dtype)
-    return out.masked_fill(~seen.any(-1, keepdim=True), 0)
+    return out.masked_fill(~visible.any(-1, keepdim=True), 0)

@@ -150,19 +150,19 @@ class Model(ExpectedLayers):
     ``inside`` is ``models_in(model)``, if the caller has computed it. Raises InvalidParameter if ``model`` is not a model.
     """
 
-    def __init__(self, model: Any, inside: Sequence[PreTrainedModel] | None = None) -> None:
-        if inside is None:
-            inside = models_in(model) if hasattr(model, "modules") else []
-        if not inside:
+    def __init__(self, model: Any, inner_models: Sequence[PreTrainedModel] | None = None) -> None:
+        if inner_models is None:
+            inner_models = models_in(model) if hasattr(model, "modules") else []
+        if not inner_models:
             raise InvalidType(f"model is a {type(model).__name__}, expected a transformers model or a wrapper of one")
         _check_accepts_cache(model)
-        outer = inside[0]
+        outer = inner_models[0]
         decoder = outer.get_decoder()
         decoder = decoder if isinstance(decoder, PreTrainedModel) else outer
         super().__init__(outer.config)
         self.name = type(outer).__name__
-        self._accepts_cache = any(map(_accepts_cache, inside))
-        self._own_cache = next((description for module in inside if (description := _own_cache(module))), "")
+        self._accepts_cache = any(map(_accepts_cache, inner_models))
+        self._own_cache = next((description for module in inner_models if (description := _own_cache(module))), "")
         other = any(getattr(self.config, name, None) is not None for name in _OTHER_ATTENTION)
         settable = bool(decoder._can_set_attn_implementation()) and not other and not self.has_encoder
         self._tells_no_window = omits_window(decoder)

@@ -82,9 +82,9 @@ class EncoderCalls:
         return digests
 
 
-def encoder_decoder_parts(inside: Sequence[Any], name: str) -> list[torch.nn.Module]:
-    """Return the encoders or the decoders of the encoder-decoder models in ``inside``. ``name`` is "get_encoder" or "get_decoder"."""
-    owners = (model for model in inside if getattr(model.config, "is_encoder_decoder", False) and hasattr(model, name))
+def encoder_decoder_parts(inner_models: Sequence[Any], name: str) -> list[torch.nn.Module]:
+    """Return the encoders or the decoders of the encoder-decoder models in ``inner_models``. ``name`` is "get_encoder" or "get_decoder"."""
+    owners = (model for model in inner_models if getattr(model.config, "is_encoder_decoder", False) and hasattr(model, name))
     parts = {id(part): part for model in owners if (part := getattr(model, name)()) is not model}
     return [part for part in parts.values() if isinstance(part, torch.nn.Module)]
 

@@ -110,9 +110,9 @@ def eager_only(reason: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 class PackedStates:
-    """A placeholder for layer ``number`` of a KvpackCache, to which ``k`` and ``v`` were appended. A model passes it to attention "kvpack".
+    """A placeholder for layer ``layer_index`` of a KvpackCache, to which ``k`` and ``v`` were appended.
 
-    Any other use raises InvalidParameter with advice.
+    A model passes it to attention "kvpack". Any other use raises InvalidParameter with advice.
     """
 
     def __init__(self, cache: Any, layer_index: int, k: torch.Tensor, v: torch.Tensor) -> None:

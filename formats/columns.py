@@ -227,16 +227,17 @@ class Columns:
             words[-1] = torch.cat([words[-1] & 0xFF, words[-1] >> 8], -1)[..., : self.width]
         if not self.binary:
             column = _join_words(words)
-            return [self._symbols(column[..., None, :] // self._weights(digit, column) % base) for digit, base in enumerate(self.bases)]
+            fields = (column[..., None, :] // self._field_weights(digit, column) % base for digit, base in enumerate(self.bases))
+            return [self._join_fields(field) for field in fields]
         return [self._digit_from_bits(words, digit) for digit in range(len(self.bases))]
 
-    def _weights(self, digit: int, like: torch.Tensor) -> torch.Tensor:
+    def _field_weights(self, digit: int, like: torch.Tensor) -> torch.Tensor:
         return torch.tensor(self.place_values[digit], dtype=torch.int64, device=like.device)[:, None]
 
-    def _symbols(self, fields: torch.Tensor) -> torch.Tensor:
+    def _join_fields(self, fields: torch.Tensor) -> torch.Tensor:
         return fields.flatten(-2)[..., : self.symbols].to(torch.int32)
 
-    def _fields(self, digit: torch.Tensor) -> torch.Tensor:
+    def _split_into_fields(self, digit: torch.Tensor) -> torch.Tensor:
         spare = self.fields * self.width - self.symbols
         padded = functional.pad(digit, (0, spare)) if spare else digit
         return padded.reshape(*digit.shape[:-1], self.fields, self.width)
@@ -246,7 +247,7 @@ class Columns:
         column = None
         for digit, base, places in zip(digits, self.bases, self.place_values, strict=True):
             exact = digit.dtype == torch.float32 and self.column_values <= _MAX_EXACT_FLOAT32
-            part = _fold(self._fields(digit if exact else digit.to(dtype)), base).to(dtype)
+            part = _fold(self._split_into_fields(digit if exact else digit.to(dtype)), base).to(dtype)
             column = part if column is None else torch.add(column, part, alpha=places[0])
         assert column is not None
         words = (self.column_bytes + 1) // 2
@@ -256,7 +257,7 @@ class Columns:
         shape = (*digits[0].shape[:-1], self.width)
         words = [torch.zeros(shape, dtype=torch.int32, device=digits[0].device) for _ in range((self.column_bytes + 1) // 2)]
         for digit, places in zip(digits, self.place_values, strict=True):
-            fields = self._fields(digit.to(torch.int32))
+            fields = self._split_into_fields(digit.to(torch.int32))
             for k, place in enumerate(places):
                 word, shift = divmod(place.bit_length() - 1, 16)
                 shifted = fields[..., k, :] << shift
@@ -272,7 +273,7 @@ class Columns:
             both = words[word] | words[word + 1] << 16 if word + 1 < len(words) else words[word]
             # The sign bit of an int32 is a data bit here, so the mask clears the copies of it that an arithmetic shift inserts.
             fields.append(both >> shift & self.bases[digit] - 1)
-        return self._symbols(torch.stack(fields, -2))
+        return self._join_fields(torch.stack(fields, -2))
 
     def check(self, planes: Sequence[Array], where: str) -> None:
         """Reject words that no packing produces.

@@ -295,10 +295,10 @@ class Lossless(CodecFamily):
             tables = take_rows(arrays["frequencies"], FLOAT_FORMATS[self.dtype].exponents, used)
             decoded = rans.decode(chunks, lengths[row], tables, table_of)
 
-            def place(one: int, row: Numbers = row, head: Numbers = head) -> list[int]:
-                return [*divmod(int(head[one]), heads), int(row[one])]
+            def chunk_position(index: int, row: Numbers = row, head: Numbers = head) -> list[int]:
+                return [*divmod(int(head[index]), heads), int(row[index])]
 
-            check_ends(decoded, chunk_counts, place, where)
+            check_ends(decoded, chunk_counts, chunk_position, where)
 
 
 def _chunk_ranges(ends: Numbers) -> Iterator[tuple[int, int]]:

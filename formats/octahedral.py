@@ -133,11 +133,11 @@ class Octahedral(CodecFamily):
         index = book.nearest(x, y, z, self.rounding)
         # OCTOPUS Eq. 12: the best norm is nearest to the projection; scalar rounding uses the triplet's own length.
         length = length.clamp(min=_MIN_NORMAL)
-        radius = (_length(x, y, z) if self.rounding == "scalar" else book.projection(index, x, y, z)).div_(length)
+        radius = (_direction_norm(x, y, z) if self.rounding == "scalar" else book.projection(index, x, y, z)).div_(length)
         norm_index = nearest_level(radius, midpoints(self.norm_table))
         if self.norm_rule == "unbiased":
             projection = book.projection(index, x, y, z).div_(length) if self.rounding == "scalar" else radius
-            decoded = functional.embedding(norm_index.to(torch.int32), _column(self.norm_table, rows.device))[..., 0]
+            decoded = functional.embedding(norm_index.to(torch.int32), _table_column(self.norm_table, rows.device))[..., 0]
             product_sum = (projection * decoded).sum(-1)
             norm = unbiased_factor(norm, product_sum, decoded.square().sum(-1), TOKEN_NORMS[self.norm])
         digit = index.to(torch.float32)
@@ -158,7 +158,7 @@ class Octahedral(CodecFamily):
             triplet = functional.embedding(symbol + norm_index * (_SIGN_PATTERNS * self._directions), scaled)
         else:
             triplet = functional.embedding(symbol, signed_directions(self.direction_table, symbol.device))
-            triplet *= functional.embedding(norm_index, _column(self.norm_table, symbol.device))
+            triplet *= functional.embedding(norm_index, _table_column(self.norm_table, symbol.device))
         return triplet.flatten(-2)[..., : self.dim] * decode_norms(streams["norm"])[..., None]
 
     def payload_rules(self) -> tuple[PayloadRule, ...]:
@@ -228,7 +228,7 @@ def _bases(b_dir: int, b_norm: int, arrangement: str) -> dict[str, tuple[int, ..
     return {"symbol": (2**index, 2**sign)}
 
 
-def _symbols(dim: int, arrangement: str) -> int:
+def _symbol_count(dim: int, arrangement: str) -> int:
     triplets = -(-dim // 3)
     return triplets if arrangement == "dense" else -(-triplets // _DIRECT_MULTIPLE) * _DIRECT_MULTIPLE
 
@@ -236,14 +236,14 @@ def _symbols(dim: int, arrangement: str) -> int:
 def _default_fields(dim: int, b_dir: int, b_norm: int, arrangement: str) -> Fields:
     if arrangement == "direct":
         return (("symbol", _DIRECT_FIELDS),)
-    symbols = _symbols(dim, arrangement)
+    symbols = _symbol_count(dim, arrangement)
     return tuple((stream, default_fields(symbols, bases)) for stream, bases in _bases(b_dir, b_norm, arrangement).items())
 
 
 @lru_cache(MAX_CACHED_TABLES)
 def _packings(dim: int, b_dir: int, b_norm: int, arrangement: str, fields: Fields) -> dict[str, Columns]:
     bases = _bases(b_dir, b_norm, arrangement)
-    return {stream: Columns(_symbols(dim, arrangement), bases[stream], count) for stream, count in fields}
+    return {stream: Columns(_symbol_count(dim, arrangement), bases[stream], count) for stream, count in fields}
 
 
 @lru_cache(MAX_CACHED_TABLES)
@@ -264,7 +264,7 @@ def _scale_and_measure(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     return rows, length, (length * peak)[:, 0]
 
 
-def _length(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+def _direction_norm(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     return (x * x).addcmul_(y, y).addcmul_(z, z).sqrt_()
 
 
@@ -286,9 +286,9 @@ def signed_directions(table: bytes) -> torch.Tensor:
 @cache_per_device
 def _scaled_directions(directions: bytes, norms: bytes) -> torch.Tensor:
     """Return the products of all directions and all norms, rounded as in decoding: float32 ``[norm * direction, 3]``."""
-    return (_column(norms, "cpu")[:, None] * signed_directions(directions, "cpu")).flatten(0, 1)
+    return (_table_column(norms, "cpu")[:, None] * signed_directions(directions, "cpu")).flatten(0, 1)
 
 
 @cache_per_device
-def _column(table: bytes) -> torch.Tensor:
+def _table_column(table: bytes) -> torch.Tensor:
     return torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float32)[:, None]

@@ -91,7 +91,7 @@ class Outliers(FramePart):
 
     def threshold(self, run: Run) -> torch.Tensor:
         """Return the norm ``[kv_head, 1, 1]`` above which a chunk of the coded frame is an outlier."""
-        norms = torch.cat([_norms(_chunks(block)).transpose(0, 1).flatten(1) for block in run.blocks()], 1)
+        norms = torch.cat([_chunk_norms(_chunks(block)).transpose(0, 1).flatten(1) for block in run.blocks()], 1)
         if not norms.shape[1]:
             return norms.new_full((norms.shape[0], 1, 1), torch.inf)
         median = norms.masked_fill(norms == 0, torch.nan).nanmedian(1).values
@@ -103,7 +103,7 @@ class Outliers(FramePart):
         Raises OutOfRange if an outlier does not fit in float16.
         """
         chunks = _chunks(u)
-        flagged = _norms(chunks) > threshold
+        flagged = _chunk_norms(chunks) > threshold
         values = chunks.permute(2, 0, 1, 3, 4)[flagged.permute(2, 0, 1, 3)]
         if not (values.abs() < HALF_LIMIT).all():
             _reject_too_large(chunks, flagged)
@@ -150,6 +150,6 @@ def _chunks(u: torch.Tensor) -> torch.Tensor:
     return u.reshape(*u.shape[:-1], u.shape[-1] // CHUNK, CHUNK)
 
 
-def _norms(chunks: torch.Tensor) -> torch.Tensor:
+def _chunk_norms(chunks: torch.Tensor) -> torch.Tensor:
     norms: torch.Tensor = torch.linalg.vector_norm(chunks, dim=-1)
     return norms

@@ -94,7 +94,7 @@ class Polar(CodecFamily):
         bits = ".".join(map(str, words * _max_levels(dim) if len(words) == 1 else words))
         levels = _levels(dim, bits)
         table = b"".join(polar_angle_table(*pair, 2**level.bits) for level in levels[1:] for pair in level.pairs)
-        fields = tuple((name, default_fields(_symbols(run), (2 ** run[0].bits,))) for name, run in _streams(levels).items())
+        fields = tuple((name, default_fields(_symbol_count(run), (2 ** run[0].bits,))) for name, run in _streams(levels).items())
         return cls(dim, bits, norm, rotation, seed, table, fields, rule)
 
     @property
@@ -126,7 +126,7 @@ class Polar(CodecFamily):
     @property
     def tables(self) -> tuple[tuple[bytes, ...], ...]:
         """Angle tables of each level, one for each kind of pair. The first level has none."""
-        return _tables(self.levels, self.angle_table)
+        return _split_angle_table(self.levels, self.angle_table)
 
     def packings(self) -> dict[str, Columns]:
         return _packings(self.levels, self.fields)
@@ -146,7 +146,7 @@ class Polar(CodecFamily):
             paired = radii[..., : 2 * level.angles]
             first, second = paired[..., 0::2].contiguous(), paired[..., 1::2].contiguous()
             angles = torch.atan2(second, first)
-            codes.append(_nearest(angles, level.counts, tables) if tables else _bins(angles, 2**level.bits))
+            codes.append(_nearest_angles(angles, level.counts, tables) if tables else _angle_bins(angles, 2**level.bits))
             radii = torch.cat([torch.hypot(first, second), radii[..., 2 * level.angles :]], -1)
             if products is not None:
                 first, second = products[..., : 2 * level.angles : 2], products[..., 1 : 2 * level.angles : 2]
@@ -180,7 +180,7 @@ def _check_tables(levels: tuple[Level, ...], angle_table: bytes) -> None:
     angles = sum(len(level.pairs) << level.bits for level in levels[1:])
     if len(angle_table) != 4 * angles:
         raise InvalidParameter(f"codec polar: angle_table has {len(angle_table)} bytes, expected {4 * angles} for {angles} float32 angles")
-    for number, tables in enumerate(_tables(levels, angle_table), 1):
+    for number, tables in enumerate(_split_angle_table(levels, angle_table), 1):
         for table in tables:
             values = struct.unpack(f"<{len(table) // 4}f", table)
             if not all(0 <= value <= pi / 2 for value in values) or any(low >= high for low, high in pairwise(values)):
@@ -216,12 +216,12 @@ def _levels(dim: int, bits: str) -> tuple[Level, ...]:
 
 
 @lru_cache(MAX_CACHED_TABLES)
-def _tables(levels: tuple[Level, ...], angle_table: bytes) -> tuple[tuple[bytes, ...], ...]:
+def _split_angle_table(levels: tuple[Level, ...], angle_table: bytes) -> tuple[tuple[bytes, ...], ...]:
     remaining = iter(angle_table)
     return ((), *(tuple(bytes(islice(remaining, 4 << level.bits)) for _ in level.pairs) for level in levels[1:]))
 
 
-def _symbols(run: tuple[Level, ...]) -> int:
+def _symbol_count(run: tuple[Level, ...]) -> int:
     return sum(level.angles for level in run)
 
 
@@ -241,16 +241,16 @@ def _streams(levels: tuple[Level, ...]) -> dict[str, tuple[Level, ...]]:
 @lru_cache(MAX_CACHED_TABLES)
 def _packings(levels: tuple[Level, ...], fields: Fields) -> dict[str, Columns]:
     streams = _streams(levels)
-    return {name: Columns(_symbols(streams[name]), (2 ** streams[name][0].bits,), count) for name, count in fields}
+    return {name: Columns(_symbol_count(streams[name]), (2 ** streams[name][0].bits,), count) for name, count in fields}
 
 
-def _bins(angles: torch.Tensor, bins: int) -> torch.Tensor:
+def _angle_bins(angles: torch.Tensor, bins: int) -> torch.Tensor:
     turns = angles.mul_(1 / (2 * pi))
     # The fraction of a turn is in [0, 1]: a tiny negative angle rounds up to 1, which is in the last bin.
     return turns.sub_(turns.floor()).mul_(bins).floor_().clamp_max_(bins - 1)
 
 
-def _nearest(angles: torch.Tensor, counts: tuple[int, ...], tables: tuple[bytes, ...]) -> torch.Tensor:
+def _nearest_angles(angles: torch.Tensor, counts: tuple[int, ...], tables: tuple[bytes, ...]) -> torch.Tensor:
     parts = zip(torch.split(angles, list(counts), -1), tables, strict=True)
     return torch.cat([nearest_level(part.contiguous(), midpoints(table)) for part, table in parts], -1)
 

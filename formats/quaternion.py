@@ -119,14 +119,14 @@ class Quaternion(CodecFamily):
         u = self.rotation.forward(x)
         padded = functional.pad(u, (0, -self.dim % 4)) if self.dim % 4 else u
         planes = [padded[..., component::4].contiguous() for component in range(4)]
-        length = radius = _length(planes)
+        length = radius = _chunk_norms(planes)
         power = torch.ones_like(radius[..., :1])
         if not _squares_are_safe(radius):
             # A power of two scales every token near 1, if no square overflows or underflows.
             largest = u.abs().amax(-1, keepdim=True)
             power = (largest.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_min_(_MIN_NORMAL)
             planes = [plane.div_(power) for plane in planes]
-            length = _length(planes)
+            length = _chunk_norms(planes)
             radius = length * power
         scale = stored_norm(radius.amax(-1), self._norm_dtype, f"a token's scale (token {start} or later)")
         stored = scale.to(torch.float32)[..., None]
@@ -173,7 +173,7 @@ class Quaternion(CodecFamily):
         return "F16" if self.norm == "fp16" else "F32"
 
 
-def _length(planes: list[torch.Tensor]) -> torch.Tensor:
+def _chunk_norms(planes: list[torch.Tensor]) -> torch.Tensor:
     w, x, y, z = planes
     return torch.sqrt((w * w).addcmul_(x, x).addcmul_(y, y).addcmul_(z, z))
 

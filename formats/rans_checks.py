@@ -26,16 +26,16 @@ def check_states(states: Array, where: str) -> None:
             raise InvalidPayload(f"{where}.states: the state at {at} is {block[:, ::2][low][0]}, expected at least {rans.MIN_STATE}")
 
 
-def check_ends(decoded: rans.DecodedChunks, counts: Numbers, place: Callable[[int], Sequence[int]], where: str) -> None:
+def check_ends(decoded: rans.DecodedChunks, counts: Numbers, chunk_position: Callable[[int], Sequence[int]], where: str) -> None:
     """Raise InvalidPayload for the first chunk that no encoder produces.
 
-    ``counts`` contains the number of words of each chunk. ``place`` returns the indices of a chunk for the message.
+    ``counts`` contains the number of words of each chunk. ``chunk_position`` returns the indices of a chunk, for the message.
     """
     faulty = decoded.faulty_chunks(counts)
     if faulty.any():
         first = int(faulty.argmax())
         raise InvalidPayload(
-            f"{where}.words: the chunk at {list(place(first))} uses {decoded.read[first]} of its {counts[first]} words "
+            f"{where}.words: the chunk at {list(chunk_position(first))} uses {decoded.read[first]} of its {counts[first]} words "
             f"and ends in the states {sorted({int(state) for state in decoded.states[first]})[:4]}, expected all words and the final state "
             f"{rans.MIN_STATE}"
         )

@@ -381,11 +381,11 @@ class Transform(CodecFamily):
         """
         batch, heads = shape
 
-        def place(number: int) -> list[int]:
-            row, sequence = divmod(first + number, batch * heads)
+        def chunk_position(index: int) -> list[int]:
+            row, sequence = divmod(first + index, batch * heads)
             return [*divmod(sequence, heads), row]
 
-        check_ends(decoded, counts, place, where)
+        check_ends(decoded, counts, chunk_position, where)
 
 
 def default_chunk(dim: int) -> int:

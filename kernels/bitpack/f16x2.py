@@ -66,8 +66,8 @@ def multiply_f16x2(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> t
 
 
 @triton.constexpr_function
-def _scale_ptx(which: int) -> str:
-    half = ("low", "high")[which]
+def _scale_ptx(index: int) -> str:
+    half = ("low", "high")[index]
     return f"""{{ .reg .b16 low, high; .reg .b32 both;
         mov.b32 {{low, high}}, $2; mov.b32 both, {{{half}, {half}}}; mul.rn.f16x2 $0, $1, both; }}"""
 

@@ -153,7 +153,7 @@ def _load_ptx(stored_words: int, words_per_load: int, masked: bool) -> str:
 
 
 @triton.constexpr_function
-def _constraints(words: int, masked: bool) -> str:
+def _load_constraints(words: int, masked: bool) -> str:
     return ",".join(["=&r"] * words + (["l", "r", "r"] if masked else ["l", "r"]))
 
 
@@ -172,7 +172,7 @@ def _load_words(
     """
     WORDS: tl.constexpr = (STORED_WORDS + 1) // 2
     ASSEMBLY: tl.constexpr = _load_ptx(STORED_WORDS, WORDS_PER_LOAD, MASKED)
-    REGISTERS: tl.constexpr = _constraints(WORDS, MASKED)
+    REGISTERS: tl.constexpr = _load_constraints(WORDS, MASKED)
     if MASKED:
         words = tl.inline_asm_elementwise(
             ASSEMBLY, REGISTERS, [address, layout_source, valid.to(tl.int32)], dtype=(tl.uint32,) * WORDS, is_pure=True, pack=1

@@ -101,13 +101,13 @@ class Plan:
         registers = tuple(sorted({place.register for own in places for place in own}))
         steps = byte_selectors(places, registers)
         at = [field * bits % 8 + (0 if steps else 8 * own[0].byte) for own, (_, field) in zip(places, symbols, strict=True)]
-        numbers = tuple(self._constant_index(_row(step)) for step in steps)
-        position = self._constant_index(_row(at))
+        numbers = tuple(self._constant_index(_as_row(step)) for step in steps)
+        position = self._constant_index(_as_row(at))
         odd, parity = numbers, -1
         halves = [number for number, register in enumerate(registers) if self._registers[register].parity >= 0]
         if not self._keys and len(halves) == 1:
             parity = self._registers[registers[halves[0]]].parity
-            odd = tuple(self._constant_index(_row(select_upper_half(step, number, halves[0]))) for number, step in enumerate(steps, 1))
+            odd = tuple(self._constant_index(_as_row(select_upper_half(step, number, halves[0]))) for number, step in enumerate(steps, 1))
         entries: tuple[int, ...] = ()
         if not self._keys and bits == 1 and not steps:
             kind = SELECT.value
@@ -133,7 +133,7 @@ class Plan:
             if runs:
                 first = [self._used[run, tile.kind == LOOK_UP_PAIRS.value] for run in runs]
                 same = len({*first}) == 1
-                self.tiles[number] = tile._replace(first_entry=first[0], own_entry=-1 if same else self._constant_index(_row(first)))
+                self.tiles[number] = tile._replace(first_entry=first[0], own_entry=-1 if same else self._constant_index(_as_row(first)))
 
     def _constant_index(self, values: torch.Tensor) -> int:
         """Return the index of the constant ``values``, int32 ``[head or 1, column]``. If the plan lacks this constant, it is added."""
@@ -163,5 +163,5 @@ def _half_bits(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.float16).view(torch.int16).to(torch.int32) & 0xFFFF
 
 
-def _row(values: list[int]) -> torch.Tensor:
+def _as_row(values: list[int]) -> torch.Tensor:
     return torch.tensor([values], dtype=torch.int32, device="cpu")

@@ -172,7 +172,7 @@ def _decode_part(
     column_fields: tl.tuple,
     table: tl.tensor,
     STEP: tl.constexpr,
-    NUMBER: tl.constexpr,
+    PACKING_INDEX: tl.constexpr,
     PACKING: tl.constexpr,
     PART: tl.constexpr,
     SHARED: tl.constexpr,
@@ -180,7 +180,7 @@ def _decode_part(
     FAST: tl.constexpr,
 ) -> tl.tuple:
     FIELDS_PER_TILE: tl.constexpr = PART.fields_per_tile
-    planes = expand_planes(loaded, column_fields, NUMBER, PACKING, TRANSPOSED, FAST)
+    planes = expand_planes(loaded, column_fields, PACKING_INDEX, PACKING, TRANSPOSED, FAST)
     FIELDS: tl.constexpr = PART.fields_per_index
     INDEX_BITS: tl.constexpr = FIELDS * PART.bits
     VALUES: tl.constexpr = 4 if FIELDS == 4 else 2
@@ -189,7 +189,9 @@ def _decode_part(
     else:
         INDICES: tl.constexpr = PACKING.fields // FIELDS
         STRIDE: tl.constexpr = PART.field_stride
-        index = step_words(planes, column_fields, NUMBER, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, STRIDE, INDICES, TRANSPOSED, FAST)
+        index = step_words(
+            planes, column_fields, PACKING_INDEX, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, STRIDE, INDICES, TRANSPOSED, FAST
+        )
         AT: tl.constexpr = step_position(STEP, INDEX_BITS, STRIDE)
         value = look_up_bits((index,), table, AT, INDEX_BITS, VALUES, PART.first_entry, SHARED, FAST)
     if FIELDS == 1:

@@ -108,7 +108,7 @@ def encode(lane: PageSide, job: PageJob, errors: torch.Tensor | None = None) -> 
     if moves is None:
         return False
     x = first[:1].expand(len(moves), *first.shape[1:])
-    origins = _origins(moves, first)
+    origins = _batch_offsets(moves, first)
     if _is_copied(codec, first.dtype):
         copy(x, next(iter(streams.values())), origins, None)
         return True
@@ -128,7 +128,7 @@ def decode(lane: PageSide, job: PageJob) -> bool:
         return False
     if _is_copied(codec, first.dtype):
         x = first[:1].expand(len(moves), *first.shape[1:])
-        copy(x, next(iter(streams.values())), _origins(moves, first), job.status)
+        copy(x, next(iter(streams.values())), _batch_offsets(moves, first), job.status)
         return True
     if first.dtype not in DTYPES.values():
         return False
@@ -150,7 +150,7 @@ def norms(layers: Layers, slots: Sequence[int]) -> torch.Tensor:
     """Return the norm of each token of the pages in ``slots``: float32 ``[page and layer, kv_head, token]``."""
     first, moves = layers.first, layers.offsets(slots, 0, 0)
     if moves is not None:
-        return token_norms(first[:1].expand(len(moves), *first.shape[1:]), _origins(moves, first))
+        return token_norms(first[:1].expand(len(moves), *first.shape[1:]), _batch_offsets(moves, first))
     each = [norms(Layers([tensor]), slots) for tensor in layers.tensors]
     return torch.stack(each, 1).flatten(0, 1)
 
@@ -160,12 +160,12 @@ def _copy_pages(layers: Layers, slots: Sequence[int], pages: torch.Tensor, statu
     every = len(layers.tensors) * step
     moves = layers.offsets(slots, every, step)
     if moves is not None:
-        copy(layers.first[:1].expand(len(moves), *layers.first.shape[1:]), pages, _origins(moves, layers.first), status)
+        copy(layers.first[:1].expand(len(moves), *layers.first.shape[1:]), pages, _batch_offsets(moves, layers.first), status)
         return
     for number, tensor in enumerate(layers.tensors):
         moves = Layers([tensor]).offsets(slots, every, step)
         assert moves is not None
-        copy(tensor[:1].expand(len(moves), *tensor.shape[1:]), pages[number:], _origins(moves, tensor), status)
+        copy(tensor[:1].expand(len(moves), *tensor.shape[1:]), pages[number:], _batch_offsets(moves, tensor), status)
 
 
 def _is_copied(codec: Codec, dtype: torch.dtype) -> bool:
@@ -173,7 +173,7 @@ def _is_copied(codec: Codec, dtype: torch.dtype) -> bool:
     return isinstance(codec, Opaque) or (type(codec) is Raw and DTYPES[RAW_DTYPES[codec.dtype]] == dtype)
 
 
-def _origins(moves: Offsets, x: torch.Tensor) -> BatchOffsets:
+def _batch_offsets(moves: Offsets, x: torch.Tensor) -> BatchOffsets:
     aligned = math.gcd(16, common_alignment(moves[:, 0]) * x.element_size())
     return BatchOffsets(copy_to_device(moves, x.device), aligned)
 

@@ -133,7 +133,7 @@ def test_the_recipe_uses_the_dtype_of_the_cache() -> None:
     assert Recipe("lossless").lossless(3) == ("bf16", "fp16")
     assert Recipe("k=lossless;v=raw").lossless(3) == ("bf16", "fp16")
     assert Recipe("kv=lossless:dtype=fp16").lossless(3) == ("fp16",)
-    refusal = r"layers\[0\]\.k: the lossless codec supports only bf16 and fp16 values, but got fp32 .* with lossless .* the raw codec, "
+    refusal = r"layers\[0\]\.k: the lossless codec supports only bf16 and fp16 values, but got fp32\. .* with lossless .* the raw codec, "
     with pytest.raises(InvalidType, match=refusal):
         kvpack.pack([(x, x)], "lossless")
     with pytest.warns(RoundedWarning, match="stores fp32 values as fp16"):

@@ -20,7 +20,7 @@ from kvpack.kernels.loaders.key_mean import PRODUCT_BYTES
 from kvpack.kernels.loaders.tiles import NEIGHBORS, Tiles
 from kvpack.kernels.tiles import addresses, device_tables, frame_columns, loaders
 from kvpack.kernels.tiles.addresses import describe_streams
-from kvpack.kernels.tiles.bound_loader import bind
+from kvpack.kernels.tiles.bound_loader import Mode, bind
 from kvpack.kernels.tiles.frame_columns import loader
 from kvpack.kernels.tiles.shapes import LaunchShape, choose_shape, plan_patches, table_budget
 from kvpack.kernels.tiles.work import FIRST_ADDRESS, STREAM_INTEGERS
@@ -188,8 +188,8 @@ def _launch(
     k_outliers, v_outliers, patches = plan_patches(k_tiles, v_tiles, shape, declared)
     k_streams, v_streams = describe_streams(rows, k_tiles.streams, k_address), describe_streams(rows, v_tiles.streams, v_address)
     constants = {
-        "K": bind(k_tiles, table_offsets[0], k_outliers, k_streams, _has_whole_tiles(rows, 3, k_tiles, shape), fast, means),
-        "V": bind(v_tiles, table_offsets[1], v_outliers, v_streams, _has_whole_tiles(rows, 4, v_tiles, shape), fast),
+        "K": bind(k_tiles, Mode(table_offsets[0], False, fast), k_outliers, k_streams, _has_whole_tiles(rows, 3, k_tiles, shape), means),
+        "V": bind(v_tiles, Mode(table_offsets[1], True, fast), v_outliers, v_streams, _has_whole_tiles(rows, 4, v_tiles, shape)),
         "TABLES": shared,
         "PATCHES": patches if fast else 0,
         "WORK_ROW": rows.shape[1],

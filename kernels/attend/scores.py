@@ -105,7 +105,6 @@ def _score_tile(
     """
     STEPS: tl.constexpr = K.steps
     CONSTANTS: tl.constexpr = K.constants
-    SHARED: tl.constexpr = K.shared
     SIGNS: tl.constexpr = K.signs
     MEANS: tl.constexpr = K.means
     OUTLIERS: tl.constexpr = K.outliers
@@ -118,7 +117,7 @@ def _score_tile(
     scores = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
     for index in tl.static_range(len(loaded)):
         for step in tl.static_range(STEPS):
-            tiles = K.decode(loaded[index][0], lookup.column_fields, lookup.table, step, CONSTANTS, SHARED, False, FAST)
+            tiles = K.decode(loaded[index][0], lookup.column_fields, lookup.table, step, CONSTANTS, K.mode)
             products = scores
             if K.step_factor is not None:
                 products = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
@@ -132,7 +131,7 @@ def _score_tile(
         products = tl.zeros((WARPS, TOKENS, ROWS), tl.float32) + queries.half_sum
         for index in tl.static_range(len(loaded)):
             for step in tl.static_range(SIGN_STEPS):
-                tiles = decode_bits(loaded[index][1], lookup.column_fields, step, SIGNS, FAST)
+                tiles = decode_bits(loaded[index][1], lookup.column_fields, step, SIGNS, K.mode)
                 products = _add_products(products, tiles, queries.tiles, (index + 1) * TILES_PER_TOKEN - SIGN_STEPS + step)
         scores += products * broadcast_over_rows(tile_factors(loaded, 1, queries.second, bit_factor, SIGNS, False, FAST))
     if K.means is not None:

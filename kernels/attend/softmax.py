@@ -70,7 +70,6 @@ def add(
     """
     STEPS: tl.constexpr = V.steps
     CONSTANTS: tl.constexpr = V.constants
-    SHARED: tl.constexpr = V.shared
     SIGNS: tl.constexpr = V.signs
     OUTLIERS: tl.constexpr = V.outliers
     SIGN_STEPS: tl.constexpr = 0 if V.signs is None else V.signs.steps
@@ -86,10 +85,10 @@ def add(
             sign_weight = _tile_weights(sign_weights[index // TILES_PER_ROW], second, index, TILES_PER_ROW)
         added = ()
         for step in tl.static_range(STEPS):
-            tiles = V.decode(loaded[index][0], lookup.column_fields, lookup.table, step, CONSTANTS, SHARED, True, FAST)
+            tiles = V.decode(loaded[index][0], lookup.column_fields, lookup.table, step, CONSTANTS, V.mode)
             added = added + _add_weighted(tiles, weight, sums, step * len(tiles))
         for step in tl.static_range(SIGN_STEPS):
-            tiles = decode_signs(loaded[index][1], lookup.column_fields, step, SIGNS, FAST)
+            tiles = decode_signs(loaded[index][1], lookup.column_fields, step, SIGNS, V.mode)
             added = added + _add_weighted(tiles, sign_weight, sums, FIRST_SIGNS + step)
         sums = added
         if V.outliers is not None:

@@ -177,8 +177,8 @@ def attend_split(
     span_token = tl.arange(0, WARPS)[:, None] * (ROW_TOKENS * TOKENS) + token_of_row  # [warp, token], of SPAN tokens
     if LOADS_AHEAD:
         # Load the first tiles, with a mask because a program may have no whole tile.
-        k_next = load_tiles(k.streams, k.first, token, work.whole, K, TILES * ROW_TOKENS, TOKENS, True, False, FAST)
-        v_next = load_tiles(v.streams, v.first, token, work.whole, V, TILES * ROW_TOKENS, TOKENS, True, True, FAST)
+        k_next = load_tiles(k.streams, k.first, token, work.whole, K, TILES * ROW_TOKENS, TOKENS, True)
+        v_next = load_tiles(v.streams, v.first, token, work.whole, V, TILES * ROW_TOKENS, TOKENS, True)
     fill_tables(table_entries, TABLES)
     if K.means is not None:
         padded = row_blocks * BLOCK
@@ -204,9 +204,9 @@ def attend_split(
             k_loaded, v_loaded = k_next, v_next
             # The last iteration has no next tiles: it loads its own again instead of branching.
             load_at = tl.minimum(offset + STEP, work.whole - STEP)
-        k_next = load_tiles(k.streams, k.first + load_at, token, work.count, K, TILES * ROW_TOKENS, TOKENS, False, False, FAST)
+        k_next = load_tiles(k.streams, k.first + load_at, token, work.count, K, TILES * ROW_TOKENS, TOKENS, False)
         if not LATE:
-            v_next = load_tiles(v.streams, v.first + load_at, token, work.count, V, TILES * ROW_TOKENS, TOKENS, False, True, FAST)
+            v_next = load_tiles(v.streams, v.first + load_at, token, work.count, V, TILES * ROW_TOKENS, TOKENS, False)
             if not LOADS_AHEAD:
                 v_loaded = v_next
         if not LOADS_AHEAD:
@@ -219,7 +219,7 @@ def attend_split(
             k_loaded, entries[0], queries, cap, means_first + offset, token, visible, k_lookup, K, DUAL, SOFTCAP, False, FAST,
         )  # fmt: skip
         if LATE:
-            v_loaded = load_tiles(v.streams, v.first + offset, token, work.count, V, TILES * ROW_TOKENS, TOKENS, False, True, FAST)
+            v_loaded = load_tiles(v.streams, v.first + offset, token, work.count, V, TILES * ROW_TOKENS, TOKENS, False)
         softmax = add(softmax, scores, v_loaded, entries[1], queries.second, v_lookup, V, FAST)
 
     # Second loop: tiles with tokens that some queries do not see. Token counts of a work item fit in int32.
@@ -236,9 +236,9 @@ def attend_split(
         if CUT:
             # Process the tiles before the whole ones first, then the tiles after them.
             offset = tile + tl.where(tile < 0, 0, work.whole)
-        k_loaded = load_tiles(k.streams, k.first + offset, span_token, work.count - offset, K, ROW_TOKENS, TOKENS, True, False, FAST)
+        k_loaded = load_tiles(k.streams, k.first + offset, span_token, work.count - offset, K, ROW_TOKENS, TOKENS, True)
         if not LATE:
-            v_loaded = load_tiles(v.streams, v.first + offset, span_token, work.count - offset, V, ROW_TOKENS, TOKENS, True, True, FAST)
+            v_loaded = load_tiles(v.streams, v.first + offset, span_token, work.count - offset, V, ROW_TOKENS, TOKENS, True)
         if OUTLIERS:
             entries = load_patches(work, offset, ready, K, V, WARPS, TOKENS)
         else:
@@ -248,7 +248,7 @@ def attend_split(
             k_loaded, entries[0], queries, cap, means_first + offset, position_in_work, visible, k_lookup, K, DUAL, SOFTCAP, True, FAST,
         )  # fmt: skip
         if LATE:
-            v_loaded = load_tiles(v.streams, v.first + offset, span_token, work.count - offset, V, ROW_TOKENS, TOKENS, True, True, FAST)
+            v_loaded = load_tiles(v.streams, v.first + offset, span_token, work.count - offset, V, ROW_TOKENS, TOKENS, True)
         softmax = add(softmax, scores, v_loaded, entries[1], queries.second, v_lookup, V, FAST)
 
     _finish(

@@ -160,12 +160,7 @@ BYTES_PTX = tl.constexpr(
 
 @triton.jit
 def expand_planes(
-    loaded: tl.tuple,
-    column_fields: tl.tuple,
-    PACKING_INDEX: tl.constexpr,
-    PACKING: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, column_fields: tl.tuple, PACKING_INDEX: tl.constexpr, PACKING: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the planes of a code stream as int16 tiles. In a plane of bytes, each column gets its own byte."""
     FIRST: tl.constexpr = PACKING.stream
@@ -175,8 +170,8 @@ def expand_planes(
         expanded = expanded + (loaded[FIRST + plane],)
     if BYTES % 2:
         word = loaded[FIRST + BYTES // 2]
-        shift = broadcast_columns(column_fields[2 * PACKING_INDEX], TRANSPOSED)
-        if FAST:
+        shift = broadcast_columns(column_fields[2 * PACKING_INDEX], MODE.transposed)
+        if MODE.fast:
             byte = tl.inline_asm_elementwise(BYTES_PTX, "=r,r,r", [word, shift], dtype=tl.int16, is_pure=True, pack=2)
         else:
             byte = (word >> shift) & 0xFF
@@ -193,20 +188,14 @@ def select_ptx(field: int) -> str:
 
 @triton.jit
 def select_by_field(
-    value: tl.tensor,
-    other: tl.tensor,
-    column_fields: tl.tuple,
-    PACKING_INDEX: tl.constexpr,
-    FIELD: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    value: tl.tensor, other: tl.tensor, column_fields: tl.tuple, PACKING_INDEX: tl.constexpr, FIELD: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tensor:
     """Return ``value`` in columns whose field number (``load_column_fields``) is below ``FIELD``, and ``other`` in all other columns.
 
     Both are 16-bit tiles of the code stream.
     """
-    column_field = broadcast_columns(column_fields[2 * PACKING_INDEX + 1], TRANSPOSED)
-    if FAST:
+    column_field = broadcast_columns(column_fields[2 * PACKING_INDEX + 1], MODE.transposed)
+    if MODE.fast:
         value = tl.inline_asm_elementwise(
             select_ptx(FIELD), "=r,r,r,r", [value, other, column_field], dtype=value.dtype, is_pure=True, pack=2
         )
@@ -254,16 +243,15 @@ def shift_to_field(
     PACKING_INDEX: tl.constexpr,
     POSITION: tl.constexpr,
     STRIDE_BITS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tensor:
     """Shift each int16 word right, so that its column's field begins at bit 0.
 
     The shift is ``POSITION`` in columns of the first field, and ``STRIDE_BITS`` more for each later field. Bits above the field belong to
     other fields or, with ``FAST``, to the neighboring word.
     """
-    column_field = broadcast_columns(column_fields[2 * PACKING_INDEX + 1], TRANSPOSED)
-    if FAST:
+    column_field = broadcast_columns(column_fields[2 * PACKING_INDEX + 1], MODE.transposed)
+    if MODE.fast:
         value = tl.inline_asm_elementwise(
             shift_ptx(POSITION, STRIDE_BITS), "=r,r,r", [word, column_field], dtype=tl.int16, is_pure=True, pack=2
         )
@@ -293,8 +281,7 @@ def step_words(
     FIELDS_PER_TILE: tl.constexpr,
     FIELD_STRIDE: tl.constexpr,
     FIELDS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tensor:
     """Return an int16 tile with the digits of step ``STEP`` at bit ``step_position``, for rows that are narrower than the tile.
 
@@ -305,11 +292,11 @@ def step_words(
     BEGIN: tl.constexpr = FIRST + FIELD * BITS
     LAST: tl.constexpr = BEGIN + (FIELDS_PER_TILE - 1) * FIELD_STRIDE * BITS
     if BEGIN // 16 == (LAST + BITS - 1) // 16:
-        value = shift_to_field(planes[BEGIN // 16], column_fields, PACKING_INDEX, BEGIN % 16, FIELD_STRIDE * BITS, TRANSPOSED, FAST)
+        value = shift_to_field(planes[BEGIN // 16], column_fields, PACKING_INDEX, BEGIN % 16, FIELD_STRIDE * BITS, MODE)
     else:
-        value = extract_bits(planes, BEGIN, BITS, FAST)
+        value = extract_bits(planes, BEGIN, BITS, MODE.fast)
         for index in tl.static_range(1, FIELDS_PER_TILE):
             if FIELD + index * FIELD_STRIDE < FIELDS:
-                other = extract_bits(planes, BEGIN + index * FIELD_STRIDE * BITS, BITS, FAST)
-                value = select_by_field(value, other, column_fields, PACKING_INDEX, index, TRANSPOSED, FAST)
+                other = extract_bits(planes, BEGIN + index * FIELD_STRIDE * BITS, BITS, MODE.fast)
+                value = select_by_field(value, other, column_fields, PACKING_INDEX, index, MODE)
     return value

@@ -171,16 +171,15 @@ def stream_step_words(
     PACKING: tl.constexpr,
     STEP: tl.constexpr,
     TARGET_BIT: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Return the words that contain the digits of step ``STEP`` of a code stream, as int16 tiles, low words first.
 
     The digits begin at bit ``TARGET_BIT`` in replicated tiles, otherwise at bit ``step_bit``.
     """
-    words = expand_planes(loaded, column_fields, 2 * STREAM_INDEX, PACKING, TRANSPOSED, FAST)
+    words = expand_planes(loaded, column_fields, 2 * STREAM_INDEX, PACKING, MODE)
     if PACKING.fields_per_tile > 1:
-        words = (_replicate(words, column_fields, STREAM_INDEX, PACKING, STEP, TARGET_BIT, TRANSPOSED, FAST),)
+        words = (_replicate(words, column_fields, STREAM_INDEX, PACKING, STEP, TARGET_BIT, MODE),)
     return words
 
 
@@ -198,8 +197,7 @@ def _replicate(
     PACKING: tl.constexpr,
     STEP: tl.constexpr,
     TARGET_BIT: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tensor:
     """Replicate the columns of the planes as one int16 tile. In each copy, a different field is moved to bit ``TARGET_BIT``."""
     SIZE: tl.constexpr = PACKING.bits
@@ -208,24 +206,24 @@ def _replicate(
     FIELDS_PER_WINDOW: tl.constexpr = _fields_per_window(SIZE)
     COUNT: tl.constexpr = (PACKING.fields_per_tile + FIELDS_PER_WINDOW - 1) // FIELDS_PER_WINDOW
     copy_field = column_fields[4 * STREAM_INDEX + 3] % PACKING.fields_per_tile
-    value = tile_copies(_read_window(planes, FIRST * SIZE, FIELDS_PER_WINDOW * SIZE, FAST), PACKING.copies, TRANSPOSED)
+    value = tile_copies(_read_window(planes, FIRST * SIZE, FIELDS_PER_WINDOW * SIZE, MODE.fast), PACKING.copies, MODE.transposed)
     for window in tl.static_range(1, COUNT):
         if FIRST + window * FIELDS_PER_WINDOW <= LAST:
             next_value = tile_copies(
-                _read_window(planes, (FIRST + window * FIELDS_PER_WINDOW) * SIZE, FIELDS_PER_WINDOW * SIZE, FAST),
+                _read_window(planes, (FIRST + window * FIELDS_PER_WINDOW) * SIZE, FIELDS_PER_WINDOW * SIZE, MODE.fast),
                 PACKING.copies,
-                TRANSPOSED,
+                MODE.transposed,
             )
             # Use a bit mask, because the assembler would recompute a predicate for every register.
-            keep_mask = broadcast_columns(tl.where(copy_field < window * FIELDS_PER_WINDOW, -1, 0).to(tl.int16), TRANSPOSED)
-            if FAST:
+            keep_mask = broadcast_columns(tl.where(copy_field < window * FIELDS_PER_WINDOW, -1, 0).to(tl.int16), MODE.transposed)
+            if MODE.fast:
                 value = tl.inline_asm_elementwise(
                     "lop3.b32 $0, $1, $2, $3, 0xE4;", "=r,r,r,r", [value, next_value, keep_mask], dtype=tl.int16, is_pure=True, pack=2
                 )
             else:
                 value = (value & keep_mask) | (next_value & ~keep_mask)
-    shift = broadcast_columns(copy_field % FIELDS_PER_WINDOW * SIZE, TRANSPOSED)
-    if FAST:
+    shift = broadcast_columns(copy_field % FIELDS_PER_WINDOW * SIZE, MODE.transposed)
+    if MODE.fast:
         value = tl.inline_asm_elementwise(
             move_ptx(TARGET_BIT, (FIELDS_PER_WINDOW - 1) * SIZE), "=r,r,r", [value, shift], dtype=tl.int16, is_pure=True, pack=2
         )

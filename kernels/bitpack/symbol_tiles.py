@@ -33,13 +33,7 @@ def symbol_steps(symbols: int) -> list[tuple[int, ...]]:
 
 @triton.jit
 def load_symbol_tile(
-    loaded: tl.tuple,
-    STEP: tl.constexpr,
-    TWO: tl.constexpr,
-    SYMBOLS: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, STEP: tl.constexpr, TWO: tl.constexpr, SYMBOLS: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tensor:
     """Return the tile of symbols of step ``STEP``: int16 ``[warp, token, column]``, or transposed ``[warp, column, token]``.
 
@@ -49,11 +43,11 @@ def load_symbol_tile(
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
-    first = _symbol_pairs(loaded[:ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
-    second = _symbol_pairs(loaded[ROW : 2 * ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
-    tile = assemble_tile(first, second, WARPS, TRANSPOSED, FAST)
-    if FAST:
-        tile = _use_sums_layout(tile, TRANSPOSED)
+    first = _symbol_pairs(loaded[:ROW], STEP, TWO, SYMBOLS, CONSTANTS, MODE.fast)
+    second = _symbol_pairs(loaded[ROW : 2 * ROW], STEP, TWO, SYMBOLS, CONSTANTS, MODE.fast)
+    tile = assemble_tile(first, second, WARPS, MODE)
+    if MODE.fast:
+        tile = _use_sums_layout(tile, MODE.transposed)
     return tile.to(tl.int16, bitcast=True)
 
 

@@ -191,21 +191,14 @@ def _load_number_ptx(bits: int, masked: bool) -> str:
 
 @triton.jit
 def load_number(
-    pointer: tl.tensor,
-    first: tl.tensor,
-    token: tl.tensor,
-    valid: tl.tensor,
-    BITS: tl.constexpr,
-    MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tensor:
     """Load one ``BITS``-bit number per token as int32 ``[warp, token]``, with inline PTX, in the layout in which it is used.
 
     In that layout, four threads decode the same number. Bytes of values (``TRANSPOSED``) take the most operations to decode. For them, it
     is faster to load each number once and to convert the layout of the decoded values.
     """
-    if FAST and (BITS > 8 or not TRANSPOSED):
+    if MODE.fast and (BITS > 8 or not MODE.transposed):
         address = pointer.to(tl.int64) + first * (BITS // 8) + token.to(tl.int64) * (BITS // 8)
         ASSEMBLY: tl.constexpr = _load_number_ptx(BITS, MASKED)
         if MASKED:

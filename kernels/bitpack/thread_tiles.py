@@ -82,7 +82,7 @@ def _join_halves(values: tl.tuple) -> tl.tuple:
 
 
 @triton.jit
-def assemble_tile(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def assemble_tile(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, MODE: tl.constexpr) -> tl.tensor:
     """Assemble f16x2 registers into a float16 tile ``[warp, token, column]``, or transposed ``[warp, column, token]``.
 
     ``first`` contains the registers for the first half of each warp's tokens, and ``second`` those for the second half. A register is
@@ -99,14 +99,14 @@ def assemble_tile(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TRANSP
     HALF: tl.constexpr = tile.shape[0] // WARPS
     tile = tl.trans(tl.reshape(tile, (WARPS, HALF, 2, WIDTH)), 0, 2, 1, 3)
     tile = tl.reshape(tile, (WARPS, 2 * HALF, WIDTH))
-    if FAST:
+    if MODE.fast:
         # Two neighboring columns are copies of one register, and become its halves. This also hides the copies from the compiler, which
         # would otherwise narrow the joined values and read them from shared memory one by one.
         tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [tile], dtype=tl.float16, is_pure=False, pack=2)
     else:
         upper = tl.arange(0, WIDTH)[None, None, :] % 2 == 1
         tile = tl.where(upper, tile >> 16, tile).to(tl.uint16).to(tl.float16, bitcast=True)
-    if TRANSPOSED:
+    if MODE.transposed:
         tile = tl.trans(tile, 0, 2, 1)
     return tile
 
@@ -119,16 +119,15 @@ def load_rows_and_factor(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Load the rows of all code streams (``thread_rows.load_rows``), and the token factors as int32 ``[warp, token]``.
 
     ``CONSTANTS`` must have the fields ``rows`` and ``factor_bits``.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
-    loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
-    return loaded + (load_number(pointers[len(ROWS)], first, token, valid, CONSTANTS.factor_bits, MASKED, TRANSPOSED, FAST),)
+    loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, MODE.fast)
+    return loaded + (load_number(pointers[len(ROWS)], first, token, valid, CONSTANTS.factor_bits, MASKED, MODE),)
 
 
 @triton.jit
@@ -147,9 +146,7 @@ def decode_rows(
     STEP: tl.constexpr,
     SYMBOL: tl.constexpr,
     CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tensor:
     """Return the decoded tile of step ``STEP``.
 
@@ -158,9 +155,9 @@ def decode_rows(
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
-    first = _decode_registers(loaded[:ROW], table, REGISTERS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
-    second = _decode_registers(loaded[ROW : 2 * ROW], table, REGISTERS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
-    return assemble_tile(first, second, WARPS, TRANSPOSED, FAST)
+    first = _decode_registers(loaded[:ROW], table, REGISTERS, STEP, SYMBOL, CONSTANTS, MODE)
+    second = _decode_registers(loaded[ROW : 2 * ROW], table, REGISTERS, STEP, SYMBOL, CONSTANTS, MODE)
+    return assemble_tile(first, second, WARPS, MODE)
 
 
 @triton.jit
@@ -171,8 +168,7 @@ def _decode_registers(
     STEP: tl.constexpr,
     SYMBOL: tl.constexpr,
     CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     registers = ()
     for index in tl.static_range(4 * STEP * F16X2_PER_TILE, 4 * (STEP + 1) * F16X2_PER_TILE, 4):
@@ -186,8 +182,7 @@ def _decode_registers(
                 REGISTERS[index + 3],
                 SYMBOL,
                 CONSTANTS,
-                SHARED,
-                FAST,
+                MODE,
             ),
         )
     return registers
@@ -203,15 +198,14 @@ def _decode_register(
     HIGH: tl.constexpr,
     SYMBOL: tl.constexpr,
     CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tensor:
     """Return the register with value ``LOW`` of symbol ``FIRST`` in its low half, and value ``HIGH`` of symbol ``SECOND`` in its high half.
     """
-    low = SYMBOL(words, table, FIRST, CONSTANTS, SHARED, FAST)
+    low = SYMBOL(words, table, FIRST, CONSTANTS, MODE)
     if FIRST == SECOND and LOW < HIGH:
         register = low[LOW // 2]
     else:
-        high = SYMBOL(words, table, SECOND, CONSTANTS, SHARED, FAST)
-        register = join_halves(low[LOW // 2], high[HIGH // 2], LOW % 2, HIGH % 2, FAST)
+        high = SYMBOL(words, table, SECOND, CONSTANTS, MODE)
+        register = join_halves(low[LOW // 2], high[HIGH // 2], LOW % 2, HIGH % 2, MODE.fast)
     return register

@@ -1,4 +1,4 @@
-"""The axes of tiles: ``[warp, token, column]`` for keys, and ``[warp, column, token]`` (``TRANSPOSED``) for values.
+"""The axes of tiles: ``[warp, token, column]`` for keys, and ``[warp, column, token]`` (transposed) for values.
 
 Values are loaded transposed; matrix instructions transpose them back when they load operands from shared memory.
 

@@ -22,7 +22,7 @@ from kvpack.formats.raw import Raw
 from kvpack.kernels.bitpack.bitfields import load_column_fields
 from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tiles import addresses, device_tables, loaders
-from kvpack.kernels.tiles.bound_loader import RowStream, bind
+from kvpack.kernels.tiles.bound_loader import Mode, RowStream, bind
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
 from kvpack.kernels.tiles.shapes import table_budget
 from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles, stream_pointers
@@ -210,8 +210,8 @@ def _launch(
         (blocks * batch * heads, 1, 1),
         arguments,
         {
-            "SIDE": bind(tiles, table_offsets[0], None, streams, whole_tiles, fast), "TABLES": shared, "WARPS": WARPS, "TOKENS": tokens,
-            "WORK_ROW": FIRST_ADDRESS.value + STREAM_INTEGERS.value * len(streams), "FACTORS": factors, "FAST": fast,
+            "SIDE": bind(tiles, Mode(table_offsets[0], False, fast), None, streams, whole_tiles), "TABLES": shared, "WARPS": WARPS,
+            "TOKENS": tokens, "WORK_ROW": FIRST_ADDRESS.value + STREAM_INTEGERS.value * len(streams), "FACTORS": factors, "FAST": fast,
         },
         {"num_warps": WARPS},
         partial(shared_table.allow_tables, table_bytes=shared.nbytes) if shared.nbytes else None,
@@ -253,7 +253,6 @@ def decode_tiles(
     FIELDS: tl.constexpr = SIDE.stream_widths
     STEPS: tl.constexpr = SIDE.steps
     CONSTANTS: tl.constexpr = SIDE.constants
-    SHARED: tl.constexpr = SIDE.shared
     SPAN: tl.constexpr = WARPS * TOKENS
     sequence = tl.program_id(0) // blocks
     table += sequence % SIDE.tables * SIDE.table_values
@@ -272,7 +271,7 @@ def decode_tiles(
     token = tl.arange(0, WARPS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]  # [warp, token]
     for offset in tl.range(0, count, SPAN, num_stages=1):
         first = (begin + offset).to(tl.int64)
-        loaded = load_tiles(streams, first, token, count - offset, SIDE, 1, TOKENS, True, False, FAST)
+        loaded = load_tiles(streams, first, token, count - offset, SIDE, 1, TOKENS, True)
         factor = token
         if SIDE.factor is not None:
             factor = SIDE.factor(loaded[0][0], CONSTANTS, FAST)
@@ -280,7 +279,7 @@ def decode_tiles(
                 tl.store(factors + sequence.to(tl.int64) * factor_stride + output_token + offset + token, factor, token < count - offset)
         rows = target + (offset + token) * token_stride
         for step in tl.static_range(STEPS):
-            tiles = SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SHARED, False, FAST)
+            tiles = SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SIDE.mode)
             for index in tl.static_range(len(tiles)):
                 _store_tile(tiles[index], factor, streams, rows, token < count - offset, step * len(tiles) + index, SIDE, FACTORS)
 

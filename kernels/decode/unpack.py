@@ -26,7 +26,7 @@ from kvpack.kernels.gpu import gpu
 from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tables.table_assembly import MAX_STATIC_BYTES
 from kvpack.kernels.tiles import addresses, device_tables, frame_columns
-from kvpack.kernels.tiles.bound_loader import RowStream, bind
+from kvpack.kernels.tiles.bound_loader import Mode, RowStream, bind
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
 from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles
 from kvpack.kernels.triton_internals import CachedLaunch
@@ -178,7 +178,7 @@ def _launch(
         (blocks * batch * heads, matrix.shape[1] // shape.channels, 1),
         arguments,
         {
-            "SIDE": bind(loader, table_offsets[0], None, streams, whole_tiles, fast), "TABLES": shared, "WARPS": shape.warps,
+            "SIDE": bind(loader, Mode(table_offsets[0], False, fast), None, streams, whole_tiles), "TABLES": shared, "WARPS": shape.warps,
             "TOKENS": tokens, "WORK_ROW": tiles.FIRST_ADDRESS.value + STREAM_INTEGERS.value * len(streams), "DIM": codec.dim,
             "PAD": matrix.shape[1], "CHANNELS": shape.channels, "JOINED": shape.joined, "SIZE": size, "SCALED": scaled, "FAST": fast,
         },
@@ -243,7 +243,6 @@ def unpack_tiles(
     FIELDS: tl.constexpr = SIDE.stream_widths
     STEPS: tl.constexpr = SIDE.steps
     CONSTANTS: tl.constexpr = SIDE.constants
-    SHARED: tl.constexpr = SIDE.shared
     WIDTH: tl.constexpr = SIDE.widths[0]
     TILES: tl.constexpr = len(SIDE.widths)
     ALL: tl.constexpr = triton.next_power_of_2(TILES)
@@ -276,19 +275,19 @@ def unpack_tiles(
     for offset in tl.range(0, block.count, SPAN, num_stages=1):
         count = block.count - offset
         first = (block.begin + offset).to(tl.int64)
-        loaded = load_tiles(streams, first, token, count, SIDE, 1, TOKENS, True, False, FAST)
+        loaded = load_tiles(streams, first, token, count, SIDE, 1, TOKENS, True)
         factor = tl.reshape(SIDE.factor(loaded[0][0], CONSTANTS, FAST), (SPAN, 1))
         if JOINED:
-            parts = SIDE.decode(loaded[0][0], fields, table, 0, CONSTANTS, SHARED, False, FAST)
+            parts = SIDE.decode(loaded[0][0], fields, table, 0, CONSTANTS, SIDE.mode)
             for step in tl.static_range(1, STEPS):
-                parts = parts + SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SHARED, False, FAST)
+                parts = parts + SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SIDE.mode)
             for _ in tl.static_range(ALL - TILES):
                 parts = parts + (tl.zeros_like(parts[0]),)
             sums = tl.dot(tl.reshape(join_tiles(parts, ALL), (SPAN, ALL * WIDTH)), signs[0])
         else:
             sums = tl.zeros((SPAN, CHANNELS), tl.float32)
             for step in tl.static_range(STEPS):
-                parts = SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SHARED, False, FAST)
+                parts = SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SIDE.mode)
                 for index in tl.static_range(len(parts)):
                     sums = tl.dot(tl.reshape(parts[index], (SPAN, WIDTH)), signs[step * len(parts) + index], sums)
         address = target + (offset + row) * token_stride + channel[None, :]

@@ -86,12 +86,11 @@ def load(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, and then the ranges, int32 ``[warp, token]``."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
+    loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, MODE.transposed)
     return loaded + load_range(pointers[CONSTANTS.range_index], first, token, valid, CONSTANTS, MASKED)
 
 
@@ -221,14 +220,7 @@ def norm_affine_f16(words: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 
 @triton.jit
 def decode(
-    loaded: tl.tuple,
-    column_fields: tl.tuple,
-    table: tl.tensor,
-    STEP: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return both channels of the pairs of step ``STEP`` as two float16 tiles in the layout of the planes.
 
@@ -236,25 +228,25 @@ def decode(
     """
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
-    planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
+    planes = expand_planes(loaded, column_fields, 0, PACKING, MODE)
     BIN_BITS: tl.constexpr = CONSTANTS.bin_bits
     NORM_BITS: tl.constexpr = CONSTANTS.norm_bits
     NORMS: tl.constexpr = PACKING.fields * BIN_BITS
-    scale_and_center = load_norm_affine(loaded, CONSTANTS, TRANSPOSED, FAST)
+    scale_and_center = load_norm_affine(loaded, CONSTANTS, MODE)
     if FIELDS_PER_TILE == 1:
-        result = decode_pairs(planes, scale_and_center, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, CONSTANTS, SHARED, FAST)
+        result = decode_pairs(planes, scale_and_center, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, CONSTANTS, MODE)
     else:
-        index = step_words(planes, column_fields, 0, PACKING, 0, BIN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
-        norm = step_words(planes, column_fields, 0, PACKING, NORMS, NORM_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
-        result = decode_pairs((index, norm), scale_and_center, table, 0, 16, CONSTANTS, SHARED, FAST)
+        index = step_words(planes, column_fields, 0, PACKING, 0, BIN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, MODE)
+        norm = step_words(planes, column_fields, 0, PACKING, NORMS, NORM_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, MODE)
+        result = decode_pairs((index, norm), scale_and_center, table, 0, 16, CONSTANTS, MODE)
     return result
 
 
 @triton.jit
-def load_norm_affine(loaded: tl.tuple, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def load_norm_affine(loaded: tl.tuple, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
     """Return the scale and center of ``norm_affine`` for the ranges in ``loaded``, as float16 tensors that broadcast to a tile."""
-    scale, center = norm_affine_f16(loaded[CONSTANTS.range_index : CONSTANTS.range_index + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
-    return broadcast_tokens(scale, TRANSPOSED), broadcast_tokens(center, TRANSPOSED)
+    scale, center = norm_affine_f16(loaded[CONSTANTS.range_index : CONSTANTS.range_index + 2 - CONSTANTS.half_range], CONSTANTS, MODE.fast)
+    return broadcast_tokens(scale, MODE.transposed), broadcast_tokens(center, MODE.transposed)
 
 
 @triton.jit
@@ -265,13 +257,12 @@ def decode_pairs(
     BIN: tl.constexpr,
     NORM: tl.constexpr,
     CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Return both channels of pairs whose bin begins at bit ``BIN`` of each column, and whose norm code begins at bit ``NORM``."""
-    result = look_up_bits(planes, table, BIN, CONSTANTS.bin_bits, 2, 0, SHARED, FAST)
+    result = look_up_bits(planes, table, BIN, CONSTANTS.bin_bits, 2, 0, MODE.shared, MODE.fast)
     NORM_BITS: tl.constexpr = CONSTANTS.norm_bits
-    norm = affine_column(planes, scale_and_center[0], scale_and_center[1], NORM, NORM_BITS, middle_norm_code(NORM_BITS), FAST)
+    norm = affine_column(planes, scale_and_center[0], scale_and_center[1], NORM, NORM_BITS, middle_norm_code(NORM_BITS), MODE.fast)
     if CONSTANTS.log:
-        norm = exp2(norm, FAST)
-    return (multiply(result[0], norm, FAST), multiply(result[1], norm, FAST))
+        norm = exp2(norm, MODE.fast)
+    return (multiply(result[0], norm, MODE.fast), multiply(result[1], norm, MODE.fast))

@@ -81,27 +81,19 @@ def load(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Load the planes of bins and norm codes (``replicated_columns.load_stream``), and then the ranges, int32 ``[warp, token]``."""
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
-    loaded = load_stream(pointers, first, token, valid, BINS, MASKED, TRANSPOSED)
-    loaded = loaded + load_stream(pointers, first, token, valid, NORMS, MASKED, TRANSPOSED)
+    loaded = load_stream(pointers, first, token, valid, BINS, MASKED, MODE.transposed)
+    loaded = loaded + load_stream(pointers, first, token, valid, NORMS, MASKED, MODE.transposed)
     return loaded + load_range(pointers[CONSTANTS.range_index], first, token, valid, CONSTANTS, MASKED)
 
 
 @triton.jit
 def decode(
-    loaded: tl.tuple,
-    column_fields: tl.tuple,
-    table: tl.tensor,
-    STEP: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return both channels of the pairs of step ``STEP`` as two float16 tiles in the layout of the planes.
 
@@ -110,13 +102,11 @@ def decode(
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
     # In a shared table, an index that already has its bits at the byte offset needs no shift.
-    AT: tl.constexpr = entry_offset_bit(CONSTANTS.bin_bits, SHARED, FAST)
-    bins = stream_step_words(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
-    norms = stream_step_words(loaded, column_fields, 1, NORMS, STEP, 0, TRANSPOSED, FAST)
+    AT: tl.constexpr = entry_offset_bit(CONSTANTS.bin_bits, MODE.shared, MODE.fast)
+    bins = stream_step_words(loaded, column_fields, 0, BINS, STEP, AT, MODE)
+    norms = stream_step_words(loaded, column_fields, 1, NORMS, STEP, 0, MODE)
     NORM: tl.constexpr = 16 * len(bins) + step_bit(NORMS, STEP, 0)
-    return decode_pairs(
-        bins + norms, load_norm_affine(loaded, CONSTANTS, TRANSPOSED, FAST), table, step_bit(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST
-    )
+    return decode_pairs(bins + norms, load_norm_affine(loaded, CONSTANTS, MODE), table, step_bit(BINS, STEP, AT), NORM, CONSTANTS, MODE)
 
 
 @triton.constexpr_function

@@ -112,8 +112,7 @@ def load(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Load the bins, norm codes and ranges of ``token`` ``[warp, token]``, and of the second token in each row.
 
@@ -131,7 +130,8 @@ def load(
     loaded = ()
     column = tl.arange(0, BINS.tile_width)[None, :]
     for plane in tl.static_range(PLANES):
-        words = _load_bins(pointers[plane], first, token, valid, column, WIDTH, plane_words(BINS, plane), SECOND_OFFSET, MASKED, TRANSPOSED)
+        own = plane_words(BINS, plane)
+        words = _load_bins(pointers[plane], first, token, valid, column, WIDTH, own, SECOND_OFFSET, MASKED, MODE.transposed)
         loaded = loaded + (words,)
     column = tl.arange(0, BINS.tile_width * BINS.copies)[None, :]
     second = column // WIDTH % 2
@@ -139,7 +139,7 @@ def load(
     for number in tl.static_range(SLICES):
         place = number * (WIDTH * BINS.copies) + word
         loaded = loaded + (
-            load_columns(pointers[PLANES], first, token, valid, second, place, NORMS.width, SECOND_OFFSET, False, MASKED, TRANSPOSED),
+            load_columns(pointers[PLANES], first, token, valid, second, place, NORMS.width, SECOND_OFFSET, False, MASKED, MODE.transposed),
         )
     second = tl.arange(0, 2)[None, :]
     for word in tl.static_range(WORDS):
@@ -174,14 +174,7 @@ def _load_bins(
 
 @triton.jit
 def decode(
-    loaded: tl.tuple,
-    column_fields: tl.tuple,
-    table: tl.tensor,
-    STEP: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return both channels of the pairs of step ``STEP`` as two float16 tiles, possibly transposed.
 
@@ -189,14 +182,14 @@ def decode(
     """
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
-    AT: tl.constexpr = entry_offset_bit(CONSTANTS.bin_bits, SHARED, FAST)
-    bins = stream_step_words(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
+    AT: tl.constexpr = entry_offset_bit(CONSTANTS.bin_bits, MODE.shared, MODE.fast)
+    bins = stream_step_words(loaded, column_fields, 0, BINS, STEP, AT, MODE)
     NORM: tl.constexpr = 16 * len(bins) + STEP // NORMS.count * CONSTANTS.norm_bits
-    scale, center = norm_affine_f16(loaded[CONSTANTS.range_index : CONSTANTS.range_index + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
-    scale = _spread_to_columns(scale, BINS, TRANSPOSED)
-    center = _spread_to_columns(center, BINS, TRANSPOSED)
+    scale, center = norm_affine_f16(loaded[CONSTANTS.range_index : CONSTANTS.range_index + 2 - CONSTANTS.half_range], CONSTANTS, MODE.fast)
+    scale = _spread_to_columns(scale, BINS, MODE.transposed)
+    center = _spread_to_columns(center, BINS, MODE.transposed)
     planes = bins + (loaded[NORMS.stream + STEP % NORMS.count],)
-    return decode_pairs(planes, (scale, center), table, step_bit(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST)
+    return decode_pairs(planes, (scale, center), table, step_bit(BINS, STEP, AT), NORM, CONSTANTS, MODE)
 
 
 @triton.jit

@@ -81,8 +81,7 @@ def load(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Load the rows of bins, norm codes and ranges (``thread_rows.load_rows``), and the ranges once more for ``factor``.
 
@@ -90,54 +89,45 @@ def load(
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     RANGE: tl.constexpr = len(ROWS) - 1
-    loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
+    loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, MODE.fast)
     return loaded + load_range(pointers[RANGE], first, token, valid, CONSTANTS, MASKED)
 
 
 @triton.jit
 def decode(
-    loaded: tl.tuple,
-    column_fields: tl.tuple,
-    table: tl.tensor,
-    STEP: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return both channels of the pairs of step ``STEP`` as one float16 tile, possibly transposed.
 
     Channels are not yet multiplied by the token factor.
     """
     REGISTERS: tl.constexpr = CONSTANTS.registers
-    return (decode_rows(loaded, table, REGISTERS, STEP, decode_pair, CONSTANTS, SHARED, TRANSPOSED, FAST),)
+    return (decode_rows(loaded, table, REGISTERS, STEP, decode_pair, CONSTANTS, MODE),)
 
 
 @triton.jit
-def decode_pair(
-    words: tl.tuple, table: tl.tensor, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
-) -> tl.tuple:
+def decode_pair(words: tl.tuple, table: tl.tensor, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
     """Return the channels of one pair as f16x2. They are not yet multiplied by the token factor."""
     BINS: tl.constexpr = CONSTANTS.bins
     HIGH_BINS: tl.constexpr = CONSTANTS.high_bins
     NORMS: tl.constexpr = CONSTANTS.norms
-    UNIT: tl.constexpr = lookup_unit(2, SHARED, FAST)
+    UNIT: tl.constexpr = lookup_unit(2, MODE.shared, MODE.fast)
     LAST: tl.constexpr = CONSTANTS.range_index // 2
-    place = symbol_digit(words, BINS, SYMBOL, FAST) * UNIT
+    place = symbol_digit(words, BINS, SYMBOL, MODE.fast) * UNIT
     if CONSTANTS.low_bits:
-        place = place + symbol_digit(words, HIGH_BINS, SYMBOL, FAST) * (UNIT << CONSTANTS.low_bits)
+        place = place + symbol_digit(words, HIGH_BINS, SYMBOL, MODE.fast) * (UNIT << CONSTANTS.low_bits)
     if CONSTANTS.half_range:
         line = norm_affine((words[LAST - 1].to(tl.int32, bitcast=True),), CONSTANTS)
     else:
         line = norm_affine((words[LAST - 2], words[LAST - 1]), CONSTANTS)
     norms = affine_f16x2(
-        symbol_pair_digits(words, NORMS, SYMBOL, CONSTANTS.symbols, FAST),
+        symbol_pair_digits(words, NORMS, SYMBOL, CONSTANTS.symbols, MODE.fast),
         broadcast_f16x2(line[0]),
         broadcast_f16x2(line[1]),
         CONSTANTS.norm_bits,
-        FAST,
+        MODE.fast,
     )
     if CONSTANTS.log:
-        norms = exp2_f16x2(norms, FAST)
-    norm = join_halves(norms, norms, SYMBOL % 2, SYMBOL % 2, FAST)
-    return (multiply_f16x2(look_up_words(place, table, 1, 2, 0, SHARED, FAST)[0], norm, FAST),)
+        norms = exp2_f16x2(norms, MODE.fast)
+    norm = join_halves(norms, norms, SYMBOL % 2, SYMBOL % 2, MODE.fast)
+    return (multiply_f16x2(look_up_words(place, table, 1, 2, 0, MODE.shared, MODE.fast)[0], norm, MODE.fast),)

@@ -143,8 +143,7 @@ def load(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Load the rows of ``token`` ``[warp, token]``. Rows are counted from row ``first``.
 
@@ -165,7 +164,7 @@ def load(
     DUAL: tl.constexpr = PACKING.dual
     SECOND_OFFSET: tl.constexpr = second_token_offset(DUAL, token.shape[1])
     scales = pointers[PLANES]
-    loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
+    loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, MODE.transposed)
     # The first of the columns that share a scale and center.
     SHARING: tl.constexpr = SIZE if KIND == WITHIN_FIELDS else 1
     column = tl.arange(0, PAD // SHARING) * SHARING
@@ -175,7 +174,7 @@ def load(
     IN_ONE_GROUP: tl.constexpr = CONSTANTS.in_one_group
     WHOLE_ROWS: tl.constexpr = CONSTANTS.whole_rows and (KIND > ALONG_TOKENS or IN_ONE_GROUP)
     if WHOLE_ROWS:
-        loaded = loaded + _load_scale_rows(scales, first, token, valid, CONSTANTS, MASKED, TRANSPOSED)
+        loaded = loaded + _load_scale_rows(scales, first, token, valid, CONSTANTS, MASKED, MODE.transposed)
     for step in tl.static_range(0 if WHOLE_ROWS else STEPS):
         channel = _step_channel(step, column, SPAN, PACKING.width, CONSTANTS.field_stride)
         if KIND == ALONG_TOKENS and IN_ONE_GROUP:
@@ -193,26 +192,26 @@ def load(
             loaded = loaded + (tl.load(scales + row * SCALES + channel[None, :], mask, 0),)
         elif KIND == ALONG_CHANNELS and DUAL:
             both = tl.arange(0, 2)[None, :]
-            address = scales + first * SCALES + (column_tokens(token, both, SECOND_OFFSET, TRANSPOSED) * SCALES + step * SPAN // SIZE)
+            address = scales + first * SCALES + (column_tokens(token, both, SECOND_OFFSET, MODE.transposed) * SCALES + step * SPAN // SIZE)
             if MASKED:
-                loaded = loaded + (tl.load(address, valid_columns(valid, both, SECOND_OFFSET, TRANSPOSED), 0),)
+                loaded = loaded + (tl.load(address, valid_columns(valid, both, SECOND_OFFSET, MODE.transposed), 0),)
             else:
                 loaded = loaded + (tl.load(address),)
         elif KIND == ALONG_CHANNELS:
             loaded = loaded + (load_per_token(scales, first, token, valid, SCALES, step * SPAN // SIZE, MASKED),)
         else:
-            row = first + column_tokens(token, second, SECOND_OFFSET, TRANSPOSED)
-            at = broadcast_columns(channel[None, :], TRANSPOSED)
+            row = first + column_tokens(token, second, SECOND_OFFSET, MODE.transposed)
+            at = broadcast_columns(channel[None, :], MODE.transposed)
             if KIND == ALONG_TOKENS:
                 row = row // SIZE
             else:
                 at = at // SIZE
-            mask = broadcast_columns((channel < DIM)[None, :], TRANSPOSED)
+            mask = broadcast_columns((channel < DIM)[None, :], MODE.transposed)
             if MASKED:
-                mask = mask & valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED)
+                mask = mask & valid_columns(valid, second, SECOND_OFFSET, MODE.transposed)
             loaded = loaded + (tl.load(scales + row * SCALES + at, mask, 0),)
     if CONSTANTS.scale_bits:
-        loaded = loaded + load_factors(pointers[PLANES + 1], first, token, valid, CONSTANTS.scale_bits, DUAL, MASKED, FAST)
+        loaded = loaded + load_factors(pointers[PLANES + 1], first, token, valid, CONSTANTS.scale_bits, DUAL, MASKED, MODE.fast)
     return loaded
 
 
@@ -290,14 +289,7 @@ def _step_channel(step: tl.constexpr, column: tl.tensor, SPAN: tl.constexpr, WID
 
 @triton.jit
 def decode(
-    loaded: tl.tuple,
-    column_fields: tl.tuple,
-    table: tl.tensor,
-    STEP: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the values of step ``STEP``, (code - middle) * scale + center, as one float16 tile, possibly transposed."""
     PACKING: tl.constexpr = CONSTANTS.packing
@@ -305,25 +297,25 @@ def decode(
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     KIND: tl.constexpr = CONSTANTS.kind
     PLANES: tl.constexpr = CONSTANTS.planes
-    planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
+    planes = expand_planes(loaded, column_fields, 0, PACKING, MODE)
     scale_center = loaded[PLANES + STEP]
-    scale, center = split_scales(scale_center, FAST)
+    scale, center = split_scales(scale_center, MODE.fast)
     if KIND == WITHIN_FIELDS or (KIND == ALONG_CHANNELS and PACKING.dual):
         COPIES: tl.constexpr = CONSTANTS.size if KIND == WITHIN_FIELDS else PACKING.width
-        scale = repeat_columns(scale, COPIES, TRANSPOSED)
-        center = repeat_columns(center, COPIES, TRANSPOSED)
+        scale = repeat_columns(scale, COPIES, MODE.transposed)
+        center = repeat_columns(center, COPIES, MODE.transposed)
     elif KIND == ALONG_CHANNELS:
-        scale = broadcast_tokens(scale, TRANSPOSED)
-        center = broadcast_tokens(center, TRANSPOSED)
+        scale = broadcast_tokens(scale, MODE.transposed)
+        center = broadcast_tokens(center, MODE.transposed)
     elif len(scale_center.shape) == 2:
-        scale = broadcast_columns(scale, TRANSPOSED)
-        center = broadcast_columns(center, TRANSPOSED)
+        scale = broadcast_columns(scale, MODE.transposed)
+        center = broadcast_columns(center, MODE.transposed)
     if FIELDS_PER_TILE == 1:
-        value = affine_column(planes, scale, center, STEP * BITS, BITS, middle_code(BITS), FAST)
+        value = affine_column(planes, scale, center, STEP * BITS, BITS, middle_code(BITS), MODE.fast)
     else:
         STRIDE: tl.constexpr = CONSTANTS.field_stride
-        words = step_words(planes, column_fields, 0, PACKING, 0, BITS, STEP, FIELDS_PER_TILE, STRIDE, PACKING.fields, TRANSPOSED, FAST)
-        value = affine(words, scale, center, step_position(STEP, BITS, STRIDE), BITS, middle_code(BITS), FAST)
+        words = step_words(planes, column_fields, 0, PACKING, 0, BITS, STEP, FIELDS_PER_TILE, STRIDE, PACKING.fields, MODE)
+        value = affine(words, scale, center, step_position(STEP, BITS, STRIDE), BITS, middle_code(BITS), MODE.fast)
     return (value,)
 
 

@@ -161,38 +161,30 @@ def load(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Load the rows of all code streams (``row_registers.load_registers``) and the gains (``token_factors``)."""
     LOADS: tl.constexpr = CONSTANTS.loads
-    loaded = load_registers(pointers, first, token, valid, LOADS, MASKED, FAST)
+    loaded = load_registers(pointers, first, token, valid, LOADS, MASKED, MODE.fast)
     if CONSTANTS.gain_stream >= 0:
-        loaded = loaded + load_factor(pointers[CONSTANTS.gain_stream], first, token, valid, 16, MASKED, FAST)
+        loaded = loaded + load_factor(pointers[CONSTANTS.gain_stream], first, token, valid, 16, MASKED, MODE.fast)
     return loaded
 
 
 @triton.jit
 def decode(
-    loaded: tl.tuple,
-    column_fields: tl.tuple,
-    table: tl.tensor,
-    STEP: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the table entries for the codes of step ``STEP``: one float16 tile ``[warp, token, column]`` or transposed."""
     TILES: tl.constexpr = CONSTANTS.tiles
     TILE: tl.constexpr = constant_at(TILES, STEP)
     REGISTERS: tl.constexpr = CONSTANTS.registers
     if TILE.kind == SELECT:
-        value = _select_entries(loaded, column_fields, TILE, REGISTERS, TRANSPOSED, FAST)
+        value = _select_entries(loaded, column_fields, TILE, REGISTERS, MODE)
     elif TILE.kind == LOOK_UP:
-        value = _look_up_entries(loaded, column_fields, table, TILE, REGISTERS, SHARED, TRANSPOSED, FAST)
+        value = _look_up_entries(loaded, column_fields, table, TILE, REGISTERS, MODE)
     else:
-        value = _look_up_pairs(loaded, column_fields, table, TILE, REGISTERS, SHARED, FAST)
+        value = _look_up_pairs(loaded, column_fields, table, TILE, REGISTERS, MODE)
     return (value,)
 
 
@@ -227,23 +219,16 @@ def _select_half(lower: tl.tensor, upper: tl.tensor, loaded: tl.tuple, constants
 
 
 @triton.jit
-def _select_entries(
-    loaded: tl.tuple,
-    constants: tl.tuple,
-    TILE: tl.constexpr,
-    REGISTERS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
-) -> tl.tensor:
+def _select_entries(loaded: tl.tuple, constants: tl.tuple, TILE: tl.constexpr, REGISTERS: tl.constexpr, MODE: tl.constexpr) -> tl.tensor:
     """Return entry 0 or 1 of each column. One bit of the register selects the entry."""
-    word = _load_tile_register(loaded, constants, REGISTERS, TILE, 0, TRANSPOSED)
+    word = _load_tile_register(loaded, constants, REGISTERS, TILE, 0, MODE.transposed)
     ENTRIES: tl.constexpr = TILE.entries
-    position = _column_constant(constants, TILE.position, COLUMNS, TRANSPOSED)
+    position = _column_constant(constants, TILE.position, COLUMNS, MODE.transposed)
     if TILE.parity >= 0:
         position = _select_half(position, position + 16, loaded, constants, TILE)
-    zero = _column_constant(constants, ENTRIES[0], COLUMNS, TRANSPOSED).to(tl.int16)
-    change = _column_constant(constants, ENTRIES[1], COLUMNS, TRANSPOSED).to(tl.int16)
-    if FAST:
+    zero = _column_constant(constants, ENTRIES[0], COLUMNS, MODE.transposed).to(tl.int16)
+    change = _column_constant(constants, ENTRIES[1], COLUMNS, MODE.transposed).to(tl.int16)
+    if MODE.fast:
         value = tl.inline_asm_elementwise(
             SELECT_BY_BIT, "=r,r,r,r,r,r,r", [word, position + 1, zero, change], dtype=tl.float16, is_pure=True, pack=2
         )
@@ -255,21 +240,14 @@ def _select_entries(
 
 @triton.jit
 def _look_up_entries(
-    loaded: tl.tuple,
-    constants: tl.tuple,
-    table: tl.tensor,
-    TILE: tl.constexpr,
-    REGISTERS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, constants: tl.tuple, table: tl.tensor, TILE: tl.constexpr, REGISTERS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tensor:
     """Return the table entry of each column. Codes may be anywhere in the registers."""
-    STRIDE: tl.constexpr = entry_stride(SHARED, FAST)
-    word, position, first = _load_codes(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS, TRANSPOSED, FAST)
+    STRIDE: tl.constexpr = entry_stride(MODE.shared, MODE.fast)
+    word, position, first = _load_codes(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS, MODE.transposed, MODE.fast)
     if STRIDE:
         value = tl.inline_asm_elementwise(
-            column_lookup_ptx(TILE.bits, SHARED.offset, SHARED.copies, _uses_multiplication(TILE, STRIDE)),
+            column_lookup_ptx(TILE.bits, MODE.shared.offset, MODE.shared.copies, _uses_multiplication(TILE, STRIDE)),
             "=r,r,r,r,r,r,r",
             [word, position, first << STRIDE],
             dtype=tl.float16,
@@ -284,17 +262,12 @@ def _look_up_entries(
 
 @triton.jit
 def _look_up_pairs(
-    loaded: tl.tuple,
-    constants: tl.tuple,
-    table: tl.tensor,
-    TILE: tl.constexpr,
-    REGISTERS: tl.constexpr,
-    SHARED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, constants: tl.tuple, table: tl.tensor, TILE: tl.constexpr, REGISTERS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tensor:
     """Look up the codes of two columns together, which are neighboring fields of a word. Returns entries ``[warp, token, column]``."""
-    STRIDE: tl.constexpr = entry_stride(SHARED, FAST)
-    word, position, first = _load_codes(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS // 2, False, FAST)
+    SHARED: tl.constexpr = MODE.shared
+    STRIDE: tl.constexpr = entry_stride(SHARED, MODE.fast)
+    word, position, first = _load_codes(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS // 2, False, MODE.fast)
     if STRIDE:
         pair = tl.inline_asm_elementwise(
             pair_lookup_ptx(TILE.bits, TILE.kind == LOOK_UP_PAIRS, SHARED.offset, SHARED.copies, _uses_multiplication(TILE, STRIDE)),

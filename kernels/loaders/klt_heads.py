@@ -117,8 +117,7 @@ def load(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Return pointers to the tokens' rows ``[warp, token]``, and the gains (``token_factors``).
 
@@ -129,27 +128,20 @@ def load(
         row = tl.where(valid, token, 0)
     loaded = (pointers[0] + (first + row).to(tl.int64) * CONSTANTS.row_bytes,)
     if CONSTANTS.gain:
-        loaded = loaded + load_factor(pointers[1], first, token, valid, 16, MASKED, FAST)
+        loaded = loaded + load_factor(pointers[1], first, token, valid, 16, MASKED, MODE.fast)
     return loaded
 
 
 @triton.jit
 def decode(
-    loaded: tl.tuple,
-    column_fields: tl.tuple,
-    table: tl.tensor,
-    STEP: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the table entries for the codes of step ``STEP``: one float16 tile ``[warp, token, column]`` or transposed."""
     STEPS: tl.constexpr = CONSTANTS.steps
     LAST: tl.constexpr = CONSTANTS.row_bytes - 1
-    begin = broadcast_columns(column_fields[STEP], TRANSPOSED)
-    mask = broadcast_columns(column_fields[STEPS + STEP], TRANSPOSED)
-    row = broadcast_tokens(loaded[0], TRANSPOSED)
+    begin = broadcast_columns(column_fields[STEP], MODE.transposed)
+    mask = broadcast_columns(column_fields[STEPS + STEP], MODE.transposed)
+    row = broadcast_tokens(loaded[0], MODE.transposed)
     byte = begin // 8
     # The next byte may belong to another token or be past the end, but then the code does not need it.
     low = tl.load(row + byte).to(tl.int32) & 0xFF

@@ -147,8 +147,7 @@ def load(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Load the rows of ``token`` ``[warp, token]``. Rows are counted from row ``first``.
 
@@ -159,9 +158,9 @@ def load(
     PACKING: tl.constexpr = CONSTANTS.packing
     PLANES: tl.constexpr = CONSTANTS.planes
     KIND: tl.constexpr = CONSTANTS.kind
-    loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
+    loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, MODE.transposed)
     if KIND == PER_TOKEN:
-        loaded = loaded + load_factors(pointers[PLANES], first, token, valid, CONSTANTS.scale_bits, 0, MASKED, FAST)
+        loaded = loaded + load_factors(pointers[PLANES], first, token, valid, CONSTANTS.scale_bits, 0, MASKED, MODE.fast)
     elif KIND == PER_RUN:
         loaded = loaded + (_load_run_scale(pointers[PLANES], token),)
     else:
@@ -171,7 +170,7 @@ def load(
         if not CONSTANTS.in_order:
             STEPS: tl.constexpr = CONSTANTS.steps
             for step in tl.static_range(STEPS):
-                loaded = loaded + (_load_scale_per_value(pointers[PLANES], first, token, valid, CONSTANTS, step, MASKED, TRANSPOSED),)
+                loaded = loaded + (_load_scale_per_value(pointers[PLANES], first, token, valid, CONSTANTS, step, MASKED, MODE.transposed),)
     return loaded
 
 
@@ -278,7 +277,7 @@ def _block_factor(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr
 
 
 @triton.jit
-def _tile_factors(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def _tile_factors(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tensor:
     """Return the factors for the elements of step ``STEP`` (``_block_factor``) as a float16 tensor that broadcasts to a tile."""
     AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
     PACKING: tl.constexpr = CONSTANTS.packing
@@ -290,19 +289,20 @@ def _tile_factors(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr,
         if CONSTANTS.global_scale:
             result = e4m3_as_f16(scales)
         else:
-            result = power_as_f16(scales - broadcast_tokens(_largest_scale(loaded, AT, CONSTANTS), TRANSPOSED) + _element_exponent(ELEMENT))
+            largest = broadcast_tokens(_largest_scale(loaded, AT, CONSTANTS), MODE.transposed)
+            result = power_as_f16(scales - largest + _element_exponent(ELEMENT))
     elif PARTS == 1:
-        result = broadcast_tokens(_block_factor(loaded, BLOCK, CONSTANTS, FAST), TRANSPOSED)
+        result = broadcast_tokens(_block_factor(loaded, BLOCK, CONSTANTS, MODE.fast), MODE.transposed)
     else:
         # Rows are loaded whole, and a tile needs the factors of several blocks. Select them along the middle axis for keys too: Triton
         # then keeps them in the registers of the matrix operand, and words need no extra pass through shared memory.
         part = tl.arange(0, PARTS)[None, :, None]
-        result = _block_factor(loaded, BLOCK, CONSTANTS, FAST)[:, None, :]
+        result = _block_factor(loaded, BLOCK, CONSTANTS, MODE.fast)[:, None, :]
         for number in tl.static_range(1, PARTS):
-            result = tl.where(part == number, _block_factor(loaded, BLOCK + number, CONSTANTS, FAST)[:, None, :], result)
-        if not TRANSPOSED:
+            result = tl.where(part == number, _block_factor(loaded, BLOCK + number, CONSTANTS, MODE.fast)[:, None, :], result)
+        if not MODE.transposed:
             result = tl.trans(result, 0, 2, 1)
-        result = repeat_columns(result, CONSTANTS.size, TRANSPOSED)
+        result = repeat_columns(result, CONSTANTS.size, MODE.transposed)
     return result
 
 
@@ -314,14 +314,7 @@ def _element_exponent(element: str) -> int:
 
 @triton.jit
 def decode(
-    loaded: tl.tuple,
-    column_fields: tl.tuple,
-    table: tl.tensor,
-    STEP: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the elements of step ``STEP`` times the part of their scales that ``factor`` does not contain.
 
@@ -332,14 +325,14 @@ def decode(
     ELEMENT: tl.constexpr = CONSTANTS.element
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     if FIELDS_PER_TILE == 1:
-        planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
-        value = elements_as_f16(planes[STEP * BITS // 16], STEP * BITS % 16, ELEMENT, FAST)
+        planes = expand_planes(loaded, column_fields, 0, PACKING, MODE)
+        value = elements_as_f16(planes[STEP * BITS // 16], STEP * BITS % 16, ELEMENT, MODE.fast)
     else:
-        planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
-        words = step_words(planes, column_fields, 0, PACKING, 0, BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
-        value = elements_as_f16(words, step_position(STEP, BITS, 1), ELEMENT, FAST)
+        planes = expand_planes(loaded, column_fields, 0, PACKING, MODE)
+        words = step_words(planes, column_fields, 0, PACKING, 0, BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, MODE)
+        value = elements_as_f16(words, step_position(STEP, BITS, 1), ELEMENT, MODE.fast)
     if CONSTANTS.kind == PER_BLOCK:
-        value = multiply(value, _tile_factors(loaded, STEP, CONSTANTS, TRANSPOSED, FAST), FAST)
+        value = multiply(value, _tile_factors(loaded, STEP, CONSTANTS, MODE), MODE.fast)
     return (value,)
 
 

@@ -106,25 +106,17 @@ def load(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, and then the norms (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
-    return planes + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, PACKING.dual, MASKED, FAST)
+    planes = load_planes(pointers, first, token, valid, PACKING, MASKED, MODE.transposed)
+    return planes + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, PACKING.dual, MASKED, MODE.fast)
 
 
 @triton.jit
 def decode(
-    loaded: tl.tuple,
-    column_fields: tl.tuple,
-    table: tl.tensor,
-    STEP: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the coordinates of the triplets of step ``STEP``, as parts of a unit vector: three float16 tiles in the layout of the planes.
     """
@@ -133,41 +125,33 @@ def decode(
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
     SIGN_BITS: tl.constexpr = CONSTANTS.sign_bits
     SIGNS: tl.constexpr = PACKING.fields * INDEX_BITS
-    planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
+    planes = expand_planes(loaded, column_fields, 0, PACKING, MODE)
     if FIELDS_PER_TILE == 1:
-        result = _decode_triplet(planes, table, STEP * INDEX_BITS, SIGNS + STEP * SIGN_BITS, CONSTANTS, SHARED, FAST)
+        result = _decode_triplet(planes, table, STEP * INDEX_BITS, SIGNS + STEP * SIGN_BITS, CONSTANTS, MODE)
     else:
-        index = step_words(planes, column_fields, 0, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
+        index = step_words(planes, column_fields, 0, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, MODE)
         sign = index
         if SIGN_BITS:
-            sign = step_words(
-                planes, column_fields, 0, PACKING, SIGNS, SIGN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST
-            )
-        result = _decode_triplet((index, sign), table, 0, 16, CONSTANTS, SHARED, FAST)
+            sign = step_words(planes, column_fields, 0, PACKING, SIGNS, SIGN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, MODE)
+        result = _decode_triplet((index, sign), table, 0, 16, CONSTANTS, MODE)
     return result
 
 
 @triton.jit
 def _decode_triplet(
-    planes: tl.tuple,
-    table: tl.tensor,
-    INDEX: tl.constexpr,
-    SIGNS: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    FAST: tl.constexpr,
+    planes: tl.tuple, table: tl.tensor, INDEX: tl.constexpr, SIGNS: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the triplets whose index begins at bit ``INDEX`` of each column, and whose signs begin at bit ``SIGNS``."""
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
     NORM_BITS: tl.constexpr = CONSTANTS.norm_index_bits
-    result = look_up_bits(planes, table, INDEX, INDEX_BITS, 4, 0, SHARED, FAST)
+    result = look_up_bits(planes, table, INDEX, INDEX_BITS, 4, 0, MODE.shared, MODE.fast)
     x, y, z = result[0], result[1], result[2]
     if CONSTANTS.sign_bits:
-        x = negate_by_bit(x, planes[SIGNS // 16], SIGNS % 16, FAST)
-        y = negate_by_bit(y, planes[(SIGNS + 1) // 16], (SIGNS + 1) % 16, FAST)
+        x = negate_by_bit(x, planes[SIGNS // 16], SIGNS % 16, MODE.fast)
+        y = negate_by_bit(y, planes[(SIGNS + 1) // 16], (SIGNS + 1) % 16, MODE.fast)
         if NORM_BITS:
-            norm = look_up_repeated(planes, table, SIGNS + 2, NORM_BITS, 1 << INDEX_BITS, SHARED, FAST)
-            x, y, z = multiply(x, norm, FAST), multiply(y, norm, FAST), multiply(z, norm, FAST)
+            norm = look_up_repeated(planes, table, SIGNS + 2, NORM_BITS, 1 << INDEX_BITS, MODE.shared, MODE.fast)
+            x, y, z = multiply(x, norm, MODE.fast), multiply(y, norm, MODE.fast), multiply(z, norm, MODE.fast)
     return (x, y, z)
 
 

@@ -93,24 +93,15 @@ def tiles(codec: Octahedral) -> Tiles | None:
 
 @triton.jit
 def decode(
-    loaded: tl.tuple,
-    column_fields: tl.tuple,
-    table: tl.tensor,
-    STEP: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the coordinates of the triplets of step ``STEP``, as parts of a unit vector: one float16 tile, possibly transposed."""
     REGISTERS: tl.constexpr = CONSTANTS.registers
-    return (decode_rows(loaded, table, REGISTERS, STEP, decode_triplet, CONSTANTS, SHARED, TRANSPOSED, FAST),)
+    return (decode_rows(loaded, table, REGISTERS, STEP, decode_triplet, CONSTANTS, MODE),)
 
 
 @triton.jit
-def decode_triplet(
-    words: tl.tuple, table: tl.tensor, TRIPLET: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
-) -> tl.tuple:
+def decode_triplet(words: tl.tuple, table: tl.tensor, TRIPLET: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
     """Return one triplet as two f16x2: (x, y) and (z, 0)."""
     INDICES: tl.constexpr = CONSTANTS.indices
     SIGNS: tl.constexpr = CONSTANTS.signs
@@ -118,22 +109,22 @@ def decode_triplet(
     WHOLE: tl.constexpr = CONSTANTS.whole
     NORM_BITS: tl.constexpr = CONSTANTS.norm_index_bits
     NORMS: tl.constexpr = CONSTANTS.norms
-    UNIT: tl.constexpr = lookup_unit(4, SHARED, FAST)
-    index = symbol_digit(words, INDICES, TRIPLET, FAST) * UNIT
+    UNIT: tl.constexpr = lookup_unit(4, MODE.shared, MODE.fast)
+    index = symbol_digit(words, INDICES, TRIPLET, MODE.fast) * UNIT
     if WHOLE:
-        index = index | (symbol_digit(words, SIGNS, TRIPLET, FAST) * (UNIT << INDEX_BITS))
-    result = look_up_words(index, table, 2, 4, 0, SHARED, FAST)
+        index = index | (symbol_digit(words, SIGNS, TRIPLET, MODE.fast) * (UNIT << INDEX_BITS))
+    result = look_up_words(index, table, 2, 4, 0, MODE.shared, MODE.fast)
     xy, z = result[0], result[1]
     if not WHOLE:
         COLUMN: tl.constexpr = TRIPLET % SIGNS.width
         POSITION: tl.constexpr = TRIPLET // SIGNS.width * (SIGN_BITS + NORM_BITS)
-        xy = negate_f16x2(xy, words, SIGNS, COLUMN, POSITION, FAST)
+        xy = negate_f16x2(xy, words, SIGNS, COLUMN, POSITION, MODE.fast)
         if NORM_BITS:
-            if FAST and NORMS is not None:
+            if MODE.fast and NORMS is not None:
                 norm = select_four(words, SIGNS, TRIPLET // 4 * 4, SIGN_BITS, NORM_BITS, SIGN_BITS + NORM_BITS, NORMS)[TRIPLET % 4]
             else:
                 level = column_bits(words, SIGNS, COLUMN, POSITION + SIGN_BITS, NORM_BITS) * UNIT
-                norm = look_up_repeated(level, table, 1 << INDEX_BITS, SHARED, FAST)
-            xy = multiply_f16x2(xy, norm, FAST)
-            z = multiply_f16x2(z, norm, FAST)
+                norm = look_up_repeated(level, table, 1 << INDEX_BITS, MODE.shared, MODE.fast)
+            xy = multiply_f16x2(xy, norm, MODE.fast)
+            z = multiply_f16x2(z, norm, MODE.fast)
     return xy, z

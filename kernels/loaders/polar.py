@@ -118,8 +118,7 @@ def load(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Load the rows (``thread_rows.load_rows``), which include several radii, and then the tokens' radii for ``factor``.
 
@@ -127,12 +126,12 @@ def load(
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     RADII: tl.constexpr = CONSTANTS.radii
-    loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
+    loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, MODE.fast)
     if RADII > 1:
         like = load_per_token(pointers[CONSTANTS.radius_stream], first, token, valid, RADII // 2, 0, MASKED)
-        loaded = loaded + load_row(pointers[CONSTANTS.radius_stream], first, token, valid, like, RADII, MASKED, FAST)
+        loaded = loaded + load_row(pointers[CONSTANTS.radius_stream], first, token, valid, like, RADII, MASKED, MODE.fast)
     else:
-        loaded = loaded + load_factor(pointers[CONSTANTS.radius_stream], first, token, valid, CONSTANTS.radius_bits, MASKED, FAST)
+        loaded = loaded + load_factor(pointers[CONSTANTS.radius_stream], first, token, valid, CONSTANTS.radius_bits, MASKED, MODE.fast)
     return loaded
 
 
@@ -172,14 +171,7 @@ def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.
 
 @triton.jit
 def decode(
-    loaded: tl.tuple,
-    column_fields: tl.tuple,
-    table: tl.tensor,
-    STEP: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the channels of step ``STEP`` as one float16 tile, ``[warp, token, column]`` or transposed.
 
@@ -188,22 +180,20 @@ def decode(
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
-    first = _decode_pairs(loaded[:ROW], table, STEP, CONSTANTS, SHARED, FAST)
-    second = _decode_pairs(loaded[ROW : 2 * ROW], table, STEP, CONSTANTS, SHARED, FAST)
-    return (assemble_tile(first, second, WARPS, TRANSPOSED, FAST),)
+    first = _decode_pairs(loaded[:ROW], table, STEP, CONSTANTS, MODE)
+    second = _decode_pairs(loaded[ROW : 2 * ROW], table, STEP, CONSTANTS, MODE)
+    return (assemble_tile(first, second, WARPS, MODE),)
 
 
 @triton.jit
-def _decode_pairs(
-    words: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
-) -> tl.tuple:
+def _decode_pairs(words: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
     """Return the channel pairs of step ``STEP``, one f16x2 each, uint32 ``[warp * token / 2]``."""
     LEVELS: tl.constexpr = len(CONSTANTS.levels)
     pairs = ()
     if CONSTANTS.radii > 1:
-        pairs = _step_radii(words, STEP, CONSTANTS, FAST)
+        pairs = _step_radii(words, STEP, CONSTANTS, MODE.fast)
     for above in tl.static_range(LEVELS):
-        pairs = _descend_level(words, table, pairs, STEP, LEVELS - above, CONSTANTS, SHARED, FAST)
+        pairs = _descend_level(words, table, pairs, STEP, LEVELS - above, CONSTANTS, MODE)
     return pairs
 
 
@@ -222,14 +212,7 @@ def _step_radii(words: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FA
 
 @triton.jit
 def _descend_level(
-    words: tl.tuple,
-    table: tl.tensor,
-    radii: tl.tuple,
-    STEP: tl.constexpr,
-    LEVEL: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    FAST: tl.constexpr,
+    words: tl.tuple, table: tl.tensor, radii: tl.tuple, STEP: tl.constexpr, LEVEL: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the radii or channels one level below ``LEVEL`` in step ``STEP``, two per f16x2.
 
@@ -243,12 +226,12 @@ def _descend_level(
     PLACES: tl.constexpr = lookup_positions(ANGLES, OF_LEVEL.packing.width, OF_LEVEL.bits)
     result = ()
     for number in tl.static_range(len(LOOKUPS)):
-        result = result + _look_up_directions(words, table, LOOKUPS[number][0], LOOKUPS[number][1], OF_LEVEL, SHARED, FAST)
+        result = result + _look_up_directions(words, table, LOOKUPS[number][0], LOOKUPS[number][1], OF_LEVEL, MODE)
     below = ()
     for number in tl.static_range(len(ANGLES)):
         if len(radii):
             radius = radii[index_of(ABOVE, ANGLES[number] // 2)]
-            below = below + (scale_f16x2(result[PLACES[number]], radius, ANGLES[number] % 2, FAST),)
+            below = below + (scale_f16x2(result[PLACES[number]], radius, ANGLES[number] % 2, MODE.fast),)
         else:
             below = below + (result[PLACES[number]],)
     return below
@@ -256,13 +239,7 @@ def _descend_level(
 
 @triton.jit
 def _look_up_directions(
-    words: tl.tuple,
-    table: tl.tensor,
-    ANGLE: tl.constexpr,
-    COUNT: tl.constexpr,
-    OF_LEVEL: tl.constexpr,
-    SHARED: tl.constexpr,
-    FAST: tl.constexpr,
+    words: tl.tuple, table: tl.tensor, ANGLE: tl.constexpr, COUNT: tl.constexpr, OF_LEVEL: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the direction (cosine, sine) of an angle as f16x2. If ``COUNT`` is 2, also return the direction of the next field's angle."""
     SYMBOL: tl.constexpr = OF_LEVEL.first_symbol + ANGLE
@@ -271,4 +248,4 @@ def _look_up_directions(
     BITS: tl.constexpr = COUNT * OF_LEVEL.bits
     FIRST: tl.constexpr = OF_LEVEL.first_of_one if COUNT == 1 else OF_LEVEL.first_of_two
     PACKING: tl.constexpr = OF_LEVEL.packing
-    return look_up_field(words, table, PACKING, COLUMN, POSITION, BITS, COUNT, FIRST, SHARED, FAST)
+    return look_up_field(words, table, PACKING, COLUMN, POSITION, BITS, COUNT, FIRST, MODE.shared, MODE.fast)

@@ -92,14 +92,13 @@ def load_signs(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, and then the norms (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
     own = pointers[CONSTANTS.first_stream :]
-    planes = load_planes(own, first, token, valid, PACKING, MASKED, TRANSPOSED)
-    return planes + load_factor(own[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, MASKED, FAST)
+    planes = load_planes(own, first, token, valid, PACKING, MASKED, MODE.transposed)
+    return planes + load_factor(own[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, MASKED, MODE.fast)
 
 
 @triton.constexpr_function
@@ -139,29 +138,25 @@ def _sign_position(step: int, fields_per_tile: int, field_stride: int) -> int:
 
 
 @triton.jit
-def _sign_words(
-    loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
-) -> tl.tensor:
+def _sign_words(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tensor:
     PACKING: tl.constexpr = CONSTANTS.packing
     PACKING_INDEX: tl.constexpr = CONSTANTS.packing_index
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     FIELD_STRIDE: tl.constexpr = CONSTANTS.field_stride
-    planes = expand_planes(loaded, column_fields, PACKING_INDEX, PACKING, TRANSPOSED, FAST)
+    planes = expand_planes(loaded, column_fields, PACKING_INDEX, PACKING, MODE)
     if FIELDS_PER_TILE == 1:
         word = planes[STEP // 16]
     else:
-        word = step_words(
-            planes, column_fields, PACKING_INDEX, PACKING, 0, 1, STEP, FIELDS_PER_TILE, FIELD_STRIDE, PACKING.fields, TRANSPOSED, FAST
-        )
+        word = step_words(planes, column_fields, PACKING_INDEX, PACKING, 0, 1, STEP, FIELDS_PER_TILE, FIELD_STRIDE, PACKING.fields, MODE)
     return word
 
 
 @triton.jit
-def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
     """Return the signs of step ``STEP`` of values as one float16 tile ``[warp, column, token]``: -1 if the bit is 1, and 1 if it is 0."""
     BIT: tl.constexpr = _sign_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
-    word = _sign_words(loaded, column_fields, STEP, CONSTANTS, True, FAST)
-    if FAST:
+    word = _sign_words(loaded, column_fields, STEP, CONSTANTS, MODE)
+    if MODE.fast:
         value = tl.inline_asm_elementwise(_sign_ptx(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
     else:
         value = tl.where((word >> BIT) & 1 == 1, -1.0, 1.0).to(tl.float16)
@@ -169,12 +164,12 @@ def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, 
 
 
 @triton.jit
-def decode_bits(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def decode_bits(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
     """Return the bits of step ``STEP`` of keys as one float16 tile ``[warp, token, column]``: a power of two if the bit is 1, otherwise 0.
     """
     BIT: tl.constexpr = _sign_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
-    word = _sign_words(loaded, column_fields, STEP, CONSTANTS, False, FAST)
-    if FAST:
+    word = _sign_words(loaded, column_fields, STEP, CONSTANTS, MODE)
+    if MODE.fast:
         value = tl.inline_asm_elementwise(_isolate_bit_ptx(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
     else:
         value = tl.where((word >> BIT) & 1 == 1, _bit_value(BIT), 0.0).to(tl.float16)

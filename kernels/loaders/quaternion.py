@@ -81,25 +81,17 @@ def load(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, and then the scales (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
-    planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
-    return planes + load_factor(pointers[CONSTANTS.scale_stream], first, token, valid, CONSTANTS.scale_bits, MASKED, FAST)
+    planes = load_planes(pointers, first, token, valid, PACKING, MASKED, MODE.transposed)
+    return planes + load_factor(pointers[CONSTANTS.scale_stream], first, token, valid, CONSTANTS.scale_bits, MASKED, MODE.fast)
 
 
 @triton.jit
 def decode(
-    loaded: tl.tuple,
-    column_fields: tl.tuple,
-    table: tl.tensor,
-    STEP: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the components of the chunks of step ``STEP``, unit quaternions times radius codes: four tiles in the layout of the planes."""
     PACKING: tl.constexpr = CONSTANTS.packing
@@ -107,36 +99,28 @@ def decode(
     CODE_BITS: tl.constexpr = CONSTANTS.code_bits
     RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
     RADII: tl.constexpr = PACKING.fields * CODE_BITS
-    planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
+    planes = expand_planes(loaded, column_fields, 0, PACKING, MODE)
     if FIELDS_PER_TILE == 1:
-        result = _decode_chunk(planes, table, STEP * CODE_BITS, RADII + STEP * RADIUS_BITS, CONSTANTS, SHARED, FAST)
+        result = _decode_chunk(planes, table, STEP * CODE_BITS, RADII + STEP * RADIUS_BITS, CONSTANTS, MODE)
     else:
-        index = step_words(planes, column_fields, 0, PACKING, 0, CODE_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
-        radius = step_words(
-            planes, column_fields, 0, PACKING, RADII, RADIUS_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST
-        )
-        result = _decode_chunk((index, radius), table, 0, 16, CONSTANTS, SHARED, FAST)
+        index = step_words(planes, column_fields, 0, PACKING, 0, CODE_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, MODE)
+        radius = step_words(planes, column_fields, 0, PACKING, RADII, RADIUS_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, MODE)
+        result = _decode_chunk((index, radius), table, 0, 16, CONSTANTS, MODE)
     return result
 
 
 @triton.jit
 def _decode_chunk(
-    planes: tl.tuple,
-    table: tl.tensor,
-    CODE: tl.constexpr,
-    RADIUS: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    FAST: tl.constexpr,
+    planes: tl.tuple, table: tl.tensor, CODE: tl.constexpr, RADIUS: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the chunks whose codeword begins at bit ``CODE`` of each column, and whose radius code begins at bit ``RADIUS``."""
-    result = look_up_bits(planes, table, CODE, CONSTANTS.code_bits, 4, 0, SHARED, FAST)
-    radius = column_code_as_f16(planes, RADIUS, CONSTANTS.radius_bits, FAST)
+    result = look_up_bits(planes, table, CODE, CONSTANTS.code_bits, 4, 0, MODE.shared, MODE.fast)
+    radius = column_code_as_f16(planes, RADIUS, CONSTANTS.radius_bits, MODE.fast)
     return (
-        multiply(result[0], radius, FAST),
-        multiply(result[1], radius, FAST),
-        multiply(result[2], radius, FAST),
-        multiply(result[3], radius, FAST),
+        multiply(result[0], radius, MODE.fast),
+        multiply(result[1], radius, MODE.fast),
+        multiply(result[2], radius, MODE.fast),
+        multiply(result[3], radius, MODE.fast),
     )
 
 

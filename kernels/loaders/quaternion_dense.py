@@ -95,14 +95,7 @@ def tiles(codec: Quaternion) -> Tiles | None:
 
 @triton.jit
 def decode(
-    loaded: tl.tuple,
-    column_fields: tl.tuple,
-    table: tl.tensor,
-    STEP: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the components of the chunks of step ``STEP``, unit quaternions times radius codes, as four float16 tiles.
 
@@ -113,20 +106,18 @@ def decode(
     TOGETHER: tl.constexpr = CODEWORD_BITS + RADIUS_BITS <= MAX_BITS
     POSITION: tl.constexpr = MAX_BITS - CODEWORD_BITS if TOGETHER else 0
     if TOGETHER:
-        symbols = load_symbol_tile(loaded, STEP, chunk_pair, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
-        radius = code_as_f16(symbols, 0, RADIUS_BITS, FAST)
+        symbols = load_symbol_tile(loaded, STEP, chunk_pair, CONSTANTS.chunks, CONSTANTS, MODE)
+        radius = code_as_f16(symbols, 0, RADIUS_BITS, MODE.fast)
     else:
-        symbols = load_symbol_tile(loaded, STEP, codeword_pair, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
-        radius = code_as_f16(
-            load_symbol_tile(loaded, STEP, radius_pair, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST), 0, RADIUS_BITS, FAST
-        )
+        symbols = load_symbol_tile(loaded, STEP, codeword_pair, CONSTANTS.chunks, CONSTANTS, MODE)
+        radius = code_as_f16(load_symbol_tile(loaded, STEP, radius_pair, CONSTANTS.chunks, CONSTANTS, MODE), 0, RADIUS_BITS, MODE.fast)
     # Every codeword with this number of bits has an entry, so no limit is needed.
-    result = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, SHARED.offset, SHARED.copies, 1 << CODEWORD_BITS, FAST)
+    result = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, MODE.shared.offset, MODE.shared.copies, 1 << CODEWORD_BITS, MODE.fast)
     return (
-        multiply(result[0], radius, FAST),
-        multiply(result[1], radius, FAST),
-        multiply(result[2], radius, FAST),
-        multiply(result[3], radius, FAST),
+        multiply(result[0], radius, MODE.fast),
+        multiply(result[1], radius, MODE.fast),
+        multiply(result[2], radius, MODE.fast),
+        multiply(result[3], radius, MODE.fast),
     )
 
 

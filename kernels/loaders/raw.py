@@ -52,15 +52,14 @@ def load(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Load the stored bits: one int16 or int32 tile per step, ``[warp, token, channel]`` or transposed ``[warp, channel, token]``."""
     bits = ()
     STEPS: tl.constexpr = CONSTANTS.steps
     WIDTH: tl.constexpr = CONSTANTS.width
     for step in tl.static_range(STEPS):
-        bits = bits + (_load_columns(pointers[0], first, token, valid, step * WIDTH, WIDTH, CONSTANTS.dim, MASKED, TRANSPOSED),)
+        bits = bits + (_load_columns(pointers[0], first, token, valid, step * WIDTH, WIDTH, CONSTANTS.dim, MASKED, MODE.transposed),)
     return bits
 
 
@@ -91,19 +90,12 @@ def _load_columns(
 
 @triton.jit
 def decode(
-    loaded: tl.tuple,
-    column_fields: tl.tuple,
-    table: tl.tensor,
-    STEP: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the values of step ``STEP`` as one tile in the stored dtype. Without inline PTX, bf16 is widened to float32."""
     bits = loaded[STEP]
     if CONSTANTS.dtype == "bf16":
-        if FAST:
+        if MODE.fast:
             # A cast would unpack the two values of each register.
             value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], dtype=tl.bfloat16, is_pure=True, pack=2)
         else:

@@ -128,28 +128,20 @@ def load(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Load the planes of each bit width, int16 tiles ``[warp, token, column]`` or transposed, and then the norms (``token_factors``)."""
     LOW: tl.constexpr = CONSTANTS.low
     HIGH: tl.constexpr = CONSTANTS.high
-    loaded = load_planes(pointers, first, token, valid, LOW, MASKED, TRANSPOSED)
+    loaded = load_planes(pointers, first, token, valid, LOW, MASKED, MODE.transposed)
     if CONSTANTS.parts == 2:
-        loaded = loaded + load_planes(pointers, first, token, valid, HIGH, MASKED, TRANSPOSED)
-    return loaded + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, LOW.dual, MASKED, FAST)
+        loaded = loaded + load_planes(pointers, first, token, valid, HIGH, MASKED, MODE.transposed)
+    return loaded + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, LOW.dual, MASKED, MODE.fast)
 
 
 @triton.jit
 def decode(
-    loaded: tl.tuple,
-    column_fields: tl.tuple,
-    table: tl.tensor,
-    STEP: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the values of step ``STEP`` as parts of a unit vector: one float16 tile for each field of a table index.
 
@@ -160,9 +152,9 @@ def decode(
     LOW: tl.constexpr = CONSTANTS.low_part
     HIGH: tl.constexpr = CONSTANTS.high_part
     if LOW.steps > STEP:
-        value = _decode_part(loaded, column_fields, table, STEP, 0, LOW_PACKING, LOW, SHARED, TRANSPOSED, FAST)
+        value = _decode_part(loaded, column_fields, table, STEP, 0, LOW_PACKING, LOW, MODE)
     else:
-        value = _decode_part(loaded, column_fields, table, STEP - LOW.steps, 1, HIGH_PACKING, HIGH, SHARED, TRANSPOSED, FAST)
+        value = _decode_part(loaded, column_fields, table, STEP - LOW.steps, 1, HIGH_PACKING, HIGH, MODE)
     return value
 
 
@@ -175,25 +167,21 @@ def _decode_part(
     PACKING_INDEX: tl.constexpr,
     PACKING: tl.constexpr,
     PART: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     FIELDS_PER_TILE: tl.constexpr = PART.fields_per_tile
-    planes = expand_planes(loaded, column_fields, PACKING_INDEX, PACKING, TRANSPOSED, FAST)
+    planes = expand_planes(loaded, column_fields, PACKING_INDEX, PACKING, MODE)
     FIELDS: tl.constexpr = PART.fields_per_index
     INDEX_BITS: tl.constexpr = FIELDS * PART.bits
     VALUES: tl.constexpr = 4 if FIELDS == 4 else 2
     if FIELDS_PER_TILE == 1:
-        value = look_up_bits(planes, table, STEP * INDEX_BITS, INDEX_BITS, VALUES, PART.first_entry, SHARED, FAST)
+        value = look_up_bits(planes, table, STEP * INDEX_BITS, INDEX_BITS, VALUES, PART.first_entry, MODE.shared, MODE.fast)
     else:
         INDICES: tl.constexpr = PACKING.fields // FIELDS
         STRIDE: tl.constexpr = PART.field_stride
-        index = step_words(
-            planes, column_fields, PACKING_INDEX, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, STRIDE, INDICES, TRANSPOSED, FAST
-        )
+        index = step_words(planes, column_fields, PACKING_INDEX, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, STRIDE, INDICES, MODE)
         AT: tl.constexpr = step_position(STEP, INDEX_BITS, STRIDE)
-        value = look_up_bits((index,), table, AT, INDEX_BITS, VALUES, PART.first_entry, SHARED, FAST)
+        value = look_up_bits((index,), table, AT, INDEX_BITS, VALUES, PART.first_entry, MODE.shared, MODE.fast)
     if FIELDS == 1:
         value = (value[0],)
     return value

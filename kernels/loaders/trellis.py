@@ -123,8 +123,7 @@ def load(
     valid: tl.tensor,
     CONSTANTS: tl.constexpr,
     MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    MODE: tl.constexpr,
 ) -> tl.tuple:
     """Load the rows (``thread_rows.load_rows``), and the norms as int32 ``[warp, token]``.
 
@@ -132,40 +131,31 @@ def load(
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     norm = load_per_token(pointers[1], first, token, valid, 1, 0, MASKED)
-    return load_rows(pointers, first, token, valid, ROWS, MASKED, FAST) + (norm.to(tl.int32),)
+    return load_rows(pointers, first, token, valid, ROWS, MASKED, MODE.fast) + (norm.to(tl.int32),)
 
 
 @triton.jit
 def decode(
-    loaded: tl.tuple,
-    column_fields: tl.tuple,
-    table: tl.tensor,
-    STEP: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
+    loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the values of the windows of 16 symbols as parts of a unit vector: one float16 tile per window.
 
-    Tiles are ``[warp, token, symbol]``, or ``[warp, symbol, token]`` with ``TRANSPOSED``.
+    Tiles are ``[warp, token, symbol]``, or ``[warp, symbol, token]`` if transposed.
     """
     WINDOWS: tl.constexpr = CONSTANTS.windows
     TOGETHER: tl.constexpr = CONSTANTS.together
-    symbols = load_symbol_tile(loaded, STEP, symbol_pair, CONSTANTS.symbols, CONSTANTS, TRANSPOSED, FAST)
+    symbols = load_symbol_tile(loaded, STEP, symbol_pair, CONSTANTS.symbols, CONSTANTS, MODE)
     values = ()
     for window in tl.static_range(0, WINDOWS, TOGETHER):
-        values = values + _look_up_windows(symbols, table, window, CONSTANTS, SHARED, FAST)
+        values = values + _look_up_windows(symbols, table, window, CONSTANTS, MODE)
     return values
 
 
 @triton.jit
-def _look_up_windows(
-    symbols: tl.tensor, table: tl.tensor, WINDOW: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
-) -> tl.tuple:
+def _look_up_windows(symbols: tl.tensor, table: tl.tensor, WINDOW: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
     """Return the values of the windows that share a table index, beginning with window ``WINDOW`` of each symbol."""
     BITS: tl.constexpr = CONSTANTS.index_bits
-    result = look_up(symbols, table, WINDOW * CONSTANTS.bits, BITS, 2, SHARED.offset, SHARED.copies, 1 << BITS, FAST)
+    result = look_up(symbols, table, WINDOW * CONSTANTS.bits, BITS, 2, MODE.shared.offset, MODE.shared.copies, 1 << BITS, MODE.fast)
     if CONSTANTS.together == 1:
         values = (result[0],)
     else:

@@ -23,6 +23,18 @@ class RowStream(NamedTuple):
     tokens: int
 
 
+class Mode(NamedTuple):
+    """How a loader reads and decodes rows.
+
+    ``shared`` describes its table. Tiles are ``[warp, token, column]``, or ``[warp, column, token]`` if ``transposed``. ``fast`` permits
+    inline PTX.
+    """
+
+    shared: SharedTable
+    transposed: bool
+    fast: bool
+
+
 class BoundLoader(NamedTuple):
     """A codec's loader (``loaders.tiles.Tiles``) bound to the streams of one launch.
 
@@ -41,7 +53,7 @@ class BoundLoader(NamedTuple):
     signs: Any
     means: PageMeans | None
     outliers: Outliers | None
-    shared: SharedTable
+    mode: Mode
     streams: tuple[RowStream, ...]
     stream_widths: tuple[int, ...]
     widths: tuple[int, ...]
@@ -62,16 +74,15 @@ class BoundLoader(NamedTuple):
 
 def bind(
     tiles: Tiles,
-    shared: SharedTable,
+    mode: Mode,
     outliers: Outliers | None,
     streams: tuple[RowStream, ...],
     whole: bool,
-    fast: bool,
     means: PageMeans | None = None,
 ) -> BoundLoader:
     """Bind the loader ``tiles`` to ``streams``.
 
-    ``fast`` permits inline PTX; without it, bf16 tiles are widened to float32. ``whole`` is True if each warp's tile is always within one
+    Without ``mode.fast``, bf16 tiles are widened to float32. ``whole`` is True if each warp's tile is always within one
     token group. ``means`` are the page means of ``tiles``, already bound to their streams.
     """
     tables = tiles.table if tiles.table is not None and tiles.table.dim() == 3 else None
@@ -89,11 +100,11 @@ def bind(
         signs=tiles.signs,
         means=means,
         outliers=outliers,
-        shared=shared,
+        mode=mode,
         streams=streams,
         stream_widths=tiles.widths_of_streams,
         widths=tuple(map(len, tiles.channels)),
-        dtype=tiles.dtype if fast or tiles.dtype != "bf16" else "fp32",
+        dtype=tiles.dtype if mode.fast or tiles.dtype != "bf16" else "fp32",
         dual=tiles.dual,
         interleave=tiles.interleave,
         load_columns=tiles.load_columns,

@@ -178,8 +178,6 @@ def load_tiles(
     TILES: tl.constexpr,
     TOKENS: tl.constexpr,
     MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    FAST: tl.constexpr,
 ) -> tl.tuple:
     """Load ``TILES`` tiles of ``TOKENS`` tokens: the rows of codes and, if there are QJL signs, the rows of signs.
 
@@ -197,8 +195,8 @@ def load_tiles(
             if SIDE.dual
             else beyond < end + POSITION_BIAS
         )
-        parts = (SIDE.load(streams, first, at, valid, CONSTANTS, MASKED, TRANSPOSED, FAST),)
+        parts = (SIDE.load(streams, first, at, valid, CONSTANTS, MASKED, SIDE.mode),)
         if SIDE.signs is not None:
-            parts = parts + (load_signs(streams, first, at, valid, SIGNS, MASKED, TRANSPOSED, FAST),)
+            parts = parts + (load_signs(streams, first, at, valid, SIGNS, MASKED, SIDE.mode),)
         loaded = loaded + (parts,)
     return loaded

@@ -37,9 +37,8 @@ def tile_kernel(
     words: tl.tensor,
     SYMBOLS: tl.constexpr,
     CONSTANTS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    MODE: tl.constexpr,
     WARPS: tl.constexpr,
-    FAST: tl.constexpr,
 ) -> None:
     """Write the halves of ``words``, uint32 ``[token, WIDTH / 2]``, to ``out``, int16 ``[token, WIDTH]``. A warp has 64 tokens."""
     row = tl.arange(0, HALF * WARPS)
@@ -50,9 +49,9 @@ def tile_kernel(
             raw = raw + (tl.load(words + (row + half * HALF) * PAIRS + pair).to(tl.uint32, bitcast=True),)
     warp = tl.arange(0, WARPS)[:, None, None]
     raw = raw + (warp,)
-    tile = load_symbol_tile(raw, 0, symbol_pair_word, SYMBOLS, CONSTANTS, TRANSPOSED, FAST)
+    tile = load_symbol_tile(raw, 0, symbol_pair_word, SYMBOLS, CONSTANTS, MODE)
     token, column = tl.arange(0, 2 * HALF), tl.arange(0, WIDTH)
-    if TRANSPOSED:
+    if MODE.transposed:
         at = (warp * (2 * HALF) + token[None, None, :]) * WIDTH + column[None, :, None]
     else:
         at = (warp * (2 * HALF) + token[None, :, None]) * WIDTH + column[None, None, :]

@@ -33,7 +33,7 @@ class CodecChoice:
             word = self.long_names.get(name, name)
             if word in self.options:
                 raise InvalidParameter(f"{type(self).__name__} has the option {word} twice: pass it once")
-            self.options[word] = _text(f"{type(self).__name__}({name}=...)", value)
+            self.options[word] = _option_text(f"{type(self).__name__}({name}=...)", value)
 
     def __str__(self) -> str:
         words = ",".join(f"{name}={text}" for name, text in self.options.items())
@@ -49,7 +49,7 @@ class CodecChoice:
         return hash(str(self))
 
 
-def _text(name: str, value: object) -> str:
+def _option_text(name: str, value: object) -> str:
     if isinstance(value, tuple | list) and all(type(item) is int for item in value):
         return ".".join(map(str, value))
     if isinstance(value, float):

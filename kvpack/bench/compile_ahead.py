@@ -72,7 +72,7 @@ _jobs: Sequence[Compilation] = ()
 """The kernels that forked processes compile."""
 
 
-def chip(capability: int) -> Gpu:
+def gpu_of(capability: int) -> Gpu:
     """Return the GPU that represents all GPUs with this compute capability, such as 90."""
     from kvpack.kernels.gpu import Gpu
 
@@ -129,8 +129,8 @@ def calls(recipe: kvpack.Recipe, shape: Shape = Shape()) -> dict[str, Callable[[
                 q = _queries(shape, queries)
                 for repeats in REPEATS if tokens == TOKENS[0] else REPEATS[:1]:
                     result[f"{queries} queries over {repeats} x {where}"] = partial(kvpack.attend, q, _repeat(layer, repeats))
-        result[f"steps after {tokens:,} tokens"] = partial(_step, cache, shape)
-    result["checks"] = partial(_check, [side for layer in caches[TOKENS[0]] for side in layer.sides.values()])
+        result[f"steps after {tokens:,} tokens"] = partial(_run_live_steps, cache, shape)
+    result["checks"] = partial(_check_streams, [side for layer in caches[TOKENS[0]] for side in layer.sides.values()])
     return result
 
 
@@ -156,7 +156,7 @@ def _pack(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], recipe: kvpack.Rec
         kvpack.pack(pairs, recipe)
 
 
-def _step(cache: kvpack.Cache, shape: Shape) -> None:
+def _run_live_steps(cache: kvpack.Cache, shape: Shape) -> None:
     """Append tokens to a live cache and attend to them: first single tokens, then many, which are packed."""
     live = kvpack.LiveCache.of(cache)
     for tokens in (1, 1, 1, STEP_TOKENS):
@@ -166,7 +166,7 @@ def _step(cache: kvpack.Cache, shape: Shape) -> None:
         live.roll()
 
 
-def _check(sides: Sequence[Side]) -> None:
+def _check_streams(sides: Sequence[Side]) -> None:
     """Check the streams of ``sides`` as ``load`` does on a device."""
     dispatch.digests([(torch.zeros(1 << 16, dtype=torch.uint8), 0, 1 << 16)])
     for side in sides:
@@ -210,7 +210,7 @@ def run(
 
     if capability is None and not torch.cuda.is_available():
         raise InvalidParameter(f"PyTorch finds no CUDA device: name the compute capability, --capability {' or '.join(map(str, CHIPS))}")
-    target = gpu("cuda") if capability is None else chip(capability)
+    target = gpu("cuda") if capability is None else gpu_of(capability)
     name = torch.cuda.get_device_name() if capability is None else f"compute capability {capability / 10} ({CHIPS[capability][0]})"
     jobs: dict[str, Compilation] = {}
     keys: dict[str, list[str]] = {}

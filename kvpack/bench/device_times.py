@@ -30,7 +30,7 @@ def _median(call: Callable[[], None], device: str) -> float:
         begin = time.perf_counter()
         call()
         result.append(time.perf_counter() - begin)
-    free(device)
+    free_memory(device)
     return statistics.median(result[1:])
 
 
@@ -39,7 +39,7 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def free(device: str) -> None:
+def free_memory(device: str) -> None:
     """Return unused memory to the device."""
     gc.collect()
     if device == "cuda":

@@ -131,7 +131,9 @@ def evaluate(
     if not text_list or not all(isinstance(text, str) for text in text_list):
         raise InvalidType(f"texts is {describe(texts)}, expected a string or a list of strings")
     requested = [*(recipes if isinstance(recipes, list | tuple) else [recipes]), *([] if reference is None else [reference])]
-    parsed = {_name(recipe_text): recipe for recipe_text, recipe in [(recipe_text, parse_recipe(recipe_text)) for recipe_text in requested]}
+    parsed = {
+        _recipe_name(recipe_text): recipe for recipe_text, recipe in [(recipe_text, parse_recipe(recipe_text)) for recipe_text in requested]
+    }
     source = next((recipe.basis for recipe in parsed.values() if recipe.basis is not None), None)
     words = [tokenize(f"text {number}", text, tokenizer or ByteTokenizer()) for number, text in enumerate(text_list, 1)]
     places, sizes = _window_starts(words, model, tokens, scored_tokens, windows, step, seed)
@@ -152,7 +154,7 @@ def evaluate(
         "settings": {**sizes, "windows": len(places), "seed": seed},
         "precision": f"{dtype_text(model)} on {execution_device(model).type}",
         "uncompressed_bits": 8 * getattr(torch, dtype_text(model).split()[-1]).itemsize,
-        **summary([start for _, start in places], exact, forgotten, None, rows, None if reference is None else _name(reference)),
+        **summary([start for _, start in places], exact, forgotten, None, rows, None if reference is None else _recipe_name(reference)),
         "others": [], "generated": None,
     }  # fmt: skip
     return Evaluation(report)
@@ -164,14 +166,16 @@ def _window_starts(
     """Return the (text, start) pair of each window, and the sizes of windows. Raises InvalidParameter."""
     longest = max(len(text.ids) + len(text.start) for text in texts) - 1
     most = min(longest, positions(model) or longest)
-    size = _size("tokens", min(TOKENS, most) if tokens is None else tokens, 2, most, "(the limit of the model or of the longest text)")
-    scored = _size(
+    size = _checked_size(
+        "tokens", min(TOKENS, most) if tokens is None else tokens, 2, most, "(the limit of the model or of the longest text)"
+    )
+    scored = _checked_size(
         "scored_tokens", min(SCORE, size // 2) if scored_tokens is None else scored_tokens, 1, size - 1, f"in a window of {size} tokens"
     )
-    step = _size("step", step, 1, size, f"in a window of {size} tokens")
+    step = _checked_size("step", step, 1, size, f"in a window of {size} tokens")
     rooms = [len(text.ids) // window_ids(size, text) for text in texts]
     fitting, why = sum(rooms), f"(the number of {size}-token windows in the texts): pass longer texts or fewer tokens"
-    count = _size("windows", min(WINDOWS, fitting) if windows is None else windows, 1, fitting, why)
+    count = _checked_size("windows", min(WINDOWS, fitting) if windows is None else windows, 1, fitting, why)
     # Take a window from each text in turn, as long as the text has enough tokens.
     shares = [0] * len(texts)
     while sum(shares) < count:
@@ -187,14 +191,14 @@ def _window_starts(
     return places, {"tokens": size, "score": scored, "step": step}
 
 
-def _size(name: str, value: int, low: int, high: int, reason: str) -> int:
+def _checked_size(name: str, value: int, low: int, high: int, reason: str) -> int:
     """Return ``value`` as an int. Raises InvalidParameter unless it is from ``low`` to ``high``. ``reason`` explains the upper limit."""
     result = as_integer(value, name)
     check_size(name, result, low, high, reason)
     return result
 
 
-def _name(recipe: str | os.PathLike[str] | Recipe) -> str:
+def _recipe_name(recipe: str | os.PathLike[str] | Recipe) -> str:
     return recipe.text if isinstance(recipe, Recipe) else str(recipe)
 
 

@@ -65,7 +65,7 @@ class Source:
         return sum(x.nbytes for x in self.tensors.values())
 
 
-def source(model: str | None, text: str | None, tokens: int | None, synthetic: str | None) -> Source:
+def read_source(model: str | None, text: str | None, tokens: int | None, synthetic: str | None) -> Source:
     """Return the KV cache that the options of ``kvpack bench io`` select.
 
     Raises InvalidParameter if a shape is invalid or the text has too few tokens, and MissingFile if the text cannot be read.

@@ -68,7 +68,7 @@ def run(
                 STAGED_READ: _time_call(lambda: _read_staged(path)),
             }
             if target.type != "cpu":
-                ways[f"load to {target}"] = _time_call(lambda: _load_to(path, target))
+                ways[f"load to {target}"] = _time_call(lambda: _load_to_device(path, target))
             if shutil.which("fio") is not None:
                 ways = {DISK: lambda: _fio(path), **ways}
             seconds: dict[str, list[float]] = {name: [] for name in (*ways, WARM_LOAD)}
@@ -114,7 +114,7 @@ def _time_call(call: Callable[[], object]) -> Callable[[], float]:
     return seconds
 
 
-def _load_to(path: str, device: torch.device) -> kvpack.Cache:
+def _load_to_device(path: str, device: torch.device) -> kvpack.Cache:
     loaded = kvpack.load(path, device=device)
     torch.cuda.synchronize(device)
     return loaded

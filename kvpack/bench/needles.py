@@ -36,7 +36,7 @@ _DIGITS = "0123456789"
 
 
 @dataclass(frozen=True)
-class Prompt:
+class NeedlePrompt:
     """A text with inserted facts, and a (question, value) pair for each fact, all as token ids.
 
     ``depths`` are the positions of the facts, as fractions of the text's length.
@@ -47,7 +47,7 @@ class Prompt:
     depths: tuple[float, ...]
 
 
-def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Prompt:
+def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> NeedlePrompt:
     """Insert LINES key lines at random positions into ``ids``, the bytes of ``text``. The result is truncated to the original length.
 
     ``ids`` must be longer than all lines together.
@@ -58,7 +58,7 @@ def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Pro
     return _insert_lines(ids, lines, places, [(text.encode(f"\n[[key {key} = "), text.encode(value)) for key, value in pairs])
 
 
-def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Generator) -> Prompt:
+def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Generator) -> NeedlePrompt:
     """Insert a pass key into ``ids`` at ``depth``, a fraction of the length. The result is truncated to the original length."""
     key = _random_word(5, _DIGITS, generator)
     line = text.encode(f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n")
@@ -68,7 +68,7 @@ def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Gene
 
 def _insert_lines(
     ids: Sequence[int], lines: Sequence[Sequence[int]], positions: Sequence[int], questions: Sequence[tuple[list[int], list[int]]]
-) -> Prompt:
+) -> NeedlePrompt:
     remaining_ids = ids[: len(ids) - sum(map(len, lines))]
     edges = [0, *positions, len(remaining_ids)]
     parts = [remaining_ids[first:last] for first, last in pairwise(edges)]
@@ -76,10 +76,10 @@ def _insert_lines(
     for line, part in zip(lines, parts[1:], strict=True):
         depths.append(len(planted) / len(ids))
         planted += [*line, *part]
-    return Prompt(tuple(planted), tuple((tuple(question), tuple(value)) for question, value in questions), tuple(depths))
+    return NeedlePrompt(tuple(planted), tuple((tuple(question), tuple(value)) for question, value in questions), tuple(depths))
 
 
-def grade_answers(model: Any, prompt: Prompt, new_cache: Callable[[], Any]) -> list[bool]:
+def grade_answers(model: Any, prompt: NeedlePrompt, new_cache: Callable[[], Any]) -> list[bool]:
     """Return a bool for each question: True if ``model`` answers it correctly. For each question, ``new_cache`` creates a cache of the
     prompt.
     """

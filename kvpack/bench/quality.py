@@ -350,7 +350,7 @@ class _Measurement:
             self._show(f"{part.text.name}, window {len(exact_losses)} of {len(begun)}, mean KL", so_far)
         return begun, exact_losses, forgotten, measured
 
-    def _prompts(self) -> Iterator[needles.Prompt]:
+    def _prompts(self) -> Iterator[needles.NeedlePrompt]:
         """Yield the needle prompts for each length and depth. Texts overlap only between prompts of different lengths."""
         generator = torch.Generator().manual_seed(self.seed)
         count = self.sizes.needles

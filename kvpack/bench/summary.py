@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from kvpack.coding.recipes import parse_recipe
-from kvpack.evaluation.intervals import CONFIDENCE, significantly_less, student_t, wilson
+from kvpack.evaluation.intervals import CONFIDENCE, significantly_less, student_t_interval, wilson_interval
 from kvpack.evaluation.windows import SINK_TOKENS, Comparison, RecipeResult
 from kvpack.output import format_count, print_table
 
@@ -95,7 +95,7 @@ def text_summary(
 def _short_row(name: str, measured: Sequence[RecipeResult], exact_losses: Sequence[float]) -> dict[str, Any]:
     return {
         "recipe": name,
-        "bits_per_value": _bits(measured),
+        "bits_per_value": _mean_bits(measured),
         **_prediction_results(measured, exact_losses),
         "windows": [{"kl_divergence": window.kl_divergence, "log_perplexity": window.log_perplexity} for window in measured],
     }
@@ -106,7 +106,7 @@ def generation_summary(names: Sequence[str], effects: Sequence[GenerationEffect]
     return {name: asdict(measure_generation) for name, measure_generation in zip(names, effects, strict=True)}
 
 
-def _bits(measured: Sequence[RecipeResult]) -> float:
+def _mean_bits(measured: Sequence[RecipeResult]) -> float:
     return 8 * sum(window.bytes for window in measured) / sum(window.values for window in measured)
 
 
@@ -132,7 +132,7 @@ def compare(rows: Sequence[dict[str, Any]], reference: str | None) -> None:
         row["of_reference"] = None
         if compared is not None:
             differences = [value - other for value, other in zip(_logarithms(row), compared, strict=True)]
-            interval = student_t(differences)
+            interval = student_t_interval(differences)
             ends = None if interval is None else [math.exp(end) for end in interval]
             row["of_reference"] = {"ratio": math.exp(fmean(differences)), "interval": ends}
 
@@ -148,9 +148,9 @@ def _prediction_results(windows: Sequence[Comparison | RecipeResult], exact_loss
     return {
         "perplexity": math.exp(fmean(window.log_perplexity for window in windows)),
         "log_perplexity_difference": fmean(differences),
-        "log_perplexity_difference_interval": student_t(differences),
+        "log_perplexity_difference_interval": student_t_interval(differences),
         "kl_divergence": fmean(divergences),
-        "kl_divergence_interval": student_t(divergences),
+        "kl_divergence_interval": student_t_interval(divergences),
         "same_choices": fmean(window.same_choices for window in windows),
     }
 
@@ -163,7 +163,7 @@ def _row(recipe: str, measured: Sequence[RecipeResult], exact_losses: Sequence[f
     return {
         "recipe": recipe,
         "family": family(recipe),
-        "bits_per_value": _bits(measured),
+        "bits_per_value": _mean_bits(measured),
         "nominal_bits": fmean(window.nominal_bits for window in measured),
         **_prediction_results(measured, exact_losses),
         **{name: fmean(values) for name, values in by_layer.items()},
@@ -197,7 +197,7 @@ def summarize_recall(answers: Sequence[NeedleAnswer]) -> dict[str, Any]:
 
 
 def _counts(answers: Sequence[bool]) -> dict[str, Any]:
-    return {"right": sum(answers), "asked": len(answers), "interval": wilson(sum(answers), len(answers)) if answers else None}
+    return {"right": sum(answers), "asked": len(answers), "interval": wilson_interval(sum(answers), len(answers)) if answers else None}
 
 
 def table(report: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
@@ -353,15 +353,15 @@ def _predicted_cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         f"{row['perplexity']:.4f}",
         f"{row['log_perplexity_difference']:+.5f}",
-        _half(changes),
+        _half_width(changes),
         f"{row['kl_divergence']:.5f}",
-        _half(divergences),
+        _half_width(divergences),
         *_ratio_cells(row.get("of_reference")),
         f"{100 * row['same_choices']:.1f} %",
     )
 
 
-def _half(interval: Sequence[float] | None) -> str:
+def _half_width(interval: Sequence[float] | None) -> str:
     return "" if interval is None else f"{(interval[1] - interval[0]) / 2:.5f}"
 
 

@@ -77,7 +77,7 @@ def extract_layers(past: Any) -> list[DenseLayer]:
 
 def _layers_of(past: Any) -> list[DenseLayer]:
     _refuse_other_contents(past, "", _CACHES, _CACHE_SETTINGS)
-    layers = [_layer(layer, f"layers[{number}]") for number, layer in enumerate(past.layers)]
+    layers = [_dense_layer(layer, f"layers[{number}]") for number, layer in enumerate(past.layers)]
     held = ((number, layer, layer.v if layer.k is None else layer.k) for number, layer in enumerate(layers))
     seen = {layer.skipped + x.shape[2]: number for number, layer, x in held if x is not None and _is_dense(x)}
     if len(seen) > 1:
@@ -96,7 +96,7 @@ def _layers_of(past: Any) -> list[DenseLayer]:
     return layers
 
 
-def _layer(layer: Any, where: str) -> DenseLayer:
+def _dense_layer(layer: Any, where: str) -> DenseLayer:
     """Return the contents of a cache layer. For a static layer, this is the filled part; for a sliding layer, the newest tokens."""
     linear = bool(_classes(layer) & _LINEAR)
     _refuse_other_contents(layer, where, _LAYERS, _LAYER_TENSORS | (set(_STATES.values()) if linear else set()))

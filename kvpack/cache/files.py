@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.coding.basis_sources import bind_bases, find
+from kvpack.coding.basis_sources import bind_bases, find_basis
 from kvpack.coding.encoding import TORCH_DTYPES, Progress
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file import container
@@ -145,10 +145,10 @@ def load(
     if memory_limit is not None:
         memory_limit = as_integer(memory_limit, "memory_limit")
     if target.type == "cuda":
-        loaded = read_to(StreamBus(target), container.open_file(path, memory_limit=memory_limit), layers, tokens, basis, progress)
+        loaded = read_to_device(StreamBus(target), container.open_file(path, memory_limit=memory_limit), layers, tokens, basis, progress)
         return loaded if recipe is None else _convert(loaded, recipe, basis)
     file = container.open_file(path, memory_limit=memory_limit, copy=copy)
-    part = None if layers is None and tokens is None else _part(file, layers, tokens)
+    part = None if layers is None and tokens is None else _selected_part(file, layers, tokens)
     cache = read(file, None if part is None else part.numbers, basis=basis, progress=progress)
     if part is not None and not part.has_all_tokens:
         with prefix_errors(file.where, OutOfBounds):
@@ -163,7 +163,7 @@ def _convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bases
     if parsed.uses_basis and parsed.basis is None and bases is not None:
         used = {digest for layer in cache for side in layer.sides.values() for digest in side.codec.bases_needed}
         given: Any = bases
-        parsed = Recipe(parsed, find(given, used.pop()) if len(used) == 1 else given)
+        parsed = Recipe(parsed, find_basis(given, used.pop()) if len(used) == 1 else given)
     return cache.convert(parsed)
 
 
@@ -176,7 +176,7 @@ def _bind_header_bases(file: container.File, basis: Bases | None) -> Header:
     return file.header
 
 
-def read_to(
+def read_to_device(
     bus: Bus,
     file: container.File,
     layers: Layers | None = None,
@@ -187,7 +187,7 @@ def read_to(
     """Read a cache, or part of it, from an open file onto the device of ``bus``, and close the file. Raises the same errors as ``load``."""
     with float32_no_grad(bus.device), file:
         _bind_header_bases(file, basis)
-        part = _part(file, layers, tokens)
+        part = _selected_part(file, layers, tokens)
         loaded = [Layer(None, None)] * len(file.header.layers)
         with prefix_errors(file.where, OutOfBounds):
             for number, layer in load_layers(file, part, bus, progress=progress).items():
@@ -247,7 +247,7 @@ def read(
     return build_cache(header, layers)
 
 
-def _part(file: container.File, layers: Layers | None, tokens: Tokens | None) -> CachePart:
+def _selected_part(file: container.File, layers: Layers | None, tokens: Tokens | None) -> CachePart:
     with prefix_errors(file.where, OutOfBounds):
         return CachePart.of(file.header, layers, tokens)
 

@@ -36,16 +36,16 @@ class CachePart:
         Raises InvalidParameter, or OutOfBounds for layers and tokens that the file lacks.
         """
         count = len(header.layers)
-        numbers = tuple(range(count)) if layers is None else _numbers(layers, count)
+        numbers = tuple(range(count)) if layers is None else _layer_numbers(layers, count)
         ends = [header.starts[number] - header.start + side.tokens for number in numbers for _, side in header.layers[number].sides()]
         last = max(ends, default=0)
-        start, stop = (0, last) if tokens is None else _range(tokens)
+        start, stop = (0, last) if tokens is None else _token_range(tokens)
         if not 0 <= start <= stop <= last:
             raise OutOfBounds(f"tokens [{start}:{stop}] were requested from a cache of {last} tokens")
         return cls(numbers, start, stop, last)
 
 
-def _numbers(layers: Layers, count: int) -> tuple[int, ...]:
+def _layer_numbers(layers: Layers, count: int) -> tuple[int, ...]:
     if isinstance(layers, slice):
         return tuple(sorted(range(count)[layers]))
     items = [layers] if isinstance(layers, SupportsIndex) else layers
@@ -63,7 +63,7 @@ def _numbers(layers: Layers, count: int) -> tuple[int, ...]:
     return tuple(sorted({number % count for number in numbers}))
 
 
-def _range(tokens: Tokens) -> tuple[int, int]:
+def _token_range(tokens: Tokens) -> tuple[int, int]:
     try:
         if isinstance(tokens, bool | str | bytes):
             raise TypeError

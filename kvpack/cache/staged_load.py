@@ -256,12 +256,12 @@ def load_layers(
                         report()
                 # This overlaps with the copies above.
                 views: dict[str, torch.Tensor] = {}
-                created += [(side, _side(file, side, target, start, views)) for side, start in group.sides]
+                created += [(side, _view_side(file, side, target, start, views)) for side, start in group.sides]
         else:
             for copy in copies:
                 result[copy.side.layer][copy.side.side] = _copy_tokens(file, copy.side, next(arriving), part, bus)
                 report()
-        states = {number: _states(file, number, part, bus) for number in places}
+        states = {number: _load_states(file, number, part, bus) for number in places}
     _check(file, list(zip(groups, targets, strict=False)), created, value_codecs, chunk_codecs)
     for place, side in created:
         result[place.layer][place.side] = side
@@ -346,7 +346,7 @@ def _copies(group_index: int, group: _LoadGroup) -> Iterator[StagedCopy]:
             yield StagedCopy(group_index, begin, min(begin + step, group.nbytes), group.span, group.sides[0][0])
 
 
-def _side(file: File, offsets: SideOffsets, memory: torch.Tensor, start: int, views: dict[str, torch.Tensor]) -> Side:
+def _view_side(file: File, offsets: SideOffsets, memory: torch.Tensor, start: int, views: dict[str, torch.Tensor]) -> Side:
     """Return the keys or values at ``offsets`` as views of ``memory``, which is uint8 and contains the file from byte ``start``.
 
     ``views`` caches one view of the memory per dtype.
@@ -361,7 +361,7 @@ def _side(file: File, offsets: SideOffsets, memory: torch.Tensor, start: int, vi
     return build_side(file.header, offsets.layer, offsets.side, entry, tensors, memory.device)
 
 
-def _states(file: File, layer_index: int, part: CachePart, bus: Bus) -> dict[str, torch.Tensor]:
+def _load_states(file: File, layer_index: int, part: CachePart, bus: Bus) -> dict[str, torch.Tensor]:
     """Load the states of layer ``layer_index`` onto the device. Raises OutOfBounds if ``part`` ends before the file's last token."""
     result = {}
     for state in file.header.states_in_layer(layer_index):
@@ -377,7 +377,7 @@ def _states(file: File, layer_index: int, part: CachePart, bus: Bus) -> dict[str
 def _copy_tokens(file: File, offsets: SideOffsets, memory: torch.Tensor, part: CachePart, bus: Bus) -> Side:
     """Copy the tokens of ``part`` to the device. ``memory`` contains the whole keys or values. Raises OutOfBounds if tokens are missing."""
     skipped = file.header.starts[offsets.layer] - file.header.start
-    layer = Layer(_side(file, offsets, memory, 0, {}), None, skipped=skipped)
+    layer = Layer(_view_side(file, offsets, memory, 0, {}), None, skipped=skipped)
     side = slice_layer(layer, offsets.layer, (part.start, part.stop), file.header.start, part.tokens).k
     assert side is not None
     return side.map_buffers(lambda tensor: _copy_to_device(tensor, bus))

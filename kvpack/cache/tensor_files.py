@@ -75,7 +75,7 @@ def read(
     try:
         entries, metadata = _read_header(path, source, max_header_bytes)
         result = check(list(entries), metadata)
-        return {name: _tensor(path, source, entry) for name, entry in entries.items()}, result
+        return {name: _read_tensor(path, source, entry) for name, entry in entries.items()}, result
     finally:
         source.close()
 
@@ -114,7 +114,7 @@ def _read_header(path: str, source: Source, max_header_bytes: int) -> tuple[dict
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise InvalidParameter(f"{path} is not a safetensors file: its __metadata__ is not a map from names to strings")
-    entries = {name: _entry(path, name, described) for name, described in header.items()}
+    entries = {name: _parse_entry(path, name, described) for name, described in header.items()}
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
     end = 0
     for name, entry in entries.items():
@@ -151,7 +151,7 @@ def _parse_header(path: str, data: memoryview) -> dict[str, Any]:
     return header
 
 
-def _entry(path: str, name: str, description: Any) -> _TensorEntry:
+def _parse_entry(path: str, name: str, description: Any) -> _TensorEntry:
     """Parse the JSON description of the tensor ``name``. Raises InvalidParameter."""
     match description:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end], **others} if not others and all(
@@ -175,7 +175,7 @@ def _entry(path: str, name: str, description: Any) -> _TensorEntry:
     return _TensorEntry(torch_dtype, tuple(shape), begin, end)
 
 
-def _tensor(path: str, source: Source, entry: _TensorEntry) -> torch.Tensor:
+def _read_tensor(path: str, source: Source, entry: _TensorEntry) -> torch.Tensor:
     data = torch.empty(entry.end - entry.begin, dtype=torch.uint8, device="cpu")
     _read_into(path, source, entry.begin, data.numpy().data)
     return data.view(entry.dtype).view(entry.shape)

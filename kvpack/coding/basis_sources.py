@@ -40,7 +40,7 @@ def load_basis(source: Basis | str | os.PathLike[str]) -> Basis:
     return Basis.load(untyped)
 
 
-def find(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]], digest: bytes) -> Basis:
+def find_basis(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]], digest: bytes) -> Basis:
     """Return the basis with SHA-256 ``digest``. ``source`` is a basis, its path, a folder of ``*.kvbasis`` files, or a list of these.
 
     Files in a folder are tried in ascending order of size. A KvpackWarning names files that cannot be read as a basis. Raises MissingBasis
@@ -78,13 +78,13 @@ def _basis_files(folder: str) -> list[str]:
     """Return the paths of the ``*.kvbasis`` files in a folder, smallest file first. Raises MissingFile."""
     try:
         with os.scandir(folder) as entries:
-            result = [(_size(entry), entry.path) for entry in entries if entry.name.endswith(SUFFIX)]
+            result = [(_file_size(entry), entry.path) for entry in entries if entry.name.endswith(SUFFIX)]
     except OSError as error:
         raise open_error(folder, error, "a folder of bases") from None
     return [path for _, path in sorted(result)]
 
 
-def _size(entry: os.DirEntry[str]) -> int:
+def _file_size(entry: os.DirEntry[str]) -> int:
     try:
         return entry.stat().st_size
     except OSError:
@@ -93,7 +93,7 @@ def _size(entry: os.DirEntry[str]) -> int:
 
 
 def with_bases(header: Header, source: Any = None) -> Header:
-    """Return ``header`` with the bases that its codecs need. ``source`` is as for ``find``.
+    """Return ``header`` with the bases that its codecs need. ``source`` is as for ``find_basis``.
 
     Codecs whose rows are in the file need no basis to decode, but use one from ``source`` to encode new tokens. Raises MissingBasis, and
     InvalidHeader if a layer's keys or values do not match the basis that their codec names.
@@ -107,10 +107,10 @@ def with_bases(header: Header, source: Any = None) -> Header:
         raise MissingBasis(
             f"the basis {min(needed).hex()} is needed: pass its file, or a folder that contains it: --basis for a command, basis= in Python"
         )
-    bases = {digest: find(source, digest) for digest in needed}
+    bases = {digest: find_basis(source, digest) for digest in needed}
     for digest in {part.basis for part in unbound} - needed:
         with contextlib.suppress(KvpackError):
-            bases[digest] = find(source, digest)
+            bases[digest] = find_basis(source, digest)
     codecs = tuple(_with_basis(number, codec, bases) if number in used else codec for number, codec in enumerate(header.codecs))
     for number, layer in enumerate(header.layers):
         for name, side in layer.sides():

@@ -38,16 +38,16 @@ def calibrated_presets(basis: Basis) -> dict[str, str]:
 def clauses(basis: Basis, average: float, *, trellis: bool) -> str:
     """Return recipe clauses for ``basis`` that use at most ``average`` bits per value, averaged over all tensors."""
     result, average_bits = widths(basis.losses, average), int(average)
-    texts = [_clause("", side, average_bits, average_bits, trellis, basis) for side in "kv"]
+    texts = [_tensor_clause("", side, average_bits, average_bits, trellis, basis) for side in "kv"]
     for side in "kv":
         for width in sorted(set(result.values()) - {average_bits}):
             layers = [layer for (layer, its_side), its_width in sorted(result.items()) if (its_side, its_width) == (side, width)]
             if layers:
-                texts.append(_clause(f"layers={','.join(map(str, layers))}:", side, width, average_bits, trellis, basis))
+                texts.append(_tensor_clause(f"layers={','.join(map(str, layers))}:", side, width, average_bits, trellis, basis))
     return ";".join([*texts, RAW_CLAUSE])
 
 
-def _clause(layers: str, side: str, bits: int, average_bits: int, trellis: bool, basis: Basis) -> str:
+def _tensor_clause(layers: str, side: str, bits: int, average_bits: int, trellis: bool, basis: Basis) -> str:
     named = f",basis={basis.digest.hex()}" if side == "k" else ""
     return f"{layers}{side}={calibrated_codec(side, bits, trellis, average_bits)}{named}"
 

@@ -147,10 +147,10 @@ def _exceptions(rules: Sequence[tuple[Range, CodecText]], base: CodecText) -> li
         chosen = min(free, key=lambda number: (remaining[number][1] != previous, remaining[number][1].text, remaining[number][0]))
         waiting.remove(chosen)
         ordered.append(remaining[chosen])
-    return _group(ordered)
+    return _group_rules(ordered)
 
 
-def _group(rules: Iterable[tuple[Range, CodecText]]) -> list[LayerException]:
+def _group_rules(rules: Iterable[tuple[Range, CodecText]]) -> list[LayerException]:
     """Combine consecutive rules that have the same codec, and join their adjacent ranges."""
     groups: list[tuple[list[Range], CodecText]] = []
     for items, codec in rules:
@@ -158,10 +158,10 @@ def _group(rules: Iterable[tuple[Range, CodecText]]) -> list[LayerException]:
             groups[-1][0].append(items)
         else:
             groups.append(([items], codec))
-    return [LayerException(tuple(_join(sorted(ranges))), codec) for ranges, codec in groups]
+    return [LayerException(tuple(_join_ranges(sorted(ranges))), codec) for ranges, codec in groups]
 
 
-def _join(ranges: Sequence[Range]) -> list[Range]:
+def _join_ranges(ranges: Sequence[Range]) -> list[Range]:
     joined = list(ranges[:1])
     for before, after in pairwise(ranges):
         if after.counts == before.counts != BOTH and after.begin == joined[-1].end + 1:

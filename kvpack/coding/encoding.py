@@ -134,7 +134,9 @@ def _coded_norms(codec: Codec, x: torch.Tensor, where: str, previous: Mapping[st
         return dispatch.norms(x)
     blocks = _blocks(codec, x)
     with prefix_errors(where, OutOfRange):
-        return codec.coded_norms(Run((*x.shape,), x.device, lambda: (_values(codec, x, *block, where) for block in blocks)), previous)
+        return codec.coded_norms(
+            Run((*x.shape,), x.device, lambda: (_encodable_values(codec, x, *block, where) for block in blocks)), previous
+        )
 
 
 def encode_all(
@@ -243,7 +245,7 @@ def _encode_in_blocks(
     measured: set[int] = set()
 
     def encode_block(start: int, stop: int) -> None:
-        part = _values(codec, x, start, stop, where)
+        part = _encodable_values(codec, x, start, stop, where)
         with prefix_errors(f"{where}, tokens {start} to {stop - 1}", OutOfRange):
             encoded = run.encode(part, start)
         if not isinstance(codec, CodecWithSidecars):
@@ -276,7 +278,9 @@ def _encode_in_blocks(
         if isinstance(codec, CodecWithSidecars):
             begin = partial(codec.begin, kernel=encode_inner, watch=measure)
         with prefix_errors(where, OutOfRange):
-            given = Run((batch, heads, tokens, dim), x.device, lambda: (_values(codec, x, *block, where) for block in blocks), position)
+            given = Run(
+                (batch, heads, tokens, dim), x.device, lambda: (_encodable_values(codec, x, *block, where) for block in blocks), position
+            )
             run = begin(given, previous)
         for_each_block(encode_block, blocks, x.device)
         for name, entry in layout.items():
@@ -298,7 +302,7 @@ def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
     return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def _values(codec: Codec, x: torch.Tensor, start: int, stop: int, where: str) -> torch.Tensor:
+def _encodable_values(codec: Codec, x: torch.Tensor, start: int, stop: int, where: str) -> torch.Tensor:
     """Return tokens ``[start, stop)`` of ``x`` in the dtype that the codec encodes.
 
     Raises InvalidParameter if the codec is lossy and a value is not finite.

@@ -62,7 +62,7 @@ class Rule:
         """Return True if the rule applies to layer ``layer`` of a cache with ``layers`` layers."""
         if self.items is None:
             return True
-        return any(_position(first, layers) <= layer <= _position(last, layers) for first, last in self.items)
+        return any(_layer_position(first, layers) <= layer <= _layer_position(last, layers) for first, last in self.items)
 
     def codec(
         self,
@@ -154,7 +154,7 @@ def _codec_text(codec_id: str, options: Mapping[str, str]) -> str:
     return f"{codec_id}:{text}" if text else codec_id
 
 
-def _position(item: int, layers: int) -> int:
+def _layer_position(item: int, layers: int) -> int:
     return item + layers if item < 0 else item
 
 

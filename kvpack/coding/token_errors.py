@@ -266,7 +266,7 @@ def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
     excluded = given <= 0 if kept is None else (given <= 0) | kept[:, None]
     result = torch.zeros_like(given)
     for start, stop in _measured_ranges(codec, suspects):
-        decoded = dispatch.decode(codec, _slice(codec, streams, start, stop))
+        decoded = dispatch.decode(codec, _slice_streams(codec, streams, start, stop))
         error = torch.linalg.vector_norm(decoded.sub_(x[:, :, start:stop]), dim=3)
         part = slice(start, stop)
         errors = (size.masked_fill(excluded[:, :, part], torch.nan) for size in (error, error / given[:, :, part]))
@@ -381,7 +381,7 @@ def _measured_ranges(codec: Codec, suspects: torch.Tensor) -> Iterator[tuple[int
         yield (max(0, start - unit) if stop - start < PAGE_TOKENS else start), stop
 
 
-def _slice(codec: Codec, streams: Streams, start: int, stop: int) -> dict[str, torch.Tensor]:
+def _slice_streams(codec: Codec, streams: Streams, start: int, stop: int) -> dict[str, torch.Tensor]:
     result = {}
     for name, layout in codec.row_layouts.items():
         rows = layout.tokens_per_row

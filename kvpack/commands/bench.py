@@ -305,7 +305,7 @@ def run_io(arguments: argparse.Namespace) -> int:
         for recipe in arguments.recipe or ():
             parse_recipe(recipe)
         with progress("bench io --cold", arguments) as callback:
-            cache = io.source(arguments.model, arguments.text, arguments.tokens, arguments.synthetic)
+            cache = io.read_source(arguments.model, arguments.text, arguments.tokens, arguments.synthetic)
             report = io_cold.run(
                 cache, arguments.recipe, repeats=arguments.repeats, folder=arguments.folder, device=arguments.device, progress=callback
             )
@@ -315,7 +315,7 @@ def run_io(arguments: argparse.Namespace) -> int:
         parse_recipe(recipe)
     with progress("bench io", arguments) as callback:
         report = io.run(
-            io.source(arguments.model, arguments.text, arguments.tokens, arguments.synthetic),
+            io.read_source(arguments.model, arguments.text, arguments.tokens, arguments.synthetic),
             recipes,
             repeats=arguments.repeats,
             folder=arguments.folder,

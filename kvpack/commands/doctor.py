@@ -85,11 +85,11 @@ def _version(name: str) -> str | None:
 
 def _package_status(package: Package) -> dict[str, Any]:
     version = _version(package.name)
-    recent = version is not None and _numbers(version) >= _numbers(package.oldest)
+    recent = version is not None and _version_numbers(version) >= _version_numbers(package.oldest)
     return {**package._asdict(), "version": version, "ok": recent}
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _version_numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:2]))
 
 
@@ -103,13 +103,13 @@ def _run_checks(callback: Callable[[int, int], None] | None) -> tuple[dict[str, 
         kernels = backends()
     except Exception as error:
         # Any error of an installation is a result to report.
-        return {}, [{"name": "import torch and kvpack", "ok": False, "result": _reason(error), "seconds": 0.0}]
-    checks: list[tuple[str, Callable[[], str]]] = [(f"{_FILES_ON}the CPU", lambda: _files("cpu"))]
+        return {}, [{"name": "import torch and kvpack", "ok": False, "result": _error_reason(error), "seconds": 0.0}]
+    checks: list[tuple[str, Callable[[], str]]] = [(f"{_FILES_ON}the CPU", lambda: _check_files("cpu"))]
     if torch.cuda.is_available():
-        checks.append((f"{_FILES_ON}{torch.cuda.get_device_name()}", lambda: _files("cuda")))
-    checks += [("a damaged file is refused", _check_damage), ("a store in a folder", _store)]
+        checks.append((f"{_FILES_ON}{torch.cuda.get_device_name()}", lambda: _check_files("cuda")))
+    checks += [("a damaged file is refused", _check_damage), ("a store in a folder", _check_store)]
     if _version("transformers") is not None:
-        checks.append(("a model continues a file", _model))
+        checks.append(("a model continues a file", _check_model))
     results = []
     for number, (name, check) in enumerate(checks):
         begin = time.perf_counter()
@@ -118,14 +118,14 @@ def _run_checks(callback: Callable[[int, int], None] | None) -> tuple[dict[str, 
                 warnings.simplefilter("ignore")
                 result, right = check(), True
         except Exception as error:
-            result, right = _reason(error), False
+            result, right = _error_reason(error), False
         results.append({"name": name, "ok": right, "result": result, "seconds": time.perf_counter() - begin})
         if callback:
             callback(number + 1, len(checks))
     return kernels, results
 
 
-def _reason(error: Exception) -> str:
+def _error_reason(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
@@ -137,7 +137,7 @@ def _random_values(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, values
 
 
-def _files(device: str) -> str:
+def _check_files(device: str) -> str:
     """Pack, save, load and attend to a cache with each recipe, and compare the result with attention over the unpacked values."""
     import torch
 
@@ -190,7 +190,7 @@ def _check_damage() -> str:
     raise ValueError("a file with a flipped bit was loaded")
 
 
-def _store() -> str:
+def _check_store() -> str:
     import kvpack
 
     cache = kvpack.pack([_random_values(512)], "octopus-4", model={"name": "doctor"})
@@ -205,7 +205,7 @@ def _store() -> str:
     return "512 tokens stored and found"
 
 
-def _model() -> str:
+def _check_model() -> str:
     """Check that the demo's model answers a question about a prompt loaded from a file."""
     from kvpack.integrations.transformers import Chat
     from kvpack.models import ByteTokenizer, demo_text, load_model

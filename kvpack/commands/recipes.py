@@ -178,14 +178,14 @@ def _print_table(title: str, rows: Sequence[dict[str, Any]], without_basis: Sequ
                 [
                     row["name"],
                     RECOMMENDED.get(row["name"], "") if notes else ", ".join(row["breaks_on"]) or "-",
-                    _bits(row["bits_per_value"]),
-                    _size(row["bytes"]),
-                    _divergence(row["kl_divergence"]),
+                    _format_bits(row["bits_per_value"]),
+                    _format_size(row["bytes"]),
+                    _format_divergence(row["kl_divergence"]),
                 ]
                 for row in rows
             ),
             *(
-                [row["name"], RECOMMENDED[row["name"]], f"{row['measured_bits']:.2f} *", "-", _divergence(row["kl_divergence"])]
+                [row["name"], RECOMMENDED[row["name"]], f"{row['measured_bits']:.2f} *", "-", _format_divergence(row["kl_divergence"])]
                 for row in without_basis
             ),
         ],
@@ -204,10 +204,10 @@ def _print_all_columns(title: str, rows: Sequence[dict[str, Any]], without_basis
                     row["source"],
                     str(row["layers"]),
                     str(row["dim"]),
-                    _bits(row["nominal_bits"]),
-                    _bits(row["bits_per_value"]),
-                    _size(row["bytes"]),
-                    _divergence(row["kl_divergence"]),
+                    _format_bits(row["nominal_bits"]),
+                    _format_bits(row["bits_per_value"]),
+                    _format_size(row["bytes"]),
+                    _format_divergence(row["kl_divergence"]),
                     ", ".join(row["breaks_on"]) or "-",
                     ", ".join(row["lossless"]) or "-",
                 ]
@@ -216,7 +216,7 @@ def _print_all_columns(title: str, rows: Sequence[dict[str, Any]], without_basis
             *(
                 [
                     row["name"], f"{row['source']}; needs a basis", "-", "-", "-", f"{row['measured_bits']:.2f} *", "-",
-                    _divergence(row["kl_divergence"]), "-", "-",
+                    _format_divergence(row["kl_divergence"]), "-", "-",
                 ]
                 for row in without_basis
             ),
@@ -266,15 +266,15 @@ def _model_shape(path: str, requested: dict[str, int], basis: Basis | None) -> _
     return _ModelShape(layers, shape, words)
 
 
-def _bits(value: float | None) -> str:
+def _format_bits(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _size(value: int | None) -> str:
+def _format_size(value: int | None) -> str:
     return "-" if value is None else bytes_text(value)
 
 
-def _divergence(value: float | None) -> str:
+def _format_divergence(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 

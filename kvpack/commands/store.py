@@ -35,9 +35,7 @@ def add(commands: Any) -> None:
     _action(kinds, "stat", run_stat, "count entries, bytes and tokens by model and recipe")
     verify = _action(kinds, "verify", run_verify, "check every byte of every entry, and its key")
     verify.add_argument("--delete", action="store_true", help="also delete damaged entries and, with keys, unencrypted entries")
-    collect = _action(
-        kinds, "gc", run_gc, "remove files of dead writers and unused bases, then evict down to the limits"
-    )
+    collect = _action(kinds, "gc", run_gc, "remove files of dead writers and unused bases, then evict down to the limits")
     collect.add_argument(
         "--max-bytes", type=byte_count, metavar="N", help="evict until the entries take at most N bytes, such as 10GB (default: no limit)"
     )
@@ -61,9 +59,7 @@ def add(commands: Any) -> None:
     add.add_argument("input", metavar="FILE", help="an exported prefix, or any kvpack file; one without token ids needs --tokens")
     add.add_argument("--tokens", metavar="JSON", help="a file with the token ids as a JSON array (default: those in FILE)")
     add.add_argument("--basis", metavar="PATH", help="the basis that FILE needs, or a folder that contains it")
-    add.add_argument(
-        "--chunk", type=int, metavar="N", help="tokens per chunk (default: as in FILE or its stored beginning, otherwise 256)"
-    )
+    add.add_argument("--chunk", type=int, metavar="N", help="tokens per chunk (default: as in FILE or its stored beginning, otherwise 256)")
     add.add_argument(
         "--trust-names",
         action="store_true",
@@ -92,14 +88,17 @@ def _action(subparsers: Any, name: str, run: Any, help_text: str) -> Any:
             help="do not read entries of more than N bytes (default: 512 MiB)",
         )
         parser.add_argument(
-            "--trusted-group", type=_group, metavar="GROUP", help="trust the members of this group, by number or name, to write the folder"
+            "--trusted-group",
+            type=_parse_group,
+            metavar="GROUP",
+            help="trust the members of this group, by number or name, to write the folder",
         )
         parser.add_argument("--tenant", default="", metavar="NAME", help="the tenant that the entries belong to (default: none, shared)")
     parser.set_defaults(run=run)
     return parser
 
 
-def _group(text: str) -> int | str:
+def _parse_group(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
@@ -118,7 +117,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
         print_json({"prefixes": rows, "unreadable": unreadable, "undecryptable": undecryptable, "bases": _bases(catalog)})
         return store.exit_code()
     print_table(
-        f"{store.name}: {format_count(len(rows), 'prefix', 'prefixes')} in {_entries(len(catalog.entries))}",
+        f"{store.name}: {format_count(len(rows), 'prefix', 'prefixes')} in {_entry_count_text(len(catalog.entries))}",
         ["key", "model", "recipe", "tokens", "chunks", "bytes", "bytes per token", "used", ""],
         (
             [
@@ -148,7 +147,7 @@ def _recipe(row: dict[str, Any]) -> str:
     return printable(preset_name(row["recipe"]) or row["recipe"])
 
 
-def _entries(count: int) -> str:
+def _entry_count_text(count: int) -> str:
     return format_count(count, "entry", "entries")
 
 
@@ -166,7 +165,7 @@ def _notes(catalog: Catalog, *, keys: bool) -> list[str]:
         lines.append(f"{format_count(len(catalog.pages), 'page')} of engines, {bytes_text(size)} bytes")
     if catalog.states:
         size = sum(states.stored.size for states in catalog.states.values())
-        lines.append(f"{_entries(len(catalog.states))} of states after chunks, {bytes_text(size)} bytes")
+        lines.append(f"{_entry_count_text(len(catalog.states))} of states after chunks, {bytes_text(size)} bytes")
     for basis in _bases(catalog):
         needed = f"needed by {format_count(basis['entries'], 'chunk')}"
         lines.append(
@@ -175,7 +174,9 @@ def _notes(catalog: Catalog, *, keys: bool) -> list[str]:
     if closed:
         lines.append(f"{closed:,} encrypted entries not readable {'with the given keys' if keys else 'without keys: pass --key-file'}")
     if refused:
-        lines.append(f"{_entries(refused)} refused as damaged{', not encrypted' if keys else ''} or too large: run verify for the reasons")
+        lines.append(
+            f"{_entry_count_text(refused)} refused as damaged{', not encrypted' if keys else ''} or too large: run verify for the reasons"
+        )
     if closed and catalog.entries and not keys:
         lines.append("the prefixes above are not encrypted: anyone with write access may have planted them; stores with keys refuse them")
     return lines
@@ -226,12 +227,15 @@ def run_stat(arguments: argparse.Namespace) -> int:
         return store.exit_code()
     identities: list[dict[str, Any]] = [{"model": model, "recipe": recipe, **counts} for model, recipe, counts in summary.identities()]
     kinds = {kind: count["entries"] for kind, count in summary.kinds.items()}
-    pins = [_pin(pin) for pin in store.backend.pins()]
+    pins = [_pin_summary(pin) for pin in store.backend.pins()]
     if arguments.json:
         total = {"entries": entries, "bytes": size, "pinned": pinned, "unreadable": unreadable, "undecryptable": closed}
         print_json({**total, **kinds, "identities": identities, "pins": pins})
         return store.exit_code()
-    print(f"{store.name}: {_entries(entries)}, {size:,} bytes, {pinned:,} pinned, {unreadable:,} unreadable ({closed:,} without a key)")
+    print(
+        f"{store.name}: {_entry_count_text(entries)}, {size:,} bytes, {pinned:,} pinned, {unreadable:,} unreadable ({closed:,} without a "
+        "key)"
+    )
     if kinds["pages"]:
         print(f"{_are(kinds['pages'])} pages of engines")
     if kinds["states"]:
@@ -266,7 +270,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
     return store.exit_code()
 
 
-def _pin(pin: Pin) -> dict[str, Any]:
+def _pin_summary(pin: Pin) -> dict[str, Any]:
     return {"key": pin.key.hex(), "owner": pin.owner, "chunks": len(pin.chain), "until": pin.until}
 
 
@@ -298,7 +302,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
         print_json({"chosen": len(matching), "pinned": pinned, "removed": removed, "entries": catalog.count - removed})
         return store.exit_code()
     outcome = "would be removed" if arguments.dry_run else "removed"
-    print(f"{store.name}: {_entries(len(matching) - pinned if arguments.dry_run else removed)} {outcome}, {pinned:,} pinned")
+    print(f"{store.name}: {_entry_count_text(len(matching) - pinned if arguments.dry_run else removed)} {outcome}, {pinned:,} pinned")
     if catalog.pages and before is None:
         print(f"{len(catalog.pages):,} pages of engines name no model: only --older-than, without other filters, removes them")
     if catalog.undecryptable:
@@ -361,7 +365,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
             print(f"kvpack: {printable(str(why))}", file=sys.stderr)
     if store.is_silent(count):
         return store.exit_code(*codes)
-    text = f"{store.name}: {_entries(count)} checked, {len(refused):,} refused, {len(unopened):,} not readable with the given keys"
+    text = f"{store.name}: {_entry_count_text(count)} checked, {len(refused):,} refused, {len(unopened):,} not readable with the given keys"
     print_report({"entries": count, "refused": refused, "undecryptable": unopened}, text, arguments)
     return store.exit_code(*codes)
 
@@ -386,11 +390,11 @@ def run_gc(arguments: argparse.Namespace) -> int:
         print_json({**counts, "entries": entries, "bytes": size})
     else:
         evicted = (
-            f"{_entries(counts['evicted_entries'])} ({counts['evicted_bytes']:,} bytes) and "
+            f"{_entry_count_text(counts['evicted_entries'])} ({counts['evicted_bytes']:,} bytes) and "
             f"{format_count(counts['swept_files'], 'unfinished file')}"
         )
         bases = f" and {counts['reclaimed_entries']:,} unused bases" if counts["reclaimed_entries"] else ""
-        print(f"{store.name}: removed {evicted}{bases}; {_entries(entries)} ({size:,} bytes) left")
+        print(f"{store.name}: removed {evicted}{bases}; {_entry_count_text(entries)} ({size:,} bytes) left")
         if pinned := len(store.backend.pinned_keys()):
             print(f"{_are(pinned)} pinned: kvpack store stat lists the owners, and kvpack store unpin removes a pin")
     return store.exit_code()

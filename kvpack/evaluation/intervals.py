@@ -12,7 +12,7 @@ CONFIDENCE = 0.95
 _GRID = 1 << 18
 
 
-def student_t(values: Sequence[float]) -> tuple[float, float] | None:
+def student_t_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the confidence interval of the mean of independent values (Student's t distribution). For a single value, return None."""
     if len(values) < 2:
         return None
@@ -26,7 +26,7 @@ def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool
     A single pair is compared directly.
     """
     differences = [value - other for value, other in zip(values, others, strict=True)]
-    interval = student_t(differences)
+    interval = student_t_interval(differences)
     return differences[0] < 0 if interval is None else interval[1] < 0
 
 
@@ -44,7 +44,7 @@ def t_quantile(degrees_of_freedom: int) -> float:
     return math.sqrt(degrees_of_freedom) * math.tan(angle)
 
 
-def wilson(successes: int, trials: int) -> tuple[float, float]:
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
     """Return Wilson's score interval of the proportion ``successes / trials``. ``trials`` must be at least 1."""
     z = 1.959964
     share = successes / trials

@@ -38,7 +38,7 @@ def make_twin(model: Any, factor: float, sample: torch.Tensor, seed: int) -> flo
     with torch.inference_mode():
         before = model(sample).logits
         for layer in layers:
-            _scale(layer, factor, generator)
+            _scale_layer(layer, factor, generator)
         difference = float((model(sample).logits - before).abs().max() / before.abs().max())
     if not difference <= TWIN_TOLERANCE:
         raise InvalidParameter(
@@ -48,7 +48,7 @@ def make_twin(model: Any, factor: float, sample: torch.Tensor, seed: int) -> flo
     return difference
 
 
-def _scale(layer: Any, factor: float, generator: torch.Generator) -> None:
+def _scale_layer(layer: Any, factor: float, generator: torch.Generator) -> None:
     dim = layer.head_dim
     keys, queries = layer.k_proj, layer.q_proj
     heads = keys.out_features // dim

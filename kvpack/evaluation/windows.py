@@ -225,12 +225,12 @@ def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Seq
             return []
         shares = []
         for number, raw in enumerate(chosen):
-            weights = _weights(seen[number], cache.layers[number].keys)
+            weights = _attention_weights(seen[number], cache.layers[number].keys)
             shares.append(float(weights[..., : len(raw)][..., raw].sum(-1).mean()))
     return shares
 
 
-def _weights(recorded: RecordedAttention, keys: torch.Tensor) -> torch.Tensor:
+def _attention_weights(recorded: RecordedAttention, keys: torch.Tensor) -> torch.Tensor:
     """Return the attention weights of the newest queries over ``keys``, ``[1, q_head, query, token]``."""
     query = recorded.query.to(torch.float32)
     keys = keys.to(torch.float32).repeat_interleave(query.shape[1] // keys.shape[1], 1)
@@ -264,10 +264,10 @@ def read_over(model: Any, exact: UncompressedResult, pairs: Pairs) -> Comparison
 def packed_file(pairs: Pairs, recipe: str | Recipe, path: str) -> Cache:
     """Convert ``pairs`` to bf16, pack them, save them to ``path``, and return the cache loaded from this file."""
     kvpack.save(pack_as_bf16(pairs, recipe), path)
-    return _load(path, recipe, pairs[0][0].device)
+    return _load_file(path, recipe, pairs[0][0].device)
 
 
-def _load(path: str, recipe: str | Recipe, device: torch.device) -> Cache:
+def _load_file(path: str, recipe: str | Recipe, device: torch.device) -> Cache:
     return kvpack.load(path, device=device, basis=recipe.basis if isinstance(recipe, Recipe) else None)
 
 
@@ -350,7 +350,7 @@ def measure(
     encoded = time.perf_counter()
     kvpack.save(packed, path)
     saved = time.perf_counter()
-    cache = _load(path, recipe, exact.tokens.device)
+    cache = _load_file(path, recipe, exact.tokens.device)
     loaded = time.perf_counter()
     predicted = read_packed(model, exact, cache, step)
     whole = predicted.whole

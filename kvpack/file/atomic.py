@@ -198,7 +198,7 @@ def _link_target(path: str | os.PathLike[str]) -> str:
         return where
     target = os.path.realpath(where)
     if os.path.islink(target):
-        raise WriteFailed(_reason(where, OSError(errno.ELOOP, os.strerror(errno.ELOOP))))
+        raise WriteFailed(_error_reason(where, OSError(errno.ELOOP, os.strerror(errno.ELOOP))))
     return target
 
 
@@ -385,8 +385,8 @@ def sync_folder(folder: str) -> None:
 
 
 def _write_error(where: str, error: OSError) -> WriteFailed:
-    return WriteFailed(_reason(where, error), filename=where, number=error.errno)
+    return WriteFailed(_error_reason(where, error), filename=where, number=error.errno)
 
 
-def _reason(target: str, error: OSError) -> str:
+def _error_reason(target: str, error: OSError) -> str:
     return f"{target}: could not be written: {error.strerror or error}"

@@ -324,7 +324,7 @@ def _parse(data: bytes) -> Header:
         check(name, top[name], _LIST)
     codecs, canonical = [], True
     for number, params in enumerate(top["codecs"]):
-        codec, same = _codec(f"codecs[{number}]", params)
+        codec, same = _parse_codec(f"codecs[{number}]", params)
         codecs.append(codec)
         canonical = canonical and same
     header = Header(
@@ -334,8 +334,8 @@ def _parse(data: bytes) -> Header:
         recipe=top["recipe"],
         start=top["start"],
         codecs=tuple(codecs),
-        layers=tuple(map(_layer, count(), top["layers"])),
-        tensors=tuple(map(_tensor, count(), top["tensors"])),
+        layers=tuple(map(_parse_layer, count(), top["layers"])),
+        tensors=tuple(map(_parse_tensor, count(), top["tensors"])),
     )
     if not canonical or not _is_canonical(top, data):
         raise InvalidHeader("kvpack.header is not canonical msgpack: re-encoding its values gives different bytes")
@@ -402,7 +402,7 @@ def check_header_size(size: int) -> None:
         raise LimitExceeded(f"kvpack.header has {size} bytes, but may have at most {MAX_HEADER_BYTES}")
 
 
-def _codec(where: str, params: Any) -> tuple[Codec, bool]:
+def _parse_codec(where: str, params: Any) -> tuple[Codec, bool]:
     """Return the codec that ``params`` describes, and True if these are its canonical parameters."""
     check(where, params, Rule(dict))
     try:
@@ -434,17 +434,17 @@ def _new_codec(where: str, params: dict[Any, Any]) -> Codec:
         raise InvalidHeader(f"{where}: {error}") from None
 
 
-def _layer(layer_index: int, layer: Any) -> LayerEntry:
+def _parse_layer(layer_index: int, layer: Any) -> LayerEntry:
     where = f"layers[{layer_index}]"
     check_keys(where, layer, ("k", "v"))
     k, v = layer["k"], layer["v"]
     try:
-        return LayerEntry(None if k is None else _side("k", k), None if v is None else _side("v", v))
+        return LayerEntry(None if k is None else _parse_side("k", k), None if v is None else _parse_side("v", v))
     except (InvalidHeader, LimitExceeded) as error:
         raise prefix_error(where, error) from None
 
 
-def _side(where: str, side: Any) -> SideEntry:
+def _parse_side(where: str, side: Any) -> SideEntry:
     has_entries = type(side) is dict and "entries" in side
     check_keys(where, side, (*_SIDE_KEYS, "entries") if has_entries else _SIDE_KEYS)
     try:
@@ -456,7 +456,7 @@ def _side(where: str, side: Any) -> SideEntry:
         raise prefix_error(where, error) from None
 
 
-def _tensor(tensor_index: int, row: Any) -> TensorEntry:
+def _parse_tensor(tensor_index: int, row: Any) -> TensorEntry:
     if type(row) is not list or len(row) != len(_TENSOR_KEYS) or type(row[2]) is not list:
         raise InvalidHeader(f"tensors[{tensor_index}] is {row!r:.200}, expected [{', '.join(_TENSOR_KEYS)}]")
     name, dtype, shape, filter_name, stored_bytes, digest = row

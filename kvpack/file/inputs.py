@@ -17,13 +17,13 @@ from .limits import MAX_BINARY_BYTES
 from .sources import selected_text
 
 
-def split(name: str, data: bytes) -> dict[str, bytes]:
+def split_feature(name: str, data: bytes) -> dict[str, bytes]:
     """Split ``data`` into features of at most ``MAX_BINARY_BYTES`` bytes, by name. No data gives no features."""
     return {f"{name}.{number}": data[at : at + MAX_BINARY_BYTES] for number, at in enumerate(range(0, len(data), MAX_BINARY_BYTES))}
 
 
 def join_features(ignorable: Mapping[str, bytes], name: str) -> bytes:
-    """Join the features into which ``split`` has divided data, up to the first one that is missing."""
+    """Join the features into which ``split_feature`` has divided data, up to the first one that is missing."""
     names = takewhile(ignorable.__contains__, (f"{name}.{number}" for number in count()))
     return b"".join(ignorable[feature] for feature in names)
 
@@ -246,7 +246,7 @@ class Inputs:
         more = kept if len(Inputs.from_bytes(stored).token_ids) < len(self.token_ids) else b""
         digests = b"".join(self._digests_before(start))
         earlier = {EARLIER_FEATURE: digests} if 0 < len(digests) <= MAX_BINARY_BYTES else {}
-        return required, {FEATURE: stored, **split(IDS_FEATURE, more), **split(ROWS_FEATURE, rows), **earlier, **ignorable}
+        return required, {FEATURE: stored, **split_feature(IDS_FEATURE, more), **split_feature(ROWS_FEATURE, rows), **earlier, **ignorable}
 
     def _digests_before(self, start: int) -> tuple[bytes, ...]:
         """Return a digest of each sequence's ids before position ``start``. If some ids are unknown, return an empty tuple."""

@@ -55,11 +55,11 @@ def checkpoint_digest(folder: Path) -> str:
 
 def _file_digest(path: str) -> str:
     with _open_record(path) as kept:
-        before = _status(path)
+        before = _file_status(path)
         digest = kept.read(before)
         if digest is None:
             digest = digest_file_bytes(path, before["size"])
-            after = _status(path)
+            after = _file_status(path)
             if after != before:
                 raise InvalidParameter(f"{path} changed while its digest was computed: wait until it is complete, then try again")
             kept.write(after, digest)
@@ -87,7 +87,7 @@ def digest_file_bytes(path: str, size: int) -> str:
     return total.hexdigest()
 
 
-def _status(path: str) -> dict[str, int]:
+def _file_status(path: str) -> dict[str, int]:
     """Return the attributes of a file that change whenever its contents change."""
     status = os.stat(path)
     names = {"device": "st_dev", "inode": "st_ino", "size": "st_size", "modified_ns": "st_mtime_ns", "changed_ns": "st_ctime_ns"}
@@ -136,7 +136,7 @@ class _CachedDigest:
 @contextlib.contextmanager
 def _open_record(path: str) -> Iterator[_CachedDigest]:
     """Yield a file's cached digest while holding a lock, so that only one process reads the file and others wait for its digest."""
-    folder = _folder()
+    folder = _digest_folder()
     if folder is None:
         yield _CachedDigest(path, None)
         return
@@ -152,7 +152,7 @@ def _open_record(path: str) -> Iterator[_CachedDigest]:
             os.close(descriptor)
 
 
-def _folder() -> str | None:
+def _digest_folder() -> str | None:
     """Return this user's cache folder for digests, which is created if necessary. If other users could write to it, return None."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.join(base, "kvpack-checkpoints")

@@ -235,7 +235,7 @@ def config_digest(config: Any, model_parts: Iterable[ModelPart]) -> str:
     It covers the model's configuration and its modules. For every module, these are its class, its plain attributes, its current buffers,
     and the types, dtypes and shapes of its parameters. Raises InvalidParameter.
     """
-    return json_digest([_settings(config), [_module(part) for part in _model_modules(model_parts)]])
+    return json_digest([_settings(config), [_describe_module(part) for part in _model_modules(model_parts)]])
 
 
 def dtype_text(model: Any) -> str:
@@ -344,7 +344,7 @@ def _settings(config: Any) -> Any:
     return to_json_value("config", kept(config.to_dict()))
 
 
-def _module(part: ModelPart) -> list[Any]:
+def _describe_module(part: ModelPart) -> list[Any]:
     module = part.module
     where = part.name or "the model"
     attributes = _attributes(where, vars(module)) + _constants(where, module)
@@ -356,7 +356,7 @@ def _module(part: ModelPart) -> list[Any]:
         part.name,
         class_name(type(module)),
         attributes,
-        [[name, _kind(f"{where}.{name}", tensor)] for name, tensor in parameters],
+        [[name, _parameter_kind(f"{where}.{name}", tensor)] for name, tensor in parameters],
         [[name, tensor_digest(f"{where}.{name}", _short_sequence_frequencies(module, name, tensor))] for name, tensor in buffers],
     ]
 
@@ -444,11 +444,11 @@ def _is_plain(value: Any) -> bool:
     return issubclass(kind, (int, float, str))
 
 
-def _kind(where: str, tensor: torch.Tensor) -> list[Any]:
+def _parameter_kind(where: str, tensor: torch.Tensor) -> list[Any]:
     """Return a parameter's class, dtype, shape and attributes. They show how it is quantized."""
     attributes = _attributes(where, getattr(tensor, "__dict__", {}))
     kinds = [class_name(type(tensor)), str(tensor.dtype), list(tensor.shape), attributes]
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        kinds.append([[name, _kind(f"{where}.{name}", getattr(tensor, name))] for name in names])
+        kinds.append([[name, _parameter_kind(f"{where}.{name}", getattr(tensor, name))] for name in names])
     return kinds

@@ -61,7 +61,7 @@ def parts(model: torch.nn.Module) -> list[ModelPart]:
         kind = type(module)
         if kind not in known:
             wraps = kind.__module__.startswith("torch.") and kind.__name__ in _TORCH_WRAPPERS
-            known[kind] = _WRAPPER if wraps else _adapter(name, kind)
+            known[kind] = _WRAPPER if wraps else _adapter_kind(name, kind)
         adapter = known[kind]
         if adapter == _WRAPPER:
             waiting.append((name, getattr(module, _TORCH_WRAPPERS[kind.__name__])))
@@ -110,7 +110,7 @@ def child_modules(layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
 
 def check_determined(where: str, kind: type) -> None:
     """Raise InvalidParameter if the output of an adapter class depends on more than the tokens of a prefix."""
-    undetermined = _names(kind) & _UNSUPPORTED_ADAPTERS
+    undetermined = _class_names(kind) & _UNSUPPORTED_ADAPTERS
     if undetermined:
         raise InvalidParameter(
             f"{where or 'the model'} has the adapter {class_name(kind)}, whose output depends on more than the preceding "
@@ -118,10 +118,10 @@ def check_determined(where: str, kind: type) -> None:
         )
 
 
-def _adapter(name: str, kind: type) -> str:
+def _adapter_kind(name: str, kind: type) -> str:
     library = kind.__module__.partition(".")[0]
     check_determined(name, kind)
-    names = _names(kind)
+    names = _class_names(kind)
     if names & _ADAPTER_LAYERS:
         return "layer"
     if names & _ADAPTER_WRAPPERS:
@@ -133,7 +133,7 @@ def _adapter(name: str, kind: type) -> str:
     return ""
 
 
-def _names(kind: type) -> set[str]:
+def _class_names(kind: type) -> set[str]:
     return {base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "peft"}
 
 

@@ -31,7 +31,7 @@ def max_uniform_length(config: Any) -> int | None:
 
     None means that there is no limit.
     """
-    limits = (_limit(config, rope) for rope in _rope_maps(getattr(config, "rope_parameters", None)))
+    limits = (_frequency_limit(config, rope) for rope in _rope_maps(getattr(config, "rope_parameters", None)))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -57,7 +57,7 @@ def _rope_maps(settings: Any) -> Iterator[dict[str, Any]]:
             yield from _rope_maps(value)
 
 
-def _limit(config: Any, rope: dict[str, Any]) -> int | None:
+def _frequency_limit(config: Any, rope: dict[str, Any]) -> int | None:
     kind = rope["rope_type"]
     if not isinstance(kind, str):
         return None

@@ -92,7 +92,7 @@ class DevicePages:
         self._plan, self._host, self._device, self._nbytes = plan, host, device, plan.layout.nbytes
         self._known: WeakKeyDictionary[PageBuffer, list[PageSide]] = WeakKeyDictionary()
         with torch.inference_mode(False):
-            self._front = _bytes(build_front(plan.layout, plan.namespace, bytes(KEY_BYTES))).to(device)
+            self._front = _uint8_tensor(build_front(plan.layout, plan.namespace, bytes(KEY_BYTES))).to(device)
             pads = [at for begin, end in plan.layout.pads for at in range(begin, end)]
             self._pads = torch.tensor(pads, dtype=torch.int32, device=device) if pads else None
             self._padding = None if self._pads is None else self._pads.to(torch.int64)
@@ -115,7 +115,7 @@ class DevicePages:
         def finish(statuses: list[int]) -> list[Outcome]:
             if not isinstance(rows, torch.Tensor):
                 for number, row in enumerate(target.to(CPU)):
-                    _store(rows, number, row)
+                    _store_row(rows, number, row)
             costly, states = statuses[-1], statuses[:-1]
             outcomes: list[Outcome] = [None] * len(slots)
             # The codec encodes the pages that a kernel rejects, or raises an error that names the value.
@@ -143,10 +143,10 @@ class DevicePages:
                 assert isinstance(rows, torch.Tensor)
                 on_device, status = rows, self._check(rows, digests)
             else:
-                sources = _views(rows)
+                sources = _row_views(rows)
                 errors = self._host.check(sources, digests, values)
                 good = [bytes(self._nbytes) if error else row[: self._nbytes] for row, error in zip(sources, errors, strict=True)]
-                on_device = torch.stack([_bytes(row) for row in good]).to(self._device)
+                on_device = torch.stack([_uint8_tensor(row) for row in good]).to(self._device)
                 status = torch.tensor([error is not None for error in errors], dtype=torch.int32, device=self._device)
             if not self._begin_decoding(on_device, pages, slots, status):
                 return PageJob.of(self._decode_by_host(rows, pages, slots, digests, values))
@@ -242,7 +242,11 @@ class DevicePages:
         return checksum.check(rows, self._nbytes, MULTIPLIER, self._front.view(torch.int32), keys, self._pads)
 
     def _keys(self, digests: Sequence[bytes | None]) -> torch.Tensor:
-        return _bytes(b"".join(digest or bytes(KEY_BYTES) for digest in digests)).view(-1, KEY_BYTES).to(self._device, non_blocking=True)
+        return (
+            _uint8_tensor(b"".join(digest or bytes(KEY_BYTES) for digest in digests))
+            .view(-1, KEY_BYTES)
+            .to(self._device, non_blocking=True)
+        )
 
     def _is_usable(self, rows: Rows) -> bool:
         """Return True if kernels can read and write ``rows`` in place."""
@@ -270,7 +274,7 @@ class DevicePages:
 
     def _error_of(self, rows: torch.Tensor, page_index: int, digest: bytes | None) -> Outcome:
         where = f"row {page_index}"
-        error = self._plan.error_of(_view(rows[page_index].to(CPU)), digest, False, where)
+        error = self._plan.error_of(_row_view(rows[page_index].to(CPU)), digest, False, where)
         return error or DigestMismatch(f"{where}: its bytes changed while it was decoded")
 
     def _encode_by_host(
@@ -284,12 +288,12 @@ class DevicePages:
         outcomes = self._host.encode(
             PageBuffer(pages.geometry, *staged),
             range(len(chosen)),
-            [_view(row) for row in encoded],
+            [_row_view(row) for row in encoded],
             [digests[number] for number in page_indices],
             chosen,
         )
         for number, row in zip(page_indices, encoded, strict=True):
-            _store(rows, number, row)
+            _store_row(rows, number, row)
         return outcomes
 
     def _decode_by_host(
@@ -297,7 +301,7 @@ class DevicePages:
     ) -> list[Outcome]:
         count = len(slots)
         staged = [[torch.empty(count, *x.shape[1:], dtype=x.dtype, device=CPU) for x in pages.sides[side]] for side in pages.sides]
-        outcomes = self._host.decode(_views(rows), PageBuffer(pages.geometry, *staged), range(count), digests, values)
+        outcomes = self._host.decode(_row_views(rows), PageBuffer(pages.geometry, *staged), range(count), digests, values)
         with torch.inference_mode():
             for part, layers in zip(staged, pages.sides.values(), strict=True):
                 for source, target in zip(part, layers, strict=True):
@@ -307,23 +311,23 @@ class DevicePages:
         return outcomes
 
 
-def _bytes(data: bytes | bytearray | memoryview) -> torch.Tensor:
+def _uint8_tensor(data: bytes | bytearray | memoryview) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _view(row: torch.Tensor) -> memoryview:
+def _row_view(row: torch.Tensor) -> memoryview:
     return row.numpy().data.cast("B")
 
 
-def _views(rows: Rows) -> list[memoryview]:
+def _row_views(rows: Rows) -> list[memoryview]:
     if isinstance(rows, torch.Tensor):
-        return [_view(row) for row in rows.detach().to(CPU).contiguous()]
+        return [_row_view(row) for row in rows.detach().to(CPU).contiguous()]
     return [memoryview(row).cast("B") for row in rows]
 
 
-def _store(rows: Rows, page_index: int, row: torch.Tensor) -> None:
+def _store_row(rows: Rows, page_index: int, row: torch.Tensor) -> None:
     if isinstance(rows, torch.Tensor):
         with torch.inference_mode():
             rows[page_index, : row.numel()].copy_(row)
     else:
-        memoryview(rows[page_index]).cast("B")[: row.numel()] = _view(row)
+        memoryview(rows[page_index]).cast("B")[: row.numel()] = _row_view(row)

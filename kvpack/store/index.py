@@ -185,7 +185,7 @@ class Index:
             with self._transaction() as connection:
                 if connection is None:
                     return
-                folder = tables.note(connection, "next") % 256
+                folder = tables.read_note(connection, "next") % 256
                 tables.set_note(connection, "next", folder + 1)
             state, names = self._folder_state(folder), {tables.row_id(key) for key in self._folder.keys_in(folder)}
             query = "SELECT id FROM entries WHERE id BETWEEN ? AND ?"
@@ -227,7 +227,7 @@ class Index:
         """
         with self._guard(), self._transaction() as connection:
             if connection is not None:
-                old = tables.note(connection, name)
+                old = tables.read_note(connection, name)
                 tables.set_note(connection, name, value)
                 return old
         return None
@@ -310,7 +310,7 @@ class Index:
         connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
         connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version == tables.VERSION and tables.note(connection, "run") != _boot_id_number():
+        if version == tables.VERSION and tables.read_note(connection, "run") != _boot_id_number():
             self._discard()
             return None
         if version not in (tables.VERSION, 0 if new else tables.VERSION):

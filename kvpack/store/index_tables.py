@@ -99,7 +99,7 @@ def _count(connection: sqlite3.Connection, folder: int, *changes: int) -> None:
     connection.execute(statement, (*changes, folder))
 
 
-def note(connection: sqlite3.Connection, name: str) -> int:
+def read_note(connection: sqlite3.Connection, name: str) -> int:
     """Return the number stored under ``name``, or 0 if there is none."""
     row = connection.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
     return 0 if row is None else int(row[0])

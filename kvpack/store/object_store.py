@@ -98,12 +98,12 @@ class ObjectStore(SingleTierBackend):
 
     def count_present(self, keys: Sequence[bytes]) -> int:
         keys = self._leading_unexpired(keys)
-        with contextlib.closing(in_parallel(lambda key: self._kind(_name(key)), keys, MAX_CONCURRENT_REQUESTS)) as kinds:
+        with contextlib.closing(in_parallel(lambda key: self._kind(_object_name(key)), keys, MAX_CONCURRENT_REQUESTS)) as kinds:
             return next((index for index, kind in enumerate(kinds) if kind is not Kind.READABLE), len(keys))
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         expired = self._expired_keys()
-        kinds = in_parallel(lambda key: None if key in expired else self._kind(_name(key)), keys, MAX_CONCURRENT_REQUESTS)
+        kinds = in_parallel(lambda key: None if key in expired else self._kind(_object_name(key)), keys, MAX_CONCURRENT_REQUESTS)
         return [kind is Kind.READABLE for kind in kinds]
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
@@ -122,7 +122,7 @@ class ObjectStore(SingleTierBackend):
             key, tier = request
             if tier >= 0 or key in expired:
                 return None
-            data = self._guard.request("get", lambda: self._objects.read_beginning(_name(key), max_bytes), None)
+            data = self._guard.request("get", lambda: self._objects.read_beginning(_object_name(key), max_bytes), None)
             return None if data is None else FoundEntry(data, 0)
 
         return [*in_parallel(find, zip(keys, after_tier, strict=True), MAX_CONCURRENT_REQUESTS)]
@@ -132,7 +132,7 @@ class ObjectStore(SingleTierBackend):
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         read = self._objects.read_front if front else self._objects.read
-        return self._guard.request("get", lambda: read(_name(key)), None)
+        return self._guard.request("get", lambda: read(_object_name(key)), None)
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         return self.put_all(chain, {len(chain) - 1: pieces}, now_ns)[0]
@@ -155,7 +155,7 @@ class ObjectStore(SingleTierBackend):
 
     def _put(self, key: bytes, pieces: Sequence[memoryview]) -> bool:
         """Put an entry whose bytes have already been reserved. Returns True if a readable entry exists now."""
-        name, data = _name(key), b"".join(pieces)
+        name, data = _object_name(key), b"".join(pieces)
         new: bool | None = self._guard.request("put", lambda: self._objects.put_new(name, data), None)
         kind = Kind.READABLE
         if new is False:
@@ -395,7 +395,7 @@ class ObjectStore(SingleTierBackend):
             for name, size, put_ns in names:
                 with contextlib.suppress(ValueError):
                     key = bytes.fromhex(name.rpartition("/")[2])
-                    if len(key) == KEY_BYTES and _name(key) == name:
+                    if len(key) == KEY_BYTES and _object_name(key) == name:
                         result.append((key, size, put_ns))
         return result
 
@@ -403,7 +403,7 @@ class ObjectStore(SingleTierBackend):
         return self._guard.request(operation, lambda: self._objects.names(prefix), None)
 
     def _size(self, key: bytes) -> int | None:
-        return self._guard.request("match", lambda: self._objects.size(_name(key)), None)
+        return self._guard.request("match", lambda: self._objects.size(_object_name(key)), None)
 
     def _read_all(self, listed: Listing) -> Sequence[Data]:
         """Return the bytes of each listed record.
@@ -431,7 +431,7 @@ class ObjectStore(SingleTierBackend):
         return [*in_parallel(read, names, MAX_CONCURRENT_REQUESTS)]
 
     def _remove_all(self, keys: Sequence[bytes]) -> set[bytes]:
-        removed = in_parallel(self._remove, map(_name, keys), MAX_CONCURRENT_REQUESTS)
+        removed = in_parallel(self._remove, map(_object_name, keys), MAX_CONCURRENT_REQUESTS)
         return {key for key, success in zip(keys, removed, strict=True) if success}
 
     def _remove(self, name: str) -> bool:
@@ -458,7 +458,7 @@ def is_object_store(location: Any) -> bool:
     return type(location).__module__.partition(".")[0] in ("obstore", "_obstore")
 
 
-def _name(key: bytes) -> str:
+def _object_name(key: bytes) -> str:
     """Return the name of an entry's object. In a folder, the entry's file would have the same path."""
     name = key.hex()
     return f"{name[0]}/{name[1]}/{name}"

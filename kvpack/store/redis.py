@@ -137,7 +137,7 @@ class Redis(SingleTierBackend):
         result: list[FoundEntry | None] = [None] * len(keys)
         requested = [index for index, tier in enumerate(after_tier) if tier < 0]
         at_once = min(_KEYS_AT_ONCE, max(1, _BYTES_AT_ONCE // (max_bytes + 1)))
-        for part in _split(requested, at_once):
+        for part in _split_into_batches(requested, at_once):
             values = self._client.send_all(
                 "get", [(bytes_up_to(max_bytes + 1), "GETRANGE", ENTRY + keys[index], 0, max_bytes) for index in part]
             )
@@ -152,7 +152,7 @@ class Redis(SingleTierBackend):
         if front:
             return self._read_fronts(keys)
         result: list[Data | None] = [None] * len(keys)
-        for part in _split(range(len(keys)), _KEYS_AT_ONCE):
+        for part in _split_into_batches(range(len(keys)), _KEYS_AT_ONCE):
             sizes = self._client.send_all("get", [(integer, "STRLEN", ENTRY + keys[index]) for index in part])
             present = {index: size for index, size in zip(part, sizes, strict=False) if self._is_fetchable(keys[index], size or 0)}
             for group in batches(present.items(), _KEYS_AT_ONCE, _BYTES_AT_ONCE):
@@ -166,7 +166,7 @@ class Redis(SingleTierBackend):
 
     def _read_fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
         result: list[Data | None] = []
-        for part in _split(keys, _FRONTS_AT_ONCE):
+        for part in _split_into_batches(keys, _FRONTS_AT_ONCE):
             count = self._front_bytes
             looked = self._sizes_and_fronts(part, count)
             ends = [
@@ -207,7 +207,7 @@ class Redis(SingleTierBackend):
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
         # The end of a chain goes first, because a descendant cannot be found without its ancestors.
-        calls = [("delete", b"".join(part)) for part in reversed([*_split(keys, _PER_CALL)])]
+        calls = [("delete", b"".join(part)) for part in reversed([*_split_into_batches(keys, _PER_CALL)])]
         return {key for removed in self._client.call_each("delete", calls) for key in removed or ()}
 
     def discard(self, key: bytes, entry: FoundEntry) -> None:
@@ -345,7 +345,7 @@ class Redis(SingleTierBackend):
         """Return the script calls that record a use of ``chain``. Each call is short, because it blocks all other clients."""
         # The server's clock is used, because clients' clocks may differ. A long chain's end goes first: its beginning must be newer.
         starts = range(0, len(chain), _KEYS_AT_ONCE)
-        return [("touch", b"".join(chain[start : start + _KEYS_AT_ONCE]), _argument(self._ttl), start) for start in reversed(starts)]
+        return [("touch", b"".join(chain[start : start + _KEYS_AT_ONCE]), _limit_argument(self._ttl), start) for start in reversed(starts)]
 
     def _send(
         self,
@@ -378,7 +378,7 @@ class Redis(SingleTierBackend):
 
     def _put_call(self, chain: Sequence[bytes], group: Sequence[int], entries: Mapping[int, _NewEntry], *settings: int) -> Call:
         added = [argument for position in group for argument in (position + 1, entries[position].text, entries[position].data)]
-        return ("put", b"".join(chain[: group[-1] + 1]), _argument(self._max_bytes), _argument(self._ttl), *settings, *added)
+        return ("put", b"".join(chain[: group[-1] + 1]), _limit_argument(self._max_bytes), _limit_argument(self._ttl), *settings, *added)
 
     def _make_room(self, chain: Sequence[bytes], sizes: Sequence[int]) -> bool:
         """Evict entries until there is room for entries of ``sizes`` bytes. Returns True if there is.
@@ -421,8 +421,8 @@ class Redis(SingleTierBackend):
         The size is 0, without bytes, if the key is missing or not a string, or if the server did not reply.
         """
         result: list[tuple[int, bytes]] = []
-        for part in _split(keys, _KEYS_AT_ONCE):
-            calls = [("fronts", b"".join(some), count) for some in _split(part, _PER_CALL)]
+        for part in _split_into_batches(keys, _KEYS_AT_ONCE):
+            calls = [("fronts", b"".join(some), count) for some in _split_into_batches(part, _PER_CALL)]
             replies = self._client.call_each("match", calls)
             if not replies or None in replies or sum(map(len, replies)) != 2 * len(part) + len(calls):
                 break
@@ -476,12 +476,12 @@ def is_redis(location: str | os.PathLike[str]) -> bool:
     return isinstance(location, str) and location.startswith(SCHEMES)
 
 
-def _argument(limit: int | None) -> int | str:
+def _limit_argument(limit: int | None) -> int | str:
     """Return the script argument that represents ``limit``."""
     return "" if limit is None else limit
 
 
-def _split(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
+def _split_into_batches(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
     for begin in range(0, len(items), count):
         yield items[begin : begin + count]
 

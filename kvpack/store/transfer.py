@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvpack.file import container
-from kvpack.file.inputs import IDS_FEATURE, Inputs, join_features, split
+from kvpack.file.inputs import IDS_FEATURE, Inputs, join_features, split_feature
 from kvpack.file.user_files import read_json
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, MissingFile
 from kvpack.identity.identity import Identity
@@ -107,8 +107,10 @@ def _features(prefix: Prefix) -> dict[str, bytes]:
     chunk_fields = [entry.fields for entry in prefix.entries]
     size = (len(chunk_fields[0].ids) // ID_BYTES).to_bytes(_CHUNK_BYTES, "little")
     if any(chunk.inputs for chunk in chunk_fields):
-        return split(TOKEN_CHUNKS_FEATURE, size + b"".join(bytes([len(chunk.inputs)]) + chunk.inputs + chunk.ids for chunk in chunk_fields))
-    return {CHUNK_SIZE_FEATURE: size, **split(IDS_FEATURE, b"".join(chunk.ids for chunk in chunk_fields))}
+        return split_feature(
+            TOKEN_CHUNKS_FEATURE, size + b"".join(bytes([len(chunk.inputs)]) + chunk.inputs + chunk.ids for chunk in chunk_fields)
+        )
+    return {CHUNK_SIZE_FEATURE: size, **split_feature(IDS_FEATURE, b"".join(chunk.ids for chunk in chunk_fields))}
 
 
 def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str, source: str | None = None) -> ExportedPrefix:
@@ -118,7 +120,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     MissingFile, MissingBasis, and the same errors as ``kvpack.load``.
     """
     from kvpack.cache import files
-    from kvpack.coding.basis_sources import find
+    from kvpack.coding.basis_sources import find_basis
     from kvpack.coding.recipes import Recipe, basis_digest
 
     # Truncating a mapped file would end the process, so the command reads a copy.
@@ -126,7 +128,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     header = file.header
     identity = Identity.of_header(header.model, header.recipe, tenant)
     digest = basis_digest(Recipe.from_recorded(header.recipe))
-    basis = find(source, digest) if source is not None and digest is not None else None
+    basis = find_basis(source, digest) if source is not None and digest is not None else None
     cache = files.read(file, basis=basis)
     identity = replace(identity, keeps_states=any(layer.states for layer in cache), basis=basis)
     if data := join_features(header.ignorable, TOKEN_CHUNKS_FEATURE):

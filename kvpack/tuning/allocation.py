@@ -17,7 +17,7 @@ Allocation = dict[Place, str]
 """The codec of each tensor (the keys or values of one layer), as written in a recipe."""
 
 
-def uniform(places: Sequence[Place], k: str, v: str) -> Allocation:
+def uniform_allocation(places: Sequence[Place], k: str, v: str) -> Allocation:
     """Return the allocation that uses codec ``k`` for the keys and ``v`` for the values of all layers."""
     return {(layer, side): k if side == "k" else v for layer, side in places}
 
@@ -43,7 +43,7 @@ def recipe_clauses(allocation: Allocation) -> list[str]:
 
 def recipe_text(allocation: Allocation) -> str:
     """Return the canonical recipe text of an allocation. Raises InvalidParameter if it is too long for a file's header."""
-    text = _canonical(";".join(recipe_clauses(allocation)))
+    text = _canonical_recipe(";".join(recipe_clauses(allocation)))
     if len(text) > MAX_STRING_BYTES:
         raise InvalidParameter(
             f"the recipe of {len(allocation) // 2} layers takes {len(text)} bytes as text, but a file can have at most "
@@ -53,7 +53,7 @@ def recipe_text(allocation: Allocation) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _canonical(text: str) -> str:
+def _canonical_recipe(text: str) -> str:
     return Recipe(text).text
 
 

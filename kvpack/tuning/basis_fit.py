@@ -70,7 +70,7 @@ def costs_of(statistics: Statistics, names: Sequence[str], minimum: float) -> di
     # Each temperature gets the same share, and the proportions between layers are kept.
     shares = 1 / torch.stack([statistics.costs[name].diagonal(dim1=-2, dim2=-1).sum((1, 2)) for name in names]).sum(0)
     costs = {name: (statistics.costs[name] * shares[:, None, None, None]).sum(0) for name in names}
-    floors = _floors(statistics, costs, minimum)
+    floors = _cost_floors(statistics, costs, minimum)
     return {name: cost + torch.diag_embed(floors[name]) for name, cost in costs.items()}
 
 
@@ -85,7 +85,7 @@ def channel_costs(cost: torch.Tensor) -> torch.Tensor:
     return diagonal + least if least > 0 else torch.ones_like(diagonal)
 
 
-def _floors(statistics: Statistics, costs: dict[str, torch.Tensor], minimum: float) -> dict[str, torch.Tensor]:
+def _cost_floors(statistics: Statistics, costs: dict[str, torch.Tensor], minimum: float) -> dict[str, torch.Tensor]:
     """Return the cost to add to each channel, ``[part, channel]``, for each name of statistics in ``costs``."""
     shapes, sizes, losses = {}, {}, {}
     for name, cost in costs.items():

@@ -127,7 +127,7 @@ def run(
     tokens, scored_tokens, windows = _sizes(settings, words, longest, positions(network))
     read_again = _windows_for_widths(network, words, settings) if settings.widths else []
     if settings.twin is not None:
-        make_twin(network, settings.twin, _sample(network, words), settings.seed)
+        make_twin(network, settings.twin, _sample_tokens(network, words), settings.seed)
         identity = {key: text for key, text in identity.items() if not key.startswith("weights")}
         identity |= {"name": f"{identity.get('name', '')} twin {settings.twin:g}"}
     sizes: dict[str, Any] = {"tokens": tokens, "score": scored_tokens, "windows": windows, "seed": settings.seed, "twin": settings.twin}
@@ -136,7 +136,7 @@ def run(
     layer_ropes = _ropes(network, words, tokens, longest)
     report = _gather(network, words, sizes, out + PROGRESS_SUFFIX, framing, layer_ropes, progress)
     halves = report.halves()
-    for_frames, for_rows = _positions(settings, longest, positions(network))
+    for_frames, for_rows = _position_counts(settings, longest, positions(network))
     if layer_ropes is not None:
         places = window_positions(tokens - scored_tokens, for_frames)
         halves = halves and [
@@ -207,7 +207,7 @@ def _sizes(settings: Settings, text: Text, longest: int | None, max_positions: i
     return tokens, scored_tokens, windows
 
 
-def _positions(settings: Settings, longest: int | None, max_positions: int | None) -> tuple[int, int]:
+def _position_counts(settings: Settings, longest: int | None, max_positions: int | None) -> tuple[int, int]:
     """Return over how many positions balanced frames are averaged, and over how many klt's rows are."""
     if settings.positions is not None:
         return settings.positions, settings.positions
@@ -240,7 +240,7 @@ def _frame_scope(model: Any, text: Text, scope: str | None, tokens: int, longest
         raise InvalidParameter(f"--scope is {scope!r}, expected one of none, {', '.join(SCOPES)}")
     if scope == "none":
         return None, None
-    sample = _sample(model, text)
+    sample = _sample_tokens(model, text)
     (k, _), *_ = pairs = prefill(model, sample)
     _check_pairs(pairs)
     try:
@@ -265,12 +265,12 @@ def _ropes(model: Any, text: Text, tokens: int, longest: int | None) -> Sequence
     if longest is not None and tokens > longest:
         return None
     try:
-        return find_ropes(model, _sample(model, text))
+        return find_ropes(model, _sample_tokens(model, text))
     except InvalidParameter:
         return None
 
 
-def _sample(model: Any, text: Text) -> torch.Tensor:
+def _sample_tokens(model: Any, text: Text) -> torch.Tensor:
     """Return the first tokens ``[1, token]`` of the text, at most the model's number of positions."""
     return window(text, 0, _SAMPLE_TOKENS)[:, : positions(model)].to(model.device)
 
@@ -344,7 +344,7 @@ def _gather(
 def _calibration_id(model: Any, text: Text, sizes: dict[str, Any]) -> str:
     """Return a digest that identifies the model, the text and the sizes. It covers the model's predictions for the beginning of the text.
     """
-    sample = _sample(model, text)
+    sample = _sample_tokens(model, text)
     with torch.inference_mode():
         logits = model(sample).logits[0]
     digest = xxhash.xxh3_128(logits.float().contiguous().cpu().numpy().tobytes())

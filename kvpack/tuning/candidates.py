@@ -132,8 +132,10 @@ def pack_candidates(exact: UncompressedResult, candidates: dict[str, list[str]],
             packed[place], left_out[place] = {}, {}
             for codec in candidates[side]:
                 try:
-                    clause = _recipe(side, codec, basis)
-                    packed[place][codec] = _pack(x.to(torch.bfloat16), (k_norms, v_norms), exact.prefix, clause, place, len(exact.pairs))
+                    clause = _candidate_recipe(side, codec, basis)
+                    packed[place][codec] = _pack_tensor(
+                        x.to(torch.bfloat16), (k_norms, v_norms), exact.prefix, clause, place, len(exact.pairs)
+                    )
                 except (InvalidParameter, OutOfBounds) as error:
                     left_out[place][codec] = str(error).removeprefix(f"layers[{layer}].{side}: ")
             if not packed[place]:
@@ -142,11 +144,11 @@ def pack_candidates(exact: UncompressedResult, candidates: dict[str, list[str]],
     return PackedCandidates(packed, left_out)
 
 
-def _recipe(side: str, codec: str, basis: Basis | None) -> Recipe:
+def _candidate_recipe(side: str, codec: str, basis: Basis | None) -> Recipe:
     return Recipe(";".join(f"{other}={codec if other == side else 'raw'}" for other in SIDES), basis)
 
 
-def _pack(
+def _pack_tensor(
     x: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor], prefix: int, recipe: Recipe, tensor: Place, layers: int
 ) -> Side:
     number, side = tensor

@@ -106,13 +106,13 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
     for place, place_columns in columns.items():
         for step in range(0, 256, SCALES_PER_TABLE):
             steps = place_columns * 2.0 ** (step / SCALES_PER_OCTAVE)
-            coded = _levels(steps, 0.0)
+            coded = _round_to_levels(steps, 0.0)
             bits = _entropy(coded)
             if bits > _MAX_BITS:
                 break
             if bits >= _MIN_BITS:
                 table = numpy.clip((step - scales[place]) // SCALES_PER_TABLE, 0, _TABLES - 1)[:, None, :]
-                by_value = _levels(steps, DEAD_ZONE)
+                by_value = _round_to_levels(steps, DEAD_ZONE)
                 for table_counts, level, added in (
                     (counts, coded, None),
                     (seen, by_value, None),
@@ -144,7 +144,7 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
     return SymbolTables(frequencies, torch.from_numpy(values).to(torch.float16).to(torch.float32))
 
 
-def _levels(steps: Array, dead_zone: float) -> Array:
+def _round_to_levels(steps: Array, dead_zone: float) -> Array:
     """Round columns to levels as encoders do, but with a dead zone."""
     result: Array = numpy.sign(steps) * numpy.floor(numpy.abs(steps) + (0.5 - dead_zone))
     return result

@@ -89,11 +89,11 @@ def open_journal(path: str | None, exact: Sequence[UncompressedResult]) -> Journ
             f"{path} was written for a different model, text, size, seed, device, thread count or kvpack version: "
             "pass another path or remove the file"
         )
-    journal.losses = {recipe: _loss(path, recipe, result, len(exact)) for recipe, result in content["losses"].items()}
+    journal.losses = {recipe: _parse_loss(path, recipe, result, len(exact)) for recipe, result in content["losses"].items()}
     return journal
 
 
-def _loss(path: str, recipe: str, entry: Any, windows: int) -> Loss:
+def _parse_loss(path: str, recipe: str, entry: Any, windows: int) -> Loss:
     try:
         loss = Loss(**entry)
         numbers = [*loss.kl_divergences, *loss.log_perplexities]

@@ -6,7 +6,7 @@ import math
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from kvpack.evaluation.intervals import student_t
+from kvpack.evaluation.intervals import student_t_interval
 from kvpack.output import printable
 
 from .allocation import recipe_text
@@ -64,12 +64,12 @@ def _row(measurement: Measurement, search: Search, exact: list[float], losses: d
         "recipe": recipe,
         "bits_per_value": measurement.loss.bits_per_value,
         "bytes": measurement.loss.bytes // len(search.windows.exact),
-        "searched": _losses(measurement.loss, [window.loss for window in search.windows.exact]),
-        "held_out": _losses(losses[recipe], exact),
+        "searched": _loss_results(measurement.loss, [window.loss for window in search.windows.exact]),
+        "held_out": _loss_results(losses[recipe], exact),
     }
 
 
-def _losses(loss: Loss, exact: list[float]) -> dict[str, Any]:
+def _loss_results(loss: Loss, exact: list[float]) -> dict[str, Any]:
     differences = [result - reference for result, reference in zip(loss.log_perplexities, exact, strict=True)]
     return {
         "kl_divergence": loss.kl_divergence,
@@ -77,7 +77,7 @@ def _losses(loss: Loss, exact: list[float]) -> dict[str, Any]:
         "perplexity": math.exp(fmean(loss.log_perplexities)),
         "uncompressed_perplexity": math.exp(fmean(exact)),
         "log_perplexity_difference": fmean(differences),
-        "log_perplexity_difference_interval": student_t(differences),
+        "log_perplexity_difference_interval": student_t_interval(differences),
     }
 
 
@@ -87,7 +87,7 @@ def compare_losses(tuned: Loss, uniform: Loss) -> dict[str, Any]:
     ``verdict`` is "better" or "worse" if Student's interval excludes 0, "the same" if both recipes are equal, and "undecided" otherwise.
     """
     differences = [loss - other for loss, other in zip(tuned.kl_divergences, uniform.kl_divergences, strict=True)]
-    interval = student_t(differences)
+    interval = student_t_interval(differences)
     if tuned is uniform:
         verdict = "the same"
     elif interval is None or interval[0] <= 0 <= interval[1]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 
-from .allocation import Allocation, Place, recipe_text, uniform
+from .allocation import Allocation, Place, recipe_text, uniform_allocation
 from .greedy import Losses, allocate, hull
 from .place_losses import single_place_recipe
 
@@ -61,7 +61,7 @@ class Search:
         return sorted(common, key=lambda codec: self.priced.stream_bytes((0, side), codec))
 
 
-def best(measured: list[Measurement]) -> Measurement:
+def best_measurement(measured: list[Measurement]) -> Measurement:
     """Return the measurement with the smallest KL divergence, or the first one in a tie."""
     return min(measured, key=lambda measurement: measurement.loss.kl_divergence)
 
@@ -76,13 +76,13 @@ def thorough_search(search: Search) -> tuple[Measurement, Measurement | None]:
     search.sensitivities = measure_sensitivities(search)
     result = measure_within_budget(search, "greedy", search.sensitivities)
     uniforms = [search.measure("uniform", allocation) for allocation in _promising_uniforms(search)]
-    tuned = best([result, *uniforms])
+    tuned = best_measurement([result, *uniforms])
     for _ in range(MAX_ROUNDS):
         changed = _exchange(search, tuned)
         if changed is None:
             break
         tuned = changed
-    return tuned, best(uniforms) if uniforms else None
+    return tuned, best_measurement(uniforms) if uniforms else None
 
 
 def steps(layers: int, candidates: dict[str, list[str]]) -> int:
@@ -133,10 +133,10 @@ def _promising_uniforms(search: Search) -> list[Allocation]:
     places, known = search.priced.places, search.sensitivities
     result = []
     for k, v in product(search.common_candidates("k"), search.common_candidates("v")):
-        allocation = uniform(places, k, v)
+        allocation = uniform_allocation(places, k, v)
         if search.fits(allocation) and all(codec in known[place] for place, codec in allocation.items()):
             result.append((sum(known[place][codec] for place, codec in allocation.items()), k, v))
-    return [uniform(places, k, v) for _, k, v in sorted(result)[:MAX_UNIFORM_RECIPES]]
+    return [uniform_allocation(places, k, v) for _, k, v in sorted(result)[:MAX_UNIFORM_RECIPES]]
 
 
 def _exchange(search: Search, tuned: Measurement) -> Measurement | None:

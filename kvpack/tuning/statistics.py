@@ -166,7 +166,7 @@ class Statistics:
         generator = torch.Generator(tokens.device).manual_seed(seed)
         raw = [~_encoded_tokens(k) for k, _ in pairs]
         for number, share in enumerate(attention_shares(model, tokens, pairs, raw)):
-            _add(self.shares, str(number), torch.tensor(share, dtype=torch.float64, device="cpu"))
+            _add_to_sum(self.shares, str(number), torch.tensor(share, dtype=torch.float64, device="cpu"))
         count = pairs[0][0].shape[2]
         depends = False
         costs: dict[str, torch.Tensor] = {}
@@ -178,7 +178,7 @@ class Statistics:
                     cost = _outer_products(gradient, ~raw[number][:first])
                     costs[name] = costs[name] + cost if name in costs else cost
         for name, cost in costs.items():
-            _add(self.costs, name, cost)
+            _add_to_sum(self.costs, name, cost)
         _check_depends(depends, tokens.shape[1] - count)
         order = torch.randperm(count, generator=generator, device=tokens.device)
         for number, pair in enumerate(pairs):
@@ -196,7 +196,7 @@ class Statistics:
             assert part is not None
             key_moments = KeyMoments.of(pairs[number][0], *part, None if ropes is None else ropes[number])
             for name in MOMENTS:
-                _add(self.moments, f"{number}.{window % 2}.{name}", getattr(key_moments, name))
+                _add_to_sum(self.moments, f"{number}.{window % 2}.{name}", getattr(key_moments, name))
 
     def halves(self) -> list[tuple[KeyMoments, KeyMoments]] | None:
         """Return each layer's moments in even and in odd windows, or None if there are none. If there is only one window, the other half is
@@ -227,9 +227,9 @@ class Statistics:
 
     def _count(self, name: str, values: torch.Tensor, counted: torch.Tensor, chosen: torch.Tensor) -> None:
         x = values[0].to(torch.float64)[:, counted]
-        _add(self.counts, name, counted.sum().to(torch.float64))
-        _add(self.sums, name, x.sum(1))
-        _add(self.products, name, x.transpose(1, 2) @ x)
+        _add_to_sum(self.counts, name, counted.sum().to(torch.float64))
+        _add_to_sum(self.sums, name, x.sum(1))
+        _add_to_sum(self.products, name, x.transpose(1, 2) @ x)
         self.samples.setdefault(name, []).append(values[0][:, chosen].to(torch.float32).cpu())
 
     def write(self, path: str) -> None:
@@ -284,7 +284,7 @@ def _check_depends(depends: bool, scored_tokens: int) -> None:
         )
 
 
-def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
+def _add_to_sum(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
     """Add ``values``, which may be on any device, to the sum ``name``, which is on the CPU."""
     sums[name] = values.cpu() if name not in sums else sums[name] + values.cpu()
 

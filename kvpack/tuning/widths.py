@@ -11,7 +11,7 @@ from kvpack.coding.calibrated_presets import increase_losses
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import InvalidParameter
 
-from .allocation import uniform
+from .allocation import uniform_allocation
 from .greedy import Losses, allocate
 from .place_losses import MEASURED_BITS, single_place_recipe
 from .search import Measurement, Search, measure_within_budget
@@ -38,7 +38,7 @@ def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
         search.sensitivities[layer, side] = {codec: loss}
     tuned = measure_within_budget(search, "widths", _predict_losses(search, measured))
     pairs = zip(*(search.common_candidates(side) for side in "kv"), strict=False)
-    fitting = [result for k, v in pairs if search.fits(result := uniform(search.priced.places, k, v))]
+    fitting = [result for k, v in pairs if search.fits(result := uniform_allocation(search.priced.places, k, v))]
     plain = search.measure("uniform", fitting[-1]) if fitting else None
     if plain is not None and plain.loss.kl_divergence < tuned.loss.kl_divergence:
         tuned = plain

@@ -47,7 +47,7 @@ if torch.cuda.is_available():
     for tokens in (3000, 300):
         calls("cuda", tokens)
 else:
-    with compile_ahead.collect_kernels(compile_ahead.chip(90)) as kernels:
+    with compile_ahead.collect_kernels(compile_ahead.gpu_of(90)) as kernels:
         for tokens in (3000, 300):
             calls("cpu", tokens)
     for kernel in kernels.values():
@@ -94,7 +94,7 @@ q = torch.zeros(1, shape.q_heads, 1, shape.dim, dtype=torch.bfloat16)
 found = []
 for tokens in (1000, 1001, 1002, 1004):
     layer = kvpack.pack(compile_ahead.random_pairs(shape, tokens), RECIPE)[0]
-    with compile_ahead.collect_kernels(compile_ahead.chip(90)) as kernels:
+    with compile_ahead.collect_kernels(compile_ahead.gpu_of(90)) as kernels:
         kvpack.attend(q, layer)
     found.append(sorted(key for key, kernel in kernels.items() if kernel.kernel == "attend_split"))
 print(json.dumps(found))
@@ -119,10 +119,10 @@ from kvpack.bench import compile_ahead
 
 (k, v), = compile_ahead.random_pairs(compile_ahead.Shape(), 300)
 cache = kvpack.pack([(k, v)], RECIPE)
-with compile_ahead.collect_kernels(compile_ahead.chip(90)) as ahead:
+with compile_ahead.collect_kernels(compile_ahead.gpu_of(90)) as ahead:
     for call in compile_ahead.calls(kvpack.Recipe(RECIPE)).values():
         call()
-with compile_ahead.collect_kernels(compile_ahead.chip(90)) as kernels:
+with compile_ahead.collect_kernels(compile_ahead.gpu_of(90)) as kernels:
     live = kvpack.LiveCache.of(cache)
     for _ in range(2):
         live.update(0, k[:, :, :1], v[:, :, :1])

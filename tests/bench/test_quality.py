@@ -352,7 +352,7 @@ def test_an_answer_is_correct_if_every_token_is_the_first_choice() -> None:
             logits[0, torch.arange(-8, 0), torch.tensor([*choices])] = 1
             return type("Output", (), {"logits": logits})
 
-    prompt = needles.Prompt((), ((tuple(b"\n[[key QWERTY = "), tuple(value)),), (0.0,))
+    prompt = needles.NeedlePrompt((), ((tuple(b"\n[[key QWERTY = "), tuple(value)),), (0.0,))
     for Answering.wrong in range(8):
         assert needles.grade_answers(Answering(), prompt, lambda: "true") == [True]
         assert needles.grade_answers(Answering(), prompt, lambda: "other") == [False]

@@ -109,7 +109,7 @@ def test_errors_for_unknown_words_list_the_expected_ones(cache: Path, capsys: py
 def test_a_file_with_other_contents_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"GGUF")
     with pytest.raises(InvalidParameter, match=f"expected {real_model._SHA256}"):
-        real_model.check(tmp_path / "file")
+        real_model.check_sha256(tmp_path / "file")
 
 
 def test_fetching_installs_nothing_and_cleans_up_after_failures(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 
 import kvpack
 from kvpack import cache_names
-from kvpack.bench.device_times import call_seconds, free, wait
+from kvpack.bench.device_times import call_seconds, free_memory, wait
 from kvpack.bench.serve import DTYPES, PREFIXES, SUFFIX, random_model
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import InvalidParameter
@@ -78,7 +78,7 @@ def run(
             for tokens in prefixes:
                 report["rows"] += _rows(model, shape, tokens, recipes, every, device, folder, count)
             del model
-            free(device)
+            free_memory(device)
     return report
 
 
@@ -114,7 +114,7 @@ def _rows(
     count()
     for recipe in recipes:
         rows.append({**row, "from": recipe, **_resumed(model, ids, tokens, recipe, every, device, folder, logits)})
-        free(device)
+        free_memory(device)
         count()
     return rows
 
@@ -151,7 +151,7 @@ def _resumed(
             stored = store.save(prompt, cache)
         saved = time.perf_counter()
         del cache
-        free(device)
+        free_memory(device)
         if stored != tokens or store.match(prompt) != tokens:
             raise InvalidParameter(f"{recipe}: the store holds {stored} of {tokens} tokens; give a folder with more space")
 

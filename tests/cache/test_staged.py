@@ -55,7 +55,7 @@ def same(a: Cache, b: Cache) -> None:
 def test_device_loads_equal_cpu_loads(recipe: str, compress: bool, tmp_path: Path) -> None:
     kvpack.save(cache_of(recipe), tmp_path / "a.kvpack", compress=compress)
     bus, pieces, layers = LateBus(), [], []
-    found = files.read_to(bus, container.open_file(tmp_path / "a.kvpack"), progress=lambda *counts: pieces.append(counts))
+    found = files.read_to_device(bus, container.open_file(tmp_path / "a.kvpack"), progress=lambda *counts: pieces.append(counts))
     same(found, kvpack.load(tmp_path / "a.kvpack", progress=lambda *counts: layers.append(counts)))
     assert bus.closed
     assert pieces == [(done, len(pieces)) for done in range(1, len(pieces) + 1)] != []
@@ -67,7 +67,7 @@ def test_progress_of_a_part_counts_only_the_part(tmp_path: Path) -> None:
     pieces, layers = [], []
     options = {"layers": [2, 0], "tokens": 64}
     kvpack.load(tmp_path / "a.kvpack", **options, progress=lambda *counts: layers.append(counts))
-    files.read_to(LateBus(), container.open_file(tmp_path / "a.kvpack"), **options, progress=lambda *counts: pieces.append(counts))
+    files.read_to_device(LateBus(), container.open_file(tmp_path / "a.kvpack"), **options, progress=lambda *counts: pieces.append(counts))
     assert layers == [(1, 2), (2, 2)]
     assert pieces[-1] == (len(pieces), len(pieces))
 
@@ -102,12 +102,12 @@ def test_caches_without_layers_tokens_or_sides_are_loaded(tmp_path: Path) -> Non
         assert (tmp_path / "a").stat().st_size == cache.nbytes, number
         kvpack.save(cache, tmp_path / "b")
         assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-        same(files.read_to(LateBus(), container.open_file(tmp_path / "a")), cache)
+        same(files.read_to_device(LateBus(), container.open_file(tmp_path / "a")), cache)
 
 
 def test_a_golden_file_is_loaded_to_a_device(golden: list[Path]) -> None:
     for path in golden:
-        same(files.read_to(LateBus(), container.open_file(path)), kvpack.load(path))
+        same(files.read_to_device(LateBus(), container.open_file(path)), kvpack.load(path))
 
 
 @pytest.fixture
@@ -132,13 +132,13 @@ def test_staging_memory_is_bounded_and_reused(tmp_path: Path) -> None:
     assert asked == [4 * largest]
     assert list(found) == list(range(12))
     asked.clear()
-    same(files.read_to(Counting(), file), kvpack.load(tmp_path / "a"))
+    same(files.read_to_device(Counting(), file), kvpack.load(tmp_path / "a"))
     assert asked[0] <= min(staged_load.STAGING_BYTES, 26 * largest)
 
 
 def test_each_layer_is_one_buffer_with_streams_aligned_to_64_bytes(tmp_path: Path) -> None:
     kvpack.save(cache_of("kivi-2"), tmp_path / "a")
-    for layer in files.read_to(HostBus(), container.open_file(tmp_path / "a")):
+    for layer in files.read_to_device(HostBus(), container.open_file(tmp_path / "a")):
         tensors = [tensor for side in layer.sides.values() for tensor in (*side.stored_streams()[0].values(), side.tail)]
         tensors = [tensor for tensor in tensors if tensor.numel()]
         assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
@@ -162,7 +162,7 @@ def test_damage_gives_the_same_error_as_on_the_cpu(compress: bool, tmp_path: Pat
     for at in range(0, len(data), 211):
         path.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
         bus = LateBus()
-        found = outcome(lambda bus=bus: files.read_to(bus, container.open_file(path)))
+        found = outcome(lambda bus=bus: files.read_to_device(bus, container.open_file(path)))
         assert found == outcome(lambda: kvpack.load(path))
         assert bus.begun == 0 or bus.closed
         refused += found[0] != "loaded"
@@ -179,7 +179,7 @@ def test_the_first_error_in_the_file_is_raised(tmp_path: Path) -> None:
         data[start + places[name].begin] ^= 1
     path.write_bytes(data)
     with pytest.raises(KvpackError, match=r"a: 1\.v\.codes\.0 is damaged"):
-        files.read_to(LateBus(), container.open_file(path))
+        files.read_to_device(LateBus(), container.open_file(path))
 
 
 def test_values_that_no_writer_produces_are_refused(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_values_that_no_writer_produces_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidPayload) as mapped:
         kvpack.load(tmp_path / "a")
     with pytest.raises(InvalidPayload) as staged:
-        files.read_to(LateBus(), container.open_file(tmp_path / "a"))
+        files.read_to_device(LateBus(), container.open_file(tmp_path / "a"))
     assert str(staged.value) == str(mapped.value)
 
 
@@ -200,14 +200,14 @@ def test_a_file_truncated_after_opening_is_reported_as_truncated(tmp_path: Path)
     file = container.open_file(path)
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(Truncated, match="another process truncated it"):
-        files.read_to(LateBus(), file)
+        files.read_to_device(LateBus(), file)
 
 
 def test_later_changes_to_the_file_have_no_effect(tmp_path: Path) -> None:
     path = tmp_path / "a"
     cache = cache_of()
     kvpack.save(cache, path)
-    loaded = files.read_to(HostBus(), container.open_file(path))
+    loaded = files.read_to_device(HostBus(), container.open_file(path))
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))
     assert all(torch.equal(a, b) for a, b in zip(unpack_all(loaded), unpack_all(cache), strict=True))
@@ -222,7 +222,7 @@ def test_no_thread_remains_after_a_failed_load(tmp_path: Path) -> None:
         damaged.seek(start + place.begin)
         damaged.write(bytes([damaged.read(1)[0] ^ 1]))
     with pytest.raises(KvpackError, match=r"a: 3\.k\."):
-        files.read_to(bus, file)
+        files.read_to_device(bus, file)
     assert (bus.closed, threading.active_count()) == (True, threads)
 
 
@@ -264,7 +264,7 @@ def test_loading_a_part_of_a_file_returns_that_part_of_the_cache(recipe: str, pa
     expected = expected[:, slice(*((0, tokens) if isinstance(tokens, int) else tokens))] if chosen else expected
     bus = LateBus()
     same(kvpack.load(tmp_path / "a", **part), expected)
-    same(files.read_to(bus, container.open_file(tmp_path / "a"), **part), expected)
+    same(files.read_to_device(bus, container.open_file(tmp_path / "a"), **part), expected)
     assert bus.closed
     kvpack.save(kvpack.load(tmp_path / "a", **part), tmp_path / "b")
     # A file without sides has no tokens, whose ids could be known.
@@ -282,12 +282,12 @@ def test_only_the_requested_layers_are_read(tmp_path: Path) -> None:
     path.write_bytes(data)
     for part in ({"layers": [0, 2]}, {"layers": 2, "tokens": 64}):
         assert kvpack.load(path, **part)[2].sides
-        assert files.read_to(LateBus(), container.open_file(path), **part)[2].sides
+        assert files.read_to_device(LateBus(), container.open_file(path), **part)[2].sides
     for part in ({"layers": [1]}, {"layers": 1, "tokens": 1}):
         with pytest.raises(DigestMismatch):
             kvpack.load(path, **part)
         with pytest.raises(DigestMismatch):
-            files.read_to(LateBus(), container.open_file(path), **part)
+            files.read_to_device(LateBus(), container.open_file(path), **part)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_a_part_outside_the_file_is_refused(part: dict[str, Any], error: type[Ex
         kvpack.load(tmp_path / "a", **part)
     bus = LateBus()
     with pytest.raises(error) as staged:
-        files.read_to(bus, container.open_file(tmp_path / "a"), **part)
+        files.read_to_device(bus, container.open_file(tmp_path / "a"), **part)
     assert str(staged.value) == str(mapped.value)
     assert bus.begun == 0 or bus.closed
 
@@ -325,12 +325,12 @@ def test_layers_that_have_dropped_tokens_are_loaded(tmp_path: Path) -> None:
     kvpack.save(cache, tmp_path / "a")
     for part in ({}, {"layers": 1}, {"layers": 0, "tokens": 8}, {"tokens": (24, 32)}):
         found = kvpack.load(tmp_path / "a", **part)  # type: ignore[arg-type]
-        same(files.read_to(LateBus(), container.open_file(tmp_path / "a"), **part), found)  # type: ignore[arg-type]
+        same(files.read_to_device(LateBus(), container.open_file(tmp_path / "a"), **part), found)  # type: ignore[arg-type]
     for part in ({"tokens": 8}, {"layers": 1, "tokens": (16, 40)}):
         with pytest.raises(OutOfBounds, match=r"a: tokens \[\d+:\d+\] were requested from layers\[1\], .* only positions") as mapped:
             kvpack.load(tmp_path / "a", **part)  # type: ignore[arg-type]
         with pytest.raises(OutOfBounds) as staged:
-            files.read_to(LateBus(), container.open_file(tmp_path / "a"), **part)  # type: ignore[arg-type]
+            files.read_to_device(LateBus(), container.open_file(tmp_path / "a"), **part)  # type: ignore[arg-type]
         assert str(staged.value) == str(mapped.value)
 
 

@@ -120,13 +120,13 @@ def test_pack_refuses_a_file_truncated_during_packing(
 ) -> None:
     path = tmp_path / "in.safetensors"
     save_file({"0.k": torch.randn(1, 1, 400, 64), "0.v": torch.randn(1, 1, 400, 64)}, path)
-    reading = tensor_files._tensor
+    reading = tensor_files._read_tensor
 
     def cutting(where: str, *rest: Any) -> torch.Tensor:
         os.truncate(path, 8192)
         return reading(where, *rest)
 
-    monkeypatch.setattr(tensor_files, "_tensor", cutting)
+    monkeypatch.setattr(tensor_files, "_read_tensor", cutting)
     assert cli.main(["pack", str(path), str(tmp_path / "out"), "--recipe", "kivi-2"]) == 1
     assert "another process truncated it" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -18,7 +18,7 @@ from kvpack import cli
 from kvpack.coding import basis_sources
 from kvpack.coding.bases import Basis
 from kvpack.coding.basis_files import MAX_FILE_BYTES
-from kvpack.coding.basis_sources import find
+from kvpack.coding.basis_sources import find_basis
 from kvpack.errors import InvalidParameter, KvpackError, KvpackWarning, LimitExceeded, MissingBasis, MissingFile, NotKvpack
 from support.klt_bases import random_basis
 
@@ -76,33 +76,33 @@ def test_an_invalid_file_in_the_folder_is_harmless(name: str, folder: Path, good
     tracemalloc.start()
     skipped = r"a\.kvbasis was skipped in the search for the basis 0{64}: "
     with pytest.warns(KvpackWarning, match=skipped), pytest.raises(MissingBasis):
-        find(folder, missing)
+        find_basis(folder, missing)
     taken = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert taken < 2**24
     # Smaller files come first, and those are looked at before the right one is found.
     smaller = "GiB" not in name
     with pytest.warns(KvpackWarning) if smaller else contextlib.nullcontext():
-        assert find(folder, good.digest).digest == good.digest
+        assert find_basis(folder, good.digest).digest == good.digest
 
 
 def test_files_with_other_names_are_not_opened(folder: Path, good: Basis) -> None:
     for name in ("a.kvpack", "b.kvbasis.progress", ".c.kvbasis~", "kvbasis"):
         BAD["text"](folder / name)
-    assert find(folder, good.digest).digest == good.digest
+    assert find_basis(folder, good.digest).digest == good.digest
 
 
 def test_non_string_names_are_refused(folder: Path, good: Basis) -> None:
     Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe.kvbasis")).write_bytes(b"x")
     with pytest.warns(KvpackWarning, match="was skipped"):
-        assert find(folder, good.digest).digest == good.digest
+        assert find_basis(folder, good.digest).digest == good.digest
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can read all files")
 def test_an_unreadable_folder_is_reported(folder: Path, good: Basis) -> None:
     folder.chmod(0)
     with pytest.raises(MissingFile, match="as a folder of bases: Permission denied"):
-        find(folder, good.digest)
+        find_basis(folder, good.digest)
     folder.chmod(0o700)
 
 
@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_opened_is_reported(folder: Path, good: Basis, m
 
     monkeypatch.setattr(basis_sources.os, "scandir", refused)
     with pytest.raises(MissingFile, match="bases: could not be opened as a folder of bases: Permission denied"):
-        find(folder, good.digest)
+        find_basis(folder, good.digest)
 
 
 @pytest.mark.parametrize(("name", "error"), [("5 GiB of nothing", LimitExceeded), ("2 GiB of nothing", NotKvpack), ("a FIFO", MissingFile)])
@@ -138,7 +138,7 @@ def test_the_process_grows_by_less_than_64_mib(folder: Path, good: Basis) -> Non
         BAD[name](folder / f"{name}.kvbasis")
     script = (
         "import resource, sys, warnings\n"
-        "from kvpack.coding.basis_sources import find\n"
+        "from kvpack.coding.basis_sources import find_basis\n"
         "from kvpack.errors import MissingBasis\n"
         "warnings.simplefilter('ignore')\n"
         "find(sys.argv[1], bytes.fromhex(sys.argv[2]))\n"

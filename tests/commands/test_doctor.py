@@ -101,7 +101,7 @@ def test_commands_and_doctor_say_what_to_install_if_torch_is_missing() -> None:
 def test_a_wrong_result_is_reported_as_a_failure(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     attend = kvpack.attend
     monkeypatch.setattr(kvpack, "attend", lambda query, layer: attend(query, layer) * 1.1)
-    monkeypatch.setattr(doctor, "_model", lambda: "right")
+    monkeypatch.setattr(doctor, "_check_model", lambda: "right")
     found = report(capsys, code=1)
     failed = [check for check in found["checks"] if not check["ok"]]
     assert failed[0]["name"] == "files on the CPU"
@@ -111,7 +111,7 @@ def test_a_wrong_result_is_reported_as_a_failure(capsys: pytest.CaptureFixture[s
 
 def test_settings_are_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPACK_KERNELS", "torch")
-    monkeypatch.setattr(doctor, "_model", lambda: "right")
+    monkeypatch.setattr(doctor, "_check_model", lambda: "right")
     assert cli.main(["doctor"]) == 0
     output = capsys.readouterr().out
     assert "\nKVPACK_KERNELS=torch\n" in output

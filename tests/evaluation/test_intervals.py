@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from kvpack.evaluation.intervals import student_t, t_quantile, wilson
+from kvpack.evaluation.intervals import student_t_interval, t_quantile, wilson_interval
 
 
 @pytest.mark.parametrize(
@@ -16,9 +16,9 @@ def test_quantiles_of_student_t_match_known_values(degrees_of_freedom: int, expe
 
 
 def test_student_t_covers_the_mean_19_times_in_20() -> None:
-    assert student_t([3.0]) is None
+    assert student_t_interval([3.0]) is None
     samples = numpy.random.default_rng(0).normal(2, 3, (4000, 5))
-    covered = sum(low <= 2 <= high for low, high in (student_t(list(sample)) or (0.0, 0.0) for sample in samples))
+    covered = sum(low <= 2 <= high for low, high in (student_t_interval(list(sample)) or (0.0, 0.0) for sample in samples))
     assert 0.94 < covered / 4000 < 0.96
 
 
@@ -26,4 +26,4 @@ def test_student_t_covers_the_mean_19_times_in_20() -> None:
     ("right", "asked", "low", "high"), [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (40, 40, 0.9124, 1.0)]
 )
 def test_wilson_intervals_match_known_values(right: int, asked: int, low: float, high: float) -> None:
-    assert wilson(right, asked) == pytest.approx((low, high), abs=1e-4)
+    assert wilson_interval(right, asked) == pytest.approx((low, high), abs=1e-4)

@@ -16,7 +16,7 @@ import kvpack
 from kvpack import cli
 from kvpack.cache.cache import Cache, concat
 from kvpack.file import container, metadata
-from kvpack.file.inputs import MAX_IDS, Inputs, join_features, split
+from kvpack.file.inputs import MAX_IDS, Inputs, join_features, split_feature
 from kvpack.formats.errors import InvalidParameter, LimitExceeded
 from spec.decoder.metadata import take_metadata
 
@@ -125,7 +125,7 @@ def test_token_ids_above_the_limit_are_partially_kept() -> None:
 
 
 def test_an_exported_prefix_has_its_token_ids() -> None:
-    assert Inputs.from_features(split("token-ids", ids(20000))) == Inputs(ids(20000))
+    assert Inputs.from_features(split_feature("token-ids", ids(20000))) == Inputs(ids(20000))
     assert Inputs.from_features({}) is None
     assert Inputs.from_features({"inputs": Inputs().to_bytes()}) == Inputs()
 

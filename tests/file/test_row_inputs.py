@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import kvpack
 from kvpack.cache.cache import Cache, concat
 from kvpack.file.hidden_tokens import FEATURE, HiddenRange, features_of, hidden_tokens
-from kvpack.file.inputs import IDS_LEFT_OUT, MAX_IDS, PADDED, ROWS_DIFFER, Inputs, rows_differ, split
+from kvpack.file.inputs import IDS_LEFT_OUT, MAX_IDS, PADDED, ROWS_DIFFER, Inputs, rows_differ, split_feature
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def test_ids_beyond_the_tokens_are_ignored_without_using_memory() -> None:
     """A header of 4 MB can declare a million ids that thousands of sequences share."""
     batch = 4096
     own = struct.pack("<IQ", batch, 1) + numpy.arange(batch, dtype="<u4").tobytes()
-    features = split("token-ids", bytes(2**22)) | split("row-ids", own)
+    features = split_feature("token-ids", bytes(2**22)) | split_feature("row-ids", own)
     tracemalloc.start()
     try:
         found = Inputs.from_features(features, batch=batch, tokens=2)

@@ -97,7 +97,7 @@ def test_the_digest_of_a_large_tensor_equals_that_of_xxhash() -> None:
 
 
 def load(path: Path) -> kvpack.Cache:
-    return files.read_to(LateBus(), container.open_file(path)) if INTERPRETED else kvpack.load(path, device=DEVICE)
+    return files.read_to_device(LateBus(), container.open_file(path)) if INTERPRETED else kvpack.load(path, device=DEVICE)
 
 
 def outcome(call: Any) -> tuple[str, str]:
@@ -245,7 +245,7 @@ def test_a_file_truncated_after_opening_is_reported_as_truncated(tmp_path: Path,
     file = container.open_file(tmp_path / "a")
     os.truncate(tmp_path / "a", (tmp_path / "a").stat().st_size // 2)
     with pytest.raises(KvpackError, match="another process truncated it"):
-        files.read_to(HostBus(), file)
+        files.read_to_device(HostBus(), file)
 
 
 def stored(cache: kvpack.Cache) -> dict[str, bytes]:
@@ -286,7 +286,7 @@ def test_copies_of_any_size_equal_those_on_the_cpu(
         patch.delenv(dispatch.VARIABLE, raising=False)
         expected = stored(kvpack.load(tmp_path / "a", layers=layers))
     if INTERPRETED:
-        assert stored(files.read_to(Counting(), container.open_file(tmp_path / "a"), layers)) == expected
+        assert stored(files.read_to_device(Counting(), container.open_file(tmp_path / "a"), layers)) == expected
         assert len(begun) == least if copy_bytes > sum(begun) else len(begun) > least
     else:
         assert stored(kvpack.load(tmp_path / "a", device=DEVICE, layers=layers)) == expected
@@ -311,7 +311,7 @@ def test_an_interrupted_load_leaves_no_thread(error: type[BaseException], tmp_pa
 
     bus, file = Interrupted(), container.open_file(tmp_path / "a")
     with pytest.raises(error):
-        files.read_to(bus, file)
+        files.read_to_device(bus, file)
     assert bus.closed
     deadline = time.monotonic() + 60
     # Python's threads end soon after they are told to.

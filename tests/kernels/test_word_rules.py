@@ -51,7 +51,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(path: Path) -> kvpack.Cache:
-    return files.read_to(HostBus(), container.open_file(path)) if INTERPRETED else kvpack.load(path, device=DEVICE)
+    return files.read_to_device(HostBus(), container.open_file(path)) if INTERPRETED else kvpack.load(path, device=DEVICE)
 
 
 def outcome(call: Any) -> str:

@@ -250,9 +250,9 @@ def test_damaged_entries_are_misses_and_are_replaced(place: Any) -> None:
     store = opened(place)
     ids = prompt(3)
     whole = save(store, ids)
-    raw, name = store._backend._objects._store, object_store._name(store.keys(ids)[1])
+    raw, name = store._backend._objects._store, object_store._object_name(store.keys(ids)[1])
     good = bytes(obstore.get(raw, name).bytes())
-    other = bytes(obstore.get(raw, object_store._name(store.keys(ids)[0])).bytes())
+    other = bytes(obstore.get(raw, object_store._object_name(store.keys(ids)[0])).bytes())
     for bad in (good[:-1], good + b"x", good[:6000] + b"\0\1\2" + good[6003:], b"x", other, b""):
         obstore.put(raw, name, bad)
         n, found = store.load(ids)
@@ -270,7 +270,7 @@ def test_invalid_entries_are_replaced_and_entries_of_other_keys_are_kept(place: 
     ours = opened(place, encryption={"ours": bytes(32)})
     ids = prompt(3)
     whole = save(ours, ids)
-    raw, name = ours._backend._objects._store, object_store._name(ours.keys(ids)[1])
+    raw, name = ours._backend._objects._store, object_store._object_name(ours.keys(ids)[1])
     good = bytes(obstore.get(raw, name).bytes())
     for bad in (b"", bytes(len(good)), b"junk", good[:20]):
         obstore.put(raw, name, bad)
@@ -288,7 +288,7 @@ def test_nothing_larger_than_an_entry_is_fetched(place: Any) -> None:
     store = opened(place, max_entry_bytes=100_000)
     ids = prompt(3)
     whole = save(store, ids)
-    raw, name = store._backend._objects._store, object_store._name(store.keys(ids)[1])
+    raw, name = store._backend._objects._store, object_store._object_name(store.keys(ids)[1])
     obstore.put(raw, name, bytes(obstore.get(raw, name).bytes()) + bytes(100_000))
     assert store.load(ids)[0] == store.match(ids) == CHUNK
     assert store._backend.peek(store.keys(ids)[1]) is store._backend.peek(store.keys(ids)[1], front=True) is None

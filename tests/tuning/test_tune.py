@@ -23,7 +23,7 @@ from kvpack.evaluation.models import starts, window
 from kvpack.formats.errors import InvalidParameter, MissingBasis, OutOfRange
 from kvpack.models import load_model, model_folder
 from kvpack.tuning import calibrate, candidates, greedy, journal, measurement, results, search, tune
-from kvpack.tuning.allocation import format_ranges, recipe_clauses, recipe_text, uniform
+from kvpack.tuning.allocation import format_ranges, recipe_clauses, recipe_text, uniform_allocation
 from kvpack.tuning.measurement import Loss
 from kvpack.tuning.report import show
 
@@ -215,7 +215,7 @@ def test_the_sensitive_layer_gets_the_bytes(tmp_path: Path, factor: float, sensi
         model = load_model(folder)
     # Outlier channels in the keys of one layer: a rotation spreads their error over all channels.
     with torch.inference_mode():
-        twins._scale(model.model.layers[2].self_attn, factor, torch.Generator().manual_seed(0))
+        twins._scale_layer(model.model.layers[2].self_attn, factor, torch.Generator().manual_seed(0))
     model.save_pretrained(tmp_path)
     words = ["k=scalar:b=2", "k=scalar:b=6", "v=scalar:b=4"]
     # Room for the finer keys of one layer, and not of two.
@@ -291,7 +291,7 @@ def test_a_recipe_states_its_allocation(layers: list[tuple[str, str]]) -> None:
 def test_recipes_are_written_as_short_texts() -> None:
     assert format_ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
     places = [(layer, side) for layer in range(80) for side in "kv"]
-    plain = uniform(places, "scalar:b=3", "scalar:b=3")
+    plain = uniform_allocation(places, "scalar:b=3", "scalar:b=3")
     assert recipe_clauses(plain) == ["kv=scalar:b=3"]
     assert recipe_clauses(plain | {(79, "k"): "raw", (79, "v"): "raw"}) == ["kv=scalar:b=3", "layers=79:kv=raw"]
     # No two neighbors share a codec, and there are ten codecs: the longest recipe that a search finds.

@@ -94,7 +94,7 @@ def import_slot(
             k, v = (
                 None
                 if block is None
-                else _values(
+                else _read_values(
                     reader, f"{where}: layer {number}", block, len(section.positions), heads[number], orders[section_number], turned
                 )
                 for block, turned in ((keys, False), (values, section.transposed))
@@ -144,13 +144,13 @@ def export_slot(
     metadata = {name: cache.metadata.get(name) for name in (_SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS)}
     if metadata[_WINDOWED] not in (None, len(windows)):
         raise InvalidParameter(f"windows names {len(windows)} layers, but the imported file had {metadata[_WINDOWED]} with sliding windows")
-    transposed = _setting("transposed", metadata[_TRANSPOSED] if transposed is None else int(bool(transposed)), 0, 1) == 1
-    streams = _setting("streams", metadata[_STREAMS] if streams is None else streams, 1, 256)
-    sequence = _setting("sequence", metadata[_SEQUENCE] or 0, 0, 255)
+    transposed = _export_setting("transposed", metadata[_TRANSPOSED] if transposed is None else int(bool(transposed)), 0, 1) == 1
+    streams = _export_setting("streams", metadata[_STREAMS] if streams is None else streams, 1, 256)
+    sequence = _export_setting("sequence", metadata[_SEQUENCE] or 0, 0, 255)
     kinds, opaque = _quantized_types(cache, dtype), has_opaque_layers(cache, dtype)
     # An opaque slot contains only the states after its last token.
     first, tokens = (0, cache.start) if opaque else (cache.start, cache.tokens)
-    ids = opaque_ids(cache) if opaque else _ids(cache)
+    ids = opaque_ids(cache) if opaque else _token_id_bytes(cache)
     if first or not 0 < tokens <= _MAX_POSITION:
         raise InvalidParameter(f"the cache begins at position {first}, but a sequence of llama.cpp must begin at position 0")
     if streams > 1 and sequence >= streams:
@@ -300,7 +300,7 @@ def _side_cells(
     return _to_cells(values[0, :, -newest:], transposed)
 
 
-def _values(
+def _read_values(
     reader: Reader, where: str, block: CellBlock, cells: int, heads: int, order: torch.Tensor | None, transposed: bool
 ) -> torch.Tensor | Quantized:
     if block.channels % heads:
@@ -308,14 +308,14 @@ def _values(
             f"{where}: {block.channels} channels are not divisible by {heads} heads: pass the model's number of KV heads"
         )
     if block.dtype in QUANTIZED:
-        return _blocks(reader, where, block, cells, heads, order)
+        return _read_blocks(reader, where, block, cells, heads, order)
     values = torch.empty(cells * block.channels, dtype=RAW_DTYPES[block.dtype], device="cpu")
     reader.read_into(values.view(torch.uint8).numpy().data, block.offset)
     values = values.view(heads, -1, cells).transpose(1, 2) if transposed else values.view(cells, heads, -1).transpose(0, 1)
     return values[None] if order is None else values[None][:, :, order]
 
 
-def _blocks(reader: Reader, where: str, block: CellBlock, cells: int, heads: int, order: torch.Tensor | None) -> Quantized:
+def _read_blocks(reader: Reader, where: str, block: CellBlock, cells: int, heads: int, order: torch.Tensor | None) -> Quantized:
     if block.channels // heads % BLOCK:
         raise InvalidParameter(
             f"{where}: its {heads} heads have {block.channels // heads} channels, but {block.dtype} has blocks of {BLOCK}: pass "
@@ -334,14 +334,14 @@ def _to_cells(values: torch.Tensor, transposed: bool) -> _Stored:
     return block, rows.contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def _setting(name: str, value: object, minimum: int, maximum: int) -> int:
+def _export_setting(name: str, value: object, minimum: int, maximum: int) -> int:
     if type(value) is not int or not minimum <= value <= maximum:
         problem = f"{name} is {value!r:.40}" if value is not None else f"the cache's metadata does not have {name}: pass {name}="
         raise InvalidParameter(f"{problem}, expected an integer from {minimum} to {maximum}")
     return value
 
 
-def _ids(cache: Cache) -> bytes:
+def _token_id_bytes(cache: Cache) -> bytes:
     """Return the token ids as bytes. If some ids are unknown, return no bytes."""
     inputs = cache.inputs
     if inputs is None:

@@ -54,9 +54,9 @@ def opaque_layer(
 
     Raises MissingFile or InvalidParameter.
     """
-    states = {f"k.{keys.dtype}": _rows(reader, keys, order, cells, turned=False)}
+    states = {f"k.{keys.dtype}": _read_rows(reader, keys, order, cells, turned=False)}
     if values is not None:
-        states[f"v.{values.dtype}"] = _rows(reader, values, order, cells, turned=transposed)
+        states[f"v.{values.dtype}"] = _read_rows(reader, values, order, cells, turned=transposed)
     if ids:
         states[IDS] = torch.frombuffer(bytearray(ids), dtype=torch.uint8)[None]
     return DenseLayer(None, None, 0, states)
@@ -130,7 +130,7 @@ def _cell_types(layer: Layer) -> dict[str, tuple[str, torch.Tensor]]:
     return dict(sorted(result.items()))
 
 
-def _rows(reader: Reader, block: CellBlock, order: torch.Tensor | None, cells: int, *, turned: bool) -> torch.Tensor:
+def _read_rows(reader: Reader, block: CellBlock, order: torch.Tensor | None, cells: int, *, turned: bool) -> torch.Tensor:
     data = torch.empty(cells * block.cell_bytes, dtype=torch.uint8, device="cpu")
     reader.read_into(data.numpy().data, block.offset)
     if turned:

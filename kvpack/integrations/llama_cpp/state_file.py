@@ -162,8 +162,8 @@ def parse(reader: Reader, sections: int, *, latents: bool = False) -> StateFile:
     With ``latents``, sections must have only keys.
     """
     _check_front(reader)
-    ids, form = _ids(reader)
-    result = tuple(_section(reader, kind, latents) for kind in ("full-attention", "sliding-window")[:sections])
+    ids, form = _read_ids(reader)
+    result = tuple(_read_section(reader, kind, latents) for kind in ("full-attention", "sliding-window")[:sections])
     if reader.remaining:
         more = "recurrent states, an indexer's keys or other caches, which kvpack does not read"
         more = more if sections > 1 else f"sliding-window layers (name them with windows=, or --window), {more}"
@@ -187,7 +187,7 @@ def _check_front(reader: Reader) -> None:
         raise InvalidParameter(f"{reader.where} is a sequence state of version {version}, but kvpack reads only version {_VERSION}")
 
 
-def _ids(reader: Reader) -> tuple[bytes, str]:
+def _read_ids(reader: Reader) -> tuple[bytes, str]:
     """Return the token ids and their encoding."""
     (count,) = reader.numbers("I", "the number of its token ids")
     ids = np.frombuffer(reader.take(4 * count, f"its {count} token ids"), "<i4")
@@ -212,7 +212,7 @@ def _ids(reader: Reader) -> tuple[bytes, str]:
     return ids.tobytes(), form
 
 
-def _section(reader: Reader, kind: str, latents: bool) -> Section:
+def _read_section(reader: Reader, kind: str, latents: bool) -> Section:
     (streams,) = reader.numbers("I", f"the streams of its {kind} layers")
     if not 0 < streams <= _MAX_STREAMS:
         raise InvalidParameter(f"{reader.where}: its {kind} layers have {streams} streams, expected 1 to {_MAX_STREAMS}")
@@ -224,13 +224,13 @@ def _section(reader: Reader, kind: str, latents: bool) -> Section:
                 raise InvalidParameter(
                     f"{reader.where}: two of its streams hold cells, but kvpack reads one sequence: save one slot per file"
                 )
-            cells_read = _cells(reader, kind, latents, streams, cells)
+            cells_read = _read_cells(reader, kind, latents, streams, cells)
     if cells_read is None:
         raise InvalidParameter(f"{reader.where}: its {kind} layers hold no tokens")
     return cells_read
 
 
-def _cells(reader: Reader, kind: str, latents: bool, streams: int, count: int) -> Section:
+def _read_cells(reader: Reader, kind: str, latents: bool, streams: int, count: int) -> Section:
     cells = np.frombuffer(reader.take(count * _CELL.itemsize, f"the {count} cells of its {kind} layers"), _CELL)
     owners = cells["sequence"]
     strange = np.flatnonzero((cells["sequences"] != 1) | (owners != owners[0]) | (owners < 0) | (owners >= _MAX_STREAMS))
@@ -247,18 +247,18 @@ def _cells(reader: Reader, kind: str, latents: bool, streams: int, count: int) -
             f"{reader.where} has {layers} {kind} layers and a transposed flag of {transposed}, expected at most {MAX_LAYERS} and 0 or 1: "
             f"{_OTHER_CELLS}"
         )
-    keys = tuple(_block(reader, f"the keys of {kind} layer {number}", count, False) for number in range(layers))
+    keys = tuple(_read_block(reader, f"the keys of {kind} layer {number}", count, False) for number in range(layers))
     if layers and not reader.remaining and not latents:
         raise InvalidParameter(
             f"{reader.where} ends after its keys: it is truncated, or from a model with multi-head latent attention (MLA), which "
             "has only latents; for such a model, pass latents=True, or --latents"
         )
     value_layers = () if latents else range(layers)
-    values = tuple(_block(reader, f"the values of {kind} layer {number}", count, bool(transposed)) for number in value_layers)
+    values = tuple(_read_block(reader, f"the values of {kind} layer {number}", count, bool(transposed)) for number in value_layers)
     return Section(streams, int(cells["sequence"][0]), cells["position"].copy(), bool(transposed), keys, values)
 
 
-def _block(reader: Reader, description: str, cells: int, transposed: bool) -> CellBlock:
+def _read_block(reader: Reader, description: str, cells: int, transposed: bool) -> CellBlock:
     ggml_type, size, *channels = reader.numbers("iII" if transposed else "iQ", f"the type and size of {description}")
     numbers = {number: dtype for dtype, (number, *_) in (*TYPES.items(), *BLOCKS.items())}
     dtype = numbers.get(ggml_type)

@@ -69,7 +69,7 @@ def import_prompt_cache(
     states = []
     for number, name in enumerate(file.classes):
         parts = {part: arrays[f"{number}.{part}"] for part in range(10) if f"{number}.{part}" in arrays}
-        states.append(_layer(f"{where}: layer {number}", name, parts, file.counts[number]))
+        states.append(_parse_layer(f"{where}: layer {number}", name, parts, file.counts[number]))
     return replace(pack(states, recipe, progress=progress), metadata=MappingProxyType(from_bytes(to_bytes(file.texts))))
 
 
@@ -146,7 +146,7 @@ def _parse_metadata(where: str, names: list[str], metadata: dict[str, str]) -> _
     return _FileMetadata(classes, counts, {name[2:]: text for name, text in metadata.items() if name.startswith(text_prefix)})
 
 
-def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[int, str]) -> tuple[torch.Tensor, torch.Tensor, int]:
+def _parse_layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[int, str]) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return a layer's keys and values, ``[batch, kv_head, token, dim]`` in token order, and how many tokens precede them."""
     if not {0, 1} <= parts.keys() or any(parts[part].dim() != 4 or not parts[part].numel() for part in (0, 1)):
         shapes = [list(parts[part].shape) if part in parts else "missing" for part in (0, 1)]
@@ -158,14 +158,14 @@ def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[in
             f"{where}: its keys are {list(keys.shape)} and its values {list(values.shape)}, expected the same batch, heads and tokens"
         )
     if name in _WHOLE:
-        seen = _count(where, parts, 2, length) if 2 in parts else length
+        seen = _read_count(where, parts, 2, length) if 2 in parts else length
         if seen > length:
             raise InvalidParameter(f"{where} claims {seen} tokens, but contains only {length}")
         return keys[:, :, :seen], values[:, :, :seen], 0
     if texts:
         keep, window, seen, place = (_parse_integer(where, texts[part]) for part in range(4))
     else:
-        seen, keep, window, place = (_count(where, parts, part, None) for part in range(2, 6))
+        seen, keep, window, place = (_read_count(where, parts, part, None) for part in range(2, 6))
     skipped = max(0, seen - length)
     # mlx-lm overwrites tokens only after its buffer has grown to one slot for each token of the window.
     fits = place == length >= window or (place < length == window) if skipped else place == seen
@@ -188,7 +188,7 @@ def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[in
     return keys, values, skipped
 
 
-def _count(where: str, parts: dict[int, torch.Tensor], part: int, default: int | None) -> int:
+def _read_count(where: str, parts: dict[int, torch.Tensor], part: int, default: int | None) -> int:
     array = parts.get(part)
     if array is None and default is not None:
         return default

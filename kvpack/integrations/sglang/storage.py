@@ -126,7 +126,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         Pages of any other pool are kept byte for byte.
         """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        name = _name(host_pool_name)
+        name = _enum_name(host_pool_name)
         if host_pool is self.mem_pool_host:
             self._pools[name] = self._kv
             return
@@ -143,8 +143,8 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         hits: dict[Any, int] = {"kv": pages} if pages else {}
         usable = list(range(1, pages + 1))
         for transfer in pool_transfers or ():
-            present = self._pools[_name(transfer.name)].store.contains(_bytes(keys[:pages]))
-            match _name(transfer.hit_policy):
+            present = self._pools[_enum_name(transfer.name)].store.contains(_key_bytes(keys[:pages]))
+            match _enum_name(transfer.hit_policy):
                 case "all_pages":
                     longest = sum(1 for _ in takewhile(bool, present))
                     possible = set(range(1, longest + 1))
@@ -161,13 +161,15 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """Load pages of several pools. Returns for each pool a bool per key: True if the page was loaded."""
-        return {transfer.name: self._pools[_name(transfer.name)].get(transfer.keys or (), transfer.host_indices) for transfer in transfers}
+        return {
+            transfer.name: self._pools[_enum_name(transfer.name)].get(transfer.keys or (), transfer.host_indices) for transfer in transfers
+        }
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """Store pages of several pools. Returns for each pool a bool per key: True if the page is stored now."""
-        ancestors = _bytes(getattr(extra_info, "prefix_keys", None) or ())
+        ancestors = _key_bytes(getattr(extra_info, "prefix_keys", None) or ())
         return {
-            transfer.name: self._pools[_name(transfer.name)].set(transfer.keys or (), transfer.host_indices, ancestors)
+            transfer.name: self._pools[_enum_name(transfer.name)].set(transfer.keys or (), transfer.host_indices, ancestors)
             for transfer in transfers
         }
 
@@ -175,13 +177,13 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        return sum(takewhile(bool, self.store.contains(_bytes(keys))))
+        return sum(takewhile(bool, self.store.contains(_key_bytes(keys))))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         return self._kv.get(keys, host_indices)
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        return self._kv.set(keys, host_indices, _bytes(getattr(extra_info, "prefix_keys", None) or ()))
+        return self._kv.set(keys, host_indices, _key_bytes(getattr(extra_info, "prefix_keys", None) or ()))
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> NoReturn:
         _copy_context()
@@ -240,7 +242,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
             geometry,
             threads=int(options.get("threads", 1)),
             max_bytes=options.get("max_bytes"),
-            encryption=_keys(options),
+            encryption=_encryption_keys(options),
         )
         ratio = geometry.raw_bytes / store.codec.nbytes
         logging.getLogger("kvpack").info("kvpack packs pages with %s, %.2f times smaller, into its store", store.codec.recipe.text, ratio)
@@ -283,9 +285,9 @@ class Pool:
     def _get(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
         starts = self._starts(keys, host_indices)
         if self._pages is not None:
-            return self.store.get_into(_bytes(keys), self._pages, [start // self._size for start in starts])
+            return self.store.get_into(_key_bytes(keys), self._pages, [start // self._size for start in starts])
         flat = [self._pool.get_dummy_flat_data_page() for _ in keys]
-        loaded = self.store.get_into(_bytes(keys), [self._slot(page) for page in flat], [0] * len(flat))
+        loaded = self.store.get_into(_key_bytes(keys), [self._slot(page) for page in flat], [0] * len(flat))
         for is_loaded, start, page in zip(loaded, starts, flat, strict=True):
             if is_loaded:
                 self._pool.set_from_flat_data_page(start, page)
@@ -294,9 +296,9 @@ class Pool:
     def _set(self, keys: Sequence[str], host_indices: torch.Tensor, ancestors: Sequence[bytes]) -> list[bool]:
         starts = self._starts(keys, host_indices)
         if self._pages is not None:
-            return self.store.put(_bytes(keys), self._pages, [start // self._size for start in starts], ancestors=ancestors)
+            return self.store.put(_key_bytes(keys), self._pages, [start // self._size for start in starts], ancestors=ancestors)
         flat = [self._pool.get_data_page(start, flat=True).contiguous() for start in starts]
-        return self.store.put(_bytes(keys), [self._slot(page) for page in flat], [0] * len(flat), ancestors=ancestors)
+        return self.store.put(_key_bytes(keys), [self._slot(page) for page in flat], [0] * len(flat), ancestors=ancestors)
 
     def _slot(self, page: torch.Tensor) -> PageBuffer:
         geometry = self.store.codec.geometry
@@ -315,22 +317,24 @@ def pool_buffer(pool: Any) -> PageBuffer:
     if pool.dtype not in _NAMES:
         raise InvalidParameter(f"the host pool has dtype {pool.dtype}, expected one of {', '.join(map(str, _NAMES))}")
     for info in getattr(pool, "_buffer_infos", ()):
-        if _name(info.buffers.layout) not in ("nhd", "paged_nhd"):
-            raise InvalidParameter(f"SGLang keeps values in the layout {_name(info.buffers.layout)!r}, expected nhd: use another backend")
+        if _enum_name(info.buffers.layout) not in ("nhd", "paged_nhd"):
+            raise InvalidParameter(
+                f"SGLang keeps values in the layout {_enum_name(info.buffers.layout)!r}, expected nhd: use another backend"
+            )
     if hasattr(pool, "kv_lora_rank"):
         latent, rotary_dim = pool.kv_lora_rank, pool.qk_rope_head_dim
         geometry = PageGeometry(layers, 1, tokens, latent, rotary_dim, _NAMES[pool.dtype])
-        _check_whole(pool, geometry)
-        cells = _views(pool.kv_buffer, pool.layout, layers, tokens, pages)
+        _check_only_keys_and_values(pool, geometry)
+        cells = _layer_views(pool.kv_buffer, pool.layout, layers, tokens, pages)
         return PageBuffer(geometry, [x[..., :latent] for x in cells], [x[..., latent:] for x in cells])
     geometry = PageGeometry(layers, pool.head_num, tokens, pool.head_dim, pool.head_dim, _NAMES[pool.dtype])
     if getattr(pool, "v_head_dim", pool.head_dim) != pool.head_dim:
         raise InvalidParameter(f"the host pool has keys of dim {pool.head_dim} and values of dim {pool.v_head_dim}, expected equal dims")
-    _check_whole(pool, geometry)
-    return PageBuffer(geometry, *(_views(x, pool.layout, layers, tokens, pages) for x in (pool.k_buffer, pool.v_buffer)))
+    _check_only_keys_and_values(pool, geometry)
+    return PageBuffer(geometry, *(_layer_views(x, pool.layout, layers, tokens, pages) for x in (pool.k_buffer, pool.v_buffer)))
 
 
-def _check_whole(pool: Any, geometry: PageGeometry) -> None:
+def _check_only_keys_and_values(pool: Any, geometry: PageGeometry) -> None:
     """Raise InvalidParameter if a pool stores anything besides keys and values, such as scales."""
     kept = pool.get_size_per_token() * pool.page_size
     if kept != geometry.raw_bytes:
@@ -366,7 +370,7 @@ def _settings(pool: Any, name: str) -> list[str]:
     return [f"{setting}={getattr(arguments, setting)}" for setting in names]
 
 
-def _views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -> list[torch.Tensor]:
+def _layer_views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -> list[torch.Tensor]:
     """Return a view ``[page, head, token, channel]`` of ``x`` for each layer."""
     match layout:
         case "layer_first":
@@ -409,19 +413,19 @@ def _identity(config: Any, options: dict[str, Any], pool: Any, name: str, arrang
     return Identity(model, recipe, weights=revision, adapter=adapter, dtype=dtype, tenant=tenant, extra=f"layout={digest}; sglang")
 
 
-def _keys(options: dict[str, Any]) -> dict[str, bytes] | None:
+def _encryption_keys(options: dict[str, Any]) -> dict[str, bytes] | None:
     from kvpack.store.encryption import read_key_file
 
     path = options.get("encryption_key_file")
     return None if path is None else read_key_file(path)
 
 
-def _name(value: Any) -> str:
+def _enum_name(value: Any) -> str:
     """Return a name from SGLang as text. It may be a member of an enumeration."""
     return str(getattr(value, "value", value))
 
 
-def _bytes(keys: Sequence[str]) -> list[bytes]:
+def _key_bytes(keys: Sequence[str]) -> list[bytes]:
     return [key.encode() for key in keys]
 
 

@@ -36,7 +36,7 @@ def attention(
     KvpackCache, or no window although the layer has one), if the layer has no tokens, or if the mask covers tokens that the layer does not
     have.
     """
-    starts = None if attention_mask is None else _starts(attention_mask)
+    starts = None if attention_mask is None else _first_visible_tokens(attention_mask)
     if isinstance(key, PackedStates):
         key.cache.check_attention(module)
         if attention_mask is not None and starts is None:
@@ -116,7 +116,7 @@ def _refuse_compiled(name: str) -> NoReturn:
     )
 
 
-def _starts(mask: torch.Tensor | None) -> torch.Tensor | None:
+def _first_visible_tokens(mask: torch.Tensor | None) -> torch.Tensor | None:
     """Return the first token that each sequence attends to, int32 ``[batch]``, if ``mask`` contains these tokens, otherwise None."""
     # Flex attention has its own masks, which are not tensors.
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int32 or mask.dim() != 4 or mask.shape[1:].numel() != 1:

@@ -23,7 +23,7 @@ from kvpack.store.store import Store
 
 from .cache import check_model, create_cache, inspect_model
 from .models import execution_device
-from .prefill import DEFAULT_STEP, fill
+from .prefill import DEFAULT_STEP, compute_missing
 
 if TYPE_CHECKING:
     import os
@@ -232,7 +232,7 @@ class Chat:
             if self._store is not None and past.keeps_states and self._reused < len(ids) - 1:
                 # The store can resume a prompt only where a forward pass ended.
                 prompt = torch.tensor([ids[:-1]], dtype=torch.int64, device=execution_device(self.model))
-                fill(past, self.model, prompt, max(DEFAULT_STEP // chunk, 1) * chunk, chunk)
+                compute_missing(past, self.model, prompt, max(DEFAULT_STEP // chunk, 1) * chunk, chunk)
             out = past.generate([ids], **options, return_dict_in_generate=False)
             packed = past.packed
             # A prompt shorter than a chunk has no states at the end of a chunk.

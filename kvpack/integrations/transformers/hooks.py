@@ -58,7 +58,7 @@ class Hooks:
             if not isinstance(decoder, PreTrainedModel):
                 handles.append(decoder.register_forward_pre_hook(partial(_before_decoder, state), with_kwargs=True))
         watched = [weakref.ref(module) for module in inner_models if watch_generate(module)]
-        weakref.finalize(self, _remove, handles, watched)
+        weakref.finalize(self, _remove_hooks, handles, watched)
 
     def __deepcopy__(self, memo: object) -> Hooks:
         return self
@@ -202,9 +202,9 @@ class Recording:
         past = cache_in(arguments)
         for cache in caches_in(past) if self._passes.is_idle else ():
             record, computed = self._record_of_cache(cache)
-            if record.tokens and not (computed.unchanged(cache) and _tokens(cache) == record.tokens):
-                _update_record(record, computed, cache, _tokens(cache))
-        self._passes.enter(module, arguments, _tokens(past))
+            if record.tokens and not (computed.unchanged(cache) and _token_count(cache) == record.tokens):
+                _update_record(record, computed, cache, _token_count(cache))
+        self._passes.enter(module, arguments, _token_count(past))
 
     def record_sources(self, sources: Sources) -> None:
         if self._passes.current is not None:
@@ -219,7 +219,7 @@ class Recording:
             return
         for cache in caches_in(past):
             record, computed = self._record_of_cache(cache)
-            tokens = _tokens(cache)
+            tokens = _token_count(cache)
             if tokens < record.tokens:
                 # A hook has dropped tokens during the pass.
                 _update_record(record, computed, cache, tokens)
@@ -264,7 +264,7 @@ class Recording:
         recorded = self._records.get(past) if isinstance(past, TransformersCache) else None
         if recorded is None:
             raise InvalidParameter(f"no recorded forward pass used this {type(past).__name__}: run the pass within recording(model)")
-        _update_record(*recorded, past, _tokens(past))
+        _update_record(*recorded, past, _token_count(past))
         return recorded
 
 
@@ -307,7 +307,7 @@ def _compiled_calls(past: Any, arguments: dict[str, Any]) -> CompiledCalls | Non
     return past.compiled if compiled_calls.supports(arguments) else None
 
 
-def _tokens(past: Any) -> int:
+def _token_count(past: Any) -> int:
     return int(past.get_seq_length()) if isinstance(past, TransformersCache) else 0
 
 
@@ -335,7 +335,7 @@ def _update_record(record: Record, computed: ComputedChecksums, cache: Transform
         computed.add(cache, tokens)
 
 
-def _remove(handles: list[Any], watched: list[weakref.ref[Any]]) -> None:
+def _remove_hooks(handles: list[Any], watched: list[weakref.ref[Any]]) -> None:
     for handle in handles:
         handle.remove()
     for owner in watched:

@@ -80,14 +80,14 @@ def prefill(
             )
         if cache.keeps_states and every % chunk:
             raise InvalidParameter(f"every={every} skips the ends of chunks, where a store needs states: pass a multiple of {chunk}")
-        fill(cache, model, ids, every, chunk)
+        compute_missing(cache, model, ids, every, chunk)
     except BaseException:
         cache.release()
         raise
     return cache
 
 
-def fill(cache: KvpackCache, model: torch.nn.Module, ids: torch.Tensor, every: int, chunk: int) -> None:
+def compute_missing(cache: KvpackCache, model: torch.nn.Module, ids: torch.Tensor, every: int, chunk: int) -> None:
     """Compute those tokens of ``ids``, ``[batch, token]``, that ``cache`` does not have yet, as ``prefill`` does.
 
     Raises InvalidParameter if the cache has other ids.

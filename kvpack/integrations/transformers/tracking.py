@@ -182,7 +182,7 @@ class Tracking:
         if held is not None and tensor is not None and tensor.shape[0] != held:
             check_rows_fit(tensor.shape[0], held)
             raise InvalidParameter(
-                f"the forward pass has {tensor.shape[0]} rows, but the cache holds {_sequences(held)}: "
+                f"the forward pass has {tensor.shape[0]} rows, but the cache holds {_sequence_count_text(held)}: "
                 f"repeat each of them with cache.batch_repeat_interleave({tensor.shape[0] // held})"
             )
 
@@ -492,10 +492,11 @@ def check_rows_fit(rows: int, sequences: int) -> None:
     """Raise InvalidParameter unless ``rows``, the rows of a pass, is a multiple of ``sequences``, the sequences in the cache."""
     if rows % sequences:
         raise InvalidParameter(
-            f"the forward pass has {rows} rows, but the cache holds {_sequences(sequences)}: pass a multiple of {sequences} rows, or "
+            f"the forward pass has {rows} rows, but the cache holds {_sequence_count_text(sequences)}: pass a multiple of {sequences} "
+            "rows, or "
             "select sequences with Cache.select"
         )
 
 
-def _sequences(count: int) -> str:
+def _sequence_count_text(count: int) -> str:
     return f"{count} sequence" if count == 1 else f"{count} sequences"

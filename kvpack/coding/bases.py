@@ -224,24 +224,23 @@ class Basis:
         in all layers. Raises InvalidParameter if ``bits`` is out of range, or too few even for the coarsest step.
         """
         _check_bits(bits, MIN_TRANSFORM_BITS)
-        if (bits, raw) not in self._steps:
-            least = self.min_transform_bits(raw)
-            if bits < least:
-                # Rounded up to a hundredth, because that value is accepted.
-                raise InvalidParameter(
-                    f"{self.where}: bits is {bits:g}, but with this basis, the transform codec needs at least {least:.4g} bits per value "
-                    f"in a file of {FILE_TOKENS} tokens: write transform-{math.ceil(100 * least) / 100:g} or more"
-                )
-            self._steps[bits, raw] = max(step for step in range(MAX_STEP + 1) if self.transform_bits(step, raw) <= bits)
-        return self._steps[bits, raw]
+        least = self.min_transform_bits(raw)
+        if bits < least:
+            # Rounded up to a hundredth, because that value is accepted.
+            raise InvalidParameter(
+                f"{self.where}: bits is {bits:g}, but with this basis, the transform codec needs at least {least:.4g} bits per value "
+                f"in a file of {FILE_TOKENS} tokens: write transform-{math.ceil(100 * least) / 100:g} or more"
+            )
+        return max(step for step, step_bits in enumerate(self._step_bits[raw]) if step_bits <= bits)
 
     @cached_property
-    def _steps(self) -> dict[tuple[float, bool], int]:
-        return {}
+    def _step_bits(self) -> dict[bool, list[float]]:
+        """``transform_bits`` of every step, without and with raw tokens."""
+        return {raw: [self.transform_bits(step, raw) for step in range(MAX_STEP + 1)] for raw in (False, True)}
 
     def min_transform_bits(self, raw: bool = False) -> float:
         """Return the smallest number of bits per value that ``step`` accepts: the cost of everything except symbols."""
-        return min(self.transform_bits(step, raw) for step in range(MAX_STEP + 1))
+        return min(self._step_bits[raw])
 
     def transform_bits(self, step: int, raw: bool = False) -> float:
         """Return the expected number of bits per value of a file with the codec transform and this quantization step."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -41,6 +43,8 @@ values.
 MAX_LEVEL = 63
 """Largest level with a symbol of its own."""
 _TABLES = (MAX_OCTAVES - MIN_OCTAVES) * SCALES_PER_OCTAVE // SCALES_PER_TABLE + 1
+_STEPS = range(0, 256, SCALES_PER_TABLE)
+"""Quantization steps at which tables are trained, coarsest first, unless they take fewer than _MIN_BITS or more than _MAX_BITS."""
 _MIN_BITS, _MAX_BITS = 0.1, 3.0
 """Range of average bits per value. Tables are trained on all steps within it."""
 MAX_SCALE = 1.25
@@ -93,7 +97,9 @@ def _columns(
     columns = {}
     for (layer, side), frames in fitted.items():
         samples = torch.cat(statistics.samples[f"{layer}.{side}.{SUFFIX}"], 1).to(torch.float64).numpy()
-        columns[layer, side] = numpy.stack([(samples[number] - mean) @ back * unit for number, (mean, _, back, _) in enumerate(frames)])
+        transformed = [(samples[number] - mean) @ back * unit for number, (mean, _, back, _) in enumerate(frames)]
+        # With 32 bits per value, training the tables takes less time.
+        columns[layer, side] = numpy.stack(transformed).astype(numpy.float32)
     return columns
 
 
@@ -104,24 +110,21 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
     counts, seen, sums, squares = (numpy.zeros((_TABLES, levels + 1)) for _ in range(4))
     grid = numpy.arange(-MAX_LEVEL, MAX_LEVEL + 1)
     for place, place_columns in columns.items():
-        for step in range(0, 256, SCALES_PER_TABLE):
-            steps = place_columns * 2.0 ** (step / SCALES_PER_OCTAVE)
+        # A finer step takes more bits, so the first usual one is found by bisection.
+        first = bisect_left(_STEPS, _MIN_BITS, key=partial(_bits_at, place_columns))
+        for step in _STEPS[first:]:
+            steps = _in_steps(place_columns, step)
             coded = _round_to_levels(steps, 0.0)
-            bits = _entropy(coded)
-            if bits > _MAX_BITS:
+            if _entropy(coded) > _MAX_BITS:
                 break
-            if bits >= _MIN_BITS:
-                table = numpy.clip((step - scales[place]) // SCALES_PER_TABLE, 0, _TABLES - 1)[:, None, :]
-                by_value = _round_to_levels(steps, DEAD_ZONE)
-                for table_counts, level, added in (
-                    (counts, coded, None),
-                    (seen, by_value, None),
-                    (sums, by_value, steps),
-                    (squares, by_value, numpy.square(steps)),
-                ):
-                    at = table * (levels + 1) + numpy.where(numpy.abs(level) <= MAX_LEVEL, level + MAX_LEVEL, levels).astype(numpy.int64)
-                    weights = None if added is None else added.ravel()
-                    table_counts += numpy.bincount(at.ravel(), weights=weights, minlength=table_counts.size).reshape(table_counts.shape)
+            row = numpy.clip((step - scales[place]) // SCALES_PER_TABLE, 0, _TABLES - 1)[:, None, :] * (levels + 1)
+            for level, added in (
+                (coded, ((counts, None),)),
+                (_round_to_levels(steps, DEAD_ZONE), ((seen, None), (sums, steps), (squares, numpy.square(steps)))),
+            ):
+                at = (row + numpy.where(numpy.abs(level) <= MAX_LEVEL, level + MAX_LEVEL, levels).astype(numpy.int64)).ravel()
+                for total, weights in added:
+                    total += numpy.bincount(at, None if weights is None else weights.ravel(), total.size).reshape(total.shape)
     within = sums[:, :levels]
     deviations = 2.0 ** (MIN_OCTAVES + SCALES_PER_TABLE / SCALES_PER_OCTAVE * numpy.arange(_TABLES))
     usual = numpy.exp(-math.sqrt(2) * numpy.abs(grid) / deviations[:, None])
@@ -142,6 +145,17 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
     values *= numpy.sqrt(numpy.divide(target_energy, decoded, out=numpy.ones_like(decoded), where=decoded > 0))[:, None]
     frequencies = rans.frequencies(numpy.concatenate([escapes[:, None], kept], 1))
     return SymbolTables(frequencies, torch.from_numpy(values).to(torch.float16).to(torch.float32))
+
+
+def _in_steps(columns: Array, step: int) -> Array:
+    """Return columns in units of the quantization step that the byte ``step`` stores."""
+    result: Array = columns * 2.0 ** (step / SCALES_PER_OCTAVE)
+    return result
+
+
+def _bits_at(columns: Array, step: int) -> float:
+    """Return the bits per value that columns take at ``step``."""
+    return _entropy(_round_to_levels(_in_steps(columns, step), 0.0))
 
 
 def _round_to_levels(steps: Array, dead_zone: float) -> Array:

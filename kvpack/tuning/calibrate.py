@@ -66,7 +66,7 @@ WIDTHS_TOKENS = 1024
 SAMPLES = 8192
 """Number of tokens, over all windows, whose keys and values train the tables."""
 PROGRESS_SUFFIX = ".progress"
-WRITE_INTERVAL = 5
+WRITE_INTERVAL = 20
 """Minimum time between two writes of progress, as a multiple of the time that the last one took. A GPU reads windows faster."""
 MAX_LAYER_CHANNELS = 512
 """Maximum number of channels for which a layer gets a single frame by default. Decoding takes up to that many products per value."""
@@ -133,7 +133,7 @@ def run(
     sizes: dict[str, Any] = {"tokens": tokens, "score": scored_tokens, "windows": windows, "seed": settings.seed, "twin": settings.twin}
     framing, reason = (None, None) if only else _frame_scope(network, words, settings.scope, tokens, longest)
     sizes["scope"] = "balanced only" if only else "none" if framing is None else framing.scope
-    layer_ropes = _ropes(network, words, tokens, longest)
+    layer_ropes = _ropes(network, words, tokens, longest) if framing is None else framing.ropes
     report = _gather(network, words, sizes, out + PROGRESS_SUFFIX, framing, layer_ropes, progress)
     halves = report.halves()
     for_frames, for_rows = _position_counts(settings, longest, positions(network))

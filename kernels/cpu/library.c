@@ -239,9 +239,10 @@ static float median_of(const float *norms, int64_t count, float *sorted) {
     return sorted[(count - 1) / 2];
 }
 
-/* Heads of the tokens [first, stop), measured by those from `begin` on: `large` is 1 where a head's norm is above `high` times its median,
-   else 0. `most` is the largest norm relative to the median of its head, `least` the least one, and 1 at least; `shared` asks for both,
-   `grouped` for `most`, which is 0 where no head is that large. `all` are the norms over all heads. */
+/* Compares the heads of tokens [first, stop) with the medians of tokens [begin, stop). `large` receives 1 if the norm of some head is above
+   `high` times the head's median, otherwise 0. `most` receives the largest norm relative to its head's median, or 0 if no head is that
+   large, and `least` the smallest one, but at least 1. With `shared`, both are computed; with `grouped`, only `most`. `all` are the norms
+   over all heads. */
 static void relative_heads(const RawSlots *call, const float *norms, const float *all, float median_of_all, int64_t begin, int64_t first,
                            int64_t stop, int shared, float *large, float *most, float *least, float *sorted) {
     int64_t count = stop - begin;
@@ -274,7 +275,7 @@ static int is_low(const RawSlots *call, float norm, float median) { return norm 
 
 static int is_high(const RawSlots *call, float norm, float median) { return call->high && norm > call->high * median && median > 0; }
 
-/* Corresponds to misfit in formats/token_norms.py. `norm` is the norm over all heads, `median` is its usual value, and `most` and `least`
+/* Corresponds to measure_fit_errors in formats/token_norms.py. `norm` is the norm over all heads, `median` is its usual value, and `most` and `least`
    are those of relative_heads. */
 static float misfit_of(const RawSlots *call, float norm, float median, float most, float least) {
     float misfit = 0, wide = 0;

@@ -1,4 +1,4 @@
-/* The norms of tokens in each head (formats/token_norms.py, norms_of). */
+/* The norms of tokens in each head (formats/token_norms.py, norms_per_head). */
 
 /* Loads LANES values, beginning at `x`. */
 INLINE vf values_at(const char *x, int64_t dtype) {

@@ -59,9 +59,9 @@ static void *read_pieces(void *given) {
     return 0;
 }
 
-/* Starts threads that make `reads` in order, each in pieces of up to `piece` bytes that they share, by requests of whole `block` bytes:
-   none yet, since none is allowed. Returns 0 where no thread starts; what it returns otherwise is to be stopped before a fork, before
-   `reads` or their memory go, or the descriptor is closed. */
+/* Starts threads that will make `reads` in order. They share the pieces of a read, which have up to `piece` bytes, and request whole blocks
+   of `block` bytes. No read begins before kvpack_reader_allow permits it. Returns NULL if no thread starts. Otherwise, the caller must call
+   kvpack_reader_stop before a fork, before `reads` or their memory are freed, and before the descriptor is closed. */
 EXPORTED void *kvpack_reader_start(int descriptor, Read *reads, int64_t count, int64_t piece, int64_t threads, int64_t block) {
     Reader *reader = calloc(1, sizeof(Reader));
     if (!reader) return 0;

@@ -1,4 +1,4 @@
-/* Computes sizes of tokens from stored data, and finds out if one is far above the typical size (formats/token_norms.py, has_large). */
+/* Computes sizes of tokens from stored data, and finds out if one is far above the typical size (formats/token_norms.py, has_large_size). */
 
 /* One member of each of LANES tokens: numbers, halves in the low words of pairs, and the largest of 2 or 4 bytes, which are exponents. */
 INLINE vf sizes_at(const char *data, int64_t kind, int64_t members) {

@@ -1,5 +1,8 @@
 """Attention over a growing layer. Its launches never change, so CUDA graphs can capture them; only work tables are updated."""
 
+# Triton is untyped.
+# mypy: disable-error-code="untyped-decorator"
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -7,18 +10,84 @@ from typing import TYPE_CHECKING
 
 import numpy
 import torch
+import triton
+from triton import language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvpack.kernels.gpu import gpu
 from kvpack.kernels.tiles.layers import Layer, keys_and_values
 from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
 
-from . import append, plan, segments
+from . import plan, segments
 from .attention import MAX_DUAL_ROWS, supports
 from .prepared import UNLIMITED, Options, PreparedCall, QueryShape
 
 if TYPE_CHECKING:
-
     from .plan import Launch
+
+BLOCK = 1024
+"""Number of values copied per iteration of a program."""
+
+
+@triton.jit
+def append_tokens(
+    k_tail: tl.tensor,
+    v_tail: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    lengths: tl.tensor,
+    packed: tl.tensor,
+    not_finite: tl.tensor,
+    tokens: tl.tensor,
+    room: tl.tensor,
+    HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    """Append ``tokens`` new tokens to the raw tails of a layer. Each program appends the tokens of one sequence.
+
+    ``k`` and ``v`` are ``[batch, HEADS, tokens, dim]``, and the tails are ``[batch, HEADS, room, dim]``. ``lengths``, int32 ``[batch]``,
+    counts the tokens of each sequence, and the kernel adds ``tokens`` to it. ``packed``, int32 ``[1]``, is the number of tokens in packed
+    pages. Tokens past the end of a tail are counted but not written. ``not_finite``, int32 ``[1]``, is set to 1 if a value is not finite.
+    """
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    sequence = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + sequence)
+    position = length - tl.load(packed)
+    _append_side(k_tail, k, sequence, position, not_finite, tokens, room, HEADS, K_DIM, BLOCK)
+    _append_side(v_tail, v, sequence, position, not_finite, tokens, room, HEADS, V_DIM, BLOCK)
+    # The length must not change before every warp has read it.
+    tl.debug_barrier()
+    tl.store(lengths + sequence, length + tokens)
+
+
+@triton.jit
+def _append_side(
+    tail: tl.tensor,
+    x: tl.tensor,
+    sequence: tl.tensor,
+    position: tl.tensor,
+    not_finite: tl.tensor,
+    tokens: tl.tensor,
+    room: tl.tensor,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    for begin in range(0, HEADS * tokens * DIM, BLOCK):
+        index = begin + tl.arange(0, BLOCK)
+        valid = index < HEADS * tokens * DIM
+        value = tl.load(x + sequence * HEADS * tokens * DIM + index, valid, 0.0)
+        row = index // DIM
+        token = position + row % tokens
+        valid = valid & (token >= 0) & (token < room)
+        tl.store(tail + ((sequence * HEADS + row // tokens) * room + token) * DIM + index % DIM, value, valid)
+        has_nonfinite = tl.sum((tl.abs(value.to(tl.float32)) < float("inf")).to(tl.int32), 0) < BLOCK
+        tl.store(not_finite, 1, has_nonfinite)
 
 
 CAPACITY_STEP = 8
@@ -123,10 +192,10 @@ class AppendCall:
         self._expected = [(shape, tail.dtype, tail.device) for shape, tail in zip(shapes, self._tails, strict=True)]
         dependent = gpu(k_tail.device).overlaps_launches
         launch = CachedLaunch(
-            append.append_tokens,
+            append_tokens,
             (k_tail.shape[0], 1, 1),
             (tokens, k_tail.shape[2]),
-            {"HEADS": k_tail.shape[1], "K_DIM": k_tail.shape[3], "V_DIM": v_tail.shape[3], "BLOCK": append.BLOCK, "DEPENDENT": dependent},
+            {"HEADS": k_tail.shape[1], "K_DIM": k_tail.shape[3], "V_DIM": v_tail.shape[3], "BLOCK": BLOCK, "DEPENDENT": dependent},
             {"num_warps": 4, **({"launch_pdl": True} if dependent else {})},
         )
         self._chain = LaunchChain([(launch, [(k_tail, 0), (v_tail, 0), *((index, 0) for index in range(5))])])
@@ -138,5 +207,5 @@ class AppendCall:
         return [(k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)] == self._expected
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, packed: torch.Tensor, not_finite: torch.Tensor) -> None:
-        """Append ``k`` and ``v`` ``[batch, kv_head, token, dim]`` to the tails (see ``append.append_tokens``)."""
+        """Append ``k`` and ``v`` ``[batch, kv_head, token, dim]`` to the tails (see ``append_tokens``)."""
         self._chain((k.contiguous(), v.contiguous(), lengths, packed, not_finite))

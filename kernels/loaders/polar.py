@@ -2,6 +2,10 @@
 
 Products are float16, so they leave out the top radius. A single top radius is the token factor; several are divided by a power of two near
 the largest radius. ``polar_steps`` selects the angles that a step looks up, and builds the table.
+
+A step decodes one tile of channel pairs. If the first level fills whole fields of a stream, a step covers all fields of some columns. The
+angles of higher levels are then also in few columns, and two neighboring fields of a column form one table index. A table entry is two
+f16x2: one value twice, or the values of two neighboring fields.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -10,6 +14,8 @@ the largest radius. ``polar_steps`` selects the angles that a step looks up, and
 
 from __future__ import annotations
 
+import struct
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,17 +27,109 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.bitpack.bitfields import load_per_token
 from kvpack.kernels.bitpack.f16x2 import multiply_f16x2, scale_f16x2
 from kvpack.kernels.bitpack.streams import Stream
-from kvpack.kernels.bitpack.thread_digits import RowPacking, row_packing
+from kvpack.kernels.bitpack.thread_digits import RowPacking, column_bits, column_pieces, row_packing
 from kvpack.kernels.bitpack.thread_rows import load_row, load_rows, row_streams, stored_words_per_plane, word_stream, words_per_token
 from kvpack.kernels.bitpack.thread_tiles import F16X2_PER_TILE, TOKENS, assemble_tile
 from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
-from kvpack.kernels.tables.field_lookups import look_up_field
+from kvpack.kernels.tables.table_assembly import field_lookup_ptx, register_constraints
+from kvpack.kernels.tables.thread_lookups import look_up_words, lookup_unit
 
-from .polar_steps import direction_table, index_of, lookup_positions, step_angles, step_blocks, step_lookups
 from .tiles import Tiles
 
 if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
+
+MAX_PAIR_BITS = 6
+"""Maximum total number of bits of two angles at which the table has entries for both."""
+
+MAX_SCALES = 1 << 12
+"""Number of scales that are tried for each level's table."""
+
+
+def step_blocks(angles: int, width: int) -> int:
+    """Return the number of blocks of neighboring first-level angles per step.
+
+    The number is ``angles // width`` if such blocks are aligned with tiles, otherwise 1.
+    """
+    blocks = angles // width
+    aligned = blocks and angles % width == 0 and F16X2_PER_TILE.value % blocks == 0
+    return blocks if aligned and width % (F16X2_PER_TILE.value // blocks) == 0 else 1
+
+
+@triton.constexpr_function
+def step_angles(tree: tuple[int, int], step: int, level: int) -> tuple[int, ...]:
+    """Return the angles of ``level`` above the channels of ``step``, in ascending order.
+
+    ``tree`` contains the number of first-level angles, and the number of blocks per step.
+    """
+    angles, blocks = tree
+    per_tile = F16X2_PER_TILE.value // blocks
+    firsts = range(step * per_tile, angles, angles // blocks)
+    return tuple(sorted({(first + number) >> (level - 1) for first in firsts for number in range(per_tile)}))
+
+
+@triton.constexpr_function
+def step_lookups(angles: tuple[int, ...], width: int, bits: int) -> tuple[tuple[int, int], ...]:
+    """Return the table lookups of a step as pairs (angle, count), in a level of ``bits``-bit angles.
+
+    The count is 1 for a single angle. It is 2 if the lookup covers the angle in the next field as well, which is ``width`` symbols later.
+    """
+    left = list(angles)
+    result = []
+    while left:
+        angle = left.pop(0)
+        together = 2 * bits <= MAX_PAIR_BITS and angle + width in left
+        if together:
+            left.remove(angle + width)
+        result.append((angle, 2 if together else 1))
+    return tuple(result)
+
+
+@triton.constexpr_function
+def lookup_positions(angles: tuple[int, ...], width: int, bits: int) -> tuple[int, ...]:
+    """Return the position of each angle among the directions that a step looks up."""
+    result = [angle + width * number for angle, count in step_lookups(angles, width, bits) for number in range(count)]
+    return tuple(map(result.index, angles))
+
+
+@triton.constexpr_function
+def index_of(values: tuple[int, ...], value: int) -> int:
+    return values.index(value)
+
+
+@lru_cache(maxsize=256)
+def direction_table(codec: Polar, counts: tuple[frozenset[int], ...]) -> tuple[torch.Tensor, list[tuple[int, int]], float]:
+    """Return the table of cosines and sines, the first entries of single and double angles in each level, and a scale.
+
+    The table is float16 ``[entry, 4]``. An entry is for one angle (stored twice) or for two angles (the first changes faster); ``counts``
+    contains the kinds that each level needs. The cosines and sines of a level are multiplied by the scale that minimizes their rounding
+    errors in float16, because with few angles the errors of all levels would add up. Decoded values must be divided by the product of these
+    scales, which is returned.
+    """
+    angles = [
+        (torch.arange(1 << codec.levels[0].bits, dtype=torch.float64, device="cpu") + 0.5) * (2 * torch.pi / (1 << codec.levels[0].bits))
+    ]
+    for level, stored in zip(codec.levels[1:], codec.tables[1:], strict=True):
+        angles.append(torch.tensor(struct.unpack(f"<{1 << level.bits}f", stored[0]), dtype=torch.float64, device="cpu"))
+    scales = 1 + torch.arange(MAX_SCALES, dtype=torch.float64, device="cpu")[:, None, None] / MAX_SCALES
+    entries: list[torch.Tensor] = []
+    firsts, product = [], 1.0
+    for level_angles, level_counts in zip(angles, counts, strict=True):
+        candidates = torch.stack([level_angles.cos(), level_angles.sin()], -1) * scales
+        rounded = candidates.to(torch.float16)
+        errors = ((rounded.to(torch.float64) - candidates) / candidates.abs().clamp_min(1e-3)).square().sum((1, 2))
+        best = int(errors.argmin())
+        pairs = rounded[best]
+        product *= float(scales[best])
+        entry_count = sum(map(len, entries))
+        if 1 in level_counts:
+            entries.append(pairs.repeat(1, 2))
+        two = sum(map(len, entries))
+        if 2 in level_counts:
+            entries.append(torch.cat([pairs.repeat(len(pairs), 1), pairs.repeat_interleave(len(pairs), 0)], 1))
+        firsts.append((entry_count, two))
+    return torch.cat(entries), firsts, product
+
 
 MAX_DIM = 128
 """Maximum head dim. Kernels for larger head dims take minutes to compile."""
@@ -249,3 +347,41 @@ def _look_up_directions(
     FIRST: tl.constexpr = OF_LEVEL.first_of_one if COUNT == 1 else OF_LEVEL.first_of_two
     PACKING: tl.constexpr = OF_LEVEL.packing
     return look_up_field(words, table, PACKING, COLUMN, POSITION, BITS, COUNT, FIRST, MODE.shared, MODE.fast)
+
+
+VALUES = tl.constexpr(4)
+"""Number of float16 values per entry."""
+
+
+@triton.jit
+def look_up_field(
+    words: tl.tuple,
+    table: tl.tensor,
+    PACKING: tl.constexpr,
+    COLUMN: tl.constexpr,
+    POSITION: tl.constexpr,
+    BITS: tl.constexpr,
+    WORDS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SHARED: tl.constexpr,
+    FAST: tl.constexpr,
+) -> tl.tuple:
+    """Return the first ``WORDS`` f16x2 (1 or 2) of a table entry. Entries for ``WORDS`` = 1 contain the same f16x2 twice.
+
+    The index of the entry, counted from entry ``FIRST``, is ``BITS`` bits of a column, beginning at bit ``POSITION``. ``SHARED`` describes
+    the table (``SharedTable``).
+    """
+    UNIT: tl.constexpr = lookup_unit(VALUES, SHARED, FAST)
+    PIECES: tl.constexpr = column_pieces(PACKING, COLUMN, POSITION, BITS)
+    if FAST and SHARED.copies > 0 and len(PIECES) <= 2:
+        ASSEMBLY: tl.constexpr = field_lookup_ptx(PIECES, WORDS, SHARED.offset + FIRST * UNIT, UNIT)
+        inputs = [words[PIECES[0][0]]] if len(PIECES) == 1 else [words[PIECES[0][0]], words[PIECES[1][0]]]
+        REGISTERS: tl.constexpr = register_constraints(WORDS, len(PIECES))
+        if WORDS == 1:
+            result = (tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, inputs, dtype=tl.uint32, is_pure=True, pack=1),)
+        else:
+            result = tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, inputs, dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1)
+    else:
+        place = column_bits(words, PACKING, COLUMN, POSITION, BITS) * UNIT
+        result = look_up_words(place, table, WORDS, VALUES, FIRST, SHARED, FAST)
+    return result

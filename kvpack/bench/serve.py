@@ -7,9 +7,12 @@ measures all caches.
 
 from __future__ import annotations
 
+import gc
 import json
+import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,15 +28,13 @@ from kvpack.models import transformers_library
 from kvpack.output import step_counter
 from kvpack.runtime.modes import one_thread
 
-from .device_times import call_seconds, free_memory, wait
+from .process_time import time_interleaved
 from .serve_cpu import spare_tokens, step_rows, with_plain_attention
 from .serve_graphs import ROOM, StaticStates, graph_step, use_flash_attention
 from .serve_peers import DYNAMIC, FLASH, OUT_OF_MEMORY_ERROR, STATIC, TIMES, cache_bytes, peers, row_of, try_measure
 from .step_timing import Steps, seconds_of, steps_without_cache, without_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from kvpack.coding.encoding import Progress
 
 LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8}
@@ -434,3 +435,36 @@ def _reset_peak(device: str) -> None:
 
 def _peak(device: str) -> int | None:
     return torch.cuda.max_memory_allocated() if device == "cuda" else None
+
+
+REPEATS = 3
+"""Number of timings of a call, after one warm-up call."""
+
+
+def call_seconds(calls: Sequence[Callable[[], None]], device: str) -> list[tuple[float | None, str | None]]:
+    """Return for each call its time in seconds and None. If it raised an error, return None and the error's text."""
+    if device == "cpu":
+        return [(measured.process, None) for measured in time_interleaved(calls, REPEATS)]
+    return [try_measure(partial(_median, call, device)) for call in calls]
+
+
+def _median(call: Callable[[], None], device: str) -> float:
+    result = []
+    for _ in range(REPEATS + 1):
+        begin = time.perf_counter()
+        call()
+        result.append(time.perf_counter() - begin)
+    free_memory(device)
+    return statistics.median(result[1:])
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def free_memory(device: str) -> None:
+    """Return unused memory to the device."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

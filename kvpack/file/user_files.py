@@ -14,10 +14,9 @@ import stat
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter, InvalidType, LimitExceeded, MissingFile, Truncated
-from kvpack.runtime.locks import Lock
 from kvpack.runtime.mapping import populate
 from kvpack.runtime.reader import ColdRead, read_cold
-from kvpack.runtime.threads import in_parallel
+from kvpack.runtime.threads import Lock, in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Generator

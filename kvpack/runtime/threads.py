@@ -2,12 +2,16 @@
 
 ``threading.Thread.start``, which ThreadPoolExecutor uses, waits for the new thread to run, and waits forever if memory runs out first.
 Here, the thread that requests a result makes the call itself if no other thread has started it.
+
+Locks can be acquired by a forked child even if a thread of its parent held them.
 """
 
 from __future__ import annotations
 
 import _thread
 import os
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -159,3 +163,34 @@ class WorkerThreads:
         """Wait for running work, and stop the threads. The next use of ``pool`` starts new ones."""
         if (pool := self._pools.pop(os.getpid(), None)) is not None:
             pool.shutdown()
+
+
+class Lock:
+    """A lock like ``threading.Lock``, but free in a forked child."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        _ALL.add(self)
+
+    def acquire(self) -> None:
+        self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+_ALL: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _replace_locks() -> None:
+    for lock in _ALL:
+        lock._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_replace_locks)

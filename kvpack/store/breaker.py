@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, TypeVar
 
-from kvpack.runtime.locks import Lock
+from kvpack.runtime.threads import Lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable

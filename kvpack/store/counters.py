@@ -14,7 +14,7 @@ from typing import Any
 
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
-from kvpack.runtime.locks import Lock
+from kvpack.runtime.threads import Lock
 
 log = logging.getLogger("kvpack.store")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvpack.file.atomic import is_on_one_host
-from kvpack.runtime.locks import Lock
+from kvpack.runtime.threads import Lock
 
 from . import index_tables as tables
 from .backend import StoredEntry

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvpack.runtime.locks import Lock
+from kvpack.runtime.threads import Lock
 
 from .keys import KEY_BYTES
 

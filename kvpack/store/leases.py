@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvpack.file.atomic import LOCKED_SUFFIX, TEMPORARY_PREFIX, try_lock
-from kvpack.runtime.locks import Lock
+from kvpack.runtime.threads import Lock
 
 from .backend import Backend, Lease, NoLease
 from .options import check_seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from kvpack.runtime.locks import Lock
+from kvpack.runtime.threads import Lock
 
 from .backend import Data, FoundEntry, Pin, PinTerms, SingleTierBackend, StoredEntry
 from .pins import is_active

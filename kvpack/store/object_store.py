@@ -18,8 +18,7 @@ from random import randrange
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidHeader, LimitExceeded
-from kvpack.runtime.locks import Lock
-from kvpack.runtime.threads import in_parallel
+from kvpack.runtime.threads import Lock, in_parallel
 
 from .backend import Data, FoundEntry, Lease, NoLease, Pin, PinTerms, SingleTierBackend, StoredEntry
 from .breaker import CircuitBreaker, RequestGuard

@@ -15,8 +15,7 @@ from kvpack.formats.arguments import as_list
 from kvpack.formats.errors import InvalidParameter, Truncated, WriteFailed
 from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.codec import PageCodec, key_digest
-from kvpack.runtime.locks import Lock
-from kvpack.runtime.threads import WorkerThreads
+from kvpack.runtime.threads import Lock, WorkerThreads
 
 from .backend import BATCH_BYTES, BATCH_ENTRIES, FoundEntry
 from .catalog import row_keys

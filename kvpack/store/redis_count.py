@@ -20,7 +20,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvpack.runtime.locks import Lock
+from kvpack.runtime.threads import Lock
 
 from .backend import StoredEntry
 from .entry_descriptions import Descriptions, parse_text

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from kvpack.runtime.locks import Lock
+from kvpack.runtime.threads import Lock
 
 from .backend import Backend, Data, FoundEntry, Lease, Pin, PinTerms, StoredEntry
 

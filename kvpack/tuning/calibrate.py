@@ -38,9 +38,8 @@ from kvpack.integrations.transformers.models import Model, identity_for, identit
 from kvpack.models import load_model, model_folder, transformers_library
 from kvpack.output import step_counter
 
-from .balanced_fit import compare_halves, fit_balanced_keys
 from .basis_fit import fit_rows
-from .frames_fit import fit_frames
+from .frames_fit import compare_halves, fit_balanced_keys, fit_frames
 from .place_losses import measure_place_losses
 from .rope import find_ropes, spread_keys, spread_moments, window_positions
 from .statistics import RAW_TOKENS, Framing, KeyMoments, QueryMoments, Statistics

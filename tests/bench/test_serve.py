@@ -12,7 +12,7 @@ import torch
 
 import kvpack
 from kvpack import cache_names
-from kvpack.bench import device_times, serve, serve_cpu, serve_peers, serve_tables, step_timing
+from kvpack.bench import serve, serve_cpu, serve_peers, serve_tables, step_timing
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.models import transformers_library
@@ -135,7 +135,7 @@ def test_a_failing_first_token_becomes_a_row(monkeypatch: pytest.MonkeyPatch, ca
     def broken() -> None:
         raise ValueError("the file is gone\nand more")
 
-    found = device_times.call_seconds([lambda: None, broken], "no device")
+    found = serve.call_seconds([lambda: None, broken], "no device")
     assert found[0][0] is not None
     assert found[1] == (None, "ValueError: the file is gone")
     row = {"tokens": 40, "suffix": 8}

@@ -16,8 +16,7 @@ import torch
 
 import kvpack
 from kvpack import cache_names
-from kvpack.bench.device_times import call_seconds, free_memory, wait
-from kvpack.bench.serve import DTYPES, PREFIXES, SUFFIX, random_model
+from kvpack.bench.serve import DTYPES, PREFIXES, SUFFIX, call_seconds, free_memory, random_model, wait
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import transformers_library

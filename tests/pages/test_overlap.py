@@ -9,7 +9,7 @@ from itertools import combinations, pairwise, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpack.pages.overlap import Strided, find_overlap, overlaps, overlaps_itself
+from kvpack.pages.buffer import Strided, find_overlap, overlaps, overlaps_itself
 
 AXES = st.lists(st.tuples(st.integers(2, 4), st.integers(0, 40)), max_size=3).map(tuple)
 TENSORS = st.builds(Strided, st.integers(0, 80), st.sampled_from((1, 2, 4)), AXES)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvpack.runtime import locks
+from kvpack.runtime import threads
 from kvpack.store import directory, eviction
 from support import store_caches
 from support.caches import unpack_all
@@ -329,7 +329,7 @@ def test_violations_of_these_rules_are_noticed(mutant: str, tmp_path: Path, entr
     if mutant == "keeps locks over a fork":
         store = open_store(tmp_path)
         save(store, prompt(2))
-        monkeypatch.setattr(locks, "_ALL", set())
+        monkeypatch.setattr(threads, "_ALL", set())
         results = FORK.Queue()
         with store._counters._lock:
             child = FORK.Process(target=_save_in_child, args=(store, results), daemon=True)

@@ -16,7 +16,7 @@ from kvpack.evaluation.models import read_text, vocabulary
 from kvpack.evaluation.windows import prefill
 from kvpack.models import load_model, model_folder
 from kvpack.tuning import calibrate
-from kvpack.tuning.balanced_fit import balancing_frames, frame_cost
+from kvpack.tuning.frames_fit import balancing_frames, frame_cost
 from kvpack.tuning.statistics import KeyMoments, QueryMoments, Statistics
 
 if TYPE_CHECKING:

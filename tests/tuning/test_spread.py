@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvpack.formats.frames import Rope
-from kvpack.tuning.balanced_fit import balancing_frames, frame_cost
+from kvpack.tuning.frames_fit import balancing_frames, frame_cost
 from kvpack.tuning.rope import spread_keys, spread_moments, window_positions
 from kvpack.tuning.statistics import KeyMoments, Statistics
 

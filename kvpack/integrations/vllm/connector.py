@@ -15,9 +15,8 @@ from kvpack.formats.errors import InvalidParameter
 
 from . import PLACEMENTS, STORE_OPTIONS, VERSIONS
 from .groups import BLOCK_OFFSETS, GROUPS, block_offsets, check_blocks, groups_of
-from .identities import SETTINGS, relevant_settings
+from .identities import SETTINGS, check_version, relevant_settings
 from .metrics import add_scheduler_stats, worker_stats
-from .versions import check_version
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from kvpack.coding.recipes import Recipe
 
-
 _IGNORED_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype"}
 """Keys of a model's configuration that do not affect pages, or that ``relevant_settings`` covers in another way."""
 SETTINGS = "kvpack_settings"
@@ -98,3 +97,20 @@ def identity_of(config: Any, recipe: str | Recipe, shape: Mapping[str, Any], rev
     return Identity(
         config.model.name, recipe, weights=revision, adapter=adapter, dtype=dtype, tenant=tenant, extra=f"layout={digest}; vllm"
     )
+
+
+def check_version(version: str, any_version: bool) -> dict[str, str]:
+    """Return the part of ``version`` that identities contain, so that incompatible versions share no entries.
+
+    This is the first two numbers. For a version with which kvpack was not tested, it is the whole version. Raises InvalidParameter for such
+    a version unless ``any_version`` is set.
+    """
+    minor = ".".join(version.split(".")[:2])
+    if minor in VERSIONS:
+        return {"vllm": minor}
+    if not any_version:
+        raise InvalidParameter(
+            f"vLLM is {version}, but kvpack was tested only with {' and '.join(VERSIONS)}, and vLLM's interface is experimental: "
+            f'install one of those (pip install "vllm=={VERSIONS[-1]}.*"), or set "any_version": true to try this one'
+        )
+    return {"vllm": version}

@@ -24,10 +24,9 @@ from kvpack.pages.codec import PageCodec
 
 from .chunk_keys import attach_keys
 from .groups import GROUPS, Group, check_groups, require_layout
-from .identities import SETTINGS, identity_of
+from .identities import SETTINGS, check_version, identity_of
 from .metrics import packing_metric_definitions
 from .promotions import check_promotions
-from .versions import check_version
 from .worker import PackedWorker
 
 

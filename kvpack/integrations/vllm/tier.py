@@ -25,9 +25,8 @@ from kvpack.store.encryption import read_key_file
 from kvpack.store.page_store import Job, PageStore
 
 from .groups import BLOCK_OFFSETS, GROUPS, Group, check_groups, require_layout
-from .identities import SETTINGS, identity_of
+from .identities import SETTINGS, check_version, identity_of
 from .metrics import TierMetrics, tier_definitions
-from .versions import check_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -32,7 +32,7 @@ from .process_time import time_interleaved
 from .serve_cpu import spare_tokens, step_rows, with_plain_attention
 from .serve_graphs import ROOM, StaticStates, graph_step, use_flash_attention
 from .serve_peers import DYNAMIC, FLASH, OUT_OF_MEMORY_ERROR, STATIC, TIMES, cache_bytes, peers, row_of, try_measure
-from .step_timing import Steps, seconds_of, steps_without_cache, without_graphs
+from .step_timing import Steps, seconds_of, without_graphs
 
 if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
@@ -289,7 +289,7 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str) -> list[dict[s
 def _alternating_step_seconds(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, float]:
     """Return the time of a step in seconds by cache. Caches are measured in alternation.
 
-    They are a DynamicCache with and without FlashAttention, ``recipe`` with and without graphs, and no cache.
+    They are a DynamicCache with and without FlashAttention, and ``recipe`` with and without graphs.
     """
     from kvpack.integrations.transformers import KvpackCache
 
@@ -298,7 +298,7 @@ def _alternating_step_seconds(model: Any, batch: int, tokens: int, recipe: str, 
     with KvpackCache.of(_random_packed_cache(model, batch, tokens, recipe, device), model) as past:
         runs = [Steps(DYNAMIC, plain, dense), Steps(FLASH, plain, dense, flash=True)]
         runs += [Steps(_WITHOUT_GRAPHS, model, past, graphs=False), Steps(recipe, model, past)]
-        return seconds_of([*runs, steps_without_cache(with_plain_attention(plain), tokens)], batch, device, wait)
+        return seconds_of(runs, batch, device, wait)
 
 
 def _random_packed_cache(model: Any, batch: int, tokens: int, recipe: str, device: str) -> kvpack.Cache:

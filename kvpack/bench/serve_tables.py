@@ -9,7 +9,6 @@ from kvpack.output import bytes_text, print_table
 from .serve import DENSE_FILE
 from .serve_cpu import ROUNDS, STEPS
 from .serve_peers import DYNAMIC, FLASH, OUT_OF_MEMORY_ERROR
-from .step_timing import MODEL_ONLY
 
 
 def show(report: dict[str, Any]) -> None:
@@ -39,9 +38,8 @@ def _show_decode(report: dict[str, Any]) -> None:
     on_cpu, dtype = report["device"] == "cpu", report["dtype"]
     title = f"Decode steps of {report['shape']}, {report['layers']} layers, random weights in {dtype}, on {report['device']}"
     beside = "x Dynamic-\nCache" + (" / flash" if len(dense) > 1 else "")
-    step_beside = beside + " / alone" * any(MODEL_ONLY in row.get("seconds_in_turn", {}) for row in report["decode"])
     columns = [
-        "batch x tokens", "cache", "cache\nbytes", "step\nms", step_beside, "without\ngraphs, ms", step_beside,
+        "batch x tokens", "cache", "cache\nbytes", "step\nms", beside, "without\ngraphs, ms", beside,
         "generate\nms/token", beside, f"x {dtype}\nin a graph",
         "graph\nms", f"x {dtype}\nin a graph", "tokens/s\nin graphs", "peak memory x\nweights + cache",
     ]  # fmt: skip
@@ -56,10 +54,6 @@ def _show_decode(report: dict[str, Any]) -> None:
         print("\nA step is one call of the model with a new cache length, as in generate. With packed caches, calls replay graphs,")
         print("or run eagerly with graphs=False; generate is timed after its kernels are compiled.")
         print("Step ratios compare alternating steps, if both caches fit, because the speed of the host varies.")
-        print(
-            "alone: the model without a cache, with attention that only returns its queries. Steps that take little longer are limited by "
-            "the host."
-        )
         print("A StaticCache has a mask over its full length.")
         print(f"The {dtype} graph uses preallocated states, no mask, and the faster of SDPA's flash and cuDNN attention.")
 

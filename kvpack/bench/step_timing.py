@@ -12,15 +12,10 @@ from typing import Any
 import torch
 
 from kvpack import cache_names
-from kvpack.models import transformers_library
 
-from .serve_graphs import cache_of_length, use_flash_attention
+from .serve_graphs import use_flash_attention
 
 WARM_STEPS, STEPS, TURNS = 2, 8, 6
-MODEL_ONLY = "the model alone"
-"""Name of the steps without a cache, which measure the model itself."""
-_NOTHING = "kvpack bench nothing"
-"""Name of the attention that ignores keys and values."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +30,6 @@ class Steps:
     past: Any
     flash: bool = False
     graphs: bool = True
-
-
-def steps_without_cache(model: Any, tokens: int) -> Steps:
-    """Return steps of ``model`` after ``tokens`` tokens. Its attention is permanently replaced by a function that only returns its queries.
-    """
-    library = transformers_library()
-
-    def attend(_: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *__: Any, **___: Any) -> tuple[torch.Tensor, None]:
-        return q[..., : v.shape[3]].transpose(1, 2).contiguous(), None
-
-    library.AttentionInterface.register(_NOTHING, attend)
-    library.AttentionMaskInterface.register(_NOTHING, lambda *_, **__: None)
-    model.set_attn_implementation(_NOTHING)
-    return Steps(MODEL_ONLY, model, cache_of_length(tokens, model.config.num_hidden_layers))
 
 
 @contextmanager

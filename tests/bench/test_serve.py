@@ -101,34 +101,20 @@ def test_steps_are_interleaved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(serve, "seconds_of", recorded)
     with torch.no_grad():
         found = serve._alternating_step_seconds(model, 2, 40, "octopus-3", "cpu")
-    assert set(found) == {"DynamicCache", "octopus-3", "without graphs", "the model alone"}
+    assert set(found) == {"DynamicCache", "octopus-3", "without graphs"}
     each = step_timing.WARM_STEPS + step_timing.STEPS
     turn = [("DynamicCache", False), ("DynamicCache, flash", False)] * each + [("without graphs", True), ("octopus-3", True)] * each * 2
-    assert passes == (turn + [("the model alone", False)] * each) * 3
+    assert passes == turn * 3
     row = {"batch": 2, "tokens": 40, "cache_bytes": 8, **dict.fromkeys(serve_peers.TIMES), "generate_seconds": 1.0}
     dense = {**row, "cache": "DynamicCache", "step_seconds": 1.0}
-    others = {"DynamicCache": 4.0, "DynamicCache, flash": 6.0, "the model alone": 2.0}
+    others = {"DynamicCache": 4.0, "DynamicCache, flash": 6.0}
     packed = {**row, "cache": "octopus-3", "step_seconds": 3.0, "seconds_in_turn": others}
     report = {"shape": "small", "layers": 1, "device": "a device", "dtype": "fp32", "weights_bytes": 1, "first_token": []}
     monkeypatch.setenv("COLUMNS", "240")
     serve_tables.show({**report, "decode": [dense, packed]})
     printed = capsys.readouterr().out
     (line,) = [line.split() for line in printed.splitlines() if "octopus-3" in line]
-    assert line[line.index("3000.00") :][:6] == ["3000.00", "0.75", "/", "0.50", "/", "1.50"]
-    assert "alone: the model without a cache" in printed
-
-
-def test_model_only_steps_compute_everything_except_attention() -> None:
-    model = serve.random_model("small", 2, "cpu", None)
-    steps = step_timing.steps_without_cache(serve_cpu.with_plain_attention(model), 40)
-    token = torch.tensor([[5]])
-    with torch.no_grad():
-        out = steps.model(token, past_key_values=steps.past, use_cache=True)
-        again = steps.model(token, past_key_values=steps.past, use_cache=True)
-        assert not torch.equal(out.logits, model(token, use_cache=False).logits)
-    assert torch.equal(out.logits, again.logits)
-    assert steps.past.get_seq_length() == 40
-    assert model.config._attn_implementation == "sdpa"
+    assert line[line.index("3000.00") :][:4] == ["3000.00", "0.75", "/", "0.50"]
 
 
 def test_a_failing_first_token_becomes_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

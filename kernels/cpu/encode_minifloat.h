@@ -105,6 +105,96 @@ static int block_scales(const Encode *call, const float *most, int64_t blocks, f
 /* How values are scaled: by a power of two, by a quotient of few bits, or by any quotient. */
 enum { BY_POWERS, BY_RECIPROCALS, BY_DIVISION };
 
+/* How bf16 values that are divided by one number map to elements: within a binade by a table, which is that of all binades for values from
+   `smallest` on. */
+typedef struct {
+    Staircase codes;
+    int32_t exponent, smallest;
+} Binades;
+
+static void make_binades(const Codec *codec, const Divisors *by, Binades *out) {
+    int32_t fraction = (int32_t)codec->fraction_bits, bias = (int32_t)codec->bias, finite = (int32_t)codec->finite;
+    uint16_t codes[128];
+    uint32_t scale;
+    memcpy(&scale, by->scale, sizeof scale);
+    out->exponent = (int32_t)(scale >> 23);
+    for (int32_t i = 0; i < 128; i += LANES) {
+        vi lane = splat_int(i);
+        for (int32_t l = 0; l < LANES; l++) lane[l] += l;
+        vf x = (vf)((lane + (out->exponent << 7)) << 16);
+        vf quotient = short_quotient(x, splat(by->scale[0]), splat(by->reciprocal[0]));
+        store_words(codes + i, element_codes(quotient, x, 8, fraction, bias, finite));
+    }
+    make_staircase(codes, &out->codes);
+    /* The least bf16 number whose quotient is a normal element. A scale of 0 has none. */
+    int32_t least = (int32_t)((scale + 0xffff) >> 16) + 128 * (1 - bias);
+    out->smallest = by->reciprocal[0] > 0 ? least : INT16_MAX;
+}
+
+/* The codes of bf16 values, some of which are not normal elements. */
+static __attribute__((noinline)) vw small_word_codes(const Codec *codec, vw x, float scale, float reciprocal, int32_t bits) {
+    int32_t fraction = (int32_t)codec->fraction_bits, bias = (int32_t)codec->bias, finite = (int32_t)codec->finite;
+    uint16_t words[2 * LANES];
+    store_word_pairs(words, x);
+    for (int64_t i = 0; i < 2 * LANES; i += LANES) {
+        vf from = (vf)(load_words(words + i) << 16);
+        vf size = scale > 0 ? short_quotient(from, splat(scale), splat(reciprocal)) : from * reciprocal;
+        store_words(words + i, element_codes(size, from, bits, fraction, bias, finite));
+    }
+    return load_word_pairs(words);
+}
+
+/* Codes of 2 * LANES bf16 values that are divided by one number. */
+INLINE vw binade_codes(const Codec *codec, vw x, const Divisors *by, const Binades *binades) {
+    vw size = x & 0x7fff;
+    if (any_word_below(size, splat_word(binades->smallest))) return small_word_codes(codec, x, by->scale[0], by->reciprocal[0], 8);
+    int16_t fraction = (int16_t)codec->fraction_bits, exponent = (int16_t)binades->exponent;
+    vw code = on_staircase(&binades->codes, size) + (((size >> 7) - exponent) << fraction);
+    return smaller_word(code, splat_word((int32_t)codec->finite - 1)) | ((x >> 8) & 128);
+}
+
+/* Codes of 2 * LANES bf16 values whose scale is a power of two. */
+INLINE vw power_codes(const Codec *codec, vw x, float reciprocal, int32_t power, int32_t bits) {
+    int32_t fraction = bits == 4 ? 1 : (int32_t)codec->fraction_bits, bias = bits == 4 ? 1 : (int32_t)codec->bias;
+    /* Elements of 4 bits below 1 are 0 and 1/2, which two comparisons find. */
+    int32_t smallest = bits == 4 ? 0 : (power > bias ? power - bias + 1 : 1) << 7;
+    vw size = x & 0x7fff;
+    if ((bits == 4 && power < 3) || any_word_below(size, splat_word(smallest))) return small_word_codes(codec, x, 0, reciprocal, bits);
+    int16_t shift = (int16_t)(7 - fraction), round = (int16_t)((1 << (shift - 1)) - 1), first = (int16_t)((power - bias) * (1 << fraction));
+    vw code = ((size + ((size >> shift) & 1) + round) >> shift) - first;
+    if (bits == 4) {
+        int16_t quarter = (int16_t)((power - 2) << 7), three_quarters = (int16_t)(((power - 1) << 7) + 64);
+        code = larger_word(code, -(vw)(size > quarter) - (vw)(size >= three_quarters));
+    }
+    return smaller_word(code, splat_word((int32_t)codec->finite - 1)) | ((x >> (int16_t)(16 - bits)) & (int16_t)(1 << (bits - 1)));
+}
+
+/* What codes of bf16 values depend on: one of these, by how values are scaled. */
+typedef struct {
+    const Binades *binades;
+    const uint8_t *powers;
+} WordRules;
+
+/* Computes the codes of rows of bf16 like row_codes, but with 16 bits for each value. */
+INLINE void word_codes(const Codec *codec, const char *row, int64_t stride, int64_t count, uint16_t *to, int64_t to_stride,
+                       const Divisors *by, const WordRules *rules, int way, int32_t bits) {
+    int64_t width = codec->packing[0].width, first = 0;
+    for (int64_t i = 0; i < count; i++, row += stride, to += to_stride, first += codec->dim / 32)
+        for (int64_t c = 0; c < width; c += 2 * LANES) {
+            vw word = splat_word(0);
+            for (int32_t f = 0; f < 16 / bits; f++) {
+                int64_t d = f * width + c, b = first + d / 32;
+                vw x = load_word_pairs(row + 2 * d), code;
+                if (way == BY_POWERS)
+                    code = power_codes(codec, x, by->reciprocal[b], rules->powers[b], bits);
+                else
+                    code = binade_codes(codec, x, by, rules->binades);
+                word |= code << (int16_t)(bits * f);
+            }
+            store_word_pairs(to + c, word);
+        }
+}
+
 /* Computes the codes of `count` rows. Their blocks of `block` channels (or of one whole row) are those of `by`, from block `first` on. */
 INLINE void row_codes(const Codec *codec, const char *row, int64_t stride, int64_t count, uint16_t *to, int64_t to_stride, const Divisors *by,
                       int64_t block, int way, int64_t bits, int64_t dtype) {
@@ -140,34 +230,47 @@ typedef struct {
     int64_t stride, count, dtype;
 } LongRows;
 
-/* Returns the rows unchanged, or widened to binary32 in `wide`: binary16 rows, and bf16 rows whose values are divided. */
+/* Returns 1 if bf16 values scaled in this way are encoded by word_codes. */
+static int uses_words(const Codec *codec, int way) {
+    return codec->packing[0].width % (2 * LANES) == 0 &&
+           (way == BY_POWERS || (way == BY_RECIPROCALS && codec->scale_kind == ONE_SCALE && codec->packing[0].digit[0].bits == 8));
+}
+
+/* Returns the rows unchanged, or widened to binary32 in `wide`: binary16 rows, and bf16 rows whose values are divided or too few. */
 static LongRows long_rows(const Encode *call, const char *row, int64_t count, int way, float *wide) {
     int64_t dim = call->codec->dim, stride = call->x.row;
     for (int64_t i = 0; i < count; i++)
         for (int64_t d = 0; d < 2 * dim; d += CACHE_LINE) __builtin_prefetch(row + (ROWS_MEASURED + i) * stride + d, 0, 2);
-    if (call->dtype == F32 || (call->dtype == BF16 && way != BY_DIVISION)) return (LongRows){row, stride, count, call->dtype};
+    int short_codes = call->codec->packing[0].digit[0].bits == 4;
+    int stays = uses_words(call->codec, way) || (way == BY_RECIPROCALS && short_codes);
+    if (call->dtype == F32 || (call->dtype == BF16 && stays)) return (LongRows){row, stride, count, call->dtype};
     for (int64_t i = 0; i < count; i++, row += stride)
         for (int64_t d = 0; d < dim; d += LANES) store(wide + i * dim + d, call->dtype == BF16 ? widened(row, d, BF16) : widened(row, d, F16));
     return (LongRows){(const char *)wide, dim * (int64_t)sizeof(float), count, F32};
 }
 
-/* Encodes rows, with the kind of scaling and the number of bits as constants. */
-#define ROW_CODES(way, bits)                                                                                       \
-    if (rows.dtype == BF16 && way != BY_DIVISION)                                                                  \
-        row_codes(codec, rows.row, rows.stride, rows.count, to, to_stride, by, block, way, bits, BF16);            \
-    else                                                                                                           \
-        row_codes(codec, rows.row, rows.stride, rows.count, to, to_stride, by, block, way, bits, F32);             \
+/* Encodes rows, with the kind of scaling, the number of bits and the dtype as constants. */
+#define ROW_CODES(way, bits, dtype)                                                                  \
+    row_codes(codec, rows.row, rows.stride, rows.count, to, to_stride, by, block, way, bits, dtype); \
+    break
+#define WORD_CODES(way, bits)                                                                  \
+    word_codes(codec, rows.row, rows.stride, rows.count, to, to_stride, by, rules, way, bits); \
     break
 
-static void all_row_codes(const Codec *codec, LongRows rows, uint16_t *to, int64_t to_stride, const Divisors *by, int way) {
+static void all_row_codes(const Codec *codec, LongRows rows, uint16_t *to, int64_t to_stride, const Divisors *by, const WordRules *rules,
+                          int way) {
     int64_t bits = codec->packing[0].digit[0].bits, block = codec->scale_kind == ONE_SCALE ? 0 : codec->size;
-    switch (2 * way + (bits == 4)) {
-        case 2 * BY_POWERS: block = 32; ROW_CODES(BY_POWERS, 8);
-        case 2 * BY_POWERS + 1: block = 32; ROW_CODES(BY_POWERS, 4);
-        case 2 * BY_RECIPROCALS: block = 0; ROW_CODES(BY_RECIPROCALS, 8);
-        case 2 * BY_RECIPROCALS + 1: ROW_CODES(BY_RECIPROCALS, 4);
-        case 2 * BY_DIVISION: block = 0; ROW_CODES(BY_DIVISION, 8);
-        default: ROW_CODES(BY_DIVISION, 4);
+    switch (4 * way + 2 * (rows.dtype == BF16) + (bits == 4)) {
+        case 4 * BY_POWERS: block = 32; ROW_CODES(BY_POWERS, 8, F32);
+        case 4 * BY_POWERS + 1: block = 32; ROW_CODES(BY_POWERS, 4, F32);
+        case 4 * BY_POWERS + 2: WORD_CODES(BY_POWERS, 8);
+        case 4 * BY_POWERS + 3: WORD_CODES(BY_POWERS, 4);
+        case 4 * BY_RECIPROCALS: block = 0; ROW_CODES(BY_RECIPROCALS, 8, F32);
+        case 4 * BY_RECIPROCALS + 1: ROW_CODES(BY_RECIPROCALS, 4, F32);
+        case 4 * BY_RECIPROCALS + 2: WORD_CODES(BY_RECIPROCALS, 8);
+        case 4 * BY_RECIPROCALS + 3: ROW_CODES(BY_RECIPROCALS, 4, BF16);
+        case 4 * BY_DIVISION: block = 0; ROW_CODES(BY_DIVISION, 8, F32);
+        default: ROW_CODES(BY_DIVISION, 4, F32);
     }
 }
 
@@ -180,7 +283,10 @@ static int encode_minifloats(const Encode *call, int64_t batch, int64_t head, in
     float most[MAX_BLOCKS], wide[ROWS_MEASURED * 1024];
     uint8_t code[MAX_BLOCKS];
     Divisors by;
+    Binades binades;
+    WordRules rules = {&binades, code};
     int quick = all_of(~add_divisors(&by, 0, splat(run_scale)));
+    if (quick && kind == ONE_SCALE && uses_words(codec, BY_RECIPROCALS)) make_binades(codec, &by, &binades);
     for (int64_t t = start, count; t < stop; t += count) {
         count = next_skipped(call, batch, t, t + ROWS_MEASURED < stop ? t + ROWS_MEASURED : stop) - t;
         if (count == 0) {
@@ -196,7 +302,8 @@ static int encode_minifloats(const Encode *call, int64_t batch, int64_t head, in
             for (int64_t i = 0; i < count; i++) memcpy((char *)row_of(scales, batch, head, t + i), code + i * blocks, blocks);
         }
         int way = kind == POWERS_OF_BLOCKS ? BY_POWERS : quick && call->dtype != F32 ? BY_RECIPROCALS : BY_DIVISION;
-        all_row_codes(codec, long_rows(call, rows, count, way, wide), (uint16_t *)row_of(codes, batch, head, t), codes->row / 2, &by, way);
+        uint16_t *to = (uint16_t *)row_of(codes, batch, head, t);
+        all_row_codes(codec, long_rows(call, rows, count, way, wide), to, codes->row / 2, &by, &rules, way);
     }
     return 1;
 }

@@ -193,6 +193,61 @@ INLINE vw smaller_word(vw a, vw b) {
 #endif
 }
 
+INLINE vw load_word_pairs(const void *p) { return *(const vw_any *)p; }
+INLINE void store_word_pairs(void *p, vw x) { *(vw_any *)p = x; }
+INLINE vw splat_word(int32_t x) { return (vw){0} + (int16_t)x; }
+
+/* Returns whether a word of a is below that of b. */
+INLINE int any_word_below(vw a, vw b) {
+#if LEVEL == 4
+    return _mm512_cmplt_epi16_mask((__m512i)a, (__m512i)b) != 0;
+#elif LEVEL == 3
+    return _mm256_movemask_epi8((__m256i)(a < b)) != 0;
+#else
+    uint64_t mask[2];
+    vw below = a < b;
+    memcpy(mask, &below, sizeof below);
+    return (mask[0] | mask[1]) != 0;
+#endif
+}
+
+/* A table of 128 words that increase by at most 8 in all, as it is looked up. */
+#if LEVEL == 4
+typedef struct {
+    int16_t even[64], odd[64];
+} Staircase;
+#else
+typedef struct {
+    int16_t bottom, edge[8];
+} Staircase;
+#endif
+
+static void make_staircase(const uint16_t *table, Staircase *out) {
+#if LEVEL == 4
+    for (int i = 0; i < 64; i++) out->even[i] = (int16_t)table[2 * i], out->odd[i] = (int16_t)table[2 * i + 1];
+#else
+    out->bottom = (int16_t)table[0];
+    for (int step = 0, i = 0; step < 8; step++) {
+        while (i < 128 && table[i] <= table[0] + step) i++;
+        out->edge[step] = (int16_t)i;
+    }
+#endif
+}
+
+/* Looks up the low 7 bits of words that are not negative. */
+INLINE vw on_staircase(const Staircase *table, vw x) {
+#if LEVEL == 4
+    __m512i half = _mm512_srli_epi16((__m512i)x, 1);
+    __m512i even = _mm512_permutex2var_epi16(_mm512_loadu_si512(table->even), half, _mm512_loadu_si512(table->even + 32));
+    __m512i odd = _mm512_permutex2var_epi16(_mm512_loadu_si512(table->odd), half, _mm512_loadu_si512(table->odd + 32));
+    return (vw)_mm512_mask_blend_epi16(_mm512_test_epi16_mask((__m512i)x, _mm512_set1_epi16(1)), even, odd);
+#else
+    vw at = x & 127, result = splat_word(table->bottom);
+    UNROLLED for (int i = 0; i < 8; i++) result -= (vw)(at >= table->edge[i]);
+    return result;
+#endif
+}
+
 /* Returns the nearest integer, ties to even, for magnitudes below 2^22. */
 INLINE vi nearest_int(vf x) {
 #if LEVEL == 4

@@ -180,6 +180,27 @@ def test_minifloats_are_encoded_to_the_same_bytes_as_in_formats(words: str, data
 
 
 @LEVELS
+@pytest.mark.parametrize("words", MINIFLOATS)
+def test_minifloats_of_all_magnitudes_are_encoded_as_in_formats(words: str, level: int) -> None:
+    """Runs and blocks of bf16 whose largest value is anywhere, next to values of a few binades or of all."""
+    codec = create("minifloat", 128, **dict(word.split("=") for word in words.split(",")))
+    generator = torch.Generator().manual_seed(0)
+    compared = 0
+    for largest in (0, 1, 0x7F, 0x80, 0x1234, *range(0x3F00, 0x4000, 15), 0x7F00, 0x7F7F):
+        for span in (0x300, 0x1000, 0x7F7F):
+            words_below = largest - torch.randint(0, min(largest, span) + 1, (8, 128), generator=generator)
+            words_below[0, 0] = largest
+            signs = torch.randint(0, 2, (8, 128), generator=generator) << 15
+            x = (words_below | signs).to(torch.int16).view(torch.bfloat16).view(1, 1, 8, 128)
+            if (found := cpu_encode.encode(codec, x, level=level)) is None:
+                continue
+            compared += 1
+            for name, stream in codec.encode(x.float()).items():
+                assert torch.equal(bits(found[name]), bits(stream)), (name, largest, span)
+    assert compared > 50
+
+
+@LEVELS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("words", MINIFLOATS)
 def test_skipped_tokens_of_a_minifloat_are_encoded_as_zeros(words: str, dtype: torch.dtype, level: int) -> None:

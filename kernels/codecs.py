@@ -34,6 +34,7 @@ from .decode import transform as decode_transform
 from .encode import angle as encode_angle
 from .encode import group as encode_group
 from .encode import klt_heads as encode_klt
+from .encode import lossless as encode_lossless
 from .encode import minifloat as encode_minifloat
 from .encode import octahedral as encode_octahedral
 from .encode import polar as encode_polar
@@ -122,7 +123,7 @@ def _quaternion_tiles(codec: Quaternion) -> Tiles | None:
 
 CODECS: dict[type[Codec], CodecKernels] = {
     Raw: CodecKernels(raw_tiles.tiles, has_rules=supports_all),
-    Lossless: CodecKernels(decode_into=decode_lossless.decode_into),
+    Lossless: CodecKernels(encode=encode_lossless.encode, decode_into=decode_lossless.decode_into),
     Group: CodecKernels(
         group_tiles.tiles,
         lambda codec, dual: group_tiles.tiles(codec, dual) if _has_dual_rows(codec) else None,

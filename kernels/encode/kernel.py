@@ -39,7 +39,7 @@ class Output(NamedTuple):
     ``[batch, kv_head, token]``.
     """
 
-    streams: Mapping[str, torch.Tensor]
+    streams: dict[str, torch.Tensor]
     planes: tuple[torch.Tensor, ...]
     flag: torch.Tensor
     origins: BatchOffsets | None = None
@@ -48,7 +48,7 @@ class Output(NamedTuple):
 
 def create_output(
     codec: Codec,
-    streams: Mapping[str, torch.Tensor],
+    streams: dict[str, torch.Tensor],
     flag: torch.Tensor,
     origins: BatchOffsets | None = None,
     errors: torch.Tensor | None = None,

@@ -16,9 +16,7 @@ from .rows import PackedPart, PreparedDecode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.formats.base import Codec
     from kvpack.kernels.tiles.layers import PackedRun, Side
-
 
 
 class SidePart(NamedTuple):
@@ -113,15 +111,15 @@ def _prepare(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> Prepar
     """
     if not parts:
         return None
-    codec, packed = _codec_without_raw(parts[0].page.codec), [part.packed(start) for part in parts]
-    if unpack.supports(codec, out):
-        return unpack.prepare(codec, packed, out)
-    return None if parts[0].start % codec.token_group else decode.prepare(codec, packed, out, True)
+    codec, packed = parts[0].page.codec.without_raw_positions, [part.packed(start) for part in parts]
+    if parts[0].start % codec.token_group:
+        return None
+    return unpack.prepare(codec, packed, out) if unpack.supports(codec, out) else decode.prepare(codec, packed, out, True)
 
 
 def _decode_with_fallback(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> bool:
     """Decode ``parts`` by copying or with several launches. Arguments are as in ``_prepare``. Returns True on success."""
-    codec, packed = _codec_without_raw(parts[0].page.codec), [part.packed(start) for part in parts]
+    codec, packed = parts[0].page.codec.without_raw_positions, [part.packed(start) for part in parts]
     if type(codec) is RawCodec:
         for part in parts:
             begin = part.first + part.start - start
@@ -133,21 +131,10 @@ def _decode_with_fallback(parts: Sequence[SidePart], start: int, out: torch.Tens
     return parts[0].start % codec.token_group == 0 and decode.decode_into(codec, packed, out, True)
 
 
-def _codec_without_raw(codec: Codec) -> Codec:
-    """Return ``codec`` without raw tokens if it has no other sidecar, otherwise ``codec`` itself."""
-    return codec.family if codec.raw_positions is not None and codec.without_raw_positions is codec.family else codec
-
-
 def _raw_tokens(parts: Sequence[SidePart], start: int) -> RawTokens | None:
-    """Return the raw tokens of ``parts`` for an output whose first token is token ``start`` of the side.
-
-    Returns None unless raw positions are the codec's only sidecar.
-    """
-    if not parts:
-        return None
-    codec = parts[0].page.codec
-    raw = codec.raw_positions
-    if raw is None or codec.without_raw_positions is not codec.family:
+    """Return the raw tokens of ``parts`` for an output whose first token is token ``start`` of the side. None if the codec has none."""
+    raw = parts[0].page.codec.raw_positions if parts else None
+    if raw is None:
         return None
     tokens, sequences, values = [], [], []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Unpacking of rotated codecs with bounded values: attention's tile loaders decode, and matrix products invert the rotation."""
+"""Unpacking of codecs with bounded values and a rotation or key means: attention's tile loaders decode, and matrix products rotate."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005
@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from triton import language as tl
 from kvpack.formats.angle import Angle
 from kvpack.formats.channel_scale import STREAM, ChannelScale
 from kvpack.formats.columns import next_power_of_two
+from kvpack.formats.key_mean import SCALE, KeyMean
 from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.polar import Polar
 from kvpack.formats.quaternion import Quaternion
@@ -68,15 +70,16 @@ Tiles of 16 tokens would be faster for the scalar codec, but slower for all othe
 
 
 def supports(codec: Codec, out: torch.Tensor) -> bool:
-    """Return True if ``prepare`` can decode ``codec`` into ``out``.
+    """Return True if ``prepare`` can decode ``codec`` into ``out``. Codecs without rotation and key means have faster kernels.
 
     Polar is decoded only to bfloat16. Its tiles are products of rounded numbers, whose errors would exceed the rounding of other dtypes.
     """
-    codec = _codec_without_scales(codec)
+    fast = codec.rotation.kind == "none" and codec.sidecar(KeyMean) is None
+    codec = _inner_codec(codec)
     return (
         type(codec) in BOUNDED_CODECS
         and (type(codec) is not Polar or out.dtype == torch.bfloat16)
-        and codec.rotation.kind != "none"
+        and not fast
         and out.dtype in FUSED_DTYPES
         and supports_output(out)
         and (loader := tiles.find_loader(codec)) is not None
@@ -93,25 +96,46 @@ def prepare(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor) -> Pr
     (2^-10 for polar). Raises InvalidParameter unless streams have the codec's layout.
     """
     batch, heads = out.shape[:2]
-    stored_codec, codec = codec, _codec_without_scales(codec)
+    stored_codec, codec = codec, _inner_codec(codec)
+    scaled, mean = stored_codec.sidecar(ChannelScale) is not None, stored_codec.sidecar(KeyMean)
     device = str(out.device)
     work = tiles.build_work(codec, packed, batch, heads, out.device, _required_shape(codec, device).warps)
     arguments = (*out.stride()[:3], work.table.shape[0], work.blocks, heads, work.block_tokens)
-    fast, scaled = addresses.uses_assembly(out.device), stored_codec is not codec
-    launch, table, matrix = _launch(codec, scaled, work.streams, arguments, batch, out.dtype, device, fast)
+    fast, mean_tokens = addresses.uses_assembly(out.device), 0 if mean is None else mean.tokens
+    launch, table, matrix = _launch(codec, scaled, mean_tokens, work.streams, arguments, batch, out.dtype, device, fast)
     scales = _page_scales(packed, (batch, heads, 1, codec.dim), matrix.shape[1]) if scaled else matrix
     pointers = tuple((tensor, 0) for tensor in (work.table, device_tables.counting_tensor(device), table, matrix, scales))
+    starts = matrix
+    if mean is not None:
+        counts = [batch * heads * _check_means(mean, part, batch, heads) for part in packed]
+        starts = torch.tensor([0, *accumulate(counts[:-1])], dtype=torch.int64).to(out.device)
 
     def run(out: torch.Tensor) -> None:
         if work.blocks * batch * heads:
-            launch((out, 0), *pointers)
+            # Means in the original frame take more memory than the stored ones, so they are not kept.
+            means = matrix if mean is None else _original_means(stored_codec, mean, packed, matrix.shape[1])
+            launch((out, 0), *pointers, (starts, 0), (means, 0))
 
     return PreparedDecode(run, not work.copied, work.keep_alive)
 
 
-def _codec_without_scales(codec: Codec) -> Codec:
-    """Return ``codec`` without channel scales if it has no other sidecar, otherwise ``codec`` itself."""
-    return codec.family if [*map(type, codec.sidecars)] == [ChannelScale] else codec
+def _inner_codec(codec: Codec) -> Codec:
+    """Return ``codec`` without channel scales and key means if it has no other sidecar, otherwise ``codec`` itself."""
+    return codec.family if {*map(type, codec.sidecars)} <= {ChannelScale, KeyMean} else codec
+
+
+def _check_means(mean: KeyMean, part: PackedPart, batch: int, heads: int) -> int:
+    """Return the number of means per head of ``part``. Raises InvalidParameter unless their streams have the codec's layout."""
+    layouts = mean.layout(batch, heads, part.tokens)
+    for name, layout in layouts.items():
+        check_shape(name, part.streams[name], layout.shape)
+    return layouts[SCALE].shape[2]
+
+
+def _original_means(codec: Codec, mean: KeyMean, packed: Sequence[PackedPart], channels: int) -> torch.Tensor:
+    """Return the means of all pages in the original frame, one after the other, float32 ``[mean, channel]``."""
+    means = torch.cat([codec.original(mean.vectors(part.streams), part.streams).flatten(0, 2) for part in packed])
+    return torch.nn.functional.pad(means, (0, channels - codec.dim))
 
 
 def _page_scales(packed: Sequence[PackedPart], shape: tuple[int, ...], channels: int) -> torch.Tensor:
@@ -158,6 +182,7 @@ def _padded_dim(dim: int) -> int:
 def _launch(
     codec: Codec,
     scaled: bool,
+    mean_tokens: int,
     streams: tuple[RowStream, ...],
     arguments: tuple[int, ...],
     batch: int,
@@ -180,7 +205,8 @@ def _launch(
         {
             "SIDE": bind(loader, Mode(table_offsets[0], False, fast), None, streams, whole_tiles), "TABLES": shared, "WARPS": shape.warps,
             "TOKENS": tokens, "WORK_ROW": tiles.FIRST_ADDRESS.value + STREAM_INTEGERS.value * len(streams), "DIM": codec.dim,
-            "PAD": matrix.shape[1], "CHANNELS": shape.channels, "JOINED": shape.joined, "SIZE": size, "SCALED": scaled, "FAST": fast,
+            "PAD": matrix.shape[1], "CHANNELS": shape.channels, "JOINED": shape.joined, "SIZE": size, "SCALED": scaled, "MEAN": mean_tokens,
+            "FAST": fast,
         },
         {"num_warps": shape.warps},
         partial(shared_table.allow_tables, table_bytes=shared.nbytes) if shared.nbytes else None,
@@ -214,6 +240,8 @@ def unpack_tiles(
     table: tl.tensor,
     matrix: tl.tensor,
     scales: tl.tensor,
+    mean_starts: tl.tensor,
+    means: tl.tensor,
     batch_stride: tl.tensor,
     head_stride: tl.tensor,
     token_stride: tl.tensor,
@@ -232,13 +260,15 @@ def unpack_tiles(
     JOINED: tl.constexpr,
     SIZE: tl.constexpr,
     SCALED: tl.constexpr,
+    MEAN: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
     """Decode a block of one page, sequence and head as ``tiles.decode_tiles`` does, and map it to ``CHANNELS`` channels by ``matrix``.
 
     ``matrix`` is float16 ``[column, PAD]``, and products are scaled by ``SIZE``. With ``JOINED``, all tiles of a token are multiplied
     together; otherwise, each tile is multiplied as soon as it is decoded. With ``SCALED``, channels are multiplied by ``scales``, float32
-    ``[page, sequence, PAD]``.
+    ``[page, sequence, PAD]``. Unless ``MEAN`` is 0, every ``MEAN`` tokens have a mean in ``means``, float32 ``[mean, PAD]``. Those of a
+    page, ``[sequence, mean]``, begin at its entry of ``mean_starts``.
     """
     FIELDS: tl.constexpr = SIDE.stream_widths
     STEPS: tl.constexpr = SIDE.steps
@@ -267,6 +297,9 @@ def unpack_tiles(
             signs = signs + (tl.load(matrix + column[:, None] * PAD + channel[None, :]),)
     if SCALED:
         scales += (block.page * (tl.num_programs(0) // blocks) + sequence).to(tl.int64) * PAD
+    if MEAN:
+        page_means = tl.cdiv(tl.load(work_table + block.page * WORK_ROW + 1), MEAN)
+        means += (tl.load(mean_starts + block.page) + sequence * page_means) * PAD
     fill_tables(entries, TABLES)
     if TABLES.nbytes:
         tl.debug_barrier()
@@ -295,6 +328,12 @@ def unpack_tiles(
         if SCALED:
             # Load the scales again for each tile, because registers have no room for them during decoding.
             value = value * tl.load(scales + channel)[None, :]
+        if MEAN:
+            mean_row = means + channel[None, :]
+            if MEAN % SPAN == 0:
+                value = value + tl.load(mean_row + first // MEAN * PAD)
+            else:
+                value = value + tl.load(mean_row + (first + row) // MEAN * PAD, row < count, 0.0)
         tl.store(address, value.to(out.dtype.element_ty), (row < count) & (channel < DIM)[None, :])
 
 

@@ -139,6 +139,31 @@ def test_every_page_has_its_own_channel_scales(codec: str, dim: int) -> None:
     assert relative_error(fused(side.slice(130, 390), torch.float16), expected[:, :, 130:390]) < 2.0**-11
 
 
+@pytest.mark.scenario
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("codec", "dim"),
+    [
+        ("octahedral:b=3,mean=32,mean_bits=4,norm=log8", 64),
+        ("scalar:b=3,channel_scale=fp16,mean=128,norm=log8", 80),
+        ("quaternion:s=24,r=3,mean=8", 64),
+    ],
+)
+def test_means_and_raw_tokens_are_unpacked_with_the_codec(codec: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.cat([k + torch.linspace(-4, 4, dim) for k, _ in random_pairs(1, 700, batch=2, dims=(dim, dim))], 2)
+    x[:, :, 200] *= 20
+    recipe = f"k={codec};v=raw;raw=4,0.5,4"
+    side = kvpack.pack([(x[:, :, :300], x[:, :, :300])], recipe).append([(x[:, :, 300:], x[:, :, 300:])])[0].k
+    assert side is not None
+    assert len(side.runs) > 1
+    side = side.slice(0, side.packed_tokens)
+    expected = side.unpack(torch.float32)
+    launched = launches(monkeypatch)
+    assert relative_error(fused(side, torch.bfloat16), expected) < EXACT[torch.bfloat16] / 2 + 2.0**-12
+    assert len(launched) == 1
+    assert relative_error(fused(side.slice(128, 390), torch.float16), expected[:, :, 128:390]) < 2.0**-11
+
+
 @pytest.mark.kernels
 def test_sides_are_unpacked_on_a_device_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.decode import unpack

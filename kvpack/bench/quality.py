@@ -143,6 +143,7 @@ def run(
     settings: Settings,
     *,
     basis: str | None = None,
+    default_basis: str | None = None,
     reference: str | None = None,
     out: str | None = None,
     progress: Progress | None = None,
@@ -155,7 +156,8 @@ def run(
         text: Text file. By default, the demo's model reads the demo's text, and other models read the texts that kvpack includes.
         recipes: Recipes to measure.
         settings: Settings of the measurement.
-        basis: Basis file for recipes such as klt-2.
+        basis: Basis file for recipes such as klt-2, and for kvpack's own presets.
+        default_basis: Basis file that replaces ``basis`` if that is None, but only for recipes that need a basis.
         reference: Recipe that is also measured, and with which the others are compared.
         out: Folder for the plot and the report.
         progress: Called as ``progress(done, total)``.
@@ -166,9 +168,10 @@ def run(
     MissingPackage if ``out`` is set but matplotlib is not installed.
     """
     began = time.process_time()
-    given = None if basis is None else Basis.load(basis)
+    file = basis or default_basis
+    given = None if file is None else Basis.load(file)
     recipes = list(dict.fromkeys([*recipes, *([] if reference is None else [reference])]))
-    parsed = [Recipe(recipe, given) for recipe in recipes]
+    parsed = [Recipe(recipe, given if basis is not None or Recipe(recipe).needs_basis else None) for recipe in recipes]
     _check(settings, given)
     if out is not None:
         quality_plot.library()

@@ -83,7 +83,8 @@ def _add_quality(subparsers: Any) -> None:
     quality.add_argument(
         "--basis",
         metavar="FILE",
-        help="the basis of recipes such as klt-1.75; kvpack calibrate makes one (default: for the default model, the one next to it)",
+        help="the basis of recipes such as klt-1.75, and of kvpack-2 to kvpack-4; kvpack calibrate makes one (default: for the default "
+        "model, the one next to it, but not for kvpack-2 to kvpack-4)",
     )
     quality.add_argument("--tokens", type=int, metavar="N", help="tokens per window (default: 1024, or fewer if they do not fit)")
     quality.add_argument("--score", type=int, metavar="N", help="score the last N tokens of each window (default: 256)")
@@ -334,9 +335,9 @@ def run_quality(arguments: argparse.Namespace) -> int:
     from kvpack.formats.errors import InvalidParameter
 
     model = None if arguments.model == DEMO else arguments.model or real_model.folder()
-    basis = arguments.basis
-    if basis is None and arguments.model is None and arguments.twin is None and arguments.offset is None:
-        basis = real_model.basis(arguments.calibrated_on)
+    default_basis = None
+    if arguments.basis is None and arguments.model is None and arguments.twin is None and arguments.offset is None:
+        default_basis = real_model.basis(arguments.calibrated_on)
     elif arguments.calibrated_on != "prose":
         raise InvalidParameter("--calibrated-on works only with the unmodified default model: omit --model, --basis, --twin and --offset")
     settings = quality.Settings(
@@ -345,10 +346,11 @@ def run_quality(arguments: argparse.Namespace) -> int:
         tuple(name for name in quality.OTHER_TEXTS if name != arguments.calibrated_on),
     )  # fmt: skip
     with progress("bench quality", arguments) as callback:
-        recipes = arguments.recipe or [*quality.RECIPES, *([] if basis is None else quality.CALIBRATED)]
+        bases = {"basis": arguments.basis, "default_basis": default_basis}
+        recipes = arguments.recipe or [*quality.RECIPES, *(quality.CALIBRATED if any(bases.values()) else ())]
         inputs = (model, arguments.text, recipes, settings)
         show_line = None if arguments.json else partial(print, flush=True)
-        report = quality.run(*inputs, basis=basis, reference=arguments.reference, out=arguments.out, progress=callback, show_line=show_line)
+        report = quality.run(*inputs, **bases, reference=arguments.reference, out=arguments.out, progress=callback, show_line=show_line)
     return print_report(quality.round_numbers(report), quality.show, arguments)
 
 

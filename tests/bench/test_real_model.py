@@ -83,13 +83,13 @@ def test_code_basis_is_selected_by_name(cache: Path, monkeypatch: pytest.MonkeyP
     seen: list[Any] = []
 
     def run(model: object, text: object, recipes: object, settings: quality.Settings, **given: object) -> None:
-        seen.append((settings.others, given["basis"]))
+        seen.append((settings.others, given["basis"], given["default_basis"]))
         raise InvalidParameter("seen")
 
     monkeypatch.setattr(quality, "run", run)
     # What calibrates is never scored.
     assert cli.main(["bench", "quality", "--calibrated-on", "code"]) == 2
-    assert seen == [(("long",), str(cache / "calibrated-on-code.kvbasis"))]
+    assert seen == [(("long",), None, str(cache / "calibrated-on-code.kvbasis"))]
 
 
 @pytest.mark.parametrize("other", ["--model demo", "--twin 30", "--offset 5", "--basis x.kvbasis"])

@@ -117,6 +117,22 @@ def test_keys_cost_less_in_the_frame(basis: Path) -> None:
     assert loss[centered] < 0.6 * loss[mean]
 
 
+def test_a_default_basis_serves_only_recipes_that_need_one(basis: Path) -> None:
+    """kvpack's own presets change with a basis, so published losses without one would not be comparable."""
+    settings = quality.Settings(tokens=160, scored_tokens=16, windows=1, needles=0)
+    needy = "k=scalar:b=2,frame=balanced;v=raw:dtype=bf16"
+
+    def losses(recipes: list[str], **bases: str) -> list[float]:
+        rows = {row["recipe"]: row["kl_divergence"] for row in quality.run(None, None, recipes, settings, **bases)["recipes"]}
+        return [rows[recipe] for recipe in recipes]
+
+    own, framed = losses(["kvpack-2", needy], default_basis=str(basis))
+    assert losses(["kvpack-2"]) == [own]
+    explicit, also_framed = losses(["kvpack-2", needy], basis=str(basis))
+    assert also_framed == framed
+    assert explicit != own
+
+
 def test_a_basis_with_balanced_frames_has_the_means_of_keys_before_rope(basis: Path) -> None:
     found = Basis.load(basis)
     assert not list(found.sides())

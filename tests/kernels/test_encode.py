@@ -128,7 +128,7 @@ def cases(rows: list[tuple[str, int, str, str, str]]) -> Any:
     return pytest.mark.parametrize(("codec_id", "dim", "side", "dtype", "words"), parameters)
 
 
-def values(dim: int, dtype: str, batch: int = 1, tokens: int = 33) -> torch.Tensor:
+def values(dim: int, dtype: str, batch: int = 1, tokens: int = 17) -> torch.Tensor:
     """Return ``[batch, 2, tokens, dim]``. The tokens have different norms, and one is zero."""
     x = contents("gaussian", (batch, 2, tokens, dim), dim)
     x *= torch.exp2(torch.arange(tokens) % 7 - 3.0)[:, None]
@@ -172,7 +172,7 @@ def test_distortion_equals_that_of_formats(codec_id: str, dim: int, side: str, d
     codec, x = codec_of(codec_id, dim, side, words), values(dim, dtype)
     streams, expected = encoded(codec, x), codec.encode(x.float())
     assert streams is not None
-    layout = codec.layout(1, 2, 33)
+    layout = codec.layout(1, 2, 17)
     assert {name: (stream.dtype, tuple(stream.shape)) for name, stream in streams.items()} == {
         name: (TORCH_DTYPES[entry.dtype], entry.shape) for name, entry in layout.items()
     }
@@ -369,7 +369,7 @@ def test_values_remaining_after_sidecars_are_encoded_by_the_kernels(recipe: str,
 
 
 @pytest.mark.kernels
-@settings(max_examples=20 if INTERPRETED else 10)
+@settings(max_examples=8)
 @given(packings(), st.integers(0, 2**32 - 1))
 def test_digits_are_packed_as_in_formats(packing: Columns, seed: int) -> None:
     from kvpack.kernels.encode.columns import Term, plan_packing

@@ -26,8 +26,8 @@ def pack(plan: PackingPlan, packing: Columns, digits: list[torch.Tensor], device
     planes = [torch.full((tokens, words), 0xFFFF, dtype=torch.uint16, device=device) for words in packing.planes]
     given = planes if packing.column_bytes % 2 == 0 else [*planes[:-1], planes[-1].view(torch.uint8)]
     _pack[(1,)](
-        tuple(padded.to(device)), plan.places, tuple(given), tokens, SYMBOLS=padded.shape[2], STREAMS=plan.streams, TOKENS=BLOCK_TOKENS,
-        num_warps=WARPS,
+        tuple(padded.to(device)), plan.place_values, tuple(given), tokens, SYMBOLS=padded.shape[2], STREAMS=plan.streams,
+        TOKENS=BLOCK_TOKENS, num_warps=WARPS,
     )  # fmt: skip
     return [plane.cpu() for plane in planes]
 
@@ -35,7 +35,7 @@ def pack(plan: PackingPlan, packing: Columns, digits: list[torch.Tensor], device
 @triton.jit  # type: ignore[untyped-decorator]
 def _pack(
     given: tl.tuple,
-    places: tl.tensor,
+    place_values: tl.tensor,
     planes: tl.tuple,
     tokens: tl.tensor,
     SYMBOLS: tl.constexpr,
@@ -47,5 +47,5 @@ def _pack(
     digits = ()
     for digit in tl.static_range(len(given)):
         digits = digits + (tl.load(given[digit] + place),)  # noqa: RUF005
-    sums = add_digits(empty_columns(STREAMS, TOKENS), digits, places, 0, SYMBOLS, SYMBOLS, STREAMS)
+    sums = add_digits(empty_columns(STREAMS, TOKENS), digits, place_values, 0, SYMBOLS, SYMBOLS, STREAMS)
     store_columns(sums, planes, row, row < tokens, STREAMS)

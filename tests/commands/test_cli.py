@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import functools
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from kvpack.file.hidden_tokens import HiddenRange
 from kvpack.file.inputs import PADDED, Inputs
 from kvpack.formats import errors
 from kvpack.output import printable, progress
+from support import warm_python
 from support.caches import random_pairs, unpack_all
 
 if TYPE_CHECKING:
@@ -46,10 +48,10 @@ def run_json(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def in_process(*words: object, code: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a fresh interpreter, followed by ``code``, which can read the exit code from ``exit_code``."""
+def in_process(*words: object, code: str = "", python: str = sys.executable, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own, followed by ``code``, which can read the exit code from ``exit_code``."""
     script = f"import sys\nfrom kvpack.cli import main\nexit_code = main(sys.argv[1:])\n{code}\nsys.exit(exit_code)"
-    return subprocess.run([sys.executable, "-c", script, *map(str, words)], capture_output=True, text=True, check=False, **options)
+    return subprocess.run([python, "-c", script, *map(str, words)], capture_output=True, text=True, check=False, **options)
 
 
 def test_inspect_shows_the_contents_of_a_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +131,7 @@ CODECS[Floats.id] = Floats
 
 
 def test_commands_import_a_module_with_codecs(tmp_path: Path) -> None:
+    command = functools.partial(in_process, python=warm_python.python(), cwd=tmp_path)
     (tmp_path / "acme.py").write_text(MODULE)
     kvpack.save(kvpack.pack(random_pairs(2, 64), "raw"), tmp_path / "raw")
     for words in (
@@ -138,18 +141,18 @@ def test_commands_import_a_module_with_codecs(tmp_path: Path) -> None:
         ("unpack", "own", "dense.safetensors"),
         ("convert", "own", "fp8", "fp8"),
     ):
-        done = in_process("--import", "acme", *words, cwd=tmp_path)
+        done = command("--import", "acme", *words)
         assert done.returncode == 0, done.stderr
-    bare = in_process("--import", "acme", "convert", "raw", "bare", "acme-floats", cwd=tmp_path)
+    bare = command("--import", "acme", "convert", "raw", "bare", "acme-floats")
     assert (bare.returncode, "write 'kv=acme-floats', or k= or v=" in bare.stderr) == (2, True)
-    unknown = in_process("verify", "own", cwd=tmp_path)
+    unknown = command("verify", "own")
     assert (unknown.returncode, "(for commands: kvpack --import MODULE ...)" in unknown.stderr) == (1, True)
-    late = in_process("verify", "own", "--import", "acme", cwd=tmp_path)
+    late = command("verify", "own", "--import", "acme")
     assert (late.returncode, "write it before the command: kvpack --import MODULE" in late.stderr) == (2, True)
     for name in ("acme.py", str(tmp_path / "acme.py"), "a/b", ""):
-        path = in_process("--import", name, "verify", "own", cwd=tmp_path)
+        path = command("--import", name, "verify", "own")
         assert (path.returncode, path.stderr.startswith(f"kvpack: --import is {name!r}, expected the name of a module")) == (2, True)
-    missing = in_process("--import", "acne", "verify", "own", cwd=tmp_path)
+    missing = command("--import", "acne", "verify", "own")
     assert missing.returncode == 2
     assert missing.stderr.startswith("kvpack: --import is 'acne', which is neither in the current folder nor installed: run kvpack in ")
     assert "PYTHONPATH" in missing.stderr

@@ -463,13 +463,13 @@ def test_steps_only_run_kernels(recipe: str, batch: int, monkeypatch: pytest.Mon
     live.update(0, values(2, 17).to(DEVICE), values(2, 17).to(DEVICE))
     live.attend(0, values(4, 17).to(DEVICE))
     changed = []
-    for step in range(10):
+    for step in range(8):
         live.update(0, values(2, 1).to(DEVICE), values(2, 1).to(DEVICE))
         q = values(4, 1)
         found = live.attend(0, q.to(DEVICE)).cpu()
         expected = exact_attention(q, kvpack.Cache((live.layer(0),), recipe).to("cpu")[0])
         assert (found - expected).norm() < 2e-3 * expected.norm()
-        if step in (6, 9):
+        if step in (5, 7):
             changed.append(live.roll())
     assert live._steps[0] is not None
     assert changed[-1] is False

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from .errors import InvalidParameter, OutOfRange
 from .inverses import invert_for_encoding
 from .lazy import torch
-
-if TYPE_CHECKING:
-    from .rotation import Rotation
+from .rotation import Rotation
 
 MAX_GROWTH = 2.0**10
 """Maximum factor by which a matrix or its inverse may enlarge values (rule basis-24)."""

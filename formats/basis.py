@@ -6,17 +6,14 @@ tables of every run of columns at every width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from .errors import InvalidParameter, MissingBasis
+from .frames import Frames
 from .inverses import check_decoded_range, invert_for_encoding
 from .lazy import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .frames import Frames
 
 RUN_COLUMNS = 16
 """Number of columns of the coded frame that share tables. In the klt layout with shared widths, they also share a width."""

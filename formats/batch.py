@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
+from .base import Codec
 from .lazy import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from .base import Codec
 
 
 def select_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:

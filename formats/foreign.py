@@ -5,17 +5,14 @@ The encoders of kvpack's own codecs are tested instead, which costs users nothin
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import torch
 from .parameter_checks import check_choice
 from .runs import Run, RunEncoder
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from .streams import Layout
+from .streams import Layout
 
 _TORCH_NAMES = {"U8": "uint8", "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 

@@ -4,19 +4,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 from triton import language as tl
 
+from kvpack.formats.columns import Columns
+
 from .bitfields import load_per_token
 from .columns import constant_at
 from .streams import Stream
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvpack.formats.columns import Columns
 
 
 class RowLoad(NamedTuple):

@@ -7,21 +7,17 @@ A launch only finds the sides that break rules; ``Codec.check`` then reports the
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats.base import Codec
 from kvpack.formats.columns import WordRule
 
 from .columns import device_table, launch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from kvpack.formats.base import Codec
 
 LANES, STEPS = 1 << 10, 16
 """Values that a program checks per iteration, and its number of iterations."""

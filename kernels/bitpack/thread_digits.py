@@ -11,18 +11,16 @@ reciprocal, which takes fewer instructions if the dividend's upper bound is smal
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 from triton import language as tl
 
+from kvpack.formats.columns import Columns
+
 from .columns import constant_at
 from .thread_rows import stored_words_per_plane
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvpack.formats.columns import Columns
 
 
 class RowPacking(NamedTuple):

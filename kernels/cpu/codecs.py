@@ -8,12 +8,13 @@ import struct
 from collections.abc import Callable
 from functools import cache, lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from kvpack.formats.angle import NORMS as ANGLE_NORMS
 from kvpack.formats.angle import Angle, bin_directions
+from kvpack.formats.base import Codec
 from kvpack.formats.basis import RUN_COLUMNS, BasisRows
 from kvpack.formats.columns import Columns, is_power_of_two, next_power_of_two
 from kvpack.formats.group import TOKEN_SCALE_DTYPES, Group
@@ -39,9 +40,6 @@ from kvpack.formats.token_norms import LOG8, TOKEN_NORMS, log8_bounds, log8_valu
 from kvpack.formats.trellis import Trellis, window_values
 
 from . import library, rotations
-
-if TYPE_CHECKING:
-    from kvpack.formats.base import Codec
 
 MIN_ENTRIES = 16
 """Minimum number of table entries, which fills the registers of one lookup. Tables are padded to powers of two."""

@@ -6,13 +6,15 @@ Groups without a rotation, and 8-bit and 4-bit floats, are encoded to exactly th
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 
 from kvpack.formats.angle import Angle
+from kvpack.formats.base import Codec
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.group import Group
 from kvpack.formats.key_mean import KeyMean
@@ -30,11 +32,6 @@ from kvpack.formats.trellis import Trellis
 from kvpack.runtime.memory import empty
 
 from . import codecs, library, rotations
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvpack.formats.base import Codec
 
 TILE_CODECS = (Scalar, Octahedral, Polar, Quaternion, Angle, Trellis)
 """Codecs that the C kernels encode from tiles of rotated values."""

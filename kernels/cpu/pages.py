@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 
+from kvpack.formats.base import Codec
+from kvpack.formats.raw_positions import RawPositions
 from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.streams import DTYPE_BYTES
 from kvpack.formats.token_norms import GROUP_RATIO, HEADS, MAX_PER_PAGE, PAGE_TOKENS, SHARED_RATIO, TOKENS
 
 from . import codecs, encode, library, rotations
-
-if TYPE_CHECKING:
-    from kvpack.formats.base import Codec
-    from kvpack.formats.raw_positions import RawPositions
 
 DTYPES = encode.DTYPES
 

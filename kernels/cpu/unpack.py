@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kvpack.formats.balanced import FrameMap
+from kvpack.formats.base import Codec
 from kvpack.formats.channel_scale import ChannelScale, factors
+from kvpack.formats.sidecar import WholeTokens
 from kvpack.formats.sidecars import CodecWithSidecars
 
 from . import library, rotations, sides
-
-if TYPE_CHECKING:
-    from kvpack.formats.base import Codec
-    from kvpack.formats.sidecar import WholeTokens
-
-    from .sides import Side, SidePart
+from .sides import Side, SidePart
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Supported dtypes of dense values, in the order of ``library.DTYPES``."""

@@ -4,20 +4,16 @@ decodes them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from kvpack.formats.base import Codec
 from kvpack.kernels import codecs
 from kvpack.kernels.bitpack import columns
 
 from .rows import EnginePages, PackedPart, PreparedDecode
 from .stored import supports_rotation
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvpack.formats.base import Codec
 
 MAX_TOKEN_STRIDE = 1 << 20
 """Exclusive upper bound of an output's token stride, in elements, because offsets within a block are 32-bit."""

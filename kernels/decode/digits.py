@@ -10,15 +10,13 @@ Neighboring symbols are in neighboring words, so that a thread loads several wor
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import triton
 from triton import language as tl
 
+from kvpack.formats.base import Codec
 from kvpack.kernels.bitpack.columns import extract_digit
-
-if TYPE_CHECKING:
-    from kvpack.formats.base import Codec
 
 
 class CodeStream(NamedTuple):

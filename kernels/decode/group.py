@@ -4,21 +4,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats.group import Group
+
 from .digits import CodeStream, code_streams, load_digit
 from .kernel import TileDecoder, prepare_rows
 from .rows import EnginePages, PackedPart, PreparedDecode, as_float32, load_per_token
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvpack.formats.group import Group
-
 
 
 class GroupConstants(NamedTuple):

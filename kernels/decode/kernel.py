@@ -8,24 +8,19 @@ Float32 values equal those of ``formats/``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats.base import Codec
 from kvpack.kernels.triton_internals import code_key
 
 from . import rows
 from .rows import EnginePages, PackedPart, PreparedDecode, advance_rows, load_block
 from .stored import load_signs, rotate_back, rotation_signs, store_tile
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-
-    from kvpack.formats.base import Codec
-
 
 
 class TileDecoder(NamedTuple):

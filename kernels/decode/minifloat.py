@@ -4,23 +4,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats.minifloat import Minifloat
 from kvpack.kernels.bitpack.minifloats import E2M1_EXPONENT, e4m3_as_f16, elements_as_f16
 
 from .digits import CodeStream, code_streams, load_digit
 from .kernel import TileDecoder, prepare_rows
 from .rows import EnginePages, PackedPart, PreparedDecode, as_float32, load_per_token
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvpack.formats.minifloat import Minifloat
-
 
 
 class MinifloatConstants(NamedTuple):

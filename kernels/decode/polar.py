@@ -4,25 +4,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats.polar import Polar
 from kvpack.kernels.bitpack.columns import constant_at
 from kvpack.kernels.encode.polar import MAX_ANGLES, level_directions
 
 from .digits import CodeStream, code_streams, load_digit
 from .kernel import TileDecoder, prepare_rows
 from .rows import EnginePages, PackedPart, PreparedDecode, as_float32
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
-    from kvpack.formats.polar import Polar
-
 
 _MAX_ANGLES = tl.constexpr(MAX_ANGLES)
 

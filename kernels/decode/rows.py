@@ -7,23 +7,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats.base import Codec
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.bitpack.columns import check_shape, constant_at
 from kvpack.kernels.bitpack.streams import has_dense_rows
 from kvpack.kernels.triton_internals import CachedLaunch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from kvpack.formats.base import Codec
 
 TILE_VALUES = 1 << 12
 """Number of values per tile: 32 per thread, enough to hide the latency of loads."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
 from kvpack.formats.angle import Angle, bin_directions
+from kvpack.formats.base import Codec
 from kvpack.formats.octahedral import Octahedral, norm_extends_index, signed_directions
 from kvpack.formats.quaternion import Quaternion, codewords
 from kvpack.formats.scalar import Scalar, signed_values
@@ -28,10 +29,6 @@ from kvpack.kernels.encode.rows import table_values
 from .digits import CodeStream, code_streams, load_digit
 from .kernel import TileDecoder, prepare_rows
 from .rows import EnginePages, PackedPart, PreparedDecode, as_float32, load_per_token
-
-if TYPE_CHECKING:
-
-    from kvpack.formats.base import Codec
 
 TRIPLET_THREAD_FACTOR = 2
 """Factor for the usual number of threads if symbols have three values, because lookups would otherwise fill the registers."""

@@ -10,16 +10,19 @@ sums of values are rotated instead. Values are as accurate as float16 tiles, rou
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats.base import Codec
 from kvpack.formats.raw import Raw
 from kvpack.kernels.bitpack.bitfields import load_column_fields
+from kvpack.kernels.loaders.tiles import Tiles
 from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tiles import addresses, device_tables, loaders
 from kvpack.kernels.tiles.bound_loader import Mode, RowStream, bind
@@ -29,13 +32,6 @@ from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles, stream_
 from kvpack.kernels.triton_internals import CachedLaunch
 
 from .rows import PackedPart, check_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from kvpack.formats.base import Codec
-    from kvpack.kernels.loaders.tiles import Tiles
-
 
 WARPS = 4
 """Number of warps per program. On an H200, one to eight warps, and loads one to three tiles ahead, are equally fast."""

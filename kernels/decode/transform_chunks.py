@@ -7,7 +7,8 @@ Factors and states are exactly those of ``formats/transform_chunks.py`` and ``fo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy
@@ -18,13 +19,9 @@ from triton import language as tl
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.frames import Frames, Rope, SymbolTables, first_cos_sin
 from kvpack.formats.rans import LANES, TOTAL, slot_table
+from kvpack.formats.transform import Transform
 
 from . import rans
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvpack.formats.transform import Transform
 
 _SLOTS = tl.constexpr(TOTAL)
 _MAX_HALF = tl.constexpr(65504)

@@ -5,21 +5,18 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats.angle import Angle
 from kvpack.formats.columns import next_power_of_two
 
 from .columns import MIN_AXIS, Term
 from .kernel import Output, Quantizer, encode_rows
 from .rows import MAX_PRODUCTS, flag_unless, nearest_integer, norm_limit, norm_rule_limit, store_errors, unbiased_factor
-
-if TYPE_CHECKING:
-    from kvpack.formats.angle import Angle
-
 
 TILE_PAIRS = 1 << 11
 """Number of channel pairs per program, over all its tokens."""

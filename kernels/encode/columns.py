@@ -10,19 +10,16 @@ a column are then joined with carries.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats.base import Codec
 from kvpack.formats.columns import Columns, next_power_of_two
 from kvpack.kernels.bitpack.columns import constant_at
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvpack.formats.base import Codec
 
 MIN_AXIS = 16
 """Minimum length of an axis of a matrix product."""

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from kvpack.formats.base import Codec
 from kvpack.kernels import codecs
 from kvpack.kernels.gpu import gpu
 
 from .kernel import create_output
 from .rows import MAX_ROW_BYTES
-
-if TYPE_CHECKING:
-    from kvpack.formats.base import Codec
 
 _DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "F32": torch.float32}
 

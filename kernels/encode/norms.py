@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton import language as tl
+
+from kvpack.formats.octahedral import Octahedral
+from kvpack.formats.scalar import Scalar
 
 from .rows import (
     MAX_SQUARE,
@@ -20,12 +24,6 @@ from .rows import (
     store_norms,
     unbiased_factor,
 )
-
-if TYPE_CHECKING:
-    import torch
-
-    from kvpack.formats.octahedral import Octahedral
-    from kvpack.formats.scalar import Scalar
 
 _MIN_SQUARE, _MAX_SQUARE = tl.constexpr(MIN_SQUARE), tl.constexpr(MAX_SQUARE)
 

@@ -8,8 +8,9 @@ coordinates enclose the triplet's, which the local searches in ``formats/octahed
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import torch
 import triton
 from triton import language as tl
 
@@ -19,11 +20,6 @@ from .columns import Term
 from .kernel import Output, Quantizer, encode_rows
 from .norms import NormConstants, add_decoded, begin_norms, create_norms, end_norms
 from .rows import block_tokens, enclosing_levels, find_level, look_up_entry, table_bounds, table_values
-
-if TYPE_CHECKING:
-    import torch
-
-
 
 BLOCK_TOKENS = 32
 BLOCK_TRIPLETS = 16

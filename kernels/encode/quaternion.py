@@ -7,8 +7,9 @@ The search tries all secondary quaternions: after a rotation by the inverse of o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import torch
 import triton
 from triton import language as tl
 
@@ -19,11 +20,6 @@ from kvpack.formats.quaternion_search import UNITS
 from .columns import MIN_AXIS, Term
 from .kernel import Output, Quantizer, encode_rows
 from .rows import MAX_PRODUCTS, flag_unless, nearest_integer, norm_limit, norm_rule_limit, store_errors, unbiased_factor
-
-if TYPE_CHECKING:
-    import torch
-
-
 
 TILE_CHUNKS = 1 << 10
 """Number of chunks of four channels per program, over all its tokens."""

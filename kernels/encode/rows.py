@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,15 +19,13 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.octahedral_search import midpoints
+from kvpack.formats.rotation import Rotation
 from kvpack.formats.tables import cache_per_device
 from kvpack.formats.token_norms import LIMITS, LOG8, MAX_STORED, log8_bounds
 from kvpack.kernels.bitpack.columns import launch
 from kvpack.kernels.gpu import gpu
 
 from .columns import MIN_AXIS
-
-if TYPE_CHECKING:
-    from kvpack.formats.rotation import Rotation
 
 MAX_ROW_BYTES = 1024
 """Maximum row size, in bytes, at which a tile of rows fits in shared memory."""

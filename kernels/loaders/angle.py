@@ -10,12 +10,13 @@ handles the direct arrangement. In the dense arrangement, bins and norm codes ha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats.angle import Angle
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.bitpack.bitfields import expand_planes, load_per_token, load_planes, step_words
 from kvpack.kernels.bitpack.f16_tiles import affine_column, binary16_bits, exp2, multiply
@@ -25,9 +26,6 @@ from kvpack.kernels.bitpack.tile_packing import TilePacking, has_whole_word_tile
 from kvpack.kernels.tables.shared_table import look_up_bits
 
 from .tiles import Tiles, step_symbols, symbol_channels
-
-if TYPE_CHECKING:
-    from kvpack.formats.angle import Angle
 
 VALUES = 2
 """Number of values per symbol: the two channels of a pair."""

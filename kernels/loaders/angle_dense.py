@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import triton
 from triton import language as tl
 
+from kvpack.formats.angle import Angle
 from kvpack.kernels.bitpack.replicated_columns import (
     ReplicatedPacking,
     common_tile_width,
@@ -24,9 +25,6 @@ from kvpack.kernels.tables.shared_tables import SharedTable
 
 from .angle import VALUES, decode_pairs, direction_table, factor, load_norm_affine, load_range
 from .tiles import Tiles, symbol_channels
-
-if TYPE_CHECKING:
-    from kvpack.formats.angle import Angle
 
 
 class AngleDenseConstants(NamedTuple):

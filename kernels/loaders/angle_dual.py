@@ -10,11 +10,12 @@ is shifted to a different field. Norm codes are loaded in the same column order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import triton
 from triton import language as tl
 
+from kvpack.formats.angle import Angle
 from kvpack.kernels.bitpack.replicated_columns import ReplicatedPacking, load_columns, plane_words, step_bit, stream_step_words
 from kvpack.kernels.bitpack.streams import WORD_BITS, Stream, plane_streams
 from kvpack.kernels.bitpack.tile_layout import repeat_columns, second_token_offset, tile_copies
@@ -23,9 +24,6 @@ from kvpack.kernels.bitpack.tile_packing import MIN_TILE_WIDTH, has_whole_word_t
 from .angle import VALUES, decode_pairs, direction_table, norm_affine_f16, range_factor
 from .angle_dense import entry_offset_bit
 from .tiles import DUAL_ROW_WORDS, Tiles, symbol_channels
-
-if TYPE_CHECKING:
-    from kvpack.formats.angle import Angle
 
 INTERLEAVE = DUAL_ROW_WORDS // 2
 """Half of the words per row: columns of the two tokens alternate in groups of this size."""

@@ -8,11 +8,12 @@ It supports dense bins in one or two streams, and all norm codes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import triton
 from triton import language as tl
 
+from kvpack.formats.angle import Angle
 from kvpack.kernels.bitpack.f16x2 import affine_f16x2, broadcast_f16x2, exp2_f16x2, join_halves, multiply_f16x2
 from kvpack.kernels.bitpack.thread_digits import RowPacking, row_packing, symbol_digit, symbol_pair_digits
 from kvpack.kernels.bitpack.thread_rows import load_rows, row_streams, stored_words_per_plane, word_stream, words_per_token
@@ -22,9 +23,6 @@ from kvpack.kernels.tables.thread_lookups import look_up_words, lookup_unit
 
 from .angle import VALUES, direction_table, factor, load_range, norm_affine
 from .tiles import Tiles
-
-if TYPE_CHECKING:
-    from kvpack.formats.angle import Angle
 
 
 class AngleThreadConstants(NamedTuple):

@@ -13,21 +13,19 @@ the two bytes that contain the code are loaded, and then the entry.
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats.basis import BasisRows
 from kvpack.formats.klt import CODES, HEAD_RUN_COLUMNS, Klt
 from kvpack.kernels.bitpack.streams import Stream
 from kvpack.kernels.bitpack.tile_layout import broadcast_columns, broadcast_tokens
 from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
 
 from .tiles import Tiles
-
-if TYPE_CHECKING:
-    from kvpack.formats.basis import BasisRows
 
 COLUMNS = tl.constexpr(16)
 """Number of columns per tile: the inner dimension of one matrix instruction."""

@@ -9,12 +9,13 @@ their own streams.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.octahedral_search import codebook_directions
 from kvpack.kernels.bitpack.bitfields import expand_planes, load_planes, step_words
 from kvpack.kernels.bitpack.f16_tiles import multiply, negate_by_bit
@@ -24,9 +25,6 @@ from kvpack.kernels.bitpack.token_factors import FACTOR_BITS, load_factors, read
 from kvpack.kernels.tables.shared_table import look_up_bits, look_up_repeated
 
 from .tiles import Tiles, step_symbols, symbol_channels
-
-if TYPE_CHECKING:
-    from kvpack.formats.octahedral import Octahedral
 
 VALUES = 3
 """Number of values per symbol: the coordinates of a triplet."""

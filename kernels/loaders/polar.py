@@ -17,13 +17,14 @@ from __future__ import annotations
 import struct
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.formats.polar import Polar
 from kvpack.kernels.bitpack.bitfields import load_per_token
 from kvpack.kernels.bitpack.f16x2 import multiply_f16x2, scale_f16x2
 from kvpack.kernels.bitpack.streams import Stream
@@ -35,9 +36,6 @@ from kvpack.kernels.tables.table_assembly import field_lookup_ptx, register_cons
 from kvpack.kernels.tables.thread_lookups import look_up_words, lookup_unit
 
 from .tiles import Tiles
-
-if TYPE_CHECKING:
-    from kvpack.formats.polar import Polar
 
 MAX_PAIR_BITS = 6
 """Maximum total number of bits of two angles at which the table has entries for both."""

@@ -7,12 +7,13 @@ Each field has four tiles, one per component of its chunks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats.quaternion import Quaternion
 from kvpack.kernels.bitpack.bitfields import expand_planes, load_planes, step_words
 from kvpack.kernels.bitpack.f16_tiles import column_code_as_f16, multiply
 from kvpack.kernels.bitpack.streams import Stream, plane_streams
@@ -21,9 +22,6 @@ from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
 from kvpack.kernels.tables.shared_table import look_up_bits
 
 from .tiles import Tiles, step_symbols, symbol_channels
-
-if TYPE_CHECKING:
-    from kvpack.formats.quaternion import Quaternion
 
 VALUES = 4
 """Number of values per symbol: the channels of a chunk."""

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats.quaternion import Quaternion
 from kvpack.kernels.bitpack.f16_tiles import code_as_f16, multiply
 from kvpack.kernels.bitpack.streams import Stream
 from kvpack.kernels.bitpack.symbol_tiles import MAX_BITS, load_symbol_tile, symbol_steps
@@ -22,9 +23,6 @@ from kvpack.kernels.tables.shared_table import look_up
 
 from .quaternion import VALUES
 from .tiles import Tiles, symbol_channels
-
-if TYPE_CHECKING:
-    from kvpack.formats.quaternion import Quaternion
 
 MAX_WORDS = 8
 """Maximum number of 32-bit words per row for which the rows of two tiles fit in registers.

@@ -7,20 +7,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import triton
 from triton import language as tl
 
+from kvpack.formats.raw import Raw
 from kvpack.kernels.bitpack.streams import Stream
 from kvpack.kernels.bitpack.tile_layout import broadcast_columns, broadcast_tokens
 from kvpack.kernels.bitpack.tile_packing import MIN_TILE_WIDTH
 
 from .tiles import Tiles
-
-if TYPE_CHECKING:
-    from kvpack.formats.raw import Raw
-
 
 MAX_WIDTH = 32
 """Maximum number of channels per tile."""

@@ -7,11 +7,13 @@ pages and rows.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 
+from kvpack.formats.base import Codec
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
@@ -22,11 +24,6 @@ from kvpack.kernels.encode.kernel import create_output
 from kvpack.kernels.encode.page_values import copy, token_norms
 from kvpack.kernels.encode.rows import MAX_ROW_BYTES, STREAM_ALIGNMENT, BatchOffsets
 from kvpack.kernels.gpu import gpu
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvpack.formats.base import Codec
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 Offsets = numpy.ndarray[Any, numpy.dtype[numpy.int64]]

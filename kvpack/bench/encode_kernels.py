@@ -6,20 +6,17 @@ over inputs that together exceed the L2 cache. Packing and unpacking are the lib
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 import kvpack
 from kvpack.coding.dispatch import uses_triton
+from kvpack.formats.base import Codec
 
 from . import synthetic_basis
 from .timing import graph_seconds, median_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from kvpack.formats.base import Codec
 
 
 class KeyValueShape(NamedTuple):

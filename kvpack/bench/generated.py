@@ -7,16 +7,14 @@ reads the same tokens. A token counts as changed if the prediction with the same
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from kvpack import cache_names
+from kvpack.coding.recipes import Recipe
 from kvpack.evaluation.windows import UncompressedResult, divergences, packed_file, prefill, read_packed, uncompressed_cache
-
-if TYPE_CHECKING:
-    from kvpack.coding.recipes import Recipe
 
 PROMPT = 256
 """Number of prompt tokens."""

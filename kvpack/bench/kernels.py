@@ -11,28 +11,24 @@ import json
 import math
 import re
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import kvpack
 from kvpack.attention import attention_kernels
+from kvpack.cache.layer import Layer
 from kvpack.coding import triton_version
+from kvpack.coding.encoding import Progress
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 
 from . import encode_kernels, flashinfer_pages, kernels_plot, quality_plot, query_kernels, synthetic_basis, unpack_kernels
 from .query_kernels import QueryShape
 from .timing import eager_seconds, graph_seconds, median_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kvpack.cache.layer import Layer
-    from kvpack.coding.encoding import Progress
-
 
 SHAPES = {
     "A": QueryShape(1, 28, 4, 128, 65536),

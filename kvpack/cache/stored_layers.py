@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -21,9 +21,11 @@ from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.coding.presets import ADDITIONS, PUBLISHED
 from kvpack.coding.recorded_presets import RECORDED
 from kvpack.coding.rules import Rule
+from kvpack.file.header import Header, SideEntry
 from kvpack.file.inputs import Inputs
 from kvpack.file.metadata import FEATURE, from_bytes
 from kvpack.formats import CODECS
+from kvpack.formats.base import Codec
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.options import Options
 from kvpack.formats.raw import DTYPES
@@ -34,12 +36,6 @@ from .cache import Cache
 from .layer import Layer
 from .packed_runs import PackedRuns, Stretch
 from .side import Side
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from kvpack.file.header import Header, SideEntry
-    from kvpack.formats.base import Codec
 
 
 def stored_streams(side: Side) -> dict[str, torch.Tensor]:

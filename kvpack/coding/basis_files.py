@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from kvpack.file import container
 from kvpack.file.basis import FREQUENCIES, KEY_FRAMES, ROPE, VALUES
+from kvpack.file.layer_states import StateEntry
 from kvpack.file.user_files import DiskFile, Source, open_regular, path_text
 from kvpack.formats.arguments import prefix_errors
 from kvpack.formats.balanced_frames import BalancedFrames
@@ -16,11 +18,6 @@ from kvpack.formats.basis import BasisRows, row_count
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 from kvpack.formats.frames import Frames, Rope, SymbolTables
 from kvpack.formats.lazy import numpy, torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvpack.file.layer_states import StateEntry
 
 LONGEST_ROPE = "rope_same_up_to"
 """Metadata key of a sequence length in tokens. For all sequences up to this length, RoPE uses the frequencies stored in the basis."""

@@ -20,23 +20,26 @@ contains no preset names (kvpack/coding/canonical.py).
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from kvpack.codecs import CodecChoice
 from kvpack.file.checks import TEXT, check_argument
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.formats import CODECS, SIDECARS
 from kvpack.formats.arguments import as_integer, check_mapping, describe
+from kvpack.formats.base import Codec
 from kvpack.formats.errors import InvalidParameter, InvalidType, MissingBasis, OutOfBounds
 from kvpack.formats.raw import EXACT_DTYPES
 from kvpack.formats.tables import BoundedCache
 
 from . import raw_clause
+from .bases import Basis
 from .basis_sources import load_basis
 from .calibrated_presets import calibrated_presets
 from .canonical import canonical_text
@@ -45,13 +48,6 @@ from .presets import ADDITIONS, CALIBRATED_RAW_CLAUSE, KVPACK_PRESETS, PUBLISHED
 from .recipe_files import read_clauses, split_path
 from .recorded_presets import RECORDED
 from .rules import BASIS_OPTIONS, CALIBRATED, CHECKED_DIM, Rule
-
-if TYPE_CHECKING:
-    import os
-
-    from kvpack.formats.base import Codec
-
-    from .bases import Basis
 
 PRESETS: dict[str, str] = {name: preset.recipe for name, preset in PUBLISHED.items()}
 """Recipe texts by preset name: kvpack's own recipes, configurations published in papers, and recipes that do not compress.

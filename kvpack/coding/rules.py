@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from kvpack.formats import create_codec
 from kvpack.formats.balanced import OPTION
+from kvpack.formats.balanced_frames import CalibratedFrames
+from kvpack.formats.base import Codec
+from kvpack.formats.basis import CalibratedRows
 from kvpack.formats.channel_scale import BALANCED
 from kvpack.formats.errors import InvalidType
 from kvpack.formats.lossless import FLOAT_FORMATS
@@ -19,13 +22,6 @@ from kvpack.formats.raw_positions import RawPositions
 from . import raw_clause
 from .bases import MAX_BITS, MIN_BITS, MIN_TRANSFORM_BITS
 from .canonical import CodecText
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kvpack.formats.balanced_frames import CalibratedFrames
-    from kvpack.formats.base import Codec
-    from kvpack.formats.basis import CalibratedRows
 
 CHECKED_DIM = 128
 """Head dim with which a recipe is checked before the model's head dim is known."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvpack.coding.bases import Basis
 from kvpack.errors import worst_exit_code
 from kvpack.output import printable, progress
 from kvpack.store.backend import MAX_ENTRY_BYTES
@@ -17,9 +18,6 @@ from kvpack.store.entry_kind import EntryFormat
 from kvpack.store.locations import open_existing
 from kvpack.store.options import LocationOptions
 from kvpack.store.redaction import shown_location
-
-if TYPE_CHECKING:
-    from kvpack.coding.bases import Basis
 
 SYSTEM_REFUSED = 3
 

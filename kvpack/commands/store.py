@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpack.output import add_json, bytes_text, format_count, print_json, print_report, print_table, printable, progress
+from kvpack.store.backend import Pin
+from kvpack.store.catalog import Catalog, Prefix
 
 from .command_store import byte_count, positive_byte_count, seconds
 from .outputs import add_force, check_output
-
-if TYPE_CHECKING:
-    import argparse
-
-    from kvpack.store.backend import Pin
-    from kvpack.store.catalog import Catalog, Prefix
 
 KEY_BYTES = 32
 _LAST_TIME = 253_402_300_799

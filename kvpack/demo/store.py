@@ -9,12 +9,14 @@ import json
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 import kvpack
 from kvpack import cache_names
+from kvpack.coding.encoding import Progress
 from kvpack.coding.recipes import parse_recipe
 from kvpack.models import BOS, demo_text, load_model, transformers_library
 from kvpack.output import print_table
@@ -22,11 +24,6 @@ from kvpack.runtime.modes import one_thread
 from kvpack.store.redaction import shown_location
 
 from .files import PROMPT_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvpack.coding.encoding import Progress
 
 RECIPE = "octopus-4"
 PROCESSES = ("A", "B", "C")

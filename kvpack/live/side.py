@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -12,12 +13,8 @@ from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES, encode
 from kvpack.coding.token_errors import collect_poor_fits, warn_of_poor_fits
+from kvpack.formats.base import Codec
 from kvpack.runtime.modes import float32_no_grad
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kvpack.formats.base import Codec
 
 GROWTH = 16
 """A new page has room for one token per ``GROWTH`` packed tokens, which limits unused memory."""

@@ -21,12 +21,11 @@ from kvpack.runtime.modes import float32_no_grad, writable
 
 from . import batched
 from .buffer import PageBuffer
-from .host import CPU, HostPages, Outcome, RowPlan
+from .host import CPU, HostPages, LeftOutTokens, Outcome, RowPlan
 
 if TYPE_CHECKING:
     from kvpack.kernels.pages.lanes import Layers, PageSide
 
-    from .host import LeftOutTokens
     from .lanes import Lane as PageLane
 
 Rows = Sequence[Any] | torch.Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
@@ -11,14 +11,12 @@ from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of
 from kvpack.file.limits import MAX_HEADS, MAX_LAYERS, MAX_TOKENS
 from kvpack.formats.arguments import as_integer, describe
+from kvpack.formats.base import Codec
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.klt import Klt
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import Raw
 from kvpack.formats.raw_positions import slot_count
-
-if TYPE_CHECKING:
-    from kvpack.formats.base import Codec
 
 DTYPES = {
     "bf16": torch.bfloat16,

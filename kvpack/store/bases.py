@@ -6,21 +6,17 @@ It is treated as the first entry of every chain. It is evicted after the chunks 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from kvpack.coding.bases import Basis
 from kvpack.formats.errors import DigestMismatch, MissingBasis
 
+from .backend import Backend, Data
+from .counters import Counters
 from .encryption import Cipher, decrypt_entry
 from .entry_kind import check_size
 from .keys import basis_keys, check_basis
 from .loading import FAULTS, refuse
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from .backend import Backend, Data
-    from .counters import Counters
 
 
 def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Basis:

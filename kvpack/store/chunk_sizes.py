@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from .backend import Backend
+from .counters import Counters
 from .keys import ID_BYTES, chunk_key
 from .redaction import shown_location
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .backend import Backend
-    from .counters import Counters
 
 log = logging.getLogger("kvpack.store")
 

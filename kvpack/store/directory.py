@@ -13,7 +13,8 @@ import mmap
 import os
 import stat
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import KvpackError, LimitExceeded
@@ -22,6 +23,7 @@ from kvpack.runtime.threads import in_parallel
 
 from .backend import Data, FoundEntry, Lease, NoLease, Pin, PinTerms, SingleTierBackend, StoredEntry
 from .catalog import corrected_times, read_catalog
+from .counters import Counters
 from .disk_usage import DiskUsage, UsageCount
 from .entry_descriptions import Descriptions, entry_text
 from .entry_kind import FRONT_BYTES, UNENCRYPTED, EntryFormat, Kind, check_size
@@ -33,11 +35,6 @@ from .index import MIN_ENTRIES, Index
 from .leases import take_file_lease
 from .pins import Pins
 from .trust import NotAnEntry, Trust, Untrusted, read_beginning, read_whole
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from .counters import Counters
 
 SETTLED_NS = 3 * 10**9
 """Age in nanoseconds at which a folder's modification time is reliable: later changes yield another time, even with a 2 s clock tick."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
@@ -25,10 +25,8 @@ from kvpack.file.user_files import read_text_and_mode
 from kvpack.formats.errors import InvalidParameter, LimitExceeded, MissingPackage, NotKvpack, Truncated, Undecryptable, UnsupportedVersion
 from kvpack.identity.identity import length_prefixed
 
+from .backend import Data
 from .entry_kind import FRONT_BYTES, MAGIC, MAX_ID_BYTES, NONCE_BYTES, TAG_BYTES, VERSION, encrypted_bytes, encrypted_version, key_id
-
-if TYPE_CHECKING:
-    from .backend import Data
 
 KEY_SIZES = (16, 24, 32)
 MAX_PLAIN_BYTES = 2**31 - 1

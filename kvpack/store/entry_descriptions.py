@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgpack
 
 from kvpack.file.row import is_row_start
 from kvpack.formats.errors import KvpackError
 
+from .backend import StoredEntry
 from .entries import FEATURE, ChunkFields
 from .entry_kind import FRONT_BYTES
 from .keys import ID_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .backend import StoredEntry
 
 OTHER_KINDS = ("pages", "states", "bases")
 """Kinds of entries other than chunks."""

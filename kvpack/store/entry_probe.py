@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from kvpack.file import container
 from kvpack.file.row import is_row_start
 from kvpack.formats.errors import InvalidHeader, KvpackError, Undecryptable
 
+from .backend import Data
 from .encryption import Cipher, decrypt_entry
 from .entries import check_entry, open_entry
 from .entry_kind import FRONT_BYTES, EntryFormat, Kind, means_damage
 from .keys import check_basis, check_page
 from .state_entries import StatesFields, is_states
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from .backend import Data
 
 _MAX_KEYS = 65_536
 

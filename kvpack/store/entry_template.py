@@ -5,9 +5,10 @@ A template is built from an entry that has been read and checked in full. Entrie
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
@@ -16,17 +17,13 @@ from kvpack.cache.layer import Layer
 from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES
+from kvpack.file.container import File
+from kvpack.file.header import SideEntry
 from kvpack.formats.raw_positions import POSITIONS, VALUES
 from kvpack.formats.streams import DTYPE_BYTES
 from kvpack.runtime.modes import float32_no_grad
 
 from .header_template import HeaderTemplate
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kvpack.file.container import File
-    from kvpack.file.header import SideEntry
 
 StreamView = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """The name, dtype, shape and strides of a stream, and its offset from the beginning of the file in elements of the dtype."""

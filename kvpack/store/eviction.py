@@ -9,23 +9,19 @@ import contextlib
 import heapq
 import os
 import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvpack.file.atomic import sweep, try_lock
 from kvpack.formats.errors import KvpackError
 
+from .counters import Counters
+from .disk_usage import DiskUsage, UsageCount
+from .folder import Folder
 from .index import MIN_ENTRIES, Index
 from .index_tables import IndexRow, key_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
-
-    from .counters import Counters
-    from .disk_usage import DiskUsage, UsageCount
-    from .folder import Folder
-    from .pins import Pins
-
+from .pins import Pins
 
 WAIT_SECONDS = 1.0
 """Time in seconds that a writer waits for other processes to count, evict or finish entries, before it gives up.

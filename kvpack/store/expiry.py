@@ -6,17 +6,13 @@ seconds, of the store that last used it.
 
 from __future__ import annotations
 
+import os
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
+from .counters import Counters
 from .folder import ENTRY_FOLDERS, Folder
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Sequence
-
-    from .counters import Counters
-    from .pins import Pins
+from .pins import Pins
 
 SECOND_NS = 10**9
 MAX_TTL = 10**9

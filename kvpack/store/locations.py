@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from kvpack.formats.errors import InvalidParameter, InvalidType, MissingFile
 from kvpack.identity.identity import Identity
 
+from .backend import Backend
 from .counters import Counters
 from .directory import Directory
 from .encryption import Cipher
@@ -22,11 +24,6 @@ from .redaction import shown_location
 from .redis import SCHEMES as REDIS_SCHEMES
 from .redis import Redis, is_redis
 from .tiers import Tiers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from .backend import Backend
 
 MEMORY = "memory://"
 _FILE = "file://"

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from kvpack.runtime.threads import Lock
 
 from .backend import Data, FoundEntry, Pin, PinTerms, SingleTierBackend, StoredEntry
+from .counters import Counters
 from .pins import is_active
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from .counters import Counters
 
 
 class MemoryBackend(SingleTierBackend):

@@ -14,25 +14,22 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from random import randrange
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpack.formats.errors import InvalidHeader, LimitExceeded
 from kvpack.runtime.threads import Lock, in_parallel
 
 from .backend import Data, FoundEntry, Lease, NoLease, Pin, PinTerms, SingleTierBackend, StoredEntry
 from .breaker import CircuitBreaker, RequestGuard
+from .counters import Counters
 from .entry_kind import UNENCRYPTED, EntryFormat, Kind
 from .expiry import limit_ttl, pass_seconds
 from .keys import KEY_BYTES
 from .last_used import INTERVAL_SECONDS, LastUse, UseLog, eviction_order, last_uses_in, merge_records, record_name
 from .objects import SCHEMES, Objects
 from .pins import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from .counters import Counters
 
 MAX_CONCURRENT_REQUESTS = 16
 """Maximum number of concurrent requests."""

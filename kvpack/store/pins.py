@@ -11,21 +11,18 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpack.file.atomic import TEMPORARY_PREFIX, write_file
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, LimitExceeded
 
 from .backend import Pin, PinTerms
+from .counters import Counters
+from .folder import Folder
 from .keys import KEY_BYTES
 from .options import check_count
 from .trust import read_whole, regular_files
-
-if TYPE_CHECKING:
-
-    from .counters import Counters
-    from .folder import Folder
 
 PIN_SECONDS = 86_400
 """Default duration of a pin in seconds, so that a forgotten pin does not occupy a store forever."""

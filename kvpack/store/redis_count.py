@@ -17,21 +17,17 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from kvpack.runtime.threads import Lock
 
 from .backend import StoredEntry
+from .counters import Counters
 from .entry_descriptions import Descriptions, parse_text
+from .redis_client import Client
 from .redis_replies import integer
 from .redis_scripts import KEYS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from .counters import Counters
-    from .redis_client import Client
 
 SUM_SECONDS = 600.0
 """Time in seconds after which sizes are summed again, because any user of the server may have changed the sum."""

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
 import kvpack
+from kvpack.evaluation.windows import UncompressedResult
 from kvpack.file.atomic import write_file
 from kvpack.file.user_files import read_json
 from kvpack.formats.errors import InvalidParameter
 
 from .measurement import Loss
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvpack.evaluation.windows import UncompressedResult
 
 RECIPES_PER_WRITE = 16
 """Number of new recipes after which the file is written."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
 from kvpack.evaluation.windows import UncompressedResult, packed_file, read_packed, read_uncompressed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kvpack.coding.bases import Basis
 
 
 @dataclass(frozen=True)

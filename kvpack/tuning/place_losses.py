@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 
 from kvpack.coding.bases import LOSSES, Basis
 from kvpack.coding.presets import RAW_CLAUSE, calibrated_codec
 from kvpack.coding.recipes import Recipe
 from kvpack.evaluation.windows import pack_as_bf16, read_over, read_uncompressed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-
 
 MEASURED_BITS = 2
 """Bit width at which tensors are measured: small enough for losses above the noise, and large enough that losses add up."""

@@ -12,22 +12,18 @@ Source: ggml-common.h of llama.cpp 0c1e57098, ``block_q4_1``, ``block_q5_1`` and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 
+from kvpack.cache.cache import Cache
 from kvpack.cache.dense_states import DenseLayer
+from kvpack.cache.layer import Layer
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.inputs import ID_BYTES
 from kvpack.formats.errors import InvalidParameter
 
 from .state_file import BLOCK, BLOCKS, OPAQUE, TYPES, CellBlock, Reader, StateFile
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from kvpack.cache.cache import Cache
-    from kvpack.cache.layer import Layer
 
 IDS = "token_ids"
 """Name of layer 0's state with the token ids, which have 4 bytes each."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
 from threading import Lock, RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
@@ -16,6 +18,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.identity import Identity
+from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.codec import key_digest
 from kvpack.pages.geometry import DTYPES
 from kvpack.store.catalog import row_descriptions
@@ -29,13 +32,6 @@ from kvpack.store.page_store import PageStore
 from kvpack.store.redaction import shown_location
 
 from .layouts import as_page_buffer, byte_geometry, check_model, geometry_of, is_fused, keeps_other_objects, key_bytes, recipe_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    import torch
-
-    from kvpack.pages.buffer import PageBuffer
 
 OBJECTS_PER_LOOK = 4
 """Number of reported objects that are checked again for each newly stored object. LMCache's count is then at most about 1/7 too high."""

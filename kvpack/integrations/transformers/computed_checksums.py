@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers.cache_utils import Cache as TransformersCache
 
 from kvpack.cache.checksums import checksums, has_checksums
 from kvpack.cache.dense_states import keys_and_values
+from kvpack.cache.states import States
 from kvpack.formats.errors import KvpackError
 
 from .layers import PackedLayer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from transformers.cache_utils import Cache as TransformersCache
-
-    from kvpack.cache.states import States
 
 _VALUES_AT_ONCE = 1 << 22
 """Maximum number of values that are summed together, from layers of equal shape."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import weakref
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
+import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
@@ -14,9 +15,6 @@ from kvpack.cache_names import NAMES, cache_in
 from kvpack.formats.errors import InvalidParameter
 
 from .plain_attention import remember_copies
-
-if TYPE_CHECKING:
-    import torch
 
 
 def watch_generate(model: PreTrainedModel) -> bool:

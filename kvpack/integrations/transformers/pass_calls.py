@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
 from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
+from kvpack.live.cache import LiveCache
 
+from .compiled import CompiledCalls
+from .graphs import StepGraphs
+from .hooks import Hooks
 from .layers import DecodingWarnings, EmptyLayer, PackedLayer, check_continues, check_window
 from .models import Model, check_layers, has_multidimensional_positions
 from .state_layers import StateLayer, check_states_available
 from .states import CapturedLength, CompiledLength, PackedLength, PackedStates, eager_only, without_gradients
-
-if TYPE_CHECKING:
-    from kvpack.live.cache import LiveCache
-
-    from .compiled import CompiledCalls
-    from .graphs import StepGraphs
-    from .hooks import Hooks
-    from .tracking import Tracking
+from .tracking import Tracking
 
 _DENSE = "a KvpackCache whose layers are decoded for its model (dense=True) decodes them in eager code"
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from kvpack.cache.cache import Cache
+from kvpack.file.inputs import Inputs
 from kvpack.formats.errors import InvalidParameter
 
 from .model_state import modules_of
-
-if TYPE_CHECKING:
-    from kvpack.cache.cache import Cache
-    from kvpack.file.inputs import Inputs
-
-    from .models import Model
+from .models import Model
 
 _DELTAS = "rope_deltas"
 """Attribute in which models store the offset of text positions after a prompt's images."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+import os
+from typing import Any
 
 import torch
 
+from kvpack.cache.cache import Cache
 from kvpack.cache_names import cache_argument
+from kvpack.coding.recipes import Recipe
 from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.store import CHUNK_TOKENS
@@ -15,13 +18,6 @@ from kvpack.store.store import CHUNK_TOKENS
 from .cache import KvpackCache, create_cache
 from .models import execution_device
 from .prompts import token_ids_of
-
-if TYPE_CHECKING:
-    import os
-
-    from kvpack.cache.cache import Cache
-    from kvpack.coding.recipes import Recipe
-
 
 DEFAULT_STEP = 4096
 """Default number of tokens per pass. After each pass, the states of a model that has states are kept for a store."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from kvpack.cache.cache import Cache
 from kvpack.file.inputs import IDS_LEFT_OUT, PADDED, ROWS_DIFFER, Inputs
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, OutOfBounds
@@ -14,9 +15,6 @@ from kvpack.identity.rope import max_uniform_length
 
 from .passes import OTHER_FREQUENCIES
 from .record import CHANGED, ids_of, visible_tokens
-
-if TYPE_CHECKING:
-    from kvpack.cache.cache import Cache
 
 
 def common_tokens(cache: Cache, prompt: Any) -> int:

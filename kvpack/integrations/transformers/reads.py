@@ -9,18 +9,15 @@ import ast
 import inspect
 import linecache
 import textwrap
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from transformers import PreTrainedModel
 
 from .model_state import modules_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    import torch
 
 WITHOUT_COUNTERPART = {
     "position_bias": "a position bias",

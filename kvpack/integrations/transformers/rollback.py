@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from kvpack.cache.cache import Cache, all_states
 from kvpack.cache.rows import row_numbers
 from kvpack.cache.states import SelectedStates, States
 from kvpack.formats.errors import OutOfBounds
+from kvpack.live.cache import LiveCache
 
 from .layers import PackedLayer
 from .state_layers import StateLayer, check_states_available, copy_states, restore
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvpack.live.cache import LiveCache
-
-    from .tracking import Tracking
+from .tracking import Tracking
 
 
 class Rollback:

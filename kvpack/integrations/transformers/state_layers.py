@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
+from kvpack.cache.cache import Cache
 from kvpack.cache.dense_states import read_states
 from kvpack.cache.rows import row_numbers
+from kvpack.cache.states import States
 from kvpack.formats.errors import InvalidParameter
+from kvpack.live.cache import LiveCache
 
 from .layers import DecodingWarnings, PackedLayer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvpack.cache.cache import Cache
-    from kvpack.cache.states import States
-    from kvpack.live.cache import LiveCache
-
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from kvpack.coding.recipes import Recipe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.recipes import check_layer_names, check_layers
 from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.geometry import DTYPES, PageGeometry
 
 from .layouts import arrangement
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvpack.coding.recipes import Recipe
 
 FLOATS = {DTYPES[name]: name for name in ("bf16", "fp16", "fp32")}
 """kvpack's names of the dtypes that are packed. 8-bit values are not packed, because they depend on scales outside the pages."""

@@ -6,18 +6,15 @@ import dataclasses
 import hashlib
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from kvpack.coding.recipes import Recipe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.identity import Identity
 
 from . import VERSIONS
 from .layouts import DTYPES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvpack.coding.recipes import Recipe
 
 _IGNORED_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype"}
 """Keys of a model's configuration that do not affect pages, or that ``relevant_settings`` covers in another way."""

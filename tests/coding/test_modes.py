@@ -40,7 +40,7 @@ for category in (kvpack.errors.RoundedWarning, kvpack.KvpackWarning):
     warnings.simplefilter("ignore", category)
 recipes = [
     "bf16", "octopus-3", "kv=octahedral:b=5,arrangement=direct", "kv=octahedral:b=2,rounding=full", "oscar-2", "kivi-4;tail=32",
-    "oscar-2-u8", "turboangle-k8v4", "kv=scalar:b=3", "kv=angle:n=48,norm=log4", "hqmq-s24-r3", "polarquant-3", "fp8", "nvfp4",
+    "oscar-2-u8", "turboangle-k8v4", "kv=scalar:b=3", "kv=angle:n=48,norm=log4", "kv=quaternion:s=6,r=3", "polarquant-3", "fp8", "nvfp4",
     kvpack.Recipe("klt-2", basis), "lossless",
 ]
 with context:
@@ -49,8 +49,8 @@ with context:
         if recipe == "lossless":
             k, v = k.bfloat16(), v.bfloat16()
         cache = kvpack.pack([(k, v)], recipe)
-        if recipe == "hqmq-s24-r3":
-            _search(cache[0].k.codec.codec.seed, 24)._build_grid(torch.device("cpu"))
+        if recipe == "kv=quaternion:s=6,r=3":
+            _search(cache[0].k.codec.family.seed, 6)._build_grid(torch.device("cpu"))
         cache = cache.append([(k[:, :, :5], v[:, :, :5])])
         kvpack.save(cache, path)
         cache = kvpack.load(path, basis=basis)

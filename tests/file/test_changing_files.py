@@ -177,7 +177,7 @@ import kvpack
 from kvpack import cli
 refused = 0
 try:
-    for number in range(20):
+    for _ in range(8):
         try:
             kvpack.load(path, copy=True).unpack()
             kvpack.file.container.open_file(path).verify()

@@ -17,9 +17,7 @@ from triton import language as tl
 
 from kvpack.formats.lossless import FLOAT_FORMATS, Lossless
 from kvpack.formats.rans import LANES, PRECISION, TOTAL
-from kvpack.kernels.bitpack import columns
-
-from . import rans
+from kvpack.kernels.bitpack import columns, rans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -20,8 +20,7 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.frames import Frames, Rope, SymbolTables, first_cos_sin
 from kvpack.formats.rans import LANES, TOTAL, slot_table
 from kvpack.formats.transform import Transform
-
-from . import rans
+from kvpack.kernels.bitpack import rans
 
 _SLOTS = tl.constexpr(TOTAL)
 _MAX_HALF = tl.constexpr(65504)

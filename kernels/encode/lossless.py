@@ -19,7 +19,7 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.lossless import FLOAT_FORMATS
 from kvpack.formats.rans import LANES, MIN_STATE, PRECISION, TOTAL
 from kvpack.kernels.bitpack.columns import launch
-from kvpack.kernels.decode.rans import count_lanes, count_lanes_before, lane_mask
+from kvpack.kernels.bitpack.rans import count_lanes, count_lanes_before, lane_mask
 
 from .columns import MIN_AXIS, Term
 from .kernel import Quantizer, encode_rows

@@ -94,7 +94,7 @@ class PageLayout:
         return hashlib.sha256(data).hexdigest()
 
     @cached_property
-    def strides(self) -> dict[str, tuple[int, tuple[int, int, int, int]]] | None:
+    def offsets_and_strides(self) -> dict[str, tuple[int, tuple[int, int, int, int]]] | None:
         """The offset of the first value and the stride of each axis, for keys and for values. None if strides cannot describe the layout.
         """
         result = {}
@@ -119,12 +119,12 @@ class PageLayout:
         Raises InvalidParameter if strides cannot describe the layout. In that case, copy pages with ``gather`` and ``scatter``.
         """
         self._check_pool(pool)
-        if self.strides is None:
+        if self.offsets_and_strides is None:
             raise InvalidParameter(
                 "the layout cannot be described by strides, because of its blocks of tokens within a head: use gather and scatter"
             )
         views = {}
-        for side, (first, steps) in self.strides.items():
+        for side, (first, steps) in self.offsets_and_strides.items():
             shape = (pool.shape[0], *self.places[side].shape)
             strides = (pool.stride(0), *(step * pool.stride(1) for step in steps))
             views[side] = pool.as_strided(shape, strides, pool.storage_offset() + first * pool.stride(1))

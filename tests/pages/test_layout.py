@@ -88,7 +88,7 @@ def test_layouts_of_one_sided_byte_pages_are_detected() -> None:
         page[:, :6] = k[0, 0]
 
     layout = PageLayout.detect(geometry, write, page)
-    assert layout.strides == {"k": (0, (0, 0, 8, 1))}
+    assert layout.offsets_and_strides == {"k": (0, (0, 0, 8, 1))}
 
 
 def test_writers_that_do_not_permute_values_are_refused() -> None:

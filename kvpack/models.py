@@ -13,7 +13,7 @@ import torch
 
 from kvpack import cache_names, hub
 from kvpack.formats.errors import InvalidParameter
-from kvpack.integrations.transformers_version import installed
+from kvpack.integrations.transformers_version import installed_transformers
 
 BOS = 256
 """Beginning-of-sequence id of the demo's model, whose other ids are bytes."""
@@ -136,6 +136,6 @@ def demo_text() -> bytes:
 
 def transformers_library() -> Any:
     """Return the transformers module, with progress bars disabled. Raises MissingPackage if it is missing or too old."""
-    transformers = installed()
+    transformers = installed_transformers()
     transformers.utils.logging.disable_progress_bar()
     return transformers

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvpack
 from kvpack.attention import cpu_attention
-from kvpack.coding.encoding import Progress, rounding_is_shown
+from kvpack.coding.encoding import Progress, suppress_rounding_warnings
 from kvpack.coding.recipes import parse_recipe
 from kvpack.evaluation.models import check_size
 from kvpack.runtime.modes import one_thread
@@ -84,7 +84,7 @@ def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, A
     exact = scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True)
     errors: dict[str, float] = {}
     for recipe in recipes:
-        with rounding_is_shown():
+        with suppress_rounding_warnings():
             layer = kvpack.pack([(k, v)], recipe)[0]
         streams = [stream for side in layer.sides.values() for page in side.runs for stream in page.streams.values()]
         tails = sum(side.tail.nbytes for side in layer.sides.values())

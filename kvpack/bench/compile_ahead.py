@@ -115,7 +115,7 @@ def _library_outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
     return q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
-def calls(recipe: kvpack.Recipe, shape: Shape = Shape()) -> dict[str, Callable[[], object]]:  # noqa: B008
+def calls_to_compile(recipe: kvpack.Recipe, shape: Shape = Shape()) -> dict[str, Callable[[], object]]:  # noqa: B008
     """Return functions by name, for use with ``collect_kernels``. Each calls kvpack with caches of ``shape`` packed with ``recipe``."""
     pairs = {tokens: random_pairs(shape, tokens) for tokens in TOKENS}
     caches = {tokens: kvpack.pack(layers, recipe) for tokens, layers in pairs.items()}
@@ -215,7 +215,7 @@ def run(
     jobs: dict[str, Compilation] = {}
     keys: dict[str, list[str]] = {}
     for recipe in recipes:
-        named_calls = calls(parse(recipe, shape, basis), shape)
+        named_calls = calls_to_compile(parse(recipe, shape, basis), shape)
         with collect_kernels(target) as found:
             for call in named_calls.values():
                 call()

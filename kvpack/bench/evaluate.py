@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.evaluation.models import Text, check_size, positions, starts, tokenize, window, window_ids
+from kvpack.evaluation.models import Text, check_size, positions, tokenize, window, window_ids, window_starts
 from kvpack.evaluation.windows import PASS_TOKENS, Comparison, RecipeResult, measure, read_forgotten, read_uncompressed
 from kvpack.formats.arguments import as_integer, check_callback, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
@@ -136,7 +136,7 @@ def evaluate(
     }
     source = next((recipe.basis for recipe in parsed.values() if recipe.basis is not None), None)
     words = [tokenize(f"text {number}", text, tokenizer or ByteTokenizer()) for number, text in enumerate(text_list, 1)]
-    places, sizes = _window_starts(words, model, tokens, scored_tokens, windows, step, seed)
+    places, sizes = _plan_windows(words, model, tokens, scored_tokens, windows, step, seed)
     switch = AttentionSwitch.of(model)
     try:
         result = _measure(model, places, sizes, parsed, progress)
@@ -160,7 +160,7 @@ def evaluate(
     return Evaluation(report)
 
 
-def _window_starts(
+def _plan_windows(
     texts: Sequence[Text], model: Any, tokens: int | None, scored_tokens: int | None, windows: int | None, step: int, seed: int
 ) -> tuple[list[tuple[Text, int]], dict[str, int]]:
     """Return the (text, start) pair of each window, and the sizes of windows. Raises InvalidParameter."""
@@ -186,7 +186,7 @@ def _window_starts(
         (text, start)
         for text, share in zip(texts, shares, strict=True)
         if share
-        for start in starts(len(text.ids), window_ids(size, text), share, seed)
+        for start in window_starts(len(text.ids), window_ids(size, text), share, seed)
     ]
     return places, {"tokens": size, "score": scored, "step": step}
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import kvpack
 from kvpack import cache_names
-from kvpack.coding.encoding import Progress, rounding_is_shown
+from kvpack.coding.encoding import Progress, suppress_rounding_warnings
 from kvpack.evaluation.models import read_text, vocabulary
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import load_model, model_folder, transformers_library
@@ -139,7 +139,7 @@ def run(
             "repeats": repeats,
             **io_device.run(cache.pairs, recipes, device, repeats, folder, progress),
         }
-    with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as temporary, one_thread(), rounding_is_shown():
+    with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as temporary, one_thread(), suppress_rounding_warnings():
         whole = torch.cat([x.flatten() for x in cache.tensors.values()])
         in_use = torch.zeros_like(whole)
         ways = [_Operation("memory", COPY, partial(in_use.copy_, whole))]

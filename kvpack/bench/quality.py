@@ -31,10 +31,10 @@ from kvpack.evaluation.models import (
     check_size,
     positions,
     read_text,
-    starts,
     vocabulary,
     window,
     window_ids,
+    window_starts,
     window_tokens,
 )
 from kvpack.evaluation.twins import OUTLIER_PAIRS, make_twin, offset_keys
@@ -337,7 +337,7 @@ class _Measurement:
         forgotten: list[Comparison] = []
         measured: list[list[RecipeResult]] = [[] for _ in self.recipes]
         size = window_ids(part.sizes.tokens, part.text)
-        begun = starts(len(part.text.ids), size, part.sizes.windows, self.seed)
+        begun = window_starts(len(part.text.ids), size, part.sizes.windows, self.seed)
         for start in begun:
             ids = window(part.text, start, size)
             if self.inserted is not None:
@@ -359,7 +359,7 @@ class _Measurement:
         count = self.sizes.needles
         for length in _lengths(self.sizes.tokens, self.long, positions(self.model)) if count else ():
             size = length - needles.QUESTION_TOKENS - len(self.long.start)
-            for number, start in enumerate(starts(len(self.long.ids), size, count, self.seed + 1)):
+            for number, start in enumerate(window_starts(len(self.long.ids), size, count, self.seed + 1)):
                 ids = self.long.ids[start : start + size]
                 if self.long.is_byte_level:
                     yield needles.key_lines(self.long, ids, generator)

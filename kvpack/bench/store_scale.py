@@ -203,7 +203,7 @@ class _ScaleBenchmark:
         return {"save 10 chunks at the budget, median": statistics.median(taken), "save 10 chunks at the budget, maximum": max(taken)}
 
     def processes(self) -> dict[str, float]:
-        """Measure the CPU time of a save to a store at its size budget with one process, and relative to this, with several processes."""
+        """Measure the CPU time of a save to a store at its size budget, with one process and with several. Several are relative to one."""
         (one, _), (many, refused) = (self._save_cpu_time(count) for count in (1, PROCESSES))
         several = f"with {PROCESSES} processes"
         return {
@@ -249,7 +249,7 @@ class _ScaleBenchmark:
             return backend.largest_budget() if isinstance(backend, Directory) else backend.size()[1]
 
     def _time_saves(self, worker: int, budget: int | None = None) -> tuple[list[float], int]:
-        """Return the time of each save in milliseconds, and the number of chunks that were not stored and so cost nothing."""
+        """Return the time of each save in milliseconds, and how many chunks were not stored. Such chunks cost no time."""
         taken = []
         with self._store(max_bytes=self._budget() if budget is None else budget) as store:
             for turn in range(SAVES):

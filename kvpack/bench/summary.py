@@ -162,7 +162,7 @@ def _row(recipe: str, measured: Sequence[RecipeResult], exact_losses: Sequence[f
     }
     return {
         "recipe": recipe,
-        "family": family(recipe),
+        "family": key_codec(recipe),
         "bits_per_value": _mean_bits(measured),
         "nominal_bits": fmean(window.nominal_bits for window in measured),
         **_prediction_results(measured, exact_losses),
@@ -175,7 +175,7 @@ def _row(recipe: str, measured: Sequence[RecipeResult], exact_losses: Sequence[f
     }
 
 
-def family(recipe: str) -> str:
+def key_codec(recipe: str) -> str:
     """Return the codec that ``recipe`` uses for keys in most layers."""
     rule = next(rule for rule in reversed(parse_recipe(recipe).rules) if "k" in rule.sides and rule.covers(1, 3))
     return rule.codec_id

@@ -93,7 +93,7 @@ def _widths(recipe: str) -> tuple[list[int], list[int]]:
 
 @lru_cache(maxsize=4)
 def _basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float]:
-    """Return the basis that ``recipe`` names, for one layer, and the bits per value for which its runs get their widths.
+    """Return the basis that ``recipe`` names, for one layer, and the number of bits per value that gives its runs their widths.
 
     A head with fewer runs uses the first of the widths, and additional runs have no codes.
     """

@@ -55,7 +55,7 @@ class DenseLayer(NamedTuple):
 
 
 def extract_layers(past: Any) -> list[DenseLayer]:
-    """Return the layers of a transformers cache or a similar object. Raises the same errors as ``packing.dense_states``."""
+    """Return the layers of a transformers cache or a similar object. Raises the same errors as ``packing.dense_layers``."""
     if "EncoderDecoderCache" in _classes(past):
         raise InvalidParameter(
             f"the {type(past).__name__} contains two caches, one for the decoder's tokens and one for the "

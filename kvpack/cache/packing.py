@@ -123,7 +123,7 @@ def pack(
         raise InvalidParameter(f"start is {start}, expected an integer from 0 to {MAX_TOKENS}")
     if recipe.basis is not None:
         recipe.basis.check_model(named)
-    states = dense_states(past_key_values)
+    states = dense_layers(past_key_values)
     recipe.check_layers(len(states))
     layers: list[Layer] = []
     outliers: list[OutlierChannel] = []
@@ -153,7 +153,7 @@ def pack(
     return result if states_at is None else replace(result, states_at=_checked_states(states_at, result))
 
 
-def dense_states(past: Any) -> list[DenseLayer]:
+def dense_layers(past: Any) -> list[DenseLayer]:
     """Return the layers of ``past``, which may have any form that ``pack`` accepts.
 
     Raises InvalidType if ``past`` is not a cache, and InvalidParameter if the cache is empty, contains anything except keys, values and

@@ -176,6 +176,6 @@ def _with_rows(codec_index: int, codec: Codec, family: Klt | Transform, basis: B
 
 
 def bind_bases(where: str, header: Header, source: Any) -> Header:
-    """Return ``header`` as ``with_bases`` does. Error messages begin with ``where``."""
+    """Return ``header`` with its bases, as ``with_bases`` does. Error messages begin with ``where``."""
     with prefix_errors(where):
         return with_bases(header, source)

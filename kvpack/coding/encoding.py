@@ -327,7 +327,7 @@ def is_rounded(x: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def rounding_is_shown() -> Iterator[None]:
+def suppress_rounding_warnings() -> Iterator[None]:
     """Return a context manager that suppresses RoundedWarning in all threads, for measurements that already show the cost of rounding."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RoundedWarning)

@@ -45,10 +45,10 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from kvpack.integrations.transformers_version import installed
+    from kvpack.integrations.transformers_version import installed_transformers
 
     # Raises a clear error if transformers is missing, before the next line imports it.
-    installed()
+    installed_transformers()
     from kvpack.integrations.transformers.chat import RECIPE, Chat
 
     check_output(arguments, arguments.output, arguments.prompt_file, arguments.basis, arguments.recipe)

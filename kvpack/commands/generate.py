@@ -48,10 +48,10 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from kvpack.integrations.transformers_version import installed
+    from kvpack.integrations.transformers_version import installed_transformers
 
     # Raises a clear error if transformers is missing, before the next line imports it.
-    installed()
+    installed_transformers()
     import torch
 
     from kvpack.integrations.transformers.chat import Chat

@@ -374,7 +374,7 @@ def _layer_after(layer: LayerShape | None, tokens: int) -> _SizedLayer | None:
     return None if layer is None else _SizedLayer(*layer[:3], tokens if layer.window is None else min(tokens, layer.window))
 
 
-def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
+def bit_rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
     """Return the nominal and the actual bits per value of a cache whose layers are equal (see ``recipe_sizes``)."""
     return recipe_sizes(recipe, _equal_layers(layers, heads, tokens, dim))[:2]
 

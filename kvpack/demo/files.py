@@ -26,7 +26,7 @@ from torch.nn import functional
 
 import kvpack
 from kvpack import Cache, cache_names
-from kvpack.coding.encoding import Progress, rounding_is_shown
+from kvpack.coding.encoding import Progress, suppress_rounding_warnings
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import WriteFailed
 from kvpack.models import BOS, demo_text, load_model, transformers_library
@@ -85,7 +85,7 @@ def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
 
 
-@rounding_is_shown()
+@suppress_rounding_warnings()
 def write(pairs: list[tuple[torch.Tensor, torch.Tensor]], recipe: str, path: Path) -> dict[str, Any]:
     """Pack and save ``pairs``. Returns sizes, times, and how similar the decoded values are to the original ones."""
     pack, save = kvpack.pack, kvpack.save
@@ -120,7 +120,7 @@ def read(path: str) -> dict[str, Any]:
     return {"load_ms": 1000 * (loaded - started), "kernels": kvpack.backends()["cpu"]} | continue_from(cache)
 
 
-@rounding_is_shown()
+@suppress_rounding_warnings()
 def continue_from(past: Cache | Any) -> dict[str, Any]:
     """Look up the keys, continue the text, and score the actual continuation, each time from the same prefilled cache.
 

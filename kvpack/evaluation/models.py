@@ -124,7 +124,7 @@ def window_ids(tokens: int, text: Text) -> int:
     return tokens + 1 - len(text.start)
 
 
-def starts(ids: int, size: int, count: int, seed: int) -> list[int]:
+def window_starts(ids: int, size: int, count: int, seed: int) -> list[int]:
     """Return the start of ``count`` windows of ``size`` ids each, at a random position in each of ``count`` equal parts of the text."""
     generator = torch.Generator().manual_seed(seed)
     part = ids // count

@@ -163,7 +163,7 @@ def undigested_front(contents: Contents) -> Front:
 
 
 def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header, Front]:
-    """Read the header and the front of a file. Every byte of the front is checked, and the length of the file.
+    """Read the header and the front of a file. Every byte of the front and the length of the file are checked.
 
     Raises NotKvpack, UnsupportedVersion, UnknownCodec, Truncated, DigestMismatch, InvalidHeader or LimitExceeded.
     """

@@ -54,23 +54,23 @@ def unknown_features(data: bytes, features: Collection[str], codecs: Collection[
     scanner = _Scanner(data)
     result: dict[str, int | str | None] = {}
     try:
-        kind, count = scanner.value()
+        kind, count = scanner.read_value()
         for _ in range(count if kind == _MAP else 0):
-            name = scanner.string()
+            name = scanner.read_string()
             if name in result or name not in ("format", "required", "codecs"):
                 scanner.skip(1)
                 continue
             result[name] = None
-            kind, size = scanner.value()
+            kind, size = scanner.read_value()
             if name == "format" and kind == _INTEGER:
                 result[name] = size
             elif name != "format" and kind == _ARRAY:
                 for _ in range(size):
-                    entry = scanner.string() if name == "required" else scanner.entry("id")
+                    entry = scanner.read_string() if name == "required" else scanner.read_entry("id")
                     if result[name] is None and entry is not None and entry not in (features if name == "required" else codecs):
                         result[name] = entry
             else:
-                scanner.leave(kind, size)
+                scanner.skip_contents(kind, size)
     except _EndOfBytes:
         pass
     version, feature, codec = result.get("format"), result.get("required"), result.get("codecs")
@@ -87,7 +87,7 @@ class _Scanner:
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
-    def value(self) -> tuple[int, int]:
+    def read_value(self) -> tuple[int, int]:
         """Read the start of the next value, and return its kind and a number.
 
         The number is an integer's value, a container's number of entries, or the size in bytes of a string or any other value.
@@ -108,8 +108,8 @@ class _Scanner:
             return _OTHER, int.from_bytes(self._take(_EXTENSIONS[first])) + 1
         return _OTHER, _FIXED.get(first, 0)
 
-    def leave(self, kind: int, size: int) -> None:
-        """Skip the rest of a value whose ``kind`` and ``size`` were returned by ``value``."""
+    def skip_contents(self, kind: int, size: int) -> None:
+        """Skip the rest of a value whose ``kind`` and ``size`` were returned by ``read_value``."""
         if kind in (_STRING, _OTHER):
             self._take(size)
         elif kind != _INTEGER:
@@ -123,7 +123,7 @@ class _Scanner:
             values += self._skip_short(_OPENING, len(self._data))
             values += self._skip_short(_SHORT, self._at + values)
             if values:
-                kind, size = self.value()
+                kind, size = self.read_value()
                 values -= 1
                 if kind in (_STRING, _OTHER):
                     self._take(size)
@@ -140,24 +140,24 @@ class _Scanner:
         self._at = match.end()
         return sum(match[0].translate(_CONTAINED_VALUES)) - len(match[0])
 
-    def string(self) -> str | None:
+    def read_string(self) -> str | None:
         """Read the next value, and return it if it is a string, otherwise None."""
-        kind, size = self.value()
+        kind, size = self.read_value()
         if kind == _STRING:
             return self._take(size).decode("utf-8", "backslashreplace")
-        self.leave(kind, size)
+        self.skip_contents(kind, size)
         return None
 
-    def entry(self, key: str) -> str | None:
+    def read_entry(self, key: str) -> str | None:
         """Read the next value, which is a map. Returns the value of its first entry ``key`` if that is a string, otherwise None."""
-        kind, count = self.value()
+        kind, count = self.read_value()
         if kind != _MAP:
-            self.leave(kind, count)
+            self.skip_contents(kind, count)
             return None
         result, seen = None, False
         for _ in range(count):
-            if self.string() == key and not seen:
-                result, seen = self.string(), True
+            if self.read_string() == key and not seen:
+                result, seen = self.read_string(), True
             else:
                 self.skip(1)
         return result

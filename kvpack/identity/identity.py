@@ -294,9 +294,9 @@ class Identity:
             InvalidParameter: An adapter has effects that kvpack cannot determine, values are not in memory (on the meta device) or cannot
                 be read, or the model drops values at random.
         """
-        from .modules import base_model, layers_of, parts
+        from .modules import base_model, layers_of, model_parts_of
 
-        model_parts = parts(model)
+        model_parts = model_parts_of(model)
         identity = cls.of_parts(model_parts, recipe, name=name, weights=weights, adapter=adapter, tenant=tenant, extra=extra)
         windows, keeps_states = layers_of(base_model(model_parts).config)
         return dataclasses.replace(identity, windows=windows, keeps_states=keeps_states)
@@ -314,7 +314,7 @@ class Identity:
         extra: str = "",
         digests: tuple[str, ...] | None = None,
     ) -> Self:
-        """Return the identity of a model as ``of`` does, from the ``modules.parts`` of the model.
+        """Return the identity of a model as ``of`` does, from the ``modules.model_parts_of`` of the model.
 
         This way, modules are listed only once. If both ``digests`` and ``weights`` are set, no weights are read.
         """

@@ -45,7 +45,7 @@ class ModelPart(NamedTuple):
     adapter: str = ""
 
 
-def parts(model: torch.nn.Module) -> list[ModelPart]:
+def model_parts_of(model: torch.nn.Module) -> list[ModelPart]:
     """Return every module of ``model`` once, parents first. Among an adapter's children, only the module that it replaces is listed.
 
     PyTorch's wrappers are omitted, also from names. Raises InvalidParameter if kvpack cannot determine the effect of an adapter.

@@ -13,7 +13,7 @@ MIN_VERSION = (5, 23)
 _INSTALL = "pip install -U 'kvpack[transformers]'"
 
 
-def installed() -> Any:
+def installed_transformers() -> Any:
     """Return the module transformers. Raises MissingPackage if it is not installed or older than ``MIN_VERSION``."""
     try:
         import transformers

@@ -20,10 +20,10 @@ from kvpack.evaluation.models import (
     check_size,
     positions,
     read_text,
-    starts,
     vocabulary,
     window,
     window_ids,
+    window_starts,
     window_tokens,
 )
 from kvpack.evaluation.twins import make_twin
@@ -219,7 +219,7 @@ def _windows_for_widths(model: Any, text: Text, settings: Settings) -> list[torc
     tokens = window_tokens(None, WIDTHS_TOKENS, text, positions(model))
     size = window_ids(tokens, text)
     check_size("--widths", settings.widths, 1, len(text.ids) // size, f"windows of {tokens} tokens in {text.name}")
-    return [window(text, start, size).to(model.device) for start in starts(len(text.ids), size, settings.widths, settings.seed)]
+    return [window(text, start, size).to(model.device) for start in window_starts(len(text.ids), size, settings.widths, settings.seed)]
 
 
 def _raw_fraction(statistics: Statistics, tokens: int, halves: Sequence[tuple[KeyMoments, KeyMoments]] | None = None) -> float:
@@ -313,11 +313,11 @@ def _gather(
     If no tokens are predicted, only statistics of keys are gathered.
     """
     size = sizes["tokens"] + 1 - len(text.start)
-    window_starts = starts(len(text.ids), size, sizes["windows"], sizes["seed"])
+    starts = window_starts(len(text.ids), size, sizes["windows"], sizes["seed"])
     result = Statistics.read(path, _calibration_id(model, text, sizes))
     written, writing = -math.inf, 0.0
     attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-    for number, start in enumerate(window_starts):
+    for number, start in enumerate(starts):
         if number >= result.windows:
             ids = window(text, start, size).to(model.device)
             # The last token is predicted, but not read.
@@ -331,7 +331,7 @@ def _gather(
             result.add_moments(number, pairs, queries, layer_ropes)
             result.windows += 1
             began = time.perf_counter()
-            if number + 1 == len(window_starts) or began - written >= WRITE_INTERVAL * writing:
+            if number + 1 == len(starts) or began - written >= WRITE_INTERVAL * writing:
                 result.write(path)
                 written = time.perf_counter()
                 writing = written - began

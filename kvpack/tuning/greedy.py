@@ -28,7 +28,7 @@ def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocatio
     Raises InvalidParameter if the smallest file exceeds the budget.
     """
     hulls = {
-        place: hull((priced.stream_bytes(place, codec), loss, codec) for codec, loss in place_losses.items())
+        place: convex_hull((priced.stream_bytes(place, codec), loss, codec) for codec, loss in place_losses.items())
         for place, place_losses in losses.items()
     }
     chosen = {place: points[0][2] for place, points in hulls.items()}
@@ -70,7 +70,7 @@ def _fill(priced: PackedCandidates, losses: Losses, budget: int, allocation: All
         allocation = better
 
 
-def hull(points: Iterable[Point]) -> list[Point]:
+def convex_hull(points: Iterable[Point]) -> list[Point]:
     """Return the lower convex hull of the points, from the fewest bytes to the smallest loss.
 
     Each step decreases the loss by less per byte than the previous one.
@@ -91,5 +91,5 @@ def _gain(first: Point, second: Point) -> float:
 
 
 def _step_order(points: list[Point], index: int) -> float:
-    """Return a key for sorting steps, in which the step with the largest gain is first. The step leads to point ``index``."""
+    """Return the sort key of the step to point ``index``. Steps with larger gains come first."""
     return -_gain(points[index - 1], points[index])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 
 from .allocation import Allocation, Place, recipe_text, uniform_allocation
-from .greedy import Losses, allocate, hull
+from .greedy import Losses, allocate, convex_hull
 from .place_losses import single_place_recipe
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def thorough_search(search: Search) -> tuple[Measurement, Measurement | None]:
     return tuned, best_measurement(uniforms) if uniforms else None
 
 
-def steps(layers: int, candidates: dict[str, list[str]]) -> int:
+def recipe_count(layers: int, candidates: dict[str, list[str]]) -> int:
     """Return the approximate number of recipes that the thorough search measures."""
     return layers * sum(map(len, candidates.values())) + 1 + MAX_UNIFORM_RECIPES + MAX_ROUNDS * (4 * layers + RECIPES_PER_ROUND)
 
@@ -170,7 +170,7 @@ def _size_grows(search: Search, tensor: Place, smaller: str, after: str) -> bool
 def _neighbors(search: Search, tensor: Place, codec: str) -> list[str]:
     """Return the next smaller and the next larger codec for a tensor on the convex hull of its candidates."""
     size = search.priced.stream_bytes(tensor, codec)
-    points = hull((search.priced.stream_bytes(tensor, other), loss, other) for other, loss in search.sensitivities[tensor].items())
+    points = convex_hull((search.priced.stream_bytes(tensor, other), loss, other) for other, loss in search.sensitivities[tensor].items())
     smaller = [other for bytes_, _, other in points if bytes_ < size][-1:]
     larger = [other for bytes_, _, other in points if bytes_ > size][:1]
     return smaller + larger

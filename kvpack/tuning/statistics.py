@@ -276,7 +276,7 @@ def prefixes(count: int, predicted: int) -> list[tuple[int, int]]:
 
 
 def _check_depends(depends: bool, scored_tokens: int) -> None:
-    """Raise InvalidParameter if ``depends`` is False. It says whether predictions depend on earlier keys or values."""
+    """Raise InvalidParameter if ``depends`` is False, which means that predictions do not depend on earlier keys or values."""
     if not depends:
         raise InvalidParameter(
             f"the {scored_tokens} predicted tokens of a window attend to no earlier tokens, as with chunked attention: "

@@ -21,10 +21,10 @@ from kvpack.evaluation.models import (
     check_size,
     positions,
     read_text,
-    starts,
     vocabulary,
     window,
     window_ids,
+    window_starts,
     window_tokens,
 )
 from kvpack.file.atomic import write_file
@@ -47,9 +47,9 @@ from .candidates import (
 from .journal import open_journal
 from .measurement import Windows, read_once
 from .results import recipe_file, results
-from .search import Search, steps, thorough_search
+from .search import Search, recipe_count, thorough_search
 from .widths import by_widths
-from .widths import steps as by_width_steps
+from .widths import recipe_count as width_recipe_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,7 +163,7 @@ def run(
         searched = Windows(network, folder_name, counter, basis=loaded_basis)
         search_windows, held_out_windows = _windows(words, sizes, settings)
         layers = network.config.get_text_config().num_hidden_layers
-        runs = by_width_steps(layers) if widths else steps(layers, codecs)
+        runs = width_recipe_count(layers) if widths else recipe_count(layers, codecs)
         counter.total = sizes.windows * (1 + runs) + 3 * sizes.held_out
         priced = pack_candidates(searched.read(search_windows, sizes.score), codecs, loaded_basis)
         search = Search(priced, searched, math.floor(bits * priced.values() / 8))
@@ -249,6 +249,6 @@ def _sizes(settings: Settings, text: Text, max_positions: int | None) -> _Window
 def _windows(text: Text, sizes: _WindowSizes, settings: Settings) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the windows of the search, which are spread over the text, and the held-out windows between them."""
     size, count = window_ids(sizes.tokens, text), sizes.windows + sizes.held_out
-    every = [window(text, start, size).to(settings.device) for start in starts(len(text.ids), size, count, settings.seed)]
+    every = [window(text, start, size).to(settings.device) for start in window_starts(len(text.ids), size, count, settings.seed)]
     chosen = {(2 * number + 1) * count // (2 * sizes.windows) for number in range(sizes.windows)}
     return [every[number] for number in sorted(chosen)], [every[number] for number in range(count) if number not in chosen]

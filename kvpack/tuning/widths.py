@@ -19,7 +19,7 @@ from .search import Measurement, Search, measure_within_budget
 MAX_CHECKED_RECIPES = 2
 
 
-def steps(layers: int) -> int:
+def recipe_count(layers: int) -> int:
     """Return the number of recipes that the search measures."""
     return 2 * layers + MAX_CHECKED_RECIPES
 

@@ -120,7 +120,7 @@ from kvpack.bench import compile_ahead
 (k, v), = compile_ahead.random_pairs(compile_ahead.Shape(), 300)
 cache = kvpack.pack([(k, v)], RECIPE)
 with compile_ahead.collect_kernels(compile_ahead.gpu_of(90)) as ahead:
-    for call in compile_ahead.calls(kvpack.Recipe(RECIPE)).values():
+    for call in compile_ahead.calls_to_compile(kvpack.Recipe(RECIPE)).values():
         call()
 with compile_ahead.collect_kernels(compile_ahead.gpu_of(90)) as kernels:
     live = kvpack.LiveCache.of(cache)

@@ -33,7 +33,7 @@ from kvpack import cli
 from kvpack.bench import generated, needles, quality, quality_plot, summary
 from kvpack.coding.recipes import PRESETS
 from kvpack.evaluation import windows
-from kvpack.evaluation.models import Text, bundled_bytes, read_text, starts
+from kvpack.evaluation.models import Text, bundled_bytes, read_text, window_starts
 from kvpack.evaluation.twins import make_twin, offset_keys
 from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter
@@ -245,7 +245,7 @@ def test_the_divergence_equals_its_definition() -> None:
 def test_the_same_seed_gives_the_same_result(report: Any) -> None:
     assert without_times(quality.run(None, None, RECIPES, SETTINGS)) == without_times(report)
     other = quality.run(None, None, ["bf16"], quality.Settings(tokens=256, scored_tokens=8, windows=2, needles=0, seed=1))
-    assert [window["start"] for window in other["uncompressed"]["windows"]] != starts(2500, 256, 2, 0)
+    assert [window["start"] for window in other["uncompressed"]["windows"]] != window_starts(2500, 256, 2, 0)
     assert other["uncompressed"]["needles"] is other["recipes"][0]["needles"] is None
 
 
@@ -690,7 +690,7 @@ def test_every_codec_has_its_own_color() -> None:
     assert set(quality_plot.STYLES) == set(CODECS)
     colors = [color for color, _ in (*quality_plot.STYLES.values(), quality_plot.OTHER_STYLE)]
     assert len(set(colors)) == len(colors)
-    assert [summary.family(recipe) for recipe in ("klt-1.75", "transform-0.6")] == ["klt", "transform"]
+    assert [summary.key_codec(recipe) for recipe in ("klt-1.75", "transform-0.6")] == ["klt", "transform"]
 
 
 @pytest.mark.scenario

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpack.bench import quality_plot
-from kvpack.bench.summary import family
+from kvpack.bench.summary import key_codec
 from kvpack.errors import InvalidParameter, MissingFile, WriteFailed
 
 RECIPES = (
@@ -107,7 +107,7 @@ def _figure(quality: dict[str, Any], speeds: list[tuple[str, float, float]], dev
 
 def _plot_speeds(axes: Any, speeds: list[tuple[str, float, float]]) -> None:
     recipes, long, short = zip(*speeds, strict=True)
-    colors = [quality_plot.STYLES[family(recipe)][0] for recipe in recipes]
+    colors = [quality_plot.STYLES[key_codec(recipe)][0] for recipe in recipes]
     axes.barh(recipes, long, color=colors, height=0.7, zorder=2, label=f"{LONG_TOKENS:,} tokens")
     dots = {"color": "#ffffff", "markeredgecolor": "#000000", "marker": "o", "linestyle": "none", "markersize": 5}
     axes.plot(short, recipes, **dots, zorder=3, label=f"{SHORT_TOKENS:,} tokens")

@@ -15,7 +15,7 @@ import kvpack
 from kvpack.bench.process_time import time_interleaved
 from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
-from kvpack.coding.encoding import encode, rounding_is_shown
+from kvpack.coding.encoding import encode, suppress_rounding_warnings
 from kvpack.evaluation.models import check_size
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry
 from kvpack.runtime.modes import one_thread
@@ -47,7 +47,7 @@ def run(pages: int = PAGES, recipes: Sequence[str] = RECIPES, *, repeats: int = 
     given = torch.randn(pages, LAYERS, HEADS, TOKENS, 2, DIM, generator=source).to(torch.bfloat16)
     target = torch.zeros_like(given)
     buffers = [PageBuffer(geometry, *pool.unbind(4)) for pool in (given, target)]
-    with one_thread(), rounding_is_shown():
+    with one_thread(), suppress_rounding_warnings():
         rows = []
         for done, recipe in enumerate(recipes, 1):
             rows.append(_row(recipe, geometry, buffers, given, repeats))

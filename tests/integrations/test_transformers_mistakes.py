@@ -254,10 +254,10 @@ def test_an_old_version_of_transformers_is_reported_with_advice(monkeypatch: pyt
     for version in ("4.50.3", "5.22.0.dev0", "5.9"):
         monkeypatch.setattr(transformers, "__version__", version)
         with pytest.raises(MissingPackage, match=rf"5\.23 or newer, but {re.escape(version)} is installed: pip install -U"):
-            transformers_version.installed()
+            transformers_version.installed_transformers()
     for version in ("5.23.0", "5.24.0.dev0", "6.0"):
         monkeypatch.setattr(transformers, "__version__", version)
-        assert transformers_version.installed() is transformers
+        assert transformers_version.installed_transformers() is transformers
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     oldest = ".".join(map(str, transformers_version.MIN_VERSION))
     assert project["project"]["optional-dependencies"]["transformers"] == [f"transformers>={oldest}"]

@@ -182,7 +182,7 @@ def main(arguments: list[str]) -> int:
             triton.knobs.cache.dir = folder
         for name in options.recipes:
             recipe = compile_ahead.parse(name, shape)
-            calls = compile_ahead.calls(recipe, shape)
+            calls = compile_ahead.calls_to_compile(recipe, shape)
             layer = kvpack.pack(compile_ahead.random_pairs(shape, compile_ahead.TOKENS[0]), recipe)[0]
             calls |= option_calls(layer, options.every, options.quick)
             compiled.assembled.clear()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvpack.cache.packed_runs import PackedRuns
 from kvpack.cache.side import pack_side
-from kvpack.coding.encoding import rounding_is_shown
+from kvpack.coding.encoding import suppress_rounding_warnings
 from kvpack.coding.token_errors import collect_poor_fits
 from kvpack.formats.errors import KvpackError
 from kvpack.formats.klt import Klt
@@ -51,7 +51,7 @@ def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: 
     cuts = draw(st.lists(st.integers(0, max(0, tokens - tail)), max_size=3))
     edges = sorted({0, tokens - tail if tokens > tail else tokens, *(cut // group * group for cut in cuts)})
     try:
-        with rounding_is_shown(), collect_poor_fits():
+        with suppress_rounding_warnings(), collect_poor_fits():
             parts = [pack_side(x[:, :, a:b], codec, 0, side) for a, b in pairwise(edges)]
     except KvpackError:
         reject()

@@ -19,7 +19,7 @@ from kvpack import cli
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.evaluation import models, twins, windows
-from kvpack.evaluation.models import starts, window
+from kvpack.evaluation.models import window, window_starts
 from kvpack.formats.errors import InvalidParameter, MissingBasis, OutOfRange
 from kvpack.models import load_model, model_folder
 from kvpack.tuning import calibrate, candidates, greedy, journal, measurement, results, search, tune
@@ -47,7 +47,7 @@ def tinylm() -> Any:
 def tuning_windows() -> dict[str, list[torch.Tensor]]:
     with model_folder(None) as folder:
         text = models.read_text(None, folder, 264)
-    first, second, third, fourth = (window(text, start, 128) for start in starts(2500, 128, 4, SETTINGS.seed))
+    first, second, third, fourth = (window(text, start, 128) for start in window_starts(2500, 128, 4, SETTINGS.seed))
     return {"searched": [second, fourth], "held_out": [first, third]}
 
 
@@ -308,7 +308,7 @@ POINTS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 1000)), min_size=
 @given(POINTS)
 def test_the_convex_hull_is_below_every_point(points: list[tuple[int, int]]) -> None:
     named = [(size, float(loss), str(number)) for number, (size, loss) in enumerate(points)]
-    found = greedy.hull(named)
+    found = greedy.convex_hull(named)
     assert found[0] == min(named)
     assert found[-1][1] == min(loss for _, loss, _ in named)
     gains = [greedy._gain(a, b) for a, b in pairwise(found)]

@@ -382,7 +382,7 @@ def _max_saved_tokens(tokens: int, window: int | None) -> int:
 
 
 def _check_token_count(layer_index: int, layer_tokens: int, tokens: int, window: int | None) -> None:
-    """Raise InvalidParameter unless a layer has all ``tokens`` tokens, or all that the next token can attend to with ``window``."""
+    """Raise InvalidParameter unless a layer has all ``tokens`` tokens or, with a ``window``, all those to which the next token attends."""
     if layer_tokens < (tokens if window is None else max(1, min(tokens, window - 1))):
         needed = f"but a window of {window} includes the previous {window - 1}" if window else "so it needs a sliding window: pass windows="
         raise InvalidParameter(f"layer {layer_index} holds the newest {layer_tokens} of {tokens} tokens, {needed}")

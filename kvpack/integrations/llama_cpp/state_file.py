@@ -119,7 +119,7 @@ class Reader:
         return self.size - self.at
 
     def skip(self, count: int, description: str) -> int:
-        """Skip the next ``count`` bytes, and return their offset. Raises InvalidParameter if the file ends before."""
+        """Skip the next ``count`` bytes, and return their offset. Raises InvalidParameter if fewer bytes are left."""
         if count > self.remaining:
             raise InvalidParameter(
                 f"{self.where} is truncated: {description} take {count} bytes at offset {self.at}, but only {self.remaining} remain"

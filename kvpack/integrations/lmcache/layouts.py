@@ -32,8 +32,8 @@ def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> R
     """Return the recipe with its ``basis``, if it needs one.
 
     Objects with as many layers as the basis must contain all layers of the model, in order. Raises InvalidParameter if the recipe selects
-    layers, and the same errors as ``recipe_with_basis`` and, for the recipe and ``head_dim``, ``PageCodec``. All errors are raised before
-    any object arrives, because LMCache would count later ones only as misses.
+    layers. Also raises the errors of ``recipe_with_basis``, and those of ``PageCodec`` for the recipe and ``head_dim``. All errors are
+    raised before any object arrives, because LMCache would count later ones only as misses.
     """
     reject_layer_clauses(recipe, "LMCache's objects do not record which layers of the model they hold")
     parsed = recipe_with_basis(recipe, basis, None)

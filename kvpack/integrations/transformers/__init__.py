@@ -10,10 +10,10 @@ attention. With "kvpack|eager", they are passed to eager attention. A KvpackCach
 rejects a cache of another model, and decodes layers for models whose attention accepts only tensors.
 """
 
-from kvpack.integrations.transformers_version import installed
+from kvpack.integrations.transformers_version import installed_transformers
 
 # Check first: the errors of the imports below would not name the package to install.
-installed()
+installed_transformers()
 
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 

@@ -12,7 +12,7 @@ import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
-from kvpack.cache.packing import dense_states
+from kvpack.cache.packing import dense_layers
 from kvpack.cache_names import cache_in, output_cache
 from kvpack.formats.errors import InvalidParameter
 
@@ -248,7 +248,7 @@ class Recording:
     def snapshot_states(self, past_key_values: TransformersCache) -> None:
         """Keep a copy in host memory of the states of recurrent and convolution layers after the newest token."""
         record, computed = self._known_record(past_key_values)
-        states = tuple({name: state.cpu() for name, state in layer.states.items()} for layer in dense_states(past_key_values))
+        states = tuple({name: state.cpu() for name, state in layer.states.items()} for layer in dense_layers(past_key_values))
         if any(states):
             computed.states[record.tokens] = states
 

@@ -32,7 +32,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning
 from kvpack.identity.canonical_text import ALL, SAMPLE, weights_kind
 from kvpack.identity.fingerprint import weights_of, weights_sample
 from kvpack.identity.identity import Identity
-from kvpack.identity.modules import ModelPart, cache_layers, parts
+from kvpack.identity.modules import ModelPart, cache_layers, model_parts_of
 
 from .hooks import models_in, outermost_model
 from .model_state import ModelState, modules_of
@@ -288,7 +288,7 @@ def sample_digest(model: Any) -> str:
         return ""
 
 
-def current_weights(model: Any) -> str:
+def current_weights_digest(model: Any) -> str:
     """Return the digest of a model's current weights, or an empty string if they cannot be read."""
     try:
         return weights_of(_submodels(model)).text
@@ -353,10 +353,10 @@ def check_identity(cache: Cache, model: Any) -> NamedModel:
 
 def _submodels(model: Any) -> list[ModelPart]:
     """Return the text, vision and other submodels of the transformers model that ``model`` is or wraps."""
-    model_parts = parts(model)
+    model_parts = model_parts_of(model)
     if not isinstance(next(part.module for part in model_parts if not part.adapter), PreTrainedModel):
         # A caller's own module, such as one with a value head.
-        model_parts = parts(outermost_model(model))
+        model_parts = model_parts_of(outermost_model(model))
     return model_parts
 
 

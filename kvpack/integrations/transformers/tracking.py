@@ -16,7 +16,7 @@ from kvpack.formats.errors import InvalidParameter, KvpackWarning
 from .cache_lock import CacheLock
 from .hooks import PassStack, models_in, outermost_model
 from .model_state import checkpointing_modules
-from .models import SAME_MODEL_ADVICE, Model, NamedModel, current_weights, name_model
+from .models import SAME_MODEL_ADVICE, Model, NamedModel, current_weights_digest, name_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -266,7 +266,7 @@ class Tracking:
         # Every pass checks a few weights. If they differ, they have changed since the last pass.
         if self._latest.state.has_other_weights(few=True):
             return
-        if current_weights(model) != self._latest.weights:
+        if current_weights_digest(model) != self._latest.weights:
             self.record.note(self._verified, "may have been computed after the model's weights changed")
             self._latest = name_model(model)
             self._changed = self._fields_changed_to(self._latest)

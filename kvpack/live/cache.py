@@ -124,8 +124,8 @@ class LiveCache:
 
     def __reduce__(self) -> NoReturn:
         raise InvalidParameter(
-            "a LiveCache or KvpackCache cannot be pickled: save live.freeze() (for a KvpackCache, cache.packed) with kvpack.save, and "
-            "continue with LiveCache.of(kvpack.load(path)) (for a KvpackCache, KvpackCache.load(path, model))"
+            "a LiveCache or KvpackCache cannot be pickled: save live.freeze() or, for a KvpackCache, cache.packed with kvpack.save. "
+            "Continue with LiveCache.of(kvpack.load(path)) or KvpackCache.load(path, model)"
         )
 
     def __deepcopy__(self, memo: object) -> LiveCache:

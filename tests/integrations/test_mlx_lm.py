@@ -211,7 +211,7 @@ def test_contents_that_mlx_lm_cannot_store_are_named(tmp_path: Path) -> None:
         export_prompt_cache(kvpack.pack([(K, V)], "octopus-3", model={"name": "m", "dtype": "float16"}), path)
     with pytest.raises(InvalidParameter, match=r"the newest 30 of 40 tokens: pass its sliding window, such as windows=\{0: 31\}"):
         export_prompt_cache(kvpack.pack([(K[:, :, 10:], V[:, :, 10:], 10)], "raw"), path)
-    with pytest.raises(InvalidParameter, match="holds the newest 30 of 40 tokens, but a window of 32 needs 31 before the next token"):
+    with pytest.raises(InvalidParameter, match="holds the newest 30 of 40 tokens, but a window of 32 needs 31 earlier tokens"):
         export_prompt_cache(kvpack.pack([(K[:, :, 10:], V[:, :, 10:], 10)], "raw"), path, windows={0: 32})
     with pytest.raises(InvalidParameter, match="the cache begins at position 5"):
         export_prompt_cache(kvpack.pack([(K, V)], "raw", start=5), path)

@@ -467,7 +467,7 @@ TWO = Config("m", groups=named(attention(), STATES), extra_config=told(attention
             "the model has several groups of cache layers, each with its own layer numbers",
         ),
         (Config("m", canonical_layout=True), {}, "needs the direct layout of rows"),
-        (Config("m", extra_config={}), {}, 'mistaken for one another: set "kv_connector": "KvpackConnector" and "placement": "store"'),
+        (Config("m", extra_config={}), {}, "only KvpackConnector passes them on: set"),
         (Config("m", kv_cache_layout="LBNHC"), {}, "layout is 'adjacent', but vLLM stores the cache as LBNHC"),
         (Config("m"), {"layout": "adjacent-tokens-first"}, "layout is 'adjacent-tokens-first', but vLLM stores the cache as LBHNC"),
         (Config("m", kv_cache_layout="BHLNC"), {}, "layout is 'adjacent', but vLLM stores the cache as BHLNC"),

@@ -220,7 +220,7 @@ def _stored_layer(
             raise InvalidParameter(f"{held}: pass its sliding window, such as windows={{{layer_index}: {layer.tokens + 1}}}")
         return _WHOLE[0], pair, (layer.tokens,)
     if layer.skipped and layer.tokens < window - 1:
-        raise InvalidParameter(f"{held}, but a window of {window} needs {window - 1} before the next token: export a cache that keeps them")
+        raise InvalidParameter(f"{held}, but a window of {window} needs {window - 1} earlier tokens: export a cache that keeps them")
     if layer.skipped and layer.tokens == window - 1:
         # mlx-lm expects a slot for the next token, and overwrites the oldest one.
         pair = [torch.nn.functional.pad(x, (0, 0, 1, 0)) for x in pair]

@@ -127,8 +127,8 @@ class ExpectedLayers:
     def _check_layer(self, layer_index: int, layer: Any) -> None:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer, *_STATE_LAYERS):
             raise InvalidParameter(
-                f"layers[{layer_index}] of {self.name} keeps a {type(layer).__name__}, but a packed cache holds only keys, values, and the "
-                "states of recurrent and convolution layers"
+                f"layers[{layer_index}] of {self.name} keeps a {type(layer).__name__}, but a packed cache stores only keys, values, and "
+                "the states of recurrent and convolution layers: run the model without a KvpackCache"
             )
 
     @cached_property

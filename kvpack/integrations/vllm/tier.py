@@ -93,8 +93,8 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         settings = config.extra_config.get(SETTINGS)
         if settings is None:
             raise InvalidParameter(
-                "only KvpackConnector passes on the model's overrides, quantization and load format, without which chunks of different "
-                'settings would be mistaken for one another: set "kv_connector": "KvpackConnector" and "placement": "store"'
+                "the model's overrides, quantization and load format are unknown, because only KvpackConnector passes them on: "
+                'set "kv_connector": "KvpackConnector" and "placement": "store"'
             )
         groups = config.extra_config[GROUPS]
         packed = recipe_with_basis(recipe, basis, config.model.name)

@@ -21,7 +21,7 @@ from kvpack.integrations.transformers.models import execution_device
 from kvpack.models import ByteTokenizer
 
 from .quality import REFERENCE
-from .summary import summary, table, verdict
+from .summary import report_table, summary, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ class Evaluation:
         return [{name: row[name] for name in names} for row in self.report["recipes"]]
 
     def __repr__(self) -> str:
-        title, columns, rows = table(dict(self.report))
+        title, columns, rows = report_table(dict(self.report))
         cells = [[column.replace("\n", " ") for column in columns], *rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = []
@@ -61,7 +61,7 @@ class Evaluation:
         return "\n".join([title, *lines, *verdict(dict(self.report))])
 
     def _repr_html_(self) -> str:
-        title, columns, rows = table(dict(self.report))
+        title, columns, rows = report_table(dict(self.report))
         head = "".join(f"<th>{html.escape(column).replace(chr(10), '<br>')}</th>" for column in columns)
         body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
         text = html.escape(" ".join(verdict(dict(self.report))))

@@ -31,7 +31,7 @@ from kvpack.runtime.modes import one_thread
 from .process_time import time_interleaved
 from .serve_cpu import spare_tokens, step_rows, with_plain_attention
 from .serve_graphs import ROOM, StaticStates, graph_step, use_flash_attention
-from .serve_peers import DYNAMIC, FLASH, OUT_OF_MEMORY_ERROR, STATIC, TIMES, cache_bytes, peers, row_of, try_measure
+from .serve_peers import DYNAMIC, FLASH, OUT_OF_MEMORY_ERROR, STATIC, TIMES, cache_bytes, measured_row, peer_caches, try_measure
 from .step_timing import Steps, seconds_of, without_graphs
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _decode_rows(
         states = _states(model, batch, tokens, device)
         packed = {recipe: kvpack.pack(_add_skipped(states, tokens), recipe) for recipe in recipes}
         dense = _dynamic_cache(model, states, tokens)
-        others = peers(model, states, tokens, spare_tokens())
+        others = peer_caches(model, states, tokens, spare_tokens())
         result = step_rows(model, with_plain_attention(model), dense, others, packed, _random_ids(model, batch, tokens + 1, device))
         for _ in ("dense", *packed):
             count()
@@ -235,7 +235,7 @@ def _decode_rows(
     free_memory(device)
     count()
     for recipe in recipes:
-        packed_row = {**row, **row_of(recipe, partial(_packed_steps, model, batch, tokens, recipe, device))}
+        packed_row = {**row, **measured_row(recipe, partial(_packed_steps, model, batch, tokens, recipe, device))}
         free_memory(device)
         taken, _ = try_measure(partial(_alternating_step_seconds, model, batch, tokens, recipe, device))
         free_memory(device)
@@ -275,12 +275,12 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str) -> list[dict[s
         return _dynamic_cache(model, states, tokens)
 
     measures: dict[str, Callable[[], dict[str, Any]]] = {DYNAMIC: partial(steps, dynamic), FLASH: partial(steps, dynamic, flash=True)}
-    measures |= {name: partial(steps, make) for name, make in peers(model, states, tokens, ROOM).items()}
-    in_graph = row_of(DYNAMIC, graph)
+    measures |= {name: partial(steps, make) for name, make in peer_caches(model, states, tokens, ROOM).items()}
+    in_graph = measured_row(DYNAMIC, graph)
     free_memory(device)
     rows = []
     for name, measure in measures.items():
-        rows.append(row_of(name, measure))
+        rows.append(measured_row(name, measure))
         free_memory(device)
     # The graph belongs to no cache, so the first row has its time.
     return [in_graph | {name: value for name, value in rows[0].items() if value is not None}, *rows[1:]]

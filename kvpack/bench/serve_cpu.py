@@ -14,7 +14,7 @@ import torch
 from kvpack import cache_names
 
 from .process_time import time_interleaved
-from .serve_peers import DYNAMIC, TIMES, cache_bytes, row_of
+from .serve_peers import DYNAMIC, TIMES, cache_bytes, measured_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -48,7 +48,7 @@ def step_rows(
 
     caches, failed = {DYNAMIC: dense}, []
     for name, make in others.items():
-        result = row_of(name, lambda make=make: {"made": make()})  # type: ignore[misc]
+        result = measured_row(name, lambda make=make: {"made": make()})  # type: ignore[misc]
         if "error" in result:
             failed.append(result)
         else:

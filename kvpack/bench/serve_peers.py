@@ -23,7 +23,7 @@ BACKENDS = ("fp8", "quanto", "hqq")
 TIMES = ("step_seconds", "eager_seconds", "generate_seconds", "graph_seconds", "cache_bytes", "peak_bytes")
 
 
-def peers(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int, room: int) -> dict[str, Callable[[], Any]]:
+def peer_caches(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int, room: int) -> dict[str, Callable[[], Any]]:
     """Return functions by name. Each creates a cache that contains ``states`` of ``tokens`` tokens and has room for another ``room``
     tokens.
 
@@ -48,7 +48,7 @@ def _fill(cache: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> An
     return cache
 
 
-def row_of(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def measured_row(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the row that ``measure`` returns for the cache ``name``. If it fails, return a row with the ``error``."""
     result, error = try_measure(measure)
     row: dict[str, Any] = {"cache": name, **dict.fromkeys(TIMES), **(result or {})}

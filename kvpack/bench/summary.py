@@ -56,7 +56,7 @@ def summary(
     exact_loss = fmean(exact_losses)
     rows = [_row(recipe, measured, exact_losses, recalled) for recipe, measured, recalled in recipes]
     mark_pareto_front(rows)
-    compare(rows, reference)
+    add_ratios(rows, reference)
     return {
         "confidence": CONFIDENCE,
         "reference": reference,
@@ -84,7 +84,7 @@ def text_summary(
 ) -> dict[str, Any]:
     """Return the results for another text as JSON values. They cover only predictions, not the errors of layers."""
     rows = [_short_row(name, windows, exact_losses) for name, windows in zip(names, measured, strict=True)]
-    compare(rows, reference)
+    add_ratios(rows, reference)
     return {
         "uncompressed": {"perplexity": math.exp(fmean(exact_losses)), "starts": list(starts)},
         "forgotten": _prediction_results(forgotten, exact_losses),
@@ -124,7 +124,7 @@ def mark_pareto_front(rows: Sequence[dict[str, Any]]) -> None:
             front.append(logarithms)
 
 
-def compare(rows: Sequence[dict[str, Any]], reference: str | None) -> None:
+def add_ratios(rows: Sequence[dict[str, Any]], reference: str | None) -> None:
     """Set ``of_reference`` in each row. This is the ratio of its divergence to that of the recipe ``reference``, with an interval, or None.
     """
     compared = next((_logarithms(row) for row in rows if row["recipe"] == reference), None)
@@ -200,7 +200,7 @@ def _counts(answers: Sequence[bool]) -> dict[str, Any]:
     return {"right": sum(answers), "asked": len(answers), "interval": wilson_interval(sum(answers), len(answers)) if answers else None}
 
 
-def table(report: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
+def report_table(report: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
     """Return the title, the columns and the rows of the report's table, without empty columns."""
     exact, reference = report["uncompressed"], report["reference"]
     columns = [
@@ -275,7 +275,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
 
 def show(report: dict[str, Any]) -> None:
     exact, settings, reference = report["uncompressed"], report["settings"], report["reference"]
-    print_table(*table(report))
+    print_table(*report_table(report))
     print("The tokens before the scored ones are packed, saved and loaded; the scored ones are appended and packed by the cache,")
     print(f"at most {settings['step']} in a pass. Bits per value count every byte of a window's file. Perplexity is per token.")
     print("The change in its log is paired by window; its interval is Student's t over the windows.")

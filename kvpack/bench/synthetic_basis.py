@@ -111,15 +111,17 @@ def _rows(widths: list[int], dim: int, seed: int) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(seed)
     matrix = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64)).Q
     mean = torch.randn(1, dim, generator=generator, dtype=torch.float64) / 256
-    weights = torch.tensor([_weight(width) for width in widths], dtype=torch.float64).sqrt().repeat_interleave(RUN_COLUMNS)[None, :dim]
+    weights = (
+        torch.tensor([_weight_for_width(width) for width in widths], dtype=torch.float64).sqrt().repeat_interleave(RUN_COLUMNS)[None, :dim]
+    )
     quantiles = (torch.arange(_NORMAL, dtype=torch.float64) + 0.5) / _NORMAL
     normal = torch.special.ndtri(quantiles)
     tables = [normal.view(1 << width, -1).mean(1) for width in range(1, MAX_WIDTH + 1)]
-    rows = torch.cat([mean, matrix, weights / math.sqrt(_weight(MAX_WIDTH)), flatten_tables([tables] * len(widths), dim)])
+    rows = torch.cat([mean, matrix, weights / math.sqrt(_weight_for_width(MAX_WIDTH)), flatten_tables([tables] * len(widths), dim)])
     return rows.to(torch.float32)
 
 
-def _weight(width: int) -> float:
+def _weight_for_width(width: int) -> float:
     """Return the weight of a run that should get ``width`` bits, if every bit has to reduce the error by more than ``_SLOPE``."""
     last = DISTORTIONS[width - 1] - DISTORTIONS[width] if width else 4 * (DISTORTIONS[0] - DISTORTIONS[1])
     following = DISTORTIONS[width] - DISTORTIONS[width + 1] if width < MAX_WIDTH else last / 4

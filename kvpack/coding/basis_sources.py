@@ -47,7 +47,7 @@ def find_basis(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | o
     if no basis has this digest, or MissingFile if a path cannot be read.
     """
     for location in source if isinstance(source, list | tuple) else [source]:
-        for candidate in _candidates(location, digest):
+        for candidate in _candidate_bases(location, digest):
             if candidate.digest == digest:
                 return candidate
     raise MissingBasis(
@@ -55,7 +55,7 @@ def find_basis(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | o
     )
 
 
-def _candidates(source: Any, digest: bytes) -> Iterator[Basis]:
+def _candidate_bases(source: Any, digest: bytes) -> Iterator[Basis]:
     if isinstance(source, Basis):
         yield source
         return

@@ -90,7 +90,7 @@ def canonical_text(rules: Sequence[tuple[str, LayerRanges, dict[str, CodecText]]
 
     Each rule is a tuple of sides ("k", "v" or "kv"), layers, and codecs by side. Later rules take precedence.
     """
-    result = {side: _reduce([(items, codecs[side]) for sides, items, codecs in rules if side in sides]) for side in "kv"}
+    result = {side: _reduce_rules([(items, codecs[side]) for sides, items, codecs in rules if side in sides]) for side in "kv"}
     (k, k_exceptions), (v, v_exceptions) = result["k"], result["v"]
     clauses = [("kv", k)] if k == v else [("k", k), ("v", v)]
     clauses += [(f"layers={exception.layers}:{sides}", exception.codec) for sides, exception in _merge_sides(k_exceptions, v_exceptions)]
@@ -100,7 +100,7 @@ def canonical_text(rules: Sequence[tuple[str, LayerRanges, dict[str, CodecText]]
     return ";".join([*texts, *([f"raw={raw}"] if raw else []), *([f"tail={window}"] if window else [])])
 
 
-def _reduce(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[CodecText, list[LayerException]]:
+def _reduce_rules(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[CodecText, list[LayerException]]:
     """Reduce the rules for keys, or for values, to a default codec and a list of exceptions in order."""
     ranges: list[tuple[Range | None, CodecText]] = []
     for items, codec in rules:
@@ -108,7 +108,7 @@ def _reduce(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[CodecText, 
     while True:
         last = max(number for number, (layers, _) in enumerate(ranges) if layers is None)
         base = ranges[last][1]
-        exceptions = _exceptions([(layers, codec) for layers, codec in ranges[last + 1 :] if layers is not None], base)
+        exceptions = _layer_exceptions([(layers, codec) for layers, codec in ranges[last + 1 :] if layers is not None], base)
         # Joined ranges may overlap fewer others, or cover all layers.
         joined = ((layers, exception.codec) for exception in exceptions for layers in exception.ranges)
         reduced = [(None, base), *((None if layers.is_all else layers, codec) for layers, codec in joined)]
@@ -117,7 +117,7 @@ def _reduce(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[CodecText, 
         ranges = reduced
 
 
-def _exceptions(rules: Sequence[tuple[Range, CodecText]], base: CodecText) -> list[LayerException]:
+def _layer_exceptions(rules: Sequence[tuple[Range, CodecText]], base: CodecText) -> list[LayerException]:
     """Return the exceptions from the codec ``base``, without redundant ones, in an order that depends only on their effect.
 
     A rule is redundant if later rules replace it, or if its codec is ``base``.

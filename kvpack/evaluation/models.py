@@ -47,8 +47,8 @@ def read_text(path: str | None, folder: Path, vocabulary_size: int) -> Text:
     model cannot use bytes as token ids.
     """
     if path is None:
-        return _text("the demo's text", demo_text(), folder, vocabulary_size)
-    return _text(path, read_bytes(path, MAX_TEXT_BYTES, "a text"), folder, vocabulary_size)
+        return _text_from_bytes("the demo's text", demo_text(), folder, vocabulary_size)
+    return _text_from_bytes(path, read_bytes(path, MAX_TEXT_BYTES, "a text"), folder, vocabulary_size)
 
 
 def bundled_bytes(name: str) -> bytes:
@@ -58,10 +58,10 @@ def bundled_bytes(name: str) -> bytes:
 
 def bundled_text(name: str, folder: Path, vocabulary_size: int) -> Text:
     """Read a text in kvpack/bench/texts as token ids, as ``read_text`` does."""
-    return _text(f"kvpack's {name}", bundled_bytes(name), folder, vocabulary_size)
+    return _text_from_bytes(f"kvpack's {name}", bundled_bytes(name), folder, vocabulary_size)
 
 
-def _text(name: str, data: bytes, folder: Path, vocabulary_size: int) -> Text:
+def _text_from_bytes(name: str, data: bytes, folder: Path, vocabulary_size: int) -> Text:
     tokenizer = load_tokenizer(folder)
     if tokenizer is not None:
         return tokenize(name, data.decode(errors="replace"), tokenizer)

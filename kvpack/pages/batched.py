@@ -59,7 +59,7 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
     OutOfRange if any page is invalid.
     """
     for first, some in _slot_batches(lane, slots, torch.float32):
-        x, key_norms, fit_errors = _measure(lane, layers, keys, some, rows.device)
+        x, key_norms, fit_errors = _gather_and_measure(lane, layers, keys, some, rows.device)
         raw, streams = lane.raw, {}
         if raw is None or key_norms is None:
             encoded, lost = _encode(lane, x, x, None)
@@ -135,7 +135,7 @@ def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int],
     """
     result = torch.zeros(2, dtype=torch.int64, device=rows.device)
     for first, some in _slot_batches(lane, slots, torch.float32):
-        x, key_norms, fit_errors = _measure(lane, layers, keys, some, rows.device)
+        x, key_norms, fit_errors = _gather_and_measure(lane, layers, keys, some, rows.device)
         streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows[first : first + len(some)]).items()}
         sizes = (
             TokenSizes(errors=relative_errors(lane.plain_codec, streams, x)) if lane.plain_codec.summary.direction_spread else UNMEASURED
@@ -145,7 +145,7 @@ def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int],
     return result
 
 
-def _measure(
+def _gather_and_measure(
     lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Gather the values of the pages in ``slots``.
@@ -156,13 +156,13 @@ def _measure(
     from kvpack.kernels.pages.lanes import gather
 
     geometry = lane.geometry
-    x = _pages(lane, len(slots), layers.first.dtype, device)
+    x = _allocate_pages(lane, len(slots), layers.first.dtype, device)
     gather(layers, slots, x)
     x, norms = x.to(geometry.computed_dtype), None
     if lane.raw_rule is not None:
         k = x
         if layers is not keys:
-            k = _pages(lane, len(slots), layers.first.dtype, device, geometry.dims["k"])
+            k = _allocate_pages(lane, len(slots), layers.first.dtype, device, geometry.dims["k"])
             gather(keys, slots, k)
         norms = norms_per_head(k.to(geometry.computed_dtype))
     return x, norms, scale_fit_errors(lane.plain_codec, x, lane.shared_axes, _lane_name(lane)) if lane.shared_axes else None
@@ -248,7 +248,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
             result = result.clamp(-limit, limit)
         values = result.to(dtype)
         if values[0].nbytes % ALIGNED:
-            values = _pages(lane, len(chosen), dtype, rows.device).copy_(values)
+            values = _allocate_pages(lane, len(chosen), dtype, rows.device).copy_(values)
         # Only inference mode may write to memory that the engine created in inference mode.
         with torch.inference_mode():
             scatter(layers, chosen, values, status[first : first + len(chosen)])
@@ -263,7 +263,7 @@ def _slot_batches(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Itera
         yield first, list(slots[first : first + at_once])
 
 
-def _pages(lane: Lane, count: int, dtype: torch.dtype, device: torch.device, dim: int | None = None) -> torch.Tensor:
+def _allocate_pages(lane: Lane, count: int, dtype: torch.dtype, device: torch.device, dim: int | None = None) -> torch.Tensor:
     """Allocate the layers of ``count`` pages, ``[page and layer, kv_head, token, dim]``. Each is aligned to ``ALIGNED`` bytes."""
     shape = lane.geometry.heads, lane.geometry.tokens, dim or lane.codec.dim
     step = -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED // dtype.itemsize

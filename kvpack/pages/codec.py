@@ -140,7 +140,7 @@ class PageCodec:
         if not isinstance(rows, torch.Tensor) or not rows.dim():
             rows = as_list(rows, "rows", "rows, which are bytes")
         views = self._views(rows, len(rows), writable=False)
-        return self._host.check(views, _digests(keys, len(views), "rows"), values)
+        return self._host.check(views, _key_digests(keys, len(views), "rows"), values)
 
     def _get_device_pages(self, pages: PageBuffer) -> DevicePages | None:
         """Return the implementation for the device of ``pages``. For host memory, return None, because ``HostPages`` handles it."""
@@ -164,7 +164,7 @@ class PageCodec:
         if pages.geometry != self.geometry:
             raise InvalidParameter(f"pages has geometry {pages.geometry}, but the codec is for {self.geometry}")
         slots = pages.checked_slots(slots, written)
-        return slots, _digests(keys, len(slots), "slots")
+        return slots, _key_digests(keys, len(slots), "slots")
 
     def _check_rows(self, rows: Rows, count: int, *, writable: bool) -> None:
         """Check that ``rows``, which may be in device memory, have room for ``count`` pages. Raises the same errors as ``_views``."""
@@ -208,7 +208,7 @@ def _overlapping(distance: int, nbytes: int) -> str:
     return f"two rows begin {distance} bytes apart, but a page takes {nbytes}: pass a separate row for each page"
 
 
-def _digests(keys: Sequence[bytes] | None, count: int, description: str) -> list[bytes | None]:
+def _key_digests(keys: Sequence[bytes] | None, count: int, description: str) -> list[bytes | None]:
     if keys is None:
         return [None] * count
     keys = as_list(keys, "keys", "the engine's keys, which are bytes")

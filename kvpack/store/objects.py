@@ -58,7 +58,7 @@ class Objects:
         try:
             import obstore
         except ImportError:
-            raise MissingPackage("a store on an object store needs the obstore package: pip install 'kvpack[object-store]'") from None
+            raise MissingPackage("stores on object storage need the obstore package: pip install 'kvpack[object-store]'") from None
         self._obstore: Any = obstore
         self._max_bytes = max_bytes
         known = obstore.exceptions

@@ -107,7 +107,7 @@ class Client:
             from redis.backoff import NoBackoff
             from redis.retry import Retry
         except ImportError:
-            raise MissingPackage("a store on Redis needs the redis package: pip install 'kvpack[redis]'") from None
+            raise MissingPackage("stores on Redis need the redis package: pip install 'kvpack[redis]'") from None
         self._counters = counters
         self.breaker = CircuitBreaker()
         # With a server that is not Redis, the client may raise any error.

@@ -117,7 +117,7 @@ def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, 
 
     Nothing is removed if some entry is unreadable, is larger than ``max_entry_bytes``, or cannot be decrypted with ``cipher``.
     """
-    fronts = read_fronts(backend, _candidates(backend, cipher), max_entry_bytes)
+    fronts = read_fronts(backend, _possible_bases(backend, cipher), max_entry_bytes)
     bases = [stored for stored, front in fronts if front is not None and _is_basis(stored, front, cipher)]
     to_remove = _unused_bases(backend, bases, cipher, max_entry_bytes)
     removed = backend.delete([stored.key for stored in to_remove]) if to_remove else set()
@@ -125,7 +125,7 @@ def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, 
     counters.add("reclaimed_bytes", sum(stored.size for stored in to_remove if stored.key in removed))
 
 
-def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[StoredEntry]:
+def _possible_bases(backend: Backend, cipher: Cipher | None) -> Iterable[StoredEntry]:
     """Return all entries except those described as chunks, states or pages. Any of them may be a basis."""
     described = describe_new(backend) if cipher is None else None
     return backend.list() if described is None else described

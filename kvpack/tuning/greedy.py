@@ -50,10 +50,10 @@ def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocatio
         chosen = candidate
         if number + 1 < len(points):
             heapq.heappush(steps, (_step_order(points, number + 1), place, number + 1))
-    return _fill(priced, losses, budget, chosen)
+    return _spend_rest(priced, losses, budget, chosen)
 
 
-def _fill(priced: PackedCandidates, losses: Losses, budget: int, allocation: Allocation) -> Allocation:
+def _spend_rest(priced: PackedCandidates, losses: Losses, budget: int, allocation: Allocation) -> Allocation:
     while True:
         left = budget - priced.file_bytes(allocation)
         gains = sorted(
@@ -79,17 +79,17 @@ def convex_hull(points: Iterable[Point]) -> list[Point]:
     for point in sorted(points):
         if kept and (point[1] >= kept[-1][1] or point[0] == kept[-1][0]):
             continue
-        while len(kept) > 1 and _gain(kept[-2], kept[-1]) <= _gain(kept[-2], point):
+        while len(kept) > 1 and _loss_decrease_per_byte(kept[-2], kept[-1]) <= _loss_decrease_per_byte(kept[-2], point):
             kept.pop()
         kept.append(point)
     return kept
 
 
-def _gain(first: Point, second: Point) -> float:
+def _loss_decrease_per_byte(first: Point, second: Point) -> float:
     """Return by how much the loss decreases per byte from ``first`` to ``second``."""
     return (first[1] - second[1]) / (second[0] - first[0])
 
 
 def _step_order(points: list[Point], index: int) -> float:
     """Return the sort key of the step to point ``index``. Steps with larger gains come first."""
-    return -_gain(points[index - 1], points[index])
+    return -_loss_decrease_per_byte(points[index - 1], points[index])

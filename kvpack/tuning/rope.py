@@ -49,7 +49,7 @@ def find_ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
     first = _keys(model, single_tokens, 0)
     others = {position: _keys(model, single_tokens, position) for position in test_positions}
     longest = max_uniform_length(model.config.get_text_config())
-    candidates = [rope._replace(longest=longest) for rope in _candidates(model)]
+    candidates = [rope._replace(longest=longest) for rope in _rope_candidates(model)]
     return [
         _match_rope(number, keys, {position: result[number] for position, result in others.items()}, candidates)
         for number, keys in enumerate(first)
@@ -61,7 +61,7 @@ def _keys(model: Any, tokens: torch.Tensor, position: int) -> list[torch.Tensor]
     return [k for k, _ in prefill(model, tokens, torch.full_like(tokens, position))]
 
 
-def _candidates(model: Any) -> list[Rope]:
+def _rope_candidates(model: Any) -> list[Rope]:
     """Return all variants of RoPE that the rotary modules of ``model`` may use."""
     result = [buffer.float() for name, buffer in model.named_buffers() if name.endswith("inv_freq") and buffer.dim() == 1]
     # Older modules store sines of positions instead of frequencies.

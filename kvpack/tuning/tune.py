@@ -147,7 +147,7 @@ def run(
     if not 0 < bits <= MAX_BITS:
         raise InvalidParameter(f"--bits is {bits}, expected a number above 0 and at most {MAX_BITS}")
     loaded_basis = None if basis is None else Basis.load(basis)
-    codecs = _codecs(candidates or _candidates(loaded_basis, widths=widths, only_attendable=only_attendable), only_attendable)
+    codecs = _codecs(candidates or _default_candidates(loaded_basis, widths=widths, only_attendable=only_attendable), only_attendable)
     for path in (out, measurements):
         if path is not None:
             _check_folder(path)
@@ -207,7 +207,7 @@ def _codecs(candidates: Sequence[str], only_attendable: bool) -> dict[str, list[
     return codecs
 
 
-def _candidates(basis: Basis | None, *, widths: bool = False, only_attendable: bool) -> Sequence[str]:
+def _default_candidates(basis: Basis | None, *, widths: bool = False, only_attendable: bool) -> Sequence[str]:
     if widths:
         values = tuple(codec for codec in WIDTH_CANDIDATES if codec.startswith("v="))
         return (*BALANCED, *values) if basis is not None and basis.has_balanced_frames else WIDTH_CANDIDATES

@@ -159,12 +159,12 @@ def test_ratios_to_the_reference_are_paired_by_window() -> None:
         {"recipe": "a", "windows": [{"kl_divergence": 0.1}, {"kl_divergence": 10.0}]},
         {"recipe": "b", "windows": [{"kl_divergence": 0.2}, {"kl_divergence": 80.0}]},
     ]
-    summary.compare(rows, "a")
+    summary.add_ratios(rows, "a")
     assert rows[0]["of_reference"] == {"ratio": 1.0, "interval": [1.0, 1.0]}
     assert rows[1]["of_reference"]["ratio"] == pytest.approx(4.0)
     low, high = rows[1]["of_reference"]["interval"]
     assert math.log(high / low) == pytest.approx(2 * 12.7062 * math.log(2), rel=1e-3)
-    summary.compare(rows, None)
+    summary.add_ratios(rows, None)
     assert [row["of_reference"] for row in rows] == [None, None]
 
 

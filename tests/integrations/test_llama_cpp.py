@@ -525,7 +525,7 @@ def test_contents_that_llama_cpp_cannot_store_are_named(tmp_path: Path) -> None:
     refused(replace(made, metadata={}), "the cache's metadata does not have transposed: pass transposed=, expected an integer from 0 to 1")
     refused(replace(made, metadata={}), "the cache's metadata does not have streams: pass streams=", transposed=True)
     refused(made, "streams is 0, expected an integer from 1 to 256", streams=0)
-    refused(made, "windows names 1 layers, but the imported file had 0 with sliding windows", windows={0: 8})
+    refused(made, "windows has 1 layers, but the imported file had 0 with sliding windows", windows={0: 8})
     refused(made, r"windows\[7\] is 8, expected a layer number from 0 to 1", windows={7: 8})
     refused(made, "dtype is 'q8_0', expected one of bf16, fp16, fp32", dtype="q8_0")
     refused(cache((k, v), recipe="octopus-3"), r"layer 0: the codec octahedral decodes to float32, but llama.cpp stores .*dtype='bf16'")

@@ -311,7 +311,7 @@ def test_the_convex_hull_is_below_every_point(points: list[tuple[int, int]]) -> 
     found = greedy.convex_hull(named)
     assert found[0] == min(named)
     assert found[-1][1] == min(loss for _, loss, _ in named)
-    gains = [greedy._gain(a, b) for a, b in pairwise(found)]
+    gains = [greedy._loss_decrease_per_byte(a, b) for a, b in pairwise(found)]
     assert all(gain > 0 for gain in gains)
     assert all(a > b for a, b in pairwise(gains))
     # No point lies below the hull.
@@ -495,7 +495,7 @@ def test_frames_add_decoded_candidates_that_can_be_excluded(tmp_path: Path, caps
     show(packed)
     assert "attended" not in capsys.readouterr().out
     given = Basis.load(basis)
-    assert any("transform" in text for text in tune._candidates(given, only_attendable=False))
-    assert not any("transform" in text for text in tune._candidates(given, only_attendable=True))
+    assert any("transform" in text for text in tune._default_candidates(given, only_attendable=False))
+    assert not any("transform" in text for text in tune._default_candidates(given, only_attendable=True))
     calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, scored_tokens=16, windows=2, scope="none"))
-    assert not any("transform" in text for text in tune._candidates(Basis.load(basis), only_attendable=False))
+    assert not any("transform" in text for text in tune._default_candidates(Basis.load(basis), only_attendable=False))

@@ -143,7 +143,7 @@ def export_slot(
     windows = parse_windows(windows, len(cache))
     metadata = {name: cache.metadata.get(name) for name in (_SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS)}
     if metadata[_WINDOWED] not in (None, len(windows)):
-        raise InvalidParameter(f"windows names {len(windows)} layers, but the imported file had {metadata[_WINDOWED]} with sliding windows")
+        raise InvalidParameter(f"windows has {len(windows)} layers, but the imported file had {metadata[_WINDOWED]} with sliding windows")
     transposed = _export_setting("transposed", metadata[_TRANSPOSED] if transposed is None else int(bool(transposed)), 0, 1) == 1
     streams = _export_setting("streams", metadata[_STREAMS] if streams is None else streams, 1, 256)
     sequence = _export_setting("sequence", metadata[_SEQUENCE] or 0, 0, 255)

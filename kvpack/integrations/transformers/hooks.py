@@ -49,7 +49,7 @@ class Hooks:
         # A wrapper, such as PEFT's, may call the model's forward directly, which skips its hooks, but not those of models inside it.
         handles: list[Any] = []
         for number, module in enumerate(inner_models):
-            handles.append(module.register_forward_pre_hook(partial(_before, state, number), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(partial(_before_call, state, number), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(_after_call, state, number), with_kwargs=True, always_call=True))
         for encoder in encoder_decoder_parts(inner_models, "get_encoder"):
             handles.append(encoder.register_forward_hook(partial(_after_encoder, state), with_kwargs=True))
@@ -100,7 +100,7 @@ class _HooksReference:
         return None if hooks is None else hooks.encoder_calls.sources(arguments.get("encoder_hidden_states"))
 
 
-def _before(hooks: _HooksReference, module_index: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before_call(hooks: _HooksReference, module_index: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     arguments = named_arguments(module, args, kwargs)
     past = cache_in(arguments)
     compiled = _compiled_calls(past, arguments) if torch.compiler.is_dynamo_compiling() else None

@@ -56,8 +56,8 @@ class Stretch:
         """The layout of each stream. Ignore the number of rows in these layouts."""
         return self.codec.row_layouts
 
-    def run(self, run_index: int) -> tuple[int, int]:
-        """Return the half-open token range of run ``run_index``."""
+    def token_range(self, run_index: int) -> tuple[int, int]:
+        """Return the first token of run ``run_index`` and the token after its last."""
         return int(self.ends[run_index - 1]) if run_index else 0, int(self.ends[run_index])
 
     @cached_property
@@ -118,7 +118,8 @@ class Stretch:
         step = layout.tokens_per_row
         if step > 1:
             rows = self._first_rows[step]
-            start, stop = int(rows[first]) + (start - self.run(first)[0]) // step, int(rows[last]) - (self.run(last)[0] - stop) // step
+            start = int(rows[first]) + (start - self.token_range(first)[0]) // step
+            stop = int(rows[last]) - (self.token_range(last)[0] - stop) // step
         if layout.per == "entry":
             entries = self._first_entries[name]
             return int(entries[start]), int(entries[stop])
@@ -132,14 +133,14 @@ class Stretch:
         if (start, stop) == (0, self.tokens):
             return self
         first, last = int(numpy.searchsorted(self.ends, start, "right")), int(numpy.searchsorted(self.ends, stop, "left"))
-        begin = start - self.run(first)[0]
+        begin = start - self.token_range(first)[0]
         if begin % self.codec.token_group:
             raise OutOfBounds(
                 f"begins {begin} tokens into a run whose codec encodes {self.codec.token_group} tokens together: start "
                 f"at a multiple of {self.codec.token_group}"
             )
         streams: Streams = self.rows(start, stop)
-        part = (stop - self.run(last)[0]) % self.codec.token_group
+        part = (stop - self.token_range(last)[0]) % self.codec.token_group
         if part and stop < self.ends[last]:
             with float32_no_grad(next(iter(streams.values())).device):
                 streams = self.codec.cut(streams, part)
@@ -149,7 +150,7 @@ class Stretch:
         """Return run ``run_index``. For a stretch with only one run, every call returns the same object."""
         if len(self.ends) == 1:
             return self._only_run
-        start, stop = self.run(run_index)
+        start, stop = self.token_range(run_index)
         return PackedRun(self.codec, stop - start, self.rows(start, stop))
 
     @cached_property

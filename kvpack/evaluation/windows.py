@@ -288,7 +288,7 @@ class Bf16Cache(KvpackCache):
         return past
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        key_states = _offset(key_states, self._offsets, layer_idx)
+        key_states = _add_offsets(key_states, self._offsets, layer_idx)
         return super().update(key_states.to(torch.bfloat16), value_states.to(torch.bfloat16), layer_idx, *args, **kwargs)
 
 
@@ -301,7 +301,7 @@ class _OffsetCache(DynamicCache):  # type: ignore[misc]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # Unset while the constructor fills the layers with pairs, whose keys already have the offsets.
-        offset_keys = _offset(key_states, getattr(self, "_offsets", None), layer_idx)
+        offset_keys = _add_offsets(key_states, getattr(self, "_offsets", None), layer_idx)
         result: tuple[Any, Any] = super().update(offset_keys, value_states, layer_idx, *args, **kwargs)
         return result
 
@@ -317,7 +317,7 @@ def key_offsets(model: Any) -> dict[int, torch.Tensor] | None:
     return getattr(model, "kvpack_key_offsets", None)
 
 
-def _offset(keys: torch.Tensor, offsets: dict[int, torch.Tensor] | None, layer: int) -> torch.Tensor:
+def _add_offsets(keys: torch.Tensor, offsets: dict[int, torch.Tensor] | None, layer: int) -> torch.Tensor:
     return keys if offsets is None else keys + offsets[layer].to(keys.dtype)
 
 

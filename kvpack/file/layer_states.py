@@ -94,7 +94,7 @@ def layer_states(data: bytes, layers: Sequence[HasSides]) -> tuple[StateEntry, .
     batches: defaultdict[int, dict[str, int]] = defaultdict(dict)
     for state in states:
         if state.layer >= len(layers):
-            raise InvalidHeader(f"{_PLACE} names a state of layer {state.layer}, but the file has {len(layers)} layers")
+            raise InvalidHeader(f"{_PLACE} has a state of layer {state.layer}, but the file has {len(layers)} layers")
         if (state.layer, state.name) <= last:
             raise InvalidHeader(f"{_PLACE} has {state.where} after {last[0]}.state.{last[1]}, expected ascending layers and names")
         last = state.layer, state.name

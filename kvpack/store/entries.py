@@ -271,7 +271,7 @@ def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
                 )
             values += side.heads * header.codecs[side.codec].dim * tokens
         if 2 * values > max_bytes:
-            raise LimitExceeded(f"{file.where}: layer {index}, decoded, has {2 * values} bytes, but max_entry_bytes is {max_bytes}")
+            raise LimitExceeded(f"{file.where}: layer {index} decodes to {2 * values} bytes, but max_entry_bytes is {max_bytes}")
 
 
 def check_header(file: container.File, start: int | None, model: Mapping[str, str] | None, recipe: str | None) -> None:

@@ -89,7 +89,7 @@ class HeaderTemplates(Generic[Info]):
         """Add a template of an open file that has been checked and has ``feature``. ``info`` is the information to reuse."""
         if self._count < _MAX_TEMPLATES and file.header.start < _MAX_START:
             self._count += 1
-            self._templates.setdefault(_layout(file.size, file.front.text), []).append((HeaderTemplate.of(file, feature), info))
+            self._templates.setdefault(_template_key(file.size, file.front.text), []).append((HeaderTemplate.of(file, feature), info))
 
     def match(self, data: memoryview) -> tuple[Info, int, bytes] | None:
         """If some template matches ``data``, return its information, and the position of the first token and the feature in ``data``.
@@ -97,13 +97,13 @@ class HeaderTemplates(Generic[Info]):
         If no template matches, return None.
         """
         text = bytes(data[: LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")]) if self._count else b""
-        for template, known in self._templates.get(_layout(len(data), text), ()):
+        for template, known in self._templates.get(_template_key(len(data), text), ()):
             if (found := template.match(data)) is not None:
                 return known, *found
         return None
 
 
-def _layout(size: int, text: bytes) -> tuple[int, bytes]:
+def _template_key(size: int, text: bytes) -> tuple[int, bytes]:
     return size, text[: DIGEST_SLICE.start] + text[DIGEST_SLICE.stop :]
 
 

@@ -279,9 +279,9 @@ class Index:
                 # The index is busy, or the disk is full.
                 return
             except sqlite3.Error:
-                self._discard()
+                self._delete_files()
 
-    def _discard(self) -> None:
+    def _delete_files(self) -> None:
         self._disconnect()
         # Remove the log first, because otherwise it would be applied to the next index.
         for name in reversed(INDEX_FILES):
@@ -311,7 +311,7 @@ class Index:
         connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version == tables.VERSION and tables.read_note(connection, "run") != _boot_id_number():
-            self._discard()
+            self._delete_files()
             return None
         if version not in (tables.VERSION, 0 if new else tables.VERSION):
             self._disconnect()

@@ -236,11 +236,11 @@ def read(
             for name, entry in header.layers[number].sides():
                 data, tensors = file.read_side(number, name, check_values=check_values), {}
                 for stream, layout in header.streams[entry].items():
-                    tensors[stream] = _tensor(data[stream], layout)
+                    tensors[stream] = _tensor_from_bytes(data[stream], layout)
                 sides[name] = build_side(header, number, name, entry, tensors, cpu)
             states = {}
             for state in header.states_in_layer(number):
-                states[state.name] = _tensor(file.read_state(state), state.layout)
+                states[state.name] = _tensor_from_bytes(file.read_state(state), state.layout)
             layers[number] = build_layer(header, number, sides, states)
             if progress is not None:
                 progress(done, len(selected))
@@ -257,7 +257,7 @@ def _bytes(tensor: torch.Tensor) -> numpy.ndarray:
     return array
 
 
-def _tensor(data: memoryview, layout: Layout) -> torch.Tensor:
+def _tensor_from_bytes(data: memoryview, layout: Layout) -> torch.Tensor:
     dtype = TORCH_DTYPES[layout.dtype]
     # torch.frombuffer does not accept an empty buffer.
     flat = torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype, device="cpu")

@@ -155,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_file()
         elif path in self.server.pages:
             kind, content = self.server.pages[path]
-            self._start(HTTPStatus.OK, {"Content-Type": kind, "Content-Length": str(len(content))})
+            self._start_response(HTTPStatus.OK, {"Content-Type": kind, "Content-Length": str(len(content))})
             if self.command == "GET":
                 self.wfile.write(content)
         else:
@@ -170,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
         is_valid = hmac.compare_digest(token.encode("latin-1", "replace"), self.server.token.encode())
         return path if is_valid and self.path.startswith("/") else None
 
-    def _start(self, status: HTTPStatus, headers: dict[str, str]) -> None:
+    def _start_response(self, status: HTTPStatus, headers: dict[str, str]) -> None:
         self.send_response(status)
         for name, value in (HEADERS | headers).items():
             self.send_header(name, value)
@@ -178,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, status: HTTPStatus, headers: dict[str, str] | None = None) -> None:
         content = f"{status.value} {status.phrase}\n".encode()
-        self._start(status, {"Content-Type": "text/plain; charset=utf-8", "Content-Length": str(len(content))} | (headers or {}))
+        self._start_response(status, {"Content-Type": "text/plain; charset=utf-8", "Content-Length": str(len(content))} | (headers or {}))
         if self.command != "HEAD":
             self.wfile.write(content)
 
@@ -202,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, {"Content-Range": f"bytes */{size}"})
             end, status = min(last + 1, size), HTTPStatus.PARTIAL_CONTENT
             headers["Content-Range"] = f"bytes {first}-{end - 1}/{size}"
-        self._start(status, headers | {"Content-Length": str(end - first)})
+        self._start_response(status, headers | {"Content-Length": str(end - first)})
         while self.command == "GET" and first < end:
             piece = os.pread(self.server.descriptor, min(PIECE, end - first), first)
             if not piece:

@@ -99,8 +99,8 @@ AttentionMaskInterface.register(_RECORDED, mask)
 class UncompressedResult:
     """The uncompressed model's predictions in a window, in float32 on the model's device.
 
-    ``tokens`` is ``[1, prefix + score + 1]``. ``pairs`` contains (k, v) of prefix + score tokens for each layer, in the model's dtype.
-    ``log_probabilities`` is ``[score, vocabulary]``. ``loss`` is the mean negative log-probability of the next tokens.
+    ``tokens`` is ``[1, prefix tokens + scored tokens + 1]``. ``pairs`` contains (k, v) of all but the last of them for each layer, in the
+    model's dtype. ``log_probabilities`` is ``[scored token, vocabulary]``. ``loss`` is the mean negative log-probability of the tokens.
     """
 
     tokens: torch.Tensor
@@ -187,7 +187,7 @@ def prefill(
 
 
 def read_uncompressed(model: Any, tokens: torch.Tensor, scored_tokens: int) -> UncompressedResult:
-    """Evaluate a window with the uncompressed cache. ``tokens`` is ``[1, prefix + score + 1]``.
+    """Evaluate a window with the uncompressed cache. ``tokens`` is ``[1, prefix tokens + scored tokens + 1]``.
 
     The last token is predicted, but not read.
     """

@@ -431,9 +431,9 @@ def _sequences_differ(inputs: Inputs) -> bool:
 
 
 def _common_ids(rows: Sequence[bytes], first: int) -> tuple[bytes, tuple[bytes, ...], list[tuple[str, int]]]:
-    """Return the ids with which all ``rows`` begin, all rows, and a clause with its position. The last two are empty if all rows are equal.
+    """Return the ids that all ``rows`` share before they first differ. The first id is at position ``first``.
 
-    The first id is at position ``first``.
+    Also returns all rows, and a clause that says where they differ, with its position. Both are empty if all rows are equal.
     """
     if len(set(rows)) == 1:
         return rows[0], (), []

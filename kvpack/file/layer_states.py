@@ -51,7 +51,7 @@ class StateEntry:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise InvalidHeader(
-                f"{_PLACE} names a state {self.name!r:.80} in layer {self.layer}, expected a name of a-z, 0-9, _ and . that begins with a "
+                f"{_PLACE} has a state {self.name!r:.80} in layer {self.layer}, expected a name of a-z, 0-9, _ and . that begins with a "
                 "letter"
             )
         if not self.shape:

@@ -171,8 +171,8 @@ def _parse_layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: d
     fits = place == length >= window or (place < length == window) if skipped else place == seen
     if not fits or not window:
         raise InvalidParameter(
-            f"{where}: the next position in its window of {window} is {place} after {seen} tokens, but it holds {length}: mlx-lm does "
-            "not write such a cache"
+            f"{where} contradicts itself: {seen} tokens went into its window of {window}, it holds {length}, and the next would go to "
+            f"position {place}. Save the prompt again with mlx-lm"
         )
     if not skipped:
         return keys[:, :, :seen], values[:, :, :seen], 0

@@ -126,7 +126,7 @@ def calls_to_compile(recipe: kvpack.Recipe, shape: Shape = Shape()) -> dict[str,
             where = f"{tokens:,} tokens of layer {number}"
             result[f"unpack {where}"] = partial(layer.unpack, torch.bfloat16)
             for queries in (1, QUERIES) if tokens >= QUERIES else (1,):
-                q = _queries(shape, queries)
+                q = _zero_queries(shape, queries)
                 for repeats in REPEATS if tokens == TOKENS[0] else REPEATS[:1]:
                     result[f"{queries} queries over {repeats} x {where}"] = partial(kvpack.attend, q, _repeat(layer, repeats))
         result[f"steps after {tokens:,} tokens"] = partial(_run_live_steps, cache, shape)
@@ -141,7 +141,7 @@ def random_pairs(shape: Shape, tokens: int) -> list[tuple[torch.Tensor, torch.Te
     return [(x[0], x[1])] * shape.layers
 
 
-def _queries(shape: Shape, count: int) -> torch.Tensor:
+def _zero_queries(shape: Shape, count: int) -> torch.Tensor:
     return torch.zeros(1, shape.q_heads, count, shape.dim, dtype=torch.bfloat16, device="cpu")
 
 
@@ -162,7 +162,7 @@ def _run_live_steps(cache: kvpack.Cache, shape: Shape) -> None:
     for tokens in (1, 1, 1, STEP_TOKENS):
         for layer, (k, v) in enumerate(random_pairs(shape, tokens)):
             live.update(layer, k, v)
-            live.attend(layer, _queries(shape, tokens))
+            live.attend(layer, _zero_queries(shape, tokens))
         live.roll()
 
 

@@ -177,7 +177,7 @@ def run(
 
 def _dense(cache: Source, dense_format: dense.DenseFormat, path: str) -> list[_Operation]:
     tensors = cache.tensors
-    queries = [_queries(k) for k, _ in cache.pairs]
+    queries = [_random_queries(k) for k, _ in cache.pairs]
     ways = [
         _Operation(dense_format.name, WRITE, partial(dense_format.write, tensors, path), path),
         _Operation(dense_format.name, READ, partial(dense_format.read, path)),
@@ -195,7 +195,7 @@ def _packed_file(cache: Source, recipe: str, path: str) -> list[_Operation]:
     packed = kvpack.pack(cache.pairs, recipe)
     kvpack.save(packed, path)
     loaded = kvpack.load(path)
-    queries = [_queries(k) for k, _ in cache.pairs]
+    queries = [_random_queries(k) for k, _ in cache.pairs]
 
     in_use = [torch.zeros_like(x) for pair in cache.pairs for x in pair]
 
@@ -225,7 +225,7 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-def _queries(k: torch.Tensor) -> torch.Tensor:
+def _random_queries(k: torch.Tensor) -> torch.Tensor:
     """Return one random query per head, ``[batch, q_head, 1, dim]``."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(k.shape[0], Q_HEADS * k.shape[1], 1, k.shape[3], generator=generator).to(k.dtype)

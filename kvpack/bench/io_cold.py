@@ -70,7 +70,7 @@ def run(
             if target.type != "cpu":
                 ways[f"load to {target}"] = _time_call(lambda: _load_to_device(path, target))
             if shutil.which("fio") is not None:
-                ways = {DISK: lambda: _fio(path), **ways}
+                ways = {DISK: lambda: _time_fio(path), **ways}
             seconds: dict[str, list[float]] = {name: [] for name in (*ways, WARM_LOAD)}
             for _ in range(repeats):
                 for name, way in ways.items():
@@ -132,7 +132,7 @@ def _read_staged(path: str) -> None:
             continue
 
 
-def _fio(path: str) -> float:
+def _time_fio(path: str) -> float:
     """Return how many seconds fio needs to read a file. If fio fails, raises InvalidParameter with its message."""
     done = subprocess.run(["fio", "--name=cold", f"--filename={path}", *FIO, "--output-format=json"], capture_output=True, text=True)
     if done.returncode:

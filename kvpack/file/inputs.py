@@ -364,10 +364,10 @@ def join_inputs(parts: Sequence[tuple[Inputs | None, int]], start: int) -> Input
 
 
 def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, cache_index: int, position: int) -> None:
-    """Raise InvalidParameter if the cache ``cache_index``, from ``position`` on, was computed after other tokens than the joined ones.
+    """Raise InvalidParameter if a cache was computed after tokens other than those it is joined to.
 
-    ``inputs`` are those of the cache. ``ids`` are the known ids of the joined tokens, by sequence, and follow ``beginning.before``.
-    ``beginning.earlier`` contains digests of all ids before some positions.
+    The cache has the index ``cache_index`` and the inputs ``inputs``, and begins at ``position``. ``ids`` are the known ids, by sequence,
+    of the tokens joined so far, and follow ``beginning.before``. ``beginning.earlier`` contains digests of all ids before some positions.
     """
     joined_ids = _append_ids(beginning.before or (b"",), ids)
     before = inputs.before or (b"",)

@@ -233,7 +233,7 @@ class LiveLayer:
         # No later query sees these tokens, so they are dropped without being encoded.
         dropped = min(tokens, max(0, unseen - self.older_tokens)) // self.window * self.window
         # Dropped tokens include all tokens before the tail, so keys and values end at the same token.
-        whole = max(dropped, self._windows(tokens)) if dropped else self._encodable_tokens(tokens)
+        whole = max(dropped, self._tokens_in_whole_windows(tokens)) if dropped else self._encodable_tokens(tokens)
         with float32_no_grad(self.device), self._update_both_sides():
             firsts = {name: self.older_tokens + dropped if dropped else side.packed_tokens for name, side in self.sides.items()}
             places = {first: self._position_and_norms(first, values) for first in set(firsts.values())}
@@ -301,9 +301,9 @@ class LiveLayer:
             for whole in range(tokens, max(0, tokens - period), -1):
                 if all((rest + whole) % unit == 0 for rest, unit in remainders):
                     return whole
-        return self._windows(tokens)
+        return self._tokens_in_whole_windows(tokens)
 
-    def _windows(self, tokens: int) -> int:
+    def _tokens_in_whole_windows(self, tokens: int) -> int:
         """Return how many of ``tokens`` raw tokens are in whole windows. The newest tokens always stay raw, and are not counted."""
         return max(0, tokens - self.newest) // self.window * self.window
 

@@ -455,6 +455,6 @@ def is_object_store(location: Any) -> bool:
 
 
 def _object_name(key: bytes) -> str:
-    """Return the name of an entry's object. In a folder, the entry's file would have the same path."""
+    """Return the name of an entry's object. It equals the path that the entry's file has in a folder."""
     name = key.hex()
     return f"{name[0]}/{name[1]}/{name}"

@@ -24,7 +24,7 @@ from kvpack.runtime.modes import float32_no_grad
 
 from . import masks
 from .hooks import outermost_model
-from .model_snapshot import ModelSnapshot, global_hooks, has_other_hooks
+from .model_snapshot import ModelSnapshot, count_global_hooks, has_other_hooks
 from .model_state import active_adapters
 from .states import CapturedStep, PackedLength
 
@@ -428,7 +428,7 @@ def _check_model(model: torch.nn.Module, device: torch.device) -> None:
     if any(parameter.device != device for parameter in model.parameters()):
         raise _GraphRefused(f"its weights are not all on {device}")
     hooked = next((name for name, module in model.named_modules() if has_other_hooks(module)), None)
-    if global_hooks():
+    if count_global_hooks():
         hooked = "every module"
     if hooked is not None:
         raise _GraphRefused(f"{hooked or 'the model'} has forward hooks, which a replay would skip")

@@ -82,7 +82,7 @@ class ModelSnapshot:
             list(map(len, chain(self._attributes, self._settings, self._code.classes))),
             sum(map(len, self._parts)),
             list(chain.from_iterable(self._hooks)),
-            global_hooks(),
+            count_global_hooks(),
         )
 
 
@@ -153,7 +153,7 @@ def _names_in(code: CodeType) -> set[str]:
     return set(code.co_names).union(*(_names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
-def global_hooks() -> int:
+def count_global_hooks() -> int:
     """Return the number of PyTorch's global hooks, which run for every module."""
     return len(modules._global_forward_hooks) + len(modules._global_forward_pre_hooks)
 

@@ -107,7 +107,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         memory = torch.from_numpy(numpy.asarray(primary_kv_view)).view(torch.uint8)
         self.stores: dict[int, GroupStore] = {}
         """The store of each group, keyed by the group's number in vLLM's keys."""
-        for cache_group, (group, places), named in zip(groups, chunks, config.groups, strict=True):
+        for cache_group, (group, block_offsets), named in zip(groups, chunks, config.groups, strict=True):
             if current_platform.is_cpu() and group.kind == "attention":
                 from .cpu import check_layout
 
@@ -120,7 +120,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
             given = Recipe(group.recipe(packed.text), packed.basis)
             identity = identity_of(config, given, shape, revision, adapter, tenant)
             store = PageStore(location, identity, group.geometry, threads=threads, jobs=2, max_bytes=max_bytes, encryption=encryption)
-            self.stores[named.group_id] = GroupStore(store, group.buffer(layout, [memory[:, place:] for place in places]))
+            self.stores[named.group_id] = GroupStore(store, group.buffer(layout, [memory[:, offset:] for offset in block_offsets]))
         self._running: dict[int, _Running] = {}
         self._lookups, self._metrics = _Lookups(self), TierMetrics([store for store, _ in self.stores.values()], tier_type)
         # A child of vLLM's own logger, which vLLM shows.
@@ -154,15 +154,15 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         before = sorted((key for key, position in positions.items() if position < first), key=lambda key: positions[key])
         ordered = replace(job_metadata, keys=keys, chunk_ids=[chunks[key] for key in keys])
 
-        def put(group_store: GroupStore, keys: list[bytes], places: list[int], group: int) -> Job:
+        def put(group_store: GroupStore, keys: list[bytes], chunk_ids: list[int], group: int) -> Job:
             ancestors = [bytes(key) for key in before if get_offload_group_idx(key) == group]
-            return group_store.store.submit_put(keys, group_store.pages, places, ancestors=ancestors)
+            return group_store.store.submit_put(keys, group_store.pages, chunk_ids, ancestors=ancestors)
 
         self._begin(ordered, put)
 
     def submit_load(self, job_metadata: Any) -> None:
         """Start loading chunks into the primary tier. A damaged chunk is a miss, and does not affect others."""
-        self._begin(job_metadata, lambda source, keys, places, group: source.store.submit_get(keys, source.pages, places))
+        self._begin(job_metadata, lambda source, keys, chunk_ids, group: source.store.submit_get(keys, source.pages, chunk_ids))
 
     def get_finished_jobs(self) -> Iterable[Any]:
         for store, _ in self.stores.values():
@@ -209,7 +209,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         self.stores.clear()
 
     def _begin(self, metadata: Any, submit: Callable[[GroupStore, list[bytes], list[int], int], Job]) -> None:
-        """Start a job that calls ``submit(store, keys, places, group)`` for the chunks of each group."""
+        """Start a job that calls ``submit(store, keys, chunk_ids, group)`` for the chunks of each group."""
         chunks = dict(zip((bytes(key) for key in metadata.keys), map(int, metadata.chunk_ids), strict=True))
         parts = []
         for group, to in self.stores.items():
@@ -246,7 +246,7 @@ class _ChunkGroup(NamedTuple):
     """A group of cache layers, and the offset in bytes of each layer's block in a chunk."""
 
     group: Group
-    places: list[int]
+    block_offsets: list[int]
 
 
 def _check_layout(config: Any, groups: Sequence[Group], layout: str) -> None:
@@ -277,22 +277,23 @@ def _chunk_groups(config: Any, groups: Sequence[Group]) -> list[_ChunkGroup]:
             'one block, or use "placement": "primary"'
         )
     result = []
-    for group, places, named in zip(groups, config.extra_config[BLOCK_OFFSETS], config.groups, strict=True):
-        if len(places) * config.parallel.pp_size != len(named.layer_names):
+    for group, block_offsets, named in zip(groups, config.extra_config[BLOCK_OFFSETS], config.groups, strict=True):
+        if len(block_offsets) * config.parallel.pp_size != len(named.layer_names):
             raise InvalidParameter(
-                f"the first pipeline stage has {len(places)} of the {len(named.layer_names)} layers {', '.join(named.layer_names)}, but a "
-                'store needs as many from each stage: use "placement": "primary"'
+                f"the first pipeline stage has {len(block_offsets)} of the {len(named.layer_names)} layers "
+                f"{', '.join(named.layer_names)}, but a store needs as many from each stage: "
+                'use "placement": "primary"'
             )
-        end = max(places) + group.page_bytes
+        end = max(block_offsets) + group.page_bytes
         if end > block_bytes:
             raise InvalidParameter(
                 f"the blocks of the layers {', '.join(named.layer_names)} end after {end} bytes, but a block of all layers has "
                 f"{block_bytes}: kvpack does not know this arrangement; use vLLM's fs tier"
             )
         starts = [
-            worker * block_bytes * blocks + place * blocks + block * group.page_bytes
+            worker * block_bytes * blocks + offset * blocks + block * group.page_bytes
             for worker in range(workers)
-            for place in places
+            for offset in block_offsets
             for block in range(blocks)
         ]
         result.append(_ChunkGroup(replace(group, layers=len(starts)), starts))

@@ -141,10 +141,10 @@ def test_the_process_grows_by_less_than_64_mib(folder: Path, good: Basis) -> Non
         "from kvpack.coding.basis_sources import find_basis\n"
         "from kvpack.errors import MissingBasis\n"
         "warnings.simplefilter('ignore')\n"
-        "find(sys.argv[1], bytes.fromhex(sys.argv[2]))\n"
+        "find_basis(sys.argv[1], bytes.fromhex(sys.argv[2]))\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "try:\n"
-        "    find(sys.argv[1], bytes(32))\n"
+        "    find_basis(sys.argv[1], bytes(32))\n"
         "except MissingBasis:\n"
         "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )

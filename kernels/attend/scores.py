@@ -103,6 +103,7 @@ def _score_tile(
 
     If two tiles are ``loaded``, their tokens share rows of scores, and each tile has its own query tiles.
     """
+    MODE: tl.constexpr = K.mode
     STEPS: tl.constexpr = K.steps
     CONSTANTS: tl.constexpr = K.constants
     SIGNS: tl.constexpr = K.signs
@@ -117,7 +118,7 @@ def _score_tile(
     scores = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
     for index in tl.static_range(len(loaded)):
         for step in tl.static_range(STEPS):
-            tiles = K.decode(loaded[index][0], lookup.column_fields, lookup.table, step, CONSTANTS, K.mode)
+            tiles = K.decode(loaded[index][0], lookup.column_fields, lookup.table, step, CONSTANTS, MODE)
             products = scores
             if K.step_factor is not None:
                 products = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
@@ -131,7 +132,7 @@ def _score_tile(
         products = tl.zeros((WARPS, TOKENS, ROWS), tl.float32) + queries.half_sum
         for index in tl.static_range(len(loaded)):
             for step in tl.static_range(SIGN_STEPS):
-                tiles = decode_bits(loaded[index][1], lookup.column_fields, step, SIGNS, K.mode)
+                tiles = decode_bits(loaded[index][1], lookup.column_fields, step, SIGNS, MODE)
                 products = _add_products(products, tiles, queries.tiles, (index + 1) * TILES_PER_TOKEN - SIGN_STEPS + step)
         scores += products * broadcast_over_rows(tile_factors(loaded, 1, queries.second, bit_factor, SIGNS, False, FAST))
     if K.means is not None:

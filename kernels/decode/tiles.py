@@ -246,6 +246,7 @@ def decode_tiles(
     token 0 of the output. With ``FACTORS``, token factors are stored in ``factors``, float32 ``[sequence, token]``, instead of being
     multiplied into values.
     """
+    MODE: tl.constexpr = SIDE.mode
     FIELDS: tl.constexpr = SIDE.stream_widths
     STEPS: tl.constexpr = SIDE.steps
     CONSTANTS: tl.constexpr = SIDE.constants
@@ -275,7 +276,7 @@ def decode_tiles(
                 tl.store(factors + sequence.to(tl.int64) * factor_stride + output_token + offset + token, factor, token < count - offset)
         rows = target + (offset + token) * token_stride
         for step in tl.static_range(STEPS):
-            tiles = SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SIDE.mode)
+            tiles = SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, MODE)
             for index in tl.static_range(len(tiles)):
                 _store_tile(tiles[index], factor, streams, rows, token < count - offset, step * len(tiles) + index, SIDE, FACTORS)
 

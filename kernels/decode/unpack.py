@@ -84,7 +84,7 @@ def supports(codec: Codec, out: torch.Tensor) -> bool:
         and supports_output(out)
         and (loader := tiles.find_loader(codec)) is not None
         and loader.factor is not None
-        and max(len(frame_columns.columns(codec, False)), codec.dim) <= MAX_COLUMNS
+        and max(len(frame_columns.columns(codec, 0)), codec.dim) <= MAX_COLUMNS
         and _find_shape(codec, str(out.device)) is not None
     )
 
@@ -270,6 +270,7 @@ def unpack_tiles(
     ``[page, sequence, PAD]``. Unless ``MEAN`` is 0, every ``MEAN`` tokens have a mean in ``means``, float32 ``[mean, PAD]``. Those of a
     page, ``[sequence, mean]``, begin at its entry of ``mean_starts``.
     """
+    MODE: tl.constexpr = SIDE.mode
     FIELDS: tl.constexpr = SIDE.stream_widths
     STEPS: tl.constexpr = SIDE.steps
     CONSTANTS: tl.constexpr = SIDE.constants
@@ -311,16 +312,16 @@ def unpack_tiles(
         loaded = load_tiles(streams, first, token, count, SIDE, 1, TOKENS, True)
         factor = tl.reshape(SIDE.factor(loaded[0][0], CONSTANTS, FAST), (SPAN, 1))
         if JOINED:
-            parts = SIDE.decode(loaded[0][0], fields, table, 0, CONSTANTS, SIDE.mode)
+            parts = SIDE.decode(loaded[0][0], fields, table, 0, CONSTANTS, MODE)
             for step in tl.static_range(1, STEPS):
-                parts = parts + SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SIDE.mode)
+                parts = parts + SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, MODE)
             for _ in tl.static_range(ALL - TILES):
                 parts = parts + (tl.zeros_like(parts[0]),)
             sums = tl.dot(tl.reshape(join_tiles(parts, ALL), (SPAN, ALL * WIDTH)), signs[0])
         else:
             sums = tl.zeros((SPAN, CHANNELS), tl.float32)
             for step in tl.static_range(STEPS):
-                parts = SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SIDE.mode)
+                parts = SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, MODE)
                 for index in tl.static_range(len(parts)):
                     sums = tl.dot(tl.reshape(parts[index], (SPAN, WIDTH)), signs[step * len(parts) + index], sums)
         address = target + (offset + row) * token_stride + channel[None, :]

@@ -258,7 +258,8 @@ def decode_pairs(
     MODE: tl.constexpr,
 ) -> tl.tuple:
     """Return both channels of pairs whose bin begins at bit ``BIN`` of each column, and whose norm code begins at bit ``NORM``."""
-    result = look_up_bits(planes, table, BIN, CONSTANTS.bin_bits, 2, 0, MODE.shared, MODE.fast)
+    SHARED: tl.constexpr = MODE.shared
+    result = look_up_bits(planes, table, BIN, CONSTANTS.bin_bits, 2, 0, SHARED, MODE.fast)
     NORM_BITS: tl.constexpr = CONSTANTS.norm_bits
     norm = affine_column(planes, scale_and_center[0], scale_and_center[1], NORM, NORM_BITS, middle_norm_code(NORM_BITS), MODE.fast)
     if CONSTANTS.log:

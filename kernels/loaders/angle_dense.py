@@ -97,10 +97,11 @@ def decode(
 
     Channels are not yet multiplied by the token factor.
     """
+    SHARED: tl.constexpr = MODE.shared
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
     # In a shared table, an index that already has its bits at the byte offset needs no shift.
-    AT: tl.constexpr = entry_offset_bit(CONSTANTS.bin_bits, MODE.shared, MODE.fast)
+    AT: tl.constexpr = entry_offset_bit(CONSTANTS.bin_bits, SHARED, MODE.fast)
     bins = stream_step_words(loaded, column_fields, 0, BINS, STEP, AT, MODE)
     norms = stream_step_words(loaded, column_fields, 1, NORMS, STEP, 0, MODE)
     NORM: tl.constexpr = 16 * len(bins) + step_bit(NORMS, STEP, 0)

@@ -178,9 +178,10 @@ def decode(
 
     Channels are not yet multiplied by the token factors.
     """
+    SHARED: tl.constexpr = MODE.shared
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
-    AT: tl.constexpr = entry_offset_bit(CONSTANTS.bin_bits, MODE.shared, MODE.fast)
+    AT: tl.constexpr = entry_offset_bit(CONSTANTS.bin_bits, SHARED, MODE.fast)
     bins = stream_step_words(loaded, column_fields, 0, BINS, STEP, AT, MODE)
     NORM: tl.constexpr = 16 * len(bins) + STEP // NORMS.count * CONSTANTS.norm_bits
     scale, center = norm_affine_f16(loaded[CONSTANTS.range_index : CONSTANTS.range_index + 2 - CONSTANTS.half_range], CONSTANTS, MODE.fast)

@@ -106,10 +106,11 @@ def decode(
 @triton.jit
 def decode_pair(words: tl.tuple, table: tl.tensor, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
     """Return the channels of one pair as f16x2. They are not yet multiplied by the token factor."""
+    SHARED: tl.constexpr = MODE.shared
     BINS: tl.constexpr = CONSTANTS.bins
     HIGH_BINS: tl.constexpr = CONSTANTS.high_bins
     NORMS: tl.constexpr = CONSTANTS.norms
-    UNIT: tl.constexpr = lookup_unit(2, MODE.shared, MODE.fast)
+    UNIT: tl.constexpr = lookup_unit(2, SHARED, MODE.fast)
     LAST: tl.constexpr = CONSTANTS.range_index // 2
     place = symbol_digit(words, BINS, SYMBOL, MODE.fast) * UNIT
     if CONSTANTS.low_bits:
@@ -128,4 +129,4 @@ def decode_pair(words: tl.tuple, table: tl.tensor, SYMBOL: tl.constexpr, CONSTAN
     if CONSTANTS.log:
         norms = exp2_f16x2(norms, MODE.fast)
     norm = join_halves(norms, norms, SYMBOL % 2, SYMBOL % 2, MODE.fast)
-    return (multiply_f16x2(look_up_words(place, table, 1, 2, 0, MODE.shared, MODE.fast)[0], norm, MODE.fast),)
+    return (multiply_f16x2(look_up_words(place, table, 1, 2, 0, SHARED, MODE.fast)[0], norm, MODE.fast),)

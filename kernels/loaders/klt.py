@@ -243,7 +243,8 @@ def _look_up_entries(
     loaded: tl.tuple, constants: tl.tuple, table: tl.tensor, TILE: tl.constexpr, REGISTERS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tensor:
     """Return the table entry of each column. Codes may be anywhere in the registers."""
-    STRIDE: tl.constexpr = entry_stride(MODE.shared, MODE.fast)
+    SHARED: tl.constexpr = MODE.shared
+    STRIDE: tl.constexpr = entry_stride(SHARED, MODE.fast)
     word, position, first = _load_codes(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS, MODE.transposed, MODE.fast)
     if STRIDE:
         value = tl.inline_asm_elementwise(

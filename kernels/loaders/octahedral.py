@@ -140,15 +140,16 @@ def _decode_triplet(
     planes: tl.tuple, table: tl.tensor, INDEX: tl.constexpr, SIGNS: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the triplets whose index begins at bit ``INDEX`` of each column, and whose signs begin at bit ``SIGNS``."""
+    SHARED: tl.constexpr = MODE.shared
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
     NORM_BITS: tl.constexpr = CONSTANTS.norm_index_bits
-    result = look_up_bits(planes, table, INDEX, INDEX_BITS, 4, 0, MODE.shared, MODE.fast)
+    result = look_up_bits(planes, table, INDEX, INDEX_BITS, 4, 0, SHARED, MODE.fast)
     x, y, z = result[0], result[1], result[2]
     if CONSTANTS.sign_bits:
         x = negate_by_bit(x, planes[SIGNS // 16], SIGNS % 16, MODE.fast)
         y = negate_by_bit(y, planes[(SIGNS + 1) // 16], (SIGNS + 1) % 16, MODE.fast)
         if NORM_BITS:
-            norm = look_up_repeated(planes, table, SIGNS + 2, NORM_BITS, 1 << INDEX_BITS, MODE.shared, MODE.fast)
+            norm = look_up_repeated(planes, table, SIGNS + 2, NORM_BITS, 1 << INDEX_BITS, SHARED, MODE.fast)
             x, y, z = multiply(x, norm, MODE.fast), multiply(y, norm, MODE.fast), multiply(z, norm, MODE.fast)
     return (x, y, z)
 

@@ -338,13 +338,14 @@ def _look_up_directions(
     words: tl.tuple, table: tl.tensor, ANGLE: tl.constexpr, COUNT: tl.constexpr, OF_LEVEL: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the direction (cosine, sine) of an angle as f16x2. If ``COUNT`` is 2, also return the direction of the next field's angle."""
+    SHARED: tl.constexpr = MODE.shared
     SYMBOL: tl.constexpr = OF_LEVEL.first_symbol + ANGLE
     COLUMN: tl.constexpr = SYMBOL % OF_LEVEL.packing.width
     POSITION: tl.constexpr = SYMBOL // OF_LEVEL.packing.width * OF_LEVEL.bits
     BITS: tl.constexpr = COUNT * OF_LEVEL.bits
     FIRST: tl.constexpr = OF_LEVEL.first_of_one if COUNT == 1 else OF_LEVEL.first_of_two
     PACKING: tl.constexpr = OF_LEVEL.packing
-    return look_up_field(words, table, PACKING, COLUMN, POSITION, BITS, COUNT, FIRST, MODE.shared, MODE.fast)
+    return look_up_field(words, table, PACKING, COLUMN, POSITION, BITS, COUNT, FIRST, SHARED, MODE.fast)
 
 
 VALUES = tl.constexpr(4)

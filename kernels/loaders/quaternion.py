@@ -112,7 +112,8 @@ def _decode_chunk(
     planes: tl.tuple, table: tl.tensor, CODE: tl.constexpr, RADIUS: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the chunks whose codeword begins at bit ``CODE`` of each column, and whose radius code begins at bit ``RADIUS``."""
-    result = look_up_bits(planes, table, CODE, CONSTANTS.code_bits, 4, 0, MODE.shared, MODE.fast)
+    SHARED: tl.constexpr = MODE.shared
+    result = look_up_bits(planes, table, CODE, CONSTANTS.code_bits, 4, 0, SHARED, MODE.fast)
     radius = column_code_as_f16(planes, RADIUS, CONSTANTS.radius_bits, MODE.fast)
     return (
         multiply(result[0], radius, MODE.fast),

@@ -184,6 +184,7 @@ def load_tiles(
     ``token`` ``[warp, token]`` are the tokens of each warp's first tile, counted from row ``first``. With ``MASKED``, tokens at ``end`` or
     later are not loaded. Dual loaders load half as many tiles, each with twice the tokens.
     """
+    MODE: tl.constexpr = SIDE.mode
     CONSTANTS: tl.constexpr = SIDE.constants
     SIGNS: tl.constexpr = SIDE.signs
     loaded = ()
@@ -195,8 +196,8 @@ def load_tiles(
             if SIDE.dual
             else beyond < end + POSITION_BIAS
         )
-        parts = (SIDE.load(streams, first, at, valid, CONSTANTS, MASKED, SIDE.mode),)
+        parts = (SIDE.load(streams, first, at, valid, CONSTANTS, MASKED, MODE),)
         if SIDE.signs is not None:
-            parts = parts + (load_signs(streams, first, at, valid, SIGNS, MASKED, SIDE.mode),)
+            parts = parts + (load_signs(streams, first, at, valid, SIGNS, MASKED, MODE),)
         loaded = loaded + (parts,)
     return loaded

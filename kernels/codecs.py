@@ -77,7 +77,7 @@ class CodecKernels(NamedTuple):
     """Functions of a codec's kernels. The defaults ``unsupported`` and ``reject_call`` mean that there is no kernel.
 
     - ``tiles(codec)`` returns the tile loader for attention, or None.
-    - ``dual_tiles(codec, dual)`` returns the dual tile loader, or None.
+    - ``dual_tiles(codec, dual)`` returns the dual tile loader, and ``paired_tiles(codec)`` the paired one, or None.
     - ``encode`` encodes values to streams, and returns False if it does not support them (``encode.prepare``).
     - ``prepare(codec, packed, out, rotated, pages)`` returns a decoding launch, or None (``decode.prepare``).
     - ``decode_into(codec, packed, out, rotated, pages)`` decodes with several launches, or returns False.
@@ -92,6 +92,7 @@ class CodecKernels(NamedTuple):
     decode_into: Callable[..., bool] = reject_call
     check_chunks: Callable[..., None] | None = None
     has_rules: Callable[[Any], bool] = reject_call
+    paired_tiles: Callable[[Any], Tiles | None] = unsupported
 
 
 def supports_all(*_: Any) -> bool:
@@ -138,6 +139,7 @@ CODECS: dict[type[Codec], CodecKernels] = {
         encode_scalar.encode,
         decode_table.prepare,
         has_rules=supports_all,
+        paired_tiles=scalar_tiles.paired_tiles,
     ),
     Octahedral: CodecKernels(
         _octahedral_tiles,

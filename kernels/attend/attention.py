@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from kvpack.kernels.tiles import addresses
+from kvpack.kernels.tiles import addresses, frame_columns, loaders
 from kvpack.kernels.tiles.layers import Layer, keys_and_values
 
 from . import plan, segments
@@ -19,9 +19,14 @@ from .prepared import MAX_ROWS, Options, PreparedCall, QueryShape
 if TYPE_CHECKING:
     import torch
 
+    from kvpack.kernels.tiles.layers import Side
+
 
 MAX_DUAL_ROWS = 8
 """Maximum number of query rows per KV head for dual tiles, which need a copy of the query rows for each of their two tokens."""
+
+MAX_PAIRED_ROWS = 4
+"""Maximum number of query rows per KV head for paired tiles, which need each row twice among the 8 columns of a matrix instruction."""
 
 MAX_SPLIT_ROW_BLOCKS, MAX_ROW_BLOCKS, MAX_BLOCK_TOKENS = 6, 32, 6 << 16
 """Limits of the split kernel: row blocks that are always supported, maximum row blocks, and maximum row blocks times tokens.
@@ -43,6 +48,16 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
     if not few or not q.device == k.device == v.device:
         return False
     return segments.side_segments(k).supported and segments.side_segments(v).supported
+
+
+def choose_loaders(rows: int, k: Side, v: Side) -> int:
+    """Return the loaders to prefer for calls with ``rows`` query rows per KV head: ``frame_columns.PAIRED`` or ``DUAL``, or 0."""
+    sides = [segments.side_segments(side) for side in (k, v)]
+    if rows > MAX_DUAL_ROWS or any(side.outliers for side in sides):
+        return 0
+    # The second half of the rows cannot be for second tokens of keys and for second fields of values.
+    has_dual_keys = any(loaders.dual_tiles_of(segment.frame.codec) for segment in sides[0].segments)
+    return frame_columns.PAIRED if rows <= MAX_PAIRED_ROWS and not has_dual_keys else frame_columns.DUAL
 
 
 def prepare(q: torch.Tensor, layer: Layer, options: Options) -> PreparedCall:
@@ -71,6 +86,6 @@ def _prepare(q: torch.Tensor, layer: Layer, options: Options) -> PreparedCall:
     elif window and not options.starts:
         # Each sequence has its own window, so all tokens need the mask.
         always_visible = end, end
-    dual = shape.rows <= MAX_DUAL_ROWS and not (segments.side_segments(k).outliers or segments.side_segments(v).outliers)
+    dual = choose_loaders(shape.rows, k, v)
     launches = plan.launches(k, v, layer, begin, end, always_visible, shape.padded // shape.block, dual)
     return PreparedCall(launches, shape, q.dtype, options, position, dual, v.dim, [options.lengths] * len(launches))

@@ -19,7 +19,7 @@ from kvpack.kernels.tiles.layers import Layer, keys_and_values
 from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
 
 from . import plan, segments
-from .attention import MAX_DUAL_ROWS, supports
+from .attention import choose_loaders, supports
 from .prepared import UNLIMITED, Options, PreparedCall, QueryShape
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class GrowingCall:
         k, v = keys_and_values(layer)
         batch, q_heads, q_len, dim = q.shape
         self._shape, self._options = QueryShape(batch, q_heads, q_len, dim, k.heads), options._replace(lengths=True)
-        self._dual = self._shape.rows <= MAX_DUAL_ROWS and not any(segments.side_segments(side).outliers for side in (k, v))
+        self._dual = choose_loaders(self._shape.rows, k, v)
         self._dtype, self._dim_v = q.dtype, v.dim
         self._prepare(self._plan_launches(layer))
 

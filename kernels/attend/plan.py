@@ -95,7 +95,7 @@ class Launch:
         return bool(self.constants["K"].dual or self.constants["V"].dual)
 
 
-def _choose_loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
+def _choose_loaders(k: Codec, v: Codec, dual: int) -> tuple[Tiles, Tiles]:
     """Return the tile loaders of keys and values. If both sides support it, the dual loaders for neighboring tokens are used."""
     keys, values = loader(k, dual), loader(v, dual)
     result = keys.keys or keys, values.values or values
@@ -107,10 +107,10 @@ def _choose_loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
     return result
 
 
-def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool) -> list[Launch]:
+def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: int) -> list[Launch]:
     """Return the launches that attend to tokens ``[begin, end)``. They are cached with the layer.
 
-    Every query sees all tokens in the range ``whole``. ``dual`` allows tiles with two tokens per row, which suit few query rows.
+    Every query sees all tokens in the range ``whole``. ``dual`` is as in ``frame_columns.loader``.
     """
     cached = _plans.setdefault(layer, {})
     key = (begin, end, whole, row_blocks, dual, addresses.uses_assembly(k.device))
@@ -120,7 +120,7 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
 
 
 def plan_launches(
-    k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool, growing: bool = False
+    k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: int, growing: bool = False
 ) -> list[Launch]:
     """Plan the launches that ``launches`` caches. For a ``growing`` layer, work tables stay on the host."""
     fast = addresses.uses_assembly(k.device)
@@ -138,7 +138,7 @@ def plan_launches(
     for kernel in sorted(most_first, key=lambda kernel: frames.index(kernel.v)):
         result = by_kernel[kernel]
         if kernel.k_decoded:
-            result = segments.decode_segments(result, frame_columns.columns(kernel.k.codec, dual), "k")
+            result = segments.decode_segments(result, frame_columns.key_columns(kernel.k.codec, dual), "k")
         if kernel.v_decoded:
             result = segments.decode_segments(result, frame_columns.columns(kernel.v.codec, dual), "v")
         launches.append(_launch(result, kernel.k, kernel.v, whole, sequences, dual, k.device, fast, growing))
@@ -151,7 +151,7 @@ def _launch(
     v: Frame,
     whole: tuple[int, int],
     sequences: int,
-    dual: bool,
+    dual: int,
     device: torch.device,
     fast: bool,
     growing: bool,

@@ -117,7 +117,7 @@ class PreparedCall:
 
     ``launches`` with the same value frame must be adjacent. ``position`` is the position of the first query in a sequence of full length.
     ``masked`` contains a flag per launch: True if it reads the sequence lengths. ``cut`` is True if the device skips tokens before each
-    sequence's window or start. ``dual`` allows two tokens per tile row.
+    sequence's window or start. ``dual`` is as in ``frame_columns.loader``.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class PreparedCall:
         dtype: torch.dtype,
         options: Options,
         position: int,
-        dual: bool,
+        dual: int,
         dim_v: int,
         masked: Sequence[bool],
         cut: bool = False,
@@ -271,7 +271,7 @@ class PreparedCall:
 
         If pages have means, a second tuple has channel order.
         """
-        columns = [frame_columns.columns(frame.codec, self._dual)]
+        columns = [frame_columns.key_columns(frame.codec, self._dual)]
         if frame.codec.sidecar(KeyMean) is not None:
             columns.append(tuple(range(frame.codec.dim)))
         return columns
@@ -320,7 +320,7 @@ class PreparedCall:
         start = 0
         for launch, lengths, products in zip(self.launches, masked, self._mean_products, strict=True):
             items = launch.work.shape[0]
-            rows = 2 * max(MIN_ROWS // 2, next_power_of_two(shape.rows)) if launch.dual else shape.block
+            rows = 2 * max(MIN_ROWS // 2, next_power_of_two(shape.rows)) if launch.dual or launch.constants["V"].paired else shape.block
             tables, means = launch.constants["TABLES"].nbytes, launch.constants["K"].means
             declares_memory = tables or launch.constants["PATCHES"] or (means and launch.constants["FAST"])
             run = CachedLaunch(

@@ -60,6 +60,7 @@ def load_queries(
     q_len: tl.tensor,
     K: tl.constexpr,
     DUAL: tl.constexpr,
+    PAIRED: tl.constexpr,
     WARPS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -78,7 +79,7 @@ def load_queries(
     padded = row_blocks * BLOCK
     row = tl.arange(0, ROWS)  # [row]
     second = (row >= ROWS // 2)[None, None, :]  # [1, 1, row]
-    if DUAL:
+    if DUAL or PAIRED:
         row = row % (ROWS // 2)
     row_products = 0
     if K.means is not None:

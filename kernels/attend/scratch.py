@@ -50,7 +50,7 @@ class DecodedFrame(NamedTuple):
 
     def columns(self, dim: int) -> int:
         """Return the number of columns in this frame for values with ``dim`` channels."""
-        return dim if self.codec is None else len(frame_columns.columns(self.codec, False))
+        return dim if self.codec is None else len(frame_columns.columns(self.codec, 0))
 
     def query_map(self, heads: int, dtype: torch.dtype, device: torch.device) -> tuple[TensorFunction, float]:
         """Return a function that maps queries to this frame, and the factor by which to multiply their scores.
@@ -127,7 +127,7 @@ def _page_originals(codec: Codec, page: PackedRun, heads: int, dtype: torch.dtyp
 @lru_cache(maxsize=256)
 def _channels(codec: Codec) -> torch.Tensor:
     """Return the channel of each column of the codec's tiles, int64. Columns without a channel get the head dim."""
-    channels = [channel if channel >= 0 else codec.dim for channel in frame_columns.columns(codec, False)]
+    channels = [channel if channel >= 0 else codec.dim for channel in frame_columns.columns(codec, 0)]
     return torch.tensor(channels, dtype=torch.int64, device="cpu")
 
 
@@ -150,11 +150,11 @@ def _matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor
 
 @lru_cache(maxsize=256)
 def _value_matrix(codec: Codec, device: str) -> torch.Tensor | None:
-    return None if _is_in_order(codec) else frame_columns.value_matrix(((codec, frame_columns.columns(codec, False)),), 1, device)[0]
+    return None if _is_in_order(codec) else frame_columns.value_matrix(((codec, frame_columns.columns(codec, 0)),), 1, device)[0]
 
 
 def _is_in_order(codec: Codec) -> bool:
-    return codec.rotation.kind == "none" and frame_columns.columns(codec, False) == tuple(range(codec.dim))
+    return codec.rotation.kind == "none" and frame_columns.columns(codec, 0) == tuple(range(codec.dim))
 
 
 def frame_of(side: Side) -> DecodedFrame:

@@ -19,6 +19,14 @@ from .factors import broadcast_over_rows, power_and_quotients
 NO_SCORE = tl.constexpr(-1.0e30)
 """Initial largest score of a row. It is finite, so that differences of two scores are never NaN."""
 
+_PAIR_WEIGHTS = tl.constexpr(
+    """{ .reg .b32 pair, lane, select; movmatrix.sync.aligned.m8n8.trans.b16 pair, $2;
+        mov.u32 lane, %laneid; shr.u32 lane, lane, 4;
+        mad.lo.u32 select, lane, 0xFFFFCC34, 0x4410; prmt.b32 $0, pair, 0, select;
+        mad.lo.u32 select, lane, 0xFFFFEE12, 0x4432; prmt.b32 $1, pair, 0, select; }"""
+)
+"""PTX of ``pair_weights`` for 8 rows: a lane has two tokens of one row, of the first half of the rows in the first half of the lanes."""
+
 
 class Softmax(NamedTuple):
     """State of a warp's online softmax, in float32.
@@ -42,7 +50,7 @@ def empty_softmax(V: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, RO
     total = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
     sums = ()
     for index in tl.static_range(len(V_WIDTHS)):
-        sums = sums + (_zeros(WARPS, 2 * V_WIDTHS[index] if V.dual else V_WIDTHS[index], ROWS),)
+        sums = sums + (_zeros(WARPS, V_WIDTHS[index] // 2 if V.paired else 2 * V_WIDTHS[index] if V.dual else V_WIDTHS[index], ROWS),)
     return Softmax(largest, total, sums)
 
 
@@ -68,6 +76,7 @@ def add(
     quotient multiplies the weight, so that weights stay in [-2, 2]. Signs have factors of their own, and their sums come last; e is then
     the exponent of the larger factor.
     """
+    MODE: tl.constexpr = V.mode
     STEPS: tl.constexpr = V.steps
     CONSTANTS: tl.constexpr = V.constants
     SIGNS: tl.constexpr = V.signs
@@ -81,14 +90,19 @@ def add(
         sums = sums + (softmax.sums[index] * rescale,)
     for index in tl.static_range(len(loaded)):
         weight = _tile_weights(weights[index // TILES_PER_ROW], second, index, TILES_PER_ROW)
+        if V.paired:
+            weight = pair_weights(weight, second, FAST)
         if V.signs is not None:
             sign_weight = _tile_weights(sign_weights[index // TILES_PER_ROW], second, index, TILES_PER_ROW)
         added = ()
         for step in tl.static_range(STEPS):
-            tiles = V.decode(loaded[index][0], lookup.column_fields, lookup.table, step, CONSTANTS, V.mode)
-            added = added + _add_weighted(tiles, weight, sums, step * len(tiles))
+            tiles = V.decode(loaded[index][0], lookup.column_fields, lookup.table, step, CONSTANTS, MODE)
+            if V.paired:
+                added = added + (tl.dot(tiles[1], weight[1], tl.dot(tiles[0], weight[0], sums[step])),)
+            else:
+                added = added + _add_weighted(tiles, weight, sums, step * len(tiles))
         for step in tl.static_range(SIGN_STEPS):
-            tiles = decode_signs(loaded[index][1], lookup.column_fields, step, SIGNS, V.mode)
+            tiles = decode_signs(loaded[index][1], lookup.column_fields, step, SIGNS, MODE)
             added = added + _add_weighted(tiles, sign_weight, sums, FIRST_SIGNS + step)
         sums = added
         if V.outliers is not None:
@@ -153,6 +167,30 @@ def _add_weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl
             value_sum = tl.dot(tile, weights, value_sum, input_precision="tf32x3")
         added = added + (value_sum,)
     return added
+
+
+@triton.jit
+def pair_weights(weights: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
+    """Return the weights ``[warp, token, row]`` for both tiles of a paired step.
+
+    A pair of neighboring tokens gets the weights of its first token for the first tile, or of its second token for the second tile: for the
+    first of the two in the first half of the rows, and for the second of the two in the other rows. Weights in the rest are 0.
+    """
+    WARPS: tl.constexpr = weights.shape[0]
+    TOKENS: tl.constexpr = weights.shape[1]
+    ROWS: tl.constexpr = weights.shape[2]
+    weights = weights.to(tl.float16)
+    if FAST:
+        # Registers are exchanged here from the layout of products to that of second operands, of which the compiler only sees a view.
+        first, other = tl.inline_asm_elementwise(_PAIR_WEIGHTS, "=r,=r,r", [weights], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+        first = tl.reshape(tl.trans(tl.reshape(first, (WARPS, TOKENS // 8, 8, ROWS)), 0, 1, 3, 2), (WARPS, TOKENS, ROWS))
+        other = tl.reshape(tl.trans(tl.reshape(other, (WARPS, TOKENS // 8, 8, ROWS)), 0, 1, 3, 2), (WARPS, TOKENS, ROWS))
+    else:
+        even, odd = tl.split(tl.trans(tl.reshape(weights, (WARPS, TOKENS // 2, 2, ROWS)), 0, 1, 3, 2))
+        field = (tl.arange(0, 2) == 1)[None, None, :, None]
+        first = tl.reshape(tl.where(field == second[:, :, None, :], even[:, :, None, :], 0.0), (WARPS, TOKENS, ROWS))
+        other = tl.reshape(tl.where(field == second[:, :, None, :], odd[:, :, None, :], 0.0), (WARPS, TOKENS, ROWS))
+    return first.to(tl.float16), other.to(tl.float16)
 
 
 @triton.jit

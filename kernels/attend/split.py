@@ -168,7 +168,9 @@ def attend_split(
         # Packed rows may be read before the wait, because they were written before the kernel that writes the queries began.
         gdc_wait()
         gdc_launch_dependents()
-    queries = load_queries(q, scales, products, pages, sequence, block, row_blocks, position, q_len, K, DUAL, WARPS, ROWS, BLOCK, FAST)
+    queries = load_queries(
+        q, scales, products, pages, sequence, block, row_blocks, position, q_len, K, DUAL, V.paired, WARPS, ROWS, BLOCK, FAST,
+    )  # fmt: skip
     if K.run_product is not None:
         queries = with_scale(queries, K.run_product(queries.scale, k.streams, K_CONSTANTS))
     # Each warp attends consecutive tokens in all of its tiles, so warps share nothing but tables until their results are merged.
@@ -295,24 +297,32 @@ def _finish(
     COLUMNS: tl.constexpr,
 ) -> None:
     """Write the partial results of a work item, one per warp, to the outputs of ``attend_split``."""
-    V_WIDTHS: tl.constexpr = V.widths
     CONSTANTS: tl.constexpr = V.constants
     softmax = Softmax(softmax.largest, tl.sum(softmax.total, 1)[:, None, :], softmax.sums)
     if DUAL:
         softmax = merge_tokens(softmax, second, V)
-    row = block * BLOCK + tl.arange(0, ROWS // 2 if DUAL else ROWS)  # [row]
+    row = tl.arange(0, ROWS // 2 if DUAL else ROWS)  # [row]
+    EACH: tl.constexpr = 2 if V.paired else 1
+    # With paired values, the second half of the rows has the sums of second fields.
+    is_first = row < ROWS
+    field = 0
+    if V.paired:
+        is_first = row < ROWS // 2
+        field = (row // (ROWS // 2))[None, None, :]
+        row = row % (ROWS // 2)
+    row = block * BLOCK + row
     warp = tl.arange(0, WARPS)[:, None, None]
     part = (sequence.to(tl.int64) * padded + row[None, None, :]) * parts + first_part + item * WARPS + warp  # [warp, 1, row]
     valid = (row < rows)[None, None, :]
-    tl.store(largest_out + part, softmax.largest, valid)
-    tl.store(total_out + part, softmax.total, valid)
+    tl.store(largest_out + part, softmax.largest, valid & is_first[None, None, :])
+    tl.store(total_out + part, softmax.total, valid & is_first[None, None, :])
     column = 0
-    for index in tl.static_range(len(V_WIDTHS)):
+    for index in tl.static_range(len(softmax.sums)):
         # [warp, column, row]
         value = softmax.sums[index]
         if V.run_product is not None:
             value = V.run_product(value, streams, CONSTANTS)
-        tl.store(sums_out + part * COLUMNS + column + tl.arange(0, V_WIDTHS[index])[None, :, None], value, valid)
-        column += V_WIDTHS[index]
+        tl.store(sums_out + part * COLUMNS + column + tl.arange(0, value.shape[1])[None, :, None] * EACH + field, value, valid)
+        column += value.shape[1] * EACH
     if V.offset:
-        tl.store(sums_out + part * COLUMNS + column, softmax.total, valid)
+        tl.store(sums_out + part * COLUMNS + column, softmax.total, valid & is_first[None, None, :])

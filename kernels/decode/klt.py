@@ -79,7 +79,7 @@ def _column_matrix(codec: Klt, device: str) -> tuple[torch.Tensor, torch.Tensor]
 
     A matrix is the sum of its parts, float16 ``[matrix, part, column, padded dim]``. The means are ``[matrix, padded dim]``.
     """
-    matrix = frame_columns.value_matrix(((codec, frame_columns.columns(codec, False)),), 1, "cpu")
+    matrix = frame_columns.value_matrix(((codec, frame_columns.columns(codec, 0)),), 1, "cpu")
     with torch.inference_mode(False), torch.device("cpu"):
         matrix = torch.nn.functional.pad(matrix, (0, max(16, next_power_of_two(codec.dim)) - codec.dim))
         # The last row is the mean token.

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import triton
@@ -19,6 +20,7 @@ from kvpack.kernels.bitpack.token_factors import FACTOR_BITS
 from kvpack.kernels.tables.register_table import MAX_BITS, byte_table, select_four
 from kvpack.kernels.tables.thread_lookups import look_up_repeated, look_up_words, lookup_unit
 
+from . import octahedral_keys
 from .octahedral import VALUES, direction_table
 from .tiles import Tiles
 
@@ -63,9 +65,9 @@ def tiles(codec: Octahedral) -> Tiles | None:
     streams = tuple(stream for name, packing in packings.items() for stream in row_streams(name, packing))
     norm_bits = FACTOR_BITS[codec.norm]
     registers, channels = assign_tiles(pair_values(codec.triplets, VALUES, codec.dim), VALUES)
-    result = direction_table(codec, whole)
+    table = direction_table(codec, whole)
     few_norms = not whole and SIGN_BITS.value < sign_bits <= SIGN_BITS.value + MAX_BITS
-    norms = byte_table(result[1 << index_bits :, 0]) if few_norms else None
+    norms = byte_table(table[1 << index_bits :, 0]) if few_norms else None
     constants = OctahedralDenseConstants(
         rows=rows,
         indices=row_packing(both, 0),
@@ -77,7 +79,7 @@ def tiles(codec: Octahedral) -> Tiles | None:
         registers=registers,
         norms=norms,
     )
-    return Tiles(
+    result = Tiles(
         load_rows_and_factor,
         decode,
         read_row_factor,
@@ -85,10 +87,11 @@ def tiles(codec: Octahedral) -> Tiles | None:
         len(channels),
         channels,
         (*streams, Stream("norm", norm_bits, 1)),
-        result,
+        table,
         entries=0 if norms is None else 1 << index_bits,
         tokens=TOKENS,
     )
+    return result if whole else replace(result, keys=octahedral_keys.tiles(codec, result))
 
 
 @triton.jit
@@ -103,17 +106,18 @@ def decode(
 @triton.jit
 def decode_triplet(words: tl.tuple, table: tl.tensor, TRIPLET: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
     """Return one triplet as two f16x2: (x, y) and (z, 0)."""
+    SHARED: tl.constexpr = MODE.shared
     INDICES: tl.constexpr = CONSTANTS.indices
     SIGNS: tl.constexpr = CONSTANTS.signs
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
     WHOLE: tl.constexpr = CONSTANTS.whole
     NORM_BITS: tl.constexpr = CONSTANTS.norm_index_bits
     NORMS: tl.constexpr = CONSTANTS.norms
-    UNIT: tl.constexpr = lookup_unit(4, MODE.shared, MODE.fast)
+    UNIT: tl.constexpr = lookup_unit(4, SHARED, MODE.fast)
     index = symbol_digit(words, INDICES, TRIPLET, MODE.fast) * UNIT
     if WHOLE:
         index = index | (symbol_digit(words, SIGNS, TRIPLET, MODE.fast) * (UNIT << INDEX_BITS))
-    result = look_up_words(index, table, 2, 4, 0, MODE.shared, MODE.fast)
+    result = look_up_words(index, table, 2, 4, 0, SHARED, MODE.fast)
     xy, z = result[0], result[1]
     if not WHOLE:
         COLUMN: tl.constexpr = TRIPLET % SIGNS.width
@@ -124,7 +128,7 @@ def decode_triplet(words: tl.tuple, table: tl.tensor, TRIPLET: tl.constexpr, CON
                 norm = select_four(words, SIGNS, TRIPLET // 4 * 4, SIGN_BITS, NORM_BITS, SIGN_BITS + NORM_BITS, NORMS)[TRIPLET % 4]
             else:
                 level = column_bits(words, SIGNS, COLUMN, POSITION + SIGN_BITS, NORM_BITS) * UNIT
-                norm = look_up_repeated(level, table, 1 << INDEX_BITS, MODE.shared, MODE.fast)
+                norm = look_up_repeated(level, table, 1 << INDEX_BITS, SHARED, MODE.fast)
             xy = multiply_f16x2(xy, norm, MODE.fast)
             z = multiply_f16x2(z, norm, MODE.fast)
     return xy, z

@@ -1,10 +1,13 @@
 """Tile loader of the scalar codec (spec/codecs/scalar.md). If an index is short, one lookup covers two or four fields."""
 
+# Triton compiles no unpacking of tensors.
+# ruff: noqa: RUF005
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -12,9 +15,10 @@ from triton import language as tl
 
 from kvpack.kernels.bitpack.bitfields import expand_planes, load_planes, step_position, step_words
 from kvpack.kernels.bitpack.streams import Stream, plane_streams
+from kvpack.kernels.bitpack.tile_layout import broadcast_columns
 from kvpack.kernels.bitpack.tile_packing import TilePacking, tile_field_count, tile_packing
 from kvpack.kernels.bitpack.token_factors import FACTOR_BITS, load_factors, read_factors
-from kvpack.kernels.tables.shared_table import look_up_bits
+from kvpack.kernels.tables.shared_table import look_up_bits, look_up_pairs
 
 from .tiles import Tiles, step_symbols, tile_field_stride
 
@@ -54,6 +58,24 @@ class ScalarConstants(NamedTuple):
     parts: int
     norm_stream: int
     norm_bits: int
+
+
+def paired_tiles(codec: Scalar) -> Tiles | None:
+    """Return the paired loader of ``codec``, or None unless an index covers two fields, and tiles have one field of each column."""
+    result = tiles(codec)
+    constants: Any = result.constants
+    if constants.parts > 1 or constants.low_part.fields_per_index != 2 or constants.low_part.fields_per_tile > 1:
+        return None
+    pairs = list(zip(result.channels[::2], result.channels[1::2], strict=True))
+    values = tuple(tuple(channel for both in zip(*pair, strict=True) for channel in both) for pair in pairs)
+    # The first tile of a step contains both fields of even columns, and the second tile those of odd columns.
+    keys = tuple(
+        tuple(channel for column in range(odd, len(step) // 2, 2) for channel in step[2 * column : 2 * column + 2])
+        for step in values
+        for odd in range(2)
+    )
+    result = replace(result, decode=decode_pairs, paired=True)
+    return replace(result, channels=values, keys=replace(result, channels=keys))
 
 
 def tiles(codec: Scalar, dual: int = 0) -> Tiles:
@@ -159,6 +181,29 @@ def decode(
 
 
 @triton.jit
+def decode_pairs(
+    loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
+) -> tl.tuple:
+    """Return the values of both fields of index ``STEP`` of each column within a unit vector, as two ``paired`` float16 tiles."""
+    SHARED: tl.constexpr = MODE.shared
+    PACKING: tl.constexpr = CONSTANTS.low
+    PART: tl.constexpr = CONSTANTS.low_part
+    if MODE.fast and MODE.shared.copies > 0:
+        words = (loaded[PACKING.stream],)
+        if PACKING.column_bytes == 3:
+            words = words + (loaded[PACKING.stream + 1], broadcast_columns(column_fields[0], MODE.transposed))
+        value = look_up_pairs(words, STEP * 2 * PART.bits, 2 * PART.bits, SHARED)
+    else:
+        value = _decode_part(loaded, column_fields, table, STEP, 0, PACKING, PART, MODE)
+        first, second = value[0], value[1]
+        HALVES: tl.constexpr = first.shape[:2] + [first.shape[2] // 2, 2]
+        first_even, first_odd = tl.split(tl.reshape(first, HALVES))
+        second_even, second_odd = tl.split(tl.reshape(second, HALVES))
+        value = tl.reshape(tl.join(first_even, second_even), first.shape), tl.reshape(tl.join(first_odd, second_odd), first.shape)
+    return value
+
+
+@triton.jit
 def _decode_part(
     loaded: tl.tuple,
     column_fields: tl.tuple,
@@ -169,19 +214,20 @@ def _decode_part(
     PART: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tuple:
+    SHARED: tl.constexpr = MODE.shared
     FIELDS_PER_TILE: tl.constexpr = PART.fields_per_tile
     planes = expand_planes(loaded, column_fields, PACKING_INDEX, PACKING, MODE)
     FIELDS: tl.constexpr = PART.fields_per_index
     INDEX_BITS: tl.constexpr = FIELDS * PART.bits
     VALUES: tl.constexpr = 4 if FIELDS == 4 else 2
     if FIELDS_PER_TILE == 1:
-        value = look_up_bits(planes, table, STEP * INDEX_BITS, INDEX_BITS, VALUES, PART.first_entry, MODE.shared, MODE.fast)
+        value = look_up_bits(planes, table, STEP * INDEX_BITS, INDEX_BITS, VALUES, PART.first_entry, SHARED, MODE.fast)
     else:
         INDICES: tl.constexpr = PACKING.fields // FIELDS
         STRIDE: tl.constexpr = PART.field_stride
         index = step_words(planes, column_fields, PACKING_INDEX, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, STRIDE, INDICES, MODE)
         AT: tl.constexpr = step_position(STEP, INDEX_BITS, STRIDE)
-        value = look_up_bits((index,), table, AT, INDEX_BITS, VALUES, PART.first_entry, MODE.shared, MODE.fast)
+        value = look_up_bits((index,), table, AT, INDEX_BITS, VALUES, PART.first_entry, SHARED, MODE.fast)
     if FIELDS == 1:
         value = (value[0],)
     return value

@@ -89,12 +89,18 @@ class Tiles:
     """Value of ``widths_of_streams``, if it is not simply the width and ``tile_width`` of each of ``packings``."""
     dual: int = 0
     """Arrangement of the two tokens in rows of dual tiles, or 0 if tiles are not dual. ``channels`` are for one of the tokens."""
+    paired: bool = False
+    """True if a step decodes two fields of each column, and registers of matrix operands contain both fields of one column and token.
+
+    For two neighboring columns, or tokens of transposed tiles, the step's first tile contains both fields of the first one, and the second
+    tile both fields of the second one (``pairs.pair_weights``).
+    """
     interleave: int = DUAL_ROW_WORDS
     """Number of neighboring columns of one token in dual tiles, after which columns of the other token follow."""
     values: Tiles | None = None
     """Loader for values, if it differs from this loader, which is then for keys only. Both have the same ``channels``."""
     keys: Tiles | None = None
-    """Loader for keys without sidecars, if it differs from this loader because of ``step_factor``."""
+    """Loader for keys without signs and outliers, if it differs from this loader. It may have other ``channels``."""
     step_factor: Any = None
     """For keys, ``step_factor(loaded, step, constants, fast)`` returns the factor of products with the tiles of a step, float32
     ``[warp, token]``."""

@@ -21,7 +21,16 @@ from kvpack.kernels import triton_internals
 from kvpack.kernels.bitpack.bitfields import extract_straddling
 
 from .shared_tables import SharedTable
-from .table_assembly import BANK_BYTES, MAX_STATIC_BYTES, declare_ptx, fill_ptx, register_constraints, tile_lookup_ptx
+from .table_assembly import (
+    BANK_BYTES,
+    MAX_STATIC_BYTES,
+    declare_ptx,
+    fill_ptx,
+    register_constraints,
+    tile_lookup_ptx,
+    triplet_lookup_ptx,
+    word_lookup_ptx,
+)
 
 
 def choose_copies(entries: int, entry_bytes: int, budget: int) -> int:
@@ -176,3 +185,32 @@ def look_up_repeated(
     else:
         result = look_up_bits(planes, table, BIT, BITS, 4, FIRST, SHARED, FAST)
     return result[0]
+
+
+@triton.jit
+def look_up_pairs(words: tl.tuple, POSITION: tl.constexpr, BITS: tl.constexpr, SHARED: tl.constexpr) -> tl.tuple:
+    """Return two float16 tiles: entries of two values for the lower words of registers, and for the upper words (``word_lookup_ptx``).
+
+    ``words`` is an int16 tile or, for words of 24 bits, also a tile with their upper bytes, and the first bit of each word's byte.
+    """
+    ASSEMBLY: tl.constexpr = word_lookup_ptx(POSITION, BITS, SHARED.offset, SHARED.copies, len(words) == 1)
+    REGISTERS: tl.constexpr = register_constraints(2, len(words))
+    inputs = [words[0]] if len(words) == 1 else [words[0], words[1], words[2]]
+    return tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, inputs, dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+
+
+@triton.jit
+def look_up_triplets(words: tl.tuple, SIGN_BYTE: tl.constexpr, SHARED: tl.constexpr) -> tl.tuple:
+    """Return three float16 tiles: (x, y) of first triplets, (x, y) of second triplets, and z of both (``triplet_lookup_ptx``).
+
+    ``words`` are the inputs of the PTX, each with two equal columns for both values of a register.
+    """
+    ASSEMBLY: tl.constexpr = triplet_lookup_ptx(SHARED.offset, SHARED.copies, SIGN_BYTE)
+    return tl.inline_asm_elementwise(
+        ASSEMBLY,
+        "=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [words[0], words[1], words[2], words[3], words[4], words[5]],
+        dtype=(tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )

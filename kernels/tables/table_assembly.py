@@ -195,3 +195,54 @@ def field_lookup_ptx(pieces: tuple[tuple[int, int, int, int], ...], words: int, 
 def register_constraints(outputs: int, inputs: int) -> str:
     """Return the constraint string of inline PTX with ``outputs`` output registers and ``inputs`` input registers."""
     return ",".join(["=r"] * outputs + ["r"] * inputs)
+
+
+@triton.constexpr_function
+def triplet_lookup_ptx(offset: int, copies: int, sign_byte: int) -> str:
+    """Return PTX that looks up two triplets of positive coordinates by the bytes of one half of a word, and flips signs of x and y.
+
+    The outputs are f16x2: (x, y) of both triplets, and their z. The inputs come in pairs of equal registers: the word, the number of the
+    half, and four words whose bytes begin with the signs of x and y of the first triplet, and of the second triplet. The signs of the half
+    are in byte 0 of the half for the first triplet, and in ``sign_byte`` for the second triplet.
+    """
+    stride = (8 * copies).bit_length() - 1
+    mask = 255 << stride
+    return f"""{{
+        .reg .b32 lane, base, at, first, second, z0, z1, signs, select;
+        mov.u32 lane, %laneid; and.b32 lane, lane, {copies - 1}; shl.b32 lane, lane, 3; mov.u32 base, kvpack_tables;
+        shl.b32 at, $5, 4; add.u32 at, at, {32 - stride}; shf.r.wrap.b32 first, $3, $3, at;
+        lop3.b32 first, first, {mask}, lane, 0xEA; add.u32 first, first, base;
+        add.u32 at, at, 8; shf.r.wrap.b32 second, $3, $3, at;
+        lop3.b32 second, second, {mask}, lane, 0xEA; add.u32 second, second, base;
+        ld.shared.v2.b32 {{$0, z0}}, [first + {offset}]; ld.shared.v2.b32 {{$1, z1}}, [second + {offset}];
+        prmt.b32 $2, z0, z1, 0x5410;
+        mul.lo.u32 select, $5, {0x2020}; add.u32 select, select, {0xC080};
+        prmt.b32 signs, $7, $9, select; lop3.b32 $0, signs, 0x80008000, $0, 0x6A;
+        add.u32 select, select, {0x1010 * sign_byte};
+        prmt.b32 signs, $11, $13, select; lop3.b32 $1, signs, 0x80008000, $1, 0x6A;
+    }}"""
+
+
+@triton.constexpr_function
+def word_lookup_ptx(position: int, bits: int, offset: int, copies: int, whole: bool) -> str:
+    """Return PTX that looks up entries of two float16, the first by the lower word of a register, and the second by the upper word.
+
+    An index is ``bits`` bits of a word, beginning at bit ``position``. If not ``whole``, words have 24 bits: the upper ones are bytes of
+    the second input. Halves of the third input select bit 0 or 8 of a half as the first bit of its byte.
+    """
+    stride = 1 + copies.bit_length()
+    mask = ((1 << bits) - 1) << stride
+    columns = "" if whole else """and.b32 select, $4, 8; shl.b32 select, select, 5;
+        add.u32 select, select, 0x0410; prmt.b32 low, $2, $3, select; add.u32 select, select, 0x0222; prmt.b32 high, $2, $3, select;"""
+
+    def place(name: str, word: str, first: int) -> str:
+        move = f"shr.b32 {name}, {word}, {first - stride};" if first >= stride else f"shl.b32 {name}, {word}, {stride - first};"
+        return f"{move} lop3.b32 {name}, {name}, {mask}, lane, 0xEA; add.u32 {name}, {name}, base;"
+
+    high = place("high", "$2", 16 + position) if whole else place("high", "high", position)
+    return f"""{{
+        .reg .b32 lane, low, high, base, select;
+        mov.u32 lane, %laneid; and.b32 lane, lane, {copies - 1}; shl.b32 lane, lane, 2; mov.u32 base, kvpack_tables;
+        {columns} {place("low", "$2" if whole else "low", position)} {high}
+        ld.shared.b32 $0, [low + {offset}]; ld.shared.b32 $1, [high + {offset}];
+    }}"""

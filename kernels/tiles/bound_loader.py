@@ -59,6 +59,7 @@ class BoundLoader(NamedTuple):
     widths: tuple[int, ...]
     dtype: str
     dual: int
+    paired: bool
     interleave: int
     load_columns: Any
     offset: bool
@@ -106,6 +107,7 @@ def bind(
         widths=tuple(map(len, tiles.channels)),
         dtype=tiles.dtype if mode.fast or tiles.dtype != "bf16" else "fp32",
         dual=tiles.dual,
+        paired=tiles.paired,
         interleave=tiles.interleave,
         load_columns=tiles.load_columns,
         offset=tiles.offset,

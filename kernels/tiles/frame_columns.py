@@ -27,27 +27,44 @@ BLOCK_COLUMNS = 32
 """Number of columns per program that rotates queries."""
 
 
-def loader(codec: Codec, dual: bool) -> Tiles:
-    """Return the tile loader of ``codec``, which must have one. With ``dual``, the dual loader is preferred."""
-    result = (loaders.dual_tiles_of(codec) if dual else None) or loaders.tiles_of(codec)
+DUAL, PAIRED = 1, 2
+"""Loaders to prefer for calls with few query rows: dual ones, or also paired ones."""
+
+
+def loader(codec: Codec, dual: int) -> Tiles:
+    """Return the tile loader of ``codec``, which must have one. ``dual`` is DUAL or PAIRED if such loaders are preferred, or 0."""
+    result = loaders.dual_tiles_of(codec) if dual else None
+    if result is None and dual == PAIRED:
+        result = loaders.paired_tiles_of(codec)
+    result = result or loaders.tiles_of(codec)
     assert result is not None
     return result
 
 
 @lru_cache(maxsize=256)
-def columns(codec: Codec, dual: bool) -> tuple[int, ...]:
+def columns(codec: Codec, dual: int) -> tuple[int, ...]:
     """Return the channel of each column of all tiles of ``codec``. Columns without a channel are -1.
 
     If the loader has an offset, its channel is last.
     """
+    return _columns(codec, loader(codec, dual))
+
+
+@lru_cache(maxsize=256)
+def key_columns(codec: Codec, dual: int) -> tuple[int, ...]:
+    """Return the channels of columns of keys as ``columns`` does, for ``Tiles.keys`` if the loader has it."""
     tiles = loader(codec, dual)
+    return _columns(codec, tiles.keys or tiles)
+
+
+def _columns(codec: Codec, tiles: Tiles) -> tuple[int, ...]:
     return tuple(channel for part in tiles.channels for channel in part) + ((codec.dim,) if tiles.offset else ())
 
 
 @lru_cache(maxsize=256)
 def frame_dim(codec: Codec) -> int:
     """Return the number of channels that columns represent: the head dim, doubled for the signs of qjl, or plus one for an offset."""
-    tiles = loader(codec, False)
+    tiles = loader(codec, 0)
     return (1 if tiles.signs is None else 2) * codec.dim + tiles.offset
 
 
@@ -99,7 +116,7 @@ def column_signs(codec: Codec) -> tuple[torch.Tensor, float]:
 
     All nonzero entries of the matrix have this magnitude, because it combines a Hadamard rotation and a permutation.
     """
-    back = value_matrix(((codec, columns(codec, False)),), 1, "cpu")[0]
+    back = value_matrix(((codec, columns(codec, 0)),), 1, "cpu")[0]
     return back.sign(), float(back.abs().max())
 
 

@@ -49,8 +49,19 @@ def dual_tiles_of(codec: Codec, dual: int = APART) -> Tiles | None:
     ``dual`` is the arrangement of the two tokens in a row.
     """
     if isinstance(codec, CodecWithSidecars):
-        result = dual_tiles_of(codec.codec, dual)
-        # Tiles do not include means.
-        means = [sidecar for sidecar in codec.sidecars if isinstance(sidecar, KeyMean)]
-        return tiles_key_mean.with_means(result, means[0]) if result is not None and len(means) == len(codec.sidecars) == 1 else None
+        return _with_means_only(codec, dual_tiles_of(codec.codec, dual))
     return codecs.codec_kernels(codec).dual_tiles(codec, dual)
+
+
+@lru_cache(maxsize=256)
+def paired_tiles_of(codec: Codec) -> Tiles | None:
+    """Return the paired tile loader of ``codec`` (``Tiles.paired``), or None if there is none."""
+    if isinstance(codec, CodecWithSidecars):
+        return _with_means_only(codec, paired_tiles_of(codec.codec))
+    return codecs.codec_kernels(codec).paired_tiles(codec)
+
+
+def _with_means_only(codec: CodecWithSidecars, tiles: Tiles | None) -> Tiles | None:
+    """Return ``tiles`` with the page means of ``codec``, or None if it has another sidecar. Tiles do not include means."""
+    means = [sidecar for sidecar in codec.sidecars if isinstance(sidecar, KeyMean)]
+    return tiles_key_mean.with_means(tiles, means[0]) if tiles is not None and len(means) == len(codec.sidecars) == 1 else None

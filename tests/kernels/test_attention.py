@@ -377,6 +377,25 @@ def test_rows_with_two_tokens_agree_with_exact_attention(k: str, v: str) -> None
 
 @pytest.mark.scenario
 @pytest.mark.kernels
+@pytest.mark.parametrize("rows", [(1, 1), (4, 1), (2, 2), (7, 1)], ids=lambda rows: f"{rows[0]} heads, {rows[1]} queries")
+@pytest.mark.parametrize(
+    ("k", "v", "dims"),
+    [
+        pytest.param("scalar:b=3", "scalar:b=4,norm=log8", (128, 96), id="paired keys and values"),
+        pytest.param("scalar:b=4,mean=16", "group:b=4,g=32", (80, 64), id="paired keys"),
+        pytest.param("scalar:b=3,qjl=fp16", "scalar:b=3,norm=fp32", (64, 256), id="paired values"),
+        pytest.param("octahedral:b=3,norm=log8", "scalar:b=3", (128, 64), id="octahedral keys"),
+        pytest.param("group:b=2,g=32", "scalar:b=4", (64, 64), id="dual keys"),
+    ],
+)
+def test_few_rows_agree_with_exact_attention(k: str, v: str, dims: tuple[int, int], rows: tuple[int, int]) -> None:
+    k_codec, v_codec = codecs(k, v, dims)
+    layer = Layer(random_side(k_codec, 1, (1, 80), 5, 1), random_side(v_codec, 1, (81,), 5, 2))
+    check_attention(layer, rows[0], q_len=rows[1])
+
+
+@pytest.mark.scenario
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("recipe", "dims"),
     [

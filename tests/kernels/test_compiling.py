@@ -24,6 +24,20 @@ from support import compile_kernels
 sys.exit(compile_kernels.main(sys.argv[1:]))
 """
 
+LAYOUTS = """
+import json, re, torch, kvpack
+from kvpack.bench import compile_ahead
+shape = compile_ahead.Shape()
+layer = kvpack.pack(compile_ahead.random_pairs(shape, 2048), "kv=scalar:b=3")[0]
+q = torch.zeros(1, shape.q_heads, 1, shape.dim, dtype=torch.bfloat16)
+with compile_ahead.collect_kernels(compile_ahead.gpu_of(90)) as found:
+    kvpack.attend(q, layer)
+(split,) = [found[key] for key in found if found[key].kernel == "attend_split"]
+lines = split.compile().asm["ttgir"].splitlines()
+print(json.dumps([re.findall("tensor<[^>]*#([a-z_.]*)", line) for line in lines if "movmatrix" in line]))
+"""
+"""Program that prints the layouts of the operands and results of ``softmax.pair_weights``."""
+
 KERNELS = {
     "oscar-2;raw=0": {"attend_split", "merge_originals", "_decode", "_encode"},
     "nvfp4;raw=0": {"attend_split", "decode_tiles", "_encode"},
@@ -43,6 +57,7 @@ OTHER_CHIPS = {
     "quarot-4": 120,
     "int-4": 100,
     "turboquant-2": 80,
+    "kv=scalar:b=3": 120,
 }
 """Recipes that compile quickly, and the compute capabilities for which they are compiled. The other tests compile for 90 and 89."""
 
@@ -55,14 +70,19 @@ EVERY_CALL = ("nvfp4;raw=0",)
 
 def compiled(folder: Path, *arguments: str) -> Any:
     """Compile in a process without the interpreter, and return the output."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
-    command = [warm_python.python(*LAUNCHING), "-c", PROGRAM, "--json", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found = run(folder, PROGRAM, "--json", *arguments)
     assert found["failed"] == {}
     return found
+
+
+def run(folder: Path, program: str, *arguments: str) -> Any:
+    """Run a program in a process without the interpreter, and return the JSON value that it prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+    command = [warm_python.python(*LAUNCHING), "-c", program, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr[-2000:]
+    return json.loads(done.stdout)
 
 
 @pytest.mark.scenario
@@ -96,3 +116,12 @@ def test_kernels_fit_on_chips_with_less_shared_memory(tmp_path: Path) -> None:
     assert {"attend_split", "decode_tiles", "_decode", "_encode"} <= set(found["kernels"])
     assert found["used"]["_attend"]["instructions"] > 0
     assert found["used"]["_attend"]["shared"] <= found["shared_memory"]
+
+
+@pytest.mark.scenario
+@pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels were not tested with this Triton version")
+def test_weights_of_pairs_are_in_the_layout_of_products(tmp_path: Path) -> None:
+    """Both loops exchange the registers of weights, which is only correct in the layout of scores."""
+    layouts = run(tmp_path, LAYOUTS)
+    assert len(layouts) == 2
+    assert all(set(names) == {"mma"} for names in layouts)

@@ -12,6 +12,7 @@ import warnings
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 import xxhash
 
 from kvpack.file import row
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import numpy
-    import torch
 
     from kvpack.formats.base import Codec
     from kvpack.kernels.cpu.sides import Side as _CSide
@@ -71,7 +71,8 @@ def encode(
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x``, ``[batch, kv_head, token, dim]``, with a kernel and return the streams, or None if the codec itself must encode.
 
-    Returns None if no kernels run, if they do not support the codec or skipping tokens, or if ``x`` has values that the codec may reject.
+    Returns None if no kernels run, if they do not support the codec or skipping tokens, if ``x`` has values that the codec may reject, or
+    if what Triton encoded losslessly does not decode to ``x``.
     Otherwise, sizes are written into the tensors in ``sizes``. ``previous`` contains the streams of the run that ``x`` continues. The
     tokens in ``skipped``, contiguous bool ``[batch, token]``, are encoded as zeros. Raises the same errors as ``uses_triton`` and
     ``uses_c``.
@@ -88,9 +89,24 @@ def encode(
     from kvpack.kernels.encode import encode
 
     streams = encode.encode(codec, x, previous, sizes.errors)
+    if streams is not None and isinstance(codec, Lossless) and not _decodes_to(codec, streams, x):
+        return None
     if sizes.norms is not None and streams is not None:
         sizes.norms.copy_(codec.coded_norms(Run((*x.shape,), x.device, lambda: iter([x.float()])), previous))
     return streams
+
+
+def _decodes_to(codec: Lossless, streams: Mapping[str, torch.Tensor], x: torch.Tensor) -> bool:
+    """Return True if Triton decodes ``streams`` to the bits of ``x``.
+
+    Every run is checked, because a wrong word would change all values after it, and compilers of other versions are not tested.
+    """
+    from kvpack.kernels.decode import decode
+    from kvpack.kernels.decode.rows import PackedPart
+
+    decoded = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    is_decoded = decode.decode_into(codec, [PackedPart(streams, x.shape[2], 0)], decoded, True)
+    return is_decoded and torch.equal(decoded.view(torch.int16), x.view(torch.int16))
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

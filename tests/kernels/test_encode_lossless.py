@@ -110,3 +110,21 @@ def test_a_symbol_with_frequency_0_is_left_to_formats(monkeypatch: pytest.Monkey
     assert encode.encode(codec, x) is not None
     monkeypatch.setattr(Lossless, "choose_frequencies", lambda *_: numpy.eye(1, 256, 126, dtype=numpy.int64) * 4096)
     assert encode.encode(codec, x) is None
+
+
+def test_a_run_that_decodes_to_other_values_is_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.encode import encode
+
+    encoded = encode.encode
+
+    def with_a_wrong_word(*arguments: object) -> dict[str, torch.Tensor]:
+        streams = encoded(*arguments)
+        assert streams is not None
+        streams["words"].view(torch.int16)[..., 5] ^= 1
+        return streams
+
+    x = values("normal", "bf16", (1, 2, 70, 64), 0).to(DEVICE)
+    monkeypatch.setattr(encode, "encode", with_a_wrong_word)
+    cache = kvpack.pack([(x, x)], "lossless")
+    for side in cache[0].unpack(torch.bfloat16):
+        assert torch.equal(side.view(torch.int16), x.view(torch.int16))

@@ -99,6 +99,7 @@ def decode(
 
     Tiles are ``[warp, token, chunk]``, or transposed ``[warp, chunk, token]``.
     """
+    SHARED: tl.constexpr = MODE.shared
     CODEWORD_BITS: tl.constexpr = CONSTANTS.codeword_bits
     RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
     TOGETHER: tl.constexpr = CODEWORD_BITS + RADIUS_BITS <= MAX_BITS
@@ -110,7 +111,7 @@ def decode(
         symbols = load_symbol_tile(loaded, STEP, codeword_pair, CONSTANTS.chunks, CONSTANTS, MODE)
         radius = code_as_f16(load_symbol_tile(loaded, STEP, radius_pair, CONSTANTS.chunks, CONSTANTS, MODE), 0, RADIUS_BITS, MODE.fast)
     # Every codeword with this number of bits has an entry, so no limit is needed.
-    result = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, MODE.shared.offset, MODE.shared.copies, 1 << CODEWORD_BITS, MODE.fast)
+    result = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, SHARED.offset, SHARED.copies, 1 << CODEWORD_BITS, MODE.fast)
     return (
         multiply(result[0], radius, MODE.fast),
         multiply(result[1], radius, MODE.fast),

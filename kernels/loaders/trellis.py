@@ -154,8 +154,9 @@ def decode(
 @triton.jit
 def _look_up_windows(symbols: tl.tensor, table: tl.tensor, WINDOW: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
     """Return the values of the windows that share a table index, beginning with window ``WINDOW`` of each symbol."""
+    SHARED: tl.constexpr = MODE.shared
     BITS: tl.constexpr = CONSTANTS.index_bits
-    result = look_up(symbols, table, WINDOW * CONSTANTS.bits, BITS, 2, MODE.shared.offset, MODE.shared.copies, 1 << BITS, MODE.fast)
+    result = look_up(symbols, table, WINDOW * CONSTANTS.bits, BITS, 2, SHARED.offset, SHARED.copies, 1 << BITS, MODE.fast)
     if CONSTANTS.together == 1:
         values = (result[0],)
     else:

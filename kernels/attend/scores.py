@@ -104,7 +104,6 @@ def _score_tile(
     If two tiles are ``loaded``, their tokens share rows of scores, and each tile has its own query tiles.
     """
     MODE: tl.constexpr = K.mode
-    MODE: tl.constexpr = MODE
     STEPS: tl.constexpr = K.steps
     CONSTANTS: tl.constexpr = K.constants
     SIGNS: tl.constexpr = K.signs

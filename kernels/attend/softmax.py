@@ -77,7 +77,6 @@ def add(
     the exponent of the larger factor.
     """
     MODE: tl.constexpr = V.mode
-    MODE: tl.constexpr = MODE
     STEPS: tl.constexpr = V.steps
     CONSTANTS: tl.constexpr = V.constants
     SIGNS: tl.constexpr = V.signs

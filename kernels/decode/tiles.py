@@ -247,7 +247,6 @@ def decode_tiles(
     multiplied into values.
     """
     MODE: tl.constexpr = SIDE.mode
-    MODE: tl.constexpr = MODE
     FIELDS: tl.constexpr = SIDE.stream_widths
     STEPS: tl.constexpr = SIDE.steps
     CONSTANTS: tl.constexpr = SIDE.constants

@@ -271,7 +271,6 @@ def unpack_tiles(
     page, ``[sequence, mean]``, begin at its entry of ``mean_starts``.
     """
     MODE: tl.constexpr = SIDE.mode
-    MODE: tl.constexpr = MODE
     FIELDS: tl.constexpr = SIDE.stream_widths
     STEPS: tl.constexpr = SIDE.steps
     CONSTANTS: tl.constexpr = SIDE.constants

@@ -185,7 +185,6 @@ def load_tiles(
     later are not loaded. Dual loaders load half as many tiles, each with twice the tokens.
     """
     MODE: tl.constexpr = SIDE.mode
-    MODE: tl.constexpr = MODE
     CONSTANTS: tl.constexpr = SIDE.constants
     SIGNS: tl.constexpr = SIDE.signs
     loaded = ()

@@ -474,7 +474,7 @@ def test_frames_add_decoded_candidates_that_can_be_excluded(tmp_path: Path, caps
     basis = tmp_path / "tinylm.kvbasis"
     calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, scored_tokens=16, windows=2))
     settings = tune.Settings(tokens=96, scored_tokens=24, windows=1, held_out_windows=2)
-    few = ["kv=klt:bits=2", "kv=klt:bits=4", "kv=transform:bits=1,chunk=16", "kv=transform:bits=3,chunk=16"]
+    few = ["kv=klt:bits=1", "kv=klt:bits=2", "kv=transform:bits=1,chunk=16", "kv=transform:bits=3,chunk=16"]
     found = tune.run(None, None, 4.0, settings, candidates=few, basis=str(basis))
     codecs = [row[side] for row in found["layers"] for side in "kv"]
     assert found["attendable"] == (not any("transform" in codec for codec in codecs))

@@ -46,9 +46,16 @@ def begin_run(codec: Any, run: Run, previous: Mapping[str, torch.Tensor] | None)
 
 
 def check_layouts(codec: Any, layouts: Mapping[str, Layout]) -> None:
-    """Raise InvalidParameter if a stream's dtype is unknown."""
+    """Raise InvalidParameter if a stream has an unknown dtype or wrong axes. ``layouts`` are those of 1 sequence, 1 head and 0 tokens."""
     for name, layout in layouts.items():
-        check_choice(codec.id, f"the dtype of stream {name!r} in scale_layouts", layout.dtype, tuple(_TORCH_NAMES))
+        where = f"stream {name!r} in scale_layouts"
+        check_choice(codec.id, f"the dtype of {where}", layout.dtype, tuple(_TORCH_NAMES))
+        shape = list(layout.shape)
+        if len(shape) < 3 or shape[:2] != [1, 1] or (layout.per == "token" and shape[2]):
+            raise InvalidParameter(
+                f"codec {codec.id}: the shape of {where} is {shape} for batch 1, heads 1 and tokens 0, but its axes must be batch (or 1), "
+                "heads (or 1), tokens, and any others: write Layout(dtype, (batch, heads, tokens, ...))"
+            )
 
 
 def check_digits(codec: Any, stream: str, digits: Sequence[torch.Tensor]) -> None:

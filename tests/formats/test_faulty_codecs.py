@@ -160,6 +160,32 @@ def test_a_layout_must_have_a_known_dtype(monkeypatch: pytest.MonkeyPatch) -> No
         kvpack.pack([(values(), values())], "kv=acme-faulty;tail=0")
 
 
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [
+        ("batch heads", [1, 1]),
+        ("batch tokens", [1, 0]),
+        ("batch tokens heads", [1, 0, 1]),
+        ("tokens heads batch", [0, 1, 1]),
+        ("batch heads dim", [1, 1, 64]),
+        ("batch heads dim tokens", [1, 1, 64, 0]),
+    ],
+)
+def test_the_axes_of_a_layout_must_be_batch_head_and_token(axes: str, shape: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Faulty(Largest):
+        id: ClassVar[str] = "acme-faulty"
+
+        def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+            sizes = {"batch": batch, "heads": heads, "tokens": tokens, "dim": self.dim}
+            return {"largest": Layout("F32", tuple(sizes[axis] for axis in axes.split()))}
+
+    monkeypatch.setitem(CODECS, Faulty.id, Faulty)
+    message = f"codec acme-faulty: the shape of stream 'largest' in scale_layouts is {shape} for batch 1, heads 1 and tokens 0"
+    with pytest.raises(InvalidParameter, match=re.escape(message)):
+        kvpack.pack([(values(), values())], "kv=acme-faulty")
+
+
 def test_a_class_may_extend_a_checked_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True)
     class Counted(Largest):

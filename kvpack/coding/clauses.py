@@ -92,11 +92,14 @@ def _replacement_clause(preset: str, body: str, clause: str, presets: Mapping[st
     """Return advice on how to write a clause that names a preset instead of a codec. ``body`` is the clause without its layers."""
     sides, reason = body.partition("=")[0], "it is a preset, which selects the codecs of keys and values"
     parts = [part.partition("=") for part in presets[preset].split(";")]
-    codecs = [codec for name, _, codec in parts if name in (sides, "kv")]
-    if sides == "kv" or not codecs:
+    layers = clause.removesuffix(body)
+    codecs = [
+        f"{layers}{sides if name == 'kv' else name}={codec}" for name, _, codec in parts if name == "kv" or (name and name in sides)
+    ]
+    if not codecs or (sides == "kv" and not layers):
         return f"{reason}: write {preset!r} as a clause"
     raw = next((f", and add the clause 'raw={value}'" for name, _, value in parts if name == "raw"), "")
-    return f"{reason}: write {clause.removesuffix(body)}{sides}={codecs[0]}{raw}"
+    return f"{reason}: write {';'.join(codecs)}{raw}"
 
 
 def _parse_layer_range(item: str, clause: str, text: str) -> tuple[int, int]:

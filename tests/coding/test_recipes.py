@@ -123,6 +123,10 @@ REFUSED = [
     ("k=octahedral:b=3;v=group:b=3,raw=4", "raw=4", "raw= begins a clause, and semicolons separate clauses"),
     ("kv=kvpack-4", "kvpack-4", "selects the codecs of keys and values: write 'kvpack-4' as a clause"),
     ("kivi-2;layers=0:v=octopus-3", "octopus-3", "write layers=0:v=group:b=3,g=32, and add the clause 'raw=4,0.5,4'"),
+    (
+        "kvpack-3;layers=0-9:kv=oscar-2", "oscar-2",
+        "write layers=0-9:k=group:b=2,g=32,rotation=hadamard,token_scale=fp16;layers=0-9:v=group:b=2,g=32,rotation=hadamard, and add the",
+    ),
     ("kivi-2;q=group:b=2", "q", "unknown word 'q'"),
     ("kivi-2;k=group:b=9", "b=9", "from 1 to 8"),
     ("kivi-2;k=group", "group", "needs b="),

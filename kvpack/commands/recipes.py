@@ -100,13 +100,14 @@ def run(arguments: argparse.Namespace) -> int:
     missing: list[MissingBasis] = []
     measured = _published()
     listed = [*PUBLISHED, *CALIBRATED] if lists_all else list(RECOMMENDED)
-    calibrated = [name for name in listed if name in CALIBRATED and basis is None and not arguments.recipes]
-    for name in arguments.recipes or [name for name in listed if name not in calibrated]:
+    names = arguments.recipes or listed
+    calibrated = [name for name in names if name in CALIBRATED and basis is None]
+    for name in [name for name in names if name not in calibrated]:
         try:
             rows.append(_row(name, requested, basis, model, measured.get(name), listed=not arguments.recipes))
         except MissingBasis as error:
-            missing.append(_with_measured_bits(error, measured.get(name)))
-    if missing and not rows:
+            missing.append(error)
+    if missing and not rows and not calibrated:
         raise missing[0]
     if model is not None and not arguments.recipes:
         # Drop presets for other models.
@@ -145,11 +146,13 @@ def _show(
     model: _ModelShape | None,
 ) -> None:
     """Print the table of ``rows`` and explain its columns. The rows are for caches of ``shape`` or, if set, of ``model``."""
-    same_shape = len({(row["layers"], row["dim"]) for row in rows}) == 1
+    shapes = {(row["layers"], row["dim"]) for row in rows} or {(shape["layers"], shape["dim"])}
+    same_shape = len(shapes) == 1
     if model is not None:
         suffix = f" of {arguments.model}: {model.words}"
     elif same_shape:
-        suffix = f": {rows[0]['layers']} layers of {shape['heads']} heads of dim {rows[0]['dim']}"
+        ((layers, dim),) = shapes
+        suffix = f": {layers} layers of {shape['heads']} heads of dim {dim}"
     else:
         suffix = f" of {shape['heads']} heads"
     title = f"files of {shape['tokens']:,} tokens{suffix}"
@@ -160,8 +163,11 @@ def _show(
     if without_basis:
         print(f"* measured in files of 1,024 tokens of {MEASURED_MODEL}, with its basis.")
         print("  For other shapes, pass --basis FILE with your model's (kvpack calibrate).")
-    if any(row["kl_divergence"] is not None for row in [*rows, *without_basis]):
+    measured = {row["kl_divergence"] is not None for row in [*rows, *without_basis]}
+    if True in measured:
         print(f"KL: {MEASURED_MODEL}, head dim 64, 768 tokens packed, 256 scored")
+    if measured == {True, False}:
+        print("    -: not measured there; kvpack bench quality --recipe RECIPE measures it")
     if any("lossless" in row["recipe"] and "dtype" not in row["recipe"] for row in rows):
         print("lossless: estimated for bf16 values; fp16 values take about 14 bits")
     if not arguments.recipes and not arguments.all:
@@ -185,12 +191,15 @@ def _print_table(title: str, rows: Sequence[dict[str, Any]], without_basis: Sequ
                 for row in rows
             ),
             *(
-                [row["name"], RECOMMENDED[row["name"]], f"{row['measured_bits']:.2f} *", "-", _format_divergence(row["kl_divergence"])]
+                [
+                    row["name"], RECOMMENDED[row["name"]] if notes else "needs a basis", f"{row['measured_bits']:.2f} *", "-",
+                    _format_divergence(row["kl_divergence"]),
+                ]
                 for row in without_basis
             ),
         ],
         text_columns=2,
-    )
+    )  # fmt: skip
 
 
 def _print_all_columns(title: str, rows: Sequence[dict[str, Any]], without_basis: Sequence[dict[str, Any]]) -> None:
@@ -223,15 +232,6 @@ def _print_all_columns(title: str, rows: Sequence[dict[str, Any]], without_basis
         ],
         text_columns=2,
     )  # fmt: skip
-
-
-def _with_measured_bits(error: MissingBasis, published: _PublishedMeasurement | None) -> MissingBasis:
-    """Add the bits per value of a published measurement to the message of ``error``."""
-    if published is None:
-        return error
-    result = MissingBasis(f"{error}; files of 1,024 tokens of {MEASURED_MODEL} took {published.bits:.2f} bits per value")
-    result.exit_code = error.exit_code
-    return result
 
 
 class _ModelShape(NamedTuple):

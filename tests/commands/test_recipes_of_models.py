@@ -90,8 +90,15 @@ def test_recipes_that_need_a_basis_show_their_measured_bits(capsys: pytest.Captu
     assert cli.main(["recipes", "--json"]) == 0
     found = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)["calibrated"]}
     assert found["transform-1"]["measured_bits"] == pytest.approx(1.11, abs=0.005)
-    assert cli.main(["recipes", "transform-1"]) == 2
-    assert "files of 1,024 tokens of SmolLM2-135M-Instruct took 1.11 bits per value" in capsys.readouterr().err
+    for names in (["transform-1"], ["transform-1", "kvpack-3"], ["transform-1", "--all"]):
+        assert cli.main(["recipes", *names]) == 0
+        shown = capsys.readouterr()
+        assert ("1.11 *" in shown.out, " kvpack-3 " in shown.out, shown.err) == (True, "kvpack-3" in names, "")
+    assert cli.main(["recipes", "transform-1", "klt-2", "kvpack-3"]) == 2
+    shown = capsys.readouterr()
+    assert "1.11 *" in shown.out
+    assert " kvpack-3 " in shown.out
+    assert shown.err.startswith("kvpack: recipe 'klt-2' needs a basis: ")
 
 
 def test_the_assumed_dtype_is_named(capsys: pytest.CaptureFixture[str]) -> None:

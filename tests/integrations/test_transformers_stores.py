@@ -203,6 +203,22 @@ def test_prefill_computes_missing_tokens() -> None:
         assert generated(model, torch.cat([PROMPT, QUESTIONS[:1]], 1), cache) == generated(model, torch.cat([PROMPT, QUESTIONS[:1]], 1))
 
 
+@pytest.mark.parametrize("tokens", [4 * CHUNK - 1, 4 * CHUNK, 4 * CHUNK + 1])
+def test_a_worker_replies_from_computed_and_from_loaded_tokens(tokens: int, tmp_path: Path) -> None:
+    """Prompts that end at or next to the end of a chunk need no special case."""
+    model = model_of("Llama")
+    ids = PROMPT[0, :tokens].tolist()
+    expected = generated(model, PROMPT[:, :tokens])
+    whole = (tokens - 1) // CHUNK * CHUNK
+    with open_store(tmp_path, model) as store:
+        for stored in (0, whole):
+            found, prefix = store.load(ids[:-1])
+            assert found == stored
+            with kvpack.prefill(model, ids[:-1], "raw" if prefix is None else prefix) as cache:
+                assert store.save(ids[:-1], cache) == whole
+                assert generated(model, PROMPT[:, :tokens], cache) == expected
+
+
 def test_prefill_refuses_a_prompt_that_does_not_continue_the_cache() -> None:
     model = model_of("Llama")
     with kvpack.prefill(model, PROMPT, "raw") as cache:
@@ -212,8 +228,10 @@ def test_prefill_refuses_a_prompt_that_does_not_continue_the_cache() -> None:
     other[0, 3] = 61
     with pytest.raises(InvalidParameter, match=r"token 3 of row 0 has id 61"):
         kvpack.prefill(model, other, packed)
-    with pytest.raises(InvalidParameter, match="token_ids has 77 tokens, but the cache holds 77: pass those 77 tokens followed"):
-        kvpack.prefill(model, PROMPT, packed)
+    with pytest.raises(InvalidParameter, match=r"token 3 of row 0 has id 61"):
+        kvpack.prefill(model, other[:, :-1], packed)
+    with pytest.raises(InvalidParameter, match="token_ids has 76 tokens, but the cache holds 77: pass at least those 77 tokens"):
+        kvpack.prefill(model, PROMPT[:, :-1], packed)
     for wrong in ({"every": 0}, {"chunk": -1}):
         with pytest.raises(InvalidParameter, match=r"(every is 0|chunk is -1), expected a number of tokens of at least 1"):
             kvpack.prefill(model, PROMPT, "raw", **wrong)

@@ -44,7 +44,8 @@ def prefill(
     Args:
         model: A transformers model. It receives no arguments other than token ids.
         token_ids: Token ids ``[batch, token]``.
-        contents: A recipe, or a packed cache of the first tokens, as ``Store.load`` returns it. Only the remaining tokens are computed.
+        contents: A recipe, or a packed cache of the first tokens, as ``Store.load`` returns it. Only the remaining tokens, if any, are
+            computed.
         every: Maximum number of tokens per pass.
         chunk: Tokens per chunk of the store.
         **options: As for KvpackCache.
@@ -54,7 +55,7 @@ def prefill(
 
     Raises:
         InvalidType: ``token_ids`` are not token ids.
-        InvalidParameter: The cache has other ids, or at least as many tokens.
+        InvalidParameter: The cache has other ids, or more tokens.
 
     Also raises the same errors as KvpackCache.
 
@@ -69,11 +70,8 @@ def prefill(
     cache = create_cache(model, contents, **{"keep_all": True, **options})
     try:
         held = cache.get_seq_length()
-        if ids.shape[1] <= held:
-            raise InvalidParameter(
-                f"token_ids has {ids.shape[1]} tokens, but the cache holds {held}: pass those {held} tokens followed by at "
-                "least one new one"
-            )
+        if ids.shape[1] < held:
+            raise InvalidParameter(f"token_ids has {ids.shape[1]} tokens, but the cache holds {held}: pass at least those {held} tokens")
         if cache.keeps_states and every % chunk:
             raise InvalidParameter(f"every={every} skips the ends of chunks, where a store needs states: pass a multiple of {chunk}")
         compute_missing(cache, model, ids, every, chunk)
@@ -89,6 +87,9 @@ def compute_missing(cache: KvpackCache, model: torch.nn.Module, ids: torch.Tenso
     Raises InvalidParameter if the cache has other ids.
     """
     start = cache.get_seq_length()
+    if ids.shape[1] == start:
+        cache.passes.check_first_ids(ids)
+        return
     cache.passes.check_ids(ids, ids.shape[1] - start)
     device, arguments = execution_device(model), _arguments(model, cache)
     with torch.no_grad():

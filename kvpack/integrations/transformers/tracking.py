@@ -432,13 +432,7 @@ class Tracking:
     def check_ids(self, ids: torch.Tensor, following: int) -> None:
         """Raise InvalidParameter unless ``ids`` are the cache's ids followed by ``following`` more ids."""
         held = self.record.tokens
-        differing = self.record.first_mismatch(ids[:, : min(held, ids.shape[1])] if following <= 0 else ids[:, : ids.shape[1] - following])
-        if differing is not None:
-            token, row, expected, actual = differing
-            raise InvalidParameter(
-                f"token {token} of row {row} has id {actual}, but the cache was computed from id {expected}: pass the {held} ids "
-                f"of the cache followed by new ones. {_SHARED}"
-            )
+        self.check_first_ids(ids[:, : min(held, ids.shape[1])] if following <= 0 else ids[:, : ids.shape[1] - following])
         if following <= 0:
             instead = "To continue from exactly these, call crop(-1) on the cache first, or load it with prompt=ids"
             raise InvalidParameter(
@@ -447,6 +441,16 @@ class Tracking:
             )
         # The ids match, so the caller has taken the tokens of a failed pass into account.
         self._left = None
+
+    def check_first_ids(self, ids: torch.Tensor) -> None:
+        """Raise InvalidParameter unless ``ids``, ``[batch, token]``, are the cache's first ids."""
+        differing = self.record.first_mismatch(ids)
+        if differing is not None:
+            token, row, expected, actual = differing
+            raise InvalidParameter(
+                f"token {token} of row {row} has id {actual}, but the cache was computed from id {expected}: pass the "
+                f"{self.record.tokens} ids of the cache followed by new ones. {_SHARED}"
+            )
 
     def _check_embeddings(self, model: Any, embeddings: torch.Tensor) -> None:
         """Raise InvalidParameter unless ``embeddings``, ``[batch, token, dim]``, begin with the embeddings of the cache's ids.

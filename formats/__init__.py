@@ -59,7 +59,7 @@ class _Codecs(dict[str, type[CodecFamily]]):
                 f"{where} is not a frozen dataclass with a field dim: write @dataclass(frozen=True) above it, and dim: int in it"
             )
         if missing := sorted(codec.__abstractmethods__):
-            raise InvalidParameter(f"{where} lacks {', '.join(missing)}: define what is missing in the class")
+            raise InvalidParameter(f"{where} lacks {', '.join(missing)}: define each of them in the class")
         super().__setitem__(codec_id, codec)
 
 

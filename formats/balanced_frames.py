@@ -33,7 +33,7 @@ class BalancedFrames:
     def check_heads(self, heads: int) -> BalancedFrames:
         """Raise InvalidParameter unless there is one frame for each of ``heads`` heads. Returns self."""
         if self.heads != heads:
-            raise InvalidParameter(f"the frames are for {self.heads} heads, but the values have {heads}: use a basis of this model")
+            raise InvalidParameter(f"the frames are for {self.heads} heads, but the values have {heads}: use a basis for this model")
         return self
 
     @cached_property

@@ -84,7 +84,7 @@ class BasisRows:
     def check_heads(self, heads: int) -> BasisRows:
         """Raise InvalidParameter unless there are rows for exactly ``heads`` heads. Returns self."""
         if self.heads != heads:
-            raise InvalidParameter(f"the basis is for {self.heads} heads, but the values have {heads}: use a basis of this model")
+            raise InvalidParameter(f"the basis is for {self.heads} heads, but the values have {heads}: use a basis for this model")
         return self
 
     @cached_property

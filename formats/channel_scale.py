@@ -81,7 +81,8 @@ class ChannelScale(ValueMap):
         queries = None if balanced is None else balanced.queries
         if queries is not None and queries.shape[1] != dim:
             raise InvalidParameter(
-                f"codec {options.codec}: the head dim is {dim}, but the basis is for head dim {queries.shape[1]}: use a basis of this model"
+                f"codec {options.codec}: the head dim is {dim}, but the basis is for head dim {queries.shape[1]}: use a basis for this "
+                "model"
             )
         return cls(dim, "fp16", queries=queries)
 
@@ -180,7 +181,7 @@ def _balanced_factors(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor
     """
     if len(queries) != keys.shape[1]:
         raise InvalidParameter(
-            f"the basis has query statistics for {len(queries)} heads, but the keys have {keys.shape[1]} heads: use a basis of this model"
+            f"the basis has query statistics for {len(queries)} heads, but the keys have {keys.shape[1]} heads: use a basis for this model"
         )
     query = queries.to(keys.device, keys.dtype)[None, :, None]
     parts = [torch.where(total > 0, x / total, 1.0).clamp_min(_MIN_WEIGHT) for x in (keys, query) for total in (x.mean(3, keepdim=True),)]

@@ -154,7 +154,7 @@ class Frames:
     def check_heads(self, heads: int, dim: int) -> Frames:
         """Raise InvalidParameter unless the frames are for exactly ``heads`` heads of ``dim`` channels. Returns self."""
         if self.heads(dim) != heads:
-            raise InvalidParameter(f"the frames are for {self.heads(dim)} heads, but the values have {heads}: use a basis of this model")
+            raise InvalidParameter(f"the frames are for {self.heads(dim)} heads, but the values have {heads}: use a basis for this model")
         return self
 
     def rows_on_device(self, device: torch.device) -> torch.Tensor:

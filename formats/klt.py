@@ -104,7 +104,7 @@ class Klt(CodecFamily):
             return cls.of(dim, bytes(DIGEST_BYTES), 0, side, bytes([1] * run_count(dim)), gain, rows, None)
         if calibrated.rows.dim != dim:
             raise InvalidParameter(
-                f"codec {cls.id}: the head dim is {dim}, but the basis is for head dim {calibrated.rows.dim}: use a basis of this model"
+                f"codec {cls.id}: the head dim is {dim}, but the basis is for head dim {calibrated.rows.dim}: use a basis for this model"
             )
         place = calibrated.digest, calibrated.layer, side
         return cls.of(dim, *place, calibrated.widths, gain, rows, calibrated.rows, per_head=per_head)
@@ -277,7 +277,7 @@ class Klt(CodecFamily):
         batch, heads, tokens, _ = x.shape
         if heads != self.fixed_heads:
             raise InvalidParameter(
-                f"codec {self.id}: widths is for {self.fixed_heads} heads, but the values have {heads}: use a basis of this model"
+                f"codec {self.id}: widths is for {self.fixed_heads} heads, but the values have {heads}: use a basis for this model"
             )
         count = head_run_count(self.dim)
         spare = count * HEAD_RUN_COLUMNS - self.dim

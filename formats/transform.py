@@ -100,7 +100,7 @@ class Transform(CodecFamily):
             return cls(dim, bytes(DIGEST_BYTES), 0, side, "head", 0, chunk)
         if calibrated.rows.dim != dim:
             raise InvalidParameter(
-                f"codec {cls.id}: the head dim is {dim}, but the basis is for head dim {calibrated.rows.dim}: use a basis of this model"
+                f"codec {cls.id}: the head dim is {dim}, but the basis is for head dim {calibrated.rows.dim}: use a basis for this model"
             )
         scope = "head" if calibrated.frames.count == calibrated.rows.heads else "layer"
         return cls(dim, calibrated.digest, calibrated.layer, side, scope, calibrated.step, chunk, calibrated.frames)

@@ -379,7 +379,8 @@ def _store_unchanged(x: EngineEncoded, codec: Codec, window: int, where: str) ->
     codec = codec.without_raw_positions
     if codec != x.codec:
         raise InvalidParameter(
-            f"{where}: the recipe stores {codec.params()}, but the engine's values are {x.codec.params()}: use a recipe of that format"
+            f"{where}: the recipe selects codec {codec.params()}, but the engine's values are {x.codec.params()}: use a recipe of that "
+            "format"
         )
     return x.side(window)
 

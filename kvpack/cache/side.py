@@ -109,7 +109,8 @@ class Side:
         run, first = self.runs[number], self.boundaries[number]
         if not first <= start <= stop <= first + run.tokens:
             raise OutOfBounds(
-                f"tokens [{start}:{stop}] are not within one run: the run of the first token is [{first}:{first + run.tokens}]"
+                f"tokens [{start}:{stop}] span more than one run: token {start} is in the run [{first}:{first + run.tokens}], so stop at "
+                f"{first + run.tokens} or earlier"
             )
         return run, first
 

@@ -146,8 +146,8 @@ def _parse_header(path: str, data: memoryview) -> dict[str, Any]:
         for name in (*header, *(word for item in (metadata.items() if isinstance(metadata, dict) else ()) for word in item)):
             str(name).encode()
     except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise InvalidParameter(f"{path} is not a safetensors file: its header is not valid JSON: {reason}") from None
+        reason = "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON: {error}"
+        raise InvalidParameter(f"{path} is not a safetensors file: its header {reason}") from None
     return header
 
 

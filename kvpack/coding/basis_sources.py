@@ -167,10 +167,10 @@ def _with_rows(codec_index: int, codec: Codec, family: Klt | Transform, basis: B
     if not isinstance(family, Transform):
         return codec.with_family(replace(family, source=rows))
     assert frames is not None
-    if frames.count != (rows.heads if family.scope == "head" else 1):
+    if frames.count != (expected := rows.heads if family.scope == "head" else 1):
         raise InvalidHeader(
-            f"codecs[{codec_index}]: scope is {family.scope}, but the {family.basis_location} have {frames.count} frames for {rows.heads} "
-            "heads"
+            f"codecs[{codec_index}]: scope is {family.scope}, but the {family.basis_location} have {frames.count} frames, expected "
+            f"{expected} for {rows.heads} heads"
         )
     return codec.with_family(replace(family, source=frames))
 

@@ -44,7 +44,7 @@ def load_chat_model(model: str | None, arguments: argparse.Namespace) -> tuple[A
     if tokenizer is None:
         if network.get_input_embeddings().weight.shape[0] <= BOS:
             raise InvalidParameter(
-                f"{folder} has no tokenizer, and the model has too few token ids for bytes: pass a folder with a tokenizer"
+                f"{folder} has no tokenizer, and the model has too few token ids to encode text as bytes: pass a folder with a tokenizer"
             )
         tokenizer = ByteTokenizer()
     return network, tokenizer

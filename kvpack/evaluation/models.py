@@ -67,8 +67,8 @@ def _text_from_bytes(name: str, data: bytes, folder: Path, vocabulary_size: int)
         return tokenize(name, data.decode(errors="replace"), tokenizer)
     if vocabulary_size <= BOS:
         raise InvalidParameter(
-            f"{folder} has no tokenizer, and bytes need at least {BOS + 1} token ids, but the model has only {vocabulary_size}: "
-            "add a tokenizer"
+            f"{folder} has no tokenizer, so text is encoded as bytes, which needs at least {BOS + 1} token ids, but the model has only "
+            f"{vocabulary_size}: add a tokenizer"
         )
     return Text(name, (BOS,), data, is_byte_level=True, encode=lambda text: [*text.encode()])
 

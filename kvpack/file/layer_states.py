@@ -51,8 +51,8 @@ class StateEntry:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise InvalidHeader(
-                f"{_PLACE} has a state {self.name!r:.80} in layer {self.layer}, expected a name of a-z, 0-9, _ and . that begins with a "
-                "letter"
+                f"{_PLACE}: layer {self.layer} has a state named {self.name!r:.80}, but state names may contain only a-z, 0-9, _ and . and "
+                "must begin with a letter"
             )
         if not self.shape:
             raise InvalidHeader(f"{self.where} has no dimensions, expected 1 to {MAX_SIZES}")

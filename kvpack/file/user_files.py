@@ -105,7 +105,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int, description: str = "
     try:
         return json.loads(text)
     except RecursionError:
-        raise InvalidParameter(f"{path_text(path)} is not {description}: it is nested too deeply") from None
+        raise InvalidParameter(f"{path_text(path)}: the JSON is nested too deeply, expected {description}") from None
     except ValueError as error:
         raise InvalidParameter(f"{path_text(path)} is not {description}: {error}") from None
 

@@ -184,7 +184,9 @@ def engine_fields(
     """Return the fields model, weights, rope, config and extra of an engine's identity. Raises the same errors as ``Identity.of_engine``.
     """
     if not kv_dtype or not layout:
-        raise InvalidParameter("kv_dtype or layout is empty: pass the dtype of the engine's cache, and PageLayout.digest")
+        raise InvalidParameter(
+            "kv_dtype or layout is empty: pass the dtype of the engine's cache as kv_dtype, and PageLayout.digest as layout"
+        )
     if ";" in layout:
         # A semicolon would end the layout, and the rest would be read as extra.
         raise InvalidParameter(f"layout is {layout!r:.80}, expected text without a semicolon, such as PageLayout.digest")

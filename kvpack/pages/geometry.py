@@ -98,7 +98,7 @@ class PageGeometry:
             return Opaque(dim)
         if self.dtype == "u8":
             raise InvalidParameter(
-                f"{where}: the recipe stores {codec.id}, but pages of dtype u8 hold bytes that kvpack cannot interpret: "
+                f"{where}: the recipe selects codec {codec.id}, but pages of dtype u8 hold bytes that kvpack cannot interpret: "
                 "use the 'raw' recipe"
             )
         if isinstance(codec.family, Klt):

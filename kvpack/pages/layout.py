@@ -75,7 +75,10 @@ class PageLayout:
                     f"{len(set(result[at].tolist()))} distinct values; the layout is not a permutation, so its pages cannot be packed"
                 )
             if bool(taken[at].any()):
-                raise InvalidParameter(f"{side}: the writer put keys and values at the same positions, so its pages cannot be packed")
+                raise InvalidParameter(
+                    f"{side}: the writer put keys and values at the same positions, so its pages cannot be packed: use a writer that keeps "
+                    "them apart"
+                )
             taken[at] = True
             places[side] = at[order].view(shape)
         layout = cls(geometry, flat.numel(), places)
@@ -84,7 +87,10 @@ class PageLayout:
         bits = as_integers(written(random, before=0x55))
         for side, place in places.items():
             if not torch.equal(bits[place], as_integers(random[side].to("cpu"))):
-                raise InvalidParameter(f"{side}: the writer changes values, by a scale or another dtype, so its pages cannot be packed")
+                raise InvalidParameter(
+                    f"{side}: the writer does not copy all values bit for bit, so its pages cannot be packed: use a writer that neither "
+                    "scales, converts nor skips values"
+                )
         return layout
 
     @property

@@ -175,7 +175,7 @@ class Backend(Protocol):
         ...
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
-        """Acquire the lease of ``key`` for at most ``seconds`` seconds. Returns None while another worker holds it.
+        """Acquire the lease on ``key`` for at most ``seconds`` seconds. Returns None while another worker holds it.
 
         Returns a ``NoLease`` if leases are not possible, for example after a fault.
         """

@@ -46,7 +46,7 @@ class Leases:
     def load(self, keys: Sequence[bytes], load: Callable[[], Cache | None], chunk: int) -> Cache | None:
         """Return the cache that ``load()`` returns for the prefix with ``keys``. If another worker is computing the rest, wait and repeat.
 
-        On return, this store holds the lease of the first missing chunk, unless nothing is missing or the wait timed out.
+        On return, this store holds the lease on the first missing chunk, unless nothing is missing or the wait timed out.
         """
         deadline = time.monotonic() + self._seconds
         waited = False
@@ -88,7 +88,7 @@ class Leases:
         self.release([*self._held])
 
     def _is_held(self, key: bytes) -> bool:
-        """Return True if this thread already holds the lease of ``key``."""
+        """Return True if this thread already holds the lease on ``key``."""
         self.release(())
         with self._lock:
             return key in self._held and self._held[key][1] == threading.get_ident()
@@ -98,7 +98,7 @@ class Leases:
             self._held, self._pid = {}, os.getpid()
 
     def _acquire(self, key: bytes, deadline: float) -> tuple[Lease | None, int]:
-        """Acquire the lease of ``key``, waiting until ``deadline``. Returns the lease (None if it timed out) and the number of attempts."""
+        """Acquire the lease on ``key``, waiting until ``deadline``. Returns the lease (None if it timed out) and the number of attempts."""
         pause, tries = _PAUSES[0], 0
         while True:
             tries += 1
@@ -124,7 +124,7 @@ class FileLease:
 
 
 def take_file_lease(folder: Folder, key: bytes, seconds: float) -> Lease | None:
-    """Acquire the lease of ``key`` in a folder.
+    """Acquire the lease on ``key`` in a folder.
 
     Returns None if another worker has held it for less than ``seconds`` seconds. Raises OSError or KvpackError.
     """

@@ -128,7 +128,7 @@ FOLDER = LocationKind(
 def _kind_of(location: Any) -> LocationKind:
     """Return the kind of a location that is not a list of tiers. Raises InvalidParameter if the kind of URL is unknown."""
     if isinstance(location, Tier):
-        raise InvalidParameter("the location is a Tier, expected a list of tiers: put it into a list")
+        raise InvalidParameter("the location is a Tier, expected a list of tiers: pass [tier]")
     for kind in KINDS:
         if kind.matches(location):
             return kind

@@ -100,7 +100,7 @@ def parse_count_page(reply: Any) -> tuple[bytes, int]:
 def parse_set_reply(reply: Any) -> bool:
     """Check the reply to SET NX. Returns True if the key was set."""
     if reply is not None and reply is not True and reply != b"OK":
-        raise _unexpected_reply(reply, "OK or nothing")
+        raise _unexpected_reply(reply, "OK or nil")
     return reply is not None
 
 
@@ -119,8 +119,8 @@ def put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
     def check(reply: Any) -> list[Any]:
         if reply == [-1] and type(reply[0]) is int:
             return [-1]
-        found = _check_list(reply, "what was evicted, and results", 4)
-        results = [result(item) for item in _check_list(found[3], "results")]
+        found = _check_list(reply, "two integers, a message and a list of results", 4)
+        results = [result(item) for item in _check_list(found[3], "a list of results")]
         return [integer(found[0]), integer(found[1]), bytes_up_to(_MESSAGE_BYTES)(found[2]), results]
 
     return check
@@ -137,11 +137,11 @@ def parse_entry_page(reply: Any) -> tuple[bytes, bytes]:
 
 def parse_totals(reply: Any) -> tuple[int, int, int, dict[bytes, bytes]] | None:
     """Check the reply of the script that returns totals. Returns the three numbers and the hash in it, or None for an empty reply."""
-    found = _check_list(reply, "numbers, and fields with values")
+    found = _check_list(reply, "three integers followed by field-value pairs")
     if not found:
         return None
     if len(found) < 3 or len(found) % 2 == 0:
-        raise _unexpected_reply(reply, "three numbers, and fields with values")
+        raise _unexpected_reply(reply, "three integers followed by field-value pairs")
     fields = byte_strings(found[3:])
     entries, described, size = map(integer, found[:3])
     return entries, described, size, dict(zip(fields[::2], fields[1::2], strict=True))

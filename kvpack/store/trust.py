@@ -180,9 +180,15 @@ class Trust:
         member = self.trusted_group is not None and (status.st_gid == self.trusted_group or status.st_uid in (0, self._user))
         if status.st_uid != self.owner and not member:
             hint = "" if self.trusted_group is None else f", and it is not in group {self.trusted_group}"
-            raise Untrusted(f"{path} is owned by user {status.st_uid}, but the store is owned by user {self.owner}{hint}")
-        if status.st_mode & self._forbidden_bits(status):
-            raise Untrusted(f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, so users other than its owner can write to it")
+            raise Untrusted(
+                f"{path} is owned by user {status.st_uid}, but the store is owned by user {self.owner}{hint}: change its owner or remove it"
+            )
+        if forbidden := status.st_mode & self._forbidden_bits(status):
+            classes = "go" if forbidden & stat.S_IWGRP else "o"
+            raise Untrusted(
+                f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, so untrusted users can write to it: revoke that with "
+                f"chmod {classes}-w"
+            )
 
     def _forbidden_bits(self, status: os.stat_result) -> int:
         """Return the mode bits that must be unset so that no untrusted user can write."""

@@ -123,7 +123,7 @@ def test_pack_accepts_imported_values_if_the_recipe_has_their_format(name: str) 
         cache = kvpack.pack(given, f"{RECIPES[name]};tail=16")
         assert torch.equal(cache.unpack(torch.float32)[0][0], expected.to(torch.float32))
         assert cache[0].k.window == 16
-    with pytest.raises(InvalidParameter, match=r"layers\[0\].k: the recipe stores .*'octahedral'.*: use a recipe of that format"):
+    with pytest.raises(InvalidParameter, match=r"layers\[0\].k: the recipe selects codec .*'octahedral'.*: use a recipe of that format"):
         kvpack.pack([pair], "octopus-3")
     with pytest.raises(InvalidParameter, match="batch, kv_head and token must be the same"):
         kvpack.pack([(pair[0], torch.zeros(BATCH, HEADS, TOKENS + 1, DIM))], RECIPES[name])

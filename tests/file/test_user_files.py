@@ -56,9 +56,9 @@ def test_a_sparse_file_is_read_only_up_to_the_limit(tmp_path: Path) -> None:
     ("content", "error", "message"),
     [
         (b"ab\xff", InvalidParameter, ": byte 2 is not valid UTF-8: convert the text to UTF-8"),
-        (b"[" * 100_000, InvalidParameter, " is not a JSON array: it is nested too deeply"),
+        (b"[" * 100_000, InvalidParameter, ": the JSON is nested too deeply, expected a JSON array"),
         (b"[1,", InvalidParameter, r" is not a JSON array: .*line 1"),
-        (b'{"a":' * 100_000, InvalidParameter, " is not a JSON array: it is nested too deeply"),
+        (b'{"a":' * 100_000, InvalidParameter, ": the JSON is nested too deeply, expected a JSON array"),
         (b"", InvalidParameter, r" is not a JSON array: .*line 1"),
         (b"1" * 5000, InvalidParameter, " is not a JSON array: .*digits"),
     ],

@@ -267,7 +267,7 @@ def test_blocks_are_never_reencoded(tmp_path: Path) -> None:
         ({"scale": 0x77FF}, None, ""),
         ({"scale": 0xF7FF}, None, ""),
         ({"scale": 0x7800}, OutOfRange, "layer 1: a scale of q8_0 is 32768, but kvpack supports at most 32752"),
-        ({"heads": 8}, InvalidParameter, "layer 0: its 8 heads have 16 channels, but q8_0 has blocks of 32"),
+        ({"heads": 8}, InvalidParameter, "layer 0: with 8 heads, each head has 16 channels, which is not a multiple of"),
         ({"transposed": True}, InvalidParameter, "layer 0 have 1 bytes per value, expected values that are not quantized"),
         ({"kind": 2}, InvalidParameter, "layers have different cache types, expected those of layer 0 in all: q8_0 and q8_0"),
     ],

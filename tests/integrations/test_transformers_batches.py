@@ -273,7 +273,7 @@ def test_an_encoder_decoder_model_needs_a_cache_with_two_parts(name: str) -> Non
     ):
         generated(model, ROWS, KvpackCache(model, "raw"))
     with pytest.raises(
-        InvalidParameter, match="has an encoder, and transformers crops two-part caches only if both are DynamicCaches"
+        InvalidParameter, match="has an encoder, and transformers crops two-part caches only if both parts are DynamicCaches"
     ):
         generated(model, REPEATED, over(model), prompt_lookup_num_tokens=3)
 

@@ -257,7 +257,7 @@ def test_a_model_edited_between_loading_and_the_first_pass_is_refused(
     with torch.no_grad(), KvpackCache.load(path, model) as cache:
         edit(model)
         for _ in range(2):
-            with pytest.raises(InvalidParameter, match=f"the model's {field} changed after the cache was compared with it and before its"):
+            with pytest.raises(InvalidParameter, match=f"the model's {field} changed between the check of the cache and the cache's first"):
                 model(FOLLOWING[:, :tokens], past_key_values=cache)
         assert cache.get_seq_length() == 40
         cache.reset()
@@ -278,7 +278,7 @@ def test_edits_of_weights_without_version_counters_are_refused(edit: Callable[[A
             model(FOLLOWING, past_key_values=cache)
         with KvpackCache.load(path, model) as cache:
             edit(model)
-            with pytest.raises(InvalidParameter, match="the model's weights changed after the cache was compared with it"):
+            with pytest.raises(InvalidParameter, match="the model's weights changed between the check of the cache"):
                 model(FOLLOWING, past_key_values=cache)
 
 

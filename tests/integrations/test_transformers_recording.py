@@ -398,7 +398,7 @@ def test_adapters_that_were_switched_between_passes_are_named(loaded: bool) -> N
     cache = KvpackCache.of(cache.packed, model)
     model.set_adapter("b")
     with pytest.raises(
-        InvalidParameter, match="the model's adapter changed after the cache was compared with it and before its first pass"
+        InvalidParameter, match="the model's adapter changed between the check of the cache and the cache's first forward pass"
     ):
         model(FOLLOWING, past_key_values=cache)
     model.set_adapter("default")

@@ -456,7 +456,7 @@ TWO = Config("m", groups=named(attention(), STATES), extra_config=told(attention
     ("config", "options", "message"),
     [
         (Config("m", worker_kv_bytes_per_block=BLOCK), {}, "end after 24576 bytes, but a block of all layers has 8192"),
-        (Config("m"), {"layout": ""}, "layout is missing in kv_connector_extra_config"),
+        (Config("m"), {"layout": ""}, "layout is missing from kv_connector_extra_config"),
         (Config("m"), {"layout": "LBHNC"}, "layout is 'LBHNC', expected one of adjacent"),
         (Config("m"), {"revision": None}, "the model 'm' is not a folder, so only a revision identifies its weights"),
         (Config("m", groups=named(attention(2 * LAYERS))), {}, "the first pipeline stage has 3 of the 6 layers 0-0, 0-1,"),

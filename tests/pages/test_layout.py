@@ -116,12 +116,12 @@ def test_writers_that_do_not_permute_values_are_refused() -> None:
             part[x != 0] = x[x != 0]
 
     for write, message in (
-        (adding, "k: the writer changes values"),
-        (skipping, "k: the writer changes values"),
+        (adding, "k: the writer does not copy all values bit for bit"),
+        (skipping, "k: the writer does not copy all values bit for bit"),
         (lossy, r"k: the writer put 512 values at 511 positions, which hold 511 distinct values; the layout is not a permutation"),
         (repeating, r"k: the writer put 512 values at 1024 positions"),
         (overlapping, "v: the writer put keys and values at the same positions"),
-        (scaling, "k: the writer changes values, by a scale or another dtype"),
+        (scaling, "k: the writer does not copy all values bit for bit"),
     ):
         with pytest.raises(InvalidParameter, match=message):
             PageLayout.detect(GEOMETRY, write, page)
@@ -154,7 +154,7 @@ def test_writers_that_change_some_values_are_refused(dtype: str, change: str) ->
         assert v is not None
         page[0], page[1] = k.flatten(), CHANGES[change](v.flatten())
 
-    with pytest.raises(InvalidParameter, match="v: the writer changes values, by a scale or another dtype"):
+    with pytest.raises(InvalidParameter, match="v: the writer does not copy all values bit for bit"):
         PageLayout.detect(geometry, write, page)
 
 

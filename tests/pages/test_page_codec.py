@@ -425,7 +425,7 @@ def test_byte_slots_are_stored_unchanged() -> None:
     assert codec.encode_into(pages, [1], [row]) == codec.decode_into([row], target, [0]) == [None]
     assert torch.equal(found[0][0], given[0][1])
     with pytest.raises(
-        InvalidParameter, match=r"layers\[0\].k: the recipe stores group, but pages of dtype u8 hold bytes that kvpack cannot interpret"
+        InvalidParameter, match=r"layers\[0\].k: the recipe selects codec group, but pages of dtype u8 hold bytes that kvpack cannot"
     ):
         PageCodec("kivi-4", geometry)
 

@@ -318,8 +318,8 @@ def _read_values(
 def _read_blocks(reader: Reader, where: str, block: CellBlock, cells: int, heads: int, order: torch.Tensor | None) -> Quantized:
     if block.channels // heads % BLOCK:
         raise InvalidParameter(
-            f"{where}: its {heads} heads have {block.channels // heads} channels, but {block.dtype} has blocks of {BLOCK}: pass "
-            "its number of KV heads"
+            f"{where}: with {heads} heads, each head has {block.channels // heads} channels, which is not a multiple of the {block.dtype} "
+            f"block size, {BLOCK}: pass the model's number of KV heads"
         )
     data = torch.empty(cells * block.cell_bytes, dtype=torch.uint8, device="cpu")
     reader.read_into(data.numpy().data, block.offset)

@@ -320,8 +320,8 @@ class KvpackCache(PassCalls):
         """Make sliding-window layers keep all tokens between calls of ``crop``, for assisted decoding. Raises InvalidParameter."""
         if self._model is not None and self._model.has_encoder:
             raise InvalidParameter(
-                f"{self._model.name} has an encoder, and transformers crops two-part caches only if both are DynamicCaches: use those "
-                "for assisted decoding"
+                f"{self._model.name} has an encoder, and transformers crops two-part caches only if both parts are DynamicCaches: "
+                "use DynamicCaches for assisted decoding"
             )
         super().activate_past_recording()
         self.passes.assisted = True

@@ -65,7 +65,7 @@ def plain_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callabl
     if used := [name for name in _KEY_SELECTION_OPTIONS if options.get(name) is not None]:
         raise InvalidParameter(
             f"{type(module).__name__} passes {' and '.join(used)} in place of a mask, and its own attention would attend to all tokens: "
-            'call model.set_attn_implementation("sdpa"), with which the model creates a mask'
+            'call model.set_attn_implementation("sdpa"), so that the model creates a mask'
         )
     name = plain_name(module.config)
     if name not in ("sdpa", "eager"):

@@ -235,7 +235,7 @@ class Tracking:
     def _compare_model(self) -> None:
         """If weights have changed, record in which fields the model differs from the model of the first token.
 
-        Raises InvalidParameter if the model changed after the cache was compared with it, but before its first pass.
+        Raises InvalidParameter if the model changed between the check of the cache and the cache's first forward pass.
         """
         model, seen = None if self._watched is None else self._watched(), self._passes.current
         if model is None or seen is None or self._first is None or self._latest is None or self._latest.state is None:
@@ -247,8 +247,8 @@ class Tracking:
             changed = self._fields_changed_to(current)
             if unused and changed:
                 raise InvalidParameter(
-                    f"the model's {changed} changed after the cache was compared with it and before its first pass: load the cache with "
-                    f"the model that computed it; {SAME_MODEL_ADVICE}"
+                    f"the model's {changed} changed between the check of the cache and the cache's first forward pass: load the cache "
+                    f"with the model that computed it; {SAME_MODEL_ADVICE}"
                 )
             self._latest, self._changed = current, changed
             self.changes += 1

@@ -94,7 +94,7 @@ def require_layout(groups: Sequence[Group], layout: str) -> None:
     """Raise InvalidParameter if a group needs a layout and ``layout`` is empty."""
     if not layout and any(group.kind == "attention" for group in groups):
         raise InvalidParameter(
-            "layout is missing in kv_connector_extra_config: set it to adjacent, adjacent-tokens-first, split or cpu-vec"
+            "layout is missing from kv_connector_extra_config: set it to adjacent, adjacent-tokens-first, split or cpu-vec"
         )
 
 

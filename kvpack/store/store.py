@@ -48,7 +48,7 @@ class Store:
     """A prefix store: packed prefixes of one identity, shared by every process that opens the same location.
 
     Prefixes are stored in chunks. Faults such as full disks, dead servers and damaged entries count as misses in ``stats``. The store
-    neither raises nor returns wrong data.
+    never returns wrong data, and after it has opened, a fault never raises.
 
     Args:
         location: A folder, created with the first entry (in /dev/shm, entries are in memory); ``"memory://"``; the URL of a Redis or Valkey

@@ -10,7 +10,7 @@ from fuzz.byte_mutator import mutate_bytes
 from fuzz.value_oracles import assert_equal
 from kvpack.formats.errors import KvpackError
 from kvpack.integrations.llama_cpp import export_slot, import_slot
-from kvpack.integrations.llama_cpp.state_file import Reader, parsed
+from kvpack.integrations.llama_cpp.state_file import Reader, parse
 
 if TYPE_CHECKING:
     import random
@@ -70,7 +70,7 @@ class SlotOracle:
         with Reader(str(self._file)) as reader:
             in_order = all(
                 (section.positions[1:] >= section.positions[:-1]).all()
-                for section in parsed(reader, 1 + bool(windows), latents=latents).sections
+                for section in parse(reader, 1 + bool(windows), latents=latents).sections
             )
         assert again == data or not in_order or cache.metadata["llama.cpp streams"] != 1, "an ordered file is written back differently"
         imported = import_slot(self._out, kv_heads=1, windows=windows, latents=latents)

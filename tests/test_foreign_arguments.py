@@ -178,7 +178,7 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
         "backends": (kvpack.backends, {}),
         # Caches, layers and sides.
         "Cache.__getitem__": (lambda index: CACHE[index], {"index": 0}),
-        "Cache.positions": (CACHE.positions, {"number": 0}),
+        "Cache.positions": (CACHE.positions, {"layer_index": 0}),
         "Cache.select": (CACHE.select, {"indices": [0]}),
         "Cache.append": (CACHE.append, {"pairs": PAIRS}),
         "Cache.append of layers": (lambda k, v: CACHE.append([(k, v), (K, V)]), {"k": K, "v": V}),
@@ -208,7 +208,7 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
         "Recipe.lossless": (kvpack.Recipe("octopus-3").lossless, {"layers": 2, "dim": 64}),
         "Inputs": (kvpack.Inputs, {"token_ids": b"\1\0\0\0", "undetermined": ("x",), "starts": (0,), "rows": (), "hidden": ()}),
         "Basis.load": (kvpack.Basis.load, {"path": basis_path}),
-        "Basis.of_bytes": (kvpack.Basis.of_bytes, {"data": basis}),
+        "Basis.from_bytes": (kvpack.Basis.from_bytes, {"data": basis}),
         # Live caches.
         "LiveCache": (
             kvpack.LiveCache,

@@ -172,7 +172,7 @@ class Cache(PackedObject):
 
     def positions(self, layer_index: int) -> tuple[int, int]:
         """Return the half-open range of token positions that layer ``layer_index`` covers."""
-        layer = self[as_integer(layer_index, "number")]
+        layer = self[as_integer(layer_index, "layer_index")]
         return self.start + layer.skipped, self.start + layer.seen_tokens
 
     def check_ends(self) -> None:

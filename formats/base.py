@@ -132,7 +132,7 @@ class Codec(EntryStreams, ABC):
 
     @property
     @abstractmethod
-    def family(self) -> PlainCodec:
+    def without_sidecars(self) -> PlainCodec:
         """The codec without its sidecars."""
 
     @property
@@ -141,8 +141,8 @@ class Codec(EntryStreams, ABC):
         return self
 
     @abstractmethod
-    def with_family(self, family: PlainCodec) -> Codec:
-        """Return ``family`` combined with this codec's sidecars."""
+    def with_plain_codec(self, codec: PlainCodec) -> Codec:
+        """Return ``codec`` combined with this codec's sidecars."""
 
     @cached_property
     def rotation(self) -> Rotation:
@@ -155,7 +155,7 @@ class Codec(EntryStreams, ABC):
         return None
 
     @property
-    def token_group(self) -> int:
+    def group_tokens(self) -> int:
         """Number of tokens that are encoded together. New tokens are encoded in multiples of this number."""
         return 1
 
@@ -288,21 +288,21 @@ class Codec(EntryStreams, ABC):
 
         They are cached, because files have thousands of layers but few codecs.
         """
-        layouts, family = self.row_layouts, self.family
+        layouts, plain = self.row_layouts, self.without_sidecars
         return CodecSummary(
             self.features,
             self.bases_needed,
-            self.token_group,
-            family.fixed_heads,
+            self.group_tokens,
+            plain.fixed_heads,
             tuple(name for name, layout in layouts.items() if layout.per == "entry"),
             any(layout.per == "run" for layout in layouts.values()),
             self.keys_only,
             self.exact_dtype,
-            family.shared_scales,
+            plain.shared_scales,
             self.changes_norms,
             self.error_spread,
-            family.direction_spread,
-            family.min_error,
+            plain.direction_spread,
+            plain.min_error,
             self.spreads_channels,
         )
 
@@ -315,7 +315,7 @@ class Codec(EntryStreams, ABC):
     def row_layouts(self) -> Mapping[str, Layout]:
         """Layouts of all streams for 0 tokens: dtype, row length, and the unit to which a row belongs."""
         layouts = self.layout(1, 1, 0)
-        if is_foreign(self.family):
+        if is_foreign(self.without_sidecars):
             check_layouts(self, layouts)
         return layouts
 
@@ -449,11 +449,11 @@ class PlainCodec(Codec):
     """Interface of codecs without sidecars: the properties that sidecars do not change."""
 
     @property
-    def family(self) -> PlainCodec:
+    def without_sidecars(self) -> PlainCodec:
         return self
 
-    def with_family(self, family: PlainCodec) -> PlainCodec:
-        return family
+    def with_plain_codec(self, codec: PlainCodec) -> PlainCodec:
+        return codec
 
     @property
     def fixed_heads(self) -> int | None:

@@ -13,7 +13,7 @@ class CodecSummary(NamedTuple):
 
     features: frozenset[str]
     bases_needed: frozenset[bytes]
-    token_group: int
+    group_tokens: int
     fixed_heads: int | None
     entries: tuple[str, ...]
     has_run_rows: bool

@@ -38,7 +38,7 @@ def begin_run(codec: Any, run: Run, previous: Mapping[str, torch.Tensor] | None)
         _check_streams(codec, given, block.shape)
         if not start:
             # The last group of tokens may be padded.
-            tokens = block.shape[2] if codec.token_group == 1 else "token"
+            tokens = block.shape[2] if codec.group_tokens == 1 else "token"
             check_decoded(codec, codec.decode_frame(given), (*block.shape[:2], tokens))
         return streams
 

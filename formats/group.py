@@ -116,7 +116,7 @@ class Group(CodecFamily):
         return self.token_scale.endswith(PER_HEAD)
 
     @property
-    def token_group(self) -> int:
+    def group_tokens(self) -> int:
         return self.size if self.axis == "token" else 1
 
     def packings(self) -> dict[str, Columns]:

@@ -98,7 +98,7 @@ class Lossless(CodecFamily):
         return self.dtype
 
     @property
-    def token_group(self) -> int:
+    def group_tokens(self) -> int:
         return self.chunk
 
     def packings(self) -> dict[str, Columns]:

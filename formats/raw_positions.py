@@ -112,11 +112,11 @@ class RawPositions(WholeTokens):
             norms = torch.cat([none, *(norms_per_head(block) for block in run.blocks())], 2)
 
         chosen = self.choose(norms, run.position, previous is not None)
-        shared = codec.family.shared_scales
+        shared = codec.without_sidecars.shared_scales
         if shared and self.high_norm:
-            rest = _replace_in_run(run, chosen, codec.token_group) if codec.changes_norms else run
+            rest = _replace_in_run(run, chosen, codec.group_tokens) if codec.changes_norms else run
             chosen = mark_poor_fits(chosen, measure_fit_errors(codec.coded_norms(rest, previous), shared))
-        return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group, start))
+        return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.group_tokens, start))
 
     def selection_norms(self, keys: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
         """Return the norms from which ``choose`` selects tokens: ``keys``, with 0 for tokens whose ``values`` are near zero.
@@ -155,7 +155,7 @@ class RawPositions(WholeTokens):
         return chosen
 
     def encode(
-        self, x: torch.Tensor, chosen: torch.Tensor, token_group: int, start: int = 0
+        self, x: torch.Tensor, chosen: torch.Tensor, group_tokens: int, start: int = 0
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replace_tokens``).
 
@@ -163,7 +163,7 @@ class RawPositions(WholeTokens):
         OutOfRange if a value does not fit the dtype.
         """
         token, sequence = chosen.T.nonzero().unbind(1)
-        return replace_tokens(x, token, sequence, chosen, token_group), self.encode_tokens(x, token, sequence, start)
+        return replace_tokens(x, token, sequence, chosen, group_tokens), self.encode_tokens(x, token, sequence, start)
 
     def encode_tokens(self, x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, start: int = 0) -> dict[str, torch.Tensor]:
         """Return the streams for the tokens of ``x`` at each pair of ``token`` and ``sequence`` indices.
@@ -276,7 +276,7 @@ def slot_count(tokens: int, minimum: int = 0) -> int:
 
 
 def store_in_slots(
-    raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_group: int, slots: int, fit_errors: torch.Tensor | None = None
+    raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, group_tokens: int, slots: int, fit_errors: torch.Tensor | None = None
 ) -> Slots:
     """Store the raw tokens of pages ``x`` ``[page, kv_head, token, dim]`` in slots.
 
@@ -291,7 +291,7 @@ def store_in_slots(
     a value that does not fit the dtype.
     """
     tokens = x.shape[2]
-    token, wanted = choose_slot_tokens(raw, norms, token_group, slots, fit_errors)
+    token, wanted = choose_slot_tokens(raw, norms, group_tokens, slots, fit_errors)
     used = token < tokens
     page = torch.arange(len(x), device=x.device)[:, None]
     exact = x.transpose(1, 2)[page, token.clamp_max(tokens - 1)]
@@ -303,14 +303,14 @@ def store_in_slots(
     positions = encode_positions(numbers, torch.zeros_like(numbers)).view(*token.shape, _POSITION_WORDS)
     # Tokens with small norms do not enlarge scales; they matter only to codecs with groups of tokens.
     codec_input, chosen = x, slot_mask(token, tokens)
-    if token_group > 1:
+    if group_tokens > 1:
         places, sequence = chosen.T.nonzero().unbind(1)
-        codec_input = replace_tokens(x, places, sequence, chosen, token_group)
+        codec_input = replace_tokens(x, places, sequence, chosen, group_tokens)
     return Slots(codec_input, chosen, {POSITIONS: positions, VALUES: values}, wanted)
 
 
 def choose_slot_tokens(
-    raw: RawPositions, norms: torch.Tensor, token_group: int, slots: int, fit_errors: torch.Tensor | None = None
+    raw: RawPositions, norms: torch.Tensor, group_tokens: int, slots: int, fit_errors: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the raw tokens of pages by ``norms`` ``[page, kv_head, token]``. Returns the tokens with a slot, and masks of all candidates.
 
@@ -319,7 +319,7 @@ def choose_slot_tokens(
     """
     tokens = norms.shape[2]
     low = replace(raw, high_norm=0.0).choose(norms, raw.first)
-    raw_mask = raw.choose(norms, raw.first) if token_group > 1 else low
+    raw_mask = raw.choose(norms, raw.first) if group_tokens > 1 else low
     token_norms = norms_over_heads(norms)
     order = torch.where(low, token_norms, torch.where(raw_mask, -token_norms, torch.inf))
     if fit_errors is not None and raw.high_norm:
@@ -380,7 +380,7 @@ def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tens
     return values
 
 
-def replace_tokens(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chosen: torch.Tensor, token_group: int) -> torch.Tensor:
+def replace_tokens(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chosen: torch.Tensor, group_tokens: int) -> torch.Tensor:
     """Replace the tokens of ``x`` ``[batch, kv_head, token, dim]`` at each pair of ``token`` and ``sequence`` indices.
 
     ``chosen`` is the mask of these tokens. The new value is the mean of the other tokens in the token group, or zero if there are none. It
@@ -390,12 +390,12 @@ def replace_tokens(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor,
         return x
     result = x.clone()
     by_token = result.permute(2, 0, 1, 3)
-    if token_group == 1:
+    if group_tokens == 1:
         by_token[token, sequence] = 0
         return result
     tokens, batch = x.shape[2], x.shape[0]
-    groups, group_index = torch.unique(token // token_group * batch + sequence, return_inverse=True)
-    places = (groups // batch * token_group)[:, None] + torch.arange(token_group, device=x.device)
+    groups, group_index = torch.unique(token // group_tokens * batch + sequence, return_inverse=True)
+    places = (groups // batch * group_tokens)[:, None] + torch.arange(group_tokens, device=x.device)
     exists, places, group_sequence = places < tokens, places.clamp_max(tokens - 1), (groups % batch)[:, None]
     others = exists & ~chosen[group_sequence, places]
     values = by_token[places, group_sequence].to(torch.float64).masked_fill(~others[..., None, None], 0.0)
@@ -404,7 +404,7 @@ def replace_tokens(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor,
     return result
 
 
-def _replace_in_run(run: Run, chosen: torch.Tensor, token_group: int) -> Run:
+def _replace_in_run(run: Run, chosen: torch.Tensor, group_tokens: int) -> Run:
     """Return ``run`` with its ``chosen`` tokens replaced by ``replace_tokens``."""
 
     def blocks() -> Iterator[torch.Tensor]:
@@ -412,7 +412,7 @@ def _replace_in_run(run: Run, chosen: torch.Tensor, token_group: int) -> Run:
         for block in run.blocks():
             chosen_here = chosen[:, start : start + block.shape[2]]
             token, sequence = chosen_here.T.nonzero().unbind(1)
-            yield replace_tokens(block, token, sequence, chosen_here, token_group)
+            yield replace_tokens(block, token, sequence, chosen_here, group_tokens)
             start += block.shape[2]
 
     return replace(run, blocks=blocks)

@@ -73,7 +73,7 @@ class RawTokens(WholeTokens):
 
     def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
         chosen = self.choose(run, continues=previous is not None)
-        return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group))
+        return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.group_tokens))
 
     def choose(self, run: Run, continues: bool) -> torch.Tensor:
         """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``. It is all False if the run ``continues`` another."""
@@ -88,7 +88,7 @@ class RawTokens(WholeTokens):
             chosen.scatter_(1, least, True)
         return chosen
 
-    def encode(self, x: torch.Tensor, chosen: torch.Tensor, token_group: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def encode(self, x: torch.Tensor, chosen: torch.Tensor, group_tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replace_tokens``).
 
         Returns the new values, and the streams that store the tokens. Raises OutOfRange if a value does not fit the dtype.
@@ -96,7 +96,7 @@ class RawTokens(WholeTokens):
         token, sequence = chosen.T.nonzero().unbind(1)
         values = gather_raw_values(x, token, sequence, self.dtype, "choose a wider dtype for raw_tokens")
         flags = chosen.to(torch.uint8)[:, None]
-        return replace_tokens(x, token, sequence, chosen, token_group), {FLAGS: flags, VALUES: values[None, None]}
+        return replace_tokens(x, token, sequence, chosen, group_tokens), {FLAGS: flags, VALUES: values[None, None]}
 
     def token_positions(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         token, sequence = streams[FLAGS][:, 0].T.nonzero().unbind(1)

@@ -44,7 +44,7 @@ class RunEncoder:
     Attributes:
         streams: The streams with one row per run.
         encode: ``encode(block, start)`` returns the other streams of a block, finite float32 ``[batch, kv_head, token, dim]``. The number
-            of its first token, ``start``, is a multiple of ``Codec.token_group``.
+            of its first token, ``start``, is a multiple of ``Codec.group_tokens``.
 
     >>> codec = kvpack.pack(past, "k=group:b=2;v=group:b=2;raw=0")[0].k.codec
     >>> x = torch.randn(1, 2, 64, 64)

@@ -56,9 +56,9 @@ class CodecWithSidecars(Codec):
             raise InvalidParameter(
                 f"codec {self.codec.id} does not support {'sidecars' if none else 'these sidecars'}: omit {', '.join(refused)}"
             )
-        if self.page_vectors and self.codec.token_group > 1:
+        if self.page_vectors and self.codec.group_tokens > 1:
             raise InvalidParameter(
-                f"codec {self.codec.id} encodes {self.codec.token_group} tokens together, but "
+                f"codec {self.codec.id} encodes {self.codec.group_tokens} tokens together, but "
                 f"{', '.join(sidecar.name for sidecar in self.page_vectors)} needs a codec that encodes tokens one by one: omit mean="
             )
         # Files and messages use the id and the dim of the inner codec.
@@ -138,11 +138,11 @@ class CodecWithSidecars(Codec):
         return None if self.changes_norms else self.codec.min_token_rms(streams)
 
     @property
-    def family(self) -> PlainCodec:
+    def without_sidecars(self) -> PlainCodec:
         return self.codec
 
-    def with_family(self, family: PlainCodec) -> CodecWithSidecars:
-        return replace(self, codec=family)
+    def with_plain_codec(self, codec: PlainCodec) -> CodecWithSidecars:
+        return replace(self, codec=codec)
 
     def with_sidecar(self, sidecar: Sidecar) -> CodecWithSidecars:
         """Return the codec with ``sidecar`` in place of its sidecar of the same class."""
@@ -154,8 +154,8 @@ class CodecWithSidecars(Codec):
         return self.codec.rotation
 
     @property
-    def token_group(self) -> int:
-        return max([self.codec.token_group, *(vector.page_tokens for vector in self.page_vectors)])
+    def group_tokens(self) -> int:
+        return max([self.codec.group_tokens, *(vector.page_tokens for vector in self.page_vectors)])
 
     @property
     def keys_only(self) -> bool:
@@ -333,9 +333,9 @@ class CodecWithSidecars(Codec):
     def query(self, q: torch.Tensor, streams: Streams) -> torch.Tensor:
         if self.folded_frame is not None:
             return self.folded_frame.rotated_query(q, self.rotation)
-        return self.codec.query(self.inner_query(q, streams), streams)
+        return self.codec.query(self.map_query(q, streams), streams)
 
-    def inner_query(self, q: torch.Tensor, streams: Streams) -> torch.Tensor:
+    def map_query(self, q: torch.Tensor, streams: Streams) -> torch.Tensor:
         """Map queries ``[batch, kv_head, row, dim]`` so that their products with the codec's decoded values equal ``q`` times the keys."""
         for value_map in self.value_maps:
             q = value_map.query(q, streams)

@@ -111,7 +111,7 @@ class Transform(CodecFamily):
         return _TYPICAL_BITS if self.source is None else self.source.expected_bits(self.step)
 
     @property
-    def token_group(self) -> int:
+    def group_tokens(self) -> int:
         return self.chunk
 
     @property

@@ -37,7 +37,7 @@ def load_basis(data: bytes) -> Basis | None:
     """Return the basis in ``data``, or None if it is refused."""
     try:
         with container.open_bytes(data, memory_limit=MAX_DECODED_BYTES):
-            return Basis.of_bytes(data)
+            return Basis.from_bytes(data)
     except KvpackError:
         return None
 

@@ -203,6 +203,6 @@ def _check_parsed(recipe: Recipe) -> None:
         except InvalidParameter:
             continue
         assert again.codec(layer, 4, side, dim) == codec
-        assert recipe.window % codec.token_group == 0, f"tail={recipe.window} is not a multiple of the token group, {codec.token_group}"
+        assert recipe.window % codec.group_tokens == 0, f"tail={recipe.window} is not a multiple of the token group, {codec.group_tokens}"
         assert codec_from_params(codec.params()).params() == codec.params()
         assert sum(map(layout_bytes, codec.layout(1, 2, 33).values())) > 0

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvpack.cache.packed_runs import PackedRun
 
 BASES = bases()
-_BASES = [Basis.of_bytes(data) for data in BASES]
+_BASES = [Basis.from_bytes(data) for data in BASES]
 """Bases of the vectors, which every reader receives."""
 
 MAX_VALUES = 1 << 16

@@ -49,7 +49,7 @@ def _compute_entries(page: PackedRun, start: int, stop: int) -> Mapping[str, tor
     sidecar = codec.sidecar(Outliers)
     assert sidecar is not None
     batch, heads = page.rows(start, start)[next(iter(codec.packings())) + ".0"].shape[:2]
-    step = max(1, DECODED_VALUES // (batch * heads * codec.dim) // codec.token_group) * codec.token_group
+    step = max(1, DECODED_VALUES // (batch * heads * codec.dim) // codec.group_tokens) * codec.group_tokens
     granules = -(-(stop - start) // GRANULE.value)
     result: list[tuple[torch.Tensor, ...]] = []
     for first in range(start, stop, step):

@@ -458,7 +458,7 @@ def _page_query(q: torch.Tensor, frame: Frame) -> torch.Tensor:
     """Map ``q`` by the value maps of the page of ``frame``, so that it matches the values that the codec encodes."""
     assert frame.page is not None
     assert isinstance(frame.page.codec, CodecWithSidecars)
-    return frame.page.codec.inner_query(q.to(torch.float32), frame.page.streams)
+    return frame.page.codec.map_query(q.to(torch.float32), frame.page.streams)
 
 
 def _add_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:

@@ -260,7 +260,7 @@ def _group_start(side: Side, token: int) -> int:
     first = 0
     for page in side.runs:
         if first <= token < first + page.tokens:
-            return token - (token - first) % page.codec.token_group
+            return token - (token - first) % page.codec.group_tokens
         first += page.tokens
     return token
 
@@ -274,7 +274,7 @@ def _decode_in_parts(side: Side, start: int, stop: int) -> Iterator[tuple[int, i
     max_tokens = max(1, DECODED_BYTES // (4 * side.batch * side.heads * side.dim))
     for page in side.runs:
         # Token groups are decoded whole.
-        step = max(page.codec.token_group, max_tokens // page.codec.token_group * page.codec.token_group)
+        step = max(page.codec.group_tokens, max_tokens // page.codec.group_tokens * page.codec.group_tokens)
         last = min(stop, first + page.tokens)
         for begin in range(max(start, first), last, step):
             end = min(begin + step, last)

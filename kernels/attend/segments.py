@@ -104,7 +104,7 @@ class Frame(NamedTuple):
         balanced = self.page.codec.folded_frame
         if balanced is None:
             return None
-        return CodecWithSidecars(self.codec.family, (balanced, *self.codec.sidecars))
+        return CodecWithSidecars(self.codec.without_sidecars, (balanced, *self.codec.sidecars))
 
     @property
     def channel_factors(self) -> torch.Tensor | None:
@@ -159,7 +159,7 @@ def _page_segments(page: PackedRun, first: int, dtype: torch.dtype, first_page: 
     if not codec.whole_tokens:
         return [_segment_with_sidecars(page, first, 0, page.tokens, frame)]
     raw_tokens = {token for tokens in codec.whole_tokens for token in tokens.token_positions(page.streams)[0].tolist()}
-    for size in (math.lcm(tokens, codec.family.token_group) for tokens in RAW_TOKENS):
+    for size in (math.lcm(tokens, codec.without_sidecars.group_tokens) for tokens in RAW_TOKENS):
         flagged = sorted({token // size for token in raw_tokens})
         if len(flagged) * size <= max(MAX_RAW_TOKENS, page.tokens // 2):
             break
@@ -202,7 +202,7 @@ def _segment_with_sidecars(page: PackedRun, first: int, start: int, stop: int, f
             outliers = {**entries, tiles_outliers.COLUMNS: tiles_outliers.column_stream(tiles, str(page.streams[OUTLIERS].device))}
     if not outliers:
         sidecars = tuple(sidecar for sidecar in sidecars if type(sidecar) is not Outliers)
-    codec = CodecWithSidecars(segment.codec.family, sidecars) if sidecars else segment.codec
+    codec = CodecWithSidecars(segment.codec.without_sidecars, sidecars) if sidecars else segment.codec
     return segment._replace(codec=codec, streams={**segment.streams, **outliers})
 
 

@@ -277,16 +277,17 @@ def symbol_pair_digits(
     ODD: tl.constexpr = EVEN + (EVEN + 1 < SYMBOLS)
     PIECES: tl.constexpr = _symbol_pair_pieces(PACKING, EVEN)
     if len(PIECES) > 0:
-        value = _read_pair_piece(words, constant_at(PIECES, 0), FAST)
+        value = _extract_pair_bits(words, constant_at(PIECES, 0), FAST)
         for index in tl.static_range(1, len(PIECES)):
-            value = value | _read_pair_piece(words, constant_at(PIECES, index), FAST)
+            value = value | _extract_pair_bits(words, constant_at(PIECES, index), FAST)
     else:
         value = insert_above(symbol_digit(words, PACKING, ODD, FAST), symbol_digit(words, PACKING, EVEN, FAST), 16, FAST)
     return value
 
 
 @triton.jit
-def _read_pair_piece(words: tl.tuple, PIECE: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def _extract_pair_bits(words: tl.tuple, PIECE: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return the bits of ``PIECE``, one part of the digits of two symbols, at their positions in the result."""
     word = words[PIECE.word]
     if PIECE.in_bytes:
         word = _spread_bytes(word, FAST)

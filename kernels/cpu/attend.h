@@ -115,7 +115,7 @@ static void add_values(const Item *item, Scratch *scratch, int64_t hidden, float
 
 /* The first token to read: the first visible one, or the first of its token group. */
 static int64_t aligned_start(const Item *item, int64_t seen) {
-    int64_t k = item->span->k.codec->token_group, v = item->span->v.codec->token_group, group = k > v ? k : v;
+    int64_t k = item->span->k.codec->group_tokens, v = item->span->v.codec->group_tokens, group = k > v ? k : v;
     return seen - (seen - item->start) % group;
 }
 

@@ -83,7 +83,7 @@ def _create_struct(codec: Codec, values: dict[str, tuple[int, str]]) -> library.
     result = library.Codec()
     packings = codec.packings()
     result.family = library.FAMILIES.index(codec.id)
-    result.dim, result.token_group = codec.dim, codec.token_group
+    result.dim, result.group_tokens = codec.dim, codec.group_tokens
     result.packings = len(packings)
     for index, packing in enumerate(packings.values()):
         result.packing[index] = _describe_packing(packing)

@@ -332,7 +332,7 @@ def scales_of_errors(codec: Codec, ratio: float) -> tuple[str, int, float] | Non
 
     Returns None if the C kernels do not support this check for the codec.
     """
-    family = codec.family
+    family = codec.without_sidecars
     if isinstance(family, Minifloat) and family.scale_dtype == "e8m0":
         return "block_scales", _POWERS, ratio
     if isinstance(family, Group) and family.scale_dtype == "fp16":

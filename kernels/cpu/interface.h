@@ -70,7 +70,7 @@ typedef struct {
     Packing packing[MAX_PACKINGS];
     int64_t value_streams, numbers; /* numbers: how many numbers per token all value streams have together */
     Values values[MAX_VALUES];
-    int64_t token_group;
+    int64_t group_tokens;
     /* group, minifloat: number of channels per group or block. group: indices of the streams of scales along tokens, and of the table of
        8-bit scales */
     int64_t size, token_scale, scales_stream, table_stream;
@@ -100,7 +100,7 @@ typedef struct {
     int64_t bins, quarter_bits;
     float highest;
     /* lossless: index of the stream of frequencies, 16-bit numbers of each run. The next streams contain the states, two int64 for each
-       chunk of token_group tokens (its first word, and the number of all words), and the words. */
+       chunk of group_tokens tokens (its first word, and the number of all words), and the words. */
     int64_t chunk_stream;
     /* minifloat: the format of elements, whose codes of magnitude `finite` and above are not finite, and the kind of scales. lossless:
        number of bits of a fraction, 7 for bf16 or 10 for fp16. */

@@ -61,7 +61,7 @@ class Codec(Structure):
         ("packing", Packing * MAX_PACKINGS),
         *((name, c_int64) for name in ("value_streams", "numbers")),
         ("values", Values * MAX_VALUES),
-        *((name, c_int64) for name in ("token_group", "size", "token_scale", "scales_stream", "table_stream", "patch_stream")),
+        *((name, c_int64) for name in ("group_tokens", "size", "token_scale", "scales_stream", "table_stream", "patch_stream")),
         *((name, c_int64) for name in ("outlier_stream", "mean_stream", "mean_tokens", "mean_bits", "sketches")),
         ("sketch_rotation", Rotation),
         ("sketch_size", c_float),

@@ -15,7 +15,7 @@ enum { FREQUENCIES, STATES, CHUNK_PLACES, CHUNK_WORDS };
 
 static int64_t chunk_bytes(const Codec *codec) {
     if (codec->family != LOSSLESS) return 0;
-    return (int64_t)sizeof(Chunk) + 4 * RANS_SLOTS + MAX_CHUNKS * codec->token_group * codec->dim + 128 + (codec->dim + 1) / 2 * 2 * TILE;
+    return (int64_t)sizeof(Chunk) + 4 * RANS_SLOTS + MAX_CHUNKS * codec->group_tokens * codec->dim + 128 + (codec->dim + 1) / 2 * 2 * TILE;
 }
 
 /* A chunk without exponents, in memory of `chunk_bytes`. */
@@ -50,13 +50,13 @@ static void load_chunks(const Codec *codec, const Loaded *in, const Segment *seg
     RansRun runs[MAX_CHUNKS];
     int count = 0;
     for (int64_t first = MAX_CHUNKS * number; first < MAX_CHUNKS * (number + 1); first++) {
-        int64_t left = segment->tokens - first * codec->token_group, place[2];
+        int64_t left = segment->tokens - first * codec->group_tokens, place[2];
         if (left <= 0) break;
         memcpy(place, row_of(&streams[CHUNK_PLACES], in->batch, in->head, first), sizeof place);
         RansRun *run = &runs[count];
         *run = (RansRun){(const uint16_t *)streams[CHUNK_WORDS].data, place[1], place[0], .slots = chunk->slots};
-        run->length = (left < codec->token_group ? left : codec->token_group) * codec->dim;
-        run->symbols = chunk->exponents + count++ * codec->token_group * codec->dim;
+        run->length = (left < codec->group_tokens ? left : codec->group_tokens) * codec->dim;
+        run->symbols = chunk->exponents + count++ * codec->group_tokens * codec->dim;
         memcpy(run->states, row_of(&streams[STATES], in->batch, in->head, first), sizeof run->states);
     }
     rans_decode(runs, count);
@@ -64,7 +64,7 @@ static void load_chunks(const Codec *codec, const Loaded *in, const Segment *seg
 
 static void lossless_decode(const Codec *codec, const Loaded *in, float *tile) {
     Chunk *chunk = in->chunk;
-    int64_t pairs = (codec->dim + 1) / 2, group = MAX_CHUNKS * codec->token_group;
+    int64_t pairs = (codec->dim + 1) / 2, group = MAX_CHUNKS * codec->group_tokens;
     for (int64_t p = 0; p < in->pieces; p++)
         for (int64_t t = 0, count; t < in->piece[p].count; t += count) {
             int64_t token = in->piece[p].token + t, left = group - token % group;

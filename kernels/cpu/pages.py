@@ -160,7 +160,7 @@ class RawTokenChooser:
         tokens: int,
         dim: int,
         dtype: torch.dtype,
-        token_group: int,
+        group_tokens: int,
         slots: int,
         shared: Collection[str],
     ) -> None:
@@ -168,7 +168,7 @@ class RawTokenChooser:
         self._layers, self._tokens, self._slots = layers, tokens, slots
         dtype_index = DTYPES.index(dtype)
         sizes = {"layers": layers, "heads": heads, "tokens": tokens, "dim": dim, "slots": slots, "page": PAGE_TOKENS, "few": MAX_PER_PAGE}
-        high = raw.high_norm if token_group > 1 else 0.0
+        high = raw.high_norm if group_tokens > 1 else 0.0
         sharing = {"shared": (HEADS, SHARED_RATIO), "grouped": (TOKENS, GROUP_RATIO)}
         ratios = {name: ratio if kind in shared and raw.high_norm else 0.0 for name, (kind, ratio) in sharing.items()}
         self._call = library.RawSlotsArguments(dtype=dtype_index, low=raw.low_norm, high=high, **ratios, **sizes)

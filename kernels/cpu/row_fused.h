@@ -26,7 +26,7 @@ static StoredRows rows_from(const Codec *codec, const Loaded *in, const Piece *p
     StoredRows rows = {piece->at + t, piece->count - t, stream->row, codec->dim, codec->values[0].dtype, row_of(stream, in->batch, in->head, token), NULL};
     if (codec->family == LOSSLESS) {
         rows.dtype = IN_PARTS;
-        int64_t group = MAX_CHUNKS * codec->token_group, left = group - token % group;
+        int64_t group = MAX_CHUNKS * codec->group_tokens, left = group - token % group;
         load_chunks(codec, in, piece->segment, token / group);
         rows.exponents = in->chunk->exponents + token % group * codec->dim;
         if (left < rows.count) rows.count = left;

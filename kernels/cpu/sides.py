@@ -158,7 +158,7 @@ def _packed_parts(side: Side) -> list[SidePart] | None:
 
 def _has_page_frames(codec: Codec) -> bool:
     """Return True if pages may have different coded frames, because each stores its own value maps or basis rows."""
-    if isinstance(codec.family, Klt) and codec.family.rows != "basis":
+    if isinstance(codec.without_sidecars, Klt) and codec.without_sidecars.rows != "basis":
         return True
     return isinstance(codec, CodecWithSidecars) and codec.maps_by_run
 
@@ -208,7 +208,7 @@ def _segment_table(stretch: Stretch, description: CodecDescription, batch: int, 
         elif name == codecs.BASIS:
             rows, shape = numpy.arange(len(counts)), stream.shape
         elif name == codecs.CHUNK_RANGES:
-            per_run = -(-counts // codec.token_group)
+            per_run = -(-counts // codec.group_tokens)
             rows, shape = numpy.cumsum(per_run) - per_run, torch.Size((batch, heads, int(per_run.sum()), 2))
         elif name == codecs.RAW_ENTRY:
             rows, shape = stretch.ends - counts, torch.Size((batch, 1, int(stretch.ends[-1])))
@@ -240,7 +240,7 @@ def _segment_table(stretch: Stretch, description: CodecDescription, batch: int, 
 
 def _basis_numbers(codec: Codec, streams: Mapping[str, torch.Tensor], batch: int, heads: int, runs: int) -> torch.Tensor:
     """Return the derived stream ``codecs.BASIS`` of ``runs`` pages. They share one basis unless they store their own."""
-    codec = codec.family
+    codec = codec.without_sidecars
     assert isinstance(codec, Klt)
     if "rows" not in streams:
         return codecs.basis_numbers(codec, codec.source_for(heads))[:, :, None].expand(batch, heads, runs, -1)

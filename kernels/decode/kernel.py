@@ -88,7 +88,7 @@ def prepare_rows(
     per_row = [layout.tokens_per_row if layout.per == "token" else rows.ONE_ROW for layout in layouts.values()]
     streams = [([view_stream(name, part.streams[name]) for name in layouts], part.tokens, part.first) for part in packed]
     # Blocks begin at the start of a token group.
-    work = rows.build_work(streams, per_row, batch * heads, max(tile, codec.token_group), out.device, pages)
+    work = rows.build_work(streams, per_row, batch * heads, max(tile, codec.group_tokens), out.device, pages)
     stored = (part.streams[name] for part in packed for name in layouts)
     read = (stream for part, _, _ in streams for stream in part)
     matrix = rotation_signs(codec.rotation, channels, out.device) if rotated else work.table

@@ -112,7 +112,7 @@ def _prepare(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> Prepar
     if not parts:
         return None
     codec, packed = parts[0].page.codec.without_raw_positions, [part.packed(start) for part in parts]
-    if parts[0].start % codec.token_group:
+    if parts[0].start % codec.group_tokens:
         return None
     return unpack.prepare(codec, packed, out) if unpack.supports(codec, out) else decode.prepare(codec, packed, out, True)
 
@@ -128,7 +128,7 @@ def _decode_with_fallback(parts: Sequence[SidePart], start: int, out: torch.Tens
     if klt.supports(codec, out):
         klt.unpack(codec, packed, out)
         return True
-    return parts[0].start % codec.token_group == 0 and decode.decode_into(codec, packed, out, True)
+    return parts[0].start % codec.group_tokens == 0 and decode.decode_into(codec, packed, out, True)
 
 
 def _raw_tokens(parts: Sequence[SidePart], start: int) -> RawTokens | None:

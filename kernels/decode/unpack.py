@@ -121,7 +121,7 @@ def prepare(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor) -> Pr
 
 def _inner_codec(codec: Codec) -> Codec:
     """Return ``codec`` without channel scales and key means if it has no other sidecar, otherwise ``codec`` itself."""
-    return codec.family if {*map(type, codec.sidecars)} <= {ChannelScale, KeyMean} else codec
+    return codec.without_sidecars if {*map(type, codec.sidecars)} <= {ChannelScale, KeyMean} else codec
 
 
 def _check_means(mean: KeyMean, part: PackedPart, batch: int, heads: int) -> int:

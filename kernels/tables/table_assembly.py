@@ -75,7 +75,7 @@ def tile_lookup_ptx(position: int, bits: int, values: int, offset: int, copies: 
     registers = [f"${number}" for number in range(values)]
     word = f"${values}"
 
-    def place(name: str, first: int) -> str:
+    def entry_offset(name: str, first: int) -> str:
         move = f"shr.b32 {name}, {word}, {first - stride};" if first >= stride else f"shl.b32 {name}, {word}, {stride - first};"
         return f"{move} lop3.b32 {name}, {name}, {mask}, lane, 0xEA; {beyond.format(name)}"
 
@@ -89,7 +89,7 @@ def tile_lookup_ptx(position: int, bits: int, values: int, offset: int, copies: 
     return f"""{{
         .reg .b32 lane, low, high, base, a0, a1, b0, b1;
         mov.u32 lane, %laneid; and.b32 lane, lane, {copies - 1}; shl.b32 lane, lane, {own};
-        {place("low", position)} {place("high", 16 + position)}
+        {entry_offset("low", position)} {entry_offset("high", 16 + position)}
         {table} {loads} {joined}
     }}"""
 
@@ -104,14 +104,14 @@ def column_lookup_ptx(bits: int, offset: int, copies: int, multiplied: bool) -> 
     """
     mask = ((1 << bits) - 1) * 4 * copies
 
-    def place(name: str, word: int, rotation: int, first: int) -> str:
+    def load_entry(name: str, word: int, rotation: int, first: int) -> str:
         return f"""or.b32 first, lane, ${first}; {_move_word(name, f"${word}", f"${rotation}", multiplied)}
             lop3.b32 {name}, {name}, {mask}, first, 0xEA; add.u32 {name}, {name}, base; ld.shared.b32 {name}, [{name} + {offset}];"""
 
     return f"""{{
         .reg .b32 lane, first, base, low, high;
         mov.u32 lane, %laneid; and.b32 lane, lane, {copies - 1}; shl.b32 lane, lane, 2; mov.u32 base, kvpack_tables;
-        {place("low", 1, 3, 5)} {place("high", 2, 4, 6)} prmt.b32 $0, low, high, 0x5410;
+        {load_entry("low", 1, 3, 5)} {load_entry("high", 2, 4, 6)} prmt.b32 $0, low, high, 0x5410;
     }}"""
 
 
@@ -235,14 +235,14 @@ def word_lookup_ptx(position: int, bits: int, offset: int, copies: int, whole: b
     columns = "" if whole else """and.b32 select, $4, 8; shl.b32 select, select, 5;
         add.u32 select, select, 0x0410; prmt.b32 low, $2, $3, select; add.u32 select, select, 0x0222; prmt.b32 high, $2, $3, select;"""
 
-    def place(name: str, word: str, first: int) -> str:
+    def entry_address(name: str, word: str, first: int) -> str:
         move = f"shr.b32 {name}, {word}, {first - stride};" if first >= stride else f"shl.b32 {name}, {word}, {stride - first};"
         return f"{move} lop3.b32 {name}, {name}, {mask}, lane, 0xEA; add.u32 {name}, {name}, base;"
 
-    high = place("high", "$2", 16 + position) if whole else place("high", "high", position)
+    high = entry_address("high", "$2", 16 + position) if whole else entry_address("high", "high", position)
     return f"""{{
         .reg .b32 lane, low, high, base, select;
         mov.u32 lane, %laneid; and.b32 lane, lane, {copies - 1}; shl.b32 lane, lane, 2; mov.u32 base, kvpack_tables;
-        {columns} {place("low", "$2" if whole else "low", position)} {high}
+        {columns} {entry_address("low", "$2" if whole else "low", position)} {high}
         ld.shared.b32 $0, [low + {offset}]; ld.shared.b32 $1, [high + {offset}];
     }}"""

@@ -102,7 +102,7 @@ def _basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float
         widths = (run_widths + [0] * run_count(dim))[: run_count(dim)]
         rows[0, side] = torch.stack([_rows(widths, dim, seed) for seed in range(heads)])
         all_widths[0, side] = bytes(widths)
-    basis = Basis.of_bytes(basis_bytes(rows, 1, {}), where=recipe)
+    basis = Basis.from_bytes(basis_bytes(rows, 1, {}), where=recipe)
     return basis, basis.average_bits(all_widths)
 
 
@@ -149,7 +149,7 @@ def _frames_basis(scope: str, heads: int, dims: tuple[int, int]) -> Basis:
         rope = Rope(tuple(10000.0 ** (-2 * pair / dim) for pair in range(dim // 2)), "halves") if side == "k" else None
         frame = torch.stack([_frame(channels, seed) for seed in range(count)])
         frames[0, side] = Frames(frame, numpy.broadcast_to(scales, (count, channels)), tables, rope)
-    return Basis.of_bytes(basis_bytes(rows, 1, {}, frames=frames), where=f"{TRANSFORM}{scope}")
+    return Basis.from_bytes(basis_bytes(rows, 1, {}, frames=frames), where=f"{TRANSFORM}{scope}")
 
 
 def _frame(channels: int, seed: int) -> torch.Tensor:

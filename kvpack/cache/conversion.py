@@ -42,7 +42,7 @@ def convert_layers(layers: Sequence[Layer], recipe: Recipe, start: int, progress
     result = []
     for number, layer in enumerate(layers):
         sides: list[Side | None] = []
-        first, norms = start + layer.skipped, _cached_norms(layer)
+        first, norms = start + layer.skipped, _norm_getter(layer)
         for name, side in (("k", layer.k), ("v", layer.v)):
             if side is None:
                 sides.append(None)
@@ -68,7 +68,7 @@ def pack_tails(layers: Sequence[Layer], start: int) -> tuple[Layer, ...]:
     """Encode the raw tails of ``layers``, except for tokens that a window keeps raw. ``start`` is the position of the first token."""
     result = []
     for number, layer in enumerate(layers):
-        first, norms = start + layer.skipped, _cached_norms(layer)
+        first, norms = start + layer.skipped, _norm_getter(layer)
         k, v = (
             None if side is None else _with_window(side, side.window, f"layers[{number}].{name}", first, norms)
             for name, side in (("k", layer.k), ("v", layer.v))
@@ -77,7 +77,7 @@ def pack_tails(layers: Sequence[Layer], start: int) -> tuple[Layer, ...]:
     return tuple(result)
 
 
-def _cached_norms(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
+def _norm_getter(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
     """Return a function that computes the norms by which a codec selects raw tokens. It decodes the layer only once."""
     get_norms = {name: cache(side.norms) for name, side in layer.sides.items()}
 
@@ -97,13 +97,13 @@ def _reencode(side: Side, codec: Codec, window: int, where: str, first: int, nor
     """
     # Another dtype would change the bits of NaN.
     dtype, tokens = RAW_DTYPES[_exact_dtype(side)], side.tokens
-    multiple = math.lcm(128, codec.token_group, side.codec.token_group)
+    multiple = math.lcm(128, codec.group_tokens, side.codec.group_tokens)
     step = max(1, VALUES_AT_ONCE // (side.batch * side.heads * side.dim) // multiple) * multiple
     raw = codec.raw_positions
     raw_layout = {} if raw is None else raw.layout(1, 1, 0)
     per_token = all(entry.per == "token" or name in raw_layout for name, entry in codec.layout(side.batch, side.heads, tokens).items())
     packed = tokens - tokens % window if window else tokens
-    aligned = all(boundary % multiple == 0 for boundary in side.boundaries if boundary < packed) and packed % side.codec.token_group == 0
+    aligned = all(boundary % multiple == 0 for boundary in side.boundaries if boundary < packed) and packed % side.codec.group_tokens == 0
     # Values of a raw side may be rejected, and the message needs their positions in the whole side.
     lossy = codec.exact_dtype is None and side.codec.exact_dtype is None
     if not (lossy and per_token and aligned and packed > step):

@@ -127,7 +127,7 @@ class Layer(PackedObject):
         unit = None
         if any(side.codec.raw_positions for side in self.sides.values()):
             # The same raw tokens are chosen for keys and values, so both encode the same tokens at once.
-            unit = math.lcm(*(side.codec.token_group for side in self.sides.values()))
+            unit = math.lcm(*(side.codec.group_tokens for side in self.sides.values()))
 
         @cache
         def norms_by_side(start: int, stop: int) -> dict[str, torch.Tensor]:

@@ -234,7 +234,7 @@ class Minifloats:
             raise InvalidType(f"expected packed keys or values, such as cache[0].k, but got a {type(untyped).__name__}")
         codec = side.codec
         if not isinstance(codec, Minifloat):
-            actual = codec.id if codec.family is codec else f"{codec.id} with sidecars"
+            actual = codec.id if codec.without_sidecars is codec else f"{codec.id} with sidecars"
             raise InvalidParameter(
                 f"the codec is {actual}, expected minifloat without sidecars (such as raw tokens): convert the cache first, for example "
                 "to 'fp8;raw=0'"

@@ -134,13 +134,13 @@ class Stretch:
             return self
         first, last = int(numpy.searchsorted(self.ends, start, "right")), int(numpy.searchsorted(self.ends, stop, "left"))
         begin = start - self.token_range(first)[0]
-        if begin % self.codec.token_group:
+        if begin % self.codec.group_tokens:
             raise OutOfBounds(
-                f"begins {begin} tokens into a run whose codec encodes {self.codec.token_group} tokens together: start "
-                f"at a multiple of {self.codec.token_group}"
+                f"begins {begin} tokens into a run whose codec encodes {self.codec.group_tokens} tokens together: start "
+                f"at a multiple of {self.codec.group_tokens}"
             )
         streams: Streams = self.rows(start, stop)
-        part = (stop - self.token_range(last)[0]) % self.codec.token_group
+        part = (stop - self.token_range(last)[0]) % self.codec.group_tokens
         if part and stop < self.ends[last]:
             with float32_no_grad(next(iter(streams.values())).device):
                 streams = self.codec.cut(streams, part)
@@ -160,7 +160,7 @@ class Stretch:
     @cached_property
     def continues_previous(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
         """One bool for each run except the first: True if it can be joined to the previous run (see ``PackedRun.is_continued_by``)."""
-        whole = torch.from_numpy(numpy.diff(self.ends, prepend=0)[:-1] % self.codec.token_group == 0)
+        whole = torch.from_numpy(numpy.diff(self.ends, prepend=0)[:-1] % self.codec.group_tokens == 0)
         for name, layout in self.layout.items():
             if layout.per == "run":
                 rows = self.streams[name]
@@ -193,7 +193,7 @@ class PackedRun:
 
     def frame(self, start: int, stop: int) -> torch.Tensor:
         """Decode tokens ``[start, stop)`` without reversing the codec's rotation, to float32 ``[batch, kv_head, token, dim]``."""
-        aligned = start - start % self.codec.token_group
+        aligned = start - start % self.codec.group_tokens
         # A token group is decoded whole, so there may be more tokens than requested.
         return decode_frame(self.codec, self.rows(aligned, stop))[:, :, start - aligned : stop - aligned]
 
@@ -206,7 +206,7 @@ class PackedRun:
 
         They have the dtype that the codec stores exactly, or float32 if the codec is lossy.
         """
-        aligned = start - start % self.codec.token_group
+        aligned = start - start % self.codec.group_tokens
         rows = self.rows(aligned, stop)
         return decode(self.codec, rows)[:, :, start - aligned : stop - aligned]
 
@@ -223,7 +223,7 @@ class PackedRun:
 
         This run must end with a complete token group, and the streams with one row per run must be equal in both runs.
         """
-        if self.tokens % self.codec.token_group:
+        if self.tokens % self.codec.group_tokens:
             return False
         run_streams = [name for name, layout in self.codec.row_layouts.items() if layout.per == "run"]
         return all(torch.equal(self.streams[name], other.streams[name]) for name in run_streams)
@@ -342,7 +342,7 @@ class PackedRuns(Sequence[PackedRun]):
             return numpy.empty(0, bool)
         codec = self.stretches[0].codec
         if not codec.summary.has_run_rows:
-            whole: numpy.ndarray[Any, numpy.dtype[numpy.bool_]] = numpy.diff(self.ends, prepend=0)[:-1] % codec.token_group == 0
+            whole: numpy.ndarray[Any, numpy.dtype[numpy.bool_]] = numpy.diff(self.ends, prepend=0)[:-1] % codec.group_tokens == 0
             return whole
         parts = [stretch.continues_previous for stretch in self.stretches[:1]]
         for stretch, other in pairwise(self.stretches):

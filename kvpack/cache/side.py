@@ -181,7 +181,8 @@ class Side:
             source = self.tail[:, :, start - first : stop - first] if run is None else run.decode(start - first, stop - first)
             out[:, :, start:stop] = source
 
-        per_tile = tokens_at_once(self.batch * self.heads * self.dim, max(128, self.codec.token_group), self.codec.token_group, self.device)
+        group_tokens = self.codec.group_tokens
+        per_tile = tokens_at_once(self.batch * self.heads * self.dim, max(128, group_tokens), group_tokens, self.device)
         tiles = [tile for tile in self.tiles(per_tile) if any(start <= tile[0] < stop for start, stop in remaining)]
         for_each_block(unpack_tile, tiles, self.device)
 
@@ -191,7 +192,7 @@ class Side:
             rows = (range(first, min(first + at_once, self.batch)) for first in range(0, self.batch, at_once))
             return torch.cat([self.select(part).norms(start) for part in rows])
         result = [torch.empty(self.batch, self.heads, 0, dtype=torch.float32, device=self.device)]
-        per_tile = tokens_at_once(self.batch * self.heads * self.dim, 128, self.codec.token_group, self.device)
+        per_tile = tokens_at_once(self.batch * self.heads * self.dim, 128, self.codec.group_tokens, self.device)
         for first, stop in self.tiles(per_tile, (start,) if start < self.tokens else ()):
             if first >= start:
                 run, begin = self.run_at(first, stop)
@@ -270,7 +271,7 @@ class Side:
                 # Checked now, because the message must name the new tokens, and encoding may happen later.
                 check_finite(x, self.tokens, where)
             tail = self._tail_with(x, where)
-            unit = self.window or unit or self.codec.token_group
+            unit = self.window or unit or self.codec.group_tokens
             ready = tail.shape[2] // unit * unit
             if not ready:
                 return replace(self, tail=tail)
@@ -365,16 +366,16 @@ def _codec_difference(codec: Codec, other: Codec) -> str:
 
 def sequences_at_once(*sides: Side) -> int:
     """Return for how many sequences, at least 1, one token group of all ``sides`` can be decoded within ``GROUP_VALUES`` values."""
-    return max(1, GROUP_VALUES // max(side.heads * side.dim * side.codec.token_group for side in sides))
+    return max(1, GROUP_VALUES // max(side.heads * side.dim * side.codec.group_tokens for side in sides))
 
 
-def tokens_at_once(values: int, multiple: int, token_group: int, device: torch.device) -> int:
+def tokens_at_once(values: int, multiple: int, group_tokens: int, device: torch.device) -> int:
     """Return the number of tokens per tile if each token has ``values`` values.
 
-    It is a multiple of ``multiple`` or, if even ``multiple`` tokens are too many, of ``token_group``.
+    It is a multiple of ``multiple`` or, if even ``multiple`` tokens are too many, of ``group_tokens``.
     """
     tokens = TILE_VALUES * block_factor(device) // max(1, values)
-    return tokens // multiple * multiple or max(token_group, tokens // token_group * token_group)
+    return tokens // multiple * multiple or max(group_tokens, tokens // group_tokens * group_tokens)
 
 
 def check_tensor(x: Any, where: str) -> None:

@@ -73,7 +73,7 @@ def build_cache(header: Header, layers: Iterable[Layer]) -> Cache:
     model = MappingProxyType(dict(header.model))
     if not header.ignorable:
         return Cache(tuple(layers), header.recipe, model, header.start)
-    inputs = Inputs.from_features(header.ignorable, header.hidden, header.batch, start=header.start, tokens=header.tokens)
+    inputs = Inputs.from_features(header.ignorable, header.hidden, header.min_batch, start=header.start, tokens=header.tokens)
     if inputs is not None:
         inputs = replace(inputs, first=header.start)
     metadata = MappingProxyType(from_bytes(header.ignorable.get(FEATURE, b"")))
@@ -115,7 +115,7 @@ def _apply_options(codec: Codec, recipe: str, layer: int, layers: int, side: str
     words = {name: value for name, value in options.items() if name in ENCODER_OPTIONS.get(codec.id, ())}
     if words:
         with contextlib.suppress(InvalidParameter):
-            codec = codec.with_family(replace(codec.family, **words))  # type: ignore[type-var]
+            codec = codec.with_plain_codec(replace(codec.without_sidecars, **words))  # type: ignore[type-var]
     if isinstance(codec, CodecWithSidecars) and not options.keys().isdisjoint(RawPositions.words):
         with contextlib.suppress(InvalidParameter):
             raw = RawPositions.from_options(codec.dim, side, Options(codec.id, options))

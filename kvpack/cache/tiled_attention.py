@@ -48,8 +48,8 @@ def attend_chunk(
     begin, end = _visible_range(position, q_len, k.tokens, causal, sliding_window) if lengths is None else (0, k.tokens)
     if starts is not None and starts.device.type == "cpu":
         begin = max(begin, int(starts.min()))
-    token_group = max(k.codec.token_group, v.codec.token_group)
-    per_tile = tokens_at_once(batch * k.heads * max(k.dim, v.dim, rows), max(64, token_group), token_group, q.device)
+    group_tokens = max(k.codec.group_tokens, v.codec.group_tokens)
+    per_tile = tokens_at_once(batch * k.heads * max(k.dim, v.dim, rows), max(64, group_tokens), group_tokens, q.device)
     k, v = _merge_short_runs(k, per_tile), _merge_short_runs(v, per_tile)
     tiles = [(start, stop) for start, stop in k.tiles(per_tile, [*v.boundaries, begin, end]) if start < end and stop > begin]
     # Position of each row's query. The rows of a KV head are ordered by query head, so positions repeat.

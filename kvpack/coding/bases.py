@@ -78,7 +78,7 @@ _LOSS_PATTERN = re.compile(r"[0-9]{1,6}(\.[0-9]{1,12})?(e-[0-9]{2})?")
 class Basis:
     """The calibrated basis of one model: matrices for the codecs klt and transform, and for encoding keys in balanced frames.
 
-    ``kvpack calibrate`` writes a basis file; ``Basis.load`` and ``Basis.of_bytes`` read one.
+    ``kvpack calibrate`` writes a basis file; ``Basis.load`` and ``Basis.from_bytes`` read one.
 
     Attributes:
         digest: SHA-256 of the file (32 bytes). Recipes and caches identify the basis by it.
@@ -119,7 +119,7 @@ class Basis:
             return cls(source.read_all(), source.where)
 
     @classmethod
-    def of_bytes(cls, data: bytes, *, where: str = "basis") -> Self:
+    def from_bytes(cls, data: bytes, *, where: str = "basis") -> Self:
         """Create a basis from ``data``, the bytes of a basis file. ``where`` names it in error messages. Raises the same errors as
         ``load``.
         """

@@ -126,7 +126,7 @@ def with_bases(header: Header, source: Any = None) -> Header:
 
 def _parts_with_basis(codec: Codec) -> tuple[Klt | Transform | FrameMap, ...]:
     """Return the parts of ``codec`` that may need a basis: the codec itself, its sidecar for key frames, both, or neither."""
-    parts = (codec.family, codec.sidecar(FrameMap))
+    parts = (codec.without_sidecars, codec.sidecar(FrameMap))
     return tuple(part for part in parts if isinstance(part, Klt | Transform | FrameMap))
 
 
@@ -165,14 +165,14 @@ def _with_rows(codec_index: int, codec: Codec, family: Klt | Transform, basis: B
             return codec
         raise InvalidHeader(f"codecs[{codec_index}]: dim is {family.dim}, but the {family.basis_location} have {rows.dim} channels")
     if not isinstance(family, Transform):
-        return codec.with_family(replace(family, source=rows))
+        return codec.with_plain_codec(replace(family, source=rows))
     assert frames is not None
     if frames.count != (expected := rows.heads if family.scope == "head" else 1):
         raise InvalidHeader(
             f"codecs[{codec_index}]: scope is {family.scope}, but the {family.basis_location} have {frames.count} frames, expected "
             f"{expected} for {rows.heads} heads"
         )
-    return codec.with_family(replace(family, source=frames))
+    return codec.with_plain_codec(replace(family, source=frames))
 
 
 def bind_bases(where: str, header: Header, source: Any) -> Header:

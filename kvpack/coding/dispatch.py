@@ -146,7 +146,8 @@ def supports_value_checks(codec: Codec, device: torch.device) -> bool:
     # A sketch has too many signs to copy to the host.
     if isinstance(codec, CodecWithSidecars) and codec.sketches:
         return False
-    return codecs.codec_kernels(codec.family).has_rules(codec.family) and rules.stream_rules(codec.family) is not None
+    plain = codec.without_sidecars
+    return codecs.codec_kernels(plain).has_rules(plain) and rules.stream_rules(plain) is not None
 
 
 def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequence[int], str]]) -> Callable[[], None]:
@@ -160,7 +161,7 @@ def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequen
         return lambda: None
     from kvpack.kernels.bitpack import rules
 
-    wrong_sides = rules.find_invalid_sides([(codec.family, streams) for codec, streams, _, _ in sides])
+    wrong_sides = rules.find_invalid_sides([(codec.without_sidecars, streams) for codec, streams, _, _ in sides])
     sidecar_streams = [
         (number, name)
         for number, (codec, *_) in enumerate(sides)
@@ -350,7 +351,7 @@ def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: fl
         has_large = c_encode.has_large_error(codec, streams, ratio)
         if has_large is not None:
             return has_large
-    return token_norms.has_large_size(codec.family.error_sizes(streams), ratio)
+    return token_norms.has_large_size(codec.without_sidecars.error_sizes(streams), ratio)
 
 
 def _runs_c() -> bool:

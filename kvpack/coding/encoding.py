@@ -189,7 +189,7 @@ def _encode_others(
             streams = encode_all(plain, x, where, previous, position, sizes)
             _encode_groups_again(plain, x, chosen, streams, where, previous, sizes)
     if streams is None:
-        rest = replace_tokens(x, token, sequence, chosen, codec.summary.token_group)
+        rest = replace_tokens(x, token, sequence, chosen, codec.summary.group_tokens)
         streams = encode_all(plain, rest, where, previous, position, sizes)
     return streams | raw_values
 
@@ -207,7 +207,7 @@ def _encode_groups_again(
 
     ``chosen`` is bool ``[batch, token]``.
     """
-    group, tokens = codec.summary.token_group, x.shape[2]
+    group, tokens = codec.summary.group_tokens, x.shape[2]
     groups = torch.unique(chosen.any(0).nonzero()[:, 0] // group)
     if not len(groups):
         return
@@ -260,7 +260,7 @@ def _encode_in_blocks(
         if sizes.norms is not None:
             sizes.norms[:, :, here] = dispatch.norms(block)
         if sizes.errors is not None and start not in measured:
-            sizes.errors[:, :, here] = relative_errors(codec.family, encoded, block)
+            sizes.errors[:, :, here] = relative_errors(codec.without_sidecars, encoded, block)
 
     def encode_inner(inner: Codec, block: torch.Tensor, start: int) -> dict[str, torch.Tensor] | None:
         if sizes.errors is None:
@@ -294,7 +294,7 @@ def _encode_in_blocks(
 def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
     batch, heads, tokens, _ = x.shape
     row = max(1, batch * heads * codec.dim)
-    multiple = max(_GROUP_MULTIPLE, codec.summary.token_group)
+    multiple = max(_GROUP_MULTIPLE, codec.summary.group_tokens)
     size = max(multiple, BLOCK_VALUES * block_factor(x.device) // row // multiple * multiple)
     if codec.id == "raw":
         # One copy without temporaries.

@@ -56,7 +56,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
 def summarize(file: File) -> dict[str, Any]:
     """Describe the header of ``file`` as JSON values, with the exception of bytes, which are not converted."""
     header = file.header
-    inputs = Inputs.from_features(header.ignorable, header.hidden, header.batch, start=header.start, tokens=header.tokens)
+    inputs = Inputs.from_features(header.ignorable, header.hidden, header.min_batch, start=header.start, tokens=header.tokens)
     stored: Counter[tuple[int, str]] = Counter()
     streams: Counter[str] = Counter()
     for tensor in header.tensors:
@@ -157,5 +157,6 @@ def verify(
 
             file.header = bind_bases(file.where, file.header, basis)
         file.verify(progress)
-        unchecked = any(isinstance(codec.family, Transform) and codec.family.source is None for codec in file.header.codecs)
+        plain_codecs = (codec.without_sidecars for codec in file.header.codecs)
+        unchecked = any(isinstance(codec, Transform) and codec.source is None for codec in plain_codecs)
         return {"file": file.where, "bytes": file.size, "layers": len(file.header.layers), "needs_basis": unchecked}

@@ -207,7 +207,7 @@ class Recipe:
         window = int(text)
         for rule in self.rules:
             for side in rule.sides:
-                group = rule.codec(CHECKED_DIM, side).token_group
+                group = rule.codec(CHECKED_DIM, side).group_tokens
                 if window % group:
                     refuse(
                         self._written,

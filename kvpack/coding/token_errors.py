@@ -295,7 +295,7 @@ def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
     """Return a mask of tokens whose size or scales may cause a large error, bool ``[batch, kv_head, token]``. None means no tokens."""
     codec, kept = run.codec, run.kept
     spread = codec.summary.error_spread
-    sizes = codec.family.error_sizes(run.streams) if spread else run.sizes.norms
+    sizes = codec.without_sidecars.error_sizes(run.streams) if spread else run.sizes.norms
     if sizes is None:
         return None
     # Raw tokens were replaced by small values, so they cannot hide others.

@@ -55,7 +55,7 @@ class CommandStore:
     def basis(self, entry: ChunkEntry) -> Basis | None:
         """Return the basis that an entry's recipe needs, from the store. If it needs none or the store has none, return None.
 
-        The store is not changed. Raises DigestMismatch, Undecryptable, or the same errors as ``Basis.of_bytes``.
+        The store is not changed. Raises DigestMismatch, Undecryptable, or the same errors as ``Basis.from_bytes``.
         """
         from kvpack.coding.recipes import Recipe, basis_digest
         from kvpack.store.bases import basis_in

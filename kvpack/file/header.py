@@ -229,7 +229,7 @@ class Contents:
         return () if data is None else layer_states.layer_states(data, self.layers)
 
     @cached_property
-    def batch(self) -> int:
+    def min_batch(self) -> int:
         """Smallest number of sequences in any layer, or 0 if all layers are empty."""
         sides = (side.batch for layer in self.layers for _, side in layer.sides())
         return min((*sides, *(state.shape[0] for state in self.states)), default=0)
@@ -246,7 +246,7 @@ class Contents:
         data = self.ignorable.get(hidden_tokens.FEATURE)
         if data is None:
             return ()
-        return hidden_tokens.hidden_tokens(data, self.batch, self.start, self.start + self.tokens)
+        return hidden_tokens.hidden_tokens(data, self.min_batch, self.start, self.start + self.tokens)
 
     @cached_property
     def offsets(self) -> tuple[int, ...] | None:
@@ -284,13 +284,13 @@ class Contents:
         summary = codec.summary
         if summary.fixed_heads not in (None, side.heads):
             raise InvalidHeader(f"heads is {side.heads}, but the widths of codec {codec.id} are for {summary.fixed_heads} heads")
-        if summary.token_group == 1 and len(side.runs) > 1 and not summary.has_run_rows:
+        if summary.group_tokens == 1 and len(side.runs) > 1 and not summary.has_run_rows:
             raise InvalidHeader(f"runs has {len(side.runs)} entries, expected at most 1 for a codec that encodes each token separately")
         if (names := tuple(dict(side.entries))) != summary.entries:
             expected = ", ".join(summary.entries) or "none"
             raise InvalidHeader(f"entries has the names {', '.join(names) or 'none'}, expected {expected} from the codec")
-        if side.window % summary.token_group:
-            raise InvalidHeader(f"window is {side.window}, expected a multiple of the codec's token group {summary.token_group}")
+        if side.window % summary.group_tokens:
+            raise InvalidHeader(f"window is {side.window}, expected a multiple of the codec's token group {summary.group_tokens}")
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:

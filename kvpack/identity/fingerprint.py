@@ -59,7 +59,7 @@ class Weights:
         self._found: dict[int, Any] = {}
         first: dict[Hashable, int] = {}
         # Tied weights are read once.
-        self._numbers = [first.setdefault(_memory_of(value) or number, number) for number, (_, value) in enumerate(state)]
+        self._numbers = [first.setdefault(_memory_key(value) or number, number) for number, (_, value) in enumerate(state)]
         host: list[int] = []
         devices: dict[torch.device, dict[int, torch.Tensor]] = {}
         for number in first.values():
@@ -136,7 +136,7 @@ class _DeviceDigests:
         return self._texts
 
 
-def _memory_of(value: Any) -> Hashable:
+def _memory_key(value: Any) -> Hashable:
     """Return a key that is equal for tensors that view the same bytes in memory. For other values, return None."""
     import torch
 
@@ -148,12 +148,12 @@ def _memory_of(value: Any) -> Hashable:
 
 
 def _is_in_host_memory(value: Any) -> bool:
-    return _memory_of(value) is not None and value.device.type == "cpu"
+    return _memory_key(value) is not None and value.device.type == "cpu"
 
 
 def _is_digested_on_device(value: Any) -> bool:
     return (
-        _memory_of(value) is not None
+        _memory_key(value) is not None
         and value.device.type == "cuda"
         and value.is_contiguous()
         and value.data_ptr() % _ALIGNMENT == 0

@@ -343,7 +343,7 @@ class LiveLayer:
         first = token
         for group in (self.window, 0):
             first = token
-            while (aligned := min(_aligned_start(side, first, group or side.codec.token_group) for side in self.sides.values())) != first:
+            while (aligned := min(_aligned_start(side, first, group or side.codec.group_tokens) for side in self.sides.values())) != first:
                 first = aligned
             if token - first < self.window:
                 break
@@ -438,7 +438,7 @@ def empty_layer(recipe: Recipe, layer_index: int, layers: int, k: torch.Tensor |
 
 def live_layer(layer: Layer, layer_index: int, sliding_window: int | None, start: int) -> LiveLayer:
     """Create a live layer that continues ``layer``. The cache begins at position ``start``."""
-    group = math.lcm(*(side.codec.token_group for side in layer.sides.values()))
+    group = math.lcm(*(side.codec.group_tokens for side in layer.sides.values()))
     windows = [side.window for side in layer.sides.values() if side.window]
     window = math.lcm(*windows, group) if windows else math.lcm(DEFAULT_WINDOW, group)
     newest = 0 if windows else NEWEST_TOKENS

@@ -82,7 +82,7 @@ class LiveSide:
         self._runs: PackedRuns = side.runs
         self._given_window = side.window
         older = side.tail.shape[2] - raw_tokens
-        self.unit = window if side.window else self.codec.token_group
+        self.unit = window if side.window else self.codec.group_tokens
         """Raw tokens are encoded in multiples of this number of tokens."""
         # Leave inference mode: tensors created in it could not be written outside it.
         with float32_no_grad(side.device):

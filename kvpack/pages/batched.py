@@ -66,7 +66,7 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
             lost = None if lost is None else _halve_means(lane, x, x, None, encoded, lost)
             left_out += _count_without_room(lane, x, key_norms, fit_errors, lost)
         else:
-            choose = partial(store_in_slots, raw, x, key_norms, lane.plain_codec.token_group, lane.slots)
+            choose = partial(store_in_slots, raw, x, key_norms, lane.plain_codec.group_tokens, lane.slots)
             result = choose(fit_errors)
             wanted = result.wanted
             encoded, lost = _encode(lane, x, result.codec_input, result.chosen)
@@ -111,7 +111,7 @@ def suspect_pages(
     """
     codec, watched = lane.plain_codec, lane.raw_rule
     masks = []
-    if watched is not None and codec.token_group > 1:
+    if watched is not None and codec.group_tokens > 1:
         masks += [mark_large(sizes, watched.high_norm) for sizes in (norms_over_heads(key_norms())[:, None], key_norms())]
     if HEADS in lane.shared_axes:
         masks.append(mark_large(norms_over_heads(norms())[:, None], SHARED_RATIO))
@@ -120,7 +120,7 @@ def suspect_pages(
     if lane.may_lose_precision:
         streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows).items()}
         if spread := codec.summary.error_spread:
-            sizes = codec.family.error_sizes(streams)
+            sizes = codec.without_sidecars.error_sizes(streams)
             masks.append(mark_large(sizes, spread) & mark_large(sizes / norms(), 1.0))
         if (least := codec.min_token_rms(streams)) is not None:
             masks.append(norms() < least * math.sqrt(codec.dim))
@@ -218,7 +218,7 @@ def _count_without_room(
     none = torch.zeros(len(x), x.shape[2], dtype=torch.bool, device=x.device)
     wanted = none.expand(2, -1, -1)
     if key_norms is not None and lane.raw_rule is not None:
-        _, wanted = choose_slot_tokens(lane.raw_rule, key_norms, lane.plain_codec.token_group, 0, fit_errors)
+        _, wanted = choose_slot_tokens(lane.raw_rule, key_norms, lane.plain_codec.group_tokens, 0, fit_errors)
     return count_left_out(wanted, none, losses)
 
 

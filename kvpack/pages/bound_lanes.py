@@ -104,7 +104,7 @@ class BoundLane:
         # Replace a raw token only if it shares scales with others.
         rest = (
             {number: self._without_raw(slot, number, tokens) for number, tokens in used.items()}
-            if self._lane.plain_codec.token_group > 1
+            if self._lane.plain_codec.group_tokens > 1
             else {}
         )
         sizes = self._encode(slot, row, threads, rest)
@@ -155,7 +155,7 @@ class BoundLane:
                 [scale_fit_errors(codec, x[slot].to(dtype)[None], lane.shared_axes, f"layers[{n}].{lane.side}") for n, x in layers]
             )
         norms = torch.cat([norms_per_head(x[slot].to(dtype)[None]) for x in self._keys])
-        return choose_slot_tokens(raw, norms, codec.token_group, lane.slots, fit_errors)
+        return choose_slot_tokens(raw, norms, codec.group_tokens, lane.slots, fit_errors)
 
     def _fit_errors(self, slot: int, row: memoryview, sizes: TokenSizes, raw_tokens: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
         """Return the ``excess_losses`` of tokens that are not raw, ``[2, layer, token]``, or None if no token loses precision.
@@ -224,7 +224,7 @@ class BoundLane:
         x = self._tensors[layer_index][slot].to(self._lane.geometry.computed_dtype)[None]
         chosen = torch.zeros(1, x.shape[2], dtype=torch.bool, device=x.device)
         chosen[0, tokens] = True
-        return replace_tokens(x, tokens, torch.zeros_like(tokens), chosen, self._lane.plain_codec.token_group)
+        return replace_tokens(x, tokens, torch.zeros_like(tokens), chosen, self._lane.plain_codec.group_tokens)
 
     def _store_raw(self, raw: RawPositions, slot: int, row: memoryview, layer_index: int, tokens: torch.Tensor) -> None:
         lane, streams = self._lane, self._streams(row, layer_index)
@@ -392,7 +392,7 @@ def _choosers(lane: Lane, keys: Sequence[torch.Tensor]) -> Any:
     needs_norms = shared and (lane.side != "k" or lane.plain_codec.changes_norms)
     if lane.raw_rule is None or geometry.computed_dtype not in encode.DTYPES or not _has_contiguous_channels(keys) or needs_norms:
         return None
-    shape = geometry.heads, geometry.tokens, geometry.dims["k"], geometry.computed_dtype, lane.plain_codec.token_group, lane.slots
+    shape = geometry.heads, geometry.tokens, geometry.dims["k"], geometry.computed_dtype, lane.plain_codec.group_tokens, lane.slots
     return {n: pages.RawTokenChooser(lane.raw_rule, n, *shape, shared) for n in {1, lane.count}}
 
 

@@ -101,9 +101,9 @@ class PageGeometry:
                 f"{where}: the recipe selects codec {codec.id}, but pages of dtype u8 hold bytes that kvpack cannot interpret: "
                 "use the 'raw' recipe"
             )
-        if isinstance(codec.family, Klt):
+        if isinstance(codec.without_sidecars, Klt):
             # A page with another number of heads could never be encoded.
-            codec.family.source_for(self.heads)
+            codec.without_sidecars.source_for(self.heads)
         slots = self.slots(codec)
         if not slots:
             codec = codec.without_raw_positions
@@ -121,7 +121,7 @@ class PageGeometry:
         With a basis, there is room for at least one. A basis is calibrated without the tokens that recipes keep raw, and represents them
         poorly.
         """
-        raw, count = codec.raw_positions, slot_count(self.tokens, int(isinstance(codec.family, Klt)))
+        raw, count = codec.raw_positions, slot_count(self.tokens, int(isinstance(codec.without_sidecars, Klt)))
         return dict.fromkeys(raw.layout(1, 1, 0), count) if raw is not None and count else {}
 
     def contents(self, recipe: str | Recipe) -> Contents:

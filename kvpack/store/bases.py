@@ -22,14 +22,14 @@ from .loading import FAULTS, refuse
 def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Basis:
     """Parse ``data``, the bytes of the entry ``key``, and return the basis in it, which must have the SHA-256 ``digest``.
 
-    Raises DigestMismatch if it is another basis, and the same errors as ``decrypt_entry`` and ``Basis.of_bytes``.
+    Raises DigestMismatch if it is another basis, and the same errors as ``decrypt_entry`` and ``Basis.from_bytes``.
     """
     decrypted = decrypt_entry(key, data, cipher)
     # The recipe names the digest. A matching entry key alone does not prove that this is the basis.
     result = check_basis(key, decrypted, cipher)
     if result != digest:
         raise DigestMismatch(f"entry {key.hex()} is damaged: it contains the basis {result.hex()}, expected {digest.hex()}")
-    return Basis.of_bytes(bytes(decrypted), where=f"entry {key.hex()}")
+    return Basis.from_bytes(bytes(decrypted), where=f"entry {key.hex()}")
 
 
 class StoredBasis:

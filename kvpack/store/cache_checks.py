@@ -142,7 +142,7 @@ def check_groups(identity: Identity, chunk: int) -> None:
     """Raise InvalidParameter unless ``chunk`` tokens are whole token groups for every codec of the recipe."""
     for rule in parse_recipe(identity.recipe).rules:
         for side in rule.sides:
-            group = rule.codec(_ANY_DIM, side).token_group
+            group = rule.codec(_ANY_DIM, side).group_tokens
             if chunk % group:
                 raise InvalidParameter(
                     f"chunk is {chunk}, but {side}={rule.codec_id} encodes {group} tokens together: use a multiple of {group}"

@@ -151,7 +151,7 @@ class EntryReader:
         self._check_key(named, key, where)
         # An entry read since it was hashed may match another template of the same size.
         begin, digest = payload_digest_at or (None, b"")
-        check_payload(
+        check_payload_digest(
             named.payload, digest if begin == template.front.payload else xxhash.xxh3_128_digest(view[template.front.payload :]), where
         )
         return template.cache(view, start)
@@ -168,7 +168,7 @@ class EntryReader:
         if len(named.ids) != self.chunk * ID_BYTES:
             raise InvalidHeader(f"{where} is a chunk of {len(named.ids) // ID_BYTES} tokens, expected {self.chunk}")
         cache = files.read(file, check_values=self.check_values, basis=self.basis)
-        check_payload(named.payload, file_payload_digest(file, view), where)
+        check_payload_digest(named.payload, file_payload_digest(file, view), where)
         if file.header.states:
             raise InvalidHeader(f"{where} has the state {file.header.states[0].where}, expected no states in a chunk of a prefix")
         if any(layer.skipped for layer in cache if layer.sides):
@@ -294,10 +294,10 @@ def check_decoded_size(cache: Cache, key: bytes, max_bytes: int) -> None:
             raise LimitExceeded(f"chunk {key.hex()}: layer {index} decodes to {size} bytes, but max_entry_bytes is {max_bytes}")
 
 
-def check_payload(expected: bytes, digest: bytes, where: str) -> None:
-    """Raise DigestMismatch unless ``digest``, which was computed from an entry's payload, equals ``expected``, which is in its header."""
-    if expected != digest:
-        raise DigestMismatch(f"{where} is damaged: its payload has the digest {digest.hex()}, expected {expected.hex()}")
+def check_payload_digest(expected: bytes, actual: bytes, where: str) -> None:
+    """Raise DigestMismatch if ``actual``, computed from an entry's payload, differs from ``expected``, the digest in its header."""
+    if expected != actual:
+        raise DigestMismatch(f"{where} is damaged: its payload has the digest {actual.hex()}, expected {expected.hex()}")
 
 
 def _start_bytes(start: int) -> int:

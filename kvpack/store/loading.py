@@ -17,7 +17,7 @@ from . import state_entries
 from .encryption import Cipher, decrypt_entry
 from .entry_kind import means_damage
 from .entry_probe import KeySet, check_front
-from .windows import Windows
+from .windows import SlidingWindows
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -51,10 +51,10 @@ class Loader:
         cipher: Cipher | None,
         counters: Counters,
         leading_keys: Sequence[bytes] = (),
-        windows: Windows | None = None,
+        windows: SlidingWindows | None = None,
     ) -> None:
         self._backend, self._reader, self._cipher, self._counters, self._before = backend, reader, cipher, counters, leading_keys
-        self._windows = Windows((), reader.chunk) if windows is None else windows
+        self._windows = SlidingWindows((), reader.chunk) if windows is None else windows
         self._readable_keys, self._suspect_keys = KeySet(), KeySet()
 
     def load(self, keys: Sequence[bytes], states_entry: tuple[bytes, FoundEntry] | None = None) -> Cache | None:
@@ -73,7 +73,7 @@ class Loader:
             count = first + len(chunks)
             if first and cache is not None and len(cache) > len(self._windows.layers):
                 # Layers that the identity does not list attend to all tokens.
-                self._windows = Windows((*self._windows.layers, None), self._windows.chunk)
+                self._windows = SlidingWindows((*self._windows.layers, None), self._windows.chunk)
             if self._windows.first_chunk(count) < first:
                 # The windows of a shorter prefix reach back to earlier chunks.
                 keys = keys[:count]

@@ -11,7 +11,7 @@ from kvpack.file.header import DIGEST_BYTES
 from kvpack.formats.errors import InvalidHeader
 from kvpack.identity.identity import states_key
 
-from .entries import check_header, check_payload, file_payload_digest, open_entry, payload_digest
+from .entries import check_header, check_payload_digest, file_payload_digest, open_entry, payload_digest
 from .keys import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -88,5 +88,5 @@ def read(data: Data, chunk: bytes, position: int, model: Mapping[str, str], reci
     named = StatesFields.of(file)
     if named.chunk != chunk:
         raise InvalidHeader(f"{file.where} has the states after the chunk {named.chunk.hex()}, expected those after {chunk.hex()}")
-    check_payload(named.payload, file_payload_digest(file, memoryview(data)), file.where)
+    check_payload_digest(named.payload, file_payload_digest(file, memoryview(data)), file.where)
     return collect_states(files.read(file))

@@ -30,7 +30,7 @@ from .pins import PIN_SECONDS, make_pin_terms, validate_owner
 from .prefix_states import PrefixStates
 from .removal import chain_keys, reclaim, remove, unpin_chains
 from .tiers import Tiers, prometheus_text
-from .windows import Windows, check_complete
+from .windows import SlidingWindows, check_complete
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -125,7 +125,7 @@ class Store:
             self._model, identity.recipe, chunk, check_values=checked, basis=given, max_bytes=store_options.max_entry_bytes
         )
         self._loader = Loader(
-            self._backend, self._reader, self._cipher, self._counters, self._leading_keys, Windows(identity.windows, chunk)
+            self._backend, self._reader, self._cipher, self._counters, self._leading_keys, SlidingWindows(identity.windows, chunk)
         )
         self._states = None
         if identity.keeps_states:

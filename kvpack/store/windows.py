@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Windows:
+class SlidingWindows:
     """The sliding windows of a model's layers, in tokens (None for full attention), and the number of tokens per chunk."""
 
     layers: tuple[int | None, ...]

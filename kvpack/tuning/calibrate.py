@@ -158,11 +158,11 @@ def run(
     rows = {} if only else fit_rows(report, step)
     balanced = None if halves is None else fit_balanced_keys([half + other for half, other in halves], layer_ropes, lambda *_: step())
     data = basis_bytes(rows, layers, identity, dtype, frames, balanced)
-    basis = Basis.of_bytes(data, where=out)
+    basis = Basis.from_bytes(data, where=out)
     if read_again:
         losses = measure_place_losses(network, basis, read_again, step)
         data = basis_bytes(rows, layers, identity | losses, dtype, frames, balanced)
-        basis = Basis.of_bytes(data, where=out)
+        basis = Basis.from_bytes(data, where=out)
     write_file(out, [memoryview(data)])
     os.unlink(out + PROGRESS_SUFFIX)
     return {

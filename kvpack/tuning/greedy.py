@@ -39,7 +39,7 @@ def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocatio
             f"with these candidates, a file has at least {smallest:,} bytes per window ({smallest * bits:.3f} bits per value), "
             f"but the budget is {budget:,} bytes ({budget * bits:.3f} bits per value): raise --bits"
         )
-    steps = [(_step_order(points, 1), place, 1) for place, points in hulls.items() if len(points) > 1]
+    steps = [(_step_sort_key(points, 1), place, 1) for place, points in hulls.items() if len(points) > 1]
     heapq.heapify(steps)
     while steps:
         _, place, number = heapq.heappop(steps)
@@ -49,7 +49,7 @@ def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocatio
             continue
         chosen = candidate
         if number + 1 < len(points):
-            heapq.heappush(steps, (_step_order(points, number + 1), place, number + 1))
+            heapq.heappush(steps, (_step_sort_key(points, number + 1), place, number + 1))
     return _spend_rest(priced, losses, budget, chosen)
 
 
@@ -90,6 +90,6 @@ def _loss_decrease_per_byte(first: Point, second: Point) -> float:
     return (first[1] - second[1]) / (second[0] - first[0])
 
 
-def _step_order(points: list[Point], index: int) -> float:
+def _step_sort_key(points: list[Point], index: int) -> float:
     """Return the sort key of the step to point ``index``. Steps with larger gains come first."""
     return -_loss_decrease_per_byte(points[index - 1], points[index])

@@ -63,7 +63,7 @@ DEFAULT_HELD_OUT_WINDOWS = 16
 
 MAX_BITS = 32
 
-MAX_TOKEN_GROUP = 128
+MAX_GROUP_TOKENS = 128
 """Maximum number of tokens that a codec encodes together."""
 
 
@@ -157,7 +157,7 @@ def run(
         name = model_name(str(folder.resolve()))
         if loaded_basis is not None:
             check_basis(loaded_basis, folder)
-    sizes = _sizes(settings, words, positions(network))
+    sizes = _choose_window_sizes(settings, words, positions(network))
     counter = _WindowProgress(progress)
     with tempfile.TemporaryDirectory(prefix="kvpack-tune-") as folder_name:
         searched = Windows(network, folder_name, counter, basis=loaded_basis)
@@ -228,12 +228,12 @@ def _check_folder(path: str) -> None:
         raise WriteFailed(f"cannot write {path}: {folder} is not writable")
 
 
-def _sizes(settings: Settings, text: Text, max_positions: int | None) -> _WindowSizes:
+def _choose_window_sizes(settings: Settings, text: Text, max_positions: int | None) -> _WindowSizes:
     tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, text, max_positions)
     if settings.tokens is None:
         # A short text makes two windows, one of them held out. Whole token groups leave no raw tail.
         tokens = max(2, min(tokens, len(text.ids) // 2 + len(text.start) - 1))
-        tokens -= tokens % (2 * MAX_TOKEN_GROUP) if tokens > 2 * MAX_TOKEN_GROUP else 0
+        tokens -= tokens % (2 * MAX_GROUP_TOKENS) if tokens > 2 * MAX_GROUP_TOKENS else 0
     scored_tokens = min(DEFAULT_SCORE, tokens // 2) if settings.scored_tokens is None else settings.scored_tokens
     room = len(text.ids) // window_ids(tokens, text)
     windows = min(DEFAULT_WINDOWS, room // 2) if settings.windows is None else settings.windows

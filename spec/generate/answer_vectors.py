@@ -31,8 +31,8 @@ def of_raw_tokens(codec: Codec) -> bytes:
 
 
 def add_bases() -> None:
-    basis = Basis.of_bytes((VALID / "basis-two-layers.kvpack").read_bytes())
-    frames = Basis.of_bytes((VALID / "basis-frames.kvpack").read_bytes())
+    basis = Basis.from_bytes((VALID / "basis-two-layers.kvpack").read_bytes())
+    frames = Basis.from_bytes((VALID / "basis-frames.kvpack").read_bytes())
     (layer, side) = next(iter(basis.sides()))
     dim = basis.rows(layer, side).dim
     (of_frames, frames_side) = next(place for place in frames.sides() if frames.frames(*place) is not None)

@@ -203,7 +203,7 @@ def vectors() -> dict[str, Vector]:
 
 
 def by_basis() -> bytes:
-    basis = Basis.of_bytes((FOLDER / BASIS).read_bytes())
+    basis = Basis.from_bytes((FOLDER / BASIS).read_bytes())
     return row_of(Recipe.from_recorded(f"kv=klt:bits=4,basis={basis.digest.hex()}", basis), PageGeometry(1, 1, 3, 4, None))
 
 

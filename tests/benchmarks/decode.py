@@ -93,7 +93,7 @@ def _row(cache: Cache, rate: float, repeats: int) -> dict[str, Any]:
 
 def _products(side: Side) -> list[tuple[int, int, int]]:
     """Return the shape of every matrix product of a side: the numbers of tokens, columns with symbols, and channels."""
-    codec = side.codec.family
+    codec = side.codec.without_sidecars
     assert isinstance(codec, Transform)
     frames: Frames = codec.source_for(side.heads)
     found = []
@@ -110,8 +110,8 @@ def _products(side: Side) -> list[tuple[int, int, int]]:
 def _all_symbols(sides: Sequence[Side]) -> None:
     for side in sides:
         for page in side.runs:
-            assert isinstance(side.codec.family, Transform)
-            for _ in side.codec.family.symbols(page.streams):
+            assert isinstance(side.codec.without_sidecars, Transform)
+            for _ in side.codec.without_sidecars.symbols(page.streams):
                 pass
 
 

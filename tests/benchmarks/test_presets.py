@@ -40,14 +40,14 @@ def test_rows_of_windows_are_measured_once(tmp_path: Path, capsys: pytest.Captur
 
 def test_every_row_is_a_recipe() -> None:
     losses = {f"losses.{side}": "0.3,0.2,0.1,0.0" for side in "kv"}
-    basis = Basis.of_bytes(balanced_basis(dict.fromkeys(range(4), (2, 64)), 4, model=losses))
+    basis = Basis.from_bytes(balanced_basis(dict.fromkeys(range(4), (2, 64)), 4, model=losses))
     names = {row.name for row in presets.ROWS}
     for row in presets.ROWS:
         recipe = presets.recipe_of(row, basis)
         assert recipe.needs_basis == row.by_basis
         assert not row.of or row.of in names
         if row.average:
-            bits = [recipe.codec(layer, 4, side, 64).family.bits for layer in range(4) for side in "kv"]  # type: ignore[attr-defined]
+            bits = [recipe.codec(layer, 4, side, 64).without_sidecars.bits for layer in range(4) for side in "kv"]  # type: ignore[attr-defined]
             assert row.average - 1 / 8 < sum(bits) / 8 <= row.average
 
 

@@ -100,7 +100,7 @@ def test_append_encodes_each_token_once(recipe: str) -> None:
     for size in sizes:
         cache = cache.append([(k[:, :, start : start + size], v[:, :, start : start + size]) for k, v in pairs])
         start += size
-        window = cache[0].k.window or cache[0].k.codec.token_group
+        window = cache[0].k.window or cache[0].k.codec.group_tokens
         assert cache.tokens == start
         assert cache[0].k.tail.shape[2] < window
     assert start == 300

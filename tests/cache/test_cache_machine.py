@@ -23,7 +23,7 @@ LAYERS = 2
 MODEL = {"name": "machine"}
 SCOPES = {(0, "k"): "head", (0, "v"): "layer", (1, "k"): "layer", (1, "v"): "head"}
 SHAPES = {(layer, side): (2, DIMS["kv".index(side)]) for layer, side in SCOPES}
-BASIS = Basis.of_bytes(random_basis(SHAPES, LAYERS, scopes=SCOPES, model=MODEL, tables=normal_tables()))
+BASIS = Basis.from_bytes(random_basis(SHAPES, LAYERS, scopes=SCOPES, model=MODEL, tables=normal_tables()))
 
 RECIPES = {
     "fp32": 0.0,

@@ -49,7 +49,7 @@ def recipe_of(name: str) -> str | kvpack.Recipe:
         return RECIPES[name]
     shapes = {(0, side): (2, 64) for side in "kv"}
     scopes = {(0, "k"): "layer", (0, "v"): "head"}
-    return kvpack.Recipe(RECIPES[name], kvpack.Basis.of_bytes(random_basis(shapes, 1, scopes=scopes)))
+    return kvpack.Recipe(RECIPES[name], kvpack.Basis.from_bytes(random_basis(shapes, 1, scopes=scopes)))
 
 
 def shape_of(name: str) -> tuple[int, int]:

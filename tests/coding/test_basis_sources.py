@@ -66,7 +66,7 @@ def good(folder: Path) -> Basis:
     """Write a basis that is larger than the small files and sorts after all other files, and return it."""
     data = random_basis(SHAPES, 1)
     (folder / "z.kvbasis").write_bytes(data)
-    return Basis.of_bytes(data)
+    return Basis.from_bytes(data)
 
 
 @pytest.mark.parametrize("name", BAD)

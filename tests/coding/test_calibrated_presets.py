@@ -26,7 +26,7 @@ LOSING = {"losses.k": "0.4,0.001,0.001,0.001", "losses.v": "0.002,0.001,0,0"}
 
 def basis(model: dict[str, str]) -> Basis:
     """Return a basis for four layers with two heads of head dim 64."""
-    return Basis.of_bytes(balanced_basis(dict.fromkeys(range(LAYERS), (2, 64)), LAYERS, model=model))
+    return Basis.from_bytes(balanced_basis(dict.fromkeys(range(LAYERS), (2, 64)), LAYERS, model=model))
 
 
 def test_keys_are_in_the_frames_of_the_basis() -> None:
@@ -42,7 +42,7 @@ def test_keys_are_in_the_frames_of_the_basis() -> None:
 
 def test_layers_with_larger_losses_get_more_bits() -> None:
     recipe = kvpack.Recipe("kvpack-2", basis(LOSING))
-    found = {(layer, side): recipe.codec(layer, LAYERS, side, 64).family.bits for layer in range(LAYERS) for side in "kv"}  # type: ignore[attr-defined]
+    found = {(layer, side): recipe.codec(layer, LAYERS, side, 64).without_sidecars.bits for layer in range(LAYERS) for side in "kv"}  # type: ignore[attr-defined]
     assert sum(found.values()) == 2 * len(found)
     assert max(found, key=found.__getitem__) == (0, "k")
     assert found[3, "v"] == 1
@@ -51,7 +51,7 @@ def test_layers_with_larger_losses_get_more_bits() -> None:
 
 def test_wide_codes_of_the_trellis_presets_are_scalars() -> None:
     recipe = kvpack.Recipe("kvpack-4-trellis", basis(LOSING))
-    codecs = [recipe.codec(layer, LAYERS, "k", 64).family for layer in range(LAYERS)]
+    codecs = [recipe.codec(layer, LAYERS, "k", 64).without_sidecars for layer in range(LAYERS)]
     assert {codec.id for codec in codecs} == {"scalar", "trellis"}
     assert all((codec.id == "scalar") == (codec.bits > 4) for codec in codecs)  # type: ignore[attr-defined]
 
@@ -61,7 +61,7 @@ def test_tables_of_short_codes_are_small(name: str, states: int) -> None:
     """The file has a table for the keys of each layer, because their frames differ."""
     for given in (None, basis({}), basis(LOSING)):
         recipe = kvpack.Recipe(name, given)
-        codecs = [recipe.codec(layer, LAYERS, side, 64).family for layer in range(LAYERS) for side in "kv"]
+        codecs = [recipe.codec(layer, LAYERS, side, 64).without_sidecars for layer in range(LAYERS) for side in "kv"]
         assert {len(codec.table) for codec in codecs if codec.id == "trellis"} == {2 * states}  # type: ignore[attr-defined]
 
 
@@ -117,7 +117,7 @@ def test_a_basis_given_at_any_time_gives_the_same_cache(name: str, tmp_path: Pat
 
 def test_a_basis_without_frames_changes_nothing() -> None:
     shapes = {(layer, side): (2, 64) for layer in range(2) for side in "kv"}
-    found = Basis.of_bytes(random_basis(shapes, 2))
+    found = Basis.from_bytes(random_basis(shapes, 2))
     assert kvpack.Recipe("kvpack-2", found) == kvpack.Recipe("kvpack-2")
 
 

@@ -50,7 +50,7 @@ with context:
             k, v = k.bfloat16(), v.bfloat16()
         cache = kvpack.pack([(k, v)], recipe)
         if recipe == "kv=quaternion:s=6,r=3":
-            _search(cache[0].k.codec.family.seed, 6)._build_grid(torch.device("cpu"))
+            _search(cache[0].k.codec.without_sidecars.seed, 6)._build_grid(torch.device("cpu"))
         cache = cache.append([(k[:, :, :5], v[:, :, :5])])
         kvpack.save(cache, path)
         cache = kvpack.load(path, basis=basis)

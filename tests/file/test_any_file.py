@@ -54,7 +54,7 @@ def _layers(draw: DrawFn) -> tuple[Side | None, Side | None]:
 
 
 def _has_runs(codec: Codec) -> bool:
-    return codec.token_group > 1 or any(layout.per == "run" for layout in codec.layout(1, 1, 0).values())
+    return codec.group_tokens > 1 or any(layout.per == "run" for layout in codec.layout(1, 1, 0).values())
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=SLOW)

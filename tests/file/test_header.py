@@ -56,7 +56,7 @@ def any_contents(draw: DrawFn) -> Contents:
                 sides.append(None)
                 continue
             index = draw(st.sampled_from(allowed))
-            group, layouts = listed[index].token_group, listed[index].layout(1, 1, 0)
+            group, layouts = listed[index].group_tokens, listed[index].layout(1, 1, 0)
             tail = draw(st.integers(0, tokens))
             several = group > 1 or any(layout.per == "run" for layout in layouts.values())
             cut = draw(st.integers(0, tokens - tail)) if several else 0

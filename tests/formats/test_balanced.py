@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DIM, HEADS = 16, 2
-BASIS = Basis.of_bytes(balanced_basis({0: (HEADS, DIM), 1: (HEADS, DIM)}, 2))
+BASIS = Basis.from_bytes(balanced_basis({0: (HEADS, DIM), 1: (HEADS, DIM)}, 2))
 RECIPE = "k=scalar:b=4,frame=balanced;v=scalar:b=4"
 
 
@@ -32,7 +32,7 @@ def pairs(tokens: int, seed: int = 0, heads: int = HEADS, dim: int = DIM) -> lis
 
 
 def load_basis(frames: torch.Tensor, dtype: str = "fp32") -> Basis:
-    return Basis.of_bytes(basis_bytes({}, 1, {"name": "x"}, dtype, balanced={0: BalancedKeys(frames, frames, torch.zeros_like(frames))}))
+    return Basis.from_bytes(basis_bytes({}, 1, {"name": "x"}, dtype, balanced={0: BalancedKeys(frames, frames, torch.zeros_like(frames))}))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_one_product_combines_the_frame_and_the_rotation(words: str) -> None:
     assert layer.k is not None
     page = layer.k.runs[0]
     q = torch.randn(2, HEADS, 3, DIM, generator=torch.Generator().manual_seed(5))
-    expected = page.codec.rotation.forward(page.codec.inner_query(q, page.streams))
+    expected = page.codec.rotation.forward(page.codec.map_query(q, page.streams))
     for given, apart in ((q, expected), (q[:1], expected[:1])):
         torch.testing.assert_close(page.query(given), apart, rtol=1e-5, atol=1e-6)
 
@@ -85,7 +85,7 @@ def test_a_file_names_its_basis(tmp_path: Path) -> None:
     assert cache.recipe == f"k=scalar:b=4,basis={BASIS.digest.hex()},frame=balanced;v=scalar:b=4"
     with pytest.raises(MissingBasis, match=f"the basis {BASIS.digest.hex()} is needed: pass its file"):
         kvpack.load(path)
-    other = Basis.of_bytes(balanced_basis({0: (HEADS, DIM)}, 2))
+    other = Basis.from_bytes(balanced_basis({0: (HEADS, DIM)}, 2))
     with pytest.raises(MissingBasis, match="no basis that was passed has this SHA-256"):
         kvpack.load(path, basis=other)
     (tmp_path / "model.kvbasis").write_bytes(BASIS.data)
@@ -130,7 +130,7 @@ def test_recipes_name_the_basis_of_balanced_keys() -> None:
 def test_errors_name_missing_parts_of_the_basis() -> None:
     with pytest.raises(MissingBasis, match=r"needs a basis: pass --basis FILE.*kvpack\.Recipe.*kvpack calibrate makes a basis"):
         kvpack.pack(pairs(40), RECIPE)
-    without = Basis.of_bytes(random_basis({(layer, side): (HEADS, DIM) for layer in range(2) for side in "kv"}, 2))
+    without = Basis.from_bytes(random_basis({(layer, side): (HEADS, DIM) for layer in range(2) for side in "kv"}, 2))
     with pytest.raises(OutOfBounds, match=r"layers\[0\].k: .* no balanced frames for the keys of layer 0: make them with kvpack calibrate"):
         kvpack.pack(pairs(40), kvpack.Recipe(RECIPE, without))
     with pytest.raises(InvalidParameter, match="the head dim is 32, but the basis is for head dim 16"):
@@ -168,7 +168,7 @@ def test_frames_at_the_limit_of_condition_can_encode() -> None:
 
 
 def test_caches_with_different_bases_cannot_be_joined() -> None:
-    other = Basis.of_bytes(balanced_basis({0: (HEADS, DIM), 1: (HEADS, DIM)}, 2, "fp32"))
+    other = Basis.from_bytes(balanced_basis({0: (HEADS, DIM), 1: (HEADS, DIM)}, 2, "fp32"))
     first, next_ = (kvpack.pack(pairs(9), kvpack.Recipe(RECIPE, one), start=start) for one, start in ((BASIS, 0), (other, 9)))
     with pytest.raises(InvalidParameter, match="convert one cache to the other's recipe first"):
         kvpack.concat([first, next_])
@@ -198,7 +198,7 @@ def test_channel_scales_balance_keys_and_queries(tmp_path: Path) -> None:
     squares = torch.logspace(-1, 1, DIM)
     queries = torch.diag(squares).expand(HEADS, -1, -1).contiguous()
     frames = random_balanced(HEADS, DIM, "x")
-    basis = Basis.of_bytes(basis_bytes({}, 2, {"name": "x"}, balanced=dict.fromkeys(range(2), BalancedKeys(frames, frames, queries))))
+    basis = Basis.from_bytes(basis_bytes({}, 2, {"name": "x"}, balanced=dict.fromkeys(range(2), BalancedKeys(frames, frames, queries))))
     given = [(k * torch.linspace(0.5, 2, DIM), v) for k, v in pairs(64)]
     recipe = "k=scalar:b=6,channel_scale=balanced;v=scalar:b=4"
     cache = kvpack.pack(given, kvpack.Recipe(recipe, basis))
@@ -231,7 +231,7 @@ def test_channel_scales_balance_keys_and_queries(tmp_path: Path) -> None:
 def test_channels_without_keys_or_queries_have_neutral_factors() -> None:
     queries = torch.zeros(HEADS, DIM, DIM)
     frames = random_balanced(HEADS, DIM, "x")
-    basis = Basis.of_bytes(basis_bytes({}, 1, {"name": "x"}, balanced={0: BalancedKeys(frames, frames, queries)}))
+    basis = Basis.from_bytes(basis_bytes({}, 1, {"name": "x"}, balanced={0: BalancedKeys(frames, frames, queries)}))
     k = pairs(40)[0][0].clone()
     k[..., 3] = 0
     cache = kvpack.pack([(k, k)], kvpack.Recipe("k=scalar:b=6,channel_scale=balanced;v=raw", basis))

@@ -114,7 +114,7 @@ def test_the_layout_matches_the_specification(words: dict[str, Any], expected: d
     codec = group(80, **words)
     assert codec.layout(2, 3, 33) == expected
     assert list(codec.layout(2, 3, 33)) == list(expected)
-    assert codec.token_group == (32 if codec.axis == "token" else 1)
+    assert codec.group_tokens == (32 if codec.axis == "token" else 1)
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -40,7 +40,7 @@ SHAPES = {(0, "k"): (2, 32), (0, "v"): (2, 48), (1, "k"): (2, 32), (1, "v"): (2,
 
 @pytest.fixture(scope="module")
 def basis() -> Basis:
-    return Basis.of_bytes(random_basis(SHAPES, 2))
+    return Basis.from_bytes(random_basis(SHAPES, 2))
 
 
 def pairs(tokens: int, batch: int = 1, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -114,13 +114,13 @@ def test_heads_get_bits_by_importance() -> None:
     """Errors in the second head cost a hundredth of those in the first, so it gets fewer bits."""
     rows = random_rows(1, 32, "x").repeat(2, 1, 1)
     rows[1, 33] /= 16
-    basis = Basis.of_bytes(basis_bytes({(0, "k"): rows}, 1, {"name": "x"}))
+    basis = Basis.from_bytes(basis_bytes({(0, "k"): rows}, 1, {"name": "x"}))
     widths = basis.widths(2.0, per_head=True)[0, "k"]
     assert sum(widths[:4]) > 2 * sum(widths[4:])
     assert [len(basis.widths(2.0)[0, "k"]), len(widths)] == [2, 8]
     codec = kvpack.Recipe("klt-2", basis).codec(0, 1, "k", 32)
-    assert (codec.family.fixed_heads, codec.nominal_bits) == (2, sum(widths) / 8)
-    assert kvpack.Recipe("kv=klt", basis).codec(0, 1, "k", 32).family.fixed_heads is None
+    assert (codec.without_sidecars.fixed_heads, codec.nominal_bits) == (2, sum(widths) / 8)
+    assert kvpack.Recipe("kv=klt", basis).codec(0, 1, "k", 32).without_sidecars.fixed_heads is None
 
 
 def test_the_worked_example_is_reproduced() -> None:
@@ -228,13 +228,13 @@ def test_a_basis_is_found_by_its_digest(basis: Basis, tmp_path: Path) -> None:
     folder.mkdir()
     other = random_basis(SHAPES, 2, seed="other")
     (folder / "a.kvbasis").write_bytes(other)
-    for source in (folder, Basis.of_bytes(other), [folder, folder / "a.kvbasis"]):
+    for source in (folder, Basis.from_bytes(other), [folder, folder / "a.kvbasis"]):
         with pytest.raises(MissingBasis, match=f"the basis {basis.digest.hex()} is needed, but no basis that was passed"):
             kvpack.load(path, basis=source)
     with pytest.raises(MissingBasis, match=r"x\.kvpack: the basis [0-9a-f]{64} is needed: pass its file"):
         kvpack.load(path)
     (folder / "b.kvbasis").write_bytes(random_basis(SHAPES, 2))
-    for source in (folder, folder / "b.kvbasis", basis, [Basis.of_bytes(other), folder]):
+    for source in (folder, folder / "b.kvbasis", basis, [Basis.from_bytes(other), folder]):
         assert kvpack.load(path, basis=source).tokens == 9
     with pytest.raises(InvalidParameter, match="is a basis, not a cache"):
         kvpack.load(folder / "b.kvbasis")
@@ -273,7 +273,7 @@ def test_an_unsuitable_basis_is_refused(basis: Basis, tmp_path: Path) -> None:
         codec.encode(torch.zeros(1, 2, 1, 32))
     path = tmp_path / "x.kvpack"
     kvpack.save(kvpack.pack(pairs(3), kvpack.Recipe("klt-2", basis)), path)
-    smaller = Basis.of_bytes(random_basis({(0, "k"): (1, 32)}, 1))
+    smaller = Basis.from_bytes(random_basis({(0, "k"): (1, 32)}, 1))
     smaller.digest = basis.digest
     with pytest.raises(InvalidHeader, match="the basis has no"):
         kvpack.load(path, basis=smaller)
@@ -302,7 +302,7 @@ def scaled_basis(rows: float = 1.0, tables: float = 1.0, weights: float = 1.0, f
     for side in "kv":
         of_side = random_frames(2, 32, "head", f"scaled {side}", random_tables("scaled"), side)
         framed[0, side] = Frames(of_side.rows * frames, of_side.scales, of_side.tables, of_side.rope)
-    return Basis.of_bytes(basis_bytes(made, 1, {"name": "x"}, "fp32", framed))
+    return Basis.from_bytes(basis_bytes(made, 1, {"name": "x"}, "fp32", framed))
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_large_rows_that_decode_to_finite_values_are_kept(tmp_path: Path) -> Non
 
 
 def test_caches_with_different_bases_cannot_be_joined(basis: Basis) -> None:
-    other = Basis.of_bytes(random_basis(SHAPES, 2, seed="other"))
+    other = Basis.from_bytes(random_basis(SHAPES, 2, seed="other"))
     first, next_ = (kvpack.pack(pairs(9), kvpack.Recipe("klt-2", one), start=start) for one, start in ((basis, 0), (other, 9)))
     message = rf"codec klt basis {basis.digest.hex()}.* is followed by basis {other.digest.hex()}.*: convert one cache"
     with pytest.raises(InvalidParameter, match=message):
@@ -394,7 +394,7 @@ def test_widths_meet_the_requested_bits_and_follow_the_weights(basis: Basis, bit
 
 def test_widths_per_head_have_a_gain_by_default_above_dim_64() -> None:
     for dim, gain in ((16, "none"), (64, "none"), (65, "fp16"), (128, "fp16")):
-        basis = Basis.of_bytes(random_basis({(0, "k"): (2, dim)}, 1))
+        basis = Basis.from_bytes(random_basis({(0, "k"): (2, dim)}, 1))
         for recipe, expected in (
             ("klt-2", gain),
             ("kv=klt", "fp16"),

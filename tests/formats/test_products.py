@@ -92,7 +92,7 @@ def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_values_do_not_depend_on_the_precision_of_products(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPACK_KERNELS", "torch")
-    basis = Basis.of_bytes(random_basis({(0, side): (2, 64) for side in "kv"}, 1))
+    basis = Basis.from_bytes(random_basis({(0, side): (2, 64) for side in "kv"}, 1))
     pairs = [tuple(torch.randn(2, 1, 2, 70, 64, generator=torch.Generator().manual_seed(0)))]
     torch.set_float32_matmul_precision("highest")
     packed = kvpack.pack(pairs, kvpack.Recipe(recipe, basis))
@@ -111,7 +111,7 @@ def test_values_do_not_depend_on_the_precision_of_products(recipe: str, monkeypa
 @pytest.mark.usefixtures("_reduced")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_values_on_a_device_do_not_depend_on_the_precision_either(recipe: str) -> None:
-    basis = Basis.of_bytes(random_basis({(0, side): (2, 64) for side in "kv"}, 1))
+    basis = Basis.from_bytes(random_basis({(0, side): (2, 64) for side in "kv"}, 1))
     pairs = [tuple(torch.randn(2, 1, 2, 70, 64, generator=torch.Generator().manual_seed(0)))]
     packed = kvpack.pack(pairs, kvpack.Recipe(recipe, basis))
     there = kvpack.pack([tuple(x.to(DEVICE) for x in pair) for pair in pairs], kvpack.Recipe(recipe, basis))

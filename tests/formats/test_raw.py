@@ -68,7 +68,7 @@ def test_the_layout_matches_the_specification(dtype: str, stored: str, bits: flo
     codec = create("raw", 80, dtype=dtype)
     assert codec.layout(2, 3, 5) == {"values": Layout(stored, (2, 3, 5, 80))}
     assert codec.nominal_bits == bits
-    assert codec.token_group == 1
+    assert codec.group_tokens == 1
     assert codec.packings() == {}
 
 

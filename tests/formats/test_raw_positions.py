@@ -458,7 +458,7 @@ def test_groups_are_encoded_without_their_raw_tokens(words: str) -> None:
     x[1, :, 140] *= 0.1
     found, plain = encode(codec, x, "x", position=0), codec.without_raw_positions
     (raw,) = codec.sidecars
-    rest, own = raw.encode(x, raw.choose(norms_per_head(x), 0), codec.token_group)
+    rest, own = raw.encode(x, raw.choose(norms_per_head(x), 0), codec.group_tokens)
     assert own[POSITIONS].shape[2] == 7
     for name, stream in encode(plain, rest, "x").items():
         assert torch.equal(found[name].view(torch.uint8), stream.view(torch.uint8)), name

@@ -37,7 +37,7 @@ RECIPE = "kv=transform:bits=4,chunk=16"
 
 @pytest.fixture(scope="module")
 def basis() -> Basis:
-    return Basis.of_bytes(random_basis(SHAPES, 2, scopes=SCOPES))
+    return Basis.from_bytes(random_basis(SHAPES, 2, scopes=SCOPES))
 
 
 def pairs(tokens: int, batch: int = 1, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -147,7 +147,7 @@ def test_sequences_with_another_rope_are_refused(basis: Basis) -> None:
         turned = {place: one.rope and one.rope._replace(longest=longest) for place, one in frames.items()}
         made = {place: Frames(one.rows, one.scales, one.tables, turned[place]) for place, one in frames.items()}
         rows = {place: basis.rows(*place).rows[0] for place in basis.sides()}
-        return Basis.of_bytes(basis_bytes(rows, basis.layers, {"name": "x"}, frames=made))
+        return Basis.from_bytes(basis_bytes(rows, basis.layers, {"name": "x"}, frames=made))
 
     limit = limited(30)
     assert dict(limit.model) == {"name": "x", "rope_same_up_to": "30"}
@@ -160,7 +160,7 @@ def test_sequences_with_another_rope_are_refused(basis: Basis) -> None:
     for text in ("0", "x", "-5", "1" * 19, ""):
         data = random_basis(SHAPES, 2, scopes=SCOPES, model={"rope_same_up_to": text})
         with pytest.raises(InvalidHeader, match=r"basis: model.rope_same_up_to is .*, expected a positive number of tokens"):
-            Basis.of_bytes(data)
+            Basis.from_bytes(data)
 
 
 def test_attention_is_over_the_decoded_values(basis: Basis) -> None:
@@ -194,12 +194,12 @@ def test_an_unsuitable_basis_is_refused(basis: Basis, tmp_path: Path) -> None:
     with pytest.raises(MissingBasis, match=f"recipe '{RECIPE}' needs a basis"):
         kvpack.pack(pairs(3), RECIPE)
     for scopes, message in (({}, "has no frames for the keys of layer 0"), (dict.fromkeys(SHAPES, "head"), "scope is layer")):
-        other = Basis.of_bytes(random_basis(SHAPES, 2, scopes=scopes))
+        other = Basis.from_bytes(random_basis(SHAPES, 2, scopes=scopes))
         other.digest = basis.digest
         with pytest.raises(InvalidHeader, match=message):
             kvpack.load(path, basis=other)
     with pytest.raises(OutOfBounds, match="no frames for the keys of layer 0"):
-        kvpack.pack(pairs(3), kvpack.Recipe("transform-4", Basis.of_bytes(random_basis(SHAPES, 2))))
+        kvpack.pack(pairs(3), kvpack.Recipe("transform-4", Basis.from_bytes(random_basis(SHAPES, 2))))
     codec = transform_of(basis, 0, "k", 20)
     with pytest.raises(MissingBasis, match=r"keys of layer 0 of the basis [0-9a-f]{64} are needed, but no basis was passed"):
         codec.encode(torch.zeros(1, 2, 1, 32))
@@ -330,7 +330,7 @@ def test_symbols_are_decoded_in_bounded_batches(basis: Basis, tmp_path: Path, mo
         return decode(chunks, lengths, *rest)
 
     monkeypatch.setattr(rans, "decode", counted)
-    limit = 2 * max(layer.k.heads * layer.k.dim for layer in cache) * cache[0].k.codec.token_group
+    limit = 2 * max(layer.k.heads * layer.k.dim for layer in cache) * cache[0].k.codec.group_tokens
     monkeypatch.setattr(transform, "_SYMBOLS_AT_ONCE", limit)
     monkeypatch.setattr(sides, "GROUP_VALUES", limit)
     loaded = kvpack.load(tmp_path / "x.kvpack", basis=basis)

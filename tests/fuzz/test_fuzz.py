@@ -192,7 +192,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "added values are rounded": ("append", leave_out(side, "is_rounded", False)),
     "checksums are not checked": ("row", lambda patch: patch.setattr(row, "checksum", lambda data: int.from_bytes(data[24:32], "little"))),
     "padding is not checked": ("row", leave_out(host, "check_row_matches")),
-    "payloads are not checked": ("entry", leave_out(entries, "check_payload")),
+    "payloads are not checked": ("entry", leave_out(entries, "check_payload_digest")),
     "rows of a basis crash": ("basis", crash(bases, "read_rows")),
     "counts are not checked": ("prompt-cache", lambda patch: patch.setattr(prompt_caches, "_parse_integer", lambda _, text: int(text))),
     "a word crashes": ("recipe", crash(rules, "create_codec")),

@@ -63,7 +63,7 @@ def _klt_bound(side: Side) -> torch.Tensor:
     bounds = []
     for page in side.runs:
         # Raw tokens beside it are exact.
-        codec = page.codec.family
+        codec = page.codec.without_sidecars
         assert isinstance(codec, Klt)
         rows = codec.basis_rows(page.streams)
         coded = codec.decode_frame(page.streams).double()

@@ -41,7 +41,7 @@ ROUNDED = {torch.float32: 0.0, torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**
 
 @pytest.fixture(scope="module", params=["head", "layer"])
 def basis(request: pytest.FixtureRequest) -> Basis:
-    return Basis.of_bytes(random_basis(SHAPES, 1, scopes=dict.fromkeys(SHAPES, request.param)))
+    return Basis.from_bytes(random_basis(SHAPES, 1, scopes=dict.fromkeys(SHAPES, request.param)))
 
 
 def pair(tokens: int, batch: int = 1, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -279,7 +279,7 @@ def test_every_turn_ends_with_complete_groups(recipe: str, step: int, tmp_path: 
     assert turns.nbytes <= 1.02 * expected.nbytes
     for name, side in turns[0].sides.items():
         assert side.tail.shape[2] == expected[0].sides[name].tail.shape[2]
-        group = side.codec.token_group
+        group = side.codec.group_tokens
         assert all(run % group == 0 for run in side.merged_runs())
 
 

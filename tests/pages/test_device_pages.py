@@ -234,7 +234,7 @@ def test_rows_and_pages_equal_those_of_the_host(geometry: PageGeometry, recipe: 
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", ["kv=klt:bits=4", "kv=klt:bits=4,widths=heads", "klt-4"])
 def test_pages_with_a_basis_are_coded_together(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    basis = Basis.of_bytes(random_basis({(0, "k"): (2, 64), (0, "v"): (2, 32), (1, "k"): (2, 64), (1, "v"): (2, 32)}, 2))
+    basis = Basis.from_bytes(random_basis({(0, "k"): (2, 64), (0, "v"): (2, 32), (1, "k"): (2, 64), (1, "v"): (2, 32)}, 2))
     codec = PageCodec(Recipe(recipe, basis), SMALL)
     pages, given = on_device(SMALL, 3)
     expected = by_host(codec, given, [2, 0])

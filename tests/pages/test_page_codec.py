@@ -212,7 +212,7 @@ def decoded_side(codec: PageCodec, geometry: PageGeometry, rows: torch.Tensor, s
 
 def test_a_page_with_a_basis_has_slots() -> None:
     shapes = {(layer, side): (SMALL.heads, 64) for layer in range(SMALL.layers) for side in "kv"}
-    codec = PageCodec(kvpack.Recipe("klt-4", Basis.of_bytes(random_basis(shapes, SMALL.layers))), SMALL)
+    codec = PageCodec(kvpack.Recipe("klt-4", Basis.from_bytes(random_basis(shapes, SMALL.layers))), SMALL)
     pages, (k, v) = filled_buffer(SMALL, 2)
     k[1, :, :, 9] *= 0.1
     made = torch.empty(2, codec.nbytes, dtype=torch.uint8)
@@ -229,7 +229,7 @@ def test_a_page_with_a_basis_decodes_to_the_same_values_as_a_cache(recipe: str) 
     dims = {"k": SMALL.dim_k, "v": SMALL.dim_v}
     shapes = {(layer, side): (SMALL.heads, dim) for layer in range(SMALL.layers) for side, dim in dims.items()}
     keys = {layer: shape for (layer, side), shape in shapes.items() if side == "k"}
-    by_basis = Recipe(recipe, Basis.of_bytes(balanced_basis(keys, SMALL.layers, rows=shapes)))
+    by_basis = Recipe(recipe, Basis.from_bytes(balanced_basis(keys, SMALL.layers, rows=shapes)))
     codec = PageCodec(by_basis, SMALL)
     pages, given = filled_buffer(SMALL, 2)
     made = torch.empty(2, codec.nbytes, dtype=torch.uint8)

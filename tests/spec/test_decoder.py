@@ -164,9 +164,9 @@ def test_both_readers_agree_on_arbitrary_digits(tmp_path_factory: pytest.TempPat
     codec = data.draw(codecs(bounded=False).filter(lambda codec: not codec.bases_needed))
     source = random.Random(seed)
     batch, heads = source.randint(1, 2), source.randint(1, 2)
-    several = codec.token_group > 1 or any(layout.per == "run" for layout in codec.layout(1, 1, 0).values())
+    several = codec.group_tokens > 1 or any(layout.per == "run" for layout in codec.layout(1, 1, 0).values())
     most = 2 if several else 1
-    runs = [source.randint(1, 3 + codec.token_group) for _ in range(source.randint(0, most))]
+    runs = [source.randint(1, 3 + codec.group_tokens) for _ in range(source.randint(0, most))]
     made = [random_page(codec, batch, heads, run, source) for run in runs]
     tail = torch.randn(batch, heads, source.randint(0, 2), codec.dim).to(torch.bfloat16)
     cache = Cache((Layer(Side(codec, PackedRuns.of(page for page, _ in made), tail, 0), None),), "test", {}, start=0)
@@ -194,14 +194,14 @@ def test_both_readers_agree_on_arbitrary_levels_of_transform(
 ) -> None:
     source = random.Random(seed)
     file = random_basis({(0, side): (heads, dim)}, 1, source.choice(("fp16", "fp32")), str(seed), {(0, side): scope})
-    codec = transform_of(Basis.of_bytes(file), 0, side, step, source.choice((16, 64)), with_frames=True)
+    codec = transform_of(Basis.from_bytes(file), 0, side, step, source.choice((16, 64)), with_frames=True)
     batch, runs = source.randint(1, 2), [source.randint(1, 40) for _ in range(source.randint(0, 2))]
     pages = tuple(random_page(codec, batch, heads, run, source)[0] for run in runs)
     tail = torch.randn(batch, heads, source.randint(0, 2), dim).to(torch.bfloat16)
     sides = {side: Side(codec, PackedRuns.of(pages), tail, 0)}
     folder = tmp_path_factory.mktemp("levels")
     data = saved(Cache((Layer(sides.get("k"), sides.get("v")),), "test", {}, start=0), folder)
-    loaded = kvpack.load(folder / "saved.kvpack", basis=Basis.of_bytes(file))
+    loaded = kvpack.load(folder / "saved.kvpack", basis=Basis.from_bytes(file))
     assert_same_cache(decoder.read(data, decompress, [file]), loaded)
 
 

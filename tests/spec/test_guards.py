@@ -89,7 +89,7 @@ def load(data: bytes, file: str) -> object:
     opened = container.open_bytes(bytearray(data))
     # What is refused without the basis is refused with it, but for its being missing.
     given = [*load_basis(file), *([] if LINES[file]["error"] == "MissingBasis" else BASES)]
-    return Basis.of_bytes(data) if opened.header.is_basis else files.read(opened, basis=given)
+    return Basis.from_bytes(data) if opened.header.is_basis else files.read(opened, basis=given)
 
 
 def test_no_writer_can_name_a_required_feature() -> None:
@@ -191,7 +191,7 @@ def test_frames_of_keys_have_at_most_1024_channels() -> None:
     """In a layer without rows, nothing else bounds the head dim, and a vector of that size would take megabytes."""
     data = change_file(alone(), state("k.balanced", shape=(1, 1, 1025, 1025)), state("k.centered", shape=(1, 1, 1025, 1025)))
     with pytest.raises(InvalidHeader, match="1025"):
-        Basis.of_bytes(data)
+        Basis.from_bytes(data)
     with pytest.raises(decoder.Refused, match=r"has the shape .*1025"):
         decoder.read(data)
 

@@ -89,7 +89,7 @@ def test_both_readers_decode_a_row_to_its_values(file: str) -> None:
     dtype = read.page.ignorable["page-dtype"].decode()
     dims = first.codec.dim, None if last is None else last.codec.dim
     geometry = PageGeometry(len(read.page.layers), first.heads, first.packed, *dims, dtype)
-    given = [Basis.of_bytes(basis) for basis in bases(LINES[file])]
+    given = [Basis.from_bytes(basis) for basis in bases(LINES[file])]
     codec = PageCodec(Recipe.from_recorded(read.page.recipe, *given), geometry, namespace=NAMESPACE)
     shape = (1, geometry.layers, geometry.heads, geometry.tokens)
     made = [torch.zeros(*shape, dim).to(geometry.torch_dtype) for dim in geometry.dims.values()]

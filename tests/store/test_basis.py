@@ -87,7 +87,7 @@ def test_a_reader_without_the_basis_gets_it_from_the_store(place: tuple[Any, dic
 @pytest.mark.parametrize("text", ["klt-2", "kv=transform:bits=4,chunk=16"])
 def test_both_page_codecs_read_with_the_basis_of_the_store(text: str, tmp_path: Path) -> None:
     shapes, scopes = {(0, "k"): (2, 16), (0, "v"): (2, 16)}, {(0, "k"): "layer", (0, "v"): "head"}
-    basis, other = (Basis.of_bytes(random_basis(shapes, 1, seed=seed, scopes=scopes)) for seed in ("", "other"))
+    basis, other = (Basis.from_bytes(random_basis(shapes, 1, seed=seed, scopes=scopes)) for seed in ("", "other"))
     recipe = kvpack.Recipe(text, basis)
     k, v = torch.randn(2, 1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
     whole, ids = kvpack.pack([(k, v)], recipe), list(range(40))

@@ -353,7 +353,7 @@ def test_the_hosts_settings_are_unchanged(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_pages_can_need_a_basis(tmp_path: Path) -> None:
-    basis = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, model={"name": "model"}))
+    basis = Basis.from_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, model={"name": "model"}))
     recipe = Recipe("kv=klt:bits=4", basis)
     (tmp_path / "x.basis").write_bytes(basis.data)
     identity = Identity("model", recipe)
@@ -369,7 +369,7 @@ def test_pages_can_need_a_basis(tmp_path: Path) -> None:
         assert torch.equal(found, expected)
     with pytest.raises(MissingBasis, match="needs the basis"):
         PageStore(tmp_path / "store", Identity("model", recipe.text), GEOMETRY)
-    other = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, seed=5))
+    other = Basis.from_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, seed=5))
     with pytest.raises(InvalidParameter, match="names the basis"):
         Identity("model", recipe.text, basis=other)
     with pytest.raises(InvalidParameter, match="whose name is 'model', but the name of the cache's model is 'another'"):
@@ -377,7 +377,7 @@ def test_pages_can_need_a_basis(tmp_path: Path) -> None:
 
 
 def test_a_page_codec_accepts_a_basis(tmp_path: Path) -> None:
-    basis = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2))
+    basis = Basis.from_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2))
     (tmp_path / "x.basis").write_bytes(basis.data)
     with kvpack.pages.PageCodec(kvpack.Recipe("kv=klt:bits=4", tmp_path / "x.basis"), GEOMETRY) as codec:
         assert codec.recipe == Recipe("kv=klt:bits=4", basis)

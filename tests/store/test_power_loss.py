@@ -132,7 +132,7 @@ def test_violations_of_these_rules_are_noticed(mutant: str, folder: Path, monkey
     elif mutant == "sync after rename":
         monkeypatch.setattr(directory, "write_file", synced_late)
     else:
-        monkeypatch.setattr("kvpack.store.entries.check_payload", lambda *_: None)
+        monkeypatch.setattr("kvpack.store.entries.check_payload_digest", lambda *_: None)
         monkeypatch.setattr("kvpack.file.front.check_digest", lambda *_: None)
         monkeypatch.setattr("kvpack.file.container.check_digest", lambda *_: None)
     monkeypatch.setattr(sys.modules[__name__], "EVERY", 1)

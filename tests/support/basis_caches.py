@@ -22,7 +22,7 @@ SHAPES = {(layer, side): (2, 16) for layer in range(2) for side in "kv"}
 
 def load_basis(seed: str = "") -> Basis:
     """Return the basis for the caches that ``cache`` creates."""
-    return Basis.of_bytes(random_basis(SHAPES, 2, seed=seed))
+    return Basis.from_bytes(random_basis(SHAPES, 2, seed=seed))
 
 
 BASIS = load_basis()

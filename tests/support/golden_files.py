@@ -155,7 +155,7 @@ def golden_cache(name: str, codecs: dict[str, Codec]) -> Cache:
     sides: dict[str, Side] = {}
     for side, codec in codecs.items():
         batch, heads = (2, 1) if name.endswith(("direct", "two-sequences")) else (1, 2)
-        several = codec.token_group > 1 or any(layout.per == "run" for layout in codec.layout(1, 1, 0).values())
+        several = codec.group_tokens > 1 or any(layout.per == "run" for layout in codec.layout(1, 1, 0).values())
         side_runs = runs if several or not runs else (sum(runs),)
         every = 0 if name.endswith("no-entries") else 3
         pages = tuple(PackedRun(codec, run, _streams(codec, batch, heads, run, generator, every)) for run in side_runs)

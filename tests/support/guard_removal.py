@@ -137,7 +137,7 @@ def readings(second: bool) -> list[Reading]:
             reading = Reading(name, lambda d=data, u=unzip, b=given: decoder.read(d, u, b))  # type: ignore[misc]
             expected = rules()[number].section
         else:
-            known = [Basis.of_bytes(basis) for basis in given]
+            known = [Basis.from_bytes(basis) for basis in given]
             reading = Reading(name, lambda d=data, b=known: verify(d, b))  # type: ignore[misc]
             expected = manifest()[name]["error"]
         reading.refusal = reading.outcome()

@@ -47,7 +47,7 @@ def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: 
     x = contents(draw(st.sampled_from(("gaussian", "outliers", "constant", "zero"))), (batch, heads, tokens, dim), draw(st.integers(0, 99)))
     x = x.clamp(-100, 100)
     tail = draw(st.sampled_from((0, 0, 1, 3)))
-    group = codec.token_group
+    group = codec.group_tokens
     cuts = draw(st.lists(st.integers(0, max(0, tokens - tail)), max_size=3))
     edges = sorted({0, tokens - tail if tokens > tail else tokens, *(cut // group * group for cut in cuts)})
     try:

@@ -56,11 +56,11 @@ def check_sidecars(
         chosen = by_position.choose(norms_per_head(x))
         if codec.summary.shared_scales and by_position.high_norm:
             token, sequence = chosen.T.nonzero().unbind(1)
-            rest = replace_tokens(x, token, sequence, chosen, codec.token_group)
+            rest = replace_tokens(x, token, sequence, chosen, codec.group_tokens)
             norms = codec.coded_norms(Run((*x.shape,), x.device, lambda: iter([rest if codec.changes_norms else x])), None)
             chosen = mark_poor_fits(chosen, measure_fit_errors(norms, codec.summary.shared_scales))
         assert torch.equal(raw[:, 0], chosen)
-        rest = by_position.encode(x, raw[:, 0], codec.token_group)[0]
+        rest = by_position.encode(x, raw[:, 0], codec.group_tokens)[0]
     if not codec.codec.supports_all_sidecars:
         own = {name: streams[name] for name in codec.codec.layout(1, 1, 0)}
         mine = codec.codec.decode(own)
@@ -150,7 +150,7 @@ def _check_raw_tokens(
     stored = x.to(_DTYPES[raw_tokens.dtype]).to(torch.float32)
     of_raw = raw[..., None].expand_as(x)
     assert torch.equal(decoded[of_raw].view(torch.int32), stored[of_raw].view(torch.int32))
-    return raw_tokens.encode(x, raw[:, 0], codec.token_group)[0]
+    return raw_tokens.encode(x, raw[:, 0], codec.group_tokens)[0]
 
 
 def _check_signs(qjl: Qjl, residual: torch.Tensor, rounding: torch.Tensor, streams: Streams) -> None:

@@ -107,7 +107,7 @@ def library_accepts(data: bytes, bases: Sequence[bytes]) -> bool | None:
             return None
         opened.verify()
         if not opened.header.is_basis:
-            opened.header = with_bases(opened.header, [Basis.of_bytes(basis) for basis in bases])
+            opened.header = with_bases(opened.header, [Basis.from_bytes(basis) for basis in bases])
             opened.verify()
     except KvpackError:
         return False

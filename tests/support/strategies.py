@@ -259,8 +259,8 @@ def create(codec_id: str, dim: int, side: str = "k", **words: str) -> Codec:
     """Create the codec that the recipe options ``words`` request, with or without sidecars."""
     codec = with_random_balanced(create_codec(codec_id, dim, side, Options(codec_id, words)))
     if codec_id == "transform":
-        return codec.with_family(with_random_frames(codec.family))
-    return codec.with_family(with_random_basis(codec.family)) if codec_id == "klt" else codec
+        return codec.with_plain_codec(with_random_frames(codec.without_sidecars))
+    return codec.with_plain_codec(with_random_basis(codec.without_sidecars)) if codec_id == "klt" else codec
 
 
 def with_sidecar(codec: Codec, sidecar: Sidecar) -> CodecWithSidecars:
@@ -311,7 +311,7 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
         streams = codec.encode(with_poisoned_padding(x))
     except OutOfRange:
         # The largest 8-bit norm is 469.5.
-        smallest = 0.4 * MAX_LOG8 / codec.dim**0.5 if getattr(codec.family, "norm", "") == LOG8 else SMALLEST_REFUSED
+        smallest = 0.4 * MAX_LOG8 / codec.dim**0.5 if getattr(codec.without_sidecars, "norm", "") == LOG8 else SMALLEST_REFUSED
         assert x.abs().max() > smallest, "the encoder refused a value of ordinary size as too large"
         return False
     layout = codec.layout(batch, heads, tokens)

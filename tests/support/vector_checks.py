@@ -33,7 +33,7 @@ def read(file: str) -> Any:
 
 def load_basis(file: str) -> list[Basis]:
     """Return the bases that a reader of the file receives."""
-    return [Basis.of_bytes(data) for data in bases(LINES[file])]
+    return [Basis.from_bytes(data) for data in bases(LINES[file])]
 
 
 def verify(data: bytes, bases: Sequence[Basis]) -> None:

@@ -174,7 +174,7 @@ class PassStack:
         self._inside.append(module)
         if len(self._inside) > 1:
             if self.current is not None:
-                self.current.check_positions(arguments)
+                self.current.record_positions(arguments)
             return None
         self.has_encoder = isinstance(cache_in(arguments), EncoderDecoderCache)
         unfinished, self.current = self.current, None

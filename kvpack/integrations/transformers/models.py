@@ -79,7 +79,7 @@ class ExpectedLayers:
         """
         if self.has_encoder:
             return [None] * layers
-        layer_windows = [getattr(layer, "sliding_window", None) for layer in self._layers]
+        layer_windows = [getattr(layer, "sliding_window", None) for layer in self._layer_caches]
         return [*layer_windows, *[None] * layers][:layers]
 
     def layers_with_tokens(self) -> list[bool]:
@@ -87,14 +87,14 @@ class ExpectedLayers:
 
         Raises InvalidParameter if a layer keeps anything else, or if the model does not accept a cache of layers.
         """
-        for number, layer in enumerate(self._layers):
+        for number, layer in enumerate(self._layer_caches):
             self._check_layer(number, layer)
         self._check_accepts_cache_argument()
         return self._cache_layers
 
     def states(self, layers: int) -> list[int]:
         """Return the number of states of each kind for each of the first ``layers`` layers. It is 0 if a layer has no states."""
-        counts = [layer.number_of_states if type(layer) in _STATE_LAYERS else 0 for layer in self._layers]
+        counts = [layer.number_of_states if type(layer) in _STATE_LAYERS else 0 for layer in self._layer_caches]
         return [*counts, *[0] * layers][:layers]
 
     @property
@@ -122,7 +122,7 @@ class ExpectedLayers:
 
     @property
     def _cache_layers(self) -> list[bool]:
-        return [isinstance(layer, CacheLayerMixin) for layer in self._layers]
+        return [isinstance(layer, CacheLayerMixin) for layer in self._layer_caches]
 
     def _check_layer(self, layer_index: int, layer: Any) -> None:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer, *_STATE_LAYERS):
@@ -132,7 +132,7 @@ class ExpectedLayers:
             )
 
     @cached_property
-    def _layers(self) -> list[Any]:
+    def _layer_caches(self) -> list[Any]:
         """The layers of the cache that transformers would create for the model, one per decoder layer."""
         try:
             layers = cache_layers(self.config)
@@ -177,7 +177,7 @@ class Model(ExpectedLayers):
     @cached_property
     def supports_packed_layers(self) -> bool:
         """True if the model's attention receives the cache's keys and values unchanged, with the window of their layer."""
-        return self._may_use_packed_layers and not (self._tells_no_window and any(self.windows(len(self._layers))))
+        return self._may_use_packed_layers and not (self._tells_no_window and any(self.windows(len(self._layer_caches))))
 
     @property
     def attention(self) -> str:
@@ -190,7 +190,7 @@ class Model(ExpectedLayers):
 
     def check(self, cache: Cache) -> None:
         """Raise InvalidParameter if the cache is known to belong to another model. The message names the difference."""
-        expected = [] if self.has_encoder else self._layers
+        expected = [] if self.has_encoder else self._layer_caches
         for number, layer in enumerate(expected):
             self._check_layer(number, layer)
         self._check_accepts_cache_argument()

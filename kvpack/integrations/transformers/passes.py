@@ -86,7 +86,7 @@ class Pass:
             self._found.append("were computed in training mode")
         if not encoder:
             self._record_mask(arguments.get("attention_mask"))
-        self.check_positions(arguments)
+        self.record_positions(arguments)
 
     def note(self, text: str) -> None:
         """Record an input of the pass other than its token ids.
@@ -95,8 +95,8 @@ class Pass:
         """
         self._found.append(text)
 
-    def check_positions(self, arguments: Mapping[str, Any]) -> None:
-        """If the positions in ``arguments`` do not follow the cache, record that. They belong to the model or to one of its submodels."""
+    def record_positions(self, arguments: Mapping[str, Any]) -> None:
+        """Record the positions in ``arguments``, of the model or one of its submodels, and whether they follow the cache."""
         for name in _POSITIONS:
             positions = arguments.get(name)
             if isinstance(positions, torch.Tensor) and positions.numel():

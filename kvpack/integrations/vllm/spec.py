@@ -46,7 +46,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         if groups is None:
             raise InvalidParameter('KvpackSpec is created by KvpackConnector: set "kv_connector": "KvpackConnector"')
         self._groups = groups
-        given = recipe_with_basis(_text(options, "recipe"), options.get("basis"), config.model.name)
+        given = recipe_with_basis(_required_text(options, "recipe"), options.get("basis"), config.model.name)
         self._recipe, self._layout = given.text, str(options.get("layout", ""))
         _check(config, groups)
         require_layout(groups, self._layout)
@@ -156,7 +156,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return hashlib.sha256(self._namespace + f"group {group} of rank {rank}".encode()).digest()
 
 
-def _text(options: Any, name: str) -> str:
+def _required_text(options: Any, name: str) -> str:
     value = options.get(name)
     if not isinstance(value, str) or not value:
         raise InvalidType(f'{name} is {value!r}, expected text in kv_connector_extra_config, such as "octopus-4"')

@@ -74,7 +74,7 @@ def allow_shared_memory(kernel: Any, size: int) -> None:
 def code_key(values: Iterable[Any]) -> str:
     """Return a cache key for code compiled with the constants ``values``: the source of functions, and the text of other constants.
 
-    Triton includes only the source of functions that are passed as arguments. For constants, it uses their ``cache_key``.
+    Triton's own cache key covers only the source of functions that are passed as arguments. For constants, it uses their ``cache_key``.
     """
     return "-".join(_source_key(value) for value in values)
 

@@ -449,7 +449,7 @@ class _ScratchAllocator:
 
 
 def _global_mean_pages(launch: Launch) -> int:
-    """Return for how many pages a program of ``launch`` stores products with means in global memory."""
+    """Return the number of pages whose products with the means each program of ``launch`` keeps in global memory."""
     means = launch.constants["K"].means
     return 0 if means is None or launch.constants["FAST"] else means.pages
 

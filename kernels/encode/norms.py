@@ -79,7 +79,7 @@ def add_decoded(state: tl.tuple, value: tl.tensor, decoded: tl.tensor) -> tl.tup
 
 @triton.jit
 def end_norms(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> None:
-    """Store the tokens' norms in the first stream of scales, corrected for norm_rule=unbiased if the codec requests it."""
+    """Store the tokens' norms in the first stream of scales, with the norm_rule=unbiased correction if the codec requests it."""
     LIMIT: tl.constexpr = CONSTANTS.norms.limit
     RULE: tl.constexpr = CONSTANTS.norms.rule
     LOG8: tl.constexpr = CONSTANTS.norms.log8

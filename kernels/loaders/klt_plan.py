@@ -89,7 +89,7 @@ class Plan:
             self._add_tile(words, bits, own, [channel // RUN_COLUMNS for channel in channels + channels[:1] * spare])
 
     def _add_tile(self, words: CodeRegisters, bits: int, symbols: list[tuple[int, int]], runs: list[int]) -> None:
-        """Add the tile of ``symbols``, given as pairs (word, field). ``runs`` contains the basis run to which each symbol's column belongs.
+        """Add the tile of ``symbols``, given as (word, field) pairs. ``runs`` contains the basis run of each symbol's column.
         """
         firsts, seconds = symbols[::2], symbols[1::2]
         neighbors = all(second == (word, field + 1) for (word, field), second in zip(firsts, seconds, strict=True))

@@ -147,7 +147,7 @@ def _load_entries(streams: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRI
 
 @triton.jit
 def _load_first_entries(streams: tl.tuple, bounds: tl.tuple, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Load the first outlier entries within ``bounds``, as many as fit easily in registers (``_load_entries``).
+    """Load up to ``2 * TOKENS`` outlier entries per warp within ``bounds``, which fit in registers.
 
     Also returns the index of the first entry that was not loaded and the number of such entries, int32 ``[warp, 1]``, and the largest
     number of entries of any warp.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def load_tables(
     k: Tiles, v: Tiles, device: torch.device, fast: bool, budget: int
 ) -> tuple[SharedTables, tuple[torch.Tensor, torch.Tensor], list[SharedTable]]:
-    """Return the shared tables that a kernel declares and fills, both sides' tables in global memory, and their places in shared memory.
+    """Return the shared tables that a kernel fills, the table of each side in global memory, and the shared copy of each side's table.
 
     Shared tables take at most ``budget`` bytes in total.
     """

@@ -140,12 +140,15 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
         raise KvpackError(f"the model could not be downloaded: {' '.join(words)} ended with exit code {error.returncode}") from None
 
 
-def main(words: list[str]) -> int:
-    """Download the model, calibrate it on prose or on the text in --calibrate-on, and print its folder. With --convert, convert a file."""
-    if words[:1] == ["--convert"]:
-        convert(Path(words[1]), Path(words[2]))
+def main(argv: list[str]) -> int:
+    """Download the model, calibrate it on prose or on the text in --calibrate-on, and print its folder.
+
+    ``--convert SOURCE TARGET`` converts a file of weights instead.
+    """
+    if argv[:1] == ["--convert"]:
+        convert(Path(argv[1]), Path(argv[2]))
         return 0
-    on = words[1] if words[:1] == ["--calibrate-on"] and len(words) == 2 else "prose" if not words else ""
+    on = argv[1] if argv[:1] == ["--calibrate-on"] and len(argv) == 2 else "prose" if not argv else ""
     if on not in CALIBRATIONS:
         print(f"usage: {COMMAND} [--calibrate-on {{{','.join(CALIBRATIONS)}}}]", file=sys.stderr)
         return 2

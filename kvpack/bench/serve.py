@@ -287,9 +287,9 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str) -> list[dict[s
 
 
 def _alternating_step_seconds(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, float]:
-    """Return the time of a step in seconds by cache. Caches are measured in alternation.
+    """Return the seconds per decode step for each cache.
 
-    They are a DynamicCache with and without FlashAttention, and ``recipe`` with and without graphs.
+    The measurements alternate between a DynamicCache with and without FlashAttention and a ``recipe`` cache with and without CUDA graphs.
     """
     from kvpack.integrations.transformers import KvpackCache
 

@@ -48,7 +48,7 @@ class LeftOutTokens:
             self.costly += costly
 
     def warn(self, costly: int) -> None:
-        """Issue a KvpackWarning about ``costly`` tokens, but at most one in total."""
+        """Issue a KvpackWarning that ``costly`` tokens lose precision. Warns at most once."""
         with self._lock:
             if self._has_warned or not costly:
                 return

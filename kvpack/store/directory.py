@@ -252,15 +252,15 @@ class Directory(SingleTierBackend):
             self._index.build()
         return entries, size
 
-    def read_descriptions(self, also: str | None = None) -> Descriptions | None:
-        """Return the number and total size of entries by description, from the index, or None if the index is not current.
+    def read_descriptions(self, listed_kind: str | None = None) -> Descriptions | None:
+        """Return entry counts and total sizes grouped by description, or None if the index is out of date.
 
-        Entries without a description, and those with a description of kind ``also``, are listed as well.
+        The result also lists, one by one, the entries that have no description or whose description is of kind ``listed_kind``.
         """
         known = self._index.descriptions() if self.size()[0] and self._index.refresh() else None
         if known is None:
             return None
-        missing = self._index.entries_without_description("" if also is None else f'%"kind": "{also}"%')
+        missing = self._index.entries_without_description("" if listed_kind is None else f'%"kind": "{listed_kind}"%')
         return Descriptions(
             [(text, entries, size) for text, entries, size in known if text is not None],
             [StoredEntry(entry.key, entry.size, self._last_used_ns(entry)) for entry in missing],

@@ -75,7 +75,7 @@ class EntryTemplate:
         return cls(HeaderTemplate.of(file, feature), header.recipe, MappingProxyType(dict(header.model)), tuple(plans))  # type: ignore[arg-type]
 
     def feature(self, data: memoryview, start: int) -> bytes | None:
-        """If ``data`` matches and its first token is at position ``start``, return its feature, otherwise None."""
+        """Return the feature of ``data`` if it matches this template and begins at position ``start``, or None otherwise."""
         found = self.front.match(data)
         return found[1] if found is not None and found[0] == start else None
 

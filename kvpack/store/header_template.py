@@ -86,7 +86,10 @@ class HeaderTemplates(Generic[Info]):
         self._count = 0
 
     def add(self, file: File, feature: str, info: Info) -> None:
-        """Add a template of an open file that has been checked and has ``feature``. ``info`` is the information to reuse."""
+        """Add a template of ``file``, an open file that was already checked and contains ``feature``.
+
+        ``match`` returns ``info`` for files that match the template.
+        """
         if self._count < _MAX_TEMPLATES and file.header.start < _MAX_START:
             self._count += 1
             self._templates.setdefault(_template_key(file.size, file.front.text), []).append((HeaderTemplate.of(file, feature), info))

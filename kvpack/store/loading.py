@@ -127,7 +127,10 @@ class Loader:
             yield from zip(parts, found, strict=True)
 
     def load_states(self, chunk: bytes, position: int) -> tuple[States, FoundEntry] | None:
-        """Return the states after the chunk whose key is ``chunk`` and which ends at ``position``, and their entry, or None."""
+        """Return the states stored after a chunk, with the entry that contains them, or None if there is no readable entry.
+
+        ``chunk`` is the chunk's key, and ``position`` is the end of the chunk.
+        """
         key, after_tier = states_key(chunk), -1
         while entries := self._backend.find([key], after_tier=after_tier):
             try:
@@ -139,7 +142,7 @@ class Loader:
         return None
 
     def can_open_states(self, chunks: Sequence[bytes]) -> list[bool]:
-        """Return a bool for each key in ``chunks``: True if the states after this chunk are stored and their front is readable."""
+        """Return a bool for each key in ``chunks``: True if the states after this chunk are stored with a readable front."""
         keys = [states_key(chunk) for chunk in chunks]
         present = self._backend.contains_many(keys)
         result = [is_present and key in self._readable_keys for key, is_present in zip(keys, present, strict=True)]

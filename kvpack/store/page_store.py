@@ -301,8 +301,8 @@ class PageStore:
         """
         entries, size = self._backend.size()
         gauges = {
-            "entries": ("Entries at the location.", entries),
-            "bytes": ("Total size in bytes of the entries at the location.", size),
+            "entries": ("Number of entries in the store.", entries),
+            "bytes": ("Total size in bytes of the entries in the store.", size),
             "page_bytes": ("Bytes of a page in the engine's memory.", self.codec.geometry.raw_bytes),
             "row_bytes": ("Bytes of a page as a row.", self.codec.nbytes),
         }

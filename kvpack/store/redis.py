@@ -223,12 +223,12 @@ class Redis(SingleTierBackend):
             return len(sizes), sum(sizes)
         return (0, 0) if reply is None else (reply[0], reply[1])
 
-    def read_descriptions(self, also: str | None = None) -> Descriptions | None:
-        """Return the totals by description, and the entries that have no description or one of kind ``also``.
+    def read_descriptions(self, listed_kind: str | None = None) -> Descriptions | None:
+        """Return entry counts and total sizes grouped by description, or None after a fault.
 
-        Returns None after a fault.
+        The result also lists, one by one, the entries that have no description or whose description is of kind ``listed_kind``.
         """
-        return self._abouts.read(None if also is None else kind_text(also))
+        return self._abouts.read(None if listed_kind is None else kind_text(listed_kind))
 
     def set_descriptions(self, texts: Sequence[tuple[bytes, str]]) -> None:
         """Store descriptions of entries. ``texts`` contains (key, text) pairs."""

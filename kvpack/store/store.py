@@ -421,7 +421,10 @@ class Store:
     def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
         """Return ``stats`` in Prometheus' text format. Every metric has ``labels``, which default to the identity's model."""
         entries, size = self._backend.size()
-        gauges = {"entries": ("Entries at the location.", entries), "bytes": ("Total size in bytes of the entries at the location.", size)}
+        gauges = {
+            "entries": ("Number of entries in the store.", entries),
+            "bytes": ("Total size in bytes of the entries in the store.", size),
+        }
         text = prometheus_text(self._counters, self._backend, gauges)
         return with_labels(text, {"model": self.identity.model} if labels is None else labels)
 

@@ -78,7 +78,7 @@ def describe_new(backend: Backend) -> Sequence[StoredEntry] | None:
     if not _has_descriptions(backend) or (known := backend.read_descriptions()) is None:
         return None
     backend.set_descriptions([(key, text) for text, key, _ in _kinds_of_entries(read_catalog(backend, listed=known.missing))])
-    known = backend.read_descriptions(also="bases")
+    known = backend.read_descriptions(listed_kind="bases")
     return None if known is None else known.missing
 
 

@@ -58,7 +58,7 @@ class Chat:
     ``messages`` are the messages so far, dicts with a role and a content as for ``apply_chat_template``, and ``template`` contains the
     other arguments of that method. With ``store``, a ``kvpack.Store`` of the model, the first call loads the longest stored prefix of the
     conversation, and every reply is saved there. ``recipe`` defaults to the store's, or kvpack-4. Raises InvalidParameter, for example if
-    ``recipe`` is not the store's, and InvalidType if an argument is not a store or not messages.
+    ``recipe`` is not the store's, and InvalidType if ``store`` is not a ``kvpack.Store`` or ``messages`` is not a list of message dicts.
     """
 
     def __init__(

@@ -82,9 +82,9 @@ def prefill(
 
 
 def compute_missing(cache: KvpackCache, model: torch.nn.Module, ids: torch.Tensor, every: int, chunk: int) -> None:
-    """Compute those tokens of ``ids``, ``[batch, token]``, that ``cache`` does not have yet, as ``prefill`` does.
+    """Run ``model`` over the tokens of ``ids``, ``[batch, token]``, that are not in ``cache`` yet, in the same passes as ``prefill``.
 
-    Raises InvalidParameter if the cache has other ids.
+    Raises InvalidParameter if ``ids`` does not begin with the ids in the cache.
     """
     start = cache.get_seq_length()
     if ids.shape[1] == start:

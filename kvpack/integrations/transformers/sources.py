@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from .record import Record
 
     class Tracker(Protocol):
-        """The interface of objects that track the passes over one cache of a pair. ``is_continuing`` is True if the cache has tokens."""
+        """Interface of objects that track forward passes over one cache of an encoder-decoder model, which has two.
+
+        ``is_continuing`` is True if the cache has tokens.
+        """
 
         has_warned_of_source: bool
 

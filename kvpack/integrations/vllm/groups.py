@@ -25,7 +25,7 @@ GROUPS, BLOCK_OFFSETS = "kvpack_groups", "kvpack_places"
 
 @dataclass(frozen=True)
 class Group:
-    """A group of cache layers. ``layers`` is their number, and each block of a layer has ``page_bytes`` bytes, without padding.
+    """A group of ``layers`` cache layers. A block of each layer takes ``page_bytes`` bytes, excluding padding.
 
     ``kind`` is "attention" (``heads`` heads with keys and values of ``dim`` channels), "latents" (MLA: ``dim`` latent channels and
     ``rotary_dim`` RoPE channels per token) or "bytes" (kept unchanged).

@@ -23,7 +23,10 @@ class Arrangement(NamedTuple):
 
 
 def arrangement(name: str, heads: int, tokens: int, dim: int) -> Arrangement:
-    """Return the layout of a block by its name. Raises InvalidParameter with a message that lists the names."""
+    """Return the arrangement called ``name`` for a block of the given shape.
+
+    For an unknown name, raises InvalidParameter with a message that lists the valid names.
+    """
     row, head = 2 * dim, 2 * tokens * dim
     match name:
         case "adjacent":

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 TIER, PACKED = "vllm:kv_offload_kvpack_", "vllm:kv_offload_kvpack_packed_"
 GAUGES = {
-    "entries": "Number of entries at the location.",
-    "bytes": "Total size in bytes of the entries at the location.",
+    "entries": "Number of entries in the store.",
+    "bytes": "Total size in bytes of the entries in the store.",
     "page_bytes": "Bytes in vLLM's memory of one chunk of each group of cache layers.",
     "row_bytes": "Bytes of one chunk of each group of cache layers, packed as rows.",
 }
@@ -34,7 +34,7 @@ SIZES_EVERY = 30.0
 
 
 def tier_definitions() -> dict[str, Any]:
-    """Return the definitions of a tier's metrics for vLLM: a store's counters, its size, and the durations of its loads and saves."""
+    """Return vLLM metric definitions for the counters and size of a store, and for the durations of loads and saves."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingHistogramMetadata
 
     result: dict[str, Any] = {}
@@ -50,7 +50,7 @@ def tier_definitions() -> dict[str, Any]:
 
 
 def packing_metric_definitions() -> dict[str, Any]:
-    """Return the definitions for vLLM of two groups of metrics: of workers that pack, and of the scheduler about loaded rows."""
+    """Return vLLM metric definitions for packing workers, and for the rows that the scheduler loads."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
     result: dict[str, Any] = {

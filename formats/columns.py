@@ -354,7 +354,7 @@ class Columns:
 
     @cached_property
     def _column_limits(self) -> numpy.ndarray[Any, Any] | None:
-        """Largest value of each column, if a column is one word with one digit; otherwise None.
+        """Largest value of each column, if a column is one word with one digit, or None otherwise.
 
         Unused fields are the highest ones, so a column is valid exactly if it is below base^(used fields).
         """

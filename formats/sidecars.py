@@ -86,7 +86,7 @@ class CodecWithSidecars(Codec):
 
     @cached_property
     def folded_frame(self) -> FrameMap | None:
-        """The codec's only value map, if one matrix product can apply it and the rotation to queries; otherwise None."""
+        """The codec's only value map, if one matrix product can apply it and the rotation to queries, or None otherwise."""
         (value_map,) = self.value_maps if len(self.value_maps) == 1 else (None,)
         return value_map if isinstance(value_map, FrameMap) and type(self.codec).query is Codec.query else None
 

@@ -43,7 +43,7 @@ def block_factor(device: torch.device) -> int:
 
 
 def arrays_in_memory(arrays: Sequence[Array]) -> list[numpy.ndarray[Any, Any]] | None:
-    """Return the arrays if all of them are in memory, otherwise None.
+    """Return the arrays if all of them are in memory, or None otherwise.
 
     Arrays in memory can be checked by a few reductions, which release the GIL.
     """

@@ -184,7 +184,7 @@ def check_call(
 
 
 def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
-    """Return ``kvpack.kernels.attend.attention`` if it supports ``q`` and ``layer``, otherwise None.
+    """Return ``kvpack.kernels.attend.attention`` if it supports ``q`` and ``layer``, or None otherwise.
 
     Raises the same errors as ``uses_triton``.
     """
@@ -198,7 +198,7 @@ def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
 
 
 def many_queries_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
-    """Return ``kvpack.kernels.attend.many_queries`` if it supports ``q`` and ``layer``, otherwise None.
+    """Return ``kvpack.kernels.attend.many_queries`` if it supports ``q`` and ``layer``, or None otherwise.
 
     These kernels are for calls that ``attention_kernels`` does not support. Raises the same errors as ``uses_triton``.
     """

@@ -32,7 +32,7 @@ def with_plain_attention(model: Any) -> Any:
 
 
 def spare_tokens() -> int:
-    """Return how many tokens the measurements add to each cache."""
+    """Return the number of tokens that the measurements add to each cache."""
     return 2 * STEPS * (ROUNDS + 1)
 
 

@@ -386,7 +386,7 @@ def _store_unchanged(x: EngineEncoded, codec: Codec, window: int, where: str) ->
 
 
 def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChannel | None:
-    """Return the largest channel of keys ``[batch, kv_head, token, dim]`` if it exceeds ``MAX_CHANNEL_RATIO``, otherwise None.
+    """Return the largest channel of keys ``[batch, kv_head, token, dim]`` if it exceeds ``MAX_CHANNEL_RATIO``, or None otherwise.
 
     A channel's magnitude is its median over a sample of tokens, so that single tokens do not matter.
     """

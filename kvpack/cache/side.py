@@ -365,7 +365,7 @@ def _codec_difference(codec: Codec, other: Codec) -> str:
 
 
 def sequences_at_once(*sides: Side) -> int:
-    """Return for how many sequences, at least 1, one token group of all ``sides`` can be decoded within ``GROUP_VALUES`` values."""
+    """Return the number of sequences, at least 1, for which one token group of each side has at most ``GROUP_VALUES`` values."""
     return max(1, GROUP_VALUES // max(side.heads * side.dim * side.codec.group_tokens for side in sides))
 
 

@@ -284,7 +284,7 @@ class File:
             self._check(entry, arrays, prefix, check_chunks)
 
     def span(self, sides: Sequence[SideOffsets]) -> Span | None:
-        """Return the byte range of ``sides`` if they have the same layout in the file as one after another in memory, otherwise None."""
+        """Return the byte range of ``sides`` if they have the same layout in the file as one after another in memory, or None otherwise."""
         tensors, start = [], 0
         for places in sides:
             tensors += [(tensor, start + begin, start + end) for tensor, begin, end in self._tensors_at(places)]

@@ -141,7 +141,7 @@ class _Scanner:
         return sum(match[0].translate(_CONTAINED_VALUES)) - len(match[0])
 
     def read_string(self) -> str | None:
-        """Read the next value, and return it if it is a string, otherwise None."""
+        """Read the next value, and return it if it is a string, or None otherwise."""
         kind, size = self.read_value()
         if kind == _STRING:
             return self._take(size).decode("utf-8", "backslashreplace")
@@ -149,7 +149,7 @@ class _Scanner:
         return None
 
     def read_entry(self, key: str) -> str | None:
-        """Read the next value, which is a map. Returns the value of its first entry ``key`` if that is a string, otherwise None."""
+        """Read the next value, which is a map. Returns the value of its first entry ``key`` if that is a string, or None otherwise."""
         kind, count = self.read_value()
         if kind != _MAP:
             self.skip_contents(kind, count)

@@ -106,7 +106,7 @@ class Span:
 
 
 def span_of(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> Span | None:
-    """Return the byte range of ``tensors`` in the file if they have the same layout there as in memory, otherwise None.
+    """Return the byte range of ``tensors`` in the file if they have the same layout there as in memory, or None otherwise.
 
     Each tensor entry comes with its byte range in memory. The first tensor begins at 0.
     """

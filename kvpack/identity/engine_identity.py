@@ -101,7 +101,7 @@ class _CachedDigest:
         self._path, self._place = path, cache_path
 
     def read(self, status: Mapping[str, int]) -> str | None:
-        """Return the cached digest if it is for a file with this status, otherwise None."""
+        """Return the cached digest if it is for a file with this status, or None otherwise."""
         if self._place is None:
             return None
         try:

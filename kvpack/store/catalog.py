@@ -217,7 +217,7 @@ def read_catalog(
 
 
 def _chunk_like(templates: HeaderTemplates[ChunkEntry], stored: StoredEntry, data: Data) -> ChunkEntry | None:
-    """Return the chunk in ``data`` if its header matches that of an earlier chunk, otherwise None.
+    """Return the chunk in ``data`` if its header matches that of an earlier chunk, or None otherwise.
 
     Raises InvalidHeader if the header contains another key.
     """

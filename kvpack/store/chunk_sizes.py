@@ -20,7 +20,7 @@ MAX_SEARCHES = 3
 
 
 def stored_sizes(backend: Backend, root: bytes, ids: bytes, inputs: bytes = b"", sizes: Sequence[int] = SIZES) -> list[int]:
-    """Return those chunk sizes in ``sizes`` with which the first chunk of ``ids`` is stored. ``inputs`` are the inputs of that chunk."""
+    """Return the chunk sizes in ``sizes`` for which the store has the first chunk of ``ids``. ``inputs`` are the inputs of that chunk."""
     possible = [size for size in sizes if size * ID_BYTES <= len(ids)]
     present = backend.contains_many([chunk_key(root, ids[: size * ID_BYTES], inputs) for size in possible])
     return [size for size, is_present in zip(possible, present, strict=True) if is_present]

@@ -61,7 +61,7 @@ class HeaderTemplate:
         return cls(file.size, file.front.text, number, fixed, len(packed), start_range, feature_range, payload)
 
     def match(self, data: memoryview) -> tuple[int, bytes] | None:
-        """If ``data`` matches this template, return the position of its first token and its feature, otherwise None.
+        """If ``data`` matches this template, return the position of its first token and its feature, or None otherwise.
 
         All bytes before the payload are compared.
         """

@@ -79,7 +79,7 @@ class PrefixStates:
         return last
 
     def _put(self, states: States, chain: Sequence[bytes], position: int, now_ns: int) -> bool:
-        """Store ``states`` under the last key of ``chain``, which follows their chunk's key. Returns True if they are stored now."""
+        """Store ``states`` under the last key of ``chain``, which follows the key of the states' chunk. Returns True if that succeeded."""
         chunk, key = chain[-2:]
         try:
             pieces = state_entries.to_pieces(states, chunk, position, self._reader.model, self._reader.recipe)

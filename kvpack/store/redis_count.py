@@ -157,8 +157,8 @@ class RedisDescriptions:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def read(self, also: str | None) -> Descriptions | None:
-        """Return the totals by description, and the entries that have no description or the description ``also``.
+    def read(self, listed: str | None) -> Descriptions | None:
+        """Return the totals by description, and the entries that have no description or the description ``listed``.
 
         Returns None if the server has no valid counts.
         """
@@ -175,15 +175,15 @@ class RedisDescriptions:
             if known is None or numbers != described or (missing is not None and entries == described and not are_all):
                 self._client.send("list", "UNLINK", *KEYS[8:], check=integer)
                 missing = None
-            elif missing is not None or (are_all and all(text != also for text, *_ in known)):
+            elif missing is not None or (are_all and all(text != listed for text, *_ in known)):
                 return Descriptions(known, missing or [])
             else:
-                missing = self._missing(also)
+                missing = self._missing(listed)
         return None
 
-    def _missing(self, also: str | None) -> list[StoredEntry]:
+    def _missing(self, listed: str | None) -> list[StoredEntry]:
         # The first pass corrects the texts of entries that are gone or have another size.
-        digits = "" if also is None else hashlib.sha1(also.encode(), usedforsecurity=False).hexdigest()[:_ID_DIGITS]
+        digits = "" if listed is None else hashlib.sha1(listed.encode(), usedforsecurity=False).hexdigest()[:_ID_DIGITS]
         return [
             entry for kind in ("about", "sizes") for entry in list_pages(self._client, "missing", kind, at_once=_AT_ONCE, after=[digits])
         ]

@@ -86,7 +86,7 @@ def convex_hull(points: Iterable[Point]) -> list[Point]:
 
 
 def _loss_decrease_per_byte(first: Point, second: Point) -> float:
-    """Return by how much the loss decreases per byte from ``first`` to ``second``."""
+    """Return the decrease of the loss per additional byte from ``first`` to ``second``."""
     return (first[1] - second[1]) / (second[0] - first[0])
 
 

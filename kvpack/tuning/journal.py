@@ -39,7 +39,7 @@ def identity(exact: Sequence[UncompressedResult]) -> str:
 
 @dataclass
 class Journal:
-    """The losses of recipes. They are saved to the file ``path``, unless that is None. ``windows`` is the digest of the windows."""
+    """The losses of recipes, saved to the file ``path`` unless it is None. ``windows`` is the digest of the text windows."""
 
     path: str | None
     windows: str

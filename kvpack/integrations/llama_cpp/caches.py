@@ -353,7 +353,8 @@ def _token_id_bytes(cache: Cache) -> bytes:
         )
     if inputs.undetermined:
         raise InvalidParameter(
-            f"{inputs.undetermined[0]}: a sequence state of llama.cpp holds only token ids, which do not determine this cache"
+            f"{inputs.undetermined[0]}: a sequence state of llama.cpp holds only token ids, which do not determine this cache: save it "
+            "as a kvpack file"
         )
     ids = np.frombuffer(inputs.token_ids, "<u4")
     if len(ids) and ids.max() >= 2**31:

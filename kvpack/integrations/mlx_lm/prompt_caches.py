@@ -111,7 +111,9 @@ def export_prompt_cache(
     for number, layer in enumerate(cache):
         if layer.k is None or layer.v is None or layer.states:
             missing = "states" if layer.states else "no keys or no values"
-            raise InvalidParameter(f"layer {number} contains {missing}, but kvpack writes only layers of keys and values for mlx-lm")
+            raise InvalidParameter(
+                f"layer {number} contains {missing}, but kvpack writes only layers of keys and values for mlx-lm: save it as a kvpack file"
+            )
         pair = [export_values(f"layer {number}", side, dtype, "mlx-lm", cache.model.get("dtype")) for side in (layer.k, layer.v)]
         metadata[f"1.{number}"], pair, counts = _stored_layer(number, layer, pair, windows.get(number))
         for part, tensor in enumerate((*pair, *(torch.tensor(count, dtype=torch.int32, device="cpu") for count in counts))):

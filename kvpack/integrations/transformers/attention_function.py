@@ -117,7 +117,7 @@ def _refuse_compiled(name: str) -> NoReturn:
 
 
 def _first_visible_tokens(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the first token that each sequence attends to, int32 ``[batch]``, if ``mask`` contains these tokens, otherwise None."""
+    """Return the first token that each sequence attends to, int32 ``[batch]``, if ``mask`` contains these tokens, or None otherwise."""
     # Flex attention has its own masks, which are not tensors.
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int32 or mask.dim() != 4 or mask.shape[1:].numel() != 1:
         return None

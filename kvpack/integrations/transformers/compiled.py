@@ -119,7 +119,7 @@ class _Mask(NamedTuple):
     """The result of ``CompiledCalls.starts`` for a mask over ``tokens`` tokens.
 
     ``hides_tokens`` is True if the mask hides any token. ``columns``, bool ``[batch, token]``, is the mask if it hides tokens other than
-    the first ones of each sequence, otherwise None.
+    the first ones of each sequence, or None otherwise.
     """
 
     starts: torch.Tensor

@@ -25,18 +25,18 @@ class DecodingWarnings:
         self.warned = warned
 
     def warn(self, name: str) -> None:
-        """Issue a KvpackWarning about the model ``name``, but at most one in total."""
+        """Issue a KvpackWarning about the model ``name``. Warns at most once."""
         self._warn(f"{name} has attention that does not support packed layers, so each call decodes the keys and values of its layer")
 
     def warn_about_mask(self) -> None:
-        """Issue a KvpackWarning about masks, but at most one in total."""
+        """Issue a KvpackWarning about masks. Warns at most once."""
         self._warn(
             "the attention mask hides tokens other than left padding, which packed attention does not support: "
             "each call with such a mask decodes the keys and values of its layer"
         )
 
     def warn_about_read(self, layer_index: int, name: str) -> None:
-        """Issue a KvpackWarning, but at most one in total, that ``name`` ("keys" or "values") of layer ``layer_index`` was read."""
+        """Issue a KvpackWarning that ``name`` ("keys" or "values") of layer ``layer_index`` was read. Warns at most once."""
         self._warn(
             f"layers[{layer_index}].{name} was read, which decodes all {name} of the layer: cache.packed[{layer_index}] is the packed "
             "layer; for "

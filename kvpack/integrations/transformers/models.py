@@ -406,7 +406,7 @@ def _has_attribute(model: torch.nn.Module, name: str) -> bool:
 
 
 def decoder_layers(config: Any) -> int | None:
-    """Return the number of decoder layers if the configuration has a separate field for it, otherwise None.
+    """Return the number of decoder layers if the configuration has a separate field for it, or None otherwise.
 
     ``num_hidden_layers`` may be the number of encoder layers.
     """

@@ -35,7 +35,7 @@ class RotaryPositions:
         self._largest: torch.Tensor | None = None
         """Largest position up to each token of the first pass, int64 ``[row, token]``, or None if there was no first pass."""
         self._cut: int | None = None
-        """Number of tokens that a crop left, if the deltas after them are unknown; otherwise None."""
+        """Number of tokens that a crop left, if the deltas after them are unknown, or None otherwise."""
 
     @classmethod
     def of(cls, model: Model | None, cache: Cache | None, inputs: Inputs | None, rope_deltas: Any) -> RotaryPositions | None:

@@ -181,7 +181,7 @@ class Record:
         return Inputs(token_ids, notes, starts, tuple(rows), tuple(self._hidden_ranges()), first=0, count=self.tokens)
 
     def visible_hidden_message(self, mask: Any, tokens: int) -> str | None:
-        """Return an error message if a pass of ``tokens`` tokens with this mask would attend to hidden tokens, otherwise None.
+        """Return an error message if a pass of ``tokens`` tokens with this mask would attend to hidden tokens, or None otherwise.
 
         The message suggests a mask. Masks of single tokens are read from the device first.
         """

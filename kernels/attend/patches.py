@@ -14,7 +14,7 @@ from kvpack.kernels.loaders.outliers import first_entries, next_entries, patch_e
 @triton.jit
 def begin_patches(
     work: tl.tuple,
-    numbers: tl.tensor,
+    iota: tl.tensor,
     K: tl.constexpr,
     V: tl.constexpr,
     WARPS: tl.constexpr,
@@ -26,8 +26,8 @@ def begin_patches(
     """Return what all tiles share (``prepare_patches``) and the first loads (``first_entries``), for the outliers of keys and of values."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
-    k_ready = prepare_patches(work.k.streams, numbers, K_OUTLIERS, WARPS, TOKENS, False, AHEAD, FAST)
-    v_ready = prepare_patches(work.v.streams, numbers, V_OUTLIERS, WARPS, TOKENS, True, AHEAD, FAST)
+    k_ready = prepare_patches(work.k.streams, iota, K_OUTLIERS, WARPS, TOKENS, False, AHEAD, FAST)
+    v_ready = prepare_patches(work.v.streams, iota, V_OUTLIERS, WARPS, TOKENS, True, AHEAD, FAST)
     k_ahead = first_entries(work.k.streams, work.k.first, work.k.first + work.count, K_OUTLIERS, WARPS, TILES * TOKENS, AHEAD)
     v_ahead = first_entries(work.v.streams, work.v.first, work.v.first + work.count, V_OUTLIERS, WARPS, TILES * TOKENS, AHEAD)
     return (k_ready, v_ready), (k_ahead, v_ahead)

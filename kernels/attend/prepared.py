@@ -312,7 +312,7 @@ class PreparedCall:
 
     def _prepare_splits(self, position: int, masked: Sequence[bool], cut: bool) -> list[_LaunchTensors]:
         shape, options = self.shape, self.options
-        numbers = device_tables.counting_tensor(str(self._device))
+        iota = device_tables.counting_tensor(str(self._device))
         # Without starts, the kernel's ``starts`` argument is the constant None.
         no_starts = () if options.starts else (None,)
         row_blocks = shape.padded // shape.block
@@ -340,7 +340,7 @@ class PreparedCall:
             mean_q = self._rotated_offsets[launch.k] + shape.sequences * shape.padded * launch.constants["K"].columns
             arguments: list[tuple[int | torch.Tensor, int]] = [
                 *self._partials, (SCRATCH, self._rotated_offsets[launch.k]), (SCRATCH, self._scales[launch.k]), (SCRATCH, products),
-                (SCRATCH, mean_q if means else 0), (launch.work, 0), (numbers, 0), (launch.tables[0], 0), (launch.tables[1], 0),
+                (SCRATCH, mean_q if means else 0), (launch.work, 0), (iota, 0), (launch.tables[0], 0), (launch.tables[1], 0),
                 (LENGTHS if options.lengths else launch.work, 0),
             ]  # fmt: skip
             result.append((run, [*arguments, (STARTS, 0)] if options.starts else arguments))

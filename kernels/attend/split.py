@@ -48,7 +48,7 @@ def attend_split(
     products: tl.tensor,
     mean_q: tl.tensor,
     work_table: tl.tensor,
-    numbers: tl.tensor,
+    iota: tl.tensor,
     k_table: tl.tensor,
     v_table: tl.tensor,
     lengths: tl.tensor,
@@ -88,7 +88,7 @@ def attend_split(
 ) -> None:
     """Attend to one work item for one KV head and one block of query rows, and write one partial result per warp.
 
-    ``work_table`` is int64 ``[item, WORK_ROW]`` (``work.load_work``), and ``numbers`` is int16 0, 1, 2, ... for ``load_column_fields``.
+    ``work_table`` is int64 ``[item, WORK_ROW]`` (``work.load_work``), and ``iota`` is int16 0, 1, 2, ... for ``load_column_fields``.
     ``k_table`` and ``v_table`` are float16 ``[table, entry, value]``. ``q``, float32 ``[batch, head, column, row]``, and ``scales``,
     float32 ``[batch, head, row]``, are padded to whole row blocks. If keys have means, ``mean_q`` is the query for
     ``means.multiply_pages``. Without ``FAST``, ``products`` has room for each program's products with page means, float32 ``[program, page,
@@ -132,8 +132,8 @@ def attend_split(
     PREFETCHED: tl.constexpr = STEP if PREFETCH else 0
     if PREFETCHED and not CUT:
         prefetch(work, 0, K, V, 0, PREFETCHED)
-    k_lookup = _lookup(numbers, k_table, work.k, K, TOKENS)
-    v_lookup = _lookup(numbers, v_table, work.v, V, TOKENS)
+    k_lookup = _lookup(iota, k_table, work.k, K, TOKENS)
+    v_lookup = _lookup(iota, v_table, work.v, V, TOKENS)
     if LENGTHS:
         length = tl.minimum(tl.load(lengths + batch), position + q_len)
         position = length - q_len
@@ -196,7 +196,7 @@ def attend_split(
     # Outlier entries are loaded ahead only if registers also have room for a tile loaded ahead.
     ENTRIES_AHEAD: tl.constexpr = STAGES > 1
     if OUTLIERS:
-        ready, entries_ahead = begin_patches(work, numbers, K, V, WARPS, TILES, TOKENS, ENTRIES_AHEAD, FAST)
+        ready, entries_ahead = begin_patches(work, iota, K, V, WARPS, TILES, TOKENS, ENTRIES_AHEAD, FAST)
     visible = VisibleTokens(work.count, ahead, window, start)
     for offset in tl.range(0, work.whole, STEP, num_stages=STAGES):
         if PREFETCHED:
@@ -263,12 +263,12 @@ def attend_split(
 
 
 @triton.jit
-def _lookup(numbers: tl.tensor, table: tl.tensor, rows: tl.tuple, SIDE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
+def _lookup(iota: tl.tensor, table: tl.tensor, rows: tl.tuple, SIDE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
     """Return the ``DecodeConstants`` for tiles of ``SIDE``, the loader of keys or values."""
     FIELDS: tl.constexpr = SIDE.stream_widths
     CONSTANTS: tl.constexpr = SIDE.constants
     if SIDE.load_columns is None:
-        columns = load_column_fields(numbers, FIELDS)
+        columns = load_column_fields(iota, FIELDS)
     else:
         columns = SIDE.load_columns(table, rows, CONSTANTS, TOKENS)
     return DecodeConstants(columns, table)

@@ -132,24 +132,24 @@ def extract_field(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, F
 
 
 @triton.jit
-def load_column_fields(numbers: tl.tensor, PACKINGS: tl.constexpr) -> tl.tuple:
+def load_column_fields(iota: tl.tensor, PACKINGS: tl.constexpr) -> tl.tuple:
     """Load the constants per column that ``expand_planes`` and ``select_by_field`` need: two tensors per code stream.
 
     The first tensor is the bit at which a column's byte begins in a plane of bytes. The second is the number of the field that the column
     shows in a tile wider than a row. ``PACKINGS`` contains two integers per stream: the number of columns with words, and the number of
-    tile columns. The constants are loaded from ``numbers`` (int16 0, 1, 2, ...) instead of being computed, because loaded values have the
+    tile columns. The constants are loaded from ``iota`` (int16 0, 1, 2, ...) instead of being computed, because loaded values have the
     layout of matrix operands even before words are decoded.
     """
     column_fields = ()
     for index in tl.static_range(len(PACKINGS) // 2):
-        column_fields = column_fields + _load_stream_fields(numbers, PACKINGS[2 * index], PACKINGS[2 * index + 1])
+        column_fields = column_fields + _load_stream_fields(iota, PACKINGS[2 * index], PACKINGS[2 * index + 1])
     return column_fields
 
 
 @triton.jit
-def _load_stream_fields(numbers: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr) -> tl.tuple:
+def _load_stream_fields(iota: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr) -> tl.tuple:
     column = tl.arange(0, PAD)[None, :]
-    return tl.load(numbers + column % WIDTH // ((WIDTH + 1) // 2) * 8), tl.load(numbers + column // WIDTH)
+    return tl.load(iota + column % WIDTH // ((WIDTH + 1) // 2) * 8), tl.load(iota + column // WIDTH)
 
 
 BYTES_PTX = tl.constexpr(

@@ -133,7 +133,7 @@ class TileDecodeLaunch(NamedTuple):
 
     launch: CachedLaunch | None
     work: PageTable
-    numbers: torch.Tensor
+    iota: torch.Tensor
     table: torch.Tensor
 
     def __call__(
@@ -145,7 +145,7 @@ class TileDecodeLaunch(NamedTuple):
         """
         if self.launch is not None:
             work = (self.work.table, 0) if table is None else table
-            self.launch((out, first), work if factors is None else (factors, 0), work, (self.numbers, 0), (self.table, 0))
+            self.launch((out, first), work if factors is None else (factors, 0), work, (self.iota, 0), (self.table, 0))
 
 
 def prepare(
@@ -220,7 +220,7 @@ def decode_tiles(
     out: tl.tensor,
     factors: tl.tensor,
     work_table: tl.tensor,
-    numbers: tl.tensor,
+    iota: tl.tensor,
     table: tl.tensor,
     batch_stride: tl.tensor,
     head_stride: tl.tensor,
@@ -259,7 +259,7 @@ def decode_tiles(
     output_token = block.place - first_token
     target = out + block.batch * batch_stride + block.head * head_stride + output_token * token_stride
     if SIDE.load_columns is None:
-        fields = load_column_fields(numbers, FIELDS)
+        fields = load_column_fields(iota, FIELDS)
     else:
         fields = SIDE.load_columns(table, Rows(streams, begin * 0), CONSTANTS, TOKENS)
     fill_tables(entries, TABLES)

@@ -236,7 +236,7 @@ def _matrix(codec: Codec, in_order_of_joined: bool, device: str) -> tuple[torch.
 def unpack_tiles(
     out: tl.tensor,
     work_table: tl.tensor,
-    numbers: tl.tensor,
+    iota: tl.tensor,
     table: tl.tensor,
     matrix: tl.tensor,
     scales: tl.tensor,
@@ -285,7 +285,7 @@ def unpack_tiles(
     streams = block.streams
     target = out + block.batch * batch_stride + block.head * head_stride + block.place * token_stride
     if SIDE.load_columns is None:
-        fields = load_column_fields(numbers, FIELDS)
+        fields = load_column_fields(iota, FIELDS)
     else:
         fields = SIDE.load_columns(table, Rows(streams, block.begin * 0), CONSTANTS, TOKENS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)

@@ -57,27 +57,27 @@ def _put_zeros(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 
 @triton.jit
 def patch_positions(
-    numbers: tl.tensor, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr
+    iota: tl.tensor, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
-    """Return the position in the patch of each value of a tile. It is computed from loaded ``numbers`` (``bitfields.load_column_fields``).
+    """Return the position in the patch of each value of a tile. It is computed from loaded ``iota`` (``bitfields.load_column_fields``).
     """
     WIDTH: tl.constexpr = CONSTANTS.width
-    row = tl.load(numbers + tl.arange(0, TOKENS)[None, :]).to(tl.int32)
-    column = tl.load(numbers + tl.arange(0, WIDTH)[None, :]).to(tl.int32)
+    row = tl.load(iota + tl.arange(0, TOKENS)[None, :]).to(tl.int32)
+    column = tl.load(iota + tl.arange(0, WIDTH)[None, :]).to(tl.int32)
     if TRANSPOSED:
         place = broadcast_tokens(row * 2, TRANSPOSED) ^ broadcast_columns(_swizzle(column * (2 * TOKENS)), TRANSPOSED)
     else:
         place = broadcast_tokens(_swizzle(row * (2 * WIDTH)), TRANSPOSED) ^ broadcast_columns(_swizzle(column * 2), TRANSPOSED)
     if WARPS > 1:
-        place += tl.load(numbers + tl.arange(0, WARPS)[:, None, None]).to(tl.int32) * CONSTANTS.patch_bytes
+        place += tl.load(iota + tl.arange(0, WARPS)[:, None, None]).to(tl.int32) * CONSTANTS.patch_bytes
     return place
 
 
 @triton.jit
-def fetch_numbers(numbers: tl.tensor) -> None:
-    """Prefetch the numbers that ``patch_positions`` loads. Programs that compute positions late call this early."""
+def fetch_iota(iota: tl.tensor) -> None:
+    """Prefetch the part of ``iota`` that ``patch_positions`` loads. Programs that compute positions late call this early."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [numbers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [iota.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
 
 

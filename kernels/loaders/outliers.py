@@ -23,7 +23,7 @@ from kvpack.kernels.bitpack.streams import Stream
 from .outlier_patches import (
     DISTINCT_TOKENS,
     GRANULE,
-    fetch_numbers,
+    fetch_iota,
     locate_entries,
     outlier_tile,
     patch_positions,
@@ -80,7 +80,7 @@ def column_stream(tiles: Tiles, device: str) -> torch.Tensor:
 @triton.jit
 def prepare_patches(
     pointers: tl.tuple,
-    numbers: tl.tensor,
+    iota: tl.tensor,
     CONSTANTS: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -95,11 +95,11 @@ def prepare_patches(
     """
     ready = ()
     if CONSTANTS is not None:
-        ready = (numbers, tl.load(pointers[CONSTANTS.first_stream + 3]).to(tl.float32, bitcast=True))
+        ready = (iota, tl.load(pointers[CONSTANTS.first_stream + 3]).to(tl.float32, bitcast=True))
         if AHEAD:
-            ready = ready + (patch_positions(numbers, CONSTANTS, WARPS, TOKENS, TRANSPOSED),)
+            ready = ready + (patch_positions(iota, CONSTANTS, WARPS, TOKENS, TRANSPOSED),)
         elif FAST:
-            fetch_numbers(numbers)
+            fetch_iota(iota)
     return ready
 
 

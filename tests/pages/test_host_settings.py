@@ -80,7 +80,7 @@ def test_every_call_of_a_layout_keeps_the_hosts_settings(monkeypatch: pytest.Mon
         with pytest.raises(KvpackError):
             layout.call("detect", PageLayout.detect)(GEOMETRY, loses, page)
         pool = torch.ones(3, page.numel(), dtype=torch.bfloat16, device="cpu")
-        for name in ("digest", "strides"):
+        for name in ("digest", "offsets_and_strides"):
             layout.call(name, lambda name=name: getattr(layout.inner, name))()
         layout.buffer(pool)
         staging = layout.staging(2)

@@ -108,7 +108,7 @@ def prepare(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor) -> Pr
     starts = matrix
     if mean is not None:
         counts = [batch * heads * _check_means(mean, part, batch, heads) for part in packed]
-        starts = torch.tensor([0, *accumulate(counts[:-1])], dtype=torch.int64).to(out.device)
+        starts = torch.tensor([0, *accumulate(counts[:-1])], dtype=torch.int64, device="cpu").to(out.device)
 
     def run(out: torch.Tensor) -> None:
         if work.blocks * batch * heads:

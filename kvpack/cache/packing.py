@@ -20,7 +20,7 @@ from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.arguments import as_integer, as_list, check_callback, check_mapping
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, MissingBasis, OutOfBounds, OutOfRange
-from kvpack.identity.identity import ModelArgument, model_fields
+from kvpack.identity.arguments import ModelArgument, model_fields
 from kvpack.runtime.memory import shared_arena
 from kvpack.runtime.modes import float32_no_grad
 

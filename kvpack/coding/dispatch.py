@@ -12,7 +12,6 @@ import warnings
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
 import xxhash
 
 from kvpack.file import row
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import numpy
+    import torch
 
     from kvpack.formats.base import Codec
     from kvpack.kernels.cpu.sides import Side as _CSide
@@ -101,6 +101,8 @@ def _decodes_to(codec: Lossless, streams: Mapping[str, torch.Tensor], x: torch.T
 
     Every run is checked, because a wrong word would change all values after it, and compilers of other versions are not tested.
     """
+    import torch
+
     from kvpack.kernels.decode import decode
     from kvpack.kernels.decode.rows import PackedPart
 

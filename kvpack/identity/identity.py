@@ -13,16 +13,14 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, Any, Self
 
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.file.checks import TEXT, TEXT_BY_NAME, check_argument
+from kvpack.file.checks import TEXT, check_argument
 from kvpack.file.header import FORMAT
 from kvpack.file.user_files import path_text
 from kvpack.formats.arguments import check_flag, check_text, describe
-from kvpack.formats.errors import InvalidParameter, InvalidType
+from kvpack.formats.errors import InvalidParameter
 
 from .canonical_text import IDENTITY_ADVICE, class_name, json_digest, tensor_digest, to_json_value, weights_kind
 from .modules import ModelPart, check_determined, child_modules
@@ -101,6 +99,7 @@ def _module_state(where: str, module: Any, other_adapters: Collection[str]) -> l
     import torch
 
     check_determined(where, type(module))
+
     usual = vars(torch.nn.Module()).keys() | _ADAPTER_STATE | _IGNORED_ATTRIBUTES
     attributes = [(name, value) for name, value in sorted(vars(module).items()) if name not in usual]
     state = [[name, _value_state(f"{where}.{name}", value, other_adapters)] for name, value in attributes]
@@ -114,6 +113,7 @@ def _module_state(where: str, module: Any, other_adapters: Collection[str]) -> l
 
 def _value_state(where: str, value: Any, other_adapters: Collection[str]) -> Any:
     import torch
+
 
     if isinstance(value, (Mapping, torch.nn.ModuleDict, torch.nn.ParameterDict)) or _has_class(value, "BufferDict"):
         keys = sorted(key for key in value.keys() if key not in other_adapters)  # noqa: SIM118
@@ -433,33 +433,3 @@ def states_key(digest: bytes) -> bytes:
     For an identity's digest, this is the parent key of the first chunk of a model with states.
     """
     return hashlib.sha256(length_prefixed(_STATES) + length_prefixed(digest)).digest()
-
-
-ModelArgument: TypeAlias = torch.nn.Module | Identity | str | Mapping[str, str]
-"""A transformers model, an identity, a model's name, or the fields that another cache records (``Cache.model``)."""
-
-
-def model_fields(model: ModelArgument | None) -> dict[str, str]:
-    """Return the fields that identify ``model`` in a cache. For None, the result is empty.
-
-    Raises InvalidType for a value of any other type, and InvalidParameter if ``Identity.of`` rejects the model or a header cannot store the
-    fields.
-    """
-    result: dict[str, Any]
-    if model is None:
-        return {}
-    if isinstance(model, str):
-        result = {"name": model}
-    elif isinstance(model, Identity):
-        result = model.header_model
-    elif isinstance(model, Mapping):
-        result = dict(model)
-    elif isinstance(model, torch.nn.Module):
-        result = Identity.of(model, "raw").header_model
-    else:
-        raise InvalidType(
-            f"model is a {type(model).__name__}, expected a transformers model, a kvpack.Identity, a name, or a map of names to text such "
-            "as {'name': 'llama'}"
-        )
-    check_argument("model", result, TEXT_BY_NAME)
-    return result

@@ -19,7 +19,7 @@ from kvpack.coding.recipes import SIDES, Recipe, parse_recipe
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.formats.arguments import as_integer, check_flag, check_floating, checked_device, describe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
-from kvpack.identity.identity import ModelArgument, model_fields
+from kvpack.identity.arguments import ModelArgument, model_fields
 from kvpack.runtime.modes import float32_no_grad
 
 from .layer import LiveLayer, check_windows, empty_layer, live_layer

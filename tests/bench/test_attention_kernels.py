@@ -70,7 +70,7 @@ def test_synthetic_transform_basis_has_bits_from_its_name(scope: str) -> None:
         assert 0.4 < 16 * streams["words"].numel() / (2 * 512 * side.dim) < 0.7
         assert 0.3 < streams["columns"].float().mean() / side.dim < 0.6
     for recipe in ("transform=0.6", "transform=0.6:model", "transform=a:head"):
-        with pytest.raises(InvalidParameter, match=r"expected transform=0\.6:head"):
+        with pytest.raises(InvalidParameter, match=r"as in transform=0\.6:head"):
             synthetic_basis.check(recipe)
 
 

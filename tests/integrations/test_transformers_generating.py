@@ -162,7 +162,7 @@ def test_a_file_without_tokens_cannot_be_continued(model: Any, tmp_path: Path) -
     """A file without tokens does not describe what its layers contain."""
     with KvpackCache(model, "octopus-4") as cache:
         kvpack.save(cache.packed, tmp_path / "empty")
-    with pytest.raises(InvalidParameter, match=r"no layer of the cache has keys or values: begin with KvpackCache\(model, recipe\)"):
+    with pytest.raises(InvalidParameter, match=r"no layer of the cache has keys or values: start with KvpackCache\(model, recipe\)"):
         KvpackCache.load(tmp_path / "empty", model)
 
 

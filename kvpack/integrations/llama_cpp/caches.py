@@ -17,7 +17,7 @@ from kvpack.file.inputs import ID_BYTES, Inputs
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter
-from kvpack.identity.identity import ModelArgument, model_fields
+from kvpack.identity.arguments import ModelArgument, model_fields
 from kvpack.integrations.exported_values import export_values, parse_windows
 
 from .opaque import check_raw, has_opaque_layers, is_opaque, opaque_blocks, opaque_ids, opaque_layer

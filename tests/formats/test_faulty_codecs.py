@@ -246,7 +246,7 @@ def test_a_codec_class_must_be_a_complete_frozen_dataclass() -> None:
         dim: int
 
     refused = r"is not a frozen dataclass with a field dim: write @dataclass\(frozen=True\) above it"
-    for codec, message in ((Plain, refused), (Mutable, refused), (Partial, r"Partial lacks .*nominal_bits.*: define what is missing")):
+    for codec, message in ((Plain, refused), (Mutable, refused), (Partial, r"Partial lacks .*nominal_bits.*: define each of them")):
         with pytest.raises(InvalidParameter, match=message):
             CODECS["acme-faulty"] = codec
     assert "acme-faulty" not in CODECS

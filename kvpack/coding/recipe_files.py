@@ -35,10 +35,11 @@ def split_path(recipe: str | os.PathLike[str], presets: Container[str]) -> tuple
     return (text, "") if "/" in text or text.endswith(SUFFIX) or os.path.isfile(text) else None
 
 
-def read_clauses(path: str) -> list[tuple[int, str]]:
+def read_clauses(path: str, presets: Container[str]) -> list[tuple[int, str]]:
     """Return the clauses of a recipe file as (line number from 1, clause) pairs.
 
-    Raises MissingFile, or InvalidParameter if the file is too large, is not UTF-8, or contains no clause.
+    Raises MissingFile, or InvalidParameter if the file is too large, is not UTF-8, contains no clause, or names another recipe
+    file.
     """
     try:
         lines = read_text(path, MAX_FILE_BYTES, "a recipe file").splitlines()
@@ -49,6 +50,6 @@ def read_clauses(path: str) -> list[tuple[int, str]]:
     if not result:
         raise InvalidParameter(f"{path} is a recipe file without clauses: add at least one, such as kv=octahedral:b=3")
     for number, clause in result:
-        if clause.startswith("@"):
+        if split_path(clause, presets) is not None:
             raise InvalidParameter(f"{path}, line {number}: {clause!r}: a recipe file cannot include another: copy its clauses instead")
     return result

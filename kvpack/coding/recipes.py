@@ -431,7 +431,7 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
     if named is None:
         return _parse_cached(str(recipe), (*CODECS.values(), *SIDECARS.values()))
     path, added = named
-    clauses = read_clauses(path)
+    clauses = read_clauses(path, PRESETS)
     try:
         return Recipe(";".join([*(clause for _, clause in clauses), *([added] if added else [])]))
     except InvalidClause as error:

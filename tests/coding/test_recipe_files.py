@@ -90,10 +90,11 @@ def test_every_command_accepts_a_recipe_file(folder: Path, capsys: pytest.Captur
         ("k=group:b=2\n", r"^bad\.txt: recipe 'k=group:b=2' has no codec for values"),
         ("\n# nothing\n ; \n", r"^bad\.txt is a recipe file without clauses"),
         ("kivi-2\n@tuned.txt", r"^bad\.txt, line 2: '@tuned\.txt': a recipe file cannot include another: copy its clauses"),
+        ("int-4-med3:@tuned.txt", r"^bad\.txt, line 1: 'int-4-med3:@tuned\.txt': a recipe file cannot include another: copy its clauses"),
         ("kivi-2\n#" + "x" * 65536, r"^bad\.txt: has more than 65536 bytes"),
         (b"kivi-2\xff", r"^bad\.txt: byte 6 is not valid UTF-8"),
     ],
-    ids=["codec", "one line", "option", "tail", "a side", "empty", "nested", "large", "bytes"],
+    ids=["codec", "one line", "option", "tail", "a side", "empty", "nested", "nested after an option", "large", "bytes"],
 )
 def test_an_error_names_the_line(folder: Path, text: str | bytes, message: str) -> None:
     (folder / "bad.txt").write_bytes(text.encode() if isinstance(text, str) else text)

@@ -23,7 +23,7 @@ def is_foreign(codec: Any) -> bool:
 
 
 def begin_run(codec: Any, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunEncoder:
-    """Return ``codec.begin(run, before)`` for a codec without sidecars. If the codec is foreign, check what it returns.
+    """Return ``codec.begin(run, previous)`` for a codec without sidecars. If the codec is foreign, check what it returns.
 
     The checks raise InvalidParameter for streams that do not match the codec's layout or that readers would reject, and for decoded values
     of the wrong dtype or shape.

@@ -95,14 +95,8 @@ def test_the_budget_holds_at_all_times(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.scenario
-@pytest.mark.parametrize("mutant", ["counts after writing", "counts no unfinished file"])
-def test_a_violated_budget_is_noticed(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if mutant == "counts after writing":
-        monkeypatch.setattr(eviction.Reservation, "acquire", lambda self, descriptor: None)
-    else:
-        monkeypatch.setattr(Folder, "unfinished", lambda self: iter(()))
-        real = disk_usage.DiskUsage.replace
-        monkeypatch.setattr(disk_usage.DiskUsage, "replace", lambda self, total, before: real(self, total, None))
+def test_reserving_too_late_violates_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction.Reservation, "acquire", lambda self, descriptor: None)
 
     def most_of(folder: Path) -> int:
         folder.mkdir()
@@ -112,9 +106,9 @@ def test_a_violated_budget_is_noticed(mutant: str, tmp_path: Path, monkeypatch: 
     assert any(most_of(tmp_path / str(attempt)) > BUDGET for attempt in range(ATTEMPTS))
 
 
-def test_the_count_includes_the_size_of_unfinished_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that counts the folder therefore includes the bytes that a writer has yet to write."""
-    backend = Directory(tmp_path, Counters(), max_bytes=BUDGET)
+def counts_while_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Put an entry of 5,000 bytes, and return its file's size and the folder's count at the moment its bytes are reserved."""
+    backend = Directory(folder, Counters(), max_bytes=BUDGET)
     real, seen = eviction.Reservation.acquire, []
 
     def take(self: Any, descriptor: int) -> None:
@@ -122,13 +116,25 @@ def test_the_count_includes_the_size_of_unfinished_files(tmp_path: Path, monkeyp
         real(self, descriptor)
         seen.append(os.fstat(descriptor).st_size)
         # A count of the folder at this moment, by another process.
-        other = Directory(tmp_path, Counters(), max_bytes=BUDGET)
+        other = Directory(folder, Counters(), max_bytes=BUDGET)
         other.collect()
         seen.append(other._usage.read().total)
 
     monkeypatch.setattr(eviction.Reservation, "acquire", take)
     assert backend.put([key_of(1, 1)], [memoryview(HEAD + bytes(5000))], time.time_ns())
-    assert seen == [len(HEAD) + 5000] * 2
+    return seen
+
+
+def test_the_count_includes_the_size_of_unfinished_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that counts the folder therefore includes the bytes that a writer has yet to write."""
+    assert counts_while_writing(tmp_path, monkeypatch) == [len(HEAD) + 5000] * 2
+
+
+def test_a_count_without_unfinished_files_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Folder, "unfinished", lambda self: iter(()))
+    real = disk_usage.DiskUsage.replace
+    monkeypatch.setattr(disk_usage.DiskUsage, "replace", lambda self, total, before: real(self, total, None))
+    assert counts_while_writing(tmp_path, monkeypatch) == [len(HEAD) + 5000, 0]
 
 
 def test_the_count_file_stays_small(tmp_path: Path) -> None:

@@ -65,11 +65,11 @@ if TYPE_CHECKING:
 
 
 def unsupported(*_: Any) -> None:
-    """Table entry of a codec that supports no parameters here. Returns None."""
+    """Entry for codecs without this kernel: support no parameters. Returns None."""
 
 
 def reject_call(*_: Any) -> bool:
-    """Table entry of a codec without such a kernel. Returns False."""
+    """Entry for codecs without this kernel. Returns False."""
     return False
 
 
@@ -78,7 +78,7 @@ class CodecKernels(NamedTuple):
 
     - ``tiles(codec)`` returns the tile loader for attention, or None.
     - ``dual_tiles(codec, dual)`` returns the dual tile loader, and ``paired_tiles(codec)`` the paired one, or None.
-    - ``encode`` encodes values to streams, and returns False if it does not support them (``encode.prepare``).
+    - ``encode`` encodes values to streams, or returns False if it does not support them (``encode.prepare``).
     - ``prepare(codec, packed, out, rotated, pages)`` returns a decoding launch, or None (``decode.prepare``).
     - ``decode_into(codec, packed, out, rotated, pages)`` decodes with several launches, or returns False.
     - ``check_chunks(codec, streams, where)`` raises the errors of ``Codec.check_chunks``.
@@ -96,17 +96,17 @@ class CodecKernels(NamedTuple):
 
 
 def supports_all(*_: Any) -> bool:
-    """Table entry of a codec that supports all parameters here. Returns True."""
+    """Entry for codecs of which all parameters are supported. Returns True."""
     return True
 
 
 def codec_kernels(codec: Codec) -> CodecKernels:
-    """Return the table row of ``codec``. It is found by exact class, because an unknown subclass may have more streams than its parent."""
+    """Return the kernels of ``codec``. Only its exact class counts, because an unknown subclass may have more streams than its parent."""
     return CODECS.get(type(codec), CodecKernels())
 
 
 def _has_dual_rows(codec: Codec) -> bool:
-    """Return True if rows of ``codec`` have few enough words for dual tiles."""
+    """Return True if the rows of ``codec`` are short enough for dual tiles."""
     return all(packing.width == DUAL_ROW_WORDS for packing in codec.packings().values())
 
 

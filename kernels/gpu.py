@@ -9,7 +9,7 @@ import torch
 
 
 class Gpu(NamedTuple):
-    """Properties of a GPU: compute capability, number of multiprocessors, and maximum bytes of shared memory per program.
+    """Properties of a GPU: compute capability, number of multiprocessors, and maximum shared memory per program in bytes.
 
     ``interpreted`` is True for Triton's interpreter, which has no inline PTX and cannot multiply bfloat16.
     """
@@ -26,7 +26,7 @@ class Gpu(NamedTuple):
 
     @property
     def multiplies_bf16(self) -> bool:
-        """True if the GPU has matrix products of bfloat16."""
+        """True if the GPU supports bfloat16 matrix products."""
         return self.capability >= (8, 0)
 
 
@@ -37,13 +37,14 @@ _without_device = INTERPRETER
 
 
 def gpu(device: torch.device | str) -> Gpu:
-    """Return the properties of ``device``. For the CPU, return those of Triton's interpreter or of the GPU passed to ``assume``."""
+    """Return the properties of ``device``. For the CPU, return those of Triton's interpreter, or of the GPU that was passed to ``assume``.
+    """
     device = torch.device(device)
     return _properties(device) if device.type == "cuda" else _without_device
 
 
 def assume(other: Gpu) -> None:
-    """Plan later launches over CPU tensors as if they ran on the GPU ``other``. Kernels can then be compiled without that GPU."""
+    """Plan later launches over CPU tensors for the GPU ``other``, so that kernels can be compiled without that GPU."""
     global _without_device
     _without_device = other
 

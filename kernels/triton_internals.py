@@ -32,7 +32,7 @@ MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 
 def check_assumption(holds: bool, expected: str, result: object) -> None:
-    """Raise KvpackError unless an assumption about Triton ``holds``."""
+    """Raise KvpackError unless an assumption about Triton ``holds``. The message contains the ``expected`` and the actual ``result``."""
     if not holds:
         raise KvpackError(
             f"Triton {triton.__version__}: the kernels expect {expected}, but found {result!r:.200}: "
@@ -41,7 +41,7 @@ def check_assumption(holds: bool, expected: str, result: object) -> None:
 
 
 def shared_bytes(kernel: Any) -> int:
-    """Return the number of bytes of shared memory with which the compiled ``kernel`` is launched."""
+    """Return the number of bytes of shared memory that the compiled ``kernel`` is launched with."""
     packed, metadata = kernel.packed_metadata, kernel.metadata
     expected = (metadata.num_warps, metadata.num_ctas, metadata.shared)
     check_assumption(
@@ -53,14 +53,14 @@ def shared_bytes(kernel: Any) -> int:
 
 
 def enlarge_shared_memory(kernel: Any, size: int) -> None:
-    """Launch ``kernel`` with ``size`` bytes of shared memory from now on. The compiler may use at most ``COMPILER_BYTES`` of them."""
+    """Launch ``kernel`` with ``size`` bytes of shared memory from now on. The compiler may use up to ``COMPILER_BYTES`` of them."""
     own = shared_bytes(kernel)
     check_assumption(own <= COMPILER_BYTES, f"the compiler to take at most {COMPILER_BYTES} bytes of shared memory in front of tables", own)
     kernel.packed_metadata = (*kernel.packed_metadata[:2], size)
 
 
 def allow_shared_memory(kernel: Any, size: int) -> None:
-    """Allow the CUDA driver to launch ``kernel`` with ``size`` bytes of dynamic shared memory, in addition to its static shared memory."""
+    """Let the CUDA driver launch ``kernel`` with ``size`` bytes of dynamic shared memory, in addition to its static shared memory."""
     # Reading this attribute loads the code and sets the function's handle.
     _ = kernel.run
     check_assumption(isinstance(kernel.function, int), "a compiled kernel's function to be a handle of the CUDA driver", kernel.function)
@@ -72,7 +72,7 @@ def allow_shared_memory(kernel: Any, size: int) -> None:
 
 
 def code_key(values: Iterable[Any]) -> str:
-    """Return a cache key for code compiled with the constants ``values``: the source of functions, and the text of other constants.
+    """Return a cache key for code that is compiled with the constants ``values``: the source of functions, and the text of other constants.
 
     Triton's own cache key covers only the source of functions that are passed as arguments. For constants, it uses their ``cache_key``.
     """
@@ -105,7 +105,7 @@ class Compilation(NamedTuple):
 
 
 class _TargetDriver:
-    """Stands in for Triton's driver before launches, for a device of compute ``capability`` that need not exist."""
+    """Stand-in for Triton's driver before launches, for a device of compute ``capability`` that need not exist."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -133,7 +133,7 @@ def _target(capability: int) -> Iterator[None]:
 
 
 class _Collector:
-    """Replaces Triton's parallel compilation. It collects kernels instead of compiling them."""
+    """Stand-in for Triton's parallel compilation, which collects kernels instead of compiling them."""
 
     def __init__(self, capability: int) -> None:
         self.capability, self.kernel = capability, ""
@@ -173,15 +173,14 @@ def collect_compilations(capability: int) -> Iterator[dict[str, Compilation]]:
 
 
 def _has_launch_hooks() -> bool:
-    """Return True if launch hooks are installed in Triton, for example by a profiler."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
 def current_stream(device: int) -> int:
-    """Return the current CUDA stream of ``device``, or -1 if cached launches are not allowed there now.
+    """Return the current CUDA stream of ``device``, or -1 if cached launches are not possible.
 
-    They are allowed only on the current device, because the driver launches there. They are not allowed with launch hooks, which must see
-    each launch.
+    They are possible only on the current device, because the driver launches there, and only without launch hooks, which must see each
+    launch.
     """
     if torch._C._cuda_getDevice() != device or _has_launch_hooks():
         return -1
@@ -189,7 +188,7 @@ def current_stream(device: int) -> int:
 
 
 class CachedLaunch:
-    """A launch whose compiled kernel is looked up only once. Later calls only pass pointers to the driver.
+    """A launch that looks up its compiled kernel only once. Later calls only pass pointers to the driver.
 
     Triton's own launch binds and specializes every argument again, which takes longer on the host than these kernels take on the device.
     ``arguments`` follow the pointers and never change, and ``constants`` come last. ``allow`` is called with the compiled kernel before the
@@ -212,7 +211,7 @@ class CachedLaunch:
         self._launch: Callable[..., None] | None = None
 
     def __call__(self, *pointers: tuple[torch.Tensor, int]) -> None:
-        """Launch on the current stream. Each pointer is a pair: a tensor, and the number of elements to skip."""
+        """Launch on the current stream. Each pointer is a tensor and the number of elements to skip."""
         device = pointers[0][0].device
         if self._launch is not None and (stream := current_stream(device.index)) >= 0:
             addresses, low = [], 0
@@ -229,18 +228,17 @@ class CachedLaunch:
 
     @property
     def is_cached(self) -> bool:
-        """True if the compiled kernel is cached, so that ``at`` can be called."""
         return self._launch is not None
 
     def at(self, stream: int, *addresses: int) -> None:
-        """Launch the cached kernel on ``stream``, the result of ``current_stream``. All addresses must be multiples of
-        ``POINTER_ALIGNMENT``.
+        """Launch the cached kernel on ``stream``, as returned by ``current_stream``.
+
+        All addresses must be multiples of ``POINTER_ALIGNMENT``.
         """
         assert self._launch is not None
         self._launch(*self.grid, stream, *self._before, *addresses, *self._after)
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Launch through Triton, and cache the compiled kernel."""
         is_cuda = tensors[0].is_cuda
         if self.allow is not None and is_cuda:
             self.allow(self.function.warmup(*tensors, *self.arguments, grid=self.grid, **self.constants, **self.options))
@@ -265,7 +263,7 @@ The key contains everything on which Triton specializes.
 def launch_cached(
     function: Any, programs: int, device: torch.device, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
 ) -> bool:
-    """Launch the kernel that ``launch_and_cache`` cached for the same kind of arguments. Returns False if there is no such kernel."""
+    """Launch the kernel that ``launch_and_cache`` cached for arguments of the same kind. Returns False if there is none."""
     if (stream := current_stream(device.index)) < 0:
         return False
     try:
@@ -297,9 +295,9 @@ def launch_and_cache(
 def _launch_key(
     function: Any, device: torch.device, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Return a key that is equal for launches that can use the same compiled code.
+    """Return a key that is equal for all launches that can use the same compiled code.
 
-    Raises TypeError if an argument or a constant has no such key.
+    Raises TypeError if no key supports an argument or a constant.
     """
     constant_keys = [(name, type(value), value) for name, value in constants.items()]
     result = (function, device.index, *map(_argument_key, arguments), *constant_keys, *options.items())
@@ -324,7 +322,7 @@ def _argument_key(value: Any) -> Any:
 
 
 def _launcher(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """Return the C launcher of a compiled kernel, and the arguments that it takes between the stream and the kernel's own arguments.
+    """Return the C launcher of a compiled kernel, and the arguments that it expects between the stream and the kernel's own arguments.
 
     Triton's Python launcher adds only scratch memory, which these kernels do not use.
     """
@@ -337,10 +335,9 @@ def _launcher(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
 
 
 class LaunchChain:
-    """A sequence of launches over fixed tensors and over the tensors of a call.
+    """A sequence of launches whose pointers are in fixed tensors or in tensors that each call passes.
 
-    Each pointer of a launch is a pair. The first element is a fixed tensor, or the index of one of the call's tensors. The second is the
-    number of elements to skip.
+    Each pointer is a pair: a fixed tensor, or the index of one of the call's tensors, and the number of elements to skip.
     """
 
     def __init__(self, launches: Sequence[tuple[CachedLaunch, Sequence[tuple[int | torch.Tensor, int]]]]) -> None:
@@ -348,7 +345,7 @@ class LaunchChain:
         self._kept: list[tuple[CachedLaunch, list[tuple[int, int]]]] = []
 
     def __call__(self, tensors: Sequence[torch.Tensor], first: int = 0) -> None:
-        """Run the launches from index ``first`` on, on the current CUDA stream."""
+        """Run the launches on the current CUDA stream, beginning with launch ``first``."""
         if self._kept and (stream := current_stream(tensors[0].device.index)) >= 0:
             addresses, low = [0], 0
             for tensor in tensors:

@@ -40,7 +40,9 @@ _prepared: WeakKeyDictionary[Layer, dict[Any, PreparedCall]] = WeakKeyDictionary
 
 
 def supports(q: torch.Tensor, layer: Layer) -> bool:
-    """Return True if the split kernel supports the call. Every segment must have a tile loader, and each KV head must have few query rows.
+    """Return True if the split-K kernel supports this call.
+
+    Every segment of the layer must have a tile loader, and each KV head must have few query rows.
     """
     k, v = keys_and_values(layer)
     blocks = -(-q.shape[1] // k.heads * q.shape[2] // MAX_ROWS)
@@ -51,7 +53,10 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
 
 
 def choose_loaders(rows: int, k: Side, v: Side) -> int:
-    """Return the loaders to prefer for calls with ``rows`` query rows per KV head: ``frame_columns.PAIRED`` or ``DUAL``, or 0."""
+    """Return the kind of tile loader to prefer: ``frame_columns.PAIRED``, ``frame_columns.DUAL``, or 0 for ordinary loaders.
+
+    ``rows`` is the number of query rows per KV head.
+    """
     sides = [segments.side_segments(side) for side in (k, v)]
     if rows > MAX_DUAL_ROWS or any(side.outliers for side in sides):
         return 0
@@ -61,10 +66,10 @@ def choose_loaders(rows: int, k: Side, v: Side) -> int:
 
 
 def prepare(q: torch.Tensor, layer: Layer, options: Options) -> PreparedCall:
-    """Prepare softmax(scale q k^T) v over a supported layer, for queries shaped like ``q``. The prepared call is cached with the layer.
+    """Prepare softmax(scale q k^T) v over a supported ``layer``, for queries shaped like ``q``. The prepared call is cached with the layer.
 
     Tiles are float16 (raw tokens keep their dtype), and sums are float32. The relative error in the 2-norm is at most 2e-3 if no decoded
-    value exceeds 65504. The prepared call never synchronizes with the device, so CUDA graphs can capture it.
+    value exceeds 65504. The call never synchronizes with the device, so CUDA graphs can capture it.
     """
     calls = _prepared.setdefault(layer, {})
     key = (q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))

@@ -26,8 +26,8 @@ def tile_factors(
 ) -> tl.tensor:
     """Return the token factors of the ``loaded`` tiles: ``[warp, token]``, or ``[warp, token, row]`` if query rows see different tokens.
 
-    Element ``AT`` of each loaded tile contains the stored factors, which the function ``FACTOR`` converts. With ``PAIRED``, ``FACTOR``
-    returns the factors of both tokens of a dual tile's row: two tensors ``[warp, token]``, or one tensor ``[warp, token, 2]``.
+    ``FACTOR`` converts the stored factors, which are element ``AT`` of each loaded tile. With ``PAIRED``, a tile row contains two tokens,
+    and ``FACTOR`` returns their factors as two tensors ``[warp, token]`` or as one tensor ``[warp, token, 2]``.
     """
     factor = FACTOR(loaded[0][AT], CONSTANTS, FAST)
     if PAIRED and len(factor) == 1:
@@ -41,7 +41,8 @@ def tile_factors(
 
 @triton.jit
 def broadcast_over_rows(value: tl.tensor) -> tl.tensor:
-    """Reshape ``[warp, token]`` to ``[warp, token, 1]``, so that it broadcasts over query rows. Returns other shapes unchanged."""
+    """Reshape ``[warp, token]`` to ``[warp, token, 1]``, so that it broadcasts over query rows. Return tensors with three axes unchanged.
+    """
     if len(value.shape) == 2:
         value = value[:, :, None]
     return value
@@ -49,10 +50,10 @@ def broadcast_over_rows(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _power_and_quotient(factor: tl.tensor) -> tl.tuple:
-    """Split ``factor`` into 2^e and a quotient with magnitude in [1, 2). Returns e, 2^-e and the quotient.
+    """Split ``factor`` into 2^e times a quotient with magnitude in [1, 2). Returns e, 2^-e and the quotient.
 
-    The split is exact for magnitudes of at least 2^-100; a smaller factor gets the quotient 0. A factor of 0 gets the largest e of its
-    tile, because the weight of its token still counts in the softmax total and must not underflow.
+    The split is exact for magnitudes of at least 2^-100; a smaller factor gets the quotient 0. If the factor is 0, e is the largest e of
+    the tile, because the token's weight still counts in the softmax total and must not underflow.
     """
     bits = factor.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) & 0xFF
@@ -70,9 +71,10 @@ def power_and_quotients(
     V: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return e, 2^-e, and the token factor divided by 2^e. With signs or outliers, also return the signs' factor divided by 2^e.
+    """Return e, 2^-e and the token factor divided by 2^e.
 
-    e is the exponent of the token factor or of the signs' factor, whichever is larger (see ``_power_and_quotient``).
+    For values with QJL signs or outliers, also return the signs' factor divided by 2^e. e is the exponent of the token factor or of the
+    signs' factor, whichever is larger (see ``_power_and_quotient``).
     """
     CONSTANTS: tl.constexpr = V.constants
     SIGNS: tl.constexpr = V.signs

@@ -27,7 +27,7 @@ MERGED_ROWS = 16
 
 
 class FlashBlock(NamedTuple):
-    """Launch shape of ``_attend``: the query rows and tokens in a tile of scores, and the warps and pipeline stages of a program."""
+    """Launch shape of ``_attend``: the query rows and tokens of a score tile, and the warps and pipeline stages of a program."""
 
     rows: int
     tokens: int
@@ -36,9 +36,9 @@ class FlashBlock(NamedTuple):
 
 
 def block_shape(dim: int, room: int) -> FlashBlock:
-    """Return a launch shape for head dims up to ``dim``, a power of two, that needs at most ``room`` bytes of shared memory.
+    """Return a launch shape that needs at most ``room`` bytes of shared memory, for head dims up to ``dim``, a power of two.
 
-    The shared memory of a program contains its queries, and one tile of keys and of values per pipeline stage.
+    A program keeps its queries in shared memory, and one tile of keys and one of values per pipeline stage.
     """
     if dim <= 64:
         return FlashBlock(128, 64, 4, 3)
@@ -130,7 +130,7 @@ def merge(sums: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: t
 
     ``sums`` is float32 ``[batch, head, row, dim]``, and ``lse`` is ``[batch, head, row]``. ``part`` ``[batch * splits, head, row, dim]``
     and ``part_lse`` ``[batch * splits, head, row]`` are the results of ``attend``. Only the channels must be contiguous. If ``sums`` and
-    ``lse`` are contiguous, a head of ``part`` may contain the rows of several heads of ``sums``. With ``first``, the previous contents of
+    ``lse`` are contiguous, one head of ``part`` may contain the rows of several heads of ``sums``. With ``first``, the previous contents of
     ``sums`` and ``lse`` are ignored.
     """
     batch, heads, rows, dim = part.shape[0] // splits, *part.shape[1:]

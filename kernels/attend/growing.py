@@ -95,7 +95,7 @@ CAPACITY_STEP = 8
 
 
 class GrowingCall:
-    """A prepared attention call for queries shaped like ``q`` over a growing ``layer``, whose tails include spare capacity.
+    """A prepared attention call over a growing ``layer`` for queries shaped like ``q``. The layer's raw tails include spare capacity.
 
     ``supports`` must return True for ``layer``. Every call needs the sequence lengths, int32 ``[batch]``. With ``options.starts``, a call
     also needs the first visible token of each sequence. Sliding windows are computed on the device, because they move with every call.
@@ -115,12 +115,12 @@ class GrowingCall:
 
     @staticmethod
     def supports_layer(layer: Layer) -> bool:
-        """Return True if every segment has a tile loader and no page applies value maps with PyTorch operations."""
+        """Return True if every segment has a tile loader and kernels apply all value maps."""
         sides = [segments.side_segments(side) for side in (layer.k, layer.v) if side is not None]
         return all(side.supported and all(segment.frame.query_codec is not None for segment in side.segments) for side in sides)
 
     def refresh(self, layer: Layer) -> bool:
-        """Switch to the current pages of ``layer``. Returns True if launches changed, in which case CUDA graphs must be captured again."""
+        """Switch to the current pages of ``layer``. Returns True if the launches changed; CUDA graphs must then be captured again."""
         launches = self._plan_launches(layer)
         same = len(launches) == len(self._launches) and all(
             new.constants == old.constants and new.k.matches(old.k) and new.v.matches(old.v) and _has_room(old, new)
@@ -160,8 +160,8 @@ class GrowingCall:
 def _work_capacity(launch: Launch) -> int:
     """Return the number of rows to allocate for the work table of ``launch``.
 
-    A launch over only the tail needs no spare rows. Any other launch gets one row per concurrent program. If it already has more rows,
-    their number is rounded up to a multiple of ``CAPACITY_STEP``.
+    A launch over only the raw tail needs no spare rows. Any other launch gets at least one row per concurrent program. A longer table is
+    rounded up to a multiple of ``CAPACITY_STEP`` rows.
     """
     rows: int = launch.work.shape[0]
     if launch.tail_only or rows <= launch.programs:
@@ -170,7 +170,6 @@ def _work_capacity(launch: Launch) -> int:
 
 
 def _has_room(old: Launch, new: Launch) -> bool:
-    """Return True if the work table of ``new`` fits in the memory that ``old`` allocated for its work table."""
     return new.work.shape[0] <= old.work.shape[0]
 
 

@@ -42,9 +42,9 @@ _VALUE_DEPENDENT_CODECS = (CodecWithSidecars, Klt, Minifloat)
 
 
 class _PageListKey(NamedTuple):
-    """Identifies the pages of one layer: the id of their ``kind``, and the addresses of their streams, page by page.
+    """Key of the pages of a layer's keys or values: the id of their ``kind``, and the addresses of all streams, page by page.
 
-    Lists of pages that differ only in addresses have the same kind, and therefore share prepared calls.
+    The kind covers everything that prepared calls depend on, except the addresses. Layers whose pages have the same kind share calls.
     """
 
     kind: int
@@ -62,7 +62,9 @@ _model_layers: WeakKeyDictionary[Sequence[PackedRun], list[tuple[ref[Sequence[Pa
 
 
 def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]]) -> None:
-    """Determine the kinds of the pages of all ``layers`` (key pages, value pages) of a model at once, which is faster than layer by layer.
+    """Classify the pages of all ``layers`` of a model together, which is faster than one layer at a time.
+
+    Each element of ``layers`` is a pair: the layer's key pages and its value pages.
     """
     model_layers = []
     for k, v in layers:
@@ -100,7 +102,7 @@ def _classify(pages: Sequence[PackedRun]) -> _PageListKey | None:
 
 
 def kind_key(layer: Layer) -> Hashable | None:
-    """Return a key that is equal for layers that differ only in addresses, or None for a layer that cannot share calls."""
+    """Return a key that is equal for all layers that can share prepared calls with ``layer``, or None if it cannot share calls."""
     kind: list[Hashable] = []
     for side in (layer.k, layer.v):
         assert side is not None
@@ -139,7 +141,7 @@ class WorkTables:
         )
 
     def add(self, values: bool, rows: Integers, tokens: Integers) -> int:
-        """Add a work table for the keys, or for the values if ``values`` is True. Returns the offset of the table in int64 elements.
+        """Append a work table, of values if ``values`` is True, otherwise of keys. Returns its offset, in int64 elements.
 
         ``rows`` is the table, with the addresses of the original layer. ``tokens`` is the first token of each row.
         """
@@ -176,13 +178,13 @@ class WorkTables:
 
 
 def _kinds_of(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> tuple[int, int] | None:
-    """Return the kind ids of a layer's key pages and value pages, or None if the layer cannot share calls."""
+    """Return the kind ids of a layer's key pages ``k`` and value pages ``v``, or None if the layer cannot share calls."""
     known = _page_list_key(k), _page_list_key(v)
     return None if known[0] is None or known[1] is None else (known[0].kind, known[1].kind)
 
 
 def _addresses(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> Integers:
-    """Return the addresses of all page streams of a layer, keys first. The layer must be able to share calls."""
+    """Return the addresses of all page streams of a layer, first of keys, then of values. The layer must be able to share calls."""
     known = _page_list_key(k), _page_list_key(v)
     assert known[0] is not None
     assert known[1] is not None
@@ -190,7 +192,7 @@ def _addresses(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> Integers:
 
 
 def reads_stored_streams(side: Side) -> bool:
-    """Return True if kernels read the stored streams of every page of ``side``, rather than converted copies."""
+    """Return True if kernels read the pages of ``side`` from the stored streams, without converted copies."""
     for segment in segments.side_segments(side).segments:
         if segment.page is None:
             continue

@@ -75,10 +75,10 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
 
 
 def prepare(q: torch.Tensor, layer: Layer, options: Options) -> ManyQueriesCall:
-    """Prepare a call for queries shaped like ``q``. The prepared call is cached with the layer.
+    """Prepare attention over ``layer`` for queries shaped like ``q``. The prepared call is cached with the layer.
 
     Decoded keys and values, and rotated queries, are rounded to the dtype of the queries, so the output is as accurate as attention over an
-    unpacked layer. Besides the output, a call allocates at most ``SCRATCH_BYTES``, and the sums of ``MAX_QUERIES`` queries.
+    unpacked layer. Besides the output, a call allocates at most ``SCRATCH_BYTES`` bytes, and the sums of ``MAX_QUERIES`` queries.
     """
     calls = _calls.setdefault(layer, {})
     key = (q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
@@ -90,7 +90,7 @@ def prepare(q: torch.Tensor, layer: Layer, options: Options) -> ManyQueriesCall:
 
 
 def create_call(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable | None) -> ManyQueriesCall:
-    """Create a call over ``layer``. If another layer of the same ``kind`` (``layer_sharing.kind_key``) has a template, reuse it."""
+    """Create a call over ``layer``. If a layer of the same ``kind`` (``layer_sharing.kind_key``) already has a template, it is reused."""
     if kind is None:
         return ManyQueriesCall(q, layer, options)
     key = (kind, q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
@@ -105,10 +105,11 @@ def create_call(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable 
 
 
 class _TokenBlock(NamedTuple):
-    """A block of tokens ``[start, stop)`` that one pass of queries attends to.
+    """Tokens ``[start, stop)`` of a layer, which are decoded together and attended to by one pass of queries.
 
-    PyTorch's attention libraries handle the first ``seen`` tokens, which every query sees, in ``splits`` equal ranges. They also handle the
-    tokens from layer position ``own`` on, which form a causal triangle with the queries. ``flash`` handles the tokens in between.
+    PyTorch's attention libraries process the first ``seen`` tokens, which every query sees, in ``splits`` equal ranges. They also process
+    the tokens from position ``own`` of the layer on, with a causal mask: these are the queries' own tokens. The kernel in ``flash``
+    processes the tokens in between.
     """
 
     start: int
@@ -121,9 +122,9 @@ class _TokenBlock(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """Queries of a call that are handled together, and the token blocks that they see.
+    """``queries`` consecutive queries, beginning with query ``first`` of the call, and the blocks of tokens that they see.
 
-    There are ``queries`` queries, beginning with query ``first`` of the call. ``position`` is the position of the first query's token.
+    ``position`` is the token position of the first of these queries.
     """
 
     first: int
@@ -133,7 +134,7 @@ class _Pass(NamedTuple):
 
 
 class ManyQueriesCall:
-    """A prepared call of ``attend`` for queries shaped like ``q``. Everything that depends only on shapes is computed once."""
+    """A prepared attention call for queries shaped like ``q``. Everything that depends only on shapes is computed once."""
 
     def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
         k, v = keys_and_values(layer)
@@ -189,7 +190,8 @@ class ManyQueriesCall:
 
     @property
     def runs_only_kernels(self) -> bool:
-        """True if no page applies value maps with PyTorch operations, which depend on the caller's modes."""
+        """True if a call consists only of kernels. False if PyTorch operations, which depend on modes such as autocast, apply value maps.
+        """
         return all(frame.page is None and frame.codec is not None for frame in self._frames)
 
     def __call__(
@@ -232,9 +234,10 @@ class ManyQueriesCall:
         return _Pass(first, count, position, parts)
 
     def _blocks(self, position: int, queries: int) -> Iterator[tuple[int, int]]:
-        """Yield the blocks ``[start, stop)`` of tokens that at least one query sees. ``position`` is the first query's position.
+        """Yield the blocks ``[start, stop)`` of tokens that at least one of ``queries`` queries sees.
 
-        For causal attention, a block also starts at ``position`` if there are several sequences, or too many tokens for one block.
+        The first query is at token ``position``. For causal attention, a block also starts at ``position`` if there are several sequences,
+        or too many tokens for one block.
         """
         options = self._options
         end = min(self._tokens, position + queries) if options.causal else self._tokens
@@ -297,7 +300,7 @@ class ManyQueriesCall:
         part.values.decode(v, self._table, memory, part.keys.elements)
 
     def _fits_single_call(self, q: torch.Tensor, pass_: _Pass, memory: torch.Tensor) -> bool:
-        """Return True if one FlashAttention call can handle all queries of the call and all tokens, which are decoded to ``memory``."""
+        """Return True if a single FlashAttention call can attend all queries of the call to all tokens, decoded into ``memory``."""
         switches: Any = torch.backends.cuda
         allowed = switches.flash_sdp_enabled()
         if allowed not in self._single_call:
@@ -314,7 +317,7 @@ class ManyQueriesCall:
     ) -> None:
         """Add causal attention over the tokens ``k`` and ``v`` to ``sums`` and ``lse``.
 
-        The first of these tokens is ``ahead`` positions after the first query. With ``empty``, ``sums`` and ``lse`` are overwritten.
+        The first token is ``ahead`` positions after the first query. With ``empty``, ``sums`` and ``lse`` are overwritten.
         """
         tokens, queries = k.shape[2], q.shape[2]
         if ahead == 0 and tokens == queries:
@@ -331,7 +334,7 @@ class ManyQueriesCall:
     ) -> None:
         """Add attention over the first ``part.seen`` tokens of a block, which every query sees, to ``sums`` and ``lse``.
 
-        The rows of all query heads of a KV head are handled as one head, and the tokens are split into ``part.splits`` ranges. With
+        All query heads of a KV head are processed as one head with more rows, and the tokens are split into ``part.splits`` ranges. With
         ``empty``, ``sums`` and ``lse`` are overwritten.
         """
         q = q.reshape(self._batch, self._heads, -1, q.shape[3])
@@ -347,16 +350,16 @@ def _decoded_tokens(part: _TokenBlock, memory: torch.Tensor, start: int, stop: i
 
 
 def _split_count(programs: int, tokens: int, device: torch.device) -> int:
-    """Return into how many ranges to split ``tokens``, a power of two, so that about one program runs on each multiprocessor.
+    """Choose the number of token ranges, a power of two, that gives each multiprocessor about one program.
 
-    ``programs`` is the number of programs without splitting.
+    ``programs`` is the number of programs without splitting, and ``tokens`` is the number of tokens to split.
     """
     most = max(1, tokens // MIN_SPLIT_TOKENS)
     return min(next_power_of_two(max(1, gpu(device).multiprocessors // programs)), 1 << (most.bit_length() - 1), MAX_SPLITS)
 
 
 def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention over dense keys and values, and its natural log-sum-exp, using cuDNN or FlashAttention if either supports it.
+    """Return attention over dense keys and values, and its natural log-sum-exp, using cuDNN or FlashAttention where they are supported.
 
     With ``causal``, there must be as many queries as tokens.
     """
@@ -374,7 +377,6 @@ def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 
 
 def supports_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return True if ``attend_lower_right`` supports these tensors."""
     if q.device.type != "cuda" or k.shape[3] != v.shape[3] or k.shape[3] % 8:
         return False
     # PyTorch checks the same before it makes this call for ``torch.nn.attention.bias.causal_lower_right``.
@@ -384,7 +386,7 @@ def supports_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> b
 def attend_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Return causal attention over dense keys and values, using FlashAttention. The queries belong to the last tokens.
 
-    PyTorch calls this mask causal lower right (``torch.nn.attention.bias.CausalBias``).
+    In PyTorch, this mask is called causal lower right (``torch.nn.attention.bias.CausalBias``).
     """
     output: Any = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, True, False, scale=scale)
     return output[0]  # type: ignore[no-any-return]

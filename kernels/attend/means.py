@@ -18,7 +18,7 @@ PAGES = tl.constexpr(16)
 
 @triton.jit
 def _page_numbers(begin: tl.tensor, WARPS: tl.constexpr) -> tl.tensor:
-    """Return the numbers of the pages that a program multiplies in one step, starting with page ``begin``: int32 ``[page]``."""
+    """Return the indices of the pages whose means a program multiplies in one step, beginning with page ``begin``: int32 ``[page]``."""
     return tl.arange(0, WARPS * PAGES) + POSITION_BIAS + (begin - POSITION_BIAS)
 
 
@@ -26,9 +26,10 @@ def _page_numbers(begin: tl.tensor, WARPS: tl.constexpr) -> tl.tensor:
 def load_means(
     streams: tl.tuple, first: tl.tensor, begin: tl.tensor, count: tl.tensor, MEANS: tl.constexpr, WARPS: tl.constexpr
 ) -> tl.tuple:
-    """Load the scales and codes of the page means that a program multiplies in one step, starting with page ``begin``.
+    """Load the scales and codes of the page means that a program multiplies in one step, beginning with page ``begin``.
 
-    Pages are counted from page ``first`` of the streams. There are ``count`` pages; the last one is loaded in place of missing pages.
+    Pages are counted from page ``first`` of the streams. If a step has pages past the last of the ``count`` pages, it loads the last one
+    again.
     """
     BYTES: tl.constexpr = MEANS.dim * MEANS.bits // 8
     BLOCK: tl.constexpr = max(16, triton.next_power_of_2(BYTES))
@@ -58,11 +59,11 @@ def multiply_pages(
     WARPS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """Write the products of ``ROWS`` query rows with the means of ``count`` pages, starting with page ``first``, to ``products``.
+    """Multiply ``ROWS`` query rows by the means of ``count`` pages, beginning with page ``first``, and write the results to ``products``.
 
-    ``products`` are float32 ``[page, row]``. ``q`` is float16 ``[half, padded row, channel]`` (``rotation.rotate_queries``). ``loaded``
-    contains the first means (``load_means`` with ``begin`` = 0), and ``streams`` are the codes and scales of all means. The caller must
-    execute a ``tl.debug_barrier`` before it reads the products.
+    ``products`` is float32 ``[page, row]``. ``q`` is float16 ``[half, padded row, channel]`` (``rotation.rotate_queries``). ``loaded``
+    contains the means of the first step (``load_means`` with ``begin`` = 0), and ``streams`` the codes and scales of all means. The caller
+    must execute a ``tl.debug_barrier`` before it reads the products.
     """
     BYTES: tl.constexpr = MEANS.dim * MEANS.bits // 8
     BLOCK: tl.constexpr = max(16, triton.next_power_of_2(BYTES))
@@ -93,9 +94,9 @@ def _store_products(
     WARPS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """Store the products of ``queries`` and the ``loaded`` means, which start with page ``begin``.
+    """Store the products of ``queries`` and the ``loaded`` means, beginning with page ``begin``.
 
-    Each element of ``queries`` is a high and a low half (``_load_halves``). With 4-bit codes, the first element covers the first half of
+    Each element of ``queries`` is a query in two halves (``_load_halves``). With 4-bit codes, the first element covers the first half of
     the channels, and the second element covers the rest.
     """
     page = _page_numbers(begin, WARPS)
@@ -108,9 +109,9 @@ def _store_products(
 
 @triton.jit
 def _load_halves(q: tl.tensor, stride: tl.tensor, byte: tl.tensor, BYTES: tl.constexpr) -> tl.tuple:
-    """Load the high half and the low half of a query for the channels whose codes are in ``BYTES`` bytes.
+    """Load a query as two float16 tensors, a high and a low half, whose sum is more precise than a single float16.
 
-    The low half begins ``stride`` values after the high half ``q``. The sum of both has more precision than a float16 number.
+    The low half begins ``stride`` values after the high half ``q``. Channels of code bytes past ``BYTES`` are 0.
     """
     if byte.shape[0] == BYTES:
         halves = tl.load(q), tl.load(q + stride)
@@ -122,9 +123,9 @@ def _load_halves(q: tl.tensor, stride: tl.tensor, byte: tl.tensor, BYTES: tl.con
 
 @triton.constexpr_function
 def _centered_ptx(position: int, bits: int) -> str:
-    """Return PTX that extracts a code of ``bits`` bits from each of four bytes, subtracts the middle code and converts to float16.
+    """Return PTX that converts the code in each of four bytes to float16, minus the middle code.
 
-    Codes begin at bit ``position`` of the byte.
+    A code has ``bits`` bits, beginning at bit ``position`` of its byte.
     """
     middle = 1024 + (1 << bits - 1)
     codes = "mov.b32 codes, $2;" if bits == 8 else f"shr.b32 codes, $2, {position}; and.b32 codes, codes, 0x0F0F0F0F;"
@@ -136,7 +137,7 @@ def _centered_ptx(position: int, bits: int) -> str:
 
 @triton.jit
 def _centered(code: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Extract a code of ``BITS`` bits from each int8, beginning at bit ``POSITION``, and return it minus the middle code, as float16."""
+    """Extract the code of ``BITS`` bits at bit ``POSITION`` of each int8, and return it minus the middle code, as float16."""
     if FAST:
         value = tl.inline_asm_elementwise(_centered_ptx(POSITION, BITS), "=r,=r,r", [code], dtype=tl.float16, is_pure=True, pack=4)
     else:

@@ -15,7 +15,7 @@ from .softmax import NO_SCORE
 def _add_parts(largest_score: tl.tensor, weight_sum: tl.tensor, part_largest: tl.tensor, weight: tl.tensor) -> tl.tuple:
     """Add partial results to the softmax of a query row.
 
-    Returns the row's largest score, its sum of weights, and two factors: one that rescales the earlier sums, and one for the added sums.
+    Returns the row's new largest score and weight sum, the factor that rescales its earlier sums, and the factor of the added sums.
     """
     new_largest = tl.maximum(largest_score, tl.max(part_largest, 0))
     rescale = tl.exp2(largest_score - new_largest)
@@ -61,7 +61,7 @@ def merge(
     sum parts ``[first_part, second_part)``; later blocks sum parts ``[second_part, last_part)``. ``channels``, int32, is the channel of
     each column, or ``DIM`` for columns without a channel; it is padded to whole blocks. ``sink_logits``, float32 ``[kv_head, query head of
     the KV head]``, are base-2 logarithms of weights without values; they are read only with ``SINK_LOGITS``. A row that sees no token gets
-    the output 0.
+    zeros.
     """
     program = tl.program_id(0)
     row = (program // rows * padded + program % rows).to(tl.int64) * parts

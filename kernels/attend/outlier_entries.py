@@ -32,10 +32,10 @@ _entries: WeakKeyDictionary[PackedRun, dict[tuple[int, int], Mapping[str, torch.
 
 
 def page_entries(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
-    """Return the outlier streams that ``loaders.outliers`` reads for tokens ``[start, stop)``, except the stream of columns.
+    """Return the outlier streams of tokens ``[start, stop)`` of a page, in the form that ``loaders.outliers`` reads.
 
-    The streams are cached with the page. Returns an empty mapping if there are no outliers. Returns None if the entries would be inexact,
-    which cannot happen for pages that kvpack encoded.
+    The stream of columns is not included. The streams are cached with the page; the mapping is empty if there are no outliers. Returns None
+    if the entries would be inexact, which cannot happen for pages that kvpack encoded.
     """
     cached = _entries.setdefault(page, {})
     if (start, stop) not in cached:

@@ -23,7 +23,10 @@ def begin_patches(
     AHEAD: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return what all tiles share (``prepare_patches``) and the first loads (``first_entries``), for the outliers of keys and of values."""
+    """Start loading the outliers of keys and of values.
+
+    Returns two pairs (keys, values): the data that all tiles share (``prepare_patches``), and the first loads (``first_entries``).
+    """
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_ready = prepare_patches(work.k.streams, iota, K_OUTLIERS, WARPS, TOKENS, False, AHEAD, FAST)
@@ -45,9 +48,9 @@ def next_patches(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Return the outliers of each warp's ``TOKENS`` tokens, and the loads for the next call.
+    """Return the outliers of each warp's next ``TOKENS`` tokens, and start loading those of the tokens after them.
 
-    The tokens begin ``offset`` tokens after the first token of the work.
+    The tokens begin ``offset`` tokens after the first token of the work item. Both results are pairs (keys, values).
     """
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
@@ -72,7 +75,7 @@ def load_patches(
 ) -> tl.tuple:
     """Load the outliers of each warp's ``TOKENS`` tokens. Unlike ``next_patches``, this prefetches nothing for later tokens.
 
-    The tokens begin ``offset`` tokens after the first token of the work.
+    The tokens begin ``offset`` tokens after the first token of the work item.
     """
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers

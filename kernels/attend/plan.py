@@ -51,7 +51,7 @@ MIN_MEAN_PAGES, MAX_MEAN_PAGES = 32, 64
 
 
 class LaunchKey(NamedTuple):
-    """Segments with equal keys share a launch: the frames of keys and values, and whether either side is decoded beforehand."""
+    """Key by which segments are grouped into launches: both frames, and whether each side is decoded before the launch."""
 
     k: Frame
     v: Frame
@@ -96,7 +96,7 @@ class Launch:
 
 
 def _choose_loaders(k: Codec, v: Codec, dual: int) -> tuple[Tiles, Tiles]:
-    """Return the tile loaders of keys and values. If both sides support it, the dual loaders for neighboring tokens are used."""
+    """Return the tile loaders of keys and of values: dual loaders for neighboring tokens if both sides support them."""
     keys, values = loader(k, dual), loader(v, dual)
     result = keys.keys or keys, values.values or values
     if all(tiles.dual and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in result):
@@ -108,7 +108,7 @@ def _choose_loaders(k: Codec, v: Codec, dual: int) -> tuple[Tiles, Tiles]:
 
 
 def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: int) -> list[Launch]:
-    """Return the launches that attend to tokens ``[begin, end)``. They are cached with the layer.
+    """Return the launches that attend to tokens ``[begin, end)``. They are cached with ``layer``.
 
     Every query sees all tokens in the range ``whole``. ``dual`` is as in ``frame_columns.loader``.
     """
@@ -122,7 +122,7 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
 def plan_launches(
     k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: int, growing: bool = False
 ) -> list[Launch]:
-    """Plan the launches that ``launches`` caches. For a ``growing`` layer, work tables stay on the host."""
+    """Uncached implementation of ``launches``. For a ``growing`` layer, work tables stay on the host."""
     fast = addresses.uses_assembly(k.device)
     by_kernel: dict[LaunchKey, list[Segment]] = {}
     for segment in segments.layer_segments(segments.side_segments(k).segments, segments.side_segments(v).segments, begin, end):
@@ -209,9 +209,10 @@ def _launch(
 
 
 def choose_programs(shape: LaunchShape, tokens: int, tile: int, sequences: int, multiprocessors: int) -> int:
-    """Return the number of programs per sequence with the shortest estimated time for ``tokens`` tokens, in steps of ``tile`` tokens.
+    """Choose the number of programs per sequence that takes the shortest estimated time for ``tokens`` tokens.
 
-    All programs run in one round, or in several rounds if that leaves less of the device idle in the last round.
+    A program processes ``tile`` tokens per step. All programs run in one round, or in several if that leaves less of the device idle in the
+    last round.
     """
     at_once = multiprocessors * shape.programs
     one_round = max(1, at_once // sequences)
@@ -234,8 +235,8 @@ def build_work(
 ) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
     """Return the work table, int64 ``[item, column]``, with one item for each of ``programs`` programs per sequence (``work.load_work``).
 
-    Tensors whose addresses the table contains are appended to ``keep_alive``. A program processes its tokens in steps of ``tile`` tokens.
-    Every query sees all tokens in the range ``whole``.
+    A program processes its tokens in steps of ``tile`` tokens. Every query sees all tokens in the range ``whole``. Tensors whose addresses
+    are in the table are appended to ``keep_alive``.
     """
     tokens = sum(segment.tokens for segment in segments)
     work: list[numpy.ndarray[Any, numpy.dtype[numpy.int64]]] = []
@@ -269,7 +270,7 @@ def build_work(
 
 
 def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
-    """Return True if some stream of the segment may end inside an aligned 4-byte word, because its rows are not multiples of 4 bytes."""
+    """Return True if a stream of the segment may end inside an aligned 4-byte word, because its rows are not a multiple of 4 bytes long."""
     for stream in tiles.streams:
         if stream.tokens == 1 and stream.row * stream.bits % 32:
             tensor = segment.streams[stream.name]
@@ -280,6 +281,9 @@ def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
 
 
 def _has_whole_tiles(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], column: int, tiles: Tiles, shape: LaunchShape) -> bool:
-    """Return True if all tokens of a warp's tile are in one token group, for every tile of the table ``rows``."""
+    """Return True if every tile of the work table ``rows`` is within one token group.
+
+    ``column`` is the table column with the first packed row of each program.
+    """
     tokens = shape.tokens * (2 if tiles.dual == NEIGHBORS else 1)
     return tiles.whole_groups % tokens == 0 and not (rows[:, column] % tokens).any()

@@ -69,7 +69,7 @@ UNLIMITED = 1 << 30
 
 
 class QueryShape(NamedTuple):
-    """Shape of a call's queries, and ``heads``, the layer's number of KV heads."""
+    """Shape of a call's queries, and the number of KV heads of the layer (``heads``)."""
 
     batch: int
     q_heads: int
@@ -79,7 +79,7 @@ class QueryShape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of query rows per KV head: ``q_len`` rows for each of its query heads."""
+        """Number of query rows per KV head: ``q_len`` rows for each query head that shares it."""
         return self.q_heads // self.heads * self.q_len
 
     @property
@@ -88,7 +88,7 @@ class QueryShape(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """Number of sequences as kernels count them: batch entries times KV heads."""
+        """Number of sequences as kernels count them: one per batch entry and KV head."""
         return self.batch * self.heads
 
     @property
@@ -188,7 +188,8 @@ class PreparedCall:
 
     @property
     def runs_only_kernels(self) -> bool:
-        """True if no page applies value maps with PyTorch operations, which depend on the caller's modes."""
+        """True if a call consists only of kernels. False if PyTorch operations, which depend on modes such as autocast, apply value maps.
+        """
         return not self._mapped_frames and all(frame.page is None for frame in self._v_frames)
 
     def after_rotation(self, q: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -200,7 +201,7 @@ class PreparedCall:
     def _call_tensors(
         self, q: torch.Tensor, sink_logits: torch.Tensor | None, lengths: torch.Tensor | None, starts: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """Return the tensors of a call, at the indices ``SCRATCH`` to ``MAPPED``."""
+        """Return the tensors of a call as a list, indexed by the constants ``SCRATCH`` to ``MAPPED``."""
         shape, device = self.shape, self._device
         scratch = torch.empty(self._scratch, dtype=torch.float32, device=device)
         tensors = [scratch, q]
@@ -228,7 +229,7 @@ class PreparedCall:
         return tensors
 
     def _run(self, tensors: list[torch.Tensor], first_launch: int) -> torch.Tensor:
-        """Run all launches except the first ``first_launch``, and return the attention output."""
+        """Run all launches but the first ``first_launch``, and return the attention output."""
         self._chain(tensors, first_launch)
         if self._merges_originals:
             return tensors[OUT]
@@ -263,13 +264,13 @@ class PreparedCall:
         return out
 
     def _plain_frames(self) -> list[Frame]:
-        """Return the key frames to which a single cached matrix maps queries."""
+        """Return the key frames for which a single cached matrix maps the queries."""
         return [frame for frame in self._k_frames if frame.query_codec is not None]
 
     def _frame_columns(self, frame: Frame) -> list[tuple[int, ...]]:
-        """Return the channels of the columns of rotated queries, in the loader's order.
+        """Return the channel of each column of queries rotated into ``frame``, in the order of the key loader.
 
-        If pages have means, a second tuple has channel order.
+        If pages have means, a second tuple lists all channels in order, for the query that means are multiplied by.
         """
         columns = [frame_columns.key_columns(frame.codec, self._dual)]
         if frame.codec.sidecar(KeyMean) is not None:
@@ -277,7 +278,7 @@ class PreparedCall:
         return columns
 
     def _prepare_rotations(self) -> list[_LaunchTensors]:
-        """Return one launch for all plain key frames, and one for each frame whose page applies value maps."""
+        """Return the launches that rotate queries: one for all plain key frames, and one for each frame whose page applies value maps."""
         queries = [(QUERY, self._plain_frames())] if self._plain_frames() else []
         queries += [(QUERY, [frame]) for frame in self._factors]
         queries += [(MAPPED + index, [frame]) for index, frame in enumerate(self._mapped_frames)]
@@ -349,7 +350,7 @@ class PreparedCall:
 
     @property
     def _partials(self) -> list[tuple[int, int]]:
-        """Offsets of the partial results in the scratch buffer: of the sums, the largest scores and the totals."""
+        """Locations of the sums, largest scores and totals of partial results: a tensor index and an element offset each."""
         return [(SCRATCH, self._sums), (SCRATCH, self._largest), (SCRATCH, self._total)]
 
     def _prepare_merge(self) -> _LaunchTensors:
@@ -376,7 +377,7 @@ class PreparedCall:
         return launch, [(OUT, 0), *self._partials, (matrix, 0), (SINKS, 0)]
 
     def _prepare_frame_merges(self) -> list[_LaunchTensors]:
-        """Return one launch of ``merge.merge`` per value frame, which writes that frame's sums."""
+        """Return one launch of ``merge.merge`` per value frame, which writes the sums in that frame."""
         first = MAPPED + len(self._mapped_frames)
         result = []
         for tensor_index, (frame, (start, stop)) in enumerate(self._v_frames.items(), first):
@@ -412,7 +413,7 @@ class PreparedCall:
     def _merge_into(
         self, out: int, channels_of_frames: list[tuple[int, ...]], dim: int, first: int, second: int, last: int
     ) -> _LaunchTensors:
-        """Return a launch of ``merge.merge`` that writes ``dim`` channels to the call's tensor number ``out``.
+        """Return a launch of ``merge.merge`` that writes ``dim`` channels to tensor ``out`` of the call.
 
         It merges parts ``[first, second)`` of the first frame and parts ``[second, last)`` of the second frame. ``channels_of_frames``
         contains, for each frame, the channel of each column.
@@ -449,20 +450,20 @@ class _ScratchAllocator:
 
 
 def _global_mean_pages(launch: Launch) -> int:
-    """Return the number of pages whose products with the means each program of ``launch`` keeps in global memory."""
+    """Return the number of pages whose products each program of ``launch`` stores in global memory, or 0 if shared memory is used."""
     means = launch.constants["K"].means
     return 0 if means is None or launch.constants["FAST"] else means.pages
 
 
 def _page_query(q: torch.Tensor, frame: Frame) -> torch.Tensor:
-    """Map ``q`` by the value maps of the page of ``frame``, so that it matches the values that the codec encodes."""
+    """Apply the value maps of the page of ``frame`` to ``q``, so that it matches the keys that the codec encodes."""
     assert frame.page is not None
     assert isinstance(frame.page.codec, CodecWithSidecars)
     return frame.page.codec.map_query(q.to(torch.float32), frame.page.streams)
 
 
 def _add_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """Add the sums of QJL signs, which are in the last columns, to the other sums. Returns sums in the codec's frame.
+    """Rotate the sums of QJL signs, which are the last columns of ``sums``, to the codec's frame, and add them to the other sums.
 
     Without signs, ``sums`` is returned unchanged.
     """
@@ -472,9 +473,9 @@ def _add_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _column_channels(channels_of_frames: tuple[tuple[int, ...], ...], missing: int, block: int, device: str) -> torch.Tensor:
-    """Return the channel of each column of each frame, int32. Frames are padded to whole blocks of ``block`` columns.
+    """Return the channel of each column of all frames, int32. Each frame is padded to whole blocks of ``block`` columns.
 
-    A column without a channel is -1 in ``channels_of_frames`` and ``missing`` in the result.
+    Columns without a channel are -1 in ``channels_of_frames`` and ``missing`` in the result.
     """
     parts = []
     for channels in channels_of_frames:

@@ -43,7 +43,6 @@ class Queries(NamedTuple):
 
 @triton.constexpr_function
 def constexpr_sum(numbers: tuple[int, ...]) -> int:
-    """Return the sum of ``numbers``. Triton evaluates this at compile time."""
     return sum(numbers)
 
 
@@ -102,7 +101,7 @@ def load_queries(
 
 @triton.jit
 def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
-    """Return ``queries`` with positions counted from ``token``, as int32."""
+    """Return ``queries`` with positions relative to ``token``, as int32."""
     position = (queries.position - token).to(tl.int32)
     return Queries(
         queries.tiles, queries.half_sum, queries.offset, queries.scale, position, queries.second,
@@ -112,7 +111,7 @@ def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def with_scale(queries: tl.tuple, scale: tl.tensor) -> tl.tuple:
-    """Return ``queries`` with the given scale, clamped to finite values."""
+    """Return ``queries`` with the factor ``scale``, clamped to finite values."""
     return Queries(
         queries.tiles, queries.half_sum, queries.offset, finite_factor(scale), queries.position, queries.second,
         queries.products, queries.pages, queries.stride,
@@ -129,10 +128,11 @@ def _query_tiles(
     DUAL: tl.constexpr,
     WARPS: tl.constexpr,
 ) -> tl.tuple:
-    """Load the query as tiles ``[warp, column, row]`` in the column order of key tiles.
+    """Load a query as tiles ``[warp, column, row]`` in the column order of key tiles.
 
-    For bf16 keys, there are two tiles: the high halves and the low halves of the query. With ``DUAL``, each row belongs to the first or the
-    second token of a tile row. For dual keys, the columns of the other token are 0; otherwise each token has its own set of tiles.
+    For bf16 keys, each tile is loaded twice: the high halves and the low halves of the query. With ``DUAL``, each row belongs to the first
+    or the second token of a tile row. For dual keys, the columns of the other token are then 0; otherwise, each token has its own set of
+    tiles.
     """
     WIDTHS: tl.constexpr = K.widths
     tiles = ()

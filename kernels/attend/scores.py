@@ -20,16 +20,16 @@ from .factors import broadcast_over_rows, tile_factors
 
 
 class DecodeConstants(NamedTuple):
-    """What decoding needs at run time: the column fields (``bitfields.load_column_fields``), and the lookup table in global memory."""
+    """Run-time constants for decoding: the column fields (``bitfields.load_column_fields``), and the lookup table in global memory."""
 
     column_fields: Any
     table: Any
 
 
 class VisibleTokens(NamedTuple):
-    """Bounds of the tokens that a query sees: below ``end``, at most ``ahead`` positions after the query, and within its ``window``.
+    """Bounds of the tokens that a query sees: before ``end``, at most ``ahead`` positions after the query, and within its ``window``.
 
-    ``first`` is the first visible token, or None if only the window sets a lower bound.
+    ``first`` is the first visible token, or None if only the window limits earlier tokens.
     """
 
     end: Any
@@ -99,9 +99,10 @@ def _score_tile(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the base-2 scores ``[warp, token, row]`` of tile ``TILE``. QJL signs use the last columns of the query.
+    """Return the base-2 scores ``[warp, token, row]`` of the warps' tile ``TILE``.
 
-    If two tiles are ``loaded``, their tokens share rows of scores, and each tile has its own query tiles.
+    Products with QJL signs use the last columns of the query. If two tiles are ``loaded``, their tokens share rows of scores, and each tile
+    has its own query tiles.
     """
     MODE: tl.constexpr = K.mode
     STEPS: tl.constexpr = K.steps
@@ -152,7 +153,7 @@ def _score_tile(
 
 @triton.jit
 def _add_products(scores: tl.tensor, tiles: tl.tuple, q: tl.tuple, FIRST: tl.constexpr) -> tl.tensor:
-    """Add K q^T to ``scores`` ``[warp, token, row]``, for key ``tiles`` ``[warp, token, column]`` and the query tiles from ``FIRST`` on.
+    """Add K q^T to ``scores`` ``[warp, token, row]``, for key ``tiles`` ``[warp, token, column]`` and the query tiles from ``q[FIRST]`` on.
 
     For bfloat16 tiles, ``q`` contains a high and a low half per tile, because one bfloat16 product is not precise enough.
     """

@@ -37,7 +37,7 @@ ALIGNMENT = 64
 class DecodedFrame(NamedTuple):
     """The frame to which keys or values are decoded: the coded frame of ``codec``, or the original frame if ``codec`` is None.
 
-    If value maps precede the coded frame, ``page`` is the page that stores them.
+    ``page`` is the page that stores the value maps of this frame, or None if there are none.
     """
 
     codec: Codec | None = None
@@ -49,13 +49,13 @@ class DecodedFrame(NamedTuple):
         return self.codec is None or (self.page is None and _is_in_order(self.codec))
 
     def columns(self, dim: int) -> int:
-        """Return the number of columns in this frame for values with ``dim`` channels."""
+        """Return the number of columns in this frame for a head dim of ``dim``."""
         return dim if self.codec is None else len(frame_columns.columns(self.codec, 0))
 
     def query_map(self, heads: int, dtype: torch.dtype, device: torch.device) -> tuple[TensorFunction, float]:
         """Return a function that maps queries to this frame, and the factor by which to multiply their scores.
 
-        The queries are 16-bit ``[batch, q_head, query, dim]``. The keys have ``heads`` heads.
+        Queries are 16-bit ``[batch, q_head, query, dim]``. ``heads`` is the number of KV heads.
         """
         if self.codec is not None and self.page is not None:
             return partial(_page_queries, self.codec, self.page, heads), 1.0
@@ -65,7 +65,7 @@ class DecodedFrame(NamedTuple):
     def sum_map(self, heads: int, dtype: torch.dtype, device: torch.device) -> TensorFunction:
         """Return a function that maps sums of values from this frame to the original frame, in ``dtype``.
 
-        The sums are float32 ``[batch, q_head, query, column]``. The values have ``heads`` heads.
+        Sums are float32 ``[batch, q_head, query, column]``. ``heads`` is the number of KV heads.
         """
         if self.codec is not None and self.page is not None:
             return partial(_page_originals, self.codec, self.page, heads, dtype)
@@ -92,7 +92,7 @@ class DecodedFrame(NamedTuple):
     def store_function(
         self, batch: int, heads: int, dtype: torch.dtype, device: torch.device
     ) -> Callable[[torch.Tensor, torch.Tensor], object]:
-        """Return a function (x, out) that maps values ``x`` ``[batch, kv_head, token, dim]`` to this frame and writes them to ``out``."""
+        """Return a function (x, out) that maps values ``x`` ``[batch, kv_head, token, dim]`` to this frame and stores them in ``out``."""
         matrix = None
         if self.codec is not None and self.page is None:
             matrix, factor = _matrix(self.codec, dtype, str(device))
@@ -139,9 +139,9 @@ def _column_channels(codec: Codec, device: str) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor | None, float]:
-    """Return the matrix from channels to columns in two parts: its signs, ``[dim, column]`` in ``dtype``, and the magnitude of its entries.
+    """Return the matrix from channels to columns as its signs, ``[dim, column]`` in ``dtype``, and the magnitude of all nonzero entries.
 
-    The signs are None for the identity.
+    The signs are None if the matrix is the identity.
     """
     with torch.inference_mode(False):
         signs, size = frame_columns.column_signs(codec)
@@ -158,7 +158,9 @@ def _is_in_order(codec: Codec) -> bool:
 
 
 def frame_of(side: Side) -> DecodedFrame:
-    """Return the coded frame of ``side`` if all packed tokens share it and a tile loader decodes them. Otherwise return the original frame.
+    """Return the frame to which ``side`` is decoded: the coded frame if a tile loader decodes all packed tokens to the same one.
+
+    Otherwise, return the original frame.
     """
     packed = [segment for segment in segments.side_segments(side).segments if segment.page is not None]
     loader = tiles.find_loader(packed[0].codec) if packed else None
@@ -172,7 +174,7 @@ def frame_of(side: Side) -> DecodedFrame:
 
 
 class DecodedBlock:
-    """A block of tokens ``[start, stop)`` of keys or values. Its launches are prepared once, and each call decodes the block again."""
+    """Tokens ``[start, stop)`` of keys or values. Launches are prepared once, and each call decodes the block again."""
 
     def __init__(self, side: Side, frame: DecodedFrame, start: int, stop: int, dtype: torch.dtype) -> None:
         self._frame, self._dtype, self._stop = frame, dtype, stop
@@ -194,9 +196,9 @@ class DecodedBlock:
         self._store = frame.store_function(side.batch, side.heads, dtype, side.device)
 
     def make_template(self, side: Side, values: bool, tables: layer_sharing.WorkTables) -> DecodedBlock | None:
-        """Return a block that decodes any side of the same kind as ``side``, or None if sides of this kind cannot share it.
+        """Return a block that decodes any side of the same kind as ``side``, or None if sides of this kind cannot share one.
 
-        The work table of the block is added to ``tables``: as a table of values if ``values``, otherwise as a table of keys.
+        The block's work table is added to ``tables``: as a table of values if ``values`` is True, otherwise as a table of keys.
         """
         block = object.__new__(DecodedBlock)
         block.__dict__.update(self.__dict__)
@@ -231,8 +233,8 @@ class DecodedBlock:
     def tokens(self, scratch: torch.Tensor, offset: int, start: int, stop: int, splits: int = 1) -> torch.Tensor:
         """Return tokens ``[start, stop)`` of the block, which was decoded into ``scratch`` at element ``offset``.
 
-        The shape is ``[batch * splits, kv_head, token / splits, channel or column]``. The tensor is a view, except if only some tokens are
-        requested and several sequences are split.
+        The shape is ``[batch * splits, kv_head, token / splits, channel or column]``. The result is a view, unless several sequences are
+        split and only some of their tokens are requested.
         """
         batch, heads, tokens, width = self._shape
         by_batch, by_head, by_token, _ = self._strides
@@ -245,7 +247,7 @@ class DecodedBlock:
 
 
 def _work_table(side: Side, codec: Codec, start: int, stop: int) -> tiles.PageTable:
-    """Return the work table with which ``tiles.decode`` decodes the packed tokens ``[start, stop)`` of ``side``."""
+    """Build the work table for ``tiles.decode`` to decode the packed tokens ``[start, stop)`` of ``side``."""
     parts = []
     for segment in segments.side_segments(side).segments:
         begin, end = max(start, segment.first), min(stop, segment.first + segment.tokens)
@@ -266,7 +268,7 @@ def _group_start(side: Side, token: int) -> int:
 
 
 def _decode_in_parts(side: Side, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Decode tokens ``[start, stop)`` with PyTorch, in parts of at most ``DECODED_BYTES`` bytes.
+    """Decode tokens ``[start, stop)`` with PyTorch, at most ``DECODED_BYTES`` bytes at a time.
 
     Yields (start, stop, values) for each part.
     """

@@ -53,7 +53,7 @@ _decoded_blocks: WeakKeyDictionary[PackedRun, dict[tuple[int, int, torch.dtype |
 
 
 class SideSegment(NamedTuple):
-    """Consecutive tokens of one side that share a codec: all or part of a page, or the raw tail."""
+    """Consecutive tokens of a layer's keys or values that share a codec: a page, a part of a page, or the raw tail."""
 
     codec: Codec
     first: int
@@ -71,12 +71,12 @@ class SideSegment(NamedTuple):
 
     @property
     def frame(self) -> Frame:
-        """Frame of this segment's queries (for keys) or sums (for values)."""
+        """Frame to which queries (for keys) or sums (for values) of this segment belong."""
         return Frame(self.codec, self.frame_page)
 
 
 class SideSegments(NamedTuple):
-    """All segments of a side, and facts about them that every call needs.
+    """All segments of a layer's keys or values, and their common properties.
 
     ``supported`` is True if every segment has an accurate tile loader. ``outliers`` is True if any segment has outliers.
     """
@@ -87,7 +87,8 @@ class SideSegments(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A codec's coded frame. If channel scales or a channel order are part of its definition, ``page`` is the page that stores them."""
+    """A codec's coded frame. If it also depends on stored channel scales or a stored channel order, ``page`` is the page that stores them.
+    """
 
     codec: Codec
     page: PackedRun | None
@@ -108,7 +109,7 @@ class Frame(NamedTuple):
 
     @property
     def channel_factors(self) -> torch.Tensor | None:
-        """Channel scales of the page, float32 ``[batch, kv_head, 1, dim]``. They are None unless they are the page's only value map."""
+        """Channel scales of the page, float32 ``[batch, kv_head, 1, dim]``, or None unless they are the page's only value map."""
         if self.page is None:
             return None
         assert isinstance(self.page.codec, CodecWithSidecars)
@@ -117,7 +118,7 @@ class Frame(NamedTuple):
         return channel_scale.factors(self.page.streams).contiguous()
 
     def matches(self, other: Frame) -> bool:
-        """Return True if the same matrices map queries and sums for both frames, even if their pages differ."""
+        """Return True if both frames use the same matrices for queries and sums, even if their pages differ."""
         return self == other or (self.query_codec is not None and self.query_codec == other.query_codec)
 
 
@@ -131,7 +132,7 @@ class Segment(NamedTuple):
 
 
 def side_segments(side: Side) -> SideSegments:
-    """Return the segments of ``side``, including its tail as a segment of raw values. They are cached with the side."""
+    """Return the segments of ``side``, which end with its tail as a segment of raw values. They are cached with the side."""
     if side not in _side_segments:
         result, first = [], 0
         for page in side.runs:
@@ -146,11 +147,11 @@ def side_segments(side: Side) -> SideSegments:
 
 
 def _page_segments(page: PackedRun, first: int, dtype: torch.dtype, first_page: PackedRun) -> list[SideSegment]:
-    """Return the segments of ``page``: one, or several if the page has raw tokens. Segments with raw tokens are marked ``raw``.
+    """Return the segments of ``page``: one, or several if the page has raw tokens. Segments of raw tokens are marked ``raw``.
 
-    Raw segments have the same frame as the other segments. The klt codec is an exception: its tiles have no room for columns without codes,
-    so its raw segments are decoded to ``dtype`` in the original frame, like the raw tail. If value maps are equal on all pages, segments
-    use the frame of ``first_page``.
+    Raw segments use the frame of the other segments. In codec klt, however, tiles have no room for columns without codes, so raw segments
+    are decoded to ``dtype`` in the original frame, like the raw tail. If value maps are equal on all pages, segments use the frame of
+    ``first_page``.
     """
     codec = page.codec
     if not isinstance(codec, CodecWithSidecars):
@@ -184,8 +185,8 @@ def _page_segments(page: PackedRun, first: int, dtype: torch.dtype, first_page: 
 def _segment_with_sidecars(page: PackedRun, first: int, start: int, stop: int, frame: PackedRun | None) -> SideSegment:
     """Return the segment of tokens ``[start, stop)`` of a page with sidecars.
 
-    The segment's codec keeps the sidecars that tile loaders apply: means, outliers and signs. The other sidecars are applied to queries and
-    sums.
+    The segment's codec keeps the sidecars that tile loaders support: means, outliers and signs. The other sidecars are applied to queries
+    and sums.
     """
     assert isinstance(page.codec, CodecWithSidecars)
     streams = page.streams if (start, stop) == (0, page.tokens) else page.rows(start, stop, entries=False)
@@ -238,9 +239,9 @@ def _page_segment(codec: Codec, first: int, page: PackedRun, streams: Mapping[st
 
 
 def decode_segments(to_decode: Sequence[Segment], columns: tuple[int, ...], side: str) -> list[Segment]:
-    """Decode one side ("k" or "v") of the segments ``to_decode`` to the coded frame, and return segments that contain the values.
+    """Decode one side ("k" or "v") of the segments to the coded frame. Returns segments that contain the decoded values.
 
-    ``columns`` is the column order (``frame_columns.columns``). Values are float16, like tiles, or float32 if some are too large or too
+    ``columns`` is the column order (``frame_columns.columns``). Values are float16, as in tiles, or float32 if some are too large or too
     small.
     """
     both = [(segment.k, segment.v) if side == "k" else (segment.v, segment.k) for segment in to_decode]
@@ -267,7 +268,7 @@ def decode_segments(to_decode: Sequence[Segment], columns: tuple[int, ...], side
 
 
 def _decode_blocks(page: PackedRun, blocks: Sequence[tuple[int, int]], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Decode the ascending token ranges ``blocks`` of ``page``: to the original frame if ``dtype`` is given, otherwise to the coded frame.
+    """Decode the ascending token ranges ``blocks`` of ``page`` to the original frame in ``dtype``, or to the coded frame without ``dtype``.
 
     In the coded frame, a block is float16, or float32 if float16 is not accurate enough. Blocks are cached with the page, because a page
     outlives the layer object of a growing layer.
@@ -295,7 +296,10 @@ def _decode_blocks(page: PackedRun, blocks: Sequence[tuple[int, int]], dtype: to
 
 
 def layer_segments(k: Sequence[SideSegment], v: Sequence[SideSegment], begin: int, end: int) -> list[Segment]:
-    """Return the segments of tokens ``[begin, end)``, cut at every boundary between key segments ``k`` and between value segments ``v``."""
+    """Return the segments of tokens ``[begin, end)``.
+
+    A new segment begins wherever a key segment of ``k`` or a value segment of ``v`` begins.
+    """
     edges = sorted(
         {begin, end, *(edge for segment in (*k, *v) for edge in (segment.first, segment.first + segment.tokens) if begin < edge < end)}
     )

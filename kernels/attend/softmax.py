@@ -31,8 +31,8 @@ _PAIR_WEIGHTS = tl.constexpr(
 class Softmax(NamedTuple):
     """State of a warp's online softmax, in float32.
 
-    ``largest`` is the largest score so far, ``[warp, 1, row]``. ``total`` is the total of weights, ``[warp, token, row]``, kept separately
-    for each token position in a tile. ``sums`` are the sums of weighted values, ``[warp, column, row]``, one for each value tile of a
+    ``largest`` is the largest score so far, ``[warp, 1, row]``. ``total`` is the sum of weights, ``[warp, token, row]``, kept separately
+    for each token position of a tile. ``sums`` are the weighted sums of values, one tensor ``[warp, column, row]`` per value tile of a
     token.
     """
 
@@ -43,8 +43,7 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def empty_softmax(V: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr) -> tl.tuple:
-    """Return the initial ``Softmax``, which has seen no tokens. For dual values (two tokens per tile row), its sums have twice the columns.
-    """
+    """Return the initial ``Softmax``, without any tokens. For dual values (two tokens per tile row), sums have twice as many columns."""
     V_WIDTHS: tl.constexpr = V.widths
     largest = tl.full((WARPS, 1, ROWS), NO_SCORE, tl.float32)
     total = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
@@ -70,10 +69,10 @@ def add(
     V: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return ``softmax`` after adding the ``loaded`` tiles of values. ``scores`` contains one tensor ``[warp, token, row]`` per tile.
+    """Add the ``loaded`` tiles of values to ``softmax``. ``scores`` contains one tensor ``[warp, token, row]`` per tile.
 
-    The earlier sums are rescaled once for all tiles. A token's factor is split into 2^e and a quotient. e is added to the score, and the
-    quotient multiplies the weight, so that weights stay in [-2, 2]. Signs have factors of their own, and their sums come last; e is then
+    The earlier sums are rescaled once for all tiles. A token's factor is split into 2^e and a quotient: e is added to the score, and the
+    quotient multiplies the weight, so that weights stay in [-2, 2]. QJL signs have their own factors, and their sums come last; e is then
     the exponent of the larger factor.
     """
     MODE: tl.constexpr = V.mode
@@ -112,7 +111,7 @@ def add(
 
 @triton.jit
 def _weights(softmax: tl.tuple, scores: tl.tuple, loaded: tl.tuple, second: tl.tensor, V: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the new largest score and total, the weights of values, signs and outliers, and the factor that rescales the earlier sums.
+    """Return the new largest score and total, the weights of values, signs and outliers, and the factor that rescales earlier sums.
 
     Weights are ``[warp, token, row]`` for each tile; the factor is ``[warp, 1, row]``.
     """
@@ -150,7 +149,7 @@ def _weights(softmax: tl.tuple, scores: tl.tuple, loaded: tl.tuple, second: tl.t
 
 @triton.jit
 def _add_weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl.constexpr) -> tl.tuple:
-    """Add the products V^T P^T of ``tiles`` ``[warp, column, token]`` to the sums from index ``FIRST`` on, and return only these sums."""
+    """Return the sums from ``sums[FIRST]`` on, plus the products V^T P^T of ``tiles`` ``[warp, column, token]`` and ``weights``."""
     added = ()
     for index in tl.static_range(len(tiles)):
         tile = tiles[index]
@@ -171,10 +170,10 @@ def _add_weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl
 
 @triton.jit
 def pair_weights(weights: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """Return the weights ``[warp, token, row]`` for both tiles of a paired step.
+    """Return the weights ``[warp, token, row]`` for both tiles of a paired step (``Tiles.paired``).
 
-    A pair of neighboring tokens gets the weights of its first token for the first tile, or of its second token for the second tile: for the
-    first of the two in the first half of the rows, and for the second of the two in the other rows. Weights in the rest are 0.
+    Positions 2i and 2i + 1 of the first tile are the two fields of token 2i; in the second tile, they are those of token 2i + 1. Both
+    positions get their token's weight, but a row is 0 at the position of the field that it does not use.
     """
     WARPS: tl.constexpr = weights.shape[0]
     TOKENS: tl.constexpr = weights.shape[1]
@@ -195,7 +194,7 @@ def pair_weights(weights: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> t
 
 @triton.jit
 def _tile_weights(weights: tl.tensor, second: tl.tensor, TILE: tl.constexpr, TILES_PER_ROW: tl.constexpr) -> tl.tensor:
-    """Return the weights for value tile ``TILE``. If a row of scores covers two tiles, the weights of the other tile's tokens become 0."""
+    """Return the weights for value tile ``TILE``. If a score row covers two tiles, rows that belong to the other tile's tokens become 0."""
     if TILES_PER_ROW == 2:
         weights = tl.where(second == (TILE % 2 == 1), weights, 0)
     return weights
@@ -203,7 +202,6 @@ def _tile_weights(weights: tl.tensor, second: tl.tensor, TILE: tl.constexpr, TIL
 
 @triton.jit
 def _largest_of(tiles: tl.tuple) -> tl.tensor:
-    """Return the elementwise maximum of all ``tiles``."""
     largest = tiles[0]
     for index in tl.static_range(1, len(tiles)):
         largest = tl.maximum(largest, tiles[index])
@@ -212,16 +210,16 @@ def _largest_of(tiles: tl.tuple) -> tl.tensor:
 
 @triton.jit
 def _round_product(value: tl.tensor, factor: tl.tensor) -> tl.tensor:
-    """Return ``value * factor``, rounded before any later addition. ``factor`` is at most 1.
+    """Return ``value * factor``, rounded before any later addition. ``factor`` must be at most 1.
 
-    Two threads add the same two products in opposite order. Fused multiply-adds would make their sums differ.
+    Two threads add the same two products in opposite order, and fused multiply-adds would make their sums differ.
     """
     return tl.where(factor > 1, 0.0, value * factor)
 
 
 @triton.jit
 def merge_tokens(softmax: tl.tuple, second: tl.tensor, V: tl.constexpr) -> tl.tuple:
-    """Merge the sums of the first and second tokens of tile rows. This halves the number of rows and, for dual values, of columns."""
+    """Merge the sums for the first and the second tokens of tile rows. This halves the rows and, for dual values, the columns."""
     largest = softmax.largest
     total = softmax.total
     WARPS: tl.constexpr = largest.shape[0]

@@ -264,7 +264,7 @@ def attend_split(
 
 @triton.jit
 def _lookup(iota: tl.tensor, table: tl.tensor, rows: tl.tuple, SIDE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Return the ``DecodeConstants`` for tiles of ``SIDE``, the loader of keys or values."""
+    """Return the ``DecodeConstants`` for tiles of the loader ``SIDE``."""
     FIELDS: tl.constexpr = SIDE.stream_widths
     CONSTANTS: tl.constexpr = SIDE.constants
     if SIDE.load_columns is None:

@@ -29,7 +29,7 @@ def load_words(
     TRANSPOSED: tl.constexpr,
     SECOND_OFFSET: tl.constexpr = 0,
 ) -> tl.tensor:
-    """Load one row of words per ``token`` ``[warp, token]`` as an int16 tile of ``PAD`` columns. Rows are counted from row ``first``.
+    """Load the row of words of each ``token`` ``[warp, token]`` as an int16 tile of ``PAD`` columns. Rows are counted from row ``first``.
 
     A row has ``ROW`` words. If ``ROW`` is a power of two, they are repeated to fill the columns; otherwise, they are padded with zeros.
     With ``SECOND_OFFSET``, the second half of the columns belongs to another token (``tile_layout``).
@@ -133,9 +133,9 @@ def extract_field(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, F
 
 @triton.jit
 def load_column_fields(iota: tl.tensor, PACKINGS: tl.constexpr) -> tl.tuple:
-    """Load the constants per column that ``expand_planes`` and ``select_by_field`` need: two tensors per code stream.
+    """Load the per-column constants that ``expand_planes`` and ``select_by_field`` need: two tensors per code stream.
 
-    The first tensor is the bit at which a column's byte begins in a plane of bytes. The second is the number of the field that the column
+    The first tensor is the bit at which a column's byte begins in a plane of bytes. The second is the index of the field that the column
     shows in a tile wider than a row. ``PACKINGS`` contains two integers per stream: the number of columns with words, and the number of
     tile columns. The constants are loaded from ``iota`` (int16 0, 1, 2, ...) instead of being computed, because loaded values have the
     layout of matrix operands even before words are decoded.
@@ -190,7 +190,7 @@ def select_ptx(field: int) -> str:
 def select_by_field(
     value: tl.tensor, other: tl.tensor, column_fields: tl.tuple, PACKING_INDEX: tl.constexpr, FIELD: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tensor:
-    """Return ``value`` in columns whose field number (``load_column_fields``) is below ``FIELD``, and ``other`` in all other columns.
+    """Return ``value`` in columns whose field index (``load_column_fields``) is below ``FIELD``, and ``other`` in all other columns.
 
     Both are 16-bit tiles of the code stream.
     """
@@ -245,10 +245,10 @@ def shift_to_field(
     STRIDE_BITS: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tensor:
-    """Shift each int16 word right, so that its column's field begins at bit 0.
+    """Shift each int16 word right, so that the field that its column shows begins at bit 0.
 
-    The shift is ``POSITION`` in columns of the first field, and ``STRIDE_BITS`` more for each later field. Bits above the field belong to
-    other fields or, with ``FAST``, to the neighboring word.
+    The first field begins at bit ``POSITION``, and each later field ``STRIDE_BITS`` bits higher. Bits above the field belong to other
+    fields or, with ``FAST``, to the neighboring word.
     """
     column_field = broadcast_columns(column_fields[2 * PACKING_INDEX + 1], MODE.transposed)
     if MODE.fast:
@@ -286,7 +286,7 @@ def step_words(
     """Return an int16 tile with the digits of step ``STEP`` at bit ``step_position``, for rows that are narrower than the tile.
 
     There are ``FIELDS`` fields, and field 0 begins at bit ``FIRST``. Neighboring fields of the tile are ``FIELD_STRIDE`` fields apart in a
-    word (``tiles.tile_field_stride``). All other bits of the tile are unspecified.
+    word (``tiles.tile_field_stride``). All other bits of the tile are undefined.
     """
     FIELD: tl.constexpr = 0 if FIELD_STRIDE > 1 else STEP * FIELDS_PER_TILE
     BEGIN: tl.constexpr = FIRST + FIELD * BITS

@@ -27,7 +27,7 @@ WARPS = 2
 
 
 def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Unpack uint16 planes ``[batch, kv_head, token, words]`` to one int32 tensor ``[..., symbols]`` per digit. Any strides are allowed.
+    """Unpack uint16 planes ``[batch, kv_head, token, words]``, with arbitrary strides, to one int32 tensor ``[..., symbols]`` per digit.
 
     The digits equal those of ``Columns.unpack``, even for words that no writer produces. Raises InvalidParameter if the planes do not match
     ``packing``.
@@ -64,19 +64,19 @@ def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def tile_shape(packing: Columns) -> tuple[int, int]:
-    """Return the number of tokens and symbols in a program's tile, both powers of two. A tile contains all symbols of its tokens."""
+    """Return the number of tokens and of symbols in a program's tile, both powers of two. A tile contains all symbols of its tokens."""
     symbols = next_power_of_two(packing.symbols)
     return max(1, TILE_SYMBOLS // symbols), symbols
 
 
 def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> None:
-    """Raise InvalidParameter unless ``tensor`` has the ``expected`` shape. Kernels would read out of bounds otherwise."""
+    """Raise InvalidParameter unless ``tensor`` has the ``expected`` shape, because kernels would read out of bounds."""
     if tuple(tensor.shape) != expected:
         raise InvalidParameter(f"{name}: the codec needs shape {list(expected)}, got {list(tensor.shape)}")
 
 
 def device_table(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Copy ``rows`` of integers to an int64 tensor on ``device``, without waiting for pending work there."""
+    """Copy ``rows`` of integers to an int64 tensor on ``device``, without waiting for the device."""
     table = torch.from_numpy(numpy.array(rows, dtype=numpy.int64))
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
@@ -101,7 +101,7 @@ def launch(
 def constant_at(constants: Any, *indices: int) -> Any:
     """Return the element at ``indices`` of nested constant tuples.
 
-    Triton accepts only one index at a time, and Triton 3.6 drops field names; this function does neither.
+    Triton indexes only one level at a time, and Triton 3.6 drops the field names of tuples.
     """
     for index in indices:
         constants = constants[index]
@@ -130,7 +130,7 @@ def load_word(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Load word ``WORD`` of each ``column`` as int32 ``[token, symbol]``. In a plane of bytes, load a byte instead.
+    """Load word ``WORD`` of each ``column`` as int32 ``[token, symbol]``. From a plane of bytes, load the column's byte.
 
     ``strides`` contains the strides of each plane ``[batch, kv_head, token, words]``. ``token`` is ``[token, 1]``, and ``column`` is ``[1,
     symbol]``.
@@ -203,9 +203,9 @@ def load_columns(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def extract_digit(columns: tl.tensor, field: tl.tensor, FIRST: tl.constexpr, BASE: tl.constexpr, FIELDS: tl.constexpr) -> tl.tensor:
-    """Return columns // (FIRST * BASE^field) % BASE as int32.
+    """Return ``columns // (FIRST * BASE^field) % BASE`` as int32.
 
-    The division is done in one step per bit of ``field``, each with a constant divisor. ``field`` must be less than 64.
+    Each bit of ``field`` takes one division by a constant. ``field`` must be less than 64.
     """
     quotient = columns // FIRST
     for bit in tl.static_range(6):

@@ -67,7 +67,9 @@ The groups are the secrets for the end of a block, for the last stripe and for t
 
 @lru_cache(maxsize=16)
 def _constants(device: str) -> torch.Tensor:
-    """Return the constants of XXH3, int64: the secret's 24 words, 8 words at each of three unaligned offsets, and the initial accumulators.
+    """Return the constants of XXH3 as int64.
+
+    They are the secret's 24 words, 8 words at each of three unaligned offsets, and the initial accumulators.
     """
     words = b"".join(_SECRET[offset : offset + size] for offset, size in ((0, 192), (121, 64), (11, 64), (117, 64)))
     values = numpy.concatenate([numpy.frombuffer(words, "<u8"), numpy.array(_ACCUMULATORS, numpy.uint64)])
@@ -76,10 +78,10 @@ def _constants(device: str) -> torch.Tensor:
 
 
 def digests(ranges: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
-    """Return the digests of byte ``ranges`` in device memory, int64 ``[range, 2]``, high half first.
+    """Return the XXH3-128 digests of byte ``ranges`` in device memory, int64 ``[range, 2]``, high half first.
 
-    A range is a contiguous uint8 tensor, the index of its first byte, and the index after its last byte. All tensors are on one device. A
-    range begins at a multiple of 8 bytes and has at least ``MIN_BYTES`` bytes.
+    A range is (contiguous uint8 tensor, index of its first byte, index after its last byte). All tensors are on one device. A range begins
+    at a multiple of 8 bytes and has at least ``MIN_BYTES`` bytes.
     """
     device = ranges[0][0].device
     result = torch.empty(len(ranges), 2, dtype=torch.int64, device=device)
@@ -104,7 +106,7 @@ def digests(ranges: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
 
 @contextmanager
 def _launch_streams(device: torch.device, groups: int) -> Iterator[list[AbstractContextManager[Any]]]:
-    """Yield a list of CUDA stream contexts for each of ``groups`` pairs of launches. Afterwards, the caller's stream waits for all of them.
+    """Yield CUDA stream contexts, one for each of ``groups`` pairs of launches. On exit, the caller's stream waits for all of them.
 
     A single pair runs on the caller's stream.
     """
@@ -126,9 +128,9 @@ def _launch_streams(device: torch.device, groups: int) -> Iterator[list[Abstract
 
 @lru_cache(maxsize=16)
 def _device_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Return the ``STREAMS`` CUDA streams for digests on ``device``.
+    """Return the ``STREAMS`` CUDA streams that compute digests on ``device``, which are always the same.
 
-    Every call returns the same streams, because PyTorch reuses freed memory only on the same stream. This bounds the memory for sums.
+    PyTorch reuses freed memory only on the same stream, so new streams would make the memory for sums grow.
     """
     return [torch.cuda.Stream(device) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
 
@@ -149,7 +151,7 @@ def _as_words(address: tl.tensor) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["parts"])
 def _sum_blocks(sums: tl.tensor, table: tl.tensor, constants: tl.tensor, parts: tl.tensor, BLOCKS: tl.constexpr) -> None:
-    """Write the sum that each block in one part of a tensor adds to the accumulators. The tensor's last stripe (64 bytes) is left out."""
+    """Write the sum that each block of one part of a tensor adds to the accumulators. The tensor's last stripe (64 bytes) is left out."""
     row = table + (tl.program_id(0) // parts) * TABLE_INTEGERS
     size = tl.load(row + 1)
     block = (tl.program_id(0) % parts).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None, None, None]
@@ -182,7 +184,7 @@ def _digest_half(accumulators: tl.tensor, secret: tl.tensor, start: tl.tensor) -
 
 @triton.jit
 def _finish(result: tl.tensor, sums: tl.tensor, table: tl.tensor, constants: tl.tensor, STEPS: tl.constexpr) -> None:
-    """Combine the block sums of one tensor, and write the high and the low half of its digest to ``result``."""
+    """Combine the block sums of one tensor, and write its digest to ``result``: the high half, then the low half."""
     row = table + tl.program_id(0).to(tl.int64) * TABLE_INTEGERS
     size = tl.load(row + 1)
     lane = tl.arange(0, PAIRS)[:, None] * 2 + tl.arange(0, 2)

@@ -90,7 +90,6 @@ FRACTION_BITS = 10
 
 @triton.constexpr_function
 def middle_code(bits: int) -> float:
-    """Return the midpoint between the smallest and the largest code of ``bits`` bits."""
     return ((1 << bits) - 1) / 2
 
 
@@ -104,7 +103,7 @@ def binary16_bits(value: float) -> int:
 
 @triton.constexpr_function
 def _affine_ptx(position: int, bits: int, middle: float) -> str:
-    """Return PTX that computes (code - ``middle``) * scale + center for two words. It inserts each code into the fraction of a float16."""
+    """Return PTX that computes (code - ``middle``) * scale + center for two words. Each code is inserted into the fraction of a float16."""
     half_bit = int(middle % 1 > 0)
     shared_bits = (FRACTION_BITS - half_bit) // bits * bits
     # Use the same shift for as many fields as possible, so that the assembler merges the shifts.
@@ -136,9 +135,9 @@ def affine(
     MIDDLE: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return (code - ``MIDDLE``) * scale + center in float16. Codes have ``BITS`` bits and begin at bit ``POSITION`` of ``word``.
+    """Return (code - ``MIDDLE``) * scale + center in float16. A code is the ``BITS`` bits at bit ``POSITION`` of ``word``.
 
-    ``scale`` and ``center`` are float16 and broadcast to ``word``. ``MIDDLE`` is ``middle_code`` or that number rounded up. An integer
+    ``scale`` and ``center`` are float16 and broadcast to ``word``. ``MIDDLE`` is ``middle_code``, or that number rounded up: an integer
     saves a shift for codes that begin at bit 0.
     """
     if FAST:

@@ -17,8 +17,7 @@ from .thread_digits import column_pieces
 
 @triton.jit
 def join_halves(low: tl.tensor, high: tl.tensor, LOW: tl.constexpr, HIGH: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Join one half of ``low`` and one half of ``high``. ``LOW`` and ``HIGH`` select the lower (0) or the upper (1) half of each operand.
-    """
+    """Join one half of ``low`` and one half of ``high``. ``LOW`` and ``HIGH`` select the lower (0) or upper (1) half of these operands."""
     if FAST:
         SELECT: tl.constexpr = (0x7600 if HIGH else 0x5400) + (0x32 if LOW else 0x10)
         value = tl.inline_asm_elementwise(f"prmt.b32 $0, $1, $2, {SELECT};", "=r,r,r", [low, high], dtype=tl.uint32, is_pure=True, pack=1)
@@ -37,7 +36,10 @@ def _negate_ptx(low: int, high: int) -> str:
 def negate_f16x2(
     values: tl.tensor, words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, POSITION: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """Flip the signs in f16x2 ``values``. Bit ``POSITION`` of a column controls the low half, and bit ``POSITION`` + 1 the high half."""
+    """Negate each half of f16x2 ``values`` whose sign bit is set.
+
+    The sign of the low half is bit ``POSITION`` of column ``COLUMN``, and the sign of the high half is the next bit.
+    """
     LOW: tl.constexpr = column_pieces(PACKING, COLUMN, POSITION, 1)
     HIGH: tl.constexpr = column_pieces(PACKING, COLUMN, POSITION + 1, 1)
     LOW_BIT: tl.constexpr = constant_at(LOW, 0)
@@ -84,13 +86,13 @@ def scale_f16x2(values: tl.tensor, scales: tl.tensor, HALF: tl.constexpr, FAST: 
 
 @triton.jit
 def broadcast_f16x2(value: tl.tensor) -> tl.tensor:
-    """Round float32 ``value`` to float16, and return it in both halves of an f16x2."""
+    """Round float32 ``value`` to float16, and store it in both halves of an f16x2."""
     return value.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
 
 
 @triton.constexpr_function
 def _affine_ptx(bits: int) -> str:
-    """Return PTX for ``affine_f16x2``. It inserts each code into the low bits of a float16 fraction."""
+    """Return PTX for ``affine_f16x2``, which inserts each code into the low bits of a float16 fraction."""
     import struct
 
     bias = int.from_bytes(struct.pack("<e", 1024.0 + (1 << bits >> 1)), "little") * 0x10001

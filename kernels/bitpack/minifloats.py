@@ -21,8 +21,8 @@ E2M1_EXPONENT = tl.constexpr(14)
 def _elements_ptx(element: str, position: int, converts: bool) -> str:
     """Return PTX that converts the elements at bit ``position`` of two words to an f16x2.
 
-    For e2m1, results are too small by a factor of 2^E2M1_EXPONENT, and zeros may have either sign. ``converts`` is True if the device has
-    an instruction that converts two e4m3 values. The PTX repeats steps that several fields share; the assembler merges them.
+    For e2m1, results are too small by a factor of 2^E2M1_EXPONENT, and zeros may have either sign. ``converts`` is True if the device can
+    convert two e4m3 values with one instruction. Fields of a word share some steps, which the assembler merges.
     """
     byte = "and.b32 $0, {0}, 0xFF00FF00;" if position >= 8 else "prmt.b32 $0, {0}, 0, 0x2404;"
     if element == "e5m2":
@@ -111,9 +111,9 @@ def four_e4m3_as_f16(word: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
 def _four_powers_ptx(lowered: int) -> str:
     """Return PTX that converts the four e8m0 scales of each of two words to powers of two.
 
-    A result is the scale divided by its word's largest scale, times 2^``lowered``. There are four f16x2 outputs, each with one scale of
-    either word. The code raises exponents by 256, so that none is below the exponent that becomes 0. One product carries into the upper
-    half; another product cancels this carry.
+    A result is the scale divided by the largest scale of its word, times 2^``lowered``. There are four f16x2 outputs, with one scale of
+    each word. Exponents are raised by 256, so that none is below the exponent that becomes 0. One product carries into the upper half;
+    another product cancels this carry.
     """
     exponent = 15 + lowered
     both = 0x10001
@@ -132,7 +132,7 @@ def _four_powers_ptx(lowered: int) -> str:
 def four_powers_as_f16(word: tl.tensor, LOWERED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """Convert the four e8m0 scales of each int32 word to four float16 tiles.
 
-    A result is the scale divided by the word's largest scale, times 2^``LOWERED``.
+    A result is the scale divided by the largest scale of its word, times 2^``LOWERED``.
     """
     PACKS: tl.constexpr = FAST and cuda_capability_geq(9, 0)
     if PACKS:
@@ -158,7 +158,7 @@ def four_powers_as_f16(word: tl.tensor, LOWERED: tl.constexpr, FAST: tl.constexp
 
 @triton.jit
 def power_as_f16(exponent: tl.tensor) -> tl.tensor:
-    """Return 2^``exponent`` as float16. Exponents are int32, at most 15; exponents below -14 yield 0."""
+    """Return 2^``exponent`` as float16, for int32 exponents of at most 15. Exponents below -14 yield 0."""
     return (tl.maximum(exponent + 15, 0) << 10).to(tl.int16).to(tl.float16, bitcast=True)
 
 

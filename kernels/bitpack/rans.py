@@ -43,7 +43,7 @@ def count_lanes_before(lanes: tl.tensor, lane: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def load_states(states: tl.tensor, lane: tl.tensor) -> tl.tensor:
-    """Load the initial state of each lane as uint32. ``states`` are int16 numbers, and the low half of a state precedes its high half."""
+    """Load the initial state of each lane as uint32. ``states`` are int16 halves: the low half of each state, then its high half."""
     low_half = tl.load(states + 2 * lane).to(tl.uint32) & 0xFFFF
     return tl.load(states + 2 * lane + 1).to(tl.uint32) << 16 | low_half
 
@@ -58,9 +58,9 @@ def load_entries(slots: tl.tensor, state: tl.tensor) -> tl.tensor:
 def advance(
     state: tl.tensor, entry: tl.tensor, active: tl.tensor, lane: tl.tensor, words: tl.tensor, next_word: tl.tensor, word_count: tl.tensor
 ) -> tl.tuple:
-    """Return each lane's state after the symbol of ``entry``, and the index of the next word to read.
+    """Advance each lane's state past the symbol of ``entry``. Returns the new states, and the index of the next word to read.
 
-    There are ``word_count`` words; a word past the end counts as 0.
+    There are ``word_count`` words; words past the end count as 0.
     """
     next_state = ((entry >> 8 & _LAST_SLOT) + 1) * (state >> _PRECISION) + (state & _LAST_SLOT) - (entry >> 20)
     needs_word = active & (next_state < _MIN_STATE)

@@ -25,7 +25,7 @@ from .tile_packing import has_whole_word_tiles, tile_width
 
 
 class ReplicatedPacking(NamedTuple):
-    """The layout of one stream's columns in replicated tiles, for ``load_stream`` and ``stream_step_words``.
+    """Layout of one stream's columns in replicated tiles, for ``load_stream`` and ``stream_step_words``.
 
     The first six fields are as in ``TilePacking``, except that ``tile_width`` counts only the loaded columns. A tile contains ``copies``
     copies of these columns, which show ``fields_per_tile`` fields of ``bits`` bits each.
@@ -54,7 +54,7 @@ def common_tile_width(packings: Sequence[Columns]) -> int | None:
 
 
 def step_symbols(packings: Sequence[Columns], columns: int) -> list[tuple[int, ...]]:
-    """Return, for every step, the symbol of each column. Columns without a symbol are -1."""
+    """Return the symbol of each column, for every step. Columns without a symbol are -1."""
     symbols = columns if is_power_of_two(packings[0].width) else packings[0].width
     count = packings[0].symbols
     return [
@@ -80,13 +80,13 @@ def replicated_packings(packings: Sequence[Columns], columns: int) -> list[Repli
 
 
 def stream_widths(packings: Sequence[ReplicatedPacking], columns: int) -> tuple[int, ...]:
-    """Return the argument of ``bitfields.load_column_fields``: two pairs per stream, for the loaded columns and for the tile columns."""
+    """Return the argument of ``bitfields.load_column_fields``: for each stream, the widths of loaded columns and of replicated tiles."""
     return tuple(number for packing in packings for number in (packing.width, packing.tile_width, packing.width, columns))
 
 
 @triton.constexpr_function
 def step_bit(packing: ReplicatedPacking, step: int, target_bit: int) -> int:
-    """Return the bit at which the digits of ``step`` begin in the words of ``stream_step_words``.
+    """Return the bit at which the digits of ``step`` begin in the words that ``stream_step_words`` returns.
 
     In replicated tiles, this is always ``target_bit``.
     """
@@ -107,7 +107,7 @@ def load_columns(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Load a tile with one word per column from the rows of ``token``. Rows have ``ROW`` words and are counted from row ``first``.
+    """Load one word per column from the row of each ``token``. Rows have ``ROW`` words and are counted from row ``first``.
 
     ``word``, ``[1, column]``, is the index in the row of each column's word. ``second`` is as in ``tile_layout.column_tokens``. ``COPIED``
     is True if the tile will be replicated in registers.
@@ -159,7 +159,6 @@ def load_stream(
 
 @triton.constexpr_function
 def plane_words(packing: ReplicatedPacking, plane: int) -> int:
-    """Return the number of words per row of ``plane``. In a last plane of bytes, a word contains two columns."""
     return packing.width if 2 * plane + 1 < packing.column_bytes else (packing.width + 1) // 2
 
 
@@ -175,7 +174,7 @@ def stream_step_words(
 ) -> tl.tuple:
     """Return the words that contain the digits of step ``STEP`` of a code stream, as int16 tiles, low words first.
 
-    The digits begin at bit ``TARGET_BIT`` in replicated tiles, otherwise at bit ``step_bit``.
+    The digits begin at bit ``TARGET_BIT`` in replicated tiles, and at bit ``step_bit`` in other tiles.
     """
     words = expand_planes(loaded, column_fields, 2 * STREAM_INDEX, PACKING, MODE)
     if PACKING.fields_per_tile > 1:
@@ -185,7 +184,7 @@ def stream_step_words(
 
 @triton.constexpr_function
 def _fields_per_window(bits: int) -> int:
-    """Return how many neighboring fields of ``bits`` bits fit in one word, rounded down to a power of two."""
+    """Return the number of neighboring fields of ``bits`` bits that fit in one word, rounded down to a power of two."""
     return 1 << ((WORD_BITS // bits).bit_length() - 1)
 
 
@@ -199,7 +198,7 @@ def _replicate(
     TARGET_BIT: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tensor:
-    """Replicate the columns of the planes as one int16 tile. In each copy, a different field is moved to bit ``TARGET_BIT``."""
+    """Replicate the columns of ``planes`` in one int16 tile, and move a different field to bit ``TARGET_BIT`` in each copy."""
     SIZE: tl.constexpr = PACKING.bits
     FIRST: tl.constexpr = STEP * PACKING.fields_per_tile
     LAST: tl.constexpr = PACKING.fields - 1
@@ -234,7 +233,7 @@ def _replicate(
 
 @triton.constexpr_function
 def move_ptx(target_bit: int, last: int) -> str:
-    """Return PTX that moves a field in each half of a register from any bit up to ``last`` to bit ``target_bit``.
+    """Return PTX that moves the field in each half of a register from any bit up to ``last`` to bit ``target_bit``.
 
     It multiplies where possible, to keep the shift units free.
     """
@@ -253,7 +252,7 @@ def _join_ptx(position: int) -> str:
 
 @triton.jit
 def _read_window(planes: tl.tuple, BEGIN: tl.constexpr, SIZE: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Read up to ``SIZE`` bits of each column, beginning at bit ``BEGIN``, as an int16 tile. Higher bits of the tile are unspecified."""
+    """Read up to ``SIZE`` bits of each column, beginning at bit ``BEGIN``, as an int16 tile. Higher bits of the tile are undefined."""
     WORD: tl.constexpr = BEGIN // 16
     POSITION: tl.constexpr = BEGIN % 16
     if POSITION == 0:

@@ -18,9 +18,9 @@ from .streams import Stream
 
 
 class RowLoad(NamedTuple):
-    """One load per token: element number ``at`` of the token's row in stream number ``stream``.
+    """One load per token: element ``at`` of the token's row in stream ``stream``.
 
-    The row has ``row`` elements of ``bits`` bits (16, 32 or 64).
+    A row has ``row`` elements of ``bits`` bits (16, 32 or 64).
     """
 
     stream: int
@@ -30,10 +30,10 @@ class RowLoad(NamedTuple):
 
 
 class Register(NamedTuple):
-    """A 32-bit register of a row, filled by load number ``load``. ``half`` selects the low (0) or high (1) half of a 64-bit load.
+    """A 32-bit register of a row, which is filled by load ``load``. ``half`` selects the low (0) or high (1) half of a 64-bit load.
 
-    A 16-bit load reads the aligned word that contains the half-word of the token. ``parity`` is then the index in ``load_parities`` of the
-    bit at which that half-word begins. For other loads, it is -1.
+    A 16-bit load reads the aligned 32-bit word that contains the token's half-word. ``parity`` is then the index in ``load_parities`` of
+    the bit at which the half-word begins. For other loads, ``parity`` is -1.
     """
 
     load: int
@@ -49,7 +49,7 @@ class RegisterByte(NamedTuple):
 
 
 class RowPlan:
-    """How to load the rows of several code streams: the loads, the registers that they fill, and the planes that they read."""
+    """Plan for loading the rows of several code streams: the loads, the registers that they fill, and the planes that they read."""
 
     def __init__(self) -> None:
         self.loads: list[RowLoad] = []
@@ -58,9 +58,9 @@ class RowPlan:
         self.halves = 0
 
     def add(self, name: str, packing: Columns) -> CodeRegisters:
-        """Add loads for all planes of a code stream, and return the registers that they fill.
+        """Add loads for all planes of the code stream ``name``, and return the registers that they fill.
 
-        Elements are as wide as the stream's rows allow. A 16-bit element fills a whole register.
+        Loads are as wide as the length of a row permits. A 16-bit load fills a whole register.
         """
         first = []
         for plane, words in enumerate(packing.planes):
@@ -83,7 +83,7 @@ class CodeRegisters(NamedTuple):
     first: tuple[int, ...]
 
     def byte_position(self, column: int, byte: int) -> RegisterByte:
-        """Return where byte ``byte`` of column ``column`` is in the registers."""
+        """Return the position in the registers of byte ``byte`` of column ``column``."""
         plane, high = divmod(byte, 2)
         word = column
         if plane == self.packing.column_bytes // 2:
@@ -97,8 +97,8 @@ class CodeRegisters(NamedTuple):
 def byte_selectors(positions: Sequence[Sequence[RegisterByte]], registers: Sequence[int]) -> list[list[int]]:
     """Return the selectors with which ``permute_bytes`` gathers the bytes of each column from ``registers``.
 
-    There is a list for each register after the first, with one selector per column. ``positions`` contains the positions of each column's
-    bytes. They become the lowest bytes of the gathered word; its other bytes are arbitrary.
+    There is a list for each register after the first, with one selector per column. ``positions`` lists the positions of each column's
+    bytes, which become the lowest bytes of the gathered word. Its other bytes are undefined.
     """
     result = []
     for index in range(1, len(registers)):
@@ -115,9 +115,9 @@ def byte_selectors(positions: Sequence[Sequence[RegisterByte]], registers: Seque
 
 
 def select_upper_half(selectors: Sequence[int], index: int, half: int) -> list[int]:
-    """Change ``selectors`` so that they read the upper 16 bits of register ``half`` instead of the lower 16 bits.
+    """Return ``selectors`` changed to read the upper 16 bits of register ``half`` instead of the lower 16 bits.
 
-    ``selectors`` is list number ``index`` of the result of ``byte_selectors``.
+    ``selectors`` is list ``index`` of the result of ``byte_selectors``.
     """
     if half != index and not (half == 0 and index == 1):
         return list(selectors)
@@ -137,7 +137,7 @@ def _nibbles(selector: int) -> list[int]:
 def load_registers(
     pointers: tl.tuple, first: tl.tensor, token: tl.tensor, valid: tl.tensor, LOADS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Load the rows of ``token`` ``[warp, token]`` for ``read_register``: one tensor per load. Rows are counted from row ``first``."""
+    """Load the rows of ``token`` ``[warp, token]`` for ``read_register``, one tensor per load. Rows are counted from row ``first``."""
     loaded = ()
     for index in tl.static_range(len(LOADS)):
         loaded = loaded + _load_register(pointers, first, token, valid, constant_at(LOADS, index), MASKED, FAST)
@@ -150,8 +150,8 @@ def _load_register(
 ) -> tl.tuple:
     """Load one element of a row per token.
 
-    Triton prefetches only 32-bit loads. A 16-bit element is therefore loaded as the aligned word that contains it. If that is not possible,
-    the element is copied to both halves of a word.
+    Triton prefetches only 32-bit loads. A 16-bit element is therefore loaded as the aligned word that contains it or, if that is
+    impossible, copied to both halves of a word.
     """
     pointer = pointers[LOAD.stream]
     if LOAD.bits == 64:
@@ -208,9 +208,9 @@ def read_register(loaded: tl.tuple, parities: tl.tuple, REGISTER: tl.constexpr) 
 
 @triton.jit
 def permute_bytes(low: tl.tensor, high: tl.tensor, selector: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Return words that consist of selected bytes of ``low`` (bytes 0 to 3) and ``high`` (bytes 4 to 7), uint32.
+    """Return uint32 words made of selected bytes of ``low`` (bytes 0 to 3) and ``high`` (bytes 4 to 7).
 
-    Each four bits of ``selector`` select one byte, lowest first. All operands are 32-bit integers that broadcast to a tile.
+    Each four bits of ``selector`` select one byte, lowest byte first. All operands are 32-bit integers that broadcast to a tile.
     """
     if FAST:
         value = tl.inline_asm_elementwise(

@@ -32,9 +32,9 @@ TABLE_INTEGERS = tl.constexpr(3)
 
 @lru_cache(maxsize=256)
 def stream_rules(codec: Codec) -> Mapping[str, WordRule | str] | None:
-    """Return the rule of each stream that has one: a ``WordRule``, or the name of a dtype whose values must be finite.
+    """Return the rules of the codec's streams by name: a ``WordRule``, or the name of a dtype whose values must be finite.
 
-    Returns None if this module cannot check some rule of the codec.
+    Streams without a rule are left out. Returns None if the codec has a rule that this module cannot check.
     """
     result: dict[str, WordRule | str] = {}
     for stream, packing in codec.packings().items():
@@ -94,7 +94,7 @@ def _check_values(
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> None:
-    """Set the ``status`` of a side if a value in one part of a stream breaks its rule.
+    """Set the ``status`` of a layer's keys or values if one part of a stream contains a value that breaks its rule.
 
     With ``EXPONENT``, values are floats and must be finite. Otherwise, they are words and must satisfy ``bounds`` ``[2, width]``: a mask of
     bits that must be 0, and a maximum.

@@ -19,7 +19,7 @@ RUN_TOKENS = 1 << 30
 
 @dataclass(frozen=True)
 class Stream:
-    """A stored stream as a loader reads it: a row of ``row`` elements for every ``tokens`` tokens. Elements have ``bits`` bits (8 to 128).
+    """A stored stream as loaders read it: one row of ``row`` elements for every ``tokens`` tokens. Elements have ``bits`` bits (8 to 128).
 
     A pair of float16 numbers counts as one 32-bit element.
     """

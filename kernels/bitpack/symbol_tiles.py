@@ -24,7 +24,7 @@ MAX_BITS = tl.constexpr(16)
 
 
 def symbol_steps(symbols: int) -> list[tuple[int, ...]]:
-    """Return, for each step, the symbol of each column. Columns without a symbol are -1."""
+    """Return the symbol of each column, for every step. Columns without a symbol are -1."""
     return [
         tuple(symbol if symbol < symbols else -1 for symbol in range(first, first + WIDTH.value))
         for first in range(0, symbols, WIDTH.value)
@@ -35,10 +35,9 @@ def symbol_steps(symbols: int) -> list[tuple[int, ...]]:
 def load_symbol_tile(
     loaded: tl.tuple, STEP: tl.constexpr, TWO: tl.constexpr, SYMBOLS: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tensor:
-    """Return the tile of symbols of step ``STEP``: int16 ``[warp, token, column]``, or transposed ``[warp, column, token]``.
+    """Return the symbols of step ``STEP`` as one int16 tile: ``[warp, token, column]``, or transposed ``[warp, column, token]``.
 
-    ``TWO(words, symbol, CONSTANTS, FAST)`` must return an even-numbered symbol in the low 16 bits, and the symbol after it in the high 16
-    bits.
+    ``TWO(words, symbol, CONSTANTS, FAST)`` must return an even-numbered symbol in the low 16 bits and the next symbol in the high 16 bits.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
@@ -53,7 +52,7 @@ def load_symbol_tile(
 
 @triton.jit
 def _use_sums_layout(tile: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return ``tile`` in the layout of matrix-product results. An unused product serves as the source of the layout."""
+    """Convert ``tile`` to the layout of matrix-product results, which is taken from an unused product."""
     WARPS: tl.constexpr = tile.shape[0]
     square = tl.zeros((WARPS, WIDTH, WIDTH), tl.float16)
     zeros = tl.zeros(tile.shape, tl.float16)

@@ -24,7 +24,7 @@ from .thread_rows import stored_words_per_plane
 
 
 class RowPacking(NamedTuple):
-    """The layout of one code stream's columns in a row of words.
+    """Layout of one code stream's columns in a row of words.
 
     ``first_word`` is the index of the stream's first word in the row. ``binary`` is True if fields are bit fields.
     """
@@ -37,9 +37,9 @@ class RowPacking(NamedTuple):
 
 
 class BitPiece(NamedTuple):
-    """The part of a value that one word stores.
+    """The part of a value that is stored in one word.
 
-    The ``bits`` bits of ``word`` from bit ``shift`` on are the bits of the value from bit ``value_bit`` on.
+    ``bits`` bits of word ``word``, beginning at bit ``shift``, are the bits of the value from bit ``value_bit`` on.
     """
 
     word: int
@@ -49,11 +49,10 @@ class BitPiece(NamedTuple):
 
 
 class PairPiece(NamedTuple):
-    """The bits of two digits that one word stores.
+    """The part of two digits that is stored in one word.
 
-    After a right shift by ``shift`` (left if negative) and ``mask``, they are 16 bits apart.
-
-    If ``in_bytes``, the digits are the two bytes of a 16-bit half, which must first be moved 16 bits apart.
+    Shifting word ``word`` right by ``shift`` (left if negative) and applying ``mask`` puts both parts at their bits, 16 bits apart. If
+    ``in_bytes``, the digits are the two bytes of a half-word, which must first be moved 16 bits apart.
     """
 
     word: int
@@ -63,7 +62,7 @@ class PairPiece(NamedTuple):
 
 
 def row_packing(packings: Sequence[Columns], index: int) -> RowPacking:
-    """Return the ``RowPacking`` of stream number ``index``, in a row that contains all ``packings`` one after another."""
+    """Return the ``RowPacking`` of stream ``index``, in a row that contains the columns of all ``packings``."""
     first_word = sum((halves + 1) // 2 for halves in stored_words_per_plane(packings[:index]))
     packing = packings[index]
     return RowPacking(first_word, packing.column_bytes, packing.width, packing.bases[0], packing.binary)
@@ -71,7 +70,9 @@ def row_packing(packings: Sequence[Columns], index: int) -> RowPacking:
 
 @triton.constexpr_function
 def bit_pieces(first: int, column_bytes: int, width: int, column: int, position: int, bits: int) -> tuple[BitPiece, ...]:
-    """Return the pieces of ``bits`` bits of column number ``column``, beginning at bit ``position``. ``first`` is the stream's first word.
+    """Return the pieces that make up ``bits`` bits of column ``column``, beginning at bit ``position``.
+
+    ``first`` is the index of the stream's first word.
     """
     pieces = []
     done = 0
@@ -103,7 +104,7 @@ def _base_bits(base: int) -> int:
 
 @triton.jit
 def column_bits(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, POSITION: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """Return ``BITS`` bits of a column, beginning at bit ``POSITION``, as uint32. ``BITS`` is at most 32."""
+    """Return ``BITS`` bits (at most 32) of column ``COLUMN``, beginning at bit ``POSITION``, as uint32."""
     PIECES: tl.constexpr = column_pieces(PACKING, COLUMN, POSITION, BITS)
     value = _read_piece(words, constant_at(PIECES, 0))
     for index in tl.static_range(1, len(PIECES)):
@@ -121,7 +122,7 @@ def _read_piece(words: tl.tuple, PIECE: tl.constexpr) -> tl.tensor:
 
 @triton.constexpr_function
 def max_fields(packing: RowPacking) -> int:
-    """Return the maximum number of fields that fit in a column of ``packing``."""
+    """Return the number of fields that fit in a column of ``packing``."""
     fields = 1
     while packing.base ** (fields + 1) <= 1 << 8 * packing.column_bytes:
         fields += 1
@@ -148,7 +149,7 @@ def _quotient(value: tl.tensor, DIVISOR: tl.constexpr, BELOW: tl.constexpr) -> t
 
 @triton.jit
 def _extract_field_digit(value: tl.tensor, BASE: tl.constexpr, FIELD: tl.constexpr, FIELDS: tl.constexpr) -> tl.tensor:
-    """Return digit ``FIELD`` of ``value``, a uint32 with ``FIELDS`` digits of base ``BASE``."""
+    """Return the digit in field ``FIELD`` of ``value``, a uint32 with ``FIELDS`` fields of base ``BASE``."""
     BELOW: tl.constexpr = BASE**FIELDS
     result = _quotient(value, BASE**FIELD, BELOW)
     if FIELD + 1 < FIELDS:
@@ -207,7 +208,6 @@ def column_low_word(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr
 
 @triton.constexpr_function
 def _exponent_of_two(base: int) -> int:
-    """Return the largest n such that 2^n divides ``base``."""
     return (base & -base).bit_length() - 1
 
 
@@ -215,7 +215,7 @@ def _exponent_of_two(base: int) -> int:
 def first_upper_field(packing: RowPacking) -> int:
     """Return the field at which ``symbol_digit`` splits a column of more than 4 bytes into two 32-bit numbers, or 0 if it cannot.
 
-    It is the smallest field from which the upper part, without the base's factors of two, has at most 32 bits.
+    It is the first field from which the upper part, without the base's factors of two, fits in 32 bits.
     """
     column_bytes, base = packing.column_bytes, packing.base
     twos = _exponent_of_two(base)
@@ -227,7 +227,7 @@ def first_upper_field(packing: RowPacking) -> int:
 
 @triton.constexpr_function
 def _symbol_pair_pieces(packing: RowPacking, symbol: int) -> tuple[PairPiece, ...]:
-    """Return the pieces that contain both ``symbol`` and the symbol after it, or an empty tuple if no word contains both."""
+    """Return the pieces of ``symbol`` and the next symbol together, or an empty tuple if no word contains both."""
     column, bits = symbol % packing.width, packing.base.bit_length() - 1
     position = symbol // packing.width * bits
     if not packing.binary or column + 1 == packing.width:
@@ -257,7 +257,6 @@ def insert_above(high: tl.tensor, low: tl.tensor, BIT: tl.constexpr, FAST: tl.co
 
 @triton.jit
 def _spread_bytes(word: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Return the two lowest bytes of each word, moved 16 bits apart."""
     if FAST:
         value = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4140;", "=r,r", [word], dtype=tl.uint32, is_pure=True, pack=1)
     else:
@@ -269,9 +268,9 @@ def _spread_bytes(word: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
 def symbol_pair_digits(
     words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, SYMBOLS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """Return the digits of two neighboring symbols: an even-numbered one in the low 16 bits, and the one after it in the high 16 bits.
+    """Return the digits of two neighboring symbols: that of the even-numbered symbol in the low 16 bits, and that of the next one above.
 
-    ``SYMBOL`` is either of the two. If there is no symbol after it, the digit is repeated.
+    ``SYMBOL`` is either of the two symbols. If the even-numbered symbol is the last one, its digit is repeated.
     """
     EVEN: tl.constexpr = SYMBOL // 2 * 2
     ODD: tl.constexpr = EVEN + (EVEN + 1 < SYMBOLS)
@@ -287,7 +286,7 @@ def symbol_pair_digits(
 
 @triton.jit
 def _extract_pair_bits(words: tl.tuple, PIECE: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the bits of ``PIECE``, one part of the digits of two symbols, at their positions in the result."""
+    """Return the bits of ``PIECE`` at their positions in the result of ``symbol_pair_digits``."""
     word = words[PIECE.word]
     if PIECE.in_bytes:
         word = _spread_bytes(word, FAST)

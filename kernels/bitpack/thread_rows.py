@@ -30,18 +30,18 @@ MAX_WORDS_PER_LOAD = 8
 
 
 def row_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
-    """Return a ``Stream`` for each plane of a code stream. Elements have up to 128 bits, as many as rows allow."""
+    """Return a ``Stream`` for each plane of the code stream ``name``. Elements are as wide as rows permit, up to 128 bits."""
     return tuple(word_stream(f"{name}.{plane}", words) for plane, words in enumerate(packing.planes))
 
 
 def word_stream(name: str, words: int) -> Stream:
-    """Return a ``Stream`` with rows of ``words`` 16-bit words. Elements have up to 128 bits, as many as rows allow."""
+    """Return a ``Stream`` with rows of ``words`` 16-bit words. Elements are as wide as rows permit, up to 128 bits."""
     words_per_load = math.gcd(words, MAX_WORDS_PER_LOAD)
     return Stream(name, 16 * words_per_load, words // words_per_load)
 
 
 def stored_words_per_plane(packings: Sequence[Columns]) -> tuple[int, ...]:
-    """Return the number of 16-bit words per row of each plane of all streams, for the constant ``ROWS`` of ``load_rows``."""
+    """Return the number of 16-bit words per row, for each plane of all ``packings``. This is the constant ``ROWS`` of ``load_rows``."""
     return tuple(words for packing in packings for words in packing.planes)
 
 
@@ -55,7 +55,7 @@ def words_per_token(rows: tuple[int, ...]) -> int:
 def load_rows(
     pointers: tl.tuple, first: tl.tensor, token: tl.tensor, valid: tl.tensor, ROWS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Load the rows of all planes: first for the first half of each warp's tokens, then for the second half.
+    """Load the rows of all planes: for the first half of each warp's tokens, then for the second half.
 
     Each loaded tensor is uint32 ``[warp * token / 2]`` and contains two 16-bit words, the first in the low half. If rows have an odd number
     of words, unmasked tiles never reach the end of a stream (see ``attend.plan``).
@@ -75,7 +75,7 @@ def load_rows(
 def _split_halves(values: tl.tensor) -> tl.tuple:
     """Split ``[warp, token]`` into the first and the second half of each warp's tokens, ``[warp * token / 2]`` each.
 
-    With two axes, the compiler would spread a warp over both.
+    The result has one axis, because the compiler would spread a warp over two.
     """
     WARPS: tl.constexpr = values.shape[0]
     HALF: tl.constexpr = values.shape[1] // 2
@@ -93,7 +93,10 @@ def load_row(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the row of one plane for each token, as uint32 words with the shape and layout of ``layout_source``, an ordinary load."""
+    """Load the row of one plane for each token, as uint32 words with the shape and layout of ``layout_source``.
+
+    ``layout_source`` comes from an ordinary load.
+    """
     words = ()
     if FAST and (MASKED or STORED_WORDS % 2 == 0):
         address = pointer.to(tl.int64) + first * (2 * STORED_WORDS) + token.to(tl.int64) * (2 * STORED_WORDS)
@@ -123,15 +126,15 @@ def load_row(
 
 @triton.constexpr_function
 def _words_per_load(stored_words: int) -> int:
-    """Return how many 16-bit words to load at once from rows of ``stored_words`` words, so that loads are aligned."""
+    """Return the number of 16-bit words per load for rows of ``stored_words`` words, so that all loads are aligned."""
     return math.gcd(stored_words, MAX_WORDS_PER_LOAD)
 
 
 @triton.constexpr_function
 def _load_ptx(stored_words: int, words_per_load: int, masked: bool) -> str:
-    """Return PTX that loads ``stored_words`` 16-bit words as 32-bit words.
+    """Return PTX that loads a row of ``stored_words`` 16-bit words as 32-bit words, ``words_per_load`` 16-bit words at a time.
 
-    A load reads ``words_per_load`` words, or yields 0 if masked out.
+    With ``masked``, the words of masked tokens are 0.
     """
     count = (stored_words + 1) // 2
     text = f"{{ .reg .pred real; .reg .b16 low, high; setp.ne.b32 real, ${count + 2}, 0;" if masked else "{"
@@ -166,7 +169,7 @@ def _load_words(
     WORDS_PER_LOAD: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tuple:
-    """Load words with inline PTX, because the compiler would take seconds to trace each ordinary load to its uses.
+    """Load a row with inline PTX. With ordinary loads, the compiler would spend seconds on tracing each of them to its uses.
 
     The words have the layout of ``layout_source``, an ordinary load.
     """
@@ -184,7 +187,7 @@ def _load_words(
 
 @triton.constexpr_function
 def _load_number_ptx(bits: int, masked: bool) -> str:
-    """Return PTX that loads one number of 8, 16 or 32 bits, or yields 0 if masked out."""
+    """Return PTX that loads a number of ``bits`` bits (8, 16 or 32). With ``masked``, the number of a masked token is 0."""
     mask, real = ("setp.ne.b32 real, $2, 0;", "@real") if masked else ("", "")
     return f"{{ .reg .pred real; {mask} mov.b32 $0, 0; {real} ld.global.u{bits} $0, [$1]; }}"
 
@@ -195,8 +198,8 @@ def load_number(
 ) -> tl.tensor:
     """Load one ``BITS``-bit number per token as int32 ``[warp, token]``, with inline PTX, in the layout in which it is used.
 
-    In that layout, four threads decode the same number. Bytes of values (``TRANSPOSED``) take the most operations to decode. For them, it
-    is faster to load each number once and to convert the layout of the decoded values.
+    In that layout, four threads decode the same number. Bytes for values (``TRANSPOSED``) take the most operations to decode, so it is
+    faster to load each of them once and to convert the layout of the decoded numbers.
     """
     if MODE.fast and (BITS > 8 or not MODE.transposed):
         address = pointer.to(tl.int64) + first * (BITS // 8) + token.to(tl.int64) * (BITS // 8)

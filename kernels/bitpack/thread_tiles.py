@@ -49,7 +49,7 @@ def pair_values(symbols: int, values: int, dim: int) -> list[tuple[SymbolValue, 
 
 
 def assign_tiles(registers: Sequence[tuple[SymbolValue, SymbolValue]], values: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Return the registers of all tiles, each as four integers (two ``SymbolValue``), and the channel of each column of every tile.
+    """Return the registers of each tile as four integers each (two ``SymbolValue``), and the channel of each column of every tile.
 
     The last tile is filled up with copies of the first register. Columns with a repeated value have channel -1.
     """
@@ -73,7 +73,7 @@ def _log2(count: int) -> int:
 
 @triton.jit
 def _join_halves(values: tl.tuple) -> tl.tuple:
-    """Join each element in the first half of ``values`` with its counterpart in the second half, along a new last axis."""
+    """Join each element of the first half of ``values`` with its counterpart in the second half, along a new last axis."""
     joins = ()
     HALF: tl.constexpr = len(values) // 2
     for index in tl.static_range(HALF):
@@ -121,7 +121,7 @@ def load_rows_and_factor(
     MASKED: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tuple:
-    """Load the rows of all code streams (``thread_rows.load_rows``), and the token factors as int32 ``[warp, token]``.
+    """Load the rows of all code streams (``thread_rows.load_rows``), and then the token factors, int32 ``[warp, token]``.
 
     ``CONSTANTS`` must have the fields ``rows`` and ``factor_bits``.
     """
@@ -148,9 +148,9 @@ def decode_rows(
     CONSTANTS: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the decoded tile of step ``STEP``.
+    """Decode the tile of step ``STEP``.
 
-    ``SYMBOL(words, table, symbol, CONSTANTS, SHARED, FAST)`` must return the f16x2 registers with the values of one symbol.
+    ``SYMBOL(words, table, symbol, CONSTANTS, MODE)`` must return the f16x2 registers with the values of one symbol.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
@@ -200,8 +200,7 @@ def _decode_register(
     CONSTANTS: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the register with value ``LOW`` of symbol ``FIRST`` in its low half, and value ``HIGH`` of symbol ``SECOND`` in its high half.
-    """
+    """Return an f16x2: value ``LOW`` of symbol ``FIRST`` in its low half, and value ``HIGH`` of symbol ``SECOND`` in its high half."""
     low = SYMBOL(words, table, FIRST, CONSTANTS, MODE)
     if FIRST == SECOND and LOW < HIGH:
         register = low[LOW // 2]

@@ -39,7 +39,10 @@ def broadcast_columns(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
 
 @triton.constexpr_function
 def second_token_offset(dual: int, tokens: int) -> int:
-    """Return how many tokens apart the two tokens of a dual tile's row are. The tile has ``tokens`` rows; ``dual`` is ``Tiles.dual``."""
+    """Return the distance in tokens between the two tokens of a dual tile's row, or 0 if tiles are not dual.
+
+    The tile has ``tokens`` rows; ``dual`` is ``Tiles.dual``.
+    """
     return (0, tokens, 1)[dual]
 
 
@@ -61,7 +64,7 @@ def repeat_columns(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.conste
 
 @triton.jit
 def split_last_axis(value: tl.tensor) -> tl.tuple:
-    """Split ``value`` along its last axis into one tensor per element. The length of the axis must be a power of two."""
+    """Split ``value`` into one tensor per element of its last axis, whose length must be a power of two."""
     COUNT: tl.constexpr = value.shape[-1]
     parts = ()
     if COUNT == 1:
@@ -77,7 +80,7 @@ def split_last_axis(value: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def tile_copies(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return a tile with ``COPIES`` copies of the tile ``value`` next to each other."""
+    """Return a tile that consists of ``COPIES`` copies of the tile ``value``, side by side."""
     if COPIES > 1:
         WARPS: tl.constexpr = value.shape[0]
         WIDTH: tl.constexpr = value.shape[1 if TRANSPOSED else 2]
@@ -93,9 +96,9 @@ def tile_copies(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr
 
 @triton.jit
 def column_tokens(token: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return the token of each tile element, in a shape that broadcasts to the tile.
+    """Return the token of each element of a tile, in a shape that broadcasts to the tile.
 
-    ``token`` is ``[warp, token]``. ``second``, ``[1, column]``, is 1 for columns of the second token of a row, otherwise 0.
+    ``token`` is ``[warp, token]``. ``second``, ``[1, column]``, is 1 for columns that belong to a row's second token, and 0 for others.
     """
     value = broadcast_tokens(token, TRANSPOSED)
     if SECOND_OFFSET:

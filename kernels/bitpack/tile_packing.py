@@ -14,22 +14,22 @@ MAX_DIGIT_BITS = 14
 
 
 def tile_width(packing: Columns) -> int:
-    """Return the number of columns of a tile that contains whole rows: the row's columns, padded to a power of two of at least 16."""
+    """Return the number of columns in a tile of whole rows: the columns of a row, padded to a power of two of at least 16."""
     return max(MIN_TILE_WIDTH, next_power_of_two(packing.width))
 
 
 def tile_field_count(packing: Columns, dual: int = 0) -> int:
-    """Return how many fields of a token are in one tile: several if a row has fewer words than the minimum tile width."""
+    """Return the number of fields per column of a row that one tile shows: several if a row is narrower than the minimum tile width."""
     return tile_width(packing) // packing.width if is_power_of_two(packing.width) and not dual else 1
 
 
 def has_whole_word_tiles(packing: Columns) -> bool:
-    """Return True if tiles of whole words support ``packing``: fields must be bit fields of at most ``MAX_DIGIT_BITS`` bits."""
+    """Return True if ``packing`` supports tiles of whole words: its digits must be bit fields of at most ``MAX_DIGIT_BITS`` bits."""
     return packing.binary and all(base.bit_length() - 1 <= MAX_DIGIT_BITS for base in packing.bases)
 
 
 class TilePacking(NamedTuple):
-    """The layout of a code stream's columns in tiles, for ``bitfields.load_planes``.
+    """Layout of a code stream's columns in tiles, for ``bitfields.load_planes``.
 
     ``stream`` is the index of the stream that contains plane 0. A tile has ``tile_width`` columns, of which ``width`` have words. ``dual``
     is as in ``Tiles``.

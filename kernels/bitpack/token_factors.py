@@ -47,7 +47,7 @@ MAX_FACTOR = tl.constexpr(2.0**127)
 
 @triton.jit
 def finite_factor(factor: tl.tensor) -> tl.tensor:
-    """Clamp the magnitude of float32 ``factor`` to ``MAX_FACTOR``. An infinite factor would turn zeros into NaN."""
+    """Clamp the magnitude of float32 ``factor`` to ``MAX_FACTOR``, because an infinite factor would turn zeros into NaN."""
     return tl.minimum(tl.maximum(factor, -MAX_FACTOR), MAX_FACTOR)
 
 
@@ -79,7 +79,7 @@ def load_factor(
 
 @triton.jit
 def read_factor(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Convert the factors from ``load_factor``, element ``AT`` of ``loaded``, to float32 ``[warp, token]``."""
+    """Convert the factors in ``loaded[AT]``, which ``load_factor`` loaded, to float32 ``[warp, token]``."""
     bits = loaded[AT]
     if BITS == 16 and FAST:
         bits = bits >> loaded[AT + 1]
@@ -106,7 +106,9 @@ def load_factors(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load factors as ``load_factor`` does. For dual tiles, also load the factors of the second tokens; ``valid`` is then a pair of masks.
+    """Load factors as ``load_factor`` does. For dual tiles, also load the factors of the second tokens.
+
+    ``valid`` is a mask or, for dual tiles, a pair of masks.
     """
     if DUAL:
         loaded = load_factor(pointer, first, token, valid[0], BITS, MASKED, FAST)
@@ -118,7 +120,7 @@ def load_factors(
 
 @triton.jit
 def read_factors(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, DUAL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Convert the factors from ``load_factors`` to float32 ``[warp, token]``. For dual tiles, returns a pair of such tensors."""
+    """Convert the factors that ``load_factors`` loaded to float32 ``[warp, token]``. For dual tiles, returns a pair of such tensors."""
     if DUAL:
         value = read_factor(loaded, AT, BITS, FAST), read_factor(loaded, AT + (2 if BITS < 32 and FAST else 1), BITS, FAST)
     else:

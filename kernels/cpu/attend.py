@@ -25,7 +25,7 @@ MIN_VALUES = 1 << 19
 
 
 class _DescribedPart(NamedTuple):
-    """Part of the keys or values, and its C struct, which points into ``part`` and ``description``."""
+    """Part of a layer's keys or values, and its C struct, which points into ``part`` and ``description``."""
 
     part: SidePart
     description: CodecDescription
@@ -33,7 +33,7 @@ class _DescribedPart(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Tokens ``[start, stop)``, which are in one part of the keys and in one part of the values."""
+    """Tokens ``[start, stop)`` that are in a single part of the keys and a single part of the values."""
 
     start: int
     stop: int
@@ -42,7 +42,7 @@ class _Span(NamedTuple):
 
 
 class PreparedAttention:
-    """A prepared attention call over one layer's keys and values, whose shape is fixed. Its C descriptions are built only once."""
+    """A prepared attention call over one layer's keys and values, whose shapes are fixed. Their C descriptions are built only once."""
 
     def __init__(self, k: Side, v: Side, k_parts: list[_DescribedPart], v_parts: list[_DescribedPart]) -> None:
         self._k_parts, self._v_parts, self._tokens = k_parts, v_parts, k.tokens
@@ -50,7 +50,7 @@ class PreparedAttention:
 
     @staticmethod
     def create(k: Side, v: Side) -> PreparedAttention | None:
-        """Create the call, or return None if the C kernels do not support the codecs, sidecars or strides of ``k`` or ``v``."""
+        """Create the call. Returns None if the C kernels do not support the codecs, sidecars or strides of ``k`` or ``v``."""
         if library.library() is None or (k_parts := sides.side_parts(k)) is None or (v_parts := sides.side_parts(v)) is None:
             return None
         return PreparedAttention(k, v, [_describe(part) for part in k_parts], [_describe(part) for part in v_parts])
@@ -69,9 +69,9 @@ class PreparedAttention:
         threads: int | None = None,
         level: int = 0,
     ) -> torch.Tensor:
-        """Return softmax(scale q k^T) v over the first ``tokens`` tokens, or over all of them if ``tokens`` is None.
+        """Return softmax(scale q k^T) v over the first ``tokens`` tokens, or over all tokens if ``tokens`` is None.
 
-        ``level`` is an index into ``library.levels()``. All other arguments are as in ``kvpack.attend``, and already checked. Raises
+        ``level`` is an index into ``library.levels()``. The other arguments are as in ``kvpack.attend``, and have been checked. Raises
         MemoryError.
         """
         batch, q_heads, q_len, _ = q.shape
@@ -135,7 +135,7 @@ def _visible_ranges(
 
 
 def _split_spans(k: list[_DescribedPart], v: list[_DescribedPart], begin: int, end: int) -> list[_Span]:
-    """Split tokens ``[begin, end)`` at the bounds of the parts of keys and values."""
+    """Split tokens ``[begin, end)`` wherever a part of the keys or of the values begins."""
     spans: list[_Span] = []
     k_index = v_index = 0
     start = begin

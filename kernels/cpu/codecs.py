@@ -53,7 +53,7 @@ _CACHE_SIZE = 64
 
 
 class CodecDescription(NamedTuple):
-    """The C description of a codec: its struct, the names of its streams in C's order, and the objects to which the struct points."""
+    """C description of a codec: its struct, the names of its streams in C's order, and the objects to which the struct points."""
 
     struct: library.Codec
     streams: tuple[str, ...]
@@ -62,7 +62,7 @@ class CodecDescription(NamedTuple):
 
 @lru_cache(_CACHE_SIZE)
 def describe(codec: Codec) -> CodecDescription | None:
-    """Return the C description of ``codec``, without the value maps of its sidecars, or None if the C kernels do not support it.
+    """Return the C description of ``codec``, without the value maps of its sidecars. Returns None if the C kernels do not support it.
 
     Codecs are looked up by exact class, because a subclass may store more streams.
     """
@@ -76,9 +76,9 @@ def describe(codec: Codec) -> CodecDescription | None:
 
 
 def _create_struct(codec: Codec, values: dict[str, tuple[int, str]]) -> library.Codec:
-    """Create the C struct of ``codec`` with the fields that all families share.
+    """Create the C struct of ``codec`` with the fields that all codec families share.
 
-    ``values`` maps each stream of numbers to the number of values per token and their dtype.
+    ``values`` contains, for each stream of numbers, the count of numbers per token and their dtype.
     """
     result = library.Codec()
     packings = codec.packings()
@@ -102,7 +102,7 @@ _NORMS = {norm: "LOG8" if norm == LOG8 else dtype for norm, dtype in TOKEN_NORMS
 
 @cache
 def _log8_tables() -> torch.Tensor:
-    """Return the C table for norms stored as bytes: the norm of each byte value, followed by the bounds between neighboring norms."""
+    """Return the C table for norms stored as bytes: the norm of each byte, followed by the bounds between neighboring norms."""
     return torch.cat([log8_values("cpu"), log8_bounds("cpu")]).contiguous()
 
 
@@ -122,7 +122,7 @@ def _plane_streams(codec: Codec) -> list[str]:
 def _finish(
     result: library.Codec, codec: Codec, streams: list[str], tables: list[torch.Tensor], *keep_alive: Any
 ) -> CodecDescription | None:
-    """Add the names of all streams and the tables to the struct ``result``. Returns None if they do not fit in the struct."""
+    """Add the names of all streams and the tables to the struct ``result``. Returns None if the tables are too large for C."""
     if len(tables) > library.MAX_TABLES or sum(table.nbytes for table in tables) > MAX_TABLE_BYTES:
         return None
     names = (*_plane_streams(codec), *streams)
@@ -263,7 +263,10 @@ def _describe_klt(codec: Klt) -> CodecDescription | None:
 
 
 def _head_run_table(codec: Klt, offsets: dict[tuple[int, int], int]) -> list[int]:
-    """Return the C table of column runs: the offset of each head's numbers, the end offset, and 5 numbers per run."""
+    """Return the C table of column runs for heads with their own widths.
+
+    It contains the offset of each head's numbers, the end offset, and then 5 numbers per run.
+    """
     heads: list[list[int]] = [[] for _ in range(codec.fixed_heads or 0)]
     result = [
         (head, run, bytes_[0], part.width, part.columns)
@@ -277,7 +280,7 @@ def _head_run_table(codec: Klt, offsets: dict[tuple[int, int], int]) -> list[int
 
 
 def _basis_offsets(codec: Klt) -> tuple[dict[tuple[int, int], int], int]:
-    """Return two offsets in ``basis_numbers``: those of the tables, by head and run of columns, and that of the matrix.
+    """Return offsets in the result of ``basis_numbers``: those of the tables, by head and run of columns, and that of the matrix.
 
     If heads share widths, only head 0 has entries.
     """
@@ -294,7 +297,7 @@ def _basis_offsets(codec: Klt) -> tuple[dict[tuple[int, int], int], int]:
 
 
 def basis_numbers(codec: Klt, rows: BasisRows) -> torch.Tensor:
-    """Return the mean, the tables and the matrix of each head, concatenated: float32 ``[batch or 1, kv_head, number]``."""
+    """Return the mean, the tables and the matrix of each head in one row: float32 ``[batch or 1, kv_head, number]``."""
     offsets, matrix_offset = _basis_offsets(codec)
     result = torch.zeros(*rows.rows.shape[:2], matrix_offset + codec.dim**2, dtype=torch.float32, device="cpu")
     result[..., : codec.dim], result[..., matrix_offset:] = rows.mean[:, :, 0], rows.matrix.flatten(2)
@@ -340,7 +343,10 @@ def _describe_trellis(codec: Trellis) -> CodecDescription | None:
 
 
 def _describe_sidecars(codec: CodecWithSidecars) -> CodecDescription | None:
-    """Return the C description of a codec with at most one key_mean, one outliers and one qjl, and any raw tokens, or None."""
+    """Return the C description of a codec with sidecars, or None if the sidecars are not supported.
+
+    Supported are raw tokens, and at most one each of key_mean, outliers and qjl.
+    """
     description = describe(codec.codec)
     if description is None or any(len(kind) > 1 for kind in (codec.page_vectors, codec.frame_parts, codec.sketches)):
         return None

@@ -71,7 +71,7 @@ _TABLES, _ROTATION = "tables of the C encoder", "matrix of the rotation"
 def supports(codec: Codec) -> bool:
     """Return True if the C kernels can encode values of ``DTYPES`` with ``codec``.
 
-    Groups are supported only without a rotation and token scales, with float16 scales, and with fully used columns of up to 32 bits.
+    Groups are supported only with float16 scales, without a rotation or token scales, and with fully used columns of up to 32 bits.
     Minifloats are supported only without token scales and with fully used words. The only supported sidecar is a key mean whose page size
     is a multiple of a vector register.
     """
@@ -132,7 +132,7 @@ def encode(
 
 
 def encodes_in_one_call(codec: Codec) -> bool:
-    """Return True if a single C call encodes values with ``codec``, without measuring them first."""
+    """Return True if one C call encodes values with ``codec``. Other codecs must measure the values first."""
     return not isinstance(codec, CodecWithSidecars) and not (isinstance(codec, Minifloat) and codec.run_scale is not None)
 
 
@@ -177,7 +177,8 @@ def _encode(
 def _measure_pages(
     codec: Codec, x: torch.Tensor, page: int, columns: int, threads: int | None, level: int, skipped: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Measure pages of ``page`` tokens of ``x`` with the C function ``kvpack_measure``: float32 ``[batch, kv_head, page, column]``."""
+    """Measure pages of ``page`` tokens of ``x`` with the C function ``kvpack_measure``. Returns float32 ``[batch, kv_head, page, column]``.
+    """
     batch, heads, tokens, _ = x.shape
     result = empty((batch, heads, -(-tokens // page), columns), torch.float32, x.device)
     call, _, _keep_alive = create_call(codec, x.shape[:3], x.dtype, x, threads, level)
@@ -191,7 +192,7 @@ def _measure_pages(
 def _compute_run_scale(
     codec: Minifloat, x: torch.Tensor, last: torch.Tensor | None, threads: int | None, level: int, skipped: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return the run scale of ``x`` (see ``Minifloat.begin``). None if there are no values, or if some are not finite or too large."""
+    """Return the run scale of ``x`` (see ``Minifloat.begin``), or None if there are no values or if some are too large or not finite."""
     if not x.shape[2]:
         return None
     largest = _measure_pages(codec, x, _PAGE_TOKENS, 1, threads, level, skipped).amax(2)
@@ -224,10 +225,10 @@ def _encode_centered(
 def create_call(
     codec: Codec, shape: Sequence[int], dtype: torch.dtype, x: torch.Tensor | None = None, threads: int | None = None, level: int = 0
 ) -> tuple[library.EncodeArguments, tuple[str, ...], Any]:
-    """Create a C call for values of ``shape`` (batch, heads, tokens) and ``dtype``, without the addresses of streams.
+    """Create a C call that encodes values of ``shape`` (batch, heads, tokens) and ``dtype``. It lacks the addresses of the streams.
 
-    The call encodes ``x``, with a suitable number of threads; if ``x`` is None, it lacks the address of the values. Returns the call, its
-    stream names, and objects that must outlive the call.
+    If ``x`` is None, it also lacks the address of the values; otherwise, it encodes ``x`` with a suitable number of threads. Returns the
+    call, its stream names, and objects that must outlive it.
     """
     description = codecs.describe(codec)
     assert description is not None
@@ -252,7 +253,7 @@ def create_call(
 
 
 def _encoder_tables(codec: Codec) -> tuple[int, tuple[torch.Tensor, ...]]:
-    """Return the id of the candidate rule in ``interface.h``, and the encoder-only tables in its order."""
+    """Return the id of the candidate rule (see ``interface.h``), and the tables that only encoders need, in the order of that file."""
     if isinstance(codec, Scalar):
         tables = (table for table in (codec.magnitude_table, codec.high_magnitude_table) if table)
         return 0, tuple(_padded_table(midpoints(table), torch.inf) for table in tables)
@@ -274,7 +275,7 @@ def _encoder_tables(codec: Codec) -> tuple[int, tuple[torch.Tensor, ...]]:
 
 
 def _tangents(codec: Polar) -> torch.Tensor:
-    """Return the tangents of the bounds between angles, for each level above the first: one table for each of two kinds of pairs."""
+    """Return the tangents of the bounds between angles, for each level above the first: one table for each of the two kinds of pairs."""
     tables = [torch.empty(0, dtype=torch.float32, device="cpu")]
     for level in codec.tables[1:]:
         bounds = (torch.tensor(midpoints(level[kind]), dtype=torch.float64, device="cpu").tan() for kind in (0, -1))
@@ -283,7 +284,7 @@ def _tangents(codec: Polar) -> torch.Tensor:
 
 
 def _candidate_rule(codec: Octahedral) -> int:
-    """Return the id that C uses for the rule by which an octahedral codec selects candidate directions (see ``_CANDIDATES``)."""
+    """Return C's id of the rule by which an octahedral codec selects candidate directions (see ``_CANDIDATES``)."""
     levels = 1 << codec.b_dir - 1
     exact = codec.rounding == "local3x3" and levels <= MAX_LEVELS
     single = levels == 1 and codec.rounding != "scalar"
@@ -293,14 +294,14 @@ def _candidate_rule(codec: Octahedral) -> int:
 
 
 def fit_line(magnitudes: torch.Tensor) -> list[float]:
-    """Return the slope and offset of the line that best maps ascending magnitudes to their indices."""
+    """Fit a line that maps ascending ``magnitudes`` to their indices. Returns its slope and offset."""
     x, step = magnitudes.double(), torch.arange(len(magnitudes), dtype=torch.float64, device=magnitudes.device)
     slope = float(((x - x.mean()) * step).sum() / (x - x.mean()).square().sum())
     return [slope, float(step.mean()) - slope * float(x.mean())]
 
 
 def _reciprocal_lengths(magnitudes: torch.Tensor) -> torch.Tensor:
-    """Return the reciprocal norm of the point on the octahedron for every pair of magnitudes (OCTOPUS Eq. 6), float64."""
+    """Return, for every pair of magnitudes, the reciprocal norm of their point on the octahedron (OCTOPUS Eq. 6), float64."""
     eta, xi = (axis.flatten() for axis in torch.meshgrid(magnitudes.double(), magnitudes.double(), indexing="ij"))
     third = 1 - xi - eta
     first, second = torch.where(third < 0, 1 - eta, xi), torch.where(third < 0, 1 - xi, eta)
@@ -313,7 +314,10 @@ def _padded_table(values: list[float], padding: float) -> torch.Tensor:
 
 
 def norms(x: torch.Tensor) -> torch.Tensor | None:
-    """Return each token's norm in each head, as ``norms_per_head`` does, or None for unsupported dtypes and strides. Raises MemoryError."""
+    """Return the norm of each token in each head, as ``norms_per_head`` does, or None for unsupported dtypes and strides.
+
+    Raises MemoryError.
+    """
     batch, heads, tokens, dim = x.shape
     if x.dtype not in DTYPES or not (x.stride(3) == 1 or dim == 1):
         return None
@@ -328,9 +332,9 @@ def norms(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def scales_of_errors(codec: Codec, ratio: float) -> tuple[str, int, float] | None:
-    """Return the stream that the C kernels use in place of ``codec.error_sizes``, its kind, and the ratio to use for it.
+    """Return a replacement for ``codec.error_sizes`` that the C kernels support: a stream, its kind, and the ratio to use for it.
 
-    Returns None if the C kernels do not support this check for the codec.
+    Returns None if they do not support this check for the codec.
     """
     family = codec.without_sidecars
     if isinstance(family, Minifloat) and family.scale_dtype == "e8m0":
@@ -342,13 +346,13 @@ def scales_of_errors(codec: Codec, ratio: float) -> tuple[str, int, float] | Non
 
 
 def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, level: int = 0) -> bool | None:
-    """Return ``has_large(codec.error_sizes(streams), ratio)``, computed in C, or None if the codec is not supported here."""
+    """Return ``has_large(codec.error_sizes(streams), ratio)``, computed in C. Returns None if the codec is not supported."""
     source = scales_of_errors(codec, ratio)
     return None if source is None else has_large(streams[source[0]], source[2], level, source[1])
 
 
 def has_large(sizes: torch.Tensor, ratio: float, level: int = 0, kind: int = _FLOATS) -> bool | None:
-    """Return True if a size is large, as ``formats.token_norms.has_large_size`` does.
+    """Return True if any size is large, as ``formats.token_norms.has_large_size`` does.
 
     Returns None if ``sizes`` are empty, not contiguous, or floats other than float32. ``level`` is an index into ``library.levels()``. For
     other values of ``kind``, sizes are computed from scales ``[batch, kv_head, token, scale, ...]``.
@@ -361,7 +365,7 @@ def has_large(sizes: torch.Tensor, ratio: float, level: int = 0, kind: int = _FL
 
 
 def run_sizes(call: library.SizesArguments) -> bool:
-    """Run the C function on one argument struct, and return True if it finds a large size."""
+    """Run the C function on the struct ``call``. Returns True if it finds a large size."""
     c_library = library.library()
     assert c_library is not None
     return bool(c_library.kvpack_has_large(ctypes.byref(call)))

@@ -100,7 +100,7 @@ class Stream(Structure):
 
     @classmethod
     def describe(cls, x: torch.Tensor) -> Self:
-        """Return the C description of ``x`` ``[batch, kv_head, row, ...]``: its address, and its strides in bytes."""
+        """Describe ``x`` ``[batch, kv_head, row, ...]`` for C, by its address and its strides in bytes."""
         batch, head, row, *_ = x.stride()
         size = x.element_size()
         return cls(x.data_ptr(), batch * size, head * size, row * size)
@@ -205,7 +205,7 @@ _FUNCTIONS = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Load and return the C library. Returns None if it was not built, does not load, or was built from different sources."""
+    """Load and return the C library, or None if it was not built, cannot be loaded, or was built from different sources."""
     for path in sorted(Path(__file__).parent.glob("_cpu*.so")):
         try:
             result = ctypes.CDLL(str(path))
@@ -243,7 +243,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def run(name: str, call: Structure, purpose: str) -> int:
-    """Run the C function ``kvpack_NAME`` on ``call`` and return its status. Raises MemoryError, whose message contains ``purpose``."""
+    """Run the C function ``kvpack_NAME`` on ``call``, and return its status. Raises MemoryError; ``purpose`` completes the message."""
     loaded = library()
     assert loaded is not None
     status: int = getattr(loaded, f"kvpack_{name}")(byref(call))
@@ -263,7 +263,7 @@ def levels() -> tuple[str, ...]:
 
 
 def thread_count(threads: int | None, default: int) -> int:
-    """Return ``threads``, the variable KVPACK_THREADS, or ``default``: the first of these that is set.
+    """Return ``threads`` if it is not None, otherwise the environment variable KVPACK_THREADS if it is set, otherwise ``default``.
 
     Raises InvalidParameter if KVPACK_THREADS is not an integer from 1 to 9999.
     """

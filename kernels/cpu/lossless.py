@@ -30,12 +30,12 @@ A block has at least one chunk.
 
 
 def supports(side: Side, dtype: torch.dtype) -> bool:
-    """Return True if the C kernels can unpack ``side`` to ``dtype``: both must be bfloat16, and the packing must be the default."""
+    """Return True if the C kernels can unpack ``side`` to ``dtype``. Both must be bfloat16, and the packing must be the default."""
     return _supports_codec(side.codec, dtype) and all(page.streams["signed_fractions.0"].stride(3) == 1 for page in side.runs)
 
 
 def supports_encoding(codec: Codec, x: torch.Tensor) -> bool:
-    """Return True if the C kernels can encode ``x`` ``[batch, kv_head, token, dim]``: nonempty bfloat16 values, and the default packing."""
+    """Return True if the C kernels can encode ``x`` ``[batch, kv_head, token, dim]``: nonempty bfloat16 values, in the default packing."""
     return _supports_codec(codec, x.dtype) and not x.requires_grad and x.stride(3) == 1 and x.numel() > 0
 
 
@@ -49,7 +49,7 @@ def _supports_codec(codec: Codec, dtype: torch.dtype) -> bool:
 def encode(
     codec: Lossless, x: torch.Tensor, previous: Mapping[str, torch.Tensor] | None, threads: int | None = None, level: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Encode ``x`` to the same streams as ``formats/``. ``supports_encoding`` must have returned True.
+    """Encode ``x`` to the same streams as ``formats/``. ``supports_encoding`` must return True for it.
 
     ``previous`` contains the streams of the preceding tokens, if any. ``level`` is an index into ``library.levels()``. Raises MemoryError.
     """
@@ -84,9 +84,9 @@ def encode(
 
 
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> None:
-    """Unpack all tokens of ``side`` to ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels.
+    """Unpack all tokens of ``side`` into ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels.
 
-    ``supports`` must have returned True. ``level`` is an index into ``library.levels()``. Raises MemoryError.
+    ``supports`` must return True for ``side``. ``level`` is an index into ``library.levels()``. Raises MemoryError.
     """
     codec = side.codec
     assert isinstance(codec, Lossless)

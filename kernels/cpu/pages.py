@@ -27,7 +27,7 @@ TokenIndices = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 
 class PageValues(NamedTuple):
-    """Address and strides, in bytes, of a page's values ``[layer, head, token, channel]``. Channels are contiguous."""
+    """Location of a page's values ``[layer, head, token, channel]``: their address, and their strides in bytes. Channels are contiguous."""
 
     address: int
     layer: int
@@ -36,7 +36,7 @@ class PageValues(NamedTuple):
 
 
 class StreamLocation(NamedTuple):
-    """Location of a stream: its offset in the page's packed row, and its strides per head and per stream row, all in bytes."""
+    """Location of a stream: its offset in the packed row of a page, and its strides per head and per stream row, all in bytes."""
 
     offset: int
     head: int
@@ -44,7 +44,7 @@ class StreamLocation(NamedTuple):
 
 
 def stream_locations(codec: Codec, heads: int, tokens: int, offsets: Mapping[str, int]) -> dict[str, StreamLocation]:
-    """Return the location of every stream of ``codec`` in a page of ``tokens`` tokens. ``offsets`` contains where the streams begin."""
+    """Return the location of every stream of ``codec`` in a page of ``tokens`` tokens. ``offsets`` contains the offset of each stream."""
     result = {}
     for name, layout in codec.layout(1, heads, tokens).items():
         row = DTYPE_BYTES[layout.dtype]
@@ -57,7 +57,7 @@ def stream_locations(codec: Codec, heads: int, tokens: int, offsets: Mapping[str
 
 
 class Encoder:
-    """An encoder for ``layers`` layers of a page. In the packed row, consecutive layers are ``stride`` bytes apart."""
+    """Encoder for the values of ``layers`` layers of a page. In the packed row, consecutive layers are ``stride`` bytes apart."""
 
     def __init__(
         self, codec: Codec, layers: int, heads: int, tokens: int, dtype: torch.dtype, streams: Mapping[str, StreamLocation], stride: int
@@ -66,9 +66,9 @@ class Encoder:
         self._streams = [(streams[name], stride) for name in names]
 
     def run(self, values: PageValues, row: int, threads: int, errors: int = 0) -> bool:
-        """Encode ``values`` to the packed row at address ``row``. Returns False if ``formats/`` must encode them or reject some.
+        """Encode ``values`` into the packed row at address ``row``. Returns False if ``formats/`` must encode them or reject some values.
 
-        Unless ``errors`` is 0, it is the address to which the errors of tokens (see ``encode.encode``) are written, one layer after
+        If ``errors`` is not 0, it is the address to which the errors of tokens (see ``encode.encode``) are written, one layer after
         another. Raises MemoryError.
         """
         call = library.EncodeArguments.from_buffer_copy(self._call)
@@ -81,9 +81,9 @@ class Encoder:
 
 
 class LargeErrors:
-    """A check for tokens with large errors in ``layers`` layers of an encoded page.
+    """Check of an encoded page for tokens with large errors, in ``layers`` layers.
 
-    Consecutive layers are ``stride`` bytes apart in its row.
+    Consecutive layers are ``stride`` bytes apart in the page's row.
     """
 
     def __init__(self, codec: Codec, layers: int, heads: int, tokens: int, streams: Mapping[str, StreamLocation], stride: int) -> None:
@@ -101,7 +101,6 @@ class LargeErrors:
 
 
 def finds_large_errors(codec: Codec) -> bool:
-    """Return True if ``LargeErrors`` supports ``codec``."""
     return codec.summary.error_spread > 0 and encode.scales_of_errors(codec, 1.0) is not None
 
 
@@ -111,7 +110,7 @@ def supports_encoding(codec: Codec, dtype: torch.dtype) -> bool:
 
 
 class Decoder:
-    """A decoder for ``layers`` layers of a page. In the packed row, consecutive layers are ``stride`` bytes apart."""
+    """Decoder for the values of ``layers`` layers of a page. In the packed row, consecutive layers are ``stride`` bytes apart."""
 
     def __init__(
         self, codec: Codec, layers: int, heads: int, tokens: int, dtype: torch.dtype, streams: Mapping[str, StreamLocation], stride: int
@@ -127,7 +126,7 @@ class Decoder:
         )
 
     def run(self, row: int, values: PageValues, threads: int) -> None:
-        """Decode the packed row at address ``row`` to ``values``. Raises MemoryError."""
+        """Decode the packed row at address ``row`` into ``values``. Raises MemoryError."""
         segment = (ctypes.c_int64 * (2 + 4 * len(self._streams)))(0, self._tokens)
         for index, (location, stride) in enumerate(self._streams):
             segment[2 + 4 * index : 6 + 4 * index] = [row + location.offset, stride, location.head, location.row]
@@ -146,7 +145,7 @@ def supports_decoding(codec: Codec, dtype: torch.dtype) -> bool:
 
 
 class RawTokenChooser:
-    """Chooses the raw tokens of a page's layers by their keys, as ``formats.raw_positions.store_in_slots`` does.
+    """Chooses the raw tokens of each layer of a page by its keys, as ``formats.raw_positions.store_in_slots`` does.
 
     The keys have ``heads`` heads, ``tokens`` tokens, ``dim`` channels and ``dtype``. A layer has at most ``slots`` raw tokens. ``shared``
     contains the units that share scales (heads or tokens).
@@ -174,7 +173,7 @@ class RawTokenChooser:
         self._call = library.RawSlotsArguments(dtype=dtype_index, low=raw.low_norm, high=high, **ratios, **sizes)
 
     def run(self, keys: PageValues, threads: int) -> tuple[TokenIndices, TokenIndices]:
-        """Return the raw tokens of each layer, int64 ``[layer, slot]``, and counts of tokens without a slot, int64 ``[layer, 2]``.
+        """Return the raw tokens of each layer, int64 ``[layer, slot]``, and counts of tokens that got no slot, int64 ``[layer, 2]``.
 
         Raw tokens are ascending and padded with -1. The counts are as in ``raw_positions.count_left_out``. Raises MemoryError.
         """

@@ -29,7 +29,7 @@ MIN_SYMBOLS = 1 << 18
 def decode(
     chunks: rans.Chunks, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0
 ) -> rans.DecodedChunks:
-    """Decode ``chunks`` in C, as ``formats.rans.decode`` does. The library must be loaded. ``level`` is an index into ``library.levels()``.
+    """Decode ``chunks`` in C as ``formats.rans.decode`` does. The library must be loaded, and ``level`` is an index into its ``levels()``.
     """
     count, longest = len(lengths), int(lengths.max(initial=0))
     words, states = numpy.ascontiguousarray(chunks.words, numpy.uint16), numpy.ascontiguousarray(chunks.states, numpy.uint32)
@@ -57,12 +57,12 @@ def decode(
 
 
 def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0) -> rans.Chunks:
-    """Encode symbols in C, as ``formats.rans.encode`` does. The library must be loaded. ``level`` is an index into ``library.levels()``."""
+    """Encode symbols in C as ``formats.rans.encode`` does. The library must be loaded, and ``level`` is an index into its ``levels()``."""
     return join_chunks([encode_apart(symbols, lengths, tables, table, threads, level)])
 
 
 class ChunksApart(NamedTuple):
-    """Encoded chunks as in ``rans.Chunks``, except that the words of each chunk are a separate array."""
+    """Encoded chunks as in ``rans.Chunks``, except that each chunk has its own array of words."""
 
     words: list[Numbers]
     counts: Numbers
@@ -82,7 +82,7 @@ def join_chunks(parts: Sequence[ChunksApart]) -> rans.Chunks:
 def encode_apart(
     symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0
 ) -> ChunksApart:
-    """Encode symbols as ``encode`` does, without concatenating the words of the chunks."""
+    """Encode symbols as ``encode`` does, but leave the words of each chunk in their own array."""
     count, alphabet = len(lengths), tables.shape[1]
     symbols = numpy.ascontiguousarray(symbols, numpy.uint8)
     stride = symbols.shape[1]
@@ -108,9 +108,9 @@ def encode_apart(
 
 
 def _split_table(table: Numbers, count: int, shape: tuple[int, ...]) -> tuple[Numbers | None, Numbers | None]:
-    """Return ``table`` in the form that C reads: one int64 index per chunk, or one uint8 index per symbol. The other element is None.
+    """Return ``table`` as C reads it: one int64 index per chunk, or one uint8 index per symbol. The other element is None.
 
-    The table has ``count`` rows, which the indices select, and ``shape`` is the shape of the symbols.
+    The indices select one of ``count`` frequency tables, and ``shape`` is the shape of the symbols.
     """
     if table.ndim == 1:
         return numpy.ascontiguousarray(table, numpy.int64), None

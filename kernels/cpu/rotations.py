@@ -16,7 +16,7 @@ _CACHE_SIZE = 64
 
 
 class RotationDescription(NamedTuple):
-    """The C description of a rotation, and the tensors to which ``struct`` points."""
+    """C description of a rotation, and the tensors to which ``struct`` points."""
 
     struct: library.Rotation
     keep_alive: tuple[torch.Tensor, ...]

@@ -35,7 +35,7 @@ _TORCH_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "
 
 
 class Stretch(Protocol):
-    """Consecutive pages whose streams are concatenated. ``ends`` contains the token at which each page ends."""
+    """Consecutive pages whose streams are concatenated. ``ends`` contains the number of tokens up to the end of each page."""
 
     @property
     def codec(self) -> Codec: ...
@@ -46,13 +46,13 @@ class Stretch(Protocol):
 
 
 class Frame(Protocol):
-    """The coded frame of some tokens, as a pair of maps from and to the original frame."""
+    """The coded frame of some tokens: maps of queries to this frame, and of sums from it."""
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
-        """Map queries ``[batch, kv_head, row, dim]`` to the frame in which they are multiplied with coded keys."""
+        """Map queries ``[batch, kv_head, row, dim]`` to this frame, so that they can be multiplied by coded keys."""
 
     def original(self, sums: torch.Tensor) -> torch.Tensor:
-        """Map sums ``[batch, kv_head, row, dim]`` of values from the coded frame to the original frame."""
+        """Map sums of values ``[batch, kv_head, row, dim]`` from this frame to the original frame."""
 
 
 class Side(Protocol):
@@ -73,9 +73,9 @@ class Side(Protocol):
 
 
 class SidePart(NamedTuple):
-    """Tokens ``[start, stop)`` of one side that share a codec and a coded frame. ``frame`` is None for the original frame.
+    """Tokens ``[start, stop)`` of a layer's keys or values that share a codec and a coded frame. ``frame`` is None for the original frame.
 
-    ``segments`` is the C table of the pages (see ``_segment_table``), and ``address`` is the address of this table.
+    ``segments`` is the C table of the pages (see ``_segment_table``), and ``address`` is its address.
     """
 
     start: int
@@ -86,11 +86,10 @@ class SidePart(NamedTuple):
     frame: Frame | None
 
     def to_struct(self, description: CodecDescription) -> library.SideArgument:
-        """Return the part as a C struct, which points into this object and ``description``."""
         return library.SideArgument(ctypes.pointer(description.struct), self.address, len(self.segments))
 
     def describe(self) -> CodecDescription:
-        """Return the C description of the codec. It is not stored here, because there are many sides, and tables are large."""
+        """Return the C description of the codec, which is not stored here because there are many parts, and tables are large."""
         result = codecs.describe(self.codec)
         assert result is not None
         return result
@@ -169,13 +168,13 @@ def _raw_codec(dim: int, dtype: torch.dtype) -> Raw:
 
 
 def _is_in_original_frame(codec: Codec) -> bool:
-    """Return True if coded values are in the original frame, so that queries and sums are the same as for raw tails."""
+    """Return True if coded values are in the original frame, so that queries and sums need no map."""
     kind = type(codec)
     return kind.query is Codec.query and kind.original is Codec.original and codec.rotation.kind == "none"
 
 
 def _segment_table(stretch: Stretch, description: CodecDescription, batch: int, heads: int) -> tuple[Integers, Any] | None:
-    """Return the C table of a stretch's pages, and the streams to which it points. None if the C kernels do not support a stream.
+    """Return the C table of a stretch's pages, and the streams to which it points, or None if the C kernels do not support a stream.
 
     Each row, int64, contains the first token of a page within the stretch, its number of tokens, and four numbers per stream: an address,
     and strides in bytes per batch entry, head and stream row.
@@ -239,7 +238,7 @@ def _segment_table(stretch: Stretch, description: CodecDescription, batch: int, 
 
 
 def _basis_numbers(codec: Codec, streams: Mapping[str, torch.Tensor], batch: int, heads: int, runs: int) -> torch.Tensor:
-    """Return the derived stream ``codecs.BASIS`` of ``runs`` pages. They share one basis unless they store their own."""
+    """Return the derived stream ``codecs.BASIS`` of ``runs`` pages, which share one basis unless each stores its own."""
     codec = codec.without_sidecars
     assert isinstance(codec, Klt)
     if "rows" not in streams:
@@ -304,7 +303,7 @@ def _outlier_streams(stretch: Stretch) -> dict[str, torch.Tensor] | None:
 
 
 def _address_and_strides(stream: torch.Tensor) -> tuple[int, int, int, int] | None:
-    """Return the address of ``stream``, and its strides in bytes per batch entry, head and row. None if rows are not contiguous."""
+    """Return the address of ``stream``, and its strides in bytes per batch entry, head and row, or None if rows are not contiguous."""
     expected = 1
     for size, stride in zip(reversed(stream.shape[3:]), reversed(stream.stride()[3:]), strict=True):
         if size > 1 and stride != expected:
@@ -315,7 +314,7 @@ def _address_and_strides(stream: torch.Tensor) -> tuple[int, int, int, int] | No
 
 
 def _scale_tables(ranges: torch.Tensor) -> torch.Tensor:
-    """Return the scale and center of each scale byte for every page's range, float16 ``[batch, kv_head, run, 256, 2]``."""
+    """Return the scale and center that each scale byte stands for, for every page's range: float16 ``[batch, kv_head, run, 256, 2]``."""
     codes = torch.arange(256, dtype=torch.uint8, device="cpu")[:, None].expand(256, 2)
     batch, heads, runs, _ = ranges.shape
     all_codes = codes.expand(batch, heads, 1, 256, 2)

@@ -29,7 +29,7 @@ MIN_STREAMED_BYTES = 1 << 22
 
 
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> bool:
-    """Unpack all tokens of ``side`` to ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels, in the original frame.
+    """Unpack all tokens of ``side`` into ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels, in the original frame.
 
     Returns False, and writes nothing, if the C kernels do not support the side's codec, strides or sidecars, or the dtype of ``out``. The
     supported value maps are balanced frames and channel scales. ``level`` is an index into ``library.levels()``. Raises MemoryError.
@@ -51,7 +51,7 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
 
 
 def _unpack_balanced(side: Side, parts: list[SidePart], balanced: FrameMap, out: torch.Tensor, threads: int | None, level: int) -> None:
-    """Write all tokens except raw tokens to ``out``, by way of the balanced frame. Raises MemoryError."""
+    """Write all tokens except raw tokens to ``out``: decode them to the balanced frame, then invert it. Raises MemoryError."""
     framed = torch.empty_like(out, dtype=torch.float32)
     _unpack_parts(side, parts, framed, threads, level)
     packed = side.packed_tokens
@@ -62,7 +62,7 @@ def _unpack_balanced(side: Side, parts: list[SidePart], balanced: FrameMap, out:
 
 
 def _unpack_parts(side: Side, parts: list[SidePart], out: torch.Tensor, threads: int | None, level: int) -> None:
-    """Unpack ``parts`` to ``out``, with inverse rotations and channel scales applied. Raises MemoryError."""
+    """Unpack ``parts`` into ``out``, and apply inverse rotations and channel scales. Raises MemoryError."""
     batch, heads = out.shape[:2]
     max_threads = 1 + out.numel() // MIN_VALUES
     threads = min(library.thread_count(threads, torch.get_num_threads()), max_threads)
@@ -79,14 +79,13 @@ def _unpack_parts(side: Side, parts: list[SidePart], out: torch.Tensor, threads:
 
 
 def _channel_scales(codec: Codec, page: Any) -> torch.Tensor | None:
-    """Return the channel scales of ``page``, float32 ``[batch, kv_head, 1, dim]``, or None if the codec has none."""
     if codec.sidecar(ChannelScale) is None:
         return None
     return factors(page.streams).contiguous()
 
 
 def _write_raw_tokens(side: Side, tokens: WholeTokens, out: torch.Tensor) -> None:
-    """Write the stored values of raw tokens to ``out``. C code receives only their rotated values."""
+    """Write the stored values of raw tokens to ``out``, because C code receives only their rotated values."""
     start = 0
     for stretch in side.runs.stretches:
         stop = start + int(stretch.ends[-1])

@@ -23,7 +23,7 @@ FUSED_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode streams with arbitrary strides to float32 ``[batch, kv_head, token, dim]`` in the coded frame.
+    """Decode ``streams``, with arbitrary strides, to float32 ``[batch, kv_head, token, dim]`` in the coded frame.
 
     Raises InvalidParameter if a stream does not match ``codec.layout``.
     """
@@ -37,7 +37,7 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def decode_into(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None) -> bool:
-    """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]``. Returns False if no kernel supports it.
+    """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]``. Returns False if no kernel supports the call.
 
     Arguments and errors are as in ``prepare``. Unlike ``prepare``, this function also supports codecs that need several launches.
     """
@@ -51,7 +51,7 @@ def decode_into(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor, r
 def prepare(
     codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None
 ) -> PreparedDecode | None:
-    """Prepare the launch that decodes ``packed`` into outputs with the dtype, shape and strides of ``out``, or return None.
+    """Prepare the launch that decodes ``packed`` into outputs with the dtype, shape and strides of ``out``.
 
     ``out`` is ``[batch, kv_head, token, dim]``, in the original frame if ``rotated``, otherwise in the coded frame. With ``pages``,
     ``packed`` is one page whose layout all pages share. Returns None in three cases: the codec has no decoder, ``supports_output`` returns
@@ -65,5 +65,5 @@ def prepare(
 
 
 def supports_output(out: torch.Tensor) -> bool:
-    """Return True if kernels can write to ``out``: its channels must be contiguous, and its token stride below ``MAX_TOKEN_STRIDE``."""
+    """Return True if kernels can write to ``out``: its channels must be contiguous, and its token stride less than ``MAX_TOKEN_STRIDE``."""
     return out.stride(3) == 1 and out.stride(2) < MAX_TOKEN_STRIDE

@@ -20,9 +20,9 @@ from kvpack.kernels.bitpack.columns import extract_digit
 
 
 class CodeStream(NamedTuple):
-    """The packing of one code stream. Its planes are consecutive streams, beginning with stream number ``first_plane``.
+    """Packing of one code stream. Its planes are consecutive streams, beginning with stream ``first_plane``.
 
-    ``first_places`` and ``bases`` contain two numbers for each digit: the place value of its first field, and its base. With ``binary``,
+    ``first_places`` and ``bases`` contain one number for each digit: the place value of its first field, and its base. With ``binary``,
     they contain the base-2 logarithms of these numbers.
     """
 
@@ -51,7 +51,7 @@ def code_streams(codec: Codec) -> tuple[CodeStream, ...]:
 def load_digit(
     streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, CODE: tl.constexpr, DIGIT: tl.constexpr
 ) -> tl.tensor:
-    """Load digit ``DIGIT`` of each symbol of the code stream ``CODE`` as int32 ``[token, symbol]``."""
+    """Load digit ``DIGIT`` of each symbol of the code stream ``CODE``, as int32 ``[token, symbol]``."""
     first: tl.constexpr = CODE.first_places[DIGIT]
     base: tl.constexpr = CODE.bases[DIGIT]
     WIDTH: tl.constexpr = CODE.width
@@ -87,7 +87,7 @@ def _load_word(
 ) -> tl.tensor:
     """Load the word of one plane that contains each symbol's column, as nonnegative int32.
 
-    In a plane of bytes (``HALVES``), load a byte instead. With ``BINARY``, unrelated bits may follow above the column's fields.
+    From a plane of bytes (``HALVES``), load a byte instead. With ``BINARY``, bits above the column's fields are undefined.
     """
     column = symbol % WIDTH
     HALF: tl.constexpr = (WIDTH + 1) // 2
@@ -117,9 +117,9 @@ def _load_bits(
     FIRST_BIT: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """Load ``BITS`` bits of each symbol's field, in columns of more than 4 bytes.
+    """Load ``BITS`` bits of each symbol's field, for columns of more than 4 bytes.
 
-    The bits come from the word in which the field begins, and from the word after it.
+    The bits come from the word in which the field begins and from the next word.
     """
     position = FIRST_BIT + symbol // CODE.width * BITS
     value = _load_symbol_word(streams, token, symbol, mask, position // 16, CODE) >> position % 16
@@ -133,7 +133,7 @@ def _load_bits(
 def _load_symbol_word(
     streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, word: tl.tensor, CODE: tl.constexpr
 ) -> tl.tensor:
-    """Load word number ``word`` ``[1, symbol]`` of each symbol's column, as ``_load_word`` does. Symbols may read different planes."""
+    """Load word ``word`` ``[1, symbol]`` of each symbol's column, as ``_load_word`` does. The words may be in different planes."""
     WIDTH: tl.constexpr = CODE.width
     HALF: tl.constexpr = (WIDTH + 1) // 2
     PLANES: tl.constexpr = (CODE.column_bytes + 1) // 2

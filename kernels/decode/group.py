@@ -19,9 +19,9 @@ from .rows import EnginePages, PackedPart, PreparedDecode, as_float32, load_per_
 
 
 class GroupConstants(NamedTuple):
-    """Compile-time constants of a codec: codes of ``bits`` bits, in groups of ``size`` tokens (``along_tokens``) or channels.
+    """Compile-time constants of a group codec: codes of ``bits`` bits, in groups of ``size`` tokens (``along_tokens``) or channels.
 
-    ``scales``, ``ranged`` and ``token_scale`` are stream indices, or -1 for a missing stream.
+    ``scales``, ``ranged`` and ``token_scale`` are stream indices; -1 means that there is no such stream.
     """
 
     code: CodeStream
@@ -55,7 +55,7 @@ def prepare(
 
 
 def _view_pairs(scales: torch.Tensor) -> torch.Tensor:
-    """View scales and centers ``[..., 2]`` as integers ``[..., 1]``, so that one load reads both. Unaligned scales are copied."""
+    """View pairs of scale and center ``[..., 2]`` as integers ``[..., 1]``, so that one load reads both. Unaligned scales are copied."""
     *strides, last = scales.stride()
     if last != 1 or any(step % 2 for step in (scales.storage_offset(), *strides)):
         scales = scales.clone(memory_format=torch.contiguous_format)
@@ -64,15 +64,14 @@ def _view_pairs(scales: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _half_as_float32(bits: tl.tensor) -> tl.tensor:
-    """Convert the low 16 bits of each integer, a float16 number, to float32."""
     return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _dequantize_scale(code: tl.tensor, range_row: tl.tensor, AT: tl.constexpr) -> tl.tensor:
-    """Return the scale or the center of an 8-bit code, rounded to float16, as float32.
+    """Return the scale or center that an 8-bit code stands for, rounded to float16, as float32.
 
-    Element ``AT`` of the range is the step, and the element after it is the minimum.
+    Element ``AT`` of the range is the step, and the next element is the minimum.
     """
     root = as_float32(tl.load(range_row + (AT + 1))) + as_float32(tl.load(range_row + AT)) * (code & 0xFF).to(tl.float32)
     return (root * tl.abs(root)).to(tl.float16).to(tl.float32)
@@ -80,7 +79,10 @@ def _dequantize_scale(code: tl.tensor, range_row: tl.tensor, AT: tl.constexpr) -
 
 @triton.jit
 def _apply_scales(code: tl.tensor, pair: tl.tensor, streams: tl.tuple, RANGE: tl.constexpr) -> tl.tensor:
-    """Return ``code * scale + center``. ``pair`` contains the scale and the center or, if ``RANGE`` >= 0, the 8-bit codes of both."""
+    """Return ``code * scale + center``.
+
+    ``pair`` contains the scale and the center or, if ``RANGE`` is not negative, the 8-bit codes of both.
+    """
     if RANGE >= 0:
         value = code * _dequantize_scale(pair, streams[RANGE], 0) + _dequantize_scale(pair >> 8, streams[RANGE], 2)
     else:
@@ -90,7 +92,7 @@ def _apply_scales(code: tl.tensor, pair: tl.tensor, streams: tl.tuple, RANGE: tl
 
 @triton.jit
 def _decode_group(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """Return the values of a ``RowTile`` of the group codec, float32 ``[token, channel]``."""
+    """Decode a ``RowTile`` of the group codec to float32 ``[token, channel]``."""
     CODE: tl.constexpr = CONSTANTS.code
     SIZE: tl.constexpr = CONSTANTS.size
     RANGE: tl.constexpr = CONSTANTS.ranged

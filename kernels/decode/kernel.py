@@ -24,7 +24,7 @@ from .stored import load_signs, rotate_back, rotation_signs, store_tile
 
 
 class TileDecoder(NamedTuple):
-    """A codec's Triton function ``decode``, for which the kernel is compiled, and the function's compile-time ``constants``.
+    """A codec's Triton function ``decode``, which the kernel is compiled for, and the function's compile-time ``constants``.
 
     ``decode(tile, constants, shape)`` must return the values of a ``RowTile``, float32 ``[token, channel]``; ``shape`` is a ``TileShape``.
     """
@@ -34,7 +34,7 @@ class TileDecoder(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        """The key by which Triton identifies this constant in its cache of compiled code."""
+        """Key of this constant in Triton's cache of compiled code."""
         return code_key(self)
 
 
@@ -47,7 +47,7 @@ class TileShape(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """The tokens of a tile, and the pointers and strides from which a ``TileDecoder`` loads them.
+    """The tokens of a tile, and the pointers and strides with which a ``TileDecoder`` loads them.
 
     ``streams`` are pointers to token 0's row in each stream, and ``count`` is the number of tokens in the block. ``token`` is ``[token,
     1]``, and ``channel`` is ``[1, channel]``. ``table`` and ``norm_table`` are the codec's lookup tables, if any.
@@ -76,9 +76,9 @@ def prepare_rows(
 ) -> PreparedDecode:
     """Prepare the launch that decodes ``packed`` with ``decoder``. Streams may have arbitrary strides.
 
-    ``out``, ``rotated`` and ``pages`` are as in ``decode.prepare``. At most two lookup ``tables`` can be passed. Tiles have at least
-    ``min_channels`` channels and at most ``max_tokens`` tokens. ``view_stream(name, stream)`` must return each stream as the decoder reads
-    it. Raises InvalidParameter if a stream does not match ``codec.layout``.
+    ``out``, ``rotated`` and ``pages`` are as in ``decode.prepare``. There may be up to two lookup ``tables``. Tiles have at least
+    ``min_channels`` channels and at most ``max_tokens`` tokens. ``view_stream(name, stream)`` must return each stream in the form that the
+    decoder reads. Raises InvalidParameter if a stream does not match ``codec.layout``.
     """
     batch, heads = out.shape[:2]
     rows.check_layout(codec, packed, batch, heads)

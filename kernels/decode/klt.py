@@ -37,7 +37,7 @@ _MATRIX_PARTS = tl.constexpr(2)
 
 
 def supports(codec: Codec, out: torch.Tensor) -> TypeGuard[Klt]:
-    """Return True if ``unpack`` can decode ``codec`` into ``out``. Caches that store their own basis rows are not supported."""
+    """Return True if ``unpack`` can decode ``codec`` into ``out``. Codecs whose basis rows are stored in the cache are not supported."""
     return (
         isinstance(codec, Klt)
         and codec.rows == "basis"
@@ -50,7 +50,7 @@ def supports(codec: Codec, out: torch.Tensor) -> TypeGuard[Klt]:
 def unpack(codec: Klt, packed: Sequence[PackedPart], out: torch.Tensor) -> None:
     """Decode the consecutive pages ``packed`` into ``out`` ``[batch, kv_head, token, dim]``, in the original frame.
 
-    Table entries are rounded to float16, and channels are rounded to the dtype of ``out``.
+    Table entries are rounded to float16, and the results to the dtype of ``out``.
     """
     batch, heads, _, dim = out.shape
     work = tiles.build_work(codec, packed, batch, heads, out.device)
@@ -77,7 +77,7 @@ def unpack(codec: Klt, packed: Sequence[PackedPart], out: torch.Tensor) -> None:
 def _column_matrix(codec: Klt, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the matrices from columns to channels, and the means to add to the products.
 
-    A matrix is the sum of its parts, float16 ``[matrix, part, column, padded dim]``. The means are ``[matrix, padded dim]``.
+    A matrix is split into float16 parts that add up to it: ``[matrix, part, column, padded dim]``. The means are ``[matrix, padded dim]``.
     """
     matrix = frame_columns.value_matrix(((codec, frame_columns.columns(codec, 0)),), 1, "cpu")
     with torch.inference_mode(False), torch.device("cpu"):
@@ -114,8 +114,8 @@ def _to_original(
 ) -> None:
     """Map ``SPAN`` tokens of one head from columns to ``CHANNELS`` channels, apply their factors, and add the mean.
 
-    ``values`` is float16 ``[batch, kv_head, token, column]``; ``factors`` is float32 ``[batch, kv_head, token]`` or None. In both, token 0
-    is token ``start`` of ``out``.
+    ``values`` is float16 ``[batch, kv_head, token, column]``; ``factors`` is float32 ``[batch, kv_head, token]`` or None. Both begin with
+    token ``start`` of ``out``.
     """
     channel = tl.program_id(0) % (PADDED_DIM // CHANNELS) * CHANNELS + tl.arange(0, CHANNELS)
     program = tl.program_id(0) // (PADDED_DIM // CHANNELS)

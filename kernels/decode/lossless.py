@@ -37,8 +37,8 @@ def decode_into(codec: Lossless, packed: Sequence[PackedPart], out: torch.Tensor
     """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels. Streams may have arbitrary strides.
 
     Values are exact in the codec's dtype and rounded in other dtypes. ``rotated`` is ignored, because the codec has no rotation. Invalid
-    words decode to arbitrary values. Returns False for ``pages``, which are not supported. Raises InvalidParameter if a stream does not
-    match ``codec.layout``.
+    words decode to arbitrary values. Returns False if ``pages`` is given, because it is not supported. Raises InvalidParameter if a stream
+    does not match ``codec.layout``.
     """
     if pages is not None:
         return False
@@ -72,7 +72,6 @@ def _work_rows(codec: Lossless, packed: Sequence[PackedPart], in_plane: bool) ->
     keep_alive: list[torch.Tensor] = []
 
     def address_and_strides(tensor: torch.Tensor) -> list[int]:
-        """Return the address of ``tensor``, and its batch, head and row strides in bytes."""
         tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
         keep_alive.append(tensor)
         return [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:3])]
@@ -100,7 +99,7 @@ def _work_rows(codec: Lossless, packed: Sequence[PackedPart], in_plane: bool) ->
 
 
 def _digit_stream(codec: Lossless, streams: Mapping[str, torch.Tensor], in_plane: bool) -> torch.Tensor:
-    """Return the stream of signs and fractions: one int16 per channel or, with ``in_plane``, the stored words of two channels each."""
+    """Return the signs and fractions: one int16 per channel or, with ``in_plane``, the stored words, with two channels each."""
     if in_plane:
         return streams["signed_fractions.0"].view(torch.int16)
     packing = codec.packings()["signed_fractions"]
@@ -111,7 +110,7 @@ def _digit_stream(codec: Lossless, streams: Mapping[str, torch.Tensor], in_plane
 def _slot_tables(frequencies: torch.Tensor) -> torch.Tensor:
     """Return the slots of all frequency tables, int32 ``[table, slot]``: symbol, frequency - 1 and first slot (``rans.slot_table``).
 
-    Readers reject tables that do not sum to ``TOTAL``. Such tables still get a symbol in every slot, so that kernels stay within bounds.
+    Readers reject tables that do not sum to ``TOTAL``. Even in such tables, every slot gets a symbol, so that kernels stay within bounds.
     """
     return torch.cat([_batch_slots(frequencies[first : first + _TABLES_AT_ONCE]) for first in range(0, len(frequencies), _TABLES_AT_ONCE)])
 
@@ -129,7 +128,7 @@ def _batch_slots(frequencies: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _load_group(row: tl.tensor, batch: tl.tensor, head: tl.tensor, sequence: tl.tensor, ends: tl.tensor) -> tl.tuple:
-    """Load the work of one chunk from the token group's ``row``.
+    """Load the table entries of one chunk from the ``row`` of its token group.
 
     Returns the page index, number of tokens, first output token, pointer to digits, digit stride per token, pointer to states, pointer to
     the page's words, index of the chunk's first word, and the page's word count.
@@ -167,7 +166,7 @@ def _decode(
     IN_PLANE: tl.constexpr,
     EXACT: tl.constexpr,
 ) -> None:
-    """Decode one chunk, one symbol per lane at a time.
+    """Decode one chunk. In each step, every lane decodes one symbol.
 
     ``table`` is int64 ``[token group, _GROUP_INTEGERS]``. ``ends``, int64 ``[chunk]``, contains the cumulative word counts of all chunks.
     ``slots`` is int32 ``[table, slot]``.

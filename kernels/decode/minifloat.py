@@ -20,10 +20,10 @@ from .rows import EnginePages, PackedPart, PreparedDecode, as_float32, load_per_
 
 
 class MinifloatConstants(NamedTuple):
-    """Compile-time constants of a codec: the packing of codes, and their ``element`` format.
+    """Compile-time constants of a minifloat codec: the packing of codes, and their ``element`` format.
 
-    ``scale`` and ``global_scale`` are stream indices, or -1 for a missing stream. ``size`` is the number of channels per scale. If it is 0,
-    there is one scale per token (``per_token``) or one for all tokens.
+    ``scale`` and ``global_scale`` are stream indices; -1 means that there is no such stream. ``size`` is the number of channels per scale.
+    If it is 0, there is one scale per token (``per_token``) or a single scale for all tokens.
     """
 
     code: CodeStream
@@ -52,13 +52,12 @@ def prepare(
 
 @triton.jit
 def _exp2(exponent: tl.tensor) -> tl.tensor:
-    """Return 2^``exponent`` as float32. Exponents are int32, from -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _decode_minifloat(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """Return the values of a ``RowTile`` of the minifloat codec, float32 ``[token, channel]``."""
+    """Decode a ``RowTile`` of the minifloat codec to float32 ``[token, channel]``."""
     CODE: tl.constexpr = CONSTANTS.code
     ELEMENT: tl.constexpr = CONSTANTS.element
     SIZE: tl.constexpr = CONSTANTS.size

@@ -23,14 +23,17 @@ _MAX_ANGLES = tl.constexpr(MAX_ANGLES)
 
 
 class LevelSymbols(NamedTuple):
-    """Where one level's angles are stored: the index of their code stream, and the index of the level's first angle in that stream."""
+    """Location of one level's angles: the index of their code stream, and the index of the level's first angle in that stream."""
 
     stream: int
     first: int
 
 
 class PolarConstants(NamedTuple):
-    """Compile-time constants of a codec: code packings, ``LevelSymbols``, the number of radii per token, and the index of their stream."""
+    """Compile-time constants of a polar codec.
+
+    They are the code packings, the ``LevelSymbols``, the number of radii per token, and the index of the stream of radii.
+    """
 
     codes: tuple[CodeStream, ...]
     levels: tuple[LevelSymbols, ...]
@@ -41,7 +44,7 @@ class PolarConstants(NamedTuple):
 def prepare(
     codec: Polar, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None
 ) -> PreparedDecode | None:
-    """Prepare the launch that decodes the polar codec, as ``decode.prepare`` does. Returns None if the levels are unequal.
+    """Prepare the launch that decodes the polar codec, as ``decode.prepare`` does. Returns None if a level has an unpaired radius.
 
     Float32 values equal those of ``Polar.decode_frame`` bit for bit.
     """
@@ -54,7 +57,7 @@ def prepare(
 
 
 def _level_symbols(codec: Polar) -> tuple[LevelSymbols, ...] | None:
-    """Return where each level's angles are stored, or None if some level does not pair all radii equally."""
+    """Return the ``LevelSymbols`` of each level, or None if some level does not pair all of its radii."""
     result, radii = [], codec.dim
     for stream, levels in enumerate(codec.stream_levels.values()):
         first = 0
@@ -68,7 +71,7 @@ def _level_symbols(codec: Polar) -> tuple[LevelSymbols, ...] | None:
 
 @triton.jit
 def _decode_polar(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """Return the values of a ``RowTile`` of the polar codec, float32 ``[token, channel]``. ``table`` is ``[level, MAX_ANGLES, 2]``."""
+    """Decode a ``RowTile`` of the polar codec to float32 ``[token, channel]``. ``table`` is ``[level, MAX_ANGLES, 2]``."""
     CODES: tl.constexpr = CONSTANTS.codes
     LEVELS: tl.constexpr = CONSTANTS.levels
     mask = (tile.token < tile.count) & (tile.channel < SHAPE.dim)

@@ -51,7 +51,7 @@ _STREAM_INTEGERS = tl.constexpr(3)
 
 
 class PackedPart(NamedTuple):
-    """Packed tokens to decode: the first ``tokens`` tokens of ``streams``. They become the output tokens from ``first`` on."""
+    """Packed tokens to decode: the first ``tokens`` tokens of ``streams``. Their output begins at token ``first``."""
 
     streams: Mapping[str, torch.Tensor]
     tokens: int
@@ -61,8 +61,8 @@ class PackedPart(NamedTuple):
 class PreparedDecode(NamedTuple):
     """A prepared decoding launch. ``run`` decodes into an output with the shape, strides and dtype for which it was prepared.
 
-    ``cacheable`` is True if the launch takes so little additional memory that it can be cached with the packed rows. ``keep_alive``
-    contains the tensors that it reads.
+    ``cacheable`` is True if the launch needs so little additional memory that it may be cached with the packed rows. ``keep_alive``
+    contains the tensors that the launch reads.
     """
 
     run: Callable[[torch.Tensor], None]
@@ -82,7 +82,7 @@ class EnginePages(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """The layout of a stream: ``row`` elements of ``bits`` bits for every ``tokens`` tokens, or for all tokens if that is ``ONE_ROW``.
+    """Layout of a stream: ``row`` elements of ``bits`` bits for every ``tokens`` tokens. ``ONE_ROW`` stands for all tokens of a page.
 
     ``aligned`` is the largest power of two, at most 16, that divides all addresses and strides in bytes.
     """
@@ -94,7 +94,7 @@ class RowLayout(NamedTuple):
 
 
 class BlockTable(NamedTuple):
-    """The work table of one launch, int64 ``[block, integer]`` on the device, and the layouts of its streams."""
+    """Work table of one launch, int64 ``[block, integer]`` on the device, and the layouts of its streams."""
 
     table: torch.Tensor
     streams: tuple[RowLayout, ...]
@@ -188,7 +188,7 @@ def copy_to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: 
 def _repeat_for_pages(
     rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 ) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
-    """Repeat the rows of a work table for every page, and set each page's addresses, output offset and index in ``status``."""
+    """Repeat the rows of a work table for every page, with the page's addresses, output offset and index in ``status``."""
     blocks, integers = rows.shape
     result = numpy.empty((len(moves), blocks, integers + 2), numpy.int64)
     result[:, :, :integers] = rows
@@ -198,7 +198,10 @@ def _repeat_for_pages(
 
 
 def _address_and_strides(tensor: torch.Tensor, keep_alive: list[torch.Tensor]) -> list[int]:
-    """Return the address of ``tensor``, and its batch and head strides in bytes. A tensor with unsuitable rows is copied first."""
+    """Return the address of ``tensor``, and its batch and head strides in bytes.
+
+    If its rows are not contiguous or not aligned, ``tensor`` is copied first; the copy is appended to ``keep_alive``.
+    """
     size = tensor.element_size()
     if tensor.data_ptr() % size or not (tensor.is_contiguous() or has_dense_rows(tensor)):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
@@ -210,7 +213,7 @@ def _address_and_strides(tensor: torch.Tensor, keep_alive: list[torch.Tensor]) -
 def prepare_launch(
     kernel: Any, work: BlockTable, out: torch.Tensor, *tables: torch.Tensor, threads: int = 1, cacheable: bool = True, **constants: Any
 ) -> PreparedDecode:
-    """Prepare a launch of ``kernel`` over all blocks, sequences and heads of outputs like ``out`` ``[batch, kv_head, token, dim]``.
+    """Prepare a launch of ``kernel`` over all blocks, sequences and heads, for outputs like ``out`` ``[batch, kv_head, token, dim]``.
 
     ``tables`` are passed after the work table and the status. ``threads`` multiplies the usual number of threads; above 1, a thread uses at
     most ``MAX_REGISTERS`` registers. ``cacheable`` is True if streams are views of packed rows, not copies. For float32 outputs, products
@@ -269,7 +272,7 @@ def channels_per_tile(dim: int, rotated: bool) -> int:
 
 
 class RowBlock(NamedTuple):
-    """The tokens of one program: their number, pointers to the first token's row in each stream, and a pointer to its output."""
+    """The tokens of one program: how many there are, pointers to the first token's row in each stream, and a pointer to its output."""
 
     count: Any
     streams: Any
@@ -291,7 +294,7 @@ def load_block(
     PAGED: tl.constexpr,
     OUT_ALIGNED: tl.constexpr,
 ) -> tl.tuple:
-    """Return this program's ``RowBlock``. The block begins at the start of a row in every stream. It is empty if its page is skipped."""
+    """Load the ``RowBlock`` of this program, which begins at the start of a row in every stream. It is empty if its page is skipped."""
     sequence = (tl.program_id(0) // blocks).to(tl.int64)
     batch = sequence // heads
     head = sequence % heads
@@ -325,7 +328,7 @@ def _block_row_pointer(entry: tl.tensor, batch: tl.tensor, head: tl.tensor, begi
 
 @triton.jit
 def advance_rows(streams: tl.tuple, begin: tl.tensor, STREAMS: tl.constexpr) -> tl.tuple:
-    """Return pointers to the rows of token ``begin`` of a block, which must be the first token of its row in every stream."""
+    """Return pointers to the rows of token ``begin`` of a block. In every stream, a row must begin with this token."""
     pointers = ()
     for index in tl.static_range(len(STREAMS)):
         pointers = pointers + (_row_pointer(streams[index], begin, constant_at(STREAMS, index)),)

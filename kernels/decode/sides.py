@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SidePart(NamedTuple):
-    """Tokens ``[start, stop)`` of a page. The page begins at token ``first`` of the side."""
+    """Tokens ``[start, stop)`` of a page that begins at token ``first`` of the side."""
 
     page: PackedRun
     first: int
@@ -28,7 +28,7 @@ class SidePart(NamedTuple):
     stop: int
 
     def packed(self, start: int) -> PackedPart:
-        """Return the part as input for a decoder whose output begins at token ``start`` of the side."""
+        """Return this part as input for a decoder. Token 0 of the decoder's output is token ``start`` of the side."""
         # Slicing a page takes longer than everything else here, so avoid it for whole pages.
         whole = self.stop - self.start == self.page.tokens
         streams = self.page.streams if whole else self.page.rows(self.start, self.stop)
@@ -36,20 +36,20 @@ class SidePart(NamedTuple):
 
 
 class RawTokens(NamedTuple):
-    """Raw tokens: the output index and the sequence of each, int64 ``[entry]``, and their values, ``[entry, kv_head, dim]``."""
+    """Raw tokens: the output index and the sequence of each token, int64 ``[entry]`` both, and the values, ``[entry, kv_head, dim]``."""
 
     token: torch.Tensor
     sequence: torch.Tensor
     values: torch.Tensor
 
     def put(self, out: torch.Tensor) -> None:
-        """Write the raw tokens to ``out``. They replace the values that kernels decoded."""
+        """Write the raw tokens to ``out``, in place of the values that kernels decoded."""
         if len(self.token):
             out.permute(2, 0, 1, 3)[self.token, self.sequence] = self.values.to(out.dtype)
 
 
 class SideLaunch:
-    """A cached launch that decodes all pages of a side into outputs of one dtype and with the same strides.
+    """A cached launch that decodes all pages of a side into outputs with the same dtype and strides.
 
     Its tables are built once, on the CUDA stream of the first call. ``remaining`` lists the ranges of tokens that the launch does not
     write.
@@ -75,7 +75,7 @@ _cached: WeakKeyDictionary[Side, dict[Any, SideLaunch]] = WeakKeyDictionary()
 
 
 def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tuple[int, int]]:
-    """Decode tokens ``[start, stop)`` of ``side`` into ``out`` ``[batch, kv_head, token, dim]``, except tokens that kernels do not support.
+    """Decode tokens ``[start, stop)`` of ``side`` into ``out`` ``[batch, kv_head, token, dim]``, as far as kernels support it.
 
     Returns the ranges of tokens, counted from the side's first token, that the caller must write: the raw tail, and packed tokens if their
     codec has no kernel or ``start`` is inside a token group. A launch for all tokens is cached with the side. Raises InvalidParameter if a
@@ -118,7 +118,7 @@ def _prepare(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> Prepar
 
 
 def _decode_with_fallback(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> bool:
-    """Decode ``parts`` by copying or with several launches. Arguments are as in ``_prepare``. Returns True on success."""
+    """Decode ``parts`` with a copy or with several launches. Arguments are as in ``_prepare``. Returns True on success."""
     codec, packed = parts[0].page.codec.without_raw_positions, [part.packed(start) for part in parts]
     if type(codec) is RawCodec:
         for part in parts:
@@ -132,7 +132,7 @@ def _decode_with_fallback(parts: Sequence[SidePart], start: int, out: torch.Tens
 
 
 def _raw_tokens(parts: Sequence[SidePart], start: int) -> RawTokens | None:
-    """Return the raw tokens of ``parts`` for an output whose first token is token ``start`` of the side. None if the codec has none."""
+    """Return the raw tokens of ``parts``, or None if the codec has none. Token 0 of the output is token ``start`` of the side."""
     raw = parts[0].page.codec.raw_positions if parts else None
     if raw is None:
         return None

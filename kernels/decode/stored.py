@@ -35,7 +35,7 @@ def supports_rotation(rotation: Rotation) -> bool:
 
 @lru_cache(maxsize=64)
 def rotation_signs(rotation: Rotation, size: int, device: torch.device) -> torch.Tensor:
-    """Return the signs of the matrix of a Hadamard rotation, float16 ``[size, size]``. Past the head dim, they are zeros.
+    """Return the signs of the matrix of a Hadamard rotation, float16 ``[size, size]``, padded with zeros past the head dim.
 
     Above ``MAX_MATRIX_DIM``, the matrix is the Kronecker product of a Sylvester matrix and a small matrix ``[FACTOR, FACTOR]``, with a sign
     per column. The function then returns the small matrix, followed by the column signs, ``[size / FACTOR, FACTOR]``.
@@ -53,7 +53,7 @@ def rotation_signs(rotation: Rotation, size: int, device: torch.device) -> torch
 
 @triton.jit
 def load_signs(matrix: tl.tensor, CHANNELS: tl.constexpr) -> tl.tuple:
-    """Load the result of ``rotation_signs``: the matrix, and the column signs if they are separate."""
+    """Load the result of ``rotation_signs``: the matrix and, if they are stored separately, the column signs."""
     SIZE: tl.constexpr = CHANNELS if CHANNELS <= _MAX_MATRIX_DIM else _FACTOR
     channel = tl.arange(0, SIZE)
     signs = tl.load(matrix + channel[:, None] * SIZE + channel[None, :])
@@ -66,9 +66,10 @@ def load_signs(matrix: tl.tensor, CHANNELS: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def rotate_back(value: tl.tensor, signs: tl.tuple, DIM: tl.constexpr) -> tl.tensor:
-    """Apply the inverse rotation to float32 ``value`` ``[token, channel]``, with float16 products. Rows are first scaled to at most 1.
+    """Apply the inverse rotation to float32 ``value`` ``[token, channel]``, with float16 products.
 
-    The relative error in the 2-norm is below 2^-11, about an eighth of the error of rounding to bfloat16.
+    Each row is first scaled to a largest magnitude of 1. The relative error in the 2-norm is below 2^-11, about an eighth of the error of
+    rounding to bfloat16.
     """
     largest = tl.maximum(tl.max(tl.abs(value), 1), _MIN_NORMAL)[:, None]
     rotated = _multiply_hadamard(value * (1.0 / largest), signs[0])
@@ -80,7 +81,10 @@ def rotate_back(value: tl.tensor, signs: tl.tuple, DIM: tl.constexpr) -> tl.tens
 
 @triton.jit
 def _multiply_hadamard(value: tl.tensor, signs: tl.tensor) -> tl.tensor:
-    """Return ``value`` times the Kronecker product of a Sylvester matrix and ``signs``. Sums and differences of halves compute it."""
+    """Multiply ``value`` by the Kronecker product of a Sylvester matrix and ``signs``.
+
+    The Sylvester part is computed by sums and differences.
+    """
     TOKENS: tl.constexpr = value.shape[0]
     CHANNELS: tl.constexpr = value.shape[1]
     if signs.shape[0] == CHANNELS:

@@ -35,7 +35,7 @@ TRIPLET_THREAD_FACTOR = 2
 
 
 class TableConstants(NamedTuple):
-    """Compile-time constants of a codec.
+    """Compile-time constants of a table codec.
 
     ``codes`` are the packings of its code streams, ``entries`` is the number of table entries, and ``scales`` is the index of the stream of
     norms or scales. ``joined`` is the number of values per tile lane: 1 for symbols with three values, otherwise all values of a symbol.
@@ -72,7 +72,7 @@ def prepare(
 def _load_piece(
     streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, CODE: tl.constexpr, PIECE: tl.constexpr
 ) -> tl.tensor:
-    """Load one piece of a digit, and shift it to its position in the digit: int32 ``[token, symbol]``."""
+    """Load one piece of a digit, shifted to its position in the digit: int32 ``[token, symbol]``."""
     return load_digit(streams, token, symbol, mask, CODE, PIECE.digit) << PIECE.shift
 
 
@@ -89,7 +89,7 @@ def _load_combined_digit(
 
 @triton.jit
 def _decode_table(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """Return the values of a ``RowTile``, float32 ``[token, channel]``: entries of ``table`` ``[entry, value]`` times their norms.
+    """Decode a ``RowTile`` to float32 ``[token, channel]``: entries of ``table`` ``[entry, value]`` times their norms.
 
     For octahedral, ``norm_table`` contains the norms that symbols select.
     """
@@ -148,7 +148,7 @@ def _decode_table(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) 
 
 
 class DigitPiece(NamedTuple):
-    """Part of a digit: digit number ``digit`` of code stream number ``stream``. Its lowest bit is bit ``shift`` of the whole digit."""
+    """Part of a digit: digit ``digit`` of code stream ``stream`` provides the bits of the whole digit from bit ``shift`` on."""
 
     stream: int
     digit: int = 0
@@ -156,7 +156,7 @@ class DigitPiece(NamedTuple):
 
 
 class TableForm(NamedTuple):
-    """How a codec's symbols select table entries: ``width`` values per symbol, and the pieces of each digit of a symbol.
+    """Description of how a codec's symbols select table entries: ``width`` values per symbol, and the pieces of each digit of a symbol.
 
     An octahedral symbol is one number. It contains a table index of ``index_bits`` bits, two sign bits from bit ``signs_at`` on, and a norm
     code from bit ``norm_at`` on, masked by ``norm_mask``. A quaternion's radius code is at most ``largest_radius``.
@@ -173,7 +173,7 @@ class TableForm(NamedTuple):
 
 
 class TableCodec(NamedTuple):
-    """Functions for one codec: its form (None for unsupported options), its table ``[entry, value]``, and its table of norms, if any."""
+    """Functions that return a codec's form (None for unsupported options), its table ``[entry, value]``, and its table of norms, if any."""
 
     form: Callable[[Any], TableForm | None]
     table: Callable[[Any, torch.device], torch.Tensor]
@@ -185,7 +185,7 @@ def _scalar_form(codec: Scalar) -> TableForm | None:
 
 
 def _octahedral_form(codec: Octahedral) -> TableForm | None:
-    """Return the form of the octahedral codec. Its only digit contains the direction index, the signs and the norm code."""
+    """Return the form of the octahedral codec, with one digit that contains the direction index, the signs and the norm code."""
     if codec.norm == LOG8:
         return None
     packings, streams = codec.packings(), _stream_indices(codec)
@@ -218,7 +218,7 @@ def _stream_indices(codec: Codec) -> dict[str, int]:
 
 
 def _digit_pieces(codec: Codec, name: str) -> tuple[DigitPiece, ...]:
-    """Return the pieces of a digit: the stream ``name``, or the two streams with its low and its high bits."""
+    """Return the pieces of the digit ``name``: one for a stream of that name, or two for the streams of its low and its high bits."""
     streams = _stream_indices(codec)
     if name in streams:
         return (DigitPiece(streams[name]),)
@@ -229,7 +229,7 @@ def _digit_pieces(codec: Codec, name: str) -> tuple[DigitPiece, ...]:
 def _two_digit_pieces(codec: Codec, first: str, second: str) -> tuple[tuple[DigitPiece, ...], ...]:
     """Return the pieces of a symbol's two digits.
 
-    They come from the stream "symbol" in the direct arrangement, otherwise from the streams ``first`` and ``second``.
+    In the direct arrangement, both digits are in the stream "symbol"; otherwise, they are in the streams ``first`` and ``second``.
     """
     if "symbol" in codec.packings():
         return (DigitPiece(0),), (DigitPiece(0, digit=1),)

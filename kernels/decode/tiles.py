@@ -68,14 +68,14 @@ class PageTable(NamedTuple):
     rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
     def token_of(self, block: int) -> int:
-        """Return the first token of ``block``. For the block after the last one, return ``end``."""
+        """Return the first output token of ``block``. The index after the last block stands for ``end``."""
         if block == self.blocks:
             return self.end
         first, token = self.firsts[bisect_right(self.firsts, block, key=lambda page: page[0]) - 1]
         return token + (block - first) * self.block_tokens
 
     def parts(self, tokens: int) -> Iterator[tuple[range, int, int]]:
-        """Yield ranges of blocks with about ``tokens`` tokens (at least one block), each as (blocks, first token, end token)."""
+        """Split the blocks into ranges of about ``tokens`` tokens. Yields (blocks, first token, end token) for each range."""
         blocks_per_part = max(1, tokens // self.block_tokens)
         for first in range(0, self.blocks, blocks_per_part):
             blocks = range(first, min(first + blocks_per_part, self.blocks))
@@ -84,7 +84,10 @@ class PageTable(NamedTuple):
 
 @lru_cache(maxsize=256)
 def find_loader(codec: Codec) -> Tiles | None:
-    """Return the tile loader for ``codec``. None for raw, for codecs without a loader, and for sidecars that loaders add to tiles."""
+    """Return the tile loader for ``codec``, or None if ``decode`` does not support it.
+
+    Not supported are codecs without a loader, the raw codec, and sidecars that add to tiles.
+    """
     tiles = loaders.tiles_of(codec)
     if tiles is None or type(codec) is Raw or tiles.signs or tiles.means or tiles.outliers or tiles.dtype != "fp16":
         return None
@@ -92,9 +95,9 @@ def find_loader(codec: Codec) -> Tiles | None:
 
 
 def build_work(codec: Codec, packed: Sequence[PackedPart], batch: int, heads: int, device: torch.device, warps: int = WARPS) -> PageTable:
-    """Build the work table for decoding ``packed``, with ``warps`` warps per program.
+    """Build the work table for decoding ``packed``, which are consecutive pages of a codec with a loader.
 
-    ``packed`` are consecutive pages of a codec with a loader. Raises InvalidParameter unless all streams have the codec's layout.
+    A program has ``warps`` warps. Raises InvalidParameter unless all streams have the codec's layout.
     """
     tiles = find_loader(codec)
     assert tiles is not None
@@ -118,7 +121,7 @@ def build_work(codec: Codec, packed: Sequence[PackedPart], batch: int, heads: in
 
 
 def decode(codec: Codec, work: PageTable, out: torch.Tensor, blocks: range | None = None, factors: torch.Tensor | None = None) -> None:
-    """Decode ``work``, or some ``blocks`` of it, into 16-bit ``out`` ``[batch, kv_head, token, column]`` with contiguous columns.
+    """Decode ``work``, or only some ``blocks`` of it, into 16-bit ``out`` ``[batch, kv_head, token, column]`` with contiguous columns.
 
     Columns are in the order of ``frame_columns.columns``. Token 0 of ``out`` is the first token of the first block. If ``factors`` is
     given, float32 ``[batch, kv_head, token]`` with contiguous sequences, token factors are stored there instead of being multiplied into
@@ -129,7 +132,7 @@ def decode(codec: Codec, work: PageTable, out: torch.Tensor, blocks: range | Non
 
 
 class TileDecodeLaunch(NamedTuple):
-    """A prepared launch that decodes ``work``, with its constant arguments. ``launch`` is None if there are no tokens."""
+    """A prepared launch that decodes ``work``. ``launch`` is None if there are no tokens."""
 
     launch: CachedLaunch | None
     work: PageTable
@@ -141,7 +144,7 @@ class TileDecodeLaunch(NamedTuple):
     ) -> None:
         """Decode into ``out``, beginning at element ``first``.
 
-        ``table`` replaces the work table, if given: a tensor, and the element at which the table begins.
+        Unless ``table`` is None, it replaces the work table: a tensor, and the element at which the table begins.
         """
         if self.launch is not None:
             work = (self.work.table, 0) if table is None else table
@@ -159,7 +162,7 @@ def prepare(
 ) -> TileDecodeLaunch:
     """Prepare the launch of ``decode`` for an output of ``shape`` and ``strides``.
 
-    With ``factor_stride``, calls must pass ``factors`` in which sequences are this many values apart.
+    With ``factor_stride``, calls must pass ``factors``, in which sequences are ``factor_stride`` values apart.
     """
     batch, heads = shape[:2]
     blocks = range(work.blocks) if blocks is None else blocks
@@ -178,7 +181,6 @@ def prepare(
 
 
 def tokens_per_tile(tiles: Tiles) -> int:
-    """Return the number of tokens in a warp's tile for the loader ``tiles``."""
     return max(TOKENS, tiles.tokens)
 
 
@@ -242,9 +244,8 @@ def decode_tiles(
 ) -> None:
     """Decode one block of ``block_tokens`` tokens of one page, sequence and head.
 
-    The launch covers ``blocks`` blocks, beginning with block number ``first_block``. The first token of that block, ``first_token``, is
-    token 0 of the output. With ``FACTORS``, token factors are stored in ``factors``, float32 ``[sequence, token]``, instead of being
-    multiplied into values.
+    The launch covers ``blocks`` blocks, beginning with block ``first_block``, whose first token ``first_token`` is token 0 of the output.
+    With ``FACTORS``, token factors are stored in ``factors``, float32 ``[sequence, token]``, instead of being multiplied into values.
     """
     MODE: tl.constexpr = SIDE.mode
     FIELDS: tl.constexpr = SIDE.stream_widths
@@ -282,9 +283,9 @@ def decode_tiles(
 
 
 class PageBlock(NamedTuple):
-    """A block of ``count`` tokens of one page, sequence and head, beginning at token ``begin`` of ``page``.
+    """``count`` tokens of one page, sequence and head, beginning at token ``begin`` of ``page``.
 
-    ``place`` is the block's first output token, and ``streams`` are pointers to the page's streams.
+    ``place`` is the first output token of the block, and ``streams`` are pointers to the page's streams.
     """
 
     page: Any
@@ -307,7 +308,7 @@ def load_page_block(
     SIDE: tl.constexpr,
     WORK_ROW: tl.constexpr,
 ) -> tl.tuple:
-    """Load the ``PageBlock`` of block number ``block`` of ``sequence``."""
+    """Load the ``PageBlock`` with index ``block`` of ``sequence``."""
     batch = (sequence // heads).to(tl.int64)
     head = (sequence % heads).to(tl.int64)
     page = _find_page(block, work_table, pages, WORK_ROW)
@@ -319,7 +320,7 @@ def load_page_block(
 
 @triton.jit
 def _find_page(block: tl.tensor, work_table: tl.tensor, pages: tl.tensor, WORK_ROW: tl.constexpr) -> tl.tensor:
-    """Return the index of the page that contains ``block``, by binary search."""
+    """Find the page that contains ``block``, by binary search. Returns the page's index."""
     page = block * 0
     end = page + pages
     while end - page > 1:
@@ -343,8 +344,8 @@ def _store_tile(
 ) -> None:
     """Store tile ``COLUMN_TILE`` of the tokens' columns, ``[warp, token, column]``.
 
-    If all tokens of a run share a factor, the tile is multiplied by it. Otherwise, it is multiplied by ``factor`` ``[warp, token]``, unless
-    factors are stored separately.
+    If all tokens of a run share a factor, the tile is multiplied by it. Otherwise, it is multiplied by ``factor`` ``[warp, token]``, except
+    with ``FACTORS``, which stores factors separately.
     """
     WIDTH: tl.constexpr = SIDE.widths[COLUMN_TILE]
     CONSTANTS: tl.constexpr = SIDE.constants

@@ -42,9 +42,9 @@ WARPS, STAGES = 4, 3
 def decode_into(codec: Transform, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None) -> bool:
     """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels. Streams may have arbitrary strides.
 
-    ``rotated`` is ignored, because the codec has no rotation. Invalid words decode to arbitrary values. Returns False for ``pages``, and
-    for tables with a wrong total. Raises MissingBasis, or InvalidParameter if a stream does not match ``codec.layout`` or the basis has a
-    different number of heads.
+    ``rotated`` is ignored, because the codec has no rotation. Invalid words decode to arbitrary values. Returns False if ``pages`` is
+    given, or if the frequencies of a table have a wrong sum. Raises MissingBasis, or InvalidParameter if a stream does not match
+    ``codec.layout`` or the basis has a different number of heads.
     """
     if pages is not None:
         return False
@@ -89,7 +89,7 @@ def decode_into(codec: Transform, packed: Sequence[PackedPart], out: torch.Tenso
 
 
 def check_chunks(codec: Transform, streams: Mapping[str, torch.Tensor], where: str) -> None:
-    """Check all chunks on the device of ``streams``, as ``Transform.check_chunks`` does. Raises InvalidPayload for the first invalid chunk.
+    """Check all chunks on the device of ``streams``, as ``Transform.check_chunks`` does. Raises InvalidPayload for the first invalid one.
     """
     batch, heads, rows = streams["columns"].shape
     device = streams["columns"].device
@@ -152,7 +152,7 @@ def _multiply_factors(
     PADDED_HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Decode ``TOKENS`` tokens of one head of a token group: the means plus the products of factors and frame rows, with RoPE applied.
+    """Decode ``TOKENS`` tokens of one head of a token group: multiply factors by frame rows, add the means, and apply RoPE.
 
     ``factors``, ``places``, ``levels`` and ``rest`` are the fields of ``Factors``, in steps of ``size``, beginning with token group
     ``first``. ``used``, int32 ``[chunk]``, is the number of columns in a product. ``means`` and ``rows`` are fields of ``DeviceFrames``,

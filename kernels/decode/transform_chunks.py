@@ -31,7 +31,7 @@ MAX_CHANNELS = 128
 
 
 class DeviceFrames(NamedTuple):
-    """A device copy of a side's frames, in the layout that kernels read.
+    """Device copy of the frames of a layer's keys or values, in the layout that kernels read.
 
     - ``slots``: int32 ``[table, slot]``, the slots of all frequency tables;
     - ``values``: ``[table, symbol]``, symbol values in quantization steps;
@@ -59,9 +59,8 @@ class ChunkTables(NamedTuple):
     """Entropy-coded chunks, ordered by token group, sequence and head.
 
     ``words`` contains the words of all chunks. ``begins`` is the index of each chunk's first word. ``counts``, ``columns`` and ``tokens``
-    are the numbers of words, columns and tokens of each chunk. ``used`` is the number of frame columns in a product: the chunk's columns
-    or, with one frame per layer, the maximum over the heads of the token group. ``states`` are the initial states, int16 ``[chunk, 2 ·
-    LANES]``.
+    are the word, column and token counts of each chunk. ``used`` is the number of frame columns in a product: the chunk's columns or, with
+    one frame per layer, the maximum over the heads of the token group. ``states`` are the initial states, int16 ``[chunk, 2 · LANES]``.
     """
 
     words: torch.Tensor
@@ -76,9 +75,9 @@ class ChunkTables(NamedTuple):
 class Factors(NamedTuple):
     """Column factors in quantization steps: ``values`` ``[frame of a group, column, token]`` in the dtype of ``DeviceFrames.values``.
 
-    An escaped level that this dtype cannot represent is 0 in ``values`` and listed separately. ``counts``, int32 ``[chunk]``, is the number
-    of such levels per chunk. ``levels``, int32, are the levels, and ``places``, int32, are their indices in ``values``. The list of a chunk
-    begins at half the index of the chunk's first word, rounded up.
+    If an escaped level does not fit this dtype, it is 0 in ``values`` and listed separately: ``levels``, int32, are these levels, and
+    ``places``, int32, their indices in ``values``. ``counts``, int32 ``[chunk]``, is the number of listed levels per chunk. The list of a
+    chunk begins at half the index of its first word, rounded up.
     """
 
     values: torch.Tensor
@@ -88,7 +87,7 @@ class Factors(NamedTuple):
 
 
 def allocate_factors(chunks: ChunkTables, frames: DeviceFrames, count: int) -> Factors:
-    """Allocate ``Factors`` with ``count`` values, and room for all escapes in ``chunks``. An escape takes two words."""
+    """Allocate ``Factors`` with ``count`` values, and room for all escapes in ``chunks``, which take two words each."""
     device = frames.values.device
     values = torch.empty(count, dtype=frames.values.dtype, device=device)
     positions, levels = (torch.empty(chunks.words.numel() // 2 + 1, dtype=torch.int32, device=device) for _ in range(2))
@@ -96,7 +95,7 @@ def allocate_factors(chunks: ChunkTables, frames: DeviceFrames, count: int) -> F
 
 
 def gather_chunks(codec: Transform, parts: Sequence[Mapping[str, torch.Tensor]]) -> ChunkTables:
-    """Return the chunks of all ``parts`` as one list."""
+    """Return the chunks of all ``parts`` in one ``ChunkTables``. Each part is a mapping of streams."""
     counts = [_rows_first(join_halves(streams["word_counts"])) for streams in parts]
     words = [streams["words"].reshape(-1).view(torch.int16) for streams in parts]
     firsts = numpy.cumsum([0, *(part.numel() for part in words)])
@@ -123,7 +122,6 @@ def _concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _rows_first(stream: torch.Tensor) -> torch.Tensor:
-    """Flatten ``[batch, kv_head, row, ...]`` to one axis, ordered by row, then sequence, then head."""
     return stream.movedim(2, 0).flatten(0, 2)
 
 
@@ -132,7 +130,7 @@ def _as_int64(stream: torch.Tensor) -> torch.Tensor:
 
 
 def join_halves(stream: torch.Tensor) -> torch.Tensor:
-    """Join the low and high 16-bit halves ``[..., 2]`` of unsigned numbers into int64 numbers."""
+    """Join low and high 16-bit halves ``[..., 2]`` to unsigned numbers, as int64 ``[...]``."""
     halves = _as_int64(stream)
     return halves[..., 0] | halves[..., 1] << 16
 
@@ -180,7 +178,7 @@ def channels_per_tile(dim: int) -> int:
 
 
 def _pair_channels(rows: torch.Tensor, heads: int, dim: int, rope: Rope | None) -> torch.Tensor:
-    """Return ``rows`` ``[frame, row, channel]`` with channels in the order of ``DeviceFrames``, in which RoPE pairs are neighbors."""
+    """Return ``rows`` ``[frame, row, channel]`` with the channels in the order of ``DeviceFrames``, so that RoPE pairs are neighbors."""
     order = torch.arange(dim, device=rows.device)
     if rope is not None and rope.pairing == "halves":
         pairs = len(rope.frequencies)
@@ -207,7 +205,7 @@ def decode_symbols(
     result: Factors | None,
     ends: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Decode ``count`` chunks of whole token groups, beginning with chunk number ``first``, into ``result``.
+    """Decode ``count`` chunks of whole token groups, beginning with chunk ``first``, into ``result``.
 
     If ``result`` is None, only ``ends`` is written: the number of words read, int32 ``[chunk]``, and the final states, int32 ``[chunk,
     LANES]``.
@@ -251,9 +249,9 @@ def _decode(
     ALPHABET: tl.constexpr,
     CHUNK_LANES: tl.constexpr,
 ) -> None:
-    """Decode one chunk into the fields of ``Factors``, one symbol per lane at a time.
+    """Decode one chunk into the fields of ``Factors``. In each step, every lane decodes one symbol.
 
-    The chunk's index is ``first`` plus the index of the program. If ``factors`` is None, only ``read``, the number of words read, and
+    The index of the chunk is ``first`` plus the program's index. If ``factors`` is None, only ``read``, the number of words read, and
     ``last``, the final states, are stored.
     """
     chunk = first + tl.program_id(0).to(tl.int64)

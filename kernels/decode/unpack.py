@@ -52,7 +52,7 @@ MAX_COLUMNS = 256
 
 
 class UnpackShape(NamedTuple):
-    """Launch shape of ``unpack_tiles``: warps per program, and the number of channels whose sums a program has in registers.
+    """Launch shape of ``unpack_tiles``: the warps of a program, and the number of channels whose sums it keeps in registers.
 
     ``joined`` is True if a program multiplies all tiles of a token together, for loaders that leave no registers for running sums.
     """
@@ -72,7 +72,7 @@ Tiles of 16 tokens would be faster for the scalar codec, but slower for all othe
 def supports(codec: Codec, out: torch.Tensor) -> bool:
     """Return True if ``prepare`` can decode ``codec`` into ``out``. Codecs without rotation and key means have faster kernels.
 
-    Polar is decoded only to bfloat16. Its tiles are products of rounded numbers, whose errors would exceed the rounding of other dtypes.
+    Polar is decoded only to bfloat16: its tiles are products of rounded numbers, and their errors would be visible in other dtypes.
     """
     fast = codec.rotation.kind == "none" and codec.sidecar(KeyMean) is None
     codec = _inner_codec(codec)
@@ -92,8 +92,8 @@ def supports(codec: Codec, out: torch.Tensor) -> bool:
 def prepare(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor) -> PreparedDecode:
     """Prepare the launch that decodes the consecutive pages ``packed`` into outputs like ``out``, in the original frame.
 
-    ``out`` is ``[batch, kv_head, token, dim]``. Before rounding to the dtype of the output, the relative error in the 2-norm is below 2^-11
-    (2^-10 for polar). Raises InvalidParameter unless streams have the codec's layout.
+    ``out`` is ``[batch, kv_head, token, dim]``. Before rounding to its dtype, the relative error in the 2-norm is below 2^-11 (2^-10 for
+    polar). Raises InvalidParameter unless streams have the codec's layout.
     """
     batch, heads = out.shape[:2]
     stored_codec, codec = codec, _inner_codec(codec)
@@ -120,12 +120,12 @@ def prepare(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor) -> Pr
 
 
 def _inner_codec(codec: Codec) -> Codec:
-    """Return ``codec`` without channel scales and key means if it has no other sidecar, otherwise ``codec`` itself."""
+    """Return ``codec`` without its channel scales and key means. If it has any other sidecar, return ``codec`` itself."""
     return codec.without_sidecars if {*map(type, codec.sidecars)} <= {ChannelScale, KeyMean} else codec
 
 
 def _check_means(mean: KeyMean, part: PackedPart, batch: int, heads: int) -> int:
-    """Return the number of means per head of ``part``. Raises InvalidParameter unless their streams have the codec's layout."""
+    """Return the number of means per head of ``part``. Raises InvalidParameter unless the streams of means have the codec's layout."""
     layouts = mean.layout(batch, heads, part.tokens)
     for name, layout in layouts.items():
         check_shape(name, part.streams[name], layout.shape)
@@ -133,7 +133,7 @@ def _check_means(mean: KeyMean, part: PackedPart, batch: int, heads: int) -> int
 
 
 def _original_means(codec: Codec, mean: KeyMean, packed: Sequence[PackedPart], channels: int) -> torch.Tensor:
-    """Return the means of all pages in the original frame, one after the other, float32 ``[mean, channel]``."""
+    """Return the means of all pages, one page after another, in the original frame: float32 ``[mean, channel]``."""
     means = torch.cat([codec.original(mean.vectors(part.streams), part.streams).flatten(0, 2) for part in packed])
     return torch.nn.functional.pad(means, (0, channels - codec.dim))
 
@@ -160,7 +160,7 @@ def _required_shape(codec: Codec, device: str) -> UnpackShape:
 
 @lru_cache(maxsize=256)
 def _find_shape(codec: Codec, device: str) -> UnpackShape | None:
-    """Return the first of ``SHAPES`` whose tiles, matrix and tables fit in the shared memory of a program, or None if there is none."""
+    """Return the first of ``SHAPES`` whose tiles, matrix and tables fit in a program's shared memory, or None if none fits."""
     loader, available_bytes = _required_loader(codec), gpu(device).shared_bytes - MAX_STATIC_BYTES
     tokens, count, width = tiles.tokens_per_tile(loader), next_power_of_two(len(loader.channels)), len(loader.channels[0])
     for shape in SHAPES:
@@ -216,7 +216,7 @@ def _launch(
 
 @lru_cache(maxsize=256)
 def _matrix(codec: Codec, in_order_of_joined: bool, device: str) -> tuple[torch.Tensor, float]:
-    """Return the matrix from columns to channels in two parts: its signs, float16 ``[column, channel]``, and the magnitude of its entries.
+    """Return the matrix from columns to channels as its signs, float16 ``[column, channel]``, and the magnitude of all nonzero entries.
 
     Both axes are padded with zeros to powers of two. Columns are in the order of tiles, or of ``join_tiles``.
     """
@@ -263,12 +263,12 @@ def unpack_tiles(
     MEAN: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """Decode a block of one page, sequence and head as ``tiles.decode_tiles`` does, and map it to ``CHANNELS`` channels by ``matrix``.
+    """Decode a block of one page, sequence and head as ``tiles.decode_tiles`` does, and map it to ``CHANNELS`` channels with ``matrix``.
 
     ``matrix`` is float16 ``[column, PAD]``, and products are scaled by ``SIZE``. With ``JOINED``, all tiles of a token are multiplied
     together; otherwise, each tile is multiplied as soon as it is decoded. With ``SCALED``, channels are multiplied by ``scales``, float32
-    ``[page, sequence, PAD]``. Unless ``MEAN`` is 0, every ``MEAN`` tokens have a mean in ``means``, float32 ``[mean, PAD]``. Those of a
-    page, ``[sequence, mean]``, begin at its entry of ``mean_starts``.
+    ``[page, sequence, PAD]``. Unless ``MEAN`` is 0, every ``MEAN`` tokens share a mean in ``means``, float32 ``[mean, PAD]``. The means of
+    a page, ``[sequence, mean]``, begin at the page's entry of ``mean_starts``.
     """
     MODE: tl.constexpr = SIDE.mode
     FIELDS: tl.constexpr = SIDE.stream_widths
@@ -340,8 +340,7 @@ def unpack_tiles(
 
 @triton.jit
 def join_tiles(parts: tl.tuple, COUNT: tl.constexpr) -> tl.tensor:
-    """Join ``COUNT`` parts, a power of two, along new axes of length two. There is one axis per bit of the part's index, lowest bit first.
-    """
+    """Join ``COUNT`` parts, a power of two, along new axes of length two: one axis per bit of the part's index, lowest bit first."""
     if COUNT == 1:
         result = parts[0]
     else:

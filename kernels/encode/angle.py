@@ -33,7 +33,7 @@ _MIN_SUM, _MAX_SUM, _ZERO, _OCTAVES, _PI = (tl.constexpr(value) for value in (MI
 
 
 class AngleConstants(NamedTuple):
-    """Compile-time constants of a codec: the number of angle ``bins``, the ``norm`` format and its largest code (``steps``).
+    """Compile-time constants of an angle codec: the number of angle ``bins``, the ``norm`` format, and the largest norm code (``steps``).
 
     ``limit`` is the smallest number that a stored range cannot represent, and ``smallest_step`` is the smallest normal step. ``rule`` comes
     from ``rows.norm_rule_limit``.
@@ -48,7 +48,7 @@ class AngleConstants(NamedTuple):
 
 
 def encode(codec: Angle, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``, or return False if the codec is not supported."""
+    """Encode ``x`` into ``output``. Returns False if the codec is not supported."""
     if codec.dim > MAX_PRODUCTS:
         return False
     symbols = max(MIN_AXIS, next_power_of_two(codec.dim // 2))
@@ -88,7 +88,7 @@ def _digit_terms(codec: Angle) -> dict[str, list[Term]]:
 
 @triton.jit
 def angle_and_norm(first: tl.tensor, second: tl.tensor) -> tl.tuple:
-    """Return the angle of (``first``, ``second``), in turns in [0, 1], and the norm. Both are 0 for (0, 0)."""
+    """Return the angle of (``first``, ``second``) in turns, from 0 to 1, and the norm. Both are 0 for the zero vector."""
     a = tl.abs(first)
     b = tl.abs(second)
     longer = tl.maximum(a, b)
@@ -113,7 +113,7 @@ def angle_and_norm(first: tl.tensor, second: tl.tensor) -> tl.tuple:
 def _norm_factor(
     block: tl.tuple, projected: tl.tensor, decoded: tl.tensor, squares: tl.tensor, RULE: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tensor:
-    """Return the factor ``[token, 1]`` by which norm_rule multiplies each token's norms. Also stores the tokens' errors."""
+    """Return the factor ``[token, 1]`` by which norm_rule multiplies the norms of each token. Also stores the errors of the tokens."""
     product = tl.sum(projected * decoded, 1)[:, None]
     sum_of_squares = tl.sum(decoded * decoded, 1)[:, None]
     factor = tl.zeros(product.shape, tl.float32) + 1.0
@@ -127,7 +127,7 @@ def _norm_factor(
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the bins of all pairs and, unless norms are float32, the codes of their norms. Also stores the ranges or float32 norms."""
+    """Return the bin of each pair and, unless norms are float32, the code of its norm. Also stores the ranges or the float32 norms."""
     SYMBOLS: tl.constexpr = SHAPE.symbols
     DIM: tl.constexpr = SHAPE.dim
     BINS: tl.constexpr = CONSTANTS.bins

@@ -35,7 +35,7 @@ _EXACT_SUM = {16: 1 << 24, 8: 1 << 22}
 
 
 class DigitBits(NamedTuple):
-    """Some bits of the kernel's digit number ``source``: the digit shifted right by ``shift`` and masked with ``mask``."""
+    """Part of the kernel's digit ``source``: the digit shifted right by ``shift``, then masked with ``mask``."""
 
     source: int
     shift: int
@@ -43,10 +43,10 @@ class DigitBits(NamedTuple):
 
 
 class StreamPacking(NamedTuple):
-    """How one code stream is packed: its columns, its limbs, and the digit bits that contribute to them.
+    """Description of how one code stream is packed: its columns, its limbs, and the digit bits that contribute to them.
 
-    ``limbs`` is the number of limbs per column, each with ``limb_bits`` bits. ``first_sum``, ``first_plane`` and ``first_place_value`` are
-    where the stream begins among the kernel's sums (one per limb), planes and place values.
+    ``limbs`` is the number of limbs per column, each with ``limb_bits`` bits. The kernel's sums (one per limb), planes and place values are
+    lists for all streams; ``first_sum``, ``first_plane`` and ``first_place_value`` are the indices at which this stream begins in them.
     """
 
     width: int
@@ -61,10 +61,10 @@ class StreamPacking(NamedTuple):
 
 
 class Term(NamedTuple):
-    """The contribution of one of the kernel's digits to a code stream: ``bits`` bits at bit ``shift``, times ``weight`` place values.
+    """Contribution of one of the kernel's digits to a code stream: ``bits`` bits of the digit from bit ``shift`` on, times ``weight``.
 
-    ``source`` is the index of the kernel's digit, and ``digit`` is the index of the packing's digit. ``symbols`` contains the kernel's
-    symbols in the stream's order, or is empty if the order is the same.
+    ``source`` is the index of the kernel's digit, and ``digit`` is the index of the packing's digit, whose place values apply. ``symbols``
+    lists the kernel's symbols in the stream's order; it is empty if the order is the same.
     """
 
     source: int
@@ -76,7 +76,7 @@ class Term(NamedTuple):
 
 
 class PackingPlan(NamedTuple):
-    """How all code streams of a codec are packed.
+    """Plan for packing all code streams of a codec.
 
     ``place_values`` is a flat float16 tensor: for each stream, the limbs of all place values, ``[piece, limb, symbol, column]``.
     """
@@ -86,7 +86,10 @@ class PackingPlan(NamedTuple):
 
 
 def plan_packing(codec: Codec, terms: Mapping[str, Sequence[Term]], symbols: int, device: torch.device) -> PackingPlan | None:
-    """Return the packing plan for kernels with ``symbols`` symbols per token, including padding. None if sums would not be exact."""
+    """Plan the packing of a codec's digits for kernels with ``symbols`` symbols per token, including padding.
+
+    Returns None if float32 sums would not be exact.
+    """
     streams: list[StreamPacking] = []
     matrices: list[torch.Tensor] = []
     sums_count = planes = elements = 0
@@ -121,7 +124,7 @@ def _split_term(term: Term) -> list[Term]:
 
 
 def _place_values(packing: Columns, term: Term, symbols: int) -> list[list[int]]:
-    """Return the place value of each of the kernel's ``symbols`` in each tile column. It is 0 for symbols outside the column."""
+    """Return the place value of each of the kernel's ``symbols`` in each column of a tile, or 0 for symbols that are not in the column."""
     width = max(MIN_AXIS, next_power_of_two(packing.width))
     place_values = [[0] * width for _ in range(symbols)]
     for index, symbol in enumerate(term.symbols or range(min(symbols, packing.symbols))):
@@ -148,7 +151,7 @@ def _extract_piece(digits: tl.tuple, PIECE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def empty_columns(STREAMS: tl.constexpr, BLOCK_TOKENS: tl.constexpr) -> tl.tuple:
-    """Return zeros for the sums of all streams: float32 ``[token, column]`` for each limb."""
+    """Return zeros for the sums of all streams, float32 ``[token, column]`` per limb."""
     sums = ()
     for stream in tl.static_range(len(STREAMS)):
         for _ in tl.static_range(_limbs(STREAMS, stream)):
@@ -166,7 +169,7 @@ def add_digits(
     SYMBOLS: tl.constexpr,
     STREAMS: tl.constexpr,
 ) -> tl.tuple:
-    """Add the digits of the symbols from ``first`` on to ``sums``.
+    """Add the digits of ``COUNT`` symbols, beginning with symbol ``first``, to ``sums``.
 
     ``digits`` are int32 ``[token, COUNT]`` each. A token has ``SYMBOLS`` symbols in total.
     """
@@ -205,7 +208,7 @@ def _add_limb(
 
 @triton.jit
 def store_columns(sums: tl.tuple, planes: tl.tuple, row: tl.tensor, valid: tl.tensor, STREAMS: tl.constexpr) -> None:
-    """Join the limbs of all columns, and write all planes of the rows with the indices ``row``, int64 ``[token, 1]``.
+    """Join the limbs of all columns, and write all planes of rows ``row``, int64 ``[token, 1]``.
 
     Rows that are not ``valid`` are skipped. A plane of bytes is passed as uint8.
     """

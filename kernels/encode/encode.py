@@ -23,7 +23,7 @@ _DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "F32": 
 
 
 class Encoding(NamedTuple):
-    """A prepared encoding. ``run()`` launches the kernels, and returns False if they do not support the codec's options.
+    """A prepared encoding. ``run()`` launches the kernels. It returns False if they do not support the codec's options.
 
     After the launch, ``streams`` are valid if ``flag``, int32 ``[1]``, is 0.
     """
@@ -36,9 +36,9 @@ class Encoding(NamedTuple):
 def encode(
     codec: Codec, x: torch.Tensor, previous: Mapping[str, torch.Tensor] | None = None, errors: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor] | None:
-    """Encode ``x`` ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, into the streams of ``codec.layout``.
+    """Encode ``x`` ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32 into the streams of ``codec.layout``.
 
-    ``x`` may have any strides. ``previous`` contains the streams of the preceding tokens, if any, and ``errors`` is as in ``Output``.
+    ``x`` may have arbitrary strides. ``previous`` contains the streams of the preceding tokens, if any, and ``errors`` is as in ``Output``.
     Returns None if ``formats/`` must encode ``x``, because the kernels do not support the codec, its options or some values.
     """
     encoding = prepare(codec, x, previous, errors)
@@ -50,9 +50,10 @@ def encode(
 def prepare(
     codec: Codec, x: torch.Tensor, previous: Mapping[str, torch.Tensor] | None = None, errors: torch.Tensor | None = None
 ) -> Encoding | None:
-    """Prepare the encoding of ``x`` and allocate its streams. Returns None if the codec or device has no kernel, or if ``x`` is empty.
+    """Prepare the encoding of ``x``, and allocate its streams.
 
-    Streams with one row for all tokens are copied from ``previous``, or set to 0 if it is None.
+    Returns None if there is no kernel for the codec or device, or if ``x`` is empty. Streams with one row for all tokens are copied from
+    ``previous``, or filled with zeros if it is None.
     """
     encoder = codecs.codec_kernels(codec).encode
     batch, heads, tokens, dim = x.shape

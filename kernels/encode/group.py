@@ -48,12 +48,12 @@ _HALF_LIMIT, _MIN_HALF, _MAX_ENCODED = (tl.constexpr(value) for value in (HALF_L
 
 
 class GroupConstants(NamedTuple):
-    """Compile-time constants of a codec: codes of ``bits`` bits in groups of ``size`` tokens (``along_tokens``) or channels.
+    """Compile-time constants of a group codec: codes of ``bits`` bits in groups of ``size`` tokens (``along_tokens``) or channels.
 
     ``middle`` is True if groups have centers. Stream 0 contains pairs (scale, center) of shape ``[batch, kv_head, token or token group, dim
-    or channel group]``. A pair is int32 or, for 8-bit scales, int16. ``ranged`` is the index of the stream of ranges for 8-bit scales.
-    ``token_scale`` is the index of the stream of token scales, one per head with ``per_head``. ``products`` is the index of the table that
-    ``_correct_token_scales`` needs. An index is -1 if there is no such tensor. With ``ranged``, table 0 contains the extremes of scales.
+    or channel group]``. A pair is int32 or, for 8-bit scales, int16. Table 0 contains the extremes of 8-bit scales. ``ranged`` is the index
+    of the stream of their ranges, ``token_scale`` the index of the stream of token scales (one per head if ``per_head``), and ``products``
+    the index of the table for ``_correct_token_scales``. An index of -1 means that there is no such tensor.
     """
 
     bits: int
@@ -67,9 +67,9 @@ class GroupConstants(NamedTuple):
 
 
 def encode(codec: Group, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``, or return False if the codec is not supported.
+    """Encode ``x`` into ``output``. Returns False if the codec is not supported.
 
-    8-bit scales are supported only for engine pages; elsewhere, they depend on other tokens too.
+    8-bit scales are supported only for engine pages, because elsewhere they also depend on other tokens.
     """
     small = codec.scale_dtype == "u8"
     if small and output.origins is None:
@@ -113,7 +113,7 @@ def _digit_terms(codec: Group) -> dict[str, list[Term]]:
 
 
 def _compute_token_scales(codec: Group, x: torch.Tensor, output: Output, token_scale: torch.Tensor) -> None:
-    """Write the root mean square of every token to ``token_scale``."""
+    """Write the root mean square of each token to ``token_scale``."""
     arguments, constants = input_arguments(x, output.origins)
     launch(
         _root_mean_squares, _scaling_programs(codec, x), x.device, *arguments, token_scale, output.flag,
@@ -123,7 +123,7 @@ def _compute_token_scales(codec: Group, x: torch.Tensor, output: Output, token_s
 
 
 def _correct_token_scales(codec: Group, x: torch.Tensor, output: Output, token_scale: torch.Tensor, products: torch.Tensor) -> None:
-    """Replace the root mean squares in ``token_scale`` with the scales of norm_rule=unbiased."""
+    """Replace the root mean squares in ``token_scale`` by the token scales for norm_rule=unbiased."""
     dtype = _scale_dtype(codec)
     launch(
         _correct_scales, _scaling_programs(codec, x), x.device, products, token_scale, x.shape[1], x.shape[2],
@@ -160,9 +160,9 @@ def _root_mean_squares(
     PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
-    """Write every token's root mean square to ``scales``: over all heads, ``[batch, 1, token]``, or for each head with ``PER_HEAD``.
+    """Write the root mean square of each token to ``scales``, over all heads or, with ``PER_HEAD``, for each head.
 
-    Rotations preserve root mean squares. With ``PER_HEAD``, the shape is ``[batch, kv_head, token]``.
+    The shape is ``[batch, 1, token]`` or ``[batch, kv_head, token]``. Rotations preserve root mean squares, so ``x`` is not rotated first.
     """
     if PER_HEAD:
         batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
@@ -213,7 +213,7 @@ def _correct_scales(
     PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
-    """Replace the root mean squares in ``scales`` with the scales of norm_rule=unbiased.
+    """Replace the root mean squares in ``scales`` by the scales for norm_rule=unbiased.
 
     ``products`` is ``[batch, kv_head, token, 3]``: the squared norm of a token's values, their product with the decoded values, and the
     squared norm of the decoded values.
@@ -244,7 +244,7 @@ def _correct_scales(
 
 @triton.jit
 def _round_to_half(value: tl.tensor, flag: tl.tensor) -> tl.tensor:
-    """Round ``value`` to float16. A value that does not fit becomes zero and sets the flag."""
+    """Round ``value`` to float16. Values that do not fit become zero and set the flag."""
     fits = tl.abs(value) < _HALF_LIMIT
     flag_unless(fits, flag)
     return tl.where(fits, value, 0.0).to(tl.float16)
@@ -252,7 +252,7 @@ def _round_to_half(value: tl.tensor, flag: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _ordered_bits(value: tl.tensor) -> tl.tensor:
-    """Map the bits of float32 numbers to int32 numbers with the same order. The function is its own inverse."""
+    """Map the bits of float32 numbers to int32 numbers that have the same order. The function is its own inverse."""
     return value ^ ((value >> 31) & 0x7FFFFFFF)
 
 
@@ -269,7 +269,7 @@ def _signed_root(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _load_extreme(extremes: tl.tensor, index: tl.constexpr) -> tl.tensor:
-    """Load one extreme that ``_measure_extremes`` found, float32 ``[1, 1]``."""
+    """Load one of the extremes that ``_measure_extremes`` stored, as float32 ``[1, 1]``."""
     return _ordered_bits(tl.load(extremes + tl.full((1, 1), index, tl.int32))).to(tl.float32, bitcast=True)
 
 
@@ -277,7 +277,7 @@ def _load_extreme(extremes: tl.tensor, index: tl.constexpr) -> tl.tensor:
 def _choose_range(extremes: tl.tensor, MIDDLE_STEPS: tl.constexpr, LIMIT: tl.constexpr) -> tl.tuple:
     """Choose the range of 8-bit scales as ``formats/scale_range.py`` does for the first tokens of a layer.
 
-    Returns the step and minimum of scales, and then those of centers, float16 ``[1, 1]`` each.
+    Returns the step and minimum of the scales, and then the step and minimum of the centers, float16 ``[1, 1]`` each.
     """
     high = _signed_root(_load_extreme(extremes, 0))
     high = tl.minimum(high + 0.125 * high, LIMIT)
@@ -297,7 +297,7 @@ def _choose_range(extremes: tl.tensor, MIDDLE_STEPS: tl.constexpr, LIMIT: tl.con
 
 @triton.jit
 def _nearest_scale_code(value: tl.tensor, step: tl.tensor, minimum: tl.tensor) -> tl.tuple:
-    """Return the nearest 8-bit codes, int32, and the float16 values to which they decode, as ``formats/scale_range.py`` does."""
+    """Return the nearest 8-bit codes, int32, and the float16 values that they decode to, as ``formats/scale_range.py`` does."""
     step = step.to(tl.float32)
     minimum = minimum.to(tl.float32)
     code = nearest_integer(
@@ -308,7 +308,7 @@ def _nearest_scale_code(value: tl.tensor, step: tl.tensor, minimum: tl.tensor) -
 
 
 class GroupState(NamedTuple):
-    """State of a program's tokens: ``inverse``, the reciprocal token scales, ``[token, 1]``, and ``chosen``, the range of 8-bit scales.
+    """State of a program: ``inverse``, the reciprocal token scales, ``[token, 1]``, and ``chosen``, the range of 8-bit scales.
 
     ``squares``, ``product`` and ``decoded`` are sums per token, ``[token]``: of squared values, of values times decoded values, and of
     squared decoded values. Fields that the codec does not use are 1, empty or 0.
@@ -364,9 +364,9 @@ def _group_values(value: tl.tensor, CONSTANTS: tl.constexpr) -> tl.tensor:
 
 
 class GroupExtents(NamedTuple):
-    """Values of a block divided by token scales, and the minimum, maximum and center of each group.
+    """Values of a block, divided by token scales, and the minimum, maximum and center of each group.
 
-    ``known`` is True for groups that have values. The fields per group are ``[token group, channel]`` or ``[token, channel group]``.
+    ``known`` is True for groups that contain values. The fields per group are ``[token group, channel]`` or ``[token, channel group]``.
     """
 
     value: Any
@@ -380,7 +380,7 @@ class GroupExtents(NamedTuple):
 def _group_extents(
     value: tl.tensor, in_tensor: tl.tensor, block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the ``GroupExtents`` of ``value`` ``[token, channel]``. The mask ``in_tensor`` excludes padding."""
+    """Return the ``GroupExtents`` of ``value`` ``[token, channel]``. The mask ``in_tensor`` is False for padding."""
     AXIS: tl.constexpr = 1 if CONSTANTS.along_tokens else 2
     if SHAPE.scale != 1.0:
         value = value * SHAPE.scale
@@ -406,7 +406,7 @@ def _measure_extremes(
 ) -> tl.tuple:
     """Update the extremes of 8-bit scales, int32 ``[batch, kv_head, 3]``. Returns no digits.
 
-    The extremes are the largest scale, the largest center and the largest negated center, as ``_ordered_bits``.
+    The extremes are the largest scale, the largest center and the largest negated center, each as ``_ordered_bits``.
     """
     BLOCK: tl.constexpr = SHAPE.block
     MIDDLE_STEPS: tl.constexpr = ((1 << CONSTANTS.bits) - 1) / 2
@@ -425,7 +425,7 @@ def _measure_extremes(
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of a block of channels. Also stores the scales and centers of its groups."""
+    """Return the codes of a block of channels. Also stores the scales and centers of the groups."""
     BLOCK: tl.constexpr = SHAPE.block
     TOKENS: tl.constexpr = SHAPE.tokens
     DIM: tl.constexpr = SHAPE.dim

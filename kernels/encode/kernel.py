@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Output(NamedTuple):
-    """Memory to which an encoder writes: a codec's ``streams``, and the code ``planes`` as views with the dtype that kernels write.
+    """Memory that an encoder writes: a codec's ``streams``, and their code ``planes``, viewed in the dtype that kernels write.
 
     ``flag``, int32 ``[1]``, is set if ``formats/`` must encode the input instead. With ``origins``, streams and flag belong to the first
     batch entry. If the codec has ``direction_spread`` and ``errors`` is given, the relative errors of tokens are written to it, float32
@@ -53,7 +53,7 @@ def create_output(
     origins: BatchOffsets | None = None,
     errors: torch.Tensor | None = None,
 ) -> Output:
-    """Create the ``Output`` with the ``streams`` of ``codec``. A plane of bytes is viewed as uint8."""
+    """Create the ``Output`` for the ``streams`` of ``codec``. Planes of bytes are viewed as uint8."""
     planes: list[torch.Tensor] = []
     for name, packing in codec.packings().items():
         words = [streams[f"{name}.{plane}"] for plane in range(len(packing.planes))]
@@ -62,9 +62,9 @@ def create_output(
 
 
 class Quantizer(NamedTuple):
-    """Triton functions of a codec, for which the kernel is compiled, and their compile-time ``constants``.
+    """Triton functions of a codec, which the kernel is compiled for, and their compile-time ``constants``.
 
-    - ``quantize(values, block, state, index, constants, shape)`` returns the digits of symbol block number ``index``, int32
+    - ``quantize(values, block, state, index, constants, shape)`` returns the digits of symbol block ``index``, int32
       ``[token, symbol]`` each, and the next state; ``values`` are float32 ``[token, symbol]``, one tile per coordinate of a symbol.
     - ``above(block, state, level, constants, shape)`` does the same for each level above the first, if there are several ``levels``.
     - ``begin(block, constants, shape)`` returns the initial state.
@@ -86,14 +86,14 @@ class Quantizer(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        """The key by which Triton identifies this constant in its cache of compiled code."""
+        """Key of this constant in Triton's cache of compiled code."""
         return code_key(self)
 
 
 class EncodeShape(NamedTuple):
     """Compile-time shape of a launch: rows of ``dim`` channels padded to ``padded_dim``, and ``tokens`` tokens per program.
 
-    There are ``blocks`` blocks of ``block`` symbols, and a symbol has ``coordinates`` coordinates; ``symbols`` counts the symbols of all
+    Symbols of ``coordinates`` coordinates are encoded in ``blocks`` blocks of ``block`` symbols; ``symbols`` counts the symbols of all
     levels. Matrix products split each value into ``parts`` numbers of type ``operand``, and are scaled by ``scale``. Digits are packed into
     ``streams``, which is empty for a quantizer without digits. ``measured`` is True if the errors of tokens are stored.
     """
@@ -113,11 +113,11 @@ class EncodeShape(NamedTuple):
 
 
 class TokenBlock(NamedTuple):
-    """The tokens of a program: consecutive tokens of one head of one sequence, beginning with token ``first``.
+    """The tokens of a program: consecutive tokens of one head and sequence, beginning with token ``first``.
 
-    ``token`` (indices in the sequence), ``row`` (indices over all heads) and ``valid`` are ``[token, 1]``. ``rows`` are the values
-    ``[token, channel]``, or pointers to them if nothing is rotated. The index of the sequence is ``batch`` in the ``stored`` streams of
-    scales, and ``sequence`` in ``tables``. If errors are measured, ``errors`` are the addresses of the tokens' errors, ``[token, 1]``.
+    ``token`` (index in the sequence), ``row`` (index over all heads) and ``valid`` are ``[token, 1]``. ``rows`` are the values ``[token,
+    channel]``, or pointers to them if nothing is rotated. The sequence has index ``batch`` in the ``stored`` streams of scales, and index
+    ``sequence`` in ``tables``. If errors are measured, ``errors`` are the addresses of the tokens' errors, ``[token, 1]``.
     """
 
     rows: Any
@@ -155,7 +155,7 @@ def encode_rows(
     warps: int = WARPS,
     fusion: bool = True,
 ) -> bool:
-    """Encode ``x`` to ``output`` with ``quantizer``. If digits cannot be packed exactly, return False and write nothing.
+    """Encode ``x`` into ``output`` with ``quantizer``. Returns False, and writes nothing, if digits cannot be packed exactly.
 
     A program encodes ``tokens`` tokens, ``block`` symbols at a time (0 for all ``symbols``), with ``coordinates`` values each. ``padding``
     counts symbols of levels above the first. ``terms(codec)`` is the input of ``plan_packing``, ``stored`` are the streams of scales, and

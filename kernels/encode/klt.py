@@ -47,7 +47,7 @@ _RUN_INTEGERS, _MAX_WIDTH = tl.constexpr(3), tl.constexpr(8)
 
 
 class DeviceBasis(NamedTuple):
-    """Device copy of a basis for some column widths, in the layout that kernels read.
+    """Device copy of a basis for the column widths of one codec, in the layout that kernels read.
 
     - ``matrix``: bfloat16 ``[kv_head, run, part, padded dim, RUN_COLUMNS]``, from channels to the columns of runs that have codes; the
       parts add up to float32.
@@ -55,7 +55,7 @@ class DeviceBasis(NamedTuple):
     - ``tables``: float32 ``[kv_head, entry]``; for each run its entries, the bounds between them, and one filler.
     - ``runs``: int32 ``[run, _RUN_INTEGERS]``, widths, first entries, and first columns in stream order. If heads have their own widths,
       int32 ``[kv_head, run, 2, RUN_COLUMNS]``, the width and first entry of each column.
-    - ``places``: the byte positions by which ``klt_heads`` packs, else None.
+    - ``places``: the byte positions by which ``klt_heads`` packs codes, or None.
     """
 
     matrix: torch.Tensor
@@ -69,9 +69,9 @@ _device_bases: WeakKeyDictionary[BasisRows, dict[tuple[bytes, int | None, int, s
 
 
 def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``, or return False if the input is not supported.
+    """Encode ``x`` into ``output``. Returns False if the basis is not supported.
 
-    Two inputs are not supported: a basis that is stored in the streams or differs between sequences, and tables that do not ascend. Raises
+    Not supported are a basis that is stored in the streams or differs between sequences, and tables that do not ascend. Raises
     MissingBasis, or InvalidParameter for a wrong number of heads or a singular matrix.
     """
     if codec.rows != "basis":
@@ -97,9 +97,9 @@ def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
 
 
 def compute_levels(x: torch.Tensor, output: Output, basis: DeviceBasis) -> torch.Tensor:
-    """Compute the level of each column and the gain of each token. Returns the levels, uint8 ``[batch, kv_head, token, column]``.
+    """Compute the level of each column, and the gain of each token. Returns the levels, uint8 ``[batch, kv_head, token, column]``.
 
-    Columns are in stream order. Gains are written to ``output``, if the codec stores them.
+    Columns are in stream order. If the codec stores gains, they are written to ``output``.
     """
     arguments, constants = input_arguments(x, output.origins)
     del constants["PARTS"]
@@ -118,8 +118,7 @@ def compute_levels(x: torch.Tensor, output: Output, basis: DeviceBasis) -> torch
 def cached_basis(
     codec: Klt, source: BasisRows, x: torch.Tensor, make: Callable[[Klt, BasisRows, int], DeviceBasis | None]
 ) -> DeviceBasis | None:
-    """Return ``make(codec, source, padded_dim)`` for the padded dim and device of ``x``. The result is cached as long as ``source`` exists.
-    """
+    """Return ``make(codec, source, padded_dim)`` for the padded dim and device of ``x``, cached for the lifetime of ``source``."""
     cached = _device_bases.setdefault(source, {})
     padded_dim = int(input_arguments(x).constants["PADDED_DIM"])
     key = codec.widths, codec.fixed_heads, padded_dim, str(x.device)
@@ -134,7 +133,10 @@ def cached_basis(
 
 
 def split_matrix(matrix: torch.Tensor, padded_dim: int) -> torch.Tensor:
-    """Split a float32 matrix ``[kv_head, run, dim, RUN_COLUMNS]`` into the parts of ``DeviceBasis.matrix``, padded to ``padded_dim``."""
+    """Split a float32 matrix ``[kv_head, run, dim, RUN_COLUMNS]`` into the bfloat16 parts of ``DeviceBasis.matrix``.
+
+    The channels are padded to ``padded_dim``.
+    """
     remainder = torch.nn.functional.pad(matrix, (0, 0, 0, padded_dim - matrix.shape[2]))
     parts = []
     for _ in range(PARTS.value):
@@ -144,7 +146,7 @@ def split_matrix(matrix: torch.Tensor, padded_dim: int) -> torch.Tensor:
 
 
 def _build_basis(codec: Klt, source: BasisRows, padded_dim: int) -> DeviceBasis | None:
-    """Build the ``DeviceBasis`` of ``source``. Returns None unless every table ascends, so that a value's level is its code."""
+    """Build the ``DeviceBasis`` of ``source``. Returns None unless every table ascends; only then is the level of a value its code."""
     if len(source.rows) != 1:
         return None
     widths = codec.widths
@@ -169,7 +171,10 @@ def _build_basis(codec: Klt, source: BasisRows, padded_dim: int) -> DeviceBasis 
 
 
 def _coded_runs(rows: torch.Tensor, widths: bytes) -> torch.Tensor:
-    """Reshape ``[head, ..., column]`` to ``[head, run with codes, ..., RUN_COLUMNS]``, with zeros after the last column."""
+    """Reshape ``[head, ..., column]`` to ``[head, run, ..., RUN_COLUMNS]``, for the runs that have codes.
+
+    A partial run is padded with zeros.
+    """
     dim = rows.shape[-1]
     runs = [rows[..., run_columns(run, dim)] for run, width in enumerate(widths) if width]
     return torch.stack([torch.nn.functional.pad(run, (0, RUN_COLUMNS - run.shape[-1])) for run in runs], 1)
@@ -288,7 +293,8 @@ def split_rows(rows: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
 def compute_gain(squares: tl.tensor, products: tl.tensor, decoded: tl.tensor, LARGEST_GAIN: tl.constexpr) -> tl.tensor:
     """Return each token's gain as ``formats/klt.py`` does, or 1 if no finite gain exists.
 
-    The arguments are weighted sums: of squared values, of values times decoded values, and of squared decoded values.
+    ``squares``, ``products`` and ``decoded`` are weighted sums: of squared values, of values times decoded values, and of squared decoded
+    values.
     """
     is_close = (products > 0) & (squares * decoded <= 2 * products * products)
     numerator = tl.where(is_close, squares, tl.maximum(products, 0.0))
@@ -312,7 +318,7 @@ def _pack(
 ) -> None:
     """Write ``BLOCK_WORDS`` words of each plane of one code stream, columns(``symbols``, 2^``bits``, F) with ``width`` columns.
 
-    ``levels`` is uint8 ``[batch, row, stored]``; the stream's symbols are its columns from ``first`` on. A plane of bytes is passed as
+    ``levels`` is uint8 ``[batch, row, stored]``; the stream's symbols are columns ``first`` and later of it. A plane of bytes is passed as
     uint8. Source: spec/packing.md, Bit packing.
     """
     # Byte planes are padded to an even number of columns.

@@ -36,7 +36,7 @@ _RUN_COLUMNS = tl.constexpr(HEAD_RUN_COLUMNS)
 
 
 def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` as ``klt.encode`` does. Supports widths that all heads share, and widths per head."""
+    """Encode ``x`` as ``klt.encode`` does. Widths may be shared by all heads or differ between heads."""
     if codec.fixed_heads is None:
         return encode_shared(codec, x, output)
     if codec.rows != "basis" or x.shape[1] != codec.fixed_heads:
@@ -56,7 +56,6 @@ def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
 
 
 def _build_basis(codec: Klt, source: BasisRows, padded_dim: int) -> DeviceBasis | None:
-    """Build the ``DeviceBasis`` of ``source``. Returns None unless every table ascends, so that a value's level is its code."""
     heads, tiles = codec.fixed_heads or 1, -(-codec.dim // COLUMNS.value)
     if len(source.rows) != 1:
         return None
@@ -88,7 +87,7 @@ def _build_basis(codec: Klt, source: BasisRows, padded_dim: int) -> DeviceBasis 
 
 
 def _tile_columns(rows: torch.Tensor, tiles: int) -> torch.Tensor:
-    """Reshape ``[head, row, column]`` to ``[head, tile, row, COLUMNS]``, with zeros after the last column."""
+    """Reshape ``[head, row, column]`` to ``[head, tile, row, COLUMNS]``. A partial tile is padded with zeros."""
     padded = torch.nn.functional.pad(rows, (0, COLUMNS.value * tiles - rows.shape[-1]))
     return padded.view(*rows.shape[:2], tiles, COLUMNS.value).transpose(1, 2)
 

@@ -49,7 +49,7 @@ _NO_SYMBOL = tl.constexpr(TOTAL | _MAX_UINT32 // TOTAL << 32)
 
 
 def encode(codec: Lossless, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. Returns False for values of another dtype, for long rows, and for engine pages.
+    """Encode ``x`` into ``output``. Returns False for values of another dtype, for rows that are too long, and for engine pages.
 
     ``output`` must contain the frequencies of the preceding tokens, or 0 if there are none. Waits for the device.
     """
@@ -90,7 +90,7 @@ def _digit_terms(codec: Lossless) -> dict[str, list[Term]]:
 
 
 def _entries(tables: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
-    """Return what ``_encode_chunk`` needs of each symbol, int64 ``[table, symbol]``: its frequency, first slot and reciprocal."""
+    """Return the data of each symbol for ``_encode_chunk``, int64 ``[table, symbol]``: its frequency, first slot and reciprocal."""
     first_slots, reciprocals = numpy.cumsum(tables, 1) - tables, _MAX_UINT32 // numpy.maximum(tables, 1)
     result: numpy.ndarray[Any, Any] = tables | first_slots << _FREQUENCY_BITS.value | reciprocals << 32
     return result
@@ -98,7 +98,7 @@ def _entries(tables: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
 
 @triton.jit
 def _split(values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the signs and fractions of ``values``, which are bits as integers, and add their exponents to the counts."""
+    """Return the signs and fractions of ``values``, which are passed as bit patterns, and add their exponents to the counts."""
     FRACTION: tl.constexpr = CONSTANTS.fraction_bits
     EXPONENT: tl.constexpr = CONSTANTS.exponent_bits
     TILE: tl.constexpr = SHAPE.tokens * SHAPE.block
@@ -134,10 +134,10 @@ def _encode_chunk(
     CHUNK_LANES: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> None:
-    """Encode one chunk of ``x``, int16 ``[batch, kv_head, token, dim]``, to the end of its part of ``scratch``, ``[chunk, word]``.
+    """Encode one chunk of ``x``, int16 ``[batch, kv_head, token, dim]``, to the end of its row of ``scratch``, ``[chunk, word]``.
 
-    ``counts``, int64 ``[chunk]``, are the numbers of words. Chunks are ordered by number, then by sequence, then by head. The flag is set
-    if a symbol has frequency 0, which would lose it.
+    The number of words is written to ``counts``, int64 ``[chunk]``. Chunks are ordered by position, sequence and head. The flag is set if a
+    symbol has frequency 0 and would therefore be lost.
     """
     FRACTION: tl.constexpr = FORMAT.fraction_bits
     EXPONENT: tl.constexpr = FORMAT.exponent_bits
@@ -177,7 +177,7 @@ def _encode_chunk(
 
 @triton.jit
 def _add_symbol(state: tl.tensor, entry: tl.tensor, lane: tl.tensor, end: tl.tensor, written: tl.tensor) -> tl.tuple:
-    """Encode the symbol of ``entry`` in each lane. ``written`` words precede ``end``. Returns the states and the new number of words."""
+    """Encode the symbol of ``entry`` in each lane. Returns the new states and the new number of words before ``end`` (``written``)."""
     frequency = entry.to(tl.uint32) & _FREQUENCY_MASK
     first_slot = entry.to(tl.uint32) >> _FREQUENCY_BITS & _SLOT_MASK
     full = state >> _FULL_SHIFT >= frequency
@@ -196,7 +196,7 @@ def _add_symbol(state: tl.tensor, entry: tl.tensor, lane: tl.tensor, end: tl.ten
 
 @triton.jit
 def _join_words(words: tl.tensor, scratch: tl.tensor, ends: tl.tensor, longest: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Copy one chunk's words from the end of its ``longest`` words of ``scratch`` to their place in ``words``."""
+    """Copy the words of one chunk, which end its row of ``longest`` words in ``scratch``, to their position in ``words``."""
     chunk = tl.program_id(0).to(tl.int64)
     end = tl.load(ends + chunk)
     count = (end - tl.load(ends + (chunk - 1), chunk > 0, 0)).to(tl.int32)

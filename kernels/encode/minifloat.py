@@ -30,7 +30,7 @@ _HALF_LIMIT = tl.constexpr(HALF_LIMIT)
 
 
 class ElementFormat(NamedTuple):
-    """An element format: ``fraction`` bits, exponent ``bias``, the number of ``finite`` codes without the sign, and ``bits`` in total."""
+    """An element format: ``fraction`` bits, exponent ``bias``, ``finite`` magnitudes, and ``bits`` in total, including the sign."""
 
     fraction: int
     bias: int
@@ -39,12 +39,13 @@ class ElementFormat(NamedTuple):
 
 
 class MinifloatConstants(NamedTuple):
-    """Compile-time constants of a codec: the element ``form``, its ``largest`` value with exponent ``emax``, and its ``exponent_carry``.
+    """Compile-time constants of a minifloat codec.
 
-    ``kind`` is the kind of scales. A scale covers ``size`` channels, and a token has ``blocks`` scales, which are float16 if ``half``.
-    ``scale_form`` is e4m3. Run scales are chosen so that the largest quotient is ``most``; with ``per_head``, each head has its own run
-    scale. Streams are scales and, for ``E4M3_BLOCKS``, run scales. If ``chosen``, run scales are computed from the magnitudes in table 0,
-    float32 ``[batch, kv_head or 1]``.
+    ``form`` is the element format, ``largest`` its largest value, ``emax`` the exponent of that value, and ``carry`` its
+    ``exponent_carry``. ``kind`` is the kind of scales. A scale covers ``size`` channels, and a token has ``blocks`` scales, which are
+    float16 if ``half``. ``scale_form`` is e4m3. Run scales are chosen so that the largest quotient is ``most``; with ``per_head``, each
+    head has its own run scale. The streams are those of scales and, for ``E4M3_BLOCKS``, of run scales. If ``chosen``, run scales are
+    computed from the magnitudes in table 0, float32 ``[batch, kv_head or 1]``.
     """
 
     form: ElementFormat
@@ -62,9 +63,9 @@ class MinifloatConstants(NamedTuple):
 
 
 def encode(codec: Minifloat, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``, or return False if the codec is not supported.
+    """Encode ``x`` into ``output``. Returns False if the codec is not supported.
 
-    Except in engine pages, ``output`` must contain the run scale of the preceding tokens, or 0 if there are none.
+    Except for engine pages, ``output`` must contain the run scale of the preceding tokens, or 0 if there are none.
     """
     if codec.dim > MAX_PRODUCTS:
         return False
@@ -101,9 +102,10 @@ def _digit_terms(codec: Minifloat) -> dict[str, list[Term]]:
 
 
 def choose_run_scales(codec: Minifloat, x: torch.Tensor, previous: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the run scales for ``x``, and a mask of the finite ones. ``previous`` contains the run scales of earlier tokens, or 0.
+    """Choose the run scales for ``x``. Returns them with a mask of the finite ones.
 
-    PyTorch computes the scales in one pass over the input, without waiting for the device.
+    ``previous`` contains the run scales of the preceding tokens, or 0. PyTorch computes the scales in one pass over ``x``, without waiting
+    for the device.
     """
     largest = x.abs().amax((2, 3))[..., None].to(torch.float32)
     if codec.granularity != "head":
@@ -139,7 +141,7 @@ def _divide_by_scale(value: tl.tensor, scale: tl.tensor) -> tl.tensor:
 def _choose_scale(largest: tl.tensor, flag: tl.tensor, MAX_QUOTIENT: tl.constexpr, HALF: tl.constexpr) -> tl.tensor:
     """Return the scale for values up to ``largest`` (at most 3.4e38), as ``formats/minifloat.py`` does.
 
-    If the scale does not fit, returns 0 and sets the flag.
+    A scale that does not fit becomes 0 and sets the flag.
     """
     exact = tl.div_rn(largest, tl.full(largest.shape, MAX_QUOTIENT, tl.float32))
     if HALF:
@@ -156,7 +158,7 @@ def _choose_scale(largest: tl.tensor, flag: tl.tensor, MAX_QUOTIENT: tl.constexp
 
 @triton.jit
 def _load_run_scale(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the run scale, float32 ``[1, 1]``. With ``chosen``, compute it first; the page's first program then stores it."""
+    """Return the run scale, float32 ``[1, 1]``. With ``chosen``, it is computed first, and the page's first program stores it."""
     scales = block.stored[1 if CONSTANTS.kind == E4M3_BLOCKS else 0]
     zero = tl.zeros((1, 1), tl.int32)
     address = scales + block.batch

@@ -54,7 +54,7 @@ class NormState(NamedTuple):
 
 
 def create_norms(codec: Scalar | Octahedral, tables: list[torch.Tensor], device: torch.device) -> NormConstants:
-    """Return the ``NormConstants`` of ``codec``. If it needs a table, append it to ``tables``."""
+    """Return the ``NormConstants`` of ``codec``. A table that they need is appended to ``tables``."""
     bounds = norm_byte_bounds(codec.norm, device)
     if bounds is not None:
         tables.append(bounds)
@@ -64,7 +64,7 @@ def create_norms(codec: Scalar | Octahedral, tables: list[torch.Tensor], device:
 
 @triton.jit
 def begin_norms(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the initial ``NormState``, before any block is added."""
+    """Return the initial ``NormState``, to which no block has been added."""
     norm = compute_norms(block.rows, block.flag, CONSTANTS.norms.limit, _MIN_SQUARE, _MAX_SQUARE)
     factor = SHAPE.scale / tl.maximum(norm, 1e-37)
     return NormState(norm, factor, tl.zeros(norm.shape, tl.float32), tl.zeros(norm.shape, tl.float32))
@@ -72,14 +72,14 @@ def begin_norms(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -
 
 @triton.jit
 def add_decoded(state: tl.tuple, value: tl.tensor, decoded: tl.tensor) -> tl.tuple:
-    """Add a block of the normalized vector, and the values to which it decodes, to ``state``."""
+    """Add a block of the normalized vector and the block's decoded values to ``state``."""
     product = state.product + tl.sum(value * decoded, 1)[:, None]
     return NormState(state.norm, state.factor, product, state.decoded + tl.sum(decoded * decoded, 1)[:, None])
 
 
 @triton.jit
 def end_norms(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> None:
-    """Store the tokens' norms in the first stream of scales, with the norm_rule=unbiased correction if the codec requests it."""
+    """Store the norms of the tokens in the first stream of scales. If the codec requests it, apply the norm_rule=unbiased correction."""
     LIMIT: tl.constexpr = CONSTANTS.norms.limit
     RULE: tl.constexpr = CONSTANTS.norms.rule
     LOG8: tl.constexpr = CONSTANTS.norms.log8

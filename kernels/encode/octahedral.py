@@ -29,10 +29,10 @@ _MAX_LEVELS = 64
 
 
 class OctahedralConstants(NamedTuple):
-    """Compile-time constants of a codec: ``levels`` per coordinate, and ``norm_levels`` for the norms of ``triplets`` triplets.
+    """Compile-time constants of an octahedral codec: ``levels`` per coordinate, and ``norm_levels`` for the norms of ``triplets`` triplets.
 
-    The tables are the bounds and entries of both. With ``nearest``, each coordinate is rounded separately. With ``length``, the norms of
-    triplets are stored, otherwise their projections onto the direction.
+    The tables contain the bounds and entries of both. With ``nearest``, each coordinate is rounded separately. With ``length``, the norms
+    of triplets are stored, otherwise their projections onto the direction.
     """
 
     norms: NormConstants
@@ -44,7 +44,7 @@ class OctahedralConstants(NamedTuple):
 
 
 def encode(codec: Octahedral, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``, or return False if the codec is not supported."""
+    """Encode ``x`` into ``output``. Returns False if the codec is not supported."""
     levels = 1 << codec.b_dir - 1
     if codec.rounding == "full" or (codec.rounding == "local3x3" and levels > _MAX_LEVELS):
         return False
@@ -81,7 +81,7 @@ def _digit_terms(codec: Octahedral) -> dict[str, list[Term]]:
 
 @triton.jit
 def _projection(xi: tl.tensor, eta: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
-    """Return the scalar product of (x, y, z) and the unit direction with octahedral coordinates (xi, eta) (OCTOPUS Eq. 6)."""
+    """Return the dot product of (x, y, z) and the unit direction with octahedral coordinates (xi, eta) (OCTOPUS Eq. 6)."""
     third = 1.0 - xi - eta
     first = tl.where(third < 0, 1.0 - eta, xi)
     second = tl.where(third < 0, 1.0 - xi, eta)

@@ -20,16 +20,16 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def copy(x: torch.Tensor, stream: torch.Tensor, origins: BatchOffsets, status: torch.Tensor | None) -> None:
-    """Copy values ``x`` ``[batch, kv_head, token, dim]`` to ``stream``. The batch entries are at ``origins``.
+    """Copy values ``x`` ``[batch, kv_head, token, dim]`` to ``stream``. The batch entries of ``x`` are at ``origins``.
 
-    With ``status``, copy from ``stream`` to ``x`` instead, and only for entries whose status is 0.
+    With ``status``, copy from ``stream`` to ``x`` instead, and only entries whose status is 0.
     """
     words = _WORDS[x.element_size()]
     launch_on_tiles(_copy, x.view(words), origins, stream.view(words), status)
 
 
 def largest_magnitudes(x: torch.Tensor, origins: BatchOffsets, per_head: bool) -> torch.Tensor:
-    """Return the largest magnitude in each sequence of ``x`` ``[batch, kv_head, token, dim]``, or in each head with ``per_head``.
+    """Return the largest magnitude in each sequence of ``x`` ``[batch, kv_head, token, dim]`` or, with ``per_head``, in each of its heads.
 
     The magnitudes are float32 ``[batch, kv_head or 1, 1]``. They are NaN if any value is NaN.
     """
@@ -39,7 +39,7 @@ def largest_magnitudes(x: torch.Tensor, origins: BatchOffsets, per_head: bool) -
 
 
 def token_norms(x: torch.Tensor, origins: BatchOffsets) -> torch.Tensor:
-    """Return the norm of each token of ``x`` ``[batch, kv_head, token, dim]`` in each head: float32 ``[batch, kv_head, token]``."""
+    """Return the norm of each token in each head of ``x`` ``[batch, kv_head, token, dim]``: float32 ``[batch, kv_head, token]``."""
     result = torch.empty(x.shape[:3], dtype=torch.float32, device=x.device)
     launch_on_tiles(_measure, x, origins, result, OF_TOKENS=True, PER_HEAD=True)
     return result

@@ -31,10 +31,10 @@ _MAX_ANGLES, _MIN_SUM, _MAX_SUM = tl.constexpr(MAX_ANGLES), tl.constexpr(MIN_SUM
 
 
 class PolarConstants(NamedTuple):
-    """Compile-time constants of a codec: the ``bits`` of each level's angles, and the number of ``radii`` per token.
+    """Compile-time constants of a polar codec: the ``bits`` of each level's angles, and the number of ``radii`` per token.
 
     ``limit`` is the smallest radius that does not fit, ``rule`` comes from ``rows.norm_rule_limit``, and ``compiled`` is False in the
-    interpreter. The tables are the bounds of angles, ``[level, MAX_ANGLES]``, and the result of ``level_directions``.
+    interpreter. The tables are the bounds between angles, ``[level, MAX_ANGLES]``, and the result of ``level_directions``.
     """
 
     bits: tuple[int, ...]
@@ -45,9 +45,9 @@ class PolarConstants(NamedTuple):
 
 
 def encode(codec: Polar, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``, or return False if the codec is not supported.
+    """Encode ``x`` into ``output``. Returns False if the codec is not supported.
 
-    Levels with an odd number of radii are not supported, and neither are head dims above ``MAX_PRODUCTS``.
+    Not supported are levels with an odd number of radii, and head dims above ``MAX_PRODUCTS``.
     """
     radii = [codec.dim, *(level.angles for level in codec.levels)]
     if codec.dim > MAX_PRODUCTS or any(2 * half != whole for whole, half in pairwise(radii)):
@@ -67,12 +67,14 @@ def encode(codec: Polar, x: torch.Tensor, output: Output) -> bool:
 
 
 def _padded_pairs(codec: Polar) -> int:
-    """Return the number of channel pairs per token, including padding."""
     return max(MIN_AXIS, next_power_of_two(codec.dim // 2))
 
 
 def _tile_symbols(codec: Polar) -> tuple[int, ...]:
-    """Return the number of symbols in each level's tile, including padding: half of the level below, but at least ``MIN_AXIS``."""
+    """Return the number of symbols in the tile of each level, including padding.
+
+    It is half the number of the level below, but at least ``MIN_AXIS``.
+    """
     return tuple(max(MIN_AXIS, _padded_pairs(codec) >> level) for level in range(len(codec.levels)))
 
 
@@ -93,9 +95,9 @@ def _digit_terms(codec: Polar) -> dict[str, list[Term]]:
 
 @cache_per_device
 def _angle_bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
-    """Return the bounds between neighboring angles of each level above the first, in turns, ``[level, MAX_ANGLES]``.
+    """Return the bounds between neighboring angles of each level above the first, in turns: float32 ``[level, MAX_ANGLES]``.
 
-    The last bound is above all angles.
+    The last bound is greater than all angles.
     """
     bounds = torch.full((len(tables) + 1, MAX_ANGLES), 2.0, dtype=torch.float32)
     for row, (table,) in zip(bounds, tables, strict=False):
@@ -106,7 +108,7 @@ def _angle_bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
 
 @cache_per_device
 def level_directions(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
-    """Return the cosine and sine of all angles of all levels, ``[level, MAX_ANGLES, 2]``. In the first level, these are bin centers."""
+    """Return the cosine and sine of all angles of all levels, ``[level, MAX_ANGLES, 2]``. The angles of the first level are bin centers."""
     directions = torch.zeros(len(tables) + 1, MAX_ANGLES, 2, dtype=torch.float32)
     levels = [uniform_directions(1 << bits, "cpu"), *(angle_directions(table, "cpu") for (table,) in tables)]
     for row, level in zip(directions, levels, strict=True):
@@ -133,7 +135,7 @@ def _prevent_recomputation(values: tl.tensor, COMPILED: tl.constexpr) -> tl.tens
 
 @triton.jit
 def _widen_tile(codes: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
-    """Reshape flat ``codes`` of ``PAIRS`` pairs per token to a tile. Columns of a wider tile that have no code are 0."""
+    """Reshape flat ``codes`` to a tile of ``PAIRS`` pairs per token. If the tile must be wider, its other columns are 0."""
     WIDTH: tl.constexpr = _tile_width(PAIRS)
     TIMES: tl.constexpr = WIDTH // PAIRS
     if TIMES > 1:
@@ -144,12 +146,12 @@ def _widen_tile(codes: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _project_pairs(first: tl.tensor, second: tl.tensor, code: tl.tensor, directions: tl.tensor) -> tl.tensor:
-    """Return the projections of pairs onto the directions that ``code`` selects."""
+    """Return the projection of each pair (``first``, ``second``) onto the direction that its ``code`` selects."""
     return first * tl.load(directions + 2 * code) + second * tl.load(directions + 2 * code + 1)
 
 
 class PolarState(NamedTuple):
-    """State of one level: its radii, and each radius's values projected onto the direction to which they decode.
+    """State of one level: its radii, and the projections of their values onto the directions that they decode to.
 
     Projections are computed only if the norm rule or the errors need them. Above the first level, fields are flat, ``[token * pair]``.
     """
@@ -162,7 +164,7 @@ class PolarState(NamedTuple):
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the bins of the angles of all channel pairs."""
+    """Return the angle bins of all channel pairs."""
     BINS: tl.constexpr = 1 << CONSTANTS.bits[0]
     SCALE: tl.constexpr = SHAPE.scale
     polar = angle_and_norm(values[0], values[1])
@@ -178,7 +180,7 @@ def _quantize(
 
 @triton.jit
 def _quantize_level(block: tl.tuple, state: tl.tuple, LEVEL: tl.constexpr, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the codes of the angles of one level above the first."""
+    """Return the angle codes of level ``LEVEL``, which is above the first."""
     PAIRS: tl.constexpr = SHAPE.block >> LEVEL
     ANGLES: tl.constexpr = 1 << CONSTANTS.bits[LEVEL]
     COMPILED: tl.constexpr = CONSTANTS.compiled
@@ -196,7 +198,7 @@ def _quantize_level(block: tl.tuple, state: tl.tuple, LEVEL: tl.constexpr, CONST
 
 @triton.jit
 def _store_radii(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> None:
-    """Store the radii of the last level, corrected for norm_rule=unbiased if the codec requests it."""
+    """Store the radii of the last level. If the codec requests it, apply the norm_rule=unbiased correction."""
     LEVELS: tl.constexpr = len(CONSTANTS.bits)
     TOKENS: tl.constexpr = SHAPE.tokens
     WIDTH: tl.constexpr = SHAPE.block >> (LEVELS - 1)

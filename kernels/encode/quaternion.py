@@ -32,9 +32,10 @@ _UNITS, _MIN_RADIUS, _MAX_RADIUS = tl.constexpr(UNITS), tl.constexpr(MIN_RADIUS)
 
 
 class QuaternionConstants(NamedTuple):
-    """Compile-time constants of a codec: the largest radius code (``steps``), and the smallest scale that does not fit (``limit``).
+    """Compile-time constants of a quaternion codec.
 
-    ``rule`` comes from ``rows.norm_rule_limit``. The tables are the secondary quaternions, ``[count, 4]``, and their count.
+    ``steps`` is the largest radius code, and ``limit`` is the smallest scale that does not fit. ``rule`` comes from
+    ``rows.norm_rule_limit``. The tables are the secondary quaternions, ``[count, 4]``, and their count.
     """
 
     steps: int
@@ -43,7 +44,7 @@ class QuaternionConstants(NamedTuple):
 
 
 def encode(codec: Quaternion, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``, or return False if the codec is not supported."""
+    """Encode ``x`` into ``output``. Returns False if the codec is not supported."""
     if codec.dim > MAX_PRODUCTS:
         return False
     symbols = max(MIN_AXIS, next_power_of_two(-(-codec.dim // 4)))
@@ -86,13 +87,12 @@ def _rotate_by_conjugate(
 
 @triton.jit
 def _sign_bit(value: tl.tensor) -> tl.tensor:
-    """Return 1 for a negative float32 value (including -0), otherwise 0."""
     return value.to(tl.int32, bitcast=True) >> 31 & 1
 
 
 @triton.jit
 def _nearest_unit(w: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
-    """Return the index of the nearest Hurwitz unit: 2 i + sign for axis i, or 8 plus one sign bit per component for a half unit."""
+    """Return the index of the nearest Hurwitz unit: 2 i + sign for axis i, and 8 plus one sign bit per component for a half unit."""
     best = tl.abs(w)
     index = _sign_bit(w)
     index = tl.where(tl.abs(x) > best, 2 + _sign_bit(x), index)
@@ -110,7 +110,7 @@ def _nearest_unit(w: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codewords and radius codes of all chunks of the tokens. Also stores the tokens' scales."""
+    """Return the codeword and the radius code of each chunk of the tokens. Also stores the scales of the tokens."""
     STEPS: tl.constexpr = CONSTANTS.steps
     LIMIT: tl.constexpr = CONSTANTS.limit
     RULE: tl.constexpr = CONSTANTS.rule

@@ -51,7 +51,7 @@ _PARTS = 3
 
 
 def block_tokens(x: torch.Tensor, limit: int) -> int:
-    """Return the number of tokens per tile of rows of ``x``: ``limit``, or half of it for long rows, which would fill the registers."""
+    """Return the number of tokens per tile: ``limit``, or half of it for rows of ``x`` that are long and would fill the registers."""
     return limit if x.shape[3] <= MAX_PRODUCTS else max(MIN_AXIS, limit // 2)
 
 
@@ -77,11 +77,11 @@ class InputArguments(NamedTuple):
 
 
 class BatchOffsets(NamedTuple):
-    """Offsets of batch entries that are scattered in memory, such as an inference engine's pages.
+    """Offsets of batch entries that are scattered in memory, such as the pages of an inference engine.
 
-    ``table``, int64 ``[batch, 3]``, contains the offset of an entry from the first entry's input, in elements, the offset of its streams
-    from the first entry's streams, in bytes, and the index of its flag. ``aligned`` is a power of two, at most 16, that divides the byte
-    offsets of all inputs. Stream offsets are multiples of ``STREAM_ALIGNMENT``.
+    ``table``, int64 ``[batch, 3]``, contains three numbers per entry: the offset of its input from the first entry's input, in elements,
+    the offset of its streams from the first entry's streams, in bytes, and the index of its flag. ``aligned`` is a power of two, at most
+    16, that divides the byte offsets of all inputs. Stream offsets are multiples of ``STREAM_ALIGNMENT``.
     """
 
     table: torch.Tensor
@@ -89,13 +89,12 @@ class BatchOffsets(NamedTuple):
 
 
 def operand_type(x: torch.Tensor) -> Any:
-    """Return the Triton type in which rows of ``x`` are multiplied. The interpreter cannot multiply bfloat16."""
+    """Return the Triton type of rows of ``x`` in matrix products. The interpreter cannot multiply bfloat16."""
     return {torch.float16: tl.float16}.get(x.dtype, tl.bfloat16) if not gpu(x.device).interpreted else tl.float32
 
 
 def input_arguments(x: torch.Tensor, origins: BatchOffsets | None = None) -> InputArguments:
-    """Return the kernel arguments for ``x`` ``[batch, kv_head, token, dim]``, with batch entries at ``origins``. Any strides are allowed.
-    """
+    """Return the kernel arguments for ``x`` ``[batch, kv_head, token, dim]``, with arbitrary strides and batch entries at ``origins``."""
     padded = max(MIN_AXIS, next_power_of_two(x.shape[3]))
     parts = _PARTS if x.dtype == torch.float32 else 1
     return InputArguments(
@@ -111,10 +110,10 @@ def input_arguments(x: torch.Tensor, origins: BatchOffsets | None = None) -> Inp
 
 
 def coordinate_matrices(rotation: Rotation, count: int, symbols: int, block: int, x: torch.Tensor) -> torch.Tensor:
-    """Return the matrices that map rows of ``x`` to the first, second, ... coordinate of every group of ``count`` channels.
+    """Return the matrices that map rows of ``x`` to rotated coordinates: one matrix for each of the ``count`` coordinates of a symbol.
 
-    They are ``[blocks, count, padded dim, block]`` for blocks of the ``symbols`` symbols. Entries are +1, -1 or 0. They are the rotation
-    times sqrt(dim), or the identity without a rotation.
+    The shape is ``[blocks, count, padded dim, block]``, for ``symbols`` symbols in blocks. Entries are +1, -1 or 0: the entries of the
+    rotation times sqrt(dim), or those of the identity without a rotation.
     """
     dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
     return _build_coordinate_matrices(rotation, count, symbols, block, dtype, x.device)
@@ -139,12 +138,12 @@ def table_values(table: bytes) -> torch.Tensor:
 
 @cache_per_device
 def table_bounds(table: bytes) -> torch.Tensor:
-    """Return the midpoints between neighbors of a table with values in [0, 1], followed by 2.0, because tensors must not be empty."""
+    """Return the midpoints between neighbors of a table with values in [0, 1], followed by 2.0, so that the tensor is never empty."""
     return torch.tensor([*midpoints(table), 2.0], dtype=torch.float32)
 
 
 def rotation_scale(rotation: Rotation) -> float:
-    """Return the factor by which products with ``coordinate_matrices`` must still be multiplied."""
+    """Return the factor that products with ``coordinate_matrices`` lack."""
     return 1.0 if rotation.kind == "none" else 1.0 / math.sqrt(rotation.dim)
 
 
@@ -154,7 +153,7 @@ def norm_limit(dtype: str) -> float:
 
 
 def norm_byte_bounds(norm: str, device: torch.device) -> torch.Tensor | None:
-    """Return the bounds with which ``store_norms`` writes norms as bytes, or None if ``norm`` is another format."""
+    """Return the bounds with which ``store_norms`` encodes norms as bytes, or None if ``norm`` is another format."""
     return log8_bounds(device) if norm == LOG8 else None
 
 
@@ -164,7 +163,7 @@ def norm_rule_limit(norm_rule: str, dtype: str) -> float:
 
 
 class EntryOffsets(NamedTuple):
-    """Offsets of one batch entry: of its input (in values), of its streams (in bytes), and of its flag."""
+    """Offsets of one batch entry's input (in values) and streams (in bytes), and the index of its flag."""
 
     input: Any
     streams: Any
@@ -188,7 +187,6 @@ def move_pointer(pointer: tl.tensor, shift: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def move_pointers(pointers: tl.tuple, shift: tl.tensor) -> tl.tuple:
-    """Return all stream ``pointers`` moved by ``shift`` bytes."""
     moved = ()
     for index in tl.static_range(len(pointers)):
         moved = moved + (move_pointer(pointers[index], shift),)  # noqa: RUF005
@@ -209,7 +207,7 @@ def load_rows(
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Load the values of ``token`` in their stored dtype, ``[token, PADDED_DIM]``. Padding, and tokens that are not ``valid``, become 0."""
+    """Load the values of ``token`` in their stored dtype, ``[token, PADDED_DIM]``. Padding and tokens that are not ``valid`` become 0."""
     channel = tl.arange(0, PADDED_DIM)[None, :]
     row = x + batch * batch_stride + head * head_stride
     return tl.load(row + token * token_stride + channel.to(tl.int64) * channel_stride, valid & (channel < DIM), 0.0)
@@ -248,7 +246,7 @@ def flag_unless(ok: tl.tensor, flag: tl.tensor) -> None:
 
 @triton.jit
 def compute_norms(rows: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr) -> tl.tensor:
-    """Return the norm of each row, float32 ``[token, 1]``. Sets the flag if a norm is not below ``LIMIT`` or its square is out of range.
+    """Return the norm of each row, float32 ``[token, 1]``. Sets the flag for a norm of ``LIMIT`` or more, and for squares out of range.
 
     Rows of zeros do not set the flag, but NaN does.
     """
@@ -265,7 +263,7 @@ def compute_norms(rows: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr, SMALLES
 def store_norms(
     norms: tl.tensor, norm: tl.tensor, row: tl.tensor, valid: tl.tensor, log8_bounds: tl.tensor | None, LIMIT: tl.constexpr
 ) -> None:
-    """Store one norm per row. A norm that does not fit, which ``compute_norms`` has flagged, is stored as 0.
+    """Store one norm per row. Norms that do not fit, which ``compute_norms`` has flagged, are stored as 0.
 
     With ``log8_bounds``, a norm is stored as a byte: the number of bounds that do not exceed it.
     """
@@ -282,7 +280,7 @@ def store_norms(
 def unbiased_factor(
     norm: tl.tensor, squares: tl.tensor, product: tl.tensor, decoded: tl.tensor, LIMIT: tl.constexpr, RULE: tl.constexpr
 ) -> tl.tensor:
-    """Return the factor of ``formats.norm_rule.unbiased_factor``. All tiles must have the same shape."""
+    """Compute the factor of ``formats.norm_rule.unbiased_factor``. All tiles must have the same shape."""
     is_close = (product > 0) & (2 * product * product >= squares * decoded) & (norm < LIMIT)
     return tl.where(is_close, tl.minimum(norm * (squares / tl.where(is_close, product, 1.0)), RULE), norm)
 
@@ -302,7 +300,7 @@ def store_errors(
 
 @triton.jit
 def look_up_entry(level: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
-    """Return the entry of ``table``, which has ``LEVELS`` entries, for each level. Small tables are compared entry by entry."""
+    """Return the table entry of each ``level``. In small tables (up to 16 ``LEVELS``), it is found by comparisons."""
     if LEVELS <= 16:
         entry = tl.zeros(level.shape, tl.float32) + tl.load(table)
         for index in tl.static_range(1, LEVELS):
@@ -314,7 +312,7 @@ def look_up_entry(level: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> t
 
 @triton.jit
 def find_level(values: tl.tensor, bounds: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
-    """Return how many of the ascending ``bounds`` are below each value, int32.
+    """Return the number of ascending ``bounds`` that are below each value, int32.
 
     There are ``LEVELS`` - 1 bounds; ``LEVELS`` is a power of two, at most 256. A few bounds are compared one by one, because a lookup
     converts the tile's layout, which costs as much as several comparisons.
@@ -333,9 +331,9 @@ def find_level(values: tl.tensor, bounds: tl.tensor, LEVELS: tl.constexpr) -> tl
 
 @triton.jit
 def enclosing_levels(values: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> tl.tuple:
-    """Return the two entries of an ascending table that enclose each value, preceded by the index of the lower entry.
+    """Return the two entries of an ascending ``table`` that enclose each value, preceded by the index of the lower entry.
 
-    A value beyond the ends of the table gets the first two or the last two entries.
+    For a value outside the table, these are the first two or the last two entries.
     """
     if LEVELS <= 16:
         level = tl.zeros(values.shape, tl.int32)

@@ -26,7 +26,7 @@ _SCALES, _COUNT = tl.constexpr(SCALES), tl.constexpr(len(SCALES))
 
 
 class ScalarConstants(NamedTuple):
-    """Compile-time constants of a codec: the number of magnitude levels of each width. ``high_levels`` is 0 if there is no second width.
+    """Compile-time constants of a scalar codec: the number of magnitude levels of each width. ``high_levels`` is 0 without a second width.
 
     The tables are the bounds and the magnitudes of each width, and a mask of the channels with the second width.
     """
@@ -39,8 +39,8 @@ class ScalarConstants(NamedTuple):
 class ScaledState(NamedTuple):
     """A ``NormState`` with the chosen multiple (``scale``) of each token's unit vector, ``[token, 1]``.
 
-    While multiples are tried, ``product`` and ``decoded`` are ``[token, scale]``: the product of the vector and the error of a multiple,
-    and the squared norm of this error. ``scale`` is then the squared norm of the vector.
+    While multiples are tried, ``product`` and ``decoded`` are ``[token, scale]``: the product of the unit vector and a multiple's error,
+    and the squared norm of that error. ``scale`` is then the squared norm of the vector.
     """
 
     norm: Any
@@ -51,7 +51,7 @@ class ScaledState(NamedTuple):
 
 
 def encode(codec: Scalar, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``, or return False if the codec is not supported."""
+    """Encode ``x`` into ``output``. Returns False if the codec is not supported."""
     symbols = max(MIN_AXIS, next_power_of_two(codec.dim))
     tables = [table_bounds(codec.magnitude_table, x.device), table_values(codec.magnitude_table, x.device)]
     if codec.bits_high:
@@ -76,7 +76,7 @@ def _digit_terms(codec: Scalar) -> dict[str, tuple[Term]]:
 
 @cache_per_device
 def _high_channels(parts: tuple[ChannelSet, ...], symbols: int) -> torch.Tensor:
-    """Return an int32 mask of the channels with the second width, padded to ``symbols`` channels."""
+    """Return a mask of the channels with the second width, int32, padded to ``symbols`` channels."""
     high = torch.zeros(symbols, dtype=torch.int32)
     high[list(parts[1].channels)] = 1
     return high
@@ -86,7 +86,7 @@ def _high_channels(parts: tuple[ChannelSet, ...], symbols: int) -> torch.Tensor:
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of a block of channels, and the next state. With two widths, every channel is encoded in both."""
+    """Return the codes of a block of channels, and the next state. If there are two widths, all channels are encoded with both."""
     magnitude = tl.abs(values[0]) * state.factor
     digits, decoded = _encode_magnitudes(values[0], magnitude, block, block_index, CONSTANTS, SHAPE)
     if CONSTANTS.norms.rule > 0 or SHAPE.measured:
@@ -98,9 +98,9 @@ def _quantize(
 def _encode_magnitudes(
     value: tl.tensor, magnitude: tl.tensor, block: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of a block's values, and the magnitudes to which they decode. ``magnitude`` contains the values' magnitudes.
+    """Return the codes of a block of a unit vector, and the magnitudes that they decode to. ``magnitude`` contains the block's magnitudes.
 
-    Values are those of a unit vector. See ``_quantize`` for the other arguments.
+    See ``_quantize`` for the other arguments.
     """
     LEVELS: tl.constexpr = CONSTANTS.levels
     HIGH_LEVELS: tl.constexpr = CONSTANTS.high_levels
@@ -129,7 +129,7 @@ def _begin_scaled(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr)
 def _measure(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Add the values of a block, and the values to which each of their multiples decodes, to ``state``."""
+    """Encode every multiple of a block of the unit vector, and add the products and squares of the errors to ``state``."""
     magnitude = tl.abs(values[0]) * state.factor
     product, squares = state.product, state.decoded
     for place in tl.static_range(_COUNT):
@@ -144,7 +144,7 @@ def _measure(
 
 @triton.jit
 def _decide(state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the state with the scale of the smallest angle, and with the sums for this scale. The first scale wins ties."""
+    """Return the state with the scale that gives the smallest angle, and the sums for this scale. The first scale wins ties."""
     numbers = tl.arange(0, _COUNT)[None, :]
     scales = tl.zeros_like(state.product) + _SCALES[0]
     for number in tl.static_range(1, _COUNT):
@@ -166,7 +166,7 @@ def _decide(state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl
 def _quantize_scaled(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of the chosen multiple of the unit vector. The state already contains the sums for this multiple."""
+    """Return the codes of a block of the chosen multiple of the unit vector. The state already contains the sums for this multiple."""
     # The factors of a token are multiplied first, as in _measure: Triton 3.6 fails to compile (|x| * factor) * scale in a second loop.
     digits, _ = _encode_magnitudes(values[0], tl.abs(values[0]) * (state.factor * state.scale), block, block_index, CONSTANTS, SHAPE)
     return digits, state

@@ -35,7 +35,7 @@ symbol.
 
 
 def encode(codec: Trellis, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``. Returns False, and writes nothing, for engine pages.
+    """Encode ``x`` into ``output``. Returns False, and writes nothing, for engine pages.
 
     Raises OutOfRange for norms that the codec cannot store.
     """
@@ -78,9 +78,10 @@ def _find_paths(
     STATES: tl.constexpr,
     BITS: tl.constexpr,
 ) -> None:
-    """Search every ``programs``-th row of ``x`` ``[row, dim]`` twice, and store the windows of the second path.
+    """Search paths for every ``programs``-th row of ``x`` ``[row, dim]``, and store their windows.
 
-    The first search begins in the middle of the row. It determines the bits that the first and the last window of the second search share.
+    Each row is searched twice. The first search begins in the middle of the row, and finds the bits that the first and the last window of
+    the second search share.
     """
     SYMBOLS: tl.constexpr = 1 << BITS
     KEPT: tl.constexpr = STATES // SYMBOLS
@@ -116,7 +117,7 @@ def _search(
     BITS: tl.constexpr,
     CIRCULAR: tl.constexpr,
 ) -> tl.tensor:
-    """Return the last window of the path through ``values`` with the smallest squared error, beginning at channel ``first_channel``.
+    """Return the last window of the path with the smallest squared error through ``values``, beginning at channel ``first_channel``.
 
     Back-pointers are stored in ``back`` ``[channel, KEPT]``. With ``CIRCULAR``, the low bits of the first window and the high bits of the
     last window must equal ``shared``.
@@ -157,6 +158,6 @@ def _search(
 
 @triton.jit
 def _step_back(back: tl.tensor, channel: tl.tensor, state: tl.tensor, KEPT: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """Return the window of the previous channel on the best path to the window ``state`` of ``channel``."""
+    """Return the window before window ``state`` of ``channel`` on the best path."""
     low = state & (KEPT - 1)
     return (low << BITS) | tl.load(back + channel * KEPT + low).to(tl.int32)

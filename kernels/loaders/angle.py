@@ -32,9 +32,9 @@ VALUES = 2
 
 
 class AngleConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles. ``log`` is True if norms are logarithms.
+    """Compile-time constants of an angle codec and its tiles. ``log`` is True if norms are logarithms.
 
-    ``range_index`` is the index of the stream of ranges, and also their index in what ``load`` returns.
+    ``range_index`` is the index of the stream of ranges, and also the index of the ranges in the result of ``load``.
     """
 
     packing: TilePacking
@@ -86,7 +86,7 @@ def load(
     MASKED: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tuple:
-    """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, and then the ranges, int32 ``[warp, token]``."""
+    """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, followed by the ranges, int32 ``[warp, token]``."""
     PACKING: tl.constexpr = CONSTANTS.packing
     loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, MODE.transposed)
     return loaded + load_range(pointers[CONSTANTS.range_index], first, token, valid, CONSTANTS, MASKED)
@@ -96,8 +96,7 @@ def load(
 def load_range(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """Load the range of each token, its step and minimum: one int32 ``[warp, token]`` for two float16 numbers, or two for float32 numbers.
-    """
+    """Load the range (step and minimum) of each token as int32 ``[warp, token]``: one for float16 numbers, or two for float32 numbers."""
     words = ()
     for word in tl.static_range(2 - CONSTANTS.half_range):
         words = words + (load_per_token(pointer, first, token, valid, 2 - CONSTANTS.half_range, word, MASKED),)
@@ -106,13 +105,12 @@ def load_range(
 
 @triton.jit
 def _half_as_float32(bits: tl.tensor) -> tl.tensor:
-    """Convert the low 16 bits of each integer, a float16 number, to float32."""
     return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _range_as_float32(words: tl.tuple) -> tl.tuple:
-    """Return the step and the minimum of each token's range as float32 tensors with the shape of ``words``."""
+    """Return the step and the minimum of each token's range (``words``) as float32 tensors of the same shape."""
     if len(words) == 1:
         step = _half_as_float32(words[0])
         minimum = _half_as_float32(words[0] >> 16)
@@ -124,7 +122,7 @@ def _range_as_float32(words: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def _divisor_exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
-    """Return the exponent field of the power of two by which the norms of a token with a linear range are divided.
+    """Return the exponent field of the power of two by which norms with a linear range are divided, for each token.
 
     For float16 ranges, it is the exponent of the largest step or of 1/256 of the largest minimum, so that divided norms are below 2^11. For
     float32 ranges, the power exceeds all norms except the very largest.
@@ -148,9 +146,9 @@ def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.
 
 @triton.jit
 def range_factor(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return the number by which each token's norms are divided, given the tokens' ranges (``words``).
+    """Return the token factors: the number by which each token's norms are divided. ``words`` are the tokens' ranges.
 
-    It is a power of two or, if norms are logarithms, the largest norm that the token's range can represent.
+    It is a power of two or, if norms are logarithms, the largest norm that the range can represent.
     """
     LARGEST: tl.constexpr = (1 << CONSTANTS.norm_bits) - 1
     if CONSTANTS.log:
@@ -163,13 +161,13 @@ def range_factor(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
 
 @triton.constexpr_function
 def middle_norm_code(bits: int) -> int:
-    """Return the code that is subtracted from norm codes of ``bits`` bits: the middle one, rounded up."""
+    """Return the code that is subtracted from norm codes of ``bits`` bits: half the number of codes."""
     return 1 << (bits - 1)
 
 
 @triton.jit
 def norm_affine(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
-    """Return the scale and center of norms (or of their logarithms) divided by the token factor, float32.
+    """Return the scale and center, float32, of norms (or of their logarithms) that are divided by the token factor.
 
     A norm is (code - ``middle_norm_code``) * scale + center. ``words`` are the tokens' ranges.
     """
@@ -188,9 +186,9 @@ def norm_affine(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
 
 @triton.constexpr_function
 def _norm_affine_ptx(bits: int) -> str:
-    """Return PTX for ``norm_affine`` of two float16 ranges.
+    """Return PTX that computes ``norm_affine`` for two float16 ranges.
 
-    It computes the same exponents as ``_divisor_exponent``, but leaves them in place, because exponent fields compare like float16 numbers.
+    It compares exponents in place, without shifting them down, because exponent fields have the same order as float16 numbers.
     """
     middle = binary16_bits(middle_norm_code(bits))
     return f"""{{ .reg .b32 step, minimum, high, low, bound;
@@ -222,7 +220,7 @@ def decode(
 ) -> tl.tuple:
     """Return both channels of the pairs of step ``STEP`` as two float16 tiles in the layout of the planes.
 
-    Channels are not yet multiplied by the token factor.
+    The channels still lack the token factor.
     """
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
@@ -242,7 +240,7 @@ def decode(
 
 @triton.jit
 def load_norm_affine(loaded: tl.tuple, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
-    """Return the scale and center of ``norm_affine`` for the ranges in ``loaded``, as float16 tensors that broadcast to a tile."""
+    """Return ``norm_affine`` of the ranges in ``loaded``: the scale and the center as float16 tensors that broadcast to a tile."""
     scale, center = norm_affine_f16(loaded[CONSTANTS.range_index : CONSTANTS.range_index + 2 - CONSTANTS.half_range], CONSTANTS, MODE.fast)
     return broadcast_tokens(scale, MODE.transposed), broadcast_tokens(center, MODE.transposed)
 
@@ -257,7 +255,8 @@ def decode_pairs(
     CONSTANTS: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tuple:
-    """Return both channels of pairs whose bin begins at bit ``BIN`` of each column, and whose norm code begins at bit ``NORM``."""
+    """Return both channels of one pair per column. The pair's bin begins at bit ``BIN`` of the column, and its norm code at bit ``NORM``.
+    """
     SHARED: tl.constexpr = MODE.shared
     result = look_up_bits(planes, table, BIN, CONSTANTS.bin_bits, 2, 0, SHARED, MODE.fast)
     NORM_BITS: tl.constexpr = CONSTANTS.norm_bits

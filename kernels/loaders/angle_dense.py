@@ -28,9 +28,9 @@ from .tiles import Tiles, symbol_channels
 
 
 class AngleDenseConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles. ``log`` is True if norms are logarithms.
+    """Compile-time constants of an angle codec and its tiles. ``log`` is True if norms are logarithms.
 
-    ``range_index`` is the index of the stream of ranges, and also their index in what ``load`` returns.
+    ``range_index`` is the index of the stream of ranges, and also the index of the ranges in the result of ``load``.
     """
 
     bins: ReplicatedPacking
@@ -43,7 +43,7 @@ class AngleDenseConstants(NamedTuple):
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """Return the loader of ``codec``. None if bins or norm codes are not bit fields, or if their widths do not fit one tile."""
+    """Return the loader of ``codec``, or None if bins or norm codes are not bit fields, or if their widths do not fit one tile."""
     packings = codec.packings()
     every = tuple(packings.values())
     columns = common_tile_width(every) if list(packings) == ["angle", "norm_codes"] else None
@@ -81,7 +81,7 @@ def load(
     MASKED: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tuple:
-    """Load the planes of bins and norm codes (``replicated_columns.load_stream``), and then the ranges, int32 ``[warp, token]``."""
+    """Load the planes of bins and of norm codes (``replicated_columns.load_stream``), followed by the ranges, int32 ``[warp, token]``."""
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
     loaded = load_stream(pointers, first, token, valid, BINS, MASKED, MODE.transposed)
@@ -95,7 +95,7 @@ def decode(
 ) -> tl.tuple:
     """Return both channels of the pairs of step ``STEP`` as two float16 tiles in the layout of the planes.
 
-    Channels are not yet multiplied by the token factor.
+    The channels still lack the token factor.
     """
     SHARED: tl.constexpr = MODE.shared
     BINS: tl.constexpr = CONSTANTS.bins
@@ -110,7 +110,7 @@ def decode(
 
 @triton.constexpr_function
 def entry_offset_bit(bits: int, shared: SharedTable, fast: bool) -> int:
-    """Return the bit at which an index must begin so that, masked but not shifted, it is the byte offset of its entry in a shared table.
+    """Return the bit at which an index must begin so that, masked but not shifted, it is the byte offset of a shared table's entry.
 
     The index has ``bits`` bits, and the table has several copies of each entry. Returns 0 if the index does not fit at that bit.
     """

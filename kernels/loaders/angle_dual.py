@@ -33,7 +33,7 @@ MAX_SLICES = 2
 
 
 class NormSlices(NamedTuple):
-    """Layout of norm codes: rows of ``width`` words, loaded as ``count`` tiles. Each tile has the same columns as the bins."""
+    """Layout of norm codes: rows of ``width`` words, loaded as ``count`` tiles. Each tile has the same columns as the tile of bins."""
 
     stream: int
     width: int
@@ -41,7 +41,7 @@ class NormSlices(NamedTuple):
 
 
 class AngleDualConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles. ``range_index`` is the index of the ranges in what ``load`` returns."""
+    """Compile-time constants of an angle codec and its tiles. ``range_index`` is the index of the ranges in the result of ``load``."""
 
     bins: ReplicatedPacking
     norms: NormSlices
@@ -54,7 +54,7 @@ class AngleDualConstants(NamedTuple):
 
 
 def tiles(codec: Angle, dual: int) -> Tiles | None:
-    """Return the loader of ``codec``. None if bins or norm codes are not bit fields, or if their rows have unsupported lengths."""
+    """Return the loader of ``codec``, or None if bins or norm codes are not bit fields, or if their rows have unsupported lengths."""
     packings = codec.packings()
     every = tuple(packings.values())
     if list(packings) != ["angle", "norm_codes"] or not all(map(has_whole_word_tiles, every)):
@@ -112,7 +112,7 @@ def load(
     MASKED: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tuple:
-    """Load the bins, norm codes and ranges of ``token`` ``[warp, token]``, and of the second token in each row.
+    """Load the bins, norm codes and ranges of both tokens of each row: ``token`` ``[warp, token]``, and the second token.
 
     - Bins: one int16 tile of 2 ``INTERLEAVE`` columns per plane.
     - Norm codes: one int16 tile per slice, with as many columns as the replicated bins.
@@ -176,7 +176,7 @@ def decode(
 ) -> tl.tuple:
     """Return both channels of the pairs of step ``STEP`` as two float16 tiles, possibly transposed.
 
-    Channels are not yet multiplied by the token factors.
+    The channels still lack the token factors.
     """
     SHARED: tl.constexpr = MODE.shared
     BINS: tl.constexpr = CONSTANTS.bins
@@ -193,7 +193,7 @@ def decode(
 
 @triton.jit
 def _spread_to_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Repeat ``value`` ``[warp, token, 2]``, a number for each of a row's two tokens, over the columns of a tile."""
+    """Repeat ``value`` ``[warp, token, 2]``, one number for each of a row's two tokens, over the columns of that token in a tile."""
     if TRANSPOSED:
         value = tl.permute(value, (0, 2, 1))
     return tile_copies(repeat_columns(value, BINS.width, TRANSPOSED), BINS.copies, TRANSPOSED)

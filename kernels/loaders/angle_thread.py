@@ -26,7 +26,7 @@ from .tiles import Tiles
 
 
 class AngleThreadConstants(NamedTuple):
-    """Compile-time constants of a codec and its rows. ``range_index`` is the index of the ranges in what ``load`` returns."""
+    """Compile-time constants of an angle codec and its rows. ``range_index`` is the index of the ranges in the result of ``load``."""
 
     rows: tuple[int, ...]
     bins: RowPacking
@@ -42,7 +42,7 @@ class AngleThreadConstants(NamedTuple):
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """Return the loader of ``codec``. None if there are too many bins, or if norms are stored as float32."""
+    """Return the loader of ``codec``, or None if there are too many bins, or if norms are stored as float32."""
     if codec.norm == "fp32" or codec.bins > 1 << MAX_DIGIT_BITS:
         return None
     packings = codec.packings()
@@ -81,9 +81,9 @@ def load(
     MASKED: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tuple:
-    """Load the rows of bins, norm codes and ranges (``thread_rows.load_rows``), and the ranges once more for ``factor``.
+    """Load the rows of bins, norm codes and ranges (``thread_rows.load_rows``), and load the ranges again for ``factor``.
 
-    These ranges are int32 ``[warp, token]``.
+    The ranges for ``factor`` are int32 ``[warp, token]``.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     RANGE: tl.constexpr = len(ROWS) - 1
@@ -97,7 +97,7 @@ def decode(
 ) -> tl.tuple:
     """Return both channels of the pairs of step ``STEP`` as one float16 tile, possibly transposed.
 
-    Channels are not yet multiplied by the token factor.
+    The channels still lack the token factor.
     """
     REGISTERS: tl.constexpr = CONSTANTS.registers
     return (decode_rows(loaded, table, REGISTERS, STEP, decode_pair, CONSTANTS, MODE),)
@@ -105,7 +105,7 @@ def decode(
 
 @triton.jit
 def decode_pair(words: tl.tuple, table: tl.tensor, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
-    """Return the channels of one pair as f16x2. They are not yet multiplied by the token factor."""
+    """Return the two channels of pair ``SYMBOL`` as one f16x2. They still lack the token factor."""
     SHARED: tl.constexpr = MODE.shared
     BINS: tl.constexpr = CONSTANTS.bins
     HIGH_BINS: tl.constexpr = CONSTANTS.high_bins

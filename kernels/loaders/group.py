@@ -48,11 +48,11 @@ ALONG_TOKENS, ALONG_CHANNELS, WITHIN_FIELDS, PER_VALUE = (tl.constexpr(number) f
 
 
 class GroupConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles.
+    """Compile-time constants of a group codec and its tiles.
 
     A row of the scale stream has ``scales_per_row`` scales. ``kind`` is the kind of scales that a tile needs, and ``whole_rows`` is True if
-    rows are loaded whole. A step produces one tile of ``span`` columns. The tile shows ``fields_per_tile`` fields of ``bits`` bits, and
-    neighboring ones are ``field_stride`` fields apart in a row.
+    rows are loaded whole. A step produces one tile of ``span`` columns, which shows ``fields_per_tile`` fields of ``bits`` bits. Fields
+    that are neighbors in the tile are ``field_stride`` fields apart in a row.
     """
 
     packing: TilePacking
@@ -74,7 +74,7 @@ class GroupConstants(NamedTuple):
 
 
 def tiles(codec: Group, dual: int = 0) -> Tiles | None:
-    """Return the loader of ``codec``, or None if codes are not bit fields that span at most two words. ``dual`` is as in ``Tiles``."""
+    """Return the loader of ``codec``, or None if a code is not a bit field in at most two words. ``dual`` is as in ``Tiles``."""
     packing = codec.packings()["codes"]
     if not has_whole_word_tiles(packing):
         return None
@@ -217,7 +217,7 @@ def load(
 
 @triton.constexpr_function
 def _scales_per_load(scales: int, scales_per_step: int) -> int:
-    """Return how many of a token's ``scales`` to read per load: few enough to limit shared-memory bank conflicts among eight tokens."""
+    """Return how many of a token's ``scales`` one load reads: few enough to limit the shared-memory bank conflicts of eight tokens."""
     return min(scales, max(scales_per_step, MAX_SCALES_PER_LOAD))
 
 
@@ -233,7 +233,7 @@ def _load_scale_rows(
 ) -> tl.tuple:
     """Load whole rows of scales, and return the scales of each step.
 
-    They are ``[warp, column]`` if all tokens of a warp share a row. Otherwise, they are ``[warp, token]`` or ``[warp, token, scale]``,
+    Scales are ``[warp, column]`` if all tokens of a warp share a row. Otherwise, they are ``[warp, token]`` or ``[warp, token, scale]``,
     possibly transposed to ``[warp, scale, token]``.
     """
     SIZE: tl.constexpr = CONSTANTS.size
@@ -273,13 +273,12 @@ def _load_scale_rows(
 
 @triton.jit
 def _warps_with_tokens(valid: tl.tensor) -> tl.tensor:
-    """Return a mask ``[warp, 1]`` of the warps that have a valid token."""
     return (tl.max(valid.to(tl.int32), 1) > 0)[:, None]
 
 
 @triton.jit
 def _step_channel(step: tl.constexpr, column: tl.tensor, SPAN: tl.constexpr, WIDTH: tl.constexpr, FIELD_STRIDE: tl.constexpr) -> tl.tensor:
-    """Return the channel of each column in a step (see ``tiles.step_symbols``)."""
+    """Return the channel that each column shows in a step (see ``tiles.step_symbols``)."""
     if FIELD_STRIDE > 1:
         channel = (step + column // WIDTH * FIELD_STRIDE) * WIDTH + column % WIDTH
     else:
@@ -291,7 +290,7 @@ def _step_channel(step: tl.constexpr, column: tl.tensor, SPAN: tl.constexpr, WID
 def decode(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the values of step ``STEP``, (code - middle) * scale + center, as one float16 tile, possibly transposed."""
+    """Return the values (code - middle) * scale + center of step ``STEP`` as one float16 tile, possibly transposed."""
     PACKING: tl.constexpr = CONSTANTS.packing
     BITS: tl.constexpr = CONSTANTS.bits
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile

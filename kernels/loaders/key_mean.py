@@ -24,7 +24,7 @@ PRODUCT_BYTES = 64
 
 
 def with_means(tiles: Tiles, key_mean: KeyMean) -> Tiles:
-    """Return the loader ``tiles`` of a key codec, extended with page means."""
+    """Return the loader ``tiles`` of a key codec, extended by the page means of ``key_mean``."""
     streams = Stream(CODES, 8, key_mean.dim * key_mean.bits // 8, key_mean.tokens), Stream(SCALE, 16, 1, key_mean.tokens)
     means = PageMeans(key_mean.tokens, key_mean.dim, key_mean.bits, streams)
     return replace(tiles, means=means, keys=None if tiles.keys is None else replace(tiles.keys, means=means))
@@ -32,7 +32,7 @@ def with_means(tiles: Tiles, key_mean: KeyMean) -> Tiles:
 
 @triton.jit
 def declare_products(MEANS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr) -> None:
-    """Reserve shared memory for the products of ``ROWS`` query rows with the means of a program's pages. Must be called once per kernel."""
+    """Reserve shared memory for the products of ``ROWS`` query rows and the means of a program's pages. Call it once per kernel."""
     thread = tl.arange(0, 32 * WARPS)
     tl.inline_asm_elementwise(_declare_ptx(4 * MEANS.pages * ROWS), "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -48,7 +48,7 @@ def _declare_ptx(size: int) -> str:
 def store_products(
     products: tl.tensor, value: tl.tensor, page: tl.tensor, count: tl.tensor, ROWS: tl.constexpr, FAST: tl.constexpr
 ) -> None:
-    """Store the products ``value`` ``[page, row]`` of all pages below ``count``. A ``tl.debug_barrier`` must follow.
+    """Store the products ``value`` ``[page, row]`` of all pages before page ``count``. A ``tl.debug_barrier`` must follow.
 
     With ``FAST``, they are stored in shared memory (``declare_products``), otherwise in global memory at ``products``.
     """
@@ -83,12 +83,12 @@ def load_products(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the product of each query row with each token's page mean, float32 ``[warp, token, row]``.
+    """Load the product of each query row with the page mean of each token, float32 ``[warp, token, row]``.
 
     If each warp's tile is within one page, the shape is ``[warp, 1, row]``. ``products``, ``[1, 1, row]``, locates the products of page 0,
-    the program's first page: by pointers or, with ``FAST``, by their number in shared memory. The program has ``pages`` pages, whose
-    products are ``stride`` products apart. ``first`` is the token of the first warp's first tile, counted from page 0. A warp has ``TILES``
-    tiles, and this is tile ``TILE``. ``second`` is as in ``Queries``. With ``MASKED``, some tokens may be past the end.
+    the program's first page: by pointers or, with ``FAST``, by indices in shared memory. The program has ``pages`` pages, whose products
+    are ``stride`` products apart. ``first`` is the first token of the first warp's first tile, counted from page 0. A warp has ``TILES``
+    tiles, and ``TILE`` is the tile to load. ``second`` is as in ``Queries``. With ``MASKED``, some tokens may be past the end.
     """
     SPAN: tl.constexpr = 2 * TOKENS if DUAL else TOKENS
     token = first + TILE * SPAN + tl.arange(0, WARPS)[:, None, None] * (TILES * SPAN)

@@ -50,10 +50,10 @@ MAX_TABLE_POWER = 8
 
 
 class KltConstants(NamedTuple):
-    """Compile-time constants of a codec: the ``loads`` per row, the ``registers`` that they fill, and the tiles.
+    """Compile-time constants of a klt codec: the ``loads`` per row, the ``registers`` that they fill, and the tiles.
 
     A head's table has ``entries`` entries. They are followed by ``columns`` constants per column, and by 0, 16, 0, 16, ... for
-    ``row_registers.load_parities``. ``gain_stream`` is the index of the stream of gains, or -1 without gains.
+    ``row_registers.load_parities``. ``gain_stream`` is the index of the stream of gains, or -1 if there are none.
     """
 
     loads: tuple[RowLoad, ...]
@@ -65,8 +65,7 @@ class KltConstants(NamedTuple):
 
 
 def table_unit(codec: Klt) -> float:
-    """Return a power of two by which tables are multiplied and the matrix is divided. Queries in the coded frame are then at most about 1.
-    """
+    """Return the power of two that tables are multiplied by, and the matrix divided by, so that coded queries are at most about 1."""
     matrix = _source(codec).matrix[:, :, _coded_columns(codec)]
     exponent = int(torch.frexp(matrix.norm(dim=-1).max()).exponent)
     return float(2.0 ** min(max(exponent, -MAX_TABLE_POWER), MAX_TABLE_POWER))
@@ -89,7 +88,7 @@ def tiles(codec: Klt) -> Tiles | None:
 
 
 def _build_tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
-    """Return the loader of keys (``keys``) or of values. ``tables`` contains the table of each run, ``[head, code]``."""
+    """Return the loader of keys or, unless ``keys`` is True, of values. ``tables`` contains the table of each run, ``[head, code]``."""
     row = RowPlan()
     plan = Plan(tables, keys, row.registers)
     for (name, packing), columns in zip(codec.packings().items(), columns_by_width(codec.widths, codec.dim).values(), strict=True):
@@ -126,7 +125,6 @@ def _source(codec: Klt) -> BasisRows:
 
 
 def _coded_columns(codec: Klt) -> list[int]:
-    """Return the columns that have codes in at least one head."""
     if codec.fixed_heads is None:
         return [column for column in range(codec.dim) if codec.widths[column // RUN_COLUMNS]]
     runs = {run for part in codec.runs for run in part.runs}
@@ -135,7 +133,7 @@ def _coded_columns(codec: Klt) -> list[int]:
 
 @triton.jit
 def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Load the constants per column that follow a head's table entries, int32 ``[1, column]`` each.
+    """Load the constants per column, which follow the entries of a head's table, int32 ``[1, column]`` each.
 
     Returns the constants of all columns, the constants of every second column, and the results of ``load_parities`` for all tokens and for
     the first token.
@@ -175,7 +173,7 @@ def load(
 def decode(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the table entries for the codes of step ``STEP``: one float16 tile ``[warp, token, column]`` or transposed."""
+    """Return the table entries of the codes of step ``STEP`` as one float16 tile, ``[warp, token, column]`` or transposed."""
     TILES: tl.constexpr = CONSTANTS.tiles
     TILE: tl.constexpr = constant_at(TILES, STEP)
     REGISTERS: tl.constexpr = CONSTANTS.registers
@@ -192,24 +190,24 @@ def decode(
 def _load_tile_register(
     loaded: tl.tuple, constants: tl.tuple, REGISTERS: tl.constexpr, TILE: tl.constexpr, AT: tl.constexpr, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
-    """Return register number ``AT`` of tile ``TILE`` as a uint32 tensor that broadcasts to the tile."""
+    """Return register ``AT`` of tile ``TILE`` as a uint32 tensor that broadcasts to the tile."""
     REGISTER: tl.constexpr = _as_stored_register(constant_at(REGISTERS, constant_at(TILE.registers, AT)), TILE)
     return broadcast_tokens(read_register(loaded, constants[2], REGISTER), TRANSPOSED)
 
 
 @triton.constexpr_function
 def _as_stored_register(register: Register, tile: Tile) -> Register:
-    """Return ``register``. If the tile's tokens may use either half of a word, return the register of whole words instead."""
+    """Return ``register`` or, if the tile's tokens may use either half of a word, the register of whole words."""
     # Triton 3.9 passes a tuple of its own, with the fields of the Python one but without its methods.
     return Register(register.load, register.half, -1) if tile.parity >= 0 else register
 
 
 @triton.jit
 def _select_half(lower: tl.tensor, upper: tl.tensor, loaded: tl.tuple, constants: tl.tuple, TILE: tl.constexpr) -> tl.tensor:
-    """Select ``lower`` for tokens whose half-word is the lower half of its word, and ``upper`` for all other tokens.
+    """Return ``lower`` for tokens whose half-word is the lower half of its word, and ``upper`` for all other tokens.
 
-    Arguments are ``[1, column, 1]``; the result is ``[1, column, token]``. A register contains a pair of tokens, so a column needs at most
-    two selections.
+    Arguments are ``[1, column, 1]``; the result is ``[1, column, token]``. A register contains two neighboring tokens, so a column needs at
+    most two selections.
     """
     COUNT: tl.constexpr = lower.shape[1]
     PAIRS_OF_TOKENS: tl.constexpr = loaded[0].shape[1] // 2
@@ -220,7 +218,7 @@ def _select_half(lower: tl.tensor, upper: tl.tensor, loaded: tl.tuple, constants
 
 @triton.jit
 def _select_entries(loaded: tl.tuple, constants: tl.tuple, TILE: tl.constexpr, REGISTERS: tl.constexpr, MODE: tl.constexpr) -> tl.tensor:
-    """Return entry 0 or 1 of each column. One bit of the register selects the entry."""
+    """Return entry 0 or entry 1 of each column, as one bit of the register selects."""
     word = _load_tile_register(loaded, constants, REGISTERS, TILE, 0, MODE.transposed)
     ENTRIES: tl.constexpr = TILE.entries
     position = _column_constant(constants, TILE.position, COLUMNS, MODE.transposed)
@@ -242,7 +240,7 @@ def _select_entries(loaded: tl.tuple, constants: tl.tuple, TILE: tl.constexpr, R
 def _look_up_entries(
     loaded: tl.tuple, constants: tl.tuple, table: tl.tensor, TILE: tl.constexpr, REGISTERS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tensor:
-    """Return the table entry of each column. Codes may be anywhere in the registers."""
+    """Look up the code of each column, which may be anywhere in the registers. Returns the table entries."""
     SHARED: tl.constexpr = MODE.shared
     STRIDE: tl.constexpr = entry_stride(SHARED, MODE.fast)
     word, position, first = _load_codes(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS, MODE.transposed, MODE.fast)
@@ -265,7 +263,7 @@ def _look_up_entries(
 def _look_up_pairs(
     loaded: tl.tuple, constants: tl.tuple, table: tl.tensor, TILE: tl.constexpr, REGISTERS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tensor:
-    """Look up the codes of two columns together, which are neighboring fields of a word. Returns entries ``[warp, token, column]``."""
+    """Look up the codes of two columns together, in neighboring fields of a word. Returns the entries ``[warp, token, column]``."""
     SHARED: tl.constexpr = MODE.shared
     STRIDE: tl.constexpr = entry_stride(SHARED, MODE.fast)
     word, position, first = _load_codes(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS // 2, False, MODE.fast)
@@ -294,7 +292,7 @@ def _look_up_pairs(
 
 @triton.constexpr_function
 def entry_stride(shared: SharedTable, fast: bool) -> int:
-    """Return log2 of the distance in bytes between table entries in shared memory, including copies. 0 without tables in shared memory."""
+    """Return log2 of the distance in bytes between table entries, counting copies, or 0 if the table is not in shared memory."""
     return (4 * shared.copies).bit_length() - 1 if fast and shared.copies else 0
 
 
@@ -302,7 +300,7 @@ def entry_stride(shared: SharedTable, fast: bool) -> int:
 def _uses_multiplication(tile: Tile, stride: int) -> bool:
     """Return True if a multiplication can move codes to their target bit, which relieves the shift units.
 
-    No code may begin above the target bit.
+    This requires that no code begins above the target bit.
     """
     return stride >= 7 and len(tile.selectors) > 0 and tile.kind != LOOK_UP_TWO.value
 
@@ -318,9 +316,10 @@ def _load_codes(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return three tensors for ``COUNT`` columns: the word with a column's code, the bit where it begins, and the first entry of its table.
+    """Return three tensors for ``COUNT`` columns: the word that contains a code, the bit where it begins, and its table's first entry.
 
-    With a nonzero ``STRIDE``, the bit is replaced by the amount by which to rotate the word right, or by the factor of the word.
+    With a nonzero ``STRIDE``, the second tensor instead says how to turn the code into a byte offset: by rotating the word right by this
+    amount or, if ``_uses_multiplication``, by multiplying it by this factor.
     """
     SELECTORS: tl.constexpr = TILE.selectors
     ODD_SELECTORS: tl.constexpr = TILE.odd_selectors
@@ -346,7 +345,6 @@ def _load_codes(
 
 @triton.jit
 def _column_constant(constants: tl.tuple, NUMBER: tl.constexpr, COUNT: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return constant ``NUMBER`` of ``COUNT`` columns as an int32 tensor that broadcasts to a tile."""
     return broadcast_columns(constants[0 if COUNT == COLUMNS else 1][NUMBER], TRANSPOSED)
 
 

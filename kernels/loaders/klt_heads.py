@@ -37,7 +37,7 @@ entry.
 
 
 class KltHeadsConstants(NamedTuple):
-    """Compile-time constants of a codec: bytes per row, table ``entries`` per head, tiles, and whether there are gains.
+    """Compile-time constants of a klt codec: bytes per row, table ``entries`` per head, the tiles, and whether there are gains.
 
     After the table entries come, for each tile, the bit offset of each column's code, the code's mask, and the index of its first table
     entry.
@@ -50,7 +50,7 @@ class KltHeadsConstants(NamedTuple):
 
 
 def tiles(codec: Klt, source: BasisRows, unit: float) -> Tiles:
-    """Return the loader of ``codec``, with the tables of ``source`` multiplied by ``unit``."""
+    """Return the loader of ``codec``. Its tables are those of ``source`` times ``unit``."""
     tables, numbers, steps = _build_tables(codec, source, unit)
     entries = tables.shape[1]
     constants = KltHeadsConstants(codec.row_bytes, entries, len(steps), codec.gain != "none")
@@ -64,9 +64,9 @@ def tiles(codec: Klt, source: BasisRows, unit: float) -> Tiles:
 
 
 def _build_tables(codec: Klt, source: BasisRows, unit: float) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Return each head's table entries and column constants, both int32 ``[head, integer]``, and the indices of the tiles with codes.
+    """Return the table entries and the constants of each head, int32 ``[head, integer]`` both, and the indices of the tiles with codes.
 
-    The constants are first the bit offsets of all columns, then their masks and first entries.
+    The constants are the bit offsets of all columns, then their masks, then their first table entries.
     """
     heads, places = codec.fixed_heads or 1, {}
     for part in codec.runs:
@@ -117,9 +117,9 @@ def load(
     MASKED: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tuple:
-    """Return pointers to the tokens' rows ``[warp, token]``, and the gains (``token_factors``).
+    """Return pointers to the rows of ``token`` ``[warp, token]``, and the gains (``token_factors``).
 
-    The row of an invalid token is replaced by a valid token's row.
+    An invalid token gets the row of a valid token.
     """
     row = token
     if MASKED:
@@ -134,7 +134,7 @@ def load(
 def decode(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the table entries for the codes of step ``STEP``: one float16 tile ``[warp, token, column]`` or transposed."""
+    """Return the table entries of the codes of step ``STEP`` as one float16 tile, ``[warp, token, column]`` or transposed."""
     STEPS: tl.constexpr = CONSTANTS.steps
     LAST: tl.constexpr = CONSTANTS.row_bytes - 1
     begin = broadcast_columns(column_fields[STEP], MODE.transposed)

@@ -28,12 +28,12 @@ MAX_PAIR_BITS = 3
 
 
 class Tile(NamedTuple):
-    """A tile: its ``kind`` of decoding, the registers with its codes of ``bits`` bits, and the indices of its column constants.
+    """A tile: its ``kind`` of decoding, the registers that contain its codes of ``bits`` bits, and the indices of its column constants.
 
-    A code begins at bit ``position`` of a register. If ``selectors`` combine several registers, it is a bit of the combined bytes instead.
-    A column's table begins at entry ``first_entry``, or at the entry in constant ``own_entry`` if that is not -1. If codes select one of
-    two entries, ``entries`` are two constants: entry 0, and the bits in which entry 1 differs. If two columns are decoded together, there
-    are constants for every second column.
+    A code begins at bit ``position`` of a register or, if ``selectors`` combine several registers, of the combined bytes. A column's table
+    begins at entry ``first_entry`` or, unless ``own_entry`` is -1, at the entry that this constant contains. If codes select one of two
+    entries, ``entries`` are two constants: entry 0, and the bits in which entry 1 differs. If two columns are decoded together, only every
+    second column has constants.
 
     For values, a register may be a half-word of each token's word. The whole word is then kept, although its other half belongs to another
     token. ``parity`` is the register's index in ``load_parities``, and ``odd_selectors`` are the selectors for tokens in the upper half.
@@ -53,15 +53,15 @@ class Tile(NamedTuple):
 
 
 class Plan:
-    """A plan under construction: the tiles of a codec, the tables of all heads, and the constants per column that follow the tables.
+    """A plan under construction: the tiles of a codec, the tables of all heads, and the constants per column, which follow the tables.
 
     Tables and constants are in order of first use.
     """
 
     def __init__(self, tables: dict[int, torch.Tensor], keys: bool, registers: list[Register]) -> None:
-        """Create an empty plan for keys (``keys``) or values. ``tables`` contains the table of each run, ``[head, code]``.
+        """Create an empty plan for keys if ``keys`` is True, otherwise for values.
 
-        The caller may append to ``registers`` later.
+        ``tables`` contains the table of each run, ``[head, code]``. The caller may append to ``registers`` later.
         """
         self.tiles: list[Tile] = []
         self.channels: list[tuple[int, ...]] = []
@@ -76,7 +76,7 @@ class Plan:
         self._tables = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def add(self, words: CodeRegisters, columns: list[int]) -> None:
-        """Add the tiles of a code stream. Its symbols are the codes of ``columns`` of the coded frame."""
+        """Add the tiles of a code stream, whose symbols are the codes of ``columns`` of the coded frame."""
         packing, bits = words.packing, words.packing.bases[0].bit_length() - 1
         symbols = sorted((symbol % packing.width, symbol // packing.width) for symbol in range(packing.symbols))
         for first in range(0, len(symbols), COLUMNS.value):
@@ -89,8 +89,7 @@ class Plan:
             self._add_tile(words, bits, own, [channel // RUN_COLUMNS for channel in channels + channels[:1] * spare])
 
     def _add_tile(self, words: CodeRegisters, bits: int, symbols: list[tuple[int, int]], runs: list[int]) -> None:
-        """Add the tile of ``symbols``, given as (word, field) pairs. ``runs`` contains the basis run of each symbol's column.
-        """
+        """Add the tile of ``symbols``, given as (word, field) pairs. ``runs`` is the basis run of each symbol's column."""
         firsts, seconds = symbols[::2], symbols[1::2]
         neighbors = all(second == (word, field + 1) for (word, field), second in zip(firsts, seconds, strict=True))
         kind, length = LOOK_UP.value, bits
@@ -136,7 +135,7 @@ class Plan:
                 self.tiles[number] = tile._replace(first_entry=first[0], own_entry=-1 if same else self._constant_index(_as_row(first)))
 
     def _constant_index(self, values: torch.Tensor) -> int:
-        """Return the index of the constant ``values``, int32 ``[head or 1, column]``. If the plan lacks this constant, it is added."""
+        """Return the index of the constant ``values``, int32 ``[head or 1, column]``. It is added if the plan does not contain it yet."""
         values = values.repeat(1, COLUMNS.value // values.shape[1])
         for number, known in enumerate(self.constants):
             if torch.equal(known, values):
@@ -154,12 +153,10 @@ class Plan:
 
 
 def _code_bytes(words: CodeRegisters, word: int, first: int, bits: int) -> list[RegisterByte]:
-    """Return the positions of the register bytes that contain ``bits`` bits of column ``word``, beginning at bit ``first``."""
     return [words.byte_position(word, byte) for byte in range(first // 8, (first + bits - 1) // 8 + 1)]
 
 
 def _half_bits(values: torch.Tensor) -> torch.Tensor:
-    """Round ``values`` to float16, and return their bit patterns as int32."""
     return values.to(torch.float16).view(torch.int16).to(torch.int32) & 0xFFFF
 
 

@@ -49,10 +49,10 @@ MIN_HALF_EXPONENT = -24
 
 
 class MinifloatConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles.
+    """Compile-time constants of a minifloat codec and its tiles.
 
     A token has ``blocks`` blocks of ``size`` channels with 8-bit scales. The scales are loaded as ``words`` words of four, or one by one if
-    ``words`` is 0. If ``in_order``, a tile is one field of all columns: it either covers ``parts`` whole blocks or is part of one block.
+    ``words`` is 0. If ``in_order``, a tile is one field of all columns, and it covers ``parts`` whole blocks or a part of one block.
     Otherwise, each value loads its own scale. If ``global_scale``, block scales are e4m3, and all tokens share an additional scale;
     otherwise, block scales are e8m0. ``scale_bits`` is the width of a token's scale.
     """
@@ -123,7 +123,7 @@ def tiles(codec: Minifloat) -> Tiles | None:
 
 
 def is_exact(codec: Minifloat, streams: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if float16 tiles can represent all values of ``streams``, after division by the token's largest power of two."""
+    """Return True if float16 tiles can represent all values of ``streams``, divided by each token's largest power of two."""
     if codec.scale_dtype != "e8m0" or not streams["block_scales"].numel():
         return True
     scales = streams["block_scales"].to(torch.int16)
@@ -153,7 +153,7 @@ def load(
 
     - One int16 tile per plane, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
     - The token scale (``token_factors``) or the run scale, float32 ``[warp, 1]``, if any.
-    - The block scales, int32 ``[warp, token]``: words of four scales, or single scales. If values load their own scales, one tile per step.
+    - The block scales, int32 ``[warp, token]``: words of four scales, or single scales. If each value loads its own, one tile per step.
     """
     PACKING: tl.constexpr = CONSTANTS.packing
     PLANES: tl.constexpr = CONSTANTS.planes
@@ -176,7 +176,6 @@ def load(
 
 @triton.jit
 def _load_run_scale(pointer: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """Load the scale that all tokens share, float32 ``[warp, 1]``."""
     return tl.load(pointer + tl.zeros((token.shape[0], 1), tl.int32)).to(tl.float32, bitcast=True)
 
 
@@ -184,7 +183,7 @@ def _load_run_scale(pointer: tl.tensor, token: tl.tensor) -> tl.tensor:
 def _load_block_scales(
     scales: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """Load the tokens' block scales, int32 ``[warp, token]`` each: four scales, the first in the lowest byte, or a single scale."""
+    """Load the tokens' block scales, int32 ``[warp, token]`` each: four scales with the first in the lowest byte, or a single scale."""
     WORDS: tl.constexpr = CONSTANTS.words
     BLOCKS: tl.constexpr = CONSTANTS.blocks
     loaded = ()
@@ -246,7 +245,6 @@ def _block_scale(loaded: tl.tuple, AT: tl.constexpr, BLOCK: tl.constexpr, CONSTA
 
 @triton.jit
 def _largest_scale(loaded: tl.tuple, AT: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return the largest block scale of each token, int32 ``[warp, token]``. The scales begin at index ``AT`` of ``loaded``."""
     BLOCKS: tl.constexpr = CONSTANTS.blocks
     largest = _block_scale(loaded, AT, 0, CONSTANTS)
     for block in tl.static_range(1, BLOCKS):
@@ -258,8 +256,8 @@ def _largest_scale(loaded: tl.tuple, AT: tl.constexpr, CONSTANTS: tl.constexpr) 
 def _block_factor(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Return the factor for the elements of block ``BLOCK``, float16 ``[warp, token]``.
 
-    For e4m3, the factor is the block scale. For e8m0, it is the block scale divided by the token's largest block scale. If elements are too
-    small by a factor of 2^E2M1_EXPONENT, it is also multiplied by that number.
+    For e4m3, it is the block scale. For e8m0, it is the block scale divided by the token's largest block scale. It also makes up for
+    elements that are too small by a factor of 2^E2M1_EXPONENT.
     """
     AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
     ELEMENT: tl.constexpr = CONSTANTS.element
@@ -278,7 +276,7 @@ def _block_factor(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr
 
 @triton.jit
 def _tile_factors(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tensor:
-    """Return the factors for the elements of step ``STEP`` (``_block_factor``) as a float16 tensor that broadcasts to a tile."""
+    """Return the factors (``_block_factor``) for the elements of step ``STEP`` as a float16 tensor that broadcasts to a tile."""
     AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
     PACKING: tl.constexpr = CONSTANTS.packing
     ELEMENT: tl.constexpr = CONSTANTS.element
@@ -308,7 +306,7 @@ def _tile_factors(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr,
 
 @triton.constexpr_function
 def _element_exponent(element: str) -> int:
-    """Return e such that elements in tiles are too small by a factor of 2^e."""
+    """Return e, where elements of this format are too small by a factor of 2^e in tiles."""
     return E2M1_EXPONENT.value if element == "e2m1" else 0
 
 
@@ -316,9 +314,9 @@ def _element_exponent(element: str) -> int:
 def decode(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the elements of step ``STEP`` times the part of their scales that ``factor`` does not contain.
+    """Return the elements of step ``STEP`` times those parts of their scales that are not in ``factor``.
 
-    Returns one float16 tile, ``[warp, token, column]`` or transposed.
+    The result is one float16 tile, ``[warp, token, column]`` or transposed.
     """
     PACKING: tl.constexpr = CONSTANTS.packing
     BITS: tl.constexpr = CONSTANTS.bits
@@ -353,13 +351,13 @@ def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.
 
 @triton.jit
 def step_factor(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the scale of the block that step ``STEP`` covers, for each token: float32 ``[warp, token]``."""
+    """Return the scale of the block that step ``STEP`` covers, float32 ``[warp, token]``."""
     return power_as_f32(_block_scale(loaded, CONSTANTS.planes, STEP, CONSTANTS))
 
 
 @triton.jit
 def scale_elements(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Multiply float32 ``x`` by the power of two by which elements in tiles are too small."""
+    """Multiply float32 ``x`` by the power of two by which elements are too small in tiles."""
     ELEMENT: tl.constexpr = CONSTANTS.element
     LOWERED: tl.constexpr = _element_exponent(ELEMENT)
     return x * 2.0**LOWERED
@@ -367,7 +365,7 @@ def scale_elements(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) ->
 
 @triton.jit
 def scale_by_run(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Multiply float32 ``x`` as ``scale_elements`` does, and then by the run scale, which may be large."""
+    """Multiply float32 ``x`` as ``scale_elements`` does, then by the run scale, which may be large."""
     ELEMENT: tl.constexpr = CONSTANTS.element
     LOWERED: tl.constexpr = _element_exponent(ELEMENT)
     scale = tl.load(pointers[CONSTANTS.planes + CONSTANTS.global_scale]).to(tl.float32, bitcast=True)

@@ -36,10 +36,10 @@ NORM_DIGIT_BITS = (1, 2, 4, 8, 16)
 
 
 class OctahedralConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles.
+    """Compile-time constants of an octahedral codec and its tiles.
 
-    A symbol begins with the index of a direction, which has ``index_bits`` bits. If the index is not the whole symbol, ``sign_bits`` bits
-    follow, and the highest ``norm_index_bits`` of these are the norm code.
+    A symbol begins with a direction index of ``index_bits`` bits. If the index is not the whole symbol, ``sign_bits`` bits follow; the
+    highest ``norm_index_bits`` of them are the norm code.
     """
 
     packing: TilePacking
@@ -76,10 +76,10 @@ def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
 
 
 def direction_table(codec: Octahedral, whole: bool) -> torch.Tensor:
-    """Return the table of ``decode``, float16 ``[entry, 4]``: directions (x, y, z, 0), indexed by the first digit of a symbol.
+    """Return the table for ``decode``, float16 ``[entry, 4]``: directions (x, y, z, 0), indexed by the first digit of a symbol.
 
-    If this digit includes the norm code, entries are directions times norms. Otherwise, the directions are followed by an entry for each
-    norm. With ``whole``, entries are indexed by whole symbols, including signs.
+    If this digit includes the norm code, entries are directions times norms. Otherwise, one entry per norm follows the directions. With
+    ``whole``, entries are indexed by whole symbols, including signs.
     """
     norms = torch.frombuffer(bytearray(codec.norm_table), dtype=torch.float32)
     directions = torch.nn.functional.pad(codebook_directions(codec.direction_table).T, (0, 1))
@@ -106,7 +106,7 @@ def load(
     MASKED: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tuple:
-    """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, and then the norms (``token_factors``)."""
+    """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, followed by the norms (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
     planes = load_planes(pointers, first, token, valid, PACKING, MASKED, MODE.transposed)
     return planes + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, PACKING.dual, MASKED, MODE.fast)
@@ -116,8 +116,7 @@ def load(
 def decode(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the coordinates of the triplets of step ``STEP``, as parts of a unit vector: three float16 tiles in the layout of the planes.
-    """
+    """Return the coordinates of the triplets of step ``STEP`` within a unit vector: three float16 tiles in the layout of the planes."""
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
@@ -139,7 +138,7 @@ def decode(
 def _decode_triplet(
     planes: tl.tuple, table: tl.tensor, INDEX: tl.constexpr, SIGNS: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the triplets whose index begins at bit ``INDEX`` of each column, and whose signs begin at bit ``SIGNS``."""
+    """Return one triplet per column. Its index begins at bit ``INDEX`` of the column, and its signs at bit ``SIGNS``."""
     SHARED: tl.constexpr = MODE.shared
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
     NORM_BITS: tl.constexpr = CONSTANTS.norm_index_bits

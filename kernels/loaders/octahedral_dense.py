@@ -34,10 +34,10 @@ MAX_TRIPLET_BITS = 8
 
 
 class OctahedralDenseConstants(NamedTuple):
-    """Compile-time constants of a codec and its rows.
+    """Compile-time constants of an octahedral codec and its rows.
 
-    If ``whole``, a table entry is a whole symbol. ``norms`` is the table of triplet norms in registers (``register_table``), which codes of
-    ``norm_index_bits`` bits index. It is None if norms are looked up elsewhere. ``registers`` comes from ``thread_tiles.assign_tiles``.
+    If ``whole``, a table entry is a whole symbol. ``norms`` is the table of triplet norms in registers (``register_table``), indexed by
+    codes of ``norm_index_bits`` bits, or None if norms are looked up elsewhere. ``registers`` comes from ``thread_tiles.assign_tiles``.
     """
 
     rows: tuple[int, ...]
@@ -98,14 +98,14 @@ def tiles(codec: Octahedral) -> Tiles | None:
 def decode(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the coordinates of the triplets of step ``STEP``, as parts of a unit vector: one float16 tile, possibly transposed."""
+    """Return the coordinates of the triplets of step ``STEP`` within a unit vector: one float16 tile, possibly transposed."""
     REGISTERS: tl.constexpr = CONSTANTS.registers
     return (decode_rows(loaded, table, REGISTERS, STEP, decode_triplet, CONSTANTS, MODE),)
 
 
 @triton.jit
 def decode_triplet(words: tl.tuple, table: tl.tensor, TRIPLET: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
-    """Return one triplet as two f16x2: (x, y) and (z, 0)."""
+    """Return triplet ``TRIPLET`` as two f16x2: (x, y) and (z, 0)."""
     SHARED: tl.constexpr = MODE.shared
     INDICES: tl.constexpr = CONSTANTS.indices
     SIGNS: tl.constexpr = CONSTANTS.signs

@@ -31,7 +31,7 @@ LANES = tl.constexpr(4)
 
 
 class OctahedralKeyConstants(NamedTuple):
-    """Compile-time constants: 16-bit words of indices and of signs per row, both even, and bits of a norm."""
+    """Compile-time constants of an octahedral codec: 16-bit words per row of indices and of signs, both even, and the bits of a norm."""
 
     index_words: int
     sign_words: int
@@ -39,8 +39,9 @@ class OctahedralKeyConstants(NamedTuple):
 
 
 def tiles(codec: Octahedral, values: Tiles) -> Tiles | None:
-    """Return the loader for keys of ``codec``, whose other loader is ``values``, or None unless rows have two 8-bit indices per word, eight
-    signs per word, and even numbers of both words.
+    """Return the loader for keys of ``codec``, whose loader for values is ``values``, or None if rows are not supported.
+
+    A row must have two 8-bit indices per word, eight signs per word, and an even number of words of both.
     """
     index, sign = codec.packings().values()
     suits = index.bases == (256,) and index.fields == 2 and sign.bases == (4,) and sign.fields == 8
@@ -107,7 +108,7 @@ def load(
 def decode(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return three float16 tiles ``[warp, token, column]``, in the order of ``tiles``."""
+    """Return the three float16 tiles ``[warp, token, column]`` of step ``STEP``, with the channels that ``tiles`` assigns."""
     SHARED: tl.constexpr = MODE.shared
     SIGNS: tl.constexpr = CONSTANTS.sign_words // 2
     # The second triplets' signs are this many words, and fields, after the first triplets' signs.

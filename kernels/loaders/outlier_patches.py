@@ -41,7 +41,7 @@ def _zero_ptx(size: int, threads: int) -> str:
 
 @triton.jit
 def declare_patches(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
-    """Reserve ``SIZE`` bytes of shared memory for patches, and set them to zero. Must be called once per kernel.
+    """Reserve ``SIZE`` bytes of shared memory for patches, and fill them with zeros. Call it once per kernel.
 
     A ``tl.debug_barrier`` must follow.
     """
@@ -59,8 +59,7 @@ def _put_zeros(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 def patch_positions(
     iota: tl.tensor, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
-    """Return the position in the patch of each value of a tile. It is computed from loaded ``iota`` (``bitfields.load_column_fields``).
-    """
+    """Return the position in the patch of each value of a tile, computed from the loaded ``iota`` (``bitfields.load_column_fields``)."""
     WIDTH: tl.constexpr = CONSTANTS.width
     row = tl.load(iota + tl.arange(0, TOKENS)[None, :]).to(tl.int32)
     column = tl.load(iota + tl.arange(0, WIDTH)[None, :]).to(tl.int32)
@@ -75,7 +74,7 @@ def patch_positions(
 
 @triton.jit
 def fetch_iota(iota: tl.tensor) -> None:
-    """Prefetch the part of ``iota`` that ``patch_positions`` loads. Programs that compute positions late call this early."""
+    """Prefetch the part of ``iota`` that ``patch_positions`` loads, for programs that compute positions late."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [iota.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -85,17 +84,17 @@ def fetch_iota(iota: tl.tensor) -> None:
 def _swizzle(position: tl.tensor) -> tl.tensor:
     """Swizzle the 16-byte pieces of each 128-byte line, so that the eight rows that a matrix instruction reads are in different banks.
 
-    All tiles have the same layout, and their sizes are multiples of 1,024 bytes.
+    All tiles have the same layout, because their sizes are multiples of 1,024 bytes.
     """
     return position ^ ((position >> 3) & 0x70)
 
 
 @triton.constexpr_function
 def _store_ptx(first: int, tokens: int, transposed: bool, constants: Outliers) -> str:
-    """Return PTX that stores an entry's four values in its token's row, at those columns that are in the patch.
+    """Return PTX that stores the four values of an entry in its token's row. Columns outside the patch are skipped.
 
-    The patch begins with tile ``first``. If columns are in channel order, the entry contains only the column of the first value, and the
-    other three values follow it. Otherwise, the entry contains four 16-bit columns.
+    The patch begins with tile ``first``. If columns are in channel order, the entry contains only the column of its first value, and the
+    other three are in the next columns. Otherwise, the entry contains four 16-bit columns.
     """
     width, components, together = constants.width, constants.components, constants.together
     columns = together * width
@@ -126,7 +125,7 @@ def _store_ptx(first: int, tokens: int, transposed: bool, constants: Outliers) -
 def _tile_row(position: tl.tensor, entries: tl.tuple, TILE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tensor:
     """Return the token of each entry, counted from the first token of the warp's tile ``TILE``.
 
-    The tokens of other tiles are outside [0, ``TOKENS``).
+    Entries of other tiles get a number outside [0, ``TOKENS``).
     """
     return ((position - entries[2] + GRANULE) & (DISTINCT_TOKENS - 1)) - (GRANULE + TILE * TOKENS)
 
@@ -141,7 +140,10 @@ def locate_entries(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the token rows, values and columns of ``loaded`` entries for a warp's tile ``TILE``. Without ``FAST``, returns nothing."""
+    """Return the patch row, the values and the columns of each of the ``loaded`` entries, for a warp's tile ``TILE``.
+
+    Without a patch in shared memory, return ``loaded`` unchanged.
+    """
     result = loaded
     if FAST and CONSTANTS.together > 0:
         row = _tile_row(loaded[0], entries, TILE, TOKENS)
@@ -170,9 +172,10 @@ def write_patch(
     CLEAR: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Write located entries (or zeros, with ``CLEAR``) to the patch that begins with tile ``FIRST``, after all earlier reads of the patch.
+    """Write located entries to the patch that begins with tile ``FIRST``.
 
-    Returns a zero. Readers of the patch must use it as an operand, so that they read after the writes.
+    With ``CLEAR``, write zeros instead, after all reads of the patch. Returns a zero. Readers of the patch must use it as an operand, so
+    that they read after the writes.
     """
     after = 0
     if FAST and CONSTANTS.together > 0:
@@ -195,7 +198,7 @@ def write_patch(
 
 @triton.jit
 def _synchronize(entries: tl.tuple) -> tl.tensor:
-    """Wait for all writers and readers of a patch. Returns a zero to use as an operand."""
+    """Wait for all writers and readers of a patch. Returns a zero that readers use as an operand."""
     WARPS: tl.constexpr = entries[2].shape[0]
     if WARPS > 1:
         tl.debug_barrier()
@@ -206,7 +209,7 @@ def _synchronize(entries: tl.tuple) -> tl.tensor:
 
 @triton.constexpr_function
 def _read_ptx(offset: int) -> str:
-    """Return PTX that reads two adjacent values. The second address and the zeros of ``write_patch`` serve only to order the reads."""
+    """Return PTX that reads two neighboring values. The second address and the zeros of ``write_patch`` only order the reads."""
     return f"{{ .reg .b32 at; mov.u32 at, kvpack_patches; add.u32 at, at, $1; ld.shared.b32 $0, [at + {offset}]; }}"
 
 
@@ -214,7 +217,6 @@ def _read_ptx(offset: int) -> str:
 def _read_tile(
     entries: tl.tuple, positions: tl.tensor, after: tl.tensor, COLUMN_TILE: tl.constexpr, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr
 ) -> tl.tensor:
-    """Return the tile of ``outlier_tile`` from shared memory."""
     ASSEMBLY: tl.constexpr = _read_ptx(COLUMN_TILE % CONSTANTS.together * CONSTANTS.width * 2 * TOKENS)
     # Adding ``after`` to the address makes the load wait for the instruction that produced it.
     zero = tl.load(entries[3][0] + after + tl.zeros((1, 1, 1), tl.int32)).to(tl.int32)
@@ -232,7 +234,7 @@ def _compute_tile(
     TOKENS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Return the tile of ``outlier_tile`` without shared memory, as a product of entries and a 0/1 matrix of their tokens."""
+    """Compute the tile of ``outlier_tile`` without shared memory, as a product of entries and a 0/1 matrix of their tokens."""
     WIDTH: tl.constexpr = CONSTANTS.width
     place, values = loaded[0], loaded[1]
     row = _tile_row(place, entries, TILE, TOKENS)
@@ -257,7 +259,7 @@ def has_channel_order(constants: Outliers) -> bool:
 
 @triton.constexpr_function
 def tiles_per_patch(constants: Outliers) -> int:
-    """Return the number of tiles per patch or, if there is no patch, the number of all tiles."""
+    """Return the number of tiles per patch. Without patches, return the number of all tiles."""
     return constants.together or constants.tiles
 
 
@@ -275,8 +277,7 @@ def outlier_tile(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the outliers in tile ``COLUMN_TILE`` of the codec, ``[warp, token, column]`` or transposed. ``write_patch`` must come first.
-    """
+    """Return the outliers in tile ``COLUMN_TILE`` of the codec, ``[warp, token, column]`` or transposed. Call ``write_patch`` first."""
     if FAST and CONSTANTS.together > 0:
         tile = _read_tile(entries, positions, after, COLUMN_TILE, CONSTANTS, TOKENS)
     else:

@@ -37,10 +37,11 @@ BOUNDS, PLACES, VALUES, POWER, COLUMNS = "outlier_bounds", "outlier_places", "ou
 
 
 def pack_entries(token: torch.Tensor, chunk: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the entries as positions, int32 ``[entry]``, values, float16 in int32 ``[entry, 2]``, and a power of two, float32.
+    """Pack outliers into entries.
 
-    ``values`` are ``[entry, 4]``, and the returned values are divided by the power of two, which is about the square root of the largest
-    value. Attention weights are multiplied by it, so that neither values nor weights overflow float16.
+    Returns positions, int32 ``[entry]``, values, float16 in int32 ``[entry, 2]``, and a power of two, float32. ``token`` and ``chunk`` are
+    ``[entry]``, and ``values`` ``[entry, 4]``. The packed values are divided by the power of two, which is about the square root of the
+    largest value. Attention weights are multiplied by it, so that neither values nor weights overflow float16.
     """
     power = torch.ldexp(
         torch.ones((), dtype=torch.float32, device=values.device), (torch.frexp(values.abs().amax()).exponent // 2).clamp(-8, 8)
@@ -50,7 +51,7 @@ def pack_entries(token: torch.Tensor, chunk: torch.Tensor, values: torch.Tensor)
 
 
 def with_outliers(tiles: Tiles) -> Tiles:
-    """Return the loader ``tiles`` of a codec, extended with outliers."""
+    """Return the loader ``tiles`` of a codec, extended by outliers."""
     (width,) = {len(part) for part in tiles.channels}
     components = tuple(tuple(sorted({channel % CHUNK for channel in part if channel >= 0})) for part in tiles.channels)
     in_order = _channel_columns(tiles) == list(range(len(_channel_columns(tiles))))
@@ -66,14 +67,14 @@ def with_outliers(tiles: Tiles) -> Tiles:
 
 
 def _channel_columns(tiles: Tiles) -> list[int]:
-    """Return the column of each channel, counted across all tiles."""
+    """Return the column of each channel. Columns are counted across all tiles."""
     channels = [channel for part in tiles.channels for channel in part]
     return [channels.index(channel) for channel in range(max(channels) + 1)]
 
 
 @lru_cache(maxsize=256)
 def column_stream(tiles: Tiles, device: str) -> torch.Tensor:
-    """Return the derived stream ``COLUMNS``, int16 ``[1, 1, channels]``: the column of each channel, which depends only on the codec."""
+    """Return the derived stream ``COLUMNS``, int16 ``[1, 1, channels]``: the column of each channel. It depends only on the codec."""
     return torch.tensor(_channel_columns(tiles), dtype=torch.int16, device=device)[None, None]
 
 
@@ -88,10 +89,10 @@ def prepare_patches(
     AHEAD: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return what all tiles of a side share: the address of 0, 1, 2, ..., the power of two of ``pack_entries``, and patch positions.
+    """Return the data that all tiles of keys (or values) share: ``iota``, the power of two of ``pack_entries``, and patch positions.
 
-    Without ``AHEAD``, patch positions are left out, because registers have room for them only while outliers are added. Then
-    ``_patch_positions`` computes them.
+    Without ``AHEAD``, patch positions are left out; ``_patch_positions`` then computes them while outliers are added, when registers have
+    room.
     """
     ready = ()
     if CONSTANTS is not None:
@@ -107,7 +108,6 @@ def prepare_patches(
 def _patch_positions(
     ready: tl.tuple, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
-    """Return the positions at which a patch is read, ``[warp, token, column]`` or transposed."""
     if len(ready) == 3:
         places = ready[2]
     else:
@@ -117,7 +117,7 @@ def _patch_positions(
 
 @triton.jit
 def _entry_bounds(streams: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Return, for each warp, the index of its first outlier entry and the index after its last entry.
+    """Return the index of the first outlier entry of each warp, and the index after its last entry.
 
     A warp has ``TOKENS`` tokens; the first warp's tokens begin at row ``first``. The bounds are those of the granules that contain these
     tokens.
@@ -147,7 +147,7 @@ def _load_entries(streams: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRI
 
 @triton.jit
 def _load_first_entries(streams: tl.tuple, bounds: tl.tuple, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Load up to ``2 * TOKENS`` outlier entries per warp within ``bounds``, which fit in registers.
+    """Load the first outlier entries within ``bounds``, up to ``2 * TOKENS`` per warp.
 
     Also returns the index of the first entry that was not loaded and the number of such entries, int32 ``[warp, 1]``, and the largest
     number of entries of any warp.
@@ -175,7 +175,7 @@ def first_entries(
 ) -> tl.tuple:
     """Return the bounds of the outlier entries of each warp's ``TOKENS`` tokens, beginning at row ``first``.
 
-    With ``AHEAD``, load these entries instead, and return them with the bounds for the tokens after these.
+    With ``AHEAD``, load these entries, and return them after the bounds of the entries that follow.
     """
     ahead = ()
     if CONSTANTS is not None:
@@ -198,7 +198,7 @@ def next_entries(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Return ``first_entries`` for the tokens that follow those at row ``first``. These loads overlap with computation."""
+    """Return ``first_entries`` for the tokens that follow those at row ``first``. The loads overlap with computation."""
     if CONSTANTS is not None:
         own = pointers[CONSTANTS.first_stream :]
         if AHEAD:
@@ -219,7 +219,8 @@ def patch_entries(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Return what patches need for the tokens from row ``first`` on: pointers, entries, each warp's first token, and ``ready``."""
+    """Return the data for adding the outliers of tokens from row ``first`` on: pointers, entries, each warp's first token, and ``ready``.
+    """
     result = ()
     if CONSTANTS is not None:
         own = pointers[CONSTANTS.first_stream :]
@@ -244,7 +245,7 @@ def _add_patch_scores(
     CONSTANTS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return ``products`` plus the products of the query and the patch that begins with the codec's tile ``FIRST``."""
+    """Add the products of the query ``q`` and the patch that begins with the codec's tile ``FIRST`` to ``products``."""
     WARPS: tl.constexpr = products.shape[0]
     TOKENS: tl.constexpr = products.shape[1]
     END: tl.constexpr = min(FIRST + tiles_per_patch(CONSTANTS), CONSTANTS.tiles)
@@ -258,7 +259,6 @@ def _add_patch_scores(
 
 @triton.jit
 def _remaining_entries(entries: tl.tuple, loaded: tl.tuple, at: tl.tensor) -> tl.tuple:
-    """Load the outlier entries that follow the ``loaded`` ones, from index ``at`` on."""
     return _load_entries(entries[0], entries[1][1] + at, entries[1][2] - at, loaded[0].shape[1])
 
 
@@ -266,7 +266,7 @@ def _remaining_entries(entries: tl.tuple, loaded: tl.tuple, at: tl.tensor) -> tl
 def add_outlier_scores(
     scores: tl.tensor, entries: tl.tuple, q: tl.tuple, TILE: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """Return ``scores`` ``[warp, token, row]`` plus the products of the query and the outliers of a warp's tile ``TILE``."""
+    """Add the products of the query ``q`` and the outliers of a warp's tile ``TILE`` to ``scores`` ``[warp, token, row]``."""
     TILES: tl.constexpr = CONSTANTS.tiles
     TOGETHER: tl.constexpr = tiles_per_patch(CONSTANTS)
     TOKENS: tl.constexpr = scores.shape[1]
@@ -297,7 +297,7 @@ def _add_patch_values(
     CONSTANTS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return ``sums`` plus the weighted values of the patch that begins with the codec's tile ``FIRST``."""
+    """Add the weighted values of the patch that begins with the codec's tile ``FIRST`` to ``sums``."""
     WARPS: tl.constexpr = weights.shape[0]
     TOKENS: tl.constexpr = weights.shape[1]
     END: tl.constexpr = min(FIRST + tiles_per_patch(CONSTANTS), CONSTANTS.tiles)
@@ -314,7 +314,7 @@ def _add_patch_values(
 def add_outlier_values(
     sums: tl.tuple, entries: tl.tuple, weights: tl.tensor, TILE: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Return ``sums`` ``[warp, column, row]`` plus the weighted outliers of a warp's tile ``TILE``.
+    """Add the weighted outliers of a warp's tile ``TILE`` to ``sums`` ``[warp, column, row]``.
 
     ``weights`` ``[warp, token, row]`` must be at most 2^7.
     """

@@ -1,7 +1,7 @@
 """Tile loader of the polar codec (spec/codecs/polar.md). Each thread decodes one token, by multiplying directions down the tree of radii.
 
 Products are float16, so they leave out the top radius. A single top radius is the token factor; several are divided by a power of two near
-the largest radius. ``polar_steps`` selects the angles that a step looks up, and builds the table.
+the largest radius. ``step_angles`` and ``step_lookups`` select the angles that a step looks up.
 
 A step decodes one tile of channel pairs. If the first level fills whole fields of a stream, a step covers all fields of some columns. The
 angles of higher levels are then also in few columns, and two neighboring fields of a column form one table index. A table entry is two
@@ -45,9 +45,9 @@ MAX_SCALES = 1 << 12
 
 
 def step_blocks(angles: int, width: int) -> int:
-    """Return the number of blocks of neighboring first-level angles per step.
+    """Return the number of blocks of neighboring first-level angles that a step decodes.
 
-    The number is ``angles // width`` if such blocks are aligned with tiles, otherwise 1.
+    It is ``angles // width`` if such blocks are aligned with tiles, otherwise 1.
     """
     blocks = angles // width
     aligned = blocks and angles % width == 0 and F16X2_PER_TILE.value % blocks == 0
@@ -56,9 +56,9 @@ def step_blocks(angles: int, width: int) -> int:
 
 @triton.constexpr_function
 def step_angles(tree: tuple[int, int], step: int, level: int) -> tuple[int, ...]:
-    """Return the angles of ``level`` above the channels of ``step``, in ascending order.
+    """Return the indices of the angles of ``level`` from which the channels of ``step`` are computed, in ascending order.
 
-    ``tree`` contains the number of first-level angles, and the number of blocks per step.
+    ``tree`` is (number of first-level angles, number of blocks per step).
     """
     angles, blocks = tree
     per_tile = F16X2_PER_TILE.value // blocks
@@ -68,9 +68,9 @@ def step_angles(tree: tuple[int, int], step: int, level: int) -> tuple[int, ...]
 
 @triton.constexpr_function
 def step_lookups(angles: tuple[int, ...], width: int, bits: int) -> tuple[tuple[int, int], ...]:
-    """Return the table lookups of a step as pairs (angle, count), in a level of ``bits``-bit angles.
+    """Return the table lookups of a step for a level of ``bits``-bit angles, as pairs (angle, count).
 
-    The count is 1 for a single angle. It is 2 if the lookup covers the angle in the next field as well, which is ``width`` symbols later.
+    The count is 1 for a single angle. It is 2 if the lookup also covers the angle in the next field, ``width`` symbols later.
     """
     left = list(angles)
     result = []
@@ -85,7 +85,6 @@ def step_lookups(angles: tuple[int, ...], width: int, bits: int) -> tuple[tuple[
 
 @triton.constexpr_function
 def lookup_positions(angles: tuple[int, ...], width: int, bits: int) -> tuple[int, ...]:
-    """Return the position of each angle among the directions that a step looks up."""
     result = [angle + width * number for angle, count in step_lookups(angles, width, bits) for number in range(count)]
     return tuple(map(result.index, angles))
 
@@ -100,9 +99,8 @@ def direction_table(codec: Polar, counts: tuple[frozenset[int], ...]) -> tuple[t
     """Return the table of cosines and sines, the first entries of single and double angles in each level, and a scale.
 
     The table is float16 ``[entry, 4]``. An entry is for one angle (stored twice) or for two angles (the first changes faster); ``counts``
-    contains the kinds that each level needs. The cosines and sines of a level are multiplied by the scale that minimizes their rounding
-    errors in float16, because with few angles the errors of all levels would add up. Decoded values must be divided by the product of these
-    scales, which is returned.
+    contains the kinds that each level needs. In float16, the rounding errors of all levels would add up. Each level's cosines and sines are
+    therefore multiplied by the factor that minimizes their errors. The scale is the product of these factors: divide decoded values by it.
     """
     angles = [
         (torch.arange(1 << codec.levels[0].bits, dtype=torch.float64, device="cpu") + 0.5) * (2 * torch.pi / (1 << codec.levels[0].bits))
@@ -136,8 +134,8 @@ MAX_DIM = 128
 class Level(NamedTuple):
     """One level of the tree. Its angles are consecutive symbols of ``packing``, beginning with ``first_symbol``.
 
-    In the lookup table, the directions of single angles begin at entry ``first_of_one``. Entries for two neighboring fields begin at entry
-    ``first_of_two``.
+    In the lookup table, the directions of single angles begin at entry ``first_of_one``, and the entries for two neighboring fields at
+    entry ``first_of_two``.
     """
 
     packing: RowPacking
@@ -148,9 +146,9 @@ class Level(NamedTuple):
 
 
 class PolarConstants(NamedTuple):
-    """Compile-time constants of a codec and its rows. If there are several radii, they begin at word ``first_radius`` of a row.
+    """Compile-time constants of a polar codec and its rows. If a token has several radii, they begin at word ``first_radius`` of its row.
 
-    ``tree`` is an argument of ``polar_steps.step_angles``. A token factor is the radius times ``unit``.
+    ``tree`` is an argument of ``step_angles``. A token factor is the radius times ``unit``.
     """
 
     rows: tuple[int, ...]
@@ -164,7 +162,9 @@ class PolarConstants(NamedTuple):
 
 
 def tiles(codec: Polar) -> Tiles | None:
-    """Return the loader of ``codec``. None if a level has an unequal pair, if several radii are float32, or if the head dim is too large.
+    """Return the loader of ``codec``, or None if it is not supported.
+
+    Not supported are levels with an unpaired radius, several float32 radii, and large head dims.
     """
     levels = codec.levels
     steps, rest = divmod(codec.dim, 2 * F16X2_PER_TILE.value)
@@ -216,7 +216,7 @@ def load(
     MASKED: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tuple:
-    """Load the rows (``thread_rows.load_rows``), which include several radii, and then the tokens' radii for ``factor``.
+    """Load the rows (``thread_rows.load_rows``), which include several radii, followed by the tokens' radii for ``factor``.
 
     The radii are int32 ``[warp, token]``, or uint32 words with two radii each.
     """
@@ -233,7 +233,7 @@ def load(
 
 @triton.jit
 def _largest_exponent(words: tl.tuple, FAST: tl.constexpr) -> tl.tensor:
-    """Return the largest exponent field in f16x2 ``words``, as int32. It is at most 29."""
+    """Return the largest exponent field of the f16x2 ``words``, as int32. The result is at most 29."""
     largest = words[0].to(tl.int32, bitcast=True) & 0x7FFF7FFF
     for number in tl.static_range(1, len(words)):
         largest = _elementwise_max(largest, words[number].to(tl.int32, bitcast=True) & 0x7FFF7FFF, FAST)
@@ -242,7 +242,7 @@ def _largest_exponent(words: tl.tuple, FAST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _elementwise_max(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Return the larger of two 15-bit numbers in each half. Nonnegative float16 numbers have the same order as their bit patterns."""
+    """Return the larger of two 15-bit numbers, in each half. Nonnegative float16 numbers have the same order as their bit patterns."""
     if FAST:
         value = tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -252,9 +252,9 @@ def _elementwise_max(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) ->
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the token factors, float32 ``[warp, token]``, divided by the scales of the table.
+    """Return the token factors, float32 ``[warp, token]``, divided by the scale of the table.
 
-    A factor is the token's only radius, or a power of two near its largest radius.
+    The factor is the token's only radius, or a power of two near its largest radius.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
@@ -271,7 +271,7 @@ def decode(
 ) -> tl.tuple:
     """Return the channels of step ``STEP`` as one float16 tile, ``[warp, token, column]`` or transposed.
 
-    Channels are not yet multiplied by the token factor.
+    The channels still lack the token factor.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
@@ -310,7 +310,7 @@ def _step_radii(words: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FA
 def _descend_level(
     words: tl.tuple, table: tl.tensor, radii: tl.tuple, STEP: tl.constexpr, LEVEL: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the radii or channels one level below ``LEVEL`` in step ``STEP``, two per f16x2.
+    """Return the radii or channels of step ``STEP`` one level below ``LEVEL``, two per f16x2.
 
     ``radii`` are the radii of ``LEVEL``, two per f16x2. An empty tuple stands for a single radius of 1.
     """
@@ -337,7 +337,10 @@ def _descend_level(
 def _look_up_directions(
     words: tl.tuple, table: tl.tensor, ANGLE: tl.constexpr, COUNT: tl.constexpr, OF_LEVEL: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the direction (cosine, sine) of an angle as f16x2. If ``COUNT`` is 2, also return the direction of the next field's angle."""
+    """Return the direction (cosine, sine) of an angle as f16x2.
+
+    If ``COUNT`` is 2, also return the direction of the angle in the next field.
+    """
     SHARED: tl.constexpr = MODE.shared
     SYMBOL: tl.constexpr = OF_LEVEL.first_symbol + ANGLE
     COLUMN: tl.constexpr = SYMBOL % OF_LEVEL.packing.width
@@ -365,7 +368,7 @@ def look_up_field(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the first ``WORDS`` f16x2 (1 or 2) of a table entry. Entries for ``WORDS`` = 1 contain the same f16x2 twice.
+    """Look up a table entry, and return its first ``WORDS`` f16x2 (1 or 2). Entries for ``WORDS`` = 1 contain the same f16x2 twice.
 
     The index of the entry, counted from entry ``FIRST``, is ``BITS`` bits of a column, beginning at bit ``POSITION``. ``SHARED`` describes
     the table (``SharedTable``).

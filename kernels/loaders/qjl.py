@@ -32,7 +32,7 @@ QUERY_FACTOR = tl.constexpr(0.25)
 
 
 class QjlConstants(NamedTuple):
-    """Compile-time constants of the signs next to a codec's tiles.
+    """Compile-time constants of QJL signs.
 
     ``first_stream`` and ``packing_index`` are the indices of the signs' first stream and of their packing. ``unit`` is the factor of the
     estimator.
@@ -50,9 +50,9 @@ class QjlConstants(NamedTuple):
 
 
 def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
-    """Return the loader ``tiles`` of a codec, extended with the signs of ``qjl``. None if tiles do not support the packing of the signs.
+    """Return the loader ``tiles`` of a codec, extended by the signs of ``qjl``, or None if tiles do not support the packing of the signs.
 
-    Channel i of the signs becomes channel dim + i.
+    Sign i becomes channel dim + i.
     """
     packing = qjl.packing
     if not has_whole_word_tiles(packing):
@@ -94,7 +94,7 @@ def load_signs(
     MASKED: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tuple:
-    """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, and then the norms (``token_factors``)."""
+    """Load the planes of signs, int16 tiles ``[warp, token, column]`` or transposed, followed by the norms (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
     own = pointers[CONSTANTS.first_stream :]
     planes = load_planes(own, first, token, valid, PACKING, MASKED, MODE.transposed)
@@ -103,13 +103,13 @@ def load_signs(
 
 @triton.constexpr_function
 def _sign_ptx(position: int) -> str:
-    """Return PTX that turns the bit at ``position`` of each word into the sign of a float16 number of magnitude 1."""
+    """Return PTX that turns the bit at ``position`` of each word into the sign of the float16 number 1."""
     return f"{{ .reg .b32 a; shl.b32 a, $1, {15 - position}; lop3.b32 $0, a, 0x80008000, 0x3C003C00, 0x6A; }}"
 
 
 @triton.constexpr_function
 def _bit_shift(position: int) -> int:
-    """Return the left shift that keeps the bit at ``position`` away from the sign bit and from the lowest bits of a float16 number.
+    """Return the left shift that keeps the bit at ``position`` away from the sign bit and the lowest bits of a float16 number.
 
     Most bits have the same shift.
     """
@@ -118,7 +118,7 @@ def _bit_shift(position: int) -> int:
 
 @triton.constexpr_function
 def _bit_value(position: int) -> float:
-    """Return the value of the bit at ``position`` as a float16 number, after ``_bit_shift``."""
+    """Return the value of the bit at ``position``, read as a float16 number after ``_bit_shift``."""
     position += _bit_shift(position)
     return 2.0 ** (position - 24) if position < 10 else 2.0 ** ((1 << position - 10) - 15)
 
@@ -133,7 +133,7 @@ def _isolate_bit_ptx(position: int) -> str:
 
 @triton.constexpr_function
 def _sign_position(step: int, fields_per_tile: int, field_stride: int) -> int:
-    """Return the bit of each word of ``_sign_words`` that is the sign of the word's column in ``step``."""
+    """Return the bit that is the column's sign in ``step``, in the words that ``_sign_words`` returns."""
     return step % 16 if fields_per_tile == 1 else step if field_stride > 1 else 0
 
 
@@ -153,7 +153,8 @@ def _sign_words(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, C
 
 @triton.jit
 def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
-    """Return the signs of step ``STEP`` of values as one float16 tile ``[warp, column, token]``: -1 if the bit is 1, and 1 if it is 0."""
+    """Return the signs of step ``STEP`` for values as one float16 tile ``[warp, column, token]``: -1 for a set bit, and 1 for a clear bit.
+    """
     BIT: tl.constexpr = _sign_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
     word = _sign_words(loaded, column_fields, STEP, CONSTANTS, MODE)
     if MODE.fast:
@@ -165,7 +166,7 @@ def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, 
 
 @triton.jit
 def decode_bits(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
-    """Return the bits of step ``STEP`` of keys as one float16 tile ``[warp, token, column]``: a power of two if the bit is 1, otherwise 0.
+    """Return the bits of step ``STEP`` for keys as one float16 tile ``[warp, token, column]``: a power of two for a set bit, otherwise 0.
     """
     BIT: tl.constexpr = _sign_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
     word = _sign_words(loaded, column_fields, STEP, CONSTANTS, MODE)
@@ -178,7 +179,7 @@ def decode_bits(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, C
 
 @triton.jit
 def scale_sign_queries(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tuple:
-    """Scale the sign columns of a query's tiles ``[warp, column, row]`` for ``decode_bits``, and return all tiles.
+    """Scale the sign columns of a query's tiles ``[warp, column, row]`` for ``decode_bits``. Returns all tiles.
 
     Sign columns are the last tiles in each of ``SETS`` sets.
     """
@@ -201,7 +202,8 @@ def _scale_tile(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) ->
 
 @triton.jit
 def half_sum(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tensor:
-    """Return half the sum of the sign columns, times ``QUERY_FACTOR``: ``[warp, 1, row]``. ``q`` comes from ``scale_sign_queries``."""
+    """Return half the sum of a query's sign columns, times ``QUERY_FACTOR``: ``[warp, 1, row]``. ``q`` comes from ``scale_sign_queries``.
+    """
     EACH: tl.constexpr = len(q) // SETS
     # Sum over columns once for all tiles together, because the threads of a program wait for each other in every such sum.
     columns = _half_tile_sum(q[EACH - CONSTANTS.steps], 0, CONSTANTS)
@@ -219,7 +221,6 @@ def _half_tile_sum(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr)
 
 @triton.jit
 def bit_factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``sign_norm_factor`` for products with bits, which are halved and multiplied by ``QUERY_FACTOR``."""
     return read_factor(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * (CONSTANTS.unit * (2 / QUERY_FACTOR))
 
 

@@ -28,7 +28,7 @@ VALUES = 4
 
 
 class QuaternionConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles, including the number of bits per codeword and per radius code."""
+    """Compile-time constants of a quaternion codec and its tiles, such as the number of bits per codeword and per radius code."""
 
     packing: TilePacking
     fields_per_tile: int
@@ -81,7 +81,7 @@ def load(
     MASKED: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tuple:
-    """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, and then the scales (``token_factors``)."""
+    """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, followed by the scales (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
     planes = load_planes(pointers, first, token, valid, PACKING, MASKED, MODE.transposed)
     return planes + load_factor(pointers[CONSTANTS.scale_stream], first, token, valid, CONSTANTS.scale_bits, MASKED, MODE.fast)
@@ -91,7 +91,10 @@ def load(
 def decode(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the components of the chunks of step ``STEP``, unit quaternions times radius codes: four tiles in the layout of the planes."""
+    """Return the components of the chunks of step ``STEP`` as four float16 tiles in the layout of the planes.
+
+    A chunk is a unit quaternion times its radius code.
+    """
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     CODE_BITS: tl.constexpr = CONSTANTS.code_bits
@@ -111,7 +114,7 @@ def decode(
 def _decode_chunk(
     planes: tl.tuple, table: tl.tensor, CODE: tl.constexpr, RADIUS: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the chunks whose codeword begins at bit ``CODE`` of each column, and whose radius code begins at bit ``RADIUS``."""
+    """Return one chunk per column. Its codeword begins at bit ``CODE`` of the column, and its radius code at bit ``RADIUS``."""
     SHARED: tl.constexpr = MODE.shared
     result = look_up_bits(planes, table, CODE, CONSTANTS.code_bits, 4, 0, SHARED, MODE.fast)
     radius = column_code_as_f16(planes, RADIUS, CONSTANTS.radius_bits, MODE.fast)
@@ -125,5 +128,5 @@ def _decode_chunk(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the scales divided by the largest radius code, float32 ``[warp, token]``."""
+    """Return the token factors, float32 ``[warp, token]``: the scales divided by the largest radius code."""
     return read_factor(loaded, CONSTANTS.scale_stream, CONSTANTS.scale_bits, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

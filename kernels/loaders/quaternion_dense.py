@@ -33,10 +33,10 @@ the table.
 
 
 class QuaternionDenseConstants(NamedTuple):
-    """Compile-time constants of a codec and its rows.
+    """Compile-time constants of a quaternion codec and its rows.
 
-    A codeword is a digit of packing ``codewords``. If ``low_bits`` is not 0, it is a digit of ``high_codewords`` followed by ``low_bits``
-    low bits.
+    A codeword is a digit of packing ``codewords``. If ``low_bits`` is not 0, that digit is the low ``low_bits`` bits of the codeword, and a
+    digit of packing ``high_codewords`` is the rest.
     """
 
     rows: tuple[int, ...]
@@ -95,7 +95,7 @@ def tiles(codec: Quaternion) -> Tiles | None:
 def decode(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the components of the chunks of step ``STEP``, unit quaternions times radius codes, as four float16 tiles.
+    """Return the components of the chunks of step ``STEP`` as four float16 tiles. A chunk is a unit quaternion times its radius code.
 
     Tiles are ``[warp, token, chunk]``, or transposed ``[warp, chunk, token]``.
     """
@@ -122,7 +122,7 @@ def decode(
 
 @triton.jit
 def chunk_pair(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return two neighboring chunks: the even-numbered one in the low 16 bits, the one after it in the high 16 bits.
+    """Return two neighboring chunks: the even-numbered chunk in the low 16 bits, and the next chunk in the high 16 bits.
 
     Each has the codeword in its highest bits, above the radius code.
     """
@@ -131,14 +131,14 @@ def chunk_pair(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FA
 
 @triton.jit
 def codeword_pair(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the codewords of two neighboring chunks: of the even-numbered one in the low 16 bits, of the one after it in the high 16 bits.
+    """Return the codewords of two neighboring chunks: that of the even-numbered chunk in the low 16 bits, the next one in the high 16 bits.
     """
     return _codewords_at(words, CHUNK, 0, CONSTANTS, FAST)
 
 
 @triton.jit
 def _codewords_at(words: tl.tuple, CHUNK: tl.constexpr, POSITION: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``codeword_pair``, with each codeword shifted to bit ``POSITION`` of its 16 bits."""
+    """Return ``codeword_pair`` with each codeword shifted left to bit ``POSITION`` of its 16 bits."""
     CODEWORDS: tl.constexpr = CONSTANTS.codewords
     HIGH_CODEWORDS: tl.constexpr = CONSTANTS.high_codewords
     both = symbol_pair_digits(words, CODEWORDS, CHUNK, CONSTANTS.chunks, FAST) << POSITION
@@ -158,5 +158,5 @@ def radius_pair(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, F
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the scales divided by the largest radius code, float32 ``[warp, token]``."""
+    """Return the token factors, float32 ``[warp, token]``: the scales divided by the largest radius code."""
     return read_row_factor(loaded, CONSTANTS, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

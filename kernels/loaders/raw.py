@@ -24,7 +24,7 @@ MAX_WIDTH = 32
 
 
 class RawConstants(NamedTuple):
-    """Compile-time constants of a codec: the stored dtype, and ``steps`` tiles of ``width`` channels each."""
+    """Compile-time constants of a raw codec: the stored dtype, and ``steps`` tiles of ``width`` channels each."""
 
     dim: int
     steps: int
@@ -33,7 +33,7 @@ class RawConstants(NamedTuple):
 
 
 def tiles(codec: Raw) -> Tiles:
-    """Return the loader of ``codec``. All parameters are supported."""
+    """Return the loader of ``codec``, which always exists."""
     width = math.gcd(codec.dim, MAX_WIDTH) if codec.dim % MIN_TILE_WIDTH == 0 else MAX_WIDTH
     steps = -(-codec.dim // width)
     channels = tuple(tuple(c if c < codec.dim else -1 for c in range(step * width, (step + 1) * width)) for step in range(steps))
@@ -89,7 +89,7 @@ def _load_columns(
 def decode(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the values of step ``STEP`` as one tile in the stored dtype. Without inline PTX, bf16 is widened to float32."""
+    """Return the values of step ``STEP`` as one tile in the stored dtype. Without inline PTX, bf16 is converted to float32."""
     bits = loaded[STEP]
     if CONSTANTS.dtype == "bf16":
         if MODE.fast:

@@ -31,10 +31,10 @@ MAX_INDEX_BITS = 8
 
 
 class ChannelPart(NamedTuple):
-    """The channels that share one bit width, and how tiles show their fields.
+    """Channels that share one bit width, and the fields that tiles show of them.
 
-    A tile shows ``fields_per_tile`` fields of ``bits`` bits next to each other; in a row, neighboring ones are ``field_stride`` fields
-    apart. A table index covers ``fields_per_index`` neighboring fields, and is counted from entry ``first_entry``.
+    A tile shows ``fields_per_tile`` fields of ``bits`` bits. Fields that are neighbors in the tile are ``field_stride`` fields apart in a
+    row. A table index covers ``fields_per_index`` neighboring fields, and is counted from entry ``first_entry``.
     """
 
     bits: int
@@ -46,7 +46,7 @@ class ChannelPart(NamedTuple):
 
 
 class ScalarConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles. Each bit width has a packing and a part.
+    """Compile-time constants of a scalar codec and its tiles. Each bit width has a packing and a part.
 
     If ``parts`` is 1, ``high`` equals ``low``.
     """
@@ -61,7 +61,10 @@ class ScalarConstants(NamedTuple):
 
 
 def paired_tiles(codec: Scalar) -> Tiles | None:
-    """Return the paired loader of ``codec``, or None unless an index covers two fields, and tiles have one field of each column."""
+    """Return the paired loader of ``codec``, or None if it is not supported.
+
+    A table index must cover two fields, and a tile must show one field of each column.
+    """
     result = tiles(codec)
     constants: Any = result.constants
     if constants.parts > 1 or constants.low_part.fields_per_index != 2 or constants.low_part.fields_per_tile > 1:
@@ -127,14 +130,14 @@ def tiles(codec: Scalar, dual: int = 0) -> Tiles:
 
 
 def _can_share_index(packing: Columns, bits: int, fields: int, fields_per_tile: int) -> bool:
-    """Return True if ``fields`` fields can form one index: they must fill whole steps, and the table must be small enough."""
+    """Return True if ``fields`` fields can form one table index: they must fill whole steps, and the table must be small enough."""
     return fields == 1 or (packing.fields % (fields * fields_per_tile) == 0 and fields * bits <= MAX_INDEX_BITS)
 
 
 def _joint_entries(values: torch.Tensor, fields: int) -> torch.Tensor:
-    """Return the table entries ``[entry, 2 or 4]`` for indices of ``fields`` codes, the first code in the low bits.
+    """Return the table entries ``[entry, 2 or 4]`` for indices of ``fields`` codes, with the first code in the low bits.
 
-    The value of a single code is repeated.
+    An entry for a single code contains its value twice.
     """
     if fields == 1:
         return values[:, None].expand(-1, 2)
@@ -152,7 +155,7 @@ def load(
     MASKED: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tuple:
-    """Load the planes of each bit width, int16 tiles ``[warp, token, column]`` or transposed, and then the norms (``token_factors``)."""
+    """Load the planes of each bit width, int16 tiles ``[warp, token, column]`` or transposed, followed by the norms (``token_factors``)."""
     LOW: tl.constexpr = CONSTANTS.low
     HIGH: tl.constexpr = CONSTANTS.high
     loaded = load_planes(pointers, first, token, valid, LOW, MASKED, MODE.transposed)
@@ -165,7 +168,7 @@ def load(
 def decode(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the values of step ``STEP`` as parts of a unit vector: one float16 tile for each field of a table index.
+    """Return the values of step ``STEP`` within a unit vector: one float16 tile for each field that a table index covers.
 
     Tiles have the layout of the planes.
     """
@@ -184,7 +187,7 @@ def decode(
 def decode_pairs(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the values of both fields of index ``STEP`` of each column within a unit vector, as two ``paired`` float16 tiles."""
+    """Return the values of both fields of table index ``STEP`` in each column, within a unit vector, as two ``paired`` float16 tiles."""
     SHARED: tl.constexpr = MODE.shared
     PACKING: tl.constexpr = CONSTANTS.low
     PART: tl.constexpr = CONSTANTS.low_part

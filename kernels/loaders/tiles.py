@@ -42,8 +42,9 @@ class PageMeans(NamedTuple):
 class Outliers(NamedTuple):
     """Constants for outliers in ``tiles`` tiles of ``width`` columns each. ``first_stream`` is the index of the outliers' first stream.
 
-    ``components`` contains, for each tile, which of an entry's four values have columns in the tile. It is None if columns are in channel
-    order. A patch of ``patch_bytes`` bytes contains ``together`` tiles. Both are 0 if there is no patch (``tiles.shapes.plan_patches``).
+    ``components`` lists, for each tile, which of an entry's four values may have their column in the tile. It is None if columns are in
+    channel order. A patch of ``patch_bytes`` bytes contains ``together`` tiles. Both are 0 if there is no patch
+    (``tiles.shapes.plan_patches``).
     """
 
     first_stream: int
@@ -93,7 +94,7 @@ class Tiles:
     """True if a step decodes two fields of each column, and registers of matrix operands contain both fields of one column and token.
 
     For two neighboring columns, or tokens of transposed tiles, the step's first tile contains both fields of the first one, and the second
-    tile both fields of the second one (``pairs.pair_weights``).
+    tile both fields of the second one (``softmax.pair_weights``).
     """
     interleave: int = DUAL_ROW_WORDS
     """Number of neighboring columns of one token in dual tiles, after which columns of the other token follow."""
@@ -136,7 +137,7 @@ class Tiles:
 
 
 def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -> int:
-    """Return how many fields apart the neighboring fields of a tile are in a word.
+    """Return the distance in a word, in fields, between fields that are neighbors in a tile.
 
     If all ``fields`` of ``bits`` bits are in one word, the distance is the number of steps, so that each word is shifted only once for all
     steps. Otherwise, it is 1.
@@ -147,7 +148,7 @@ def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -
 
 
 def step_symbols(packing: Columns, field_stride: int = 1, together: int = 1, dual: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return the symbol of every column of every tile. Columns without a symbol are -1.
+    """Return the symbol of each column of every tile. Columns without a symbol are -1.
 
     A tile's fields are ``field_stride`` fields apart. A step produces ``together`` tiles of neighboring fields; ``field_stride`` then
     counts groups of that many fields. With ``dual``, the symbols are for one of the two tokens.
@@ -169,5 +170,5 @@ def step_symbols(packing: Columns, field_stride: int = 1, together: int = 1, dua
 
 
 def symbol_channels(symbols: tuple[int, ...], values: int, value: int, dim: int) -> tuple[int, ...]:
-    """Return the channel of value number ``value`` of each symbol. A symbol has ``values`` channels."""
+    """Return the channel of value ``value`` of each symbol, or -1 if there is none. A symbol has ``values`` channels."""
     return tuple(s * values + value if s >= 0 and s * values + value < dim else -1 for s in symbols)

@@ -36,7 +36,7 @@ MAX_WORDS_AHEAD = 16
 
 
 class TrellisConstants(NamedTuple):
-    """Compile-time constants of a codec and its rows.
+    """Compile-time constants of a trellis codec and its rows.
 
     ``rows`` is the number of 16-bit words per row, in the form that ``load_rows`` needs. The first symbol begins at bit ``first_bit`` of a
     row. A symbol has ``windows`` windows, which begin ``bits`` bits apart. A table index covers ``together`` windows and has ``index_bits``
@@ -54,7 +54,7 @@ class TrellisConstants(NamedTuple):
 
 
 def tiles(codec: Trellis) -> Tiles:
-    """Return the loader of ``codec``. All parameters are supported."""
+    """Return the loader of ``codec``, which always exists."""
     (packing,) = codec.packings().values()
     windows = next(n for n in (8, 4, 2, 1) if n * codec.bits <= 8 and (n - 1) * codec.bits + codec.state_bits <= WORD_BITS)
     together = 2 if codec.bits + codec.state_bits <= MAX_INDEX_BITS else 1
@@ -93,7 +93,7 @@ def tiles(codec: Trellis) -> Tiles:
 
 
 def _window_channel(codec: Trellis, constants: TrellisConstants, symbol: int, window: int) -> int:
-    """Return the channel of window number ``window`` of a symbol, or -1 if there is no such symbol."""
+    """Return the channel of window ``window`` of a symbol, or -1 if there is no such symbol."""
     if symbol >= constants.symbols:
         return -1
     after = (_symbol_bit(constants, symbol) + window * codec.bits + codec.state_bits) % (codec.dim * codec.bits)
@@ -103,7 +103,7 @@ def _window_channel(codec: Trellis, constants: TrellisConstants, symbol: int, wi
 def _symbol_bit(constants: TrellisConstants, symbol: int) -> int:
     """Return the bit of a row at which a symbol begins.
 
-    If a whole symbol begins at every word, neighboring symbols are neighboring words, so that one operation extracts two.
+    If every word begins with a whole symbol, neighboring symbols are in neighboring words, so that one operation extracts two of them.
     """
     size, words = constants.windows * constants.bits, constants.rows[0]
     if WORD_BITS % size == 0:
@@ -127,7 +127,7 @@ def load(
 ) -> tl.tuple:
     """Load the rows (``thread_rows.load_rows``), and the norms as int32 ``[warp, token]``.
 
-    Only one thread loads each norm, not every thread that uses it, because registers also contain the norms of the next tile.
+    Each norm is loaded by one thread, not by every thread that uses it, because registers also hold the norms of the next tile.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     norm = load_per_token(pointers[1], first, token, valid, 1, 0, MASKED)
@@ -138,7 +138,7 @@ def load(
 def decode(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the values of the windows of 16 symbols as parts of a unit vector: one float16 tile per window.
+    """Return the window values of 16 symbols within a unit vector: one float16 tile for each window of a symbol.
 
     Tiles are ``[warp, token, symbol]``, or ``[warp, symbol, token]`` if transposed.
     """
@@ -153,7 +153,7 @@ def decode(
 
 @triton.jit
 def _look_up_windows(symbols: tl.tensor, table: tl.tensor, WINDOW: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
-    """Return the values of the windows that share a table index, beginning with window ``WINDOW`` of each symbol."""
+    """Look up the windows that share a table index, beginning with window ``WINDOW`` of each symbol. Returns their values."""
     SHARED: tl.constexpr = MODE.shared
     BITS: tl.constexpr = CONSTANTS.index_bits
     result = look_up(symbols, table, WINDOW * CONSTANTS.bits, BITS, 2, SHARED.offset, SHARED.copies, 1 << BITS, MODE.fast)
@@ -166,7 +166,7 @@ def _look_up_windows(symbols: tl.tensor, table: tl.tensor, WINDOW: tl.constexpr,
 
 @triton.jit
 def symbol_pair(words: tl.tuple, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return two neighboring symbols: the even-numbered one in the low 16 bits, the one after it in the high 16 bits."""
+    """Return two neighboring symbols: the even-numbered symbol in the low 16 bits, and the next symbol in the high 16 bits."""
     WORDS: tl.constexpr = CONSTANTS.rows[0]
     FIRST: tl.constexpr = symbol_bit(CONSTANTS, SYMBOL)
     # There may be no symbol after the last one.
@@ -184,7 +184,7 @@ def symbol_pair(words: tl.tuple, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, 
 
 @triton.jit
 def _two_words(words: tl.tuple, WORD: tl.constexpr, WORDS: tl.constexpr) -> tl.tensor:
-    """Return 16-bit word ``WORD`` of a row and the word after it, as uint32. After the last word comes the first one."""
+    """Return 16-bit word ``WORD`` of a row and the next word, as uint32. The word after the last one is the first one."""
     FIRST: tl.constexpr = WORD % WORDS
     SECOND: tl.constexpr = (WORD + 1) % WORDS
     first, second = words[FIRST // 2], words[SECOND // 2]

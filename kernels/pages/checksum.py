@@ -31,10 +31,10 @@ DAMAGED, MISMATCHED = 1, 2
 
 
 def write(rows: torch.Tensor, nbytes: int, multiplier: int, status: torch.Tensor) -> None:
-    """Write each row's checksum into ``rows``, uint8 ``[page, byte]``.
+    """Write the checksum of each row into ``rows``, uint8 ``[page, byte]``.
 
     Rows are padded to a multiple of 16 bytes; only the first ``nbytes`` are data. If the ``status`` of a page, int32 ``[page]``, is
-    nonzero, its first 8 bytes are set to zero instead, so that readers reject the row.
+    nonzero, the row's first 8 bytes are set to zero instead, so that readers reject it.
     """
     _launch(rows, nbytes, multiplier, status, None, None, None)
 
@@ -74,7 +74,7 @@ def _launch(
 
 @lru_cache(maxsize=64)
 def multiplier_powers(multiplier: int, parts: int, device: str) -> torch.Tensor:
-    """Return powers of ``multiplier``, int64: one per lane, one per part of a row, and the factor between the steps of a part."""
+    """Return powers of ``multiplier``, int64: one per lane, one per part of a row, and the factor between successive steps of a part."""
     lanes = _descending_powers(multiplier, LANES)
     result = [*lanes, *_descending_powers(pow(multiplier, LANES * STEPS, 2**64), parts), pow(multiplier, LANES, 2**64)]
     with torch.inference_mode(False):
@@ -115,7 +115,7 @@ def _sum_rows(
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> None:
-    """Add one part of a row to the row's sum. The row's last program writes the checksum or, unless ``front`` is None, compares the row.
+    """Add one part of a row to the row's sum. The last program of a row writes the checksum or, unless ``front`` is None, checks the row.
 
     ``rows`` are int32 words, and successive rows are ``row_stride`` words apart. ``words`` is the number of words per row, a multiple of
     16. Words before the beginning of a row count as 0, so that all parts have the same size.

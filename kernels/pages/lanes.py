@@ -31,7 +31,7 @@ _STREAMS = {**DTYPES, "U8": torch.uint8, "U16": torch.uint16}
 
 
 class Layers:
-    """The tensors of consecutive layers, each ``[slot, kv_head, token, dim]`` with arbitrary strides."""
+    """The tensors of consecutive layers, ``[slot, kv_head, token, dim]`` each, with arbitrary strides."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors, self.first = tensors, tensors[0]
@@ -39,11 +39,11 @@ class Layers:
         self._slot_strides = numpy.array([tensor.stride(0) for tensor in tensors], numpy.int64)
 
     def offsets(self, slots: Sequence[int], row_bytes: int, layer_bytes: int) -> Offsets | None:
-        """Return three offsets for each page and layer, int64 ``[page and layer, 3]``, or None if the tensors do not allow it.
+        """Return three offsets for each page and layer, int64 ``[page and layer, 3]``, or None if the tensors are not supported.
 
-        They are the offset of a layer's values in elements, the offset of its streams in bytes, and the page index. Values are counted from
-        the first layer's first slot, and streams from the first page's row. Rows are ``row_bytes`` apart, and the layers in a row are
-        ``layer_bytes`` apart. The tensors must have equal strides, and be a whole number of values apart.
+        The offsets are that of the layer's values, in elements from the first layer's first slot, that of its streams, in bytes from the
+        first page's row, and the page index. Rows are ``row_bytes`` apart, and the layers in a row are ``layer_bytes`` apart. The tensors
+        must have equal strides, and their addresses must be a whole number of values apart.
         """
         size = self.first.element_size()
         # The engine may have moved its memory since the last job.
@@ -60,7 +60,7 @@ class Layers:
 
 
 class PageSide:
-    """One side (keys or values) of an engine's pages: consecutive layers with the same codec.
+    """The keys or values of an engine's pages, in consecutive layers with the same codec.
 
     ``offsets`` are the offsets of the first layer's streams in a row. The streams of consecutive layers are ``stride`` bytes apart.
     """
@@ -74,12 +74,12 @@ class PageSide:
             self.streams.append((name, dtype, offsets[name] // dtype.itemsize, layout.shape, layout.strides))
 
     def offsets(self, job: PageJob) -> Offsets | None:
-        """Return ``Layers.offsets`` for the pages of ``job``."""
+        """Return the offsets of all pages of ``job`` and layers, as ``Layers.offsets`` does."""
         return self.layers.offsets(job.slots, job.rows.stride(0), self.stride)
 
 
 class PageJob(NamedTuple):
-    """Pages to convert: their ``slots``, their ``rows``, uint8 ``[page, byte]`` on the same device, and ``status``, int32 ``[page]``.
+    """Pages to convert: their ``slots``, their ``rows``, uint8 ``[page, byte]`` on the same device, and their ``status``, int32 ``[page]``.
 
     Encoders set the status of pages that they do not encode, and decoders skip pages with a nonzero status.
     """
@@ -95,7 +95,7 @@ def supports_rows(rows: torch.Tensor) -> bool:
 
 
 def encode(lane: PageSide, job: PageJob, errors: torch.Tensor | None = None) -> bool:
-    """Write the streams of one side to all rows of ``job``. Returns False if the kernels do not support the call.
+    """Encode the values of ``lane``, and write the streams to all rows of ``job``. Returns False if the kernels do not support the call.
 
     Unless ``errors`` is None, the relative error of each token is written to it, float32 ``[page and layer, kv_head, token]``.
     """
@@ -117,7 +117,7 @@ def encode(lane: PageSide, job: PageJob, errors: torch.Tensor | None = None) -> 
 
 
 def decode(lane: PageSide, job: PageJob) -> bool:
-    """Decode the streams of one side from all rows of ``job`` with status 0. Returns False if the kernels do not support the call."""
+    """Decode the streams of ``lane`` in all rows of ``job`` with status 0. Returns False if the kernels do not support the call."""
     codec, first = lane.codec, lane.layers.first
     streams = _streams(lane, job)
     moves = lane.offsets(job)
@@ -134,17 +134,17 @@ def decode(lane: PageSide, job: PageJob) -> bool:
 
 
 def gather(layers: Layers, slots: Sequence[int], pages: torch.Tensor) -> None:
-    """Copy the values in ``slots`` to ``pages`` ``[page and layer, ...]``, which are a multiple of ``STREAM_ALIGNMENT`` bytes apart."""
+    """Copy the values in ``slots`` to ``pages`` ``[page and layer, ...]``. Pages must be a multiple of ``STREAM_ALIGNMENT`` bytes apart."""
     _copy_pages(layers, slots, pages, None)
 
 
 def scatter(layers: Layers, slots: Sequence[int], pages: torch.Tensor, status: torch.Tensor) -> None:
-    """Copy ``pages`` back to ``slots``, except pages with a nonzero ``status``, int32 ``[page]``. Reverses ``gather``."""
+    """Copy ``pages`` back to ``slots``, except pages with a nonzero ``status``, int32 ``[page]``. This is the reverse of ``gather``."""
     _copy_pages(layers, slots, pages, status)
 
 
 def norms(layers: Layers, slots: Sequence[int]) -> torch.Tensor:
-    """Return the norm of each token of the pages in ``slots``: float32 ``[page and layer, kv_head, token]``."""
+    """Return the norm of each token of the pages in ``slots``, float32 ``[page and layer, kv_head, token]``."""
     first, moves = layers.first, layers.offsets(slots, 0, 0)
     if moves is not None:
         return token_norms(first[:1].expand(len(moves), *first.shape[1:]), _batch_offsets(moves, first))
@@ -166,7 +166,7 @@ def _copy_pages(layers: Layers, slots: Sequence[int], pages: torch.Tensor, statu
 
 
 def _is_copied(codec: Codec, dtype: torch.dtype) -> bool:
-    """Return True if rows store the values of ``dtype`` unchanged, so that converting them is a copy."""
+    """Return True if rows store values of ``dtype`` unchanged, so that encoding and decoding are copies."""
     return isinstance(codec, Opaque) or (type(codec) is Raw and DTYPES[RAW_DTYPES[codec.dtype]] == dtype)
 
 
@@ -176,7 +176,7 @@ def _batch_offsets(moves: Offsets, x: torch.Tensor) -> BatchOffsets:
 
 
 def _streams(lane: PageSide, job: PageJob) -> dict[str, torch.Tensor]:
-    """Return views of the streams of the first layer in the first row of ``job``."""
+    """Return the streams of the first layer as views of the first row of ``job``."""
     row = job.rows[0, : job.rows.shape[1] // STREAM_ALIGNMENT * STREAM_ALIGNMENT]
     as_dtype: dict[torch.dtype, torch.Tensor] = {}
     result = {}

@@ -18,7 +18,7 @@ MAX_BITS = 3
 
 
 def byte_table(values: torch.Tensor) -> tuple[int, ...]:
-    """Arrange at most 8 float16 values for ``select_four``: two integers with the low bytes of the values, then two with the high bytes."""
+    """Arrange up to 8 float16 values for ``select_four``: two integers with the low bytes of all values, then two with the high bytes."""
     words = [int(value) & 0xFFFF for value in values.view(torch.int16)]
     words += [0] * (8 - len(words))
     return tuple(
@@ -28,10 +28,10 @@ def byte_table(values: torch.Tensor) -> tuple[int, ...]:
 
 @triton.constexpr_function
 def _digit_positions(packing: RowPacking, symbol: int, first: int, bits: int, distance: int) -> tuple[int, ...]:
-    """Return triples (word, right shift, mask) that move the digits of four neighboring symbols to bits 0, 16, 8 and 24.
+    """Return (word, right shift, mask) triples that move the digits of four neighboring symbols to bits 0, 16, 8 and 24.
 
-    A digit has ``bits`` bits and begins at bit ``first`` of a field. Neighboring fields are ``distance`` bits apart. Digits past the last
-    column are left out.
+    They are concatenated. A digit has ``bits`` bits and begins at bit ``first`` of a field. Neighboring fields are ``distance`` bits apart.
+    Digits past the last column are left out.
     """
     columns = packing.first_word, packing.column_bytes, packing.width
     masks: dict[tuple[int, int], int] = {}
@@ -46,8 +46,7 @@ def _digit_positions(packing: RowPacking, symbol: int, first: int, bits: int, di
 
 @triton.constexpr_function
 def _select_f16x2(table: tuple[int, ...]) -> str:
-    """Return PTX that selects the low and the high bytes of four values from ``table``, and joins them into four f16x2 with equal halves.
-    """
+    """Return PTX that selects the low and the high bytes of four values from ``table``. The outputs are four f16x2 with equal halves."""
     pairs = "".join(f" prmt.b32 ${number}, low, high, {0x4040 + 0x1111 * number};" for number in range(4))
     return f"""{{ .reg .b32 select, low, high;
         shr.b32 select, $4, 12; or.b32 select, select, $4;
@@ -64,7 +63,7 @@ def select_four(
     DISTANCE: tl.constexpr,
     TABLE: tl.constexpr,
 ) -> tl.tuple:
-    """Look up the values of four symbols, starting with ``SYMBOL``, in a table in registers. Returns four f16x2 with equal halves.
+    """Look up the values of four symbols, beginning with ``SYMBOL``, in a table in registers. Returns four f16x2 with equal halves.
 
     ``TABLE`` comes from ``byte_table``. An index has ``BITS`` bits and begins at bit ``FIRST`` of a field. Neighboring fields are
     ``DISTANCE`` bits apart.

@@ -34,7 +34,7 @@ from .table_assembly import (
 
 
 def choose_copies(entries: int, entry_bytes: int, budget: int) -> int:
-    """Return the number of copies of each entry: one per bank group if they fit in ``budget`` bytes.
+    """Return the number of copies of each table entry: one per bank group if they fit in ``budget`` bytes.
 
     Otherwise, return the largest power of two that fits, or 0 if not even one copy fits.
     """
@@ -45,7 +45,7 @@ def choose_copies(entries: int, entry_bytes: int, budget: int) -> int:
 
 
 def allow_tables(kernel: Any, table_bytes: int) -> None:
-    """Allow the CUDA driver to launch ``kernel``, which declares tables or patches in addition to the compiler's shared memory.
+    """Let the CUDA driver launch ``kernel``, which declares ``table_bytes`` bytes of tables besides the compiler's shared memory.
 
     Triton does not count tables, so it asks the driver for more than 48 KiB only if the compiler's own part exceeds that.
     """
@@ -58,9 +58,9 @@ def allow_tables(kernel: Any, table_bytes: int) -> None:
 
 @triton.jit
 def declare(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
-    """Reserve ``SIZE`` bytes of shared memory for tables. Must be called once per kernel, before ``fill``.
+    """Reserve ``SIZE`` bytes of shared memory for tables. Call it once per kernel, before ``fill``.
 
-    If they exceed the static shared memory, they are in the launch's dynamic shared memory (``allow_tables``).
+    Tables that exceed the static shared memory are placed in the launch's dynamic shared memory (``allow_tables``).
     """
     thread = tl.arange(0, 32 * WARPS)
     tl.inline_asm_elementwise(declare_ptx(SIZE), "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
@@ -68,7 +68,7 @@ def declare(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 
 @triton.jit
 def fetch(table: tl.tensor, ENTRIES: tl.constexpr, VALUES: tl.constexpr) -> tl.tensor:
-    """Load the entries of a table from global memory, for ``fill``: one integer per entry of ``VALUES`` float16 values (2 or 4)."""
+    """Load the entries of a table from global memory, for ``fill``. An entry of ``VALUES`` float16 values (2 or 4) is one integer."""
     number = tl.arange(0, triton.next_power_of_2(ENTRIES))
     if VALUES == 2:
         entries = tl.load(table.to(tl.pointer_type(tl.int32)) + number, number < ENTRIES, 0)
@@ -79,7 +79,7 @@ def fetch(table: tl.tensor, ENTRIES: tl.constexpr, VALUES: tl.constexpr) -> tl.t
 
 @triton.jit
 def fill(entries: tl.tensor, OFFSET: tl.constexpr, ENTRIES: tl.constexpr, VALUES: tl.constexpr, COPIES: tl.constexpr) -> None:
-    """Store the ``entries`` that ``fetch`` loaded in shared memory, from byte ``OFFSET`` on, with ``COPIES`` copies of each.
+    """Store the ``entries`` that ``fetch`` loaded in shared memory, beginning at byte ``OFFSET``, with ``COPIES`` copies of each.
 
     A ``tl.debug_barrier`` must follow.
     """
@@ -106,7 +106,7 @@ def look_up(
     ENTRIES: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Look up table entries, and return one float16 tile for each of their ``VALUES`` values (2 or 4).
+    """Look up table entries. Returns one float16 tile for each of their ``VALUES`` values (2 or 4).
 
     The index is ``BITS`` bits of each int16 ``word``, beginning at bit ``POSITION``. ``table`` is float16 ``[2^BITS, VALUES]`` in global
     memory. With inline PTX and nonzero ``COPIES``, its first ``ENTRIES`` entries are read from shared memory instead, where they begin at
@@ -131,7 +131,7 @@ def look_up(
 
 @triton.constexpr_function
 def halve_entries(shared: SharedTable, first: int, values: int) -> SharedTable:
-    """Return the table from entry ``first`` on, described as a table of half entries with twice as many copies.
+    """Describe the table from entry ``first`` on as a table of half entries, of which there are twice as many copies.
 
     An entry has ``values`` float16 values.
     """
@@ -151,7 +151,7 @@ def look_up_bits(
 ) -> tl.tuple:
     """Look up table entries by ``BITS`` bits of each column, beginning at bit ``BIT``. Returns the same tiles as ``look_up``.
 
-    The lookup table begins at entry ``FIRST`` of ``table``. ``SHARED`` describes it (``SharedTable``).
+    The lookup table begins at entry ``FIRST`` of ``table``, which ``SHARED`` describes (``SharedTable``).
     """
     OFFSET: tl.constexpr = SHARED.offset + FIRST * VALUES * 2 * SHARED.copies
     COPIES: tl.constexpr = SHARED.copies
@@ -175,9 +175,9 @@ def look_up_repeated(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Look up entries of 4 equal values as ``look_up_bits`` does, and return a single tile.
+    """Look up entries of 4 equal values as ``look_up_bits`` does. Returns a single tile.
 
-    Only half of an entry is read, because halves exist in twice as many copies, so that fewer lanes conflict.
+    Only half of each entry is read. There are twice as many copies of half entries, so fewer lanes conflict.
     """
     if FAST and SHARED.copies > 0:
         HALVES: tl.constexpr = halve_entries(SHARED, FIRST, 4)
@@ -189,9 +189,10 @@ def look_up_repeated(
 
 @triton.jit
 def look_up_pairs(words: tl.tuple, POSITION: tl.constexpr, BITS: tl.constexpr, SHARED: tl.constexpr) -> tl.tuple:
-    """Return two float16 tiles: entries of two values for the lower words of registers, and for the upper words (``word_lookup_ptx``).
+    """Look up entries of two values with ``word_lookup_ptx``.
 
-    ``words`` is an int16 tile or, for words of 24 bits, also a tile with their upper bytes, and the first bit of each word's byte.
+    Returns the entries of the registers' lower words and those of the upper words. ``words`` contains an int16 tile. For words of 24 bits,
+    a tile with their upper bytes and the first bit of each word's byte follow.
     """
     ASSEMBLY: tl.constexpr = word_lookup_ptx(POSITION, BITS, SHARED.offset, SHARED.copies, len(words) == 1)
     REGISTERS: tl.constexpr = register_constraints(2, len(words))
@@ -201,9 +202,10 @@ def look_up_pairs(words: tl.tuple, POSITION: tl.constexpr, BITS: tl.constexpr, S
 
 @triton.jit
 def look_up_triplets(words: tl.tuple, SIGN_BYTE: tl.constexpr, SHARED: tl.constexpr) -> tl.tuple:
-    """Return three float16 tiles: (x, y) of first triplets, (x, y) of second triplets, and z of both (``triplet_lookup_ptx``).
+    """Look up triplets with ``triplet_lookup_ptx``.
 
-    ``words`` are the inputs of the PTX, each with two equal columns for both values of a register.
+    Returns (x, y) of first triplets, (x, y) of second triplets, and z of both, as float16 tiles. ``words`` are the inputs of the PTX, each
+    with two equal columns for both values of a register.
     """
     ASSEMBLY: tl.constexpr = triplet_lookup_ptx(SHARED.offset, SHARED.copies, SIGN_BYTE)
     return tl.inline_asm_elementwise(

@@ -17,7 +17,7 @@ class SharedTable(NamedTuple):
 
 
 class TableContents(NamedTuple):
-    """Contents of a table: the number of entries, and the float16 values per entry (``width``). ``side`` is 0 for keys, 1 for values."""
+    """Contents of a table: the number of entries, and the float16 values per entry (``width``). ``side`` is 0 for keys and 1 for values."""
 
     side: int
     offset: int
@@ -27,7 +27,7 @@ class TableContents(NamedTuple):
 
 
 class SharedTables(NamedTuple):
-    """All tables that a program declares and fills. They take ``nbytes`` bytes of shared memory."""
+    """All tables that a program declares and fills, in ``nbytes`` bytes of shared memory."""
 
     nbytes: int
     fills: tuple[TableContents, ...]

@@ -1,6 +1,6 @@
 """Inline PTX for lookup tables in shared memory: declaration, filling and lookups. All use the symbol ``kvpack_tables``.
 
-``shared_table``, ``thread_lookups`` and ``field_lookups`` have plain Triton versions of the operations.
+``shared_table`` and ``thread_lookups`` have plain Triton versions of the operations.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -39,7 +39,7 @@ def declare_ptx(size: int) -> str:
 
 @triton.constexpr_function
 def fill_ptx(offset: int, entries: int, entry_words: int, copies: int) -> str:
-    """Return PTX in which every thread stores the copies of one entry, 16 bytes at a time. Lanes begin at different banks."""
+    """Return PTX that stores the copies of one entry per thread, 16 bytes at a time. Different lanes begin at different banks."""
     run = 4 * entry_words * copies
     value = ["$1", "$1"] if entry_words == 1 else ["first", "second"]
     unpack = "" if entry_words == 1 else "mov.b64 {first, second}, $1;"
@@ -98,9 +98,9 @@ def tile_lookup_ptx(position: int, bits: int, values: int, offset: int, copies: 
 def column_lookup_ptx(bits: int, offset: int, copies: int, multiplied: bool) -> str:
     """Return PTX that looks up the codes in two 32-bit words, in tables whose entries have two equal halves.
 
-    The inputs are the two words, then a number for each word, then an offset for each word. The number is the amount by which to rotate the
-    word right so that the code becomes a byte offset or, if ``multiplied``, the factor that has this effect. The offset is the position in
-    bytes of the first table entry, a multiple of the table's size.
+    The inputs are the two words, then a number for each word, then an offset for each word. The number rotates its word right, so that the
+    code becomes a byte offset or, if ``multiplied``, is a factor with the same effect. The offset is the byte position of the first table
+    entry, a multiple of the table's size.
     """
     mask = ((1 << bits) - 1) * 4 * copies
 
@@ -125,7 +125,7 @@ def pair_lookup_ptx(bits: int, joint: bool, offset: int, copies: int, multiplied
     """Return PTX that looks up a 16-bit entry for each of two neighboring codes of a word.
 
     With ``joint``, one table entry for both codes contains the two values. Otherwise, they are the low halves of two table entries. The
-    inputs are as in ``column_lookup_ptx``, for one word.
+    inputs are those of ``column_lookup_ptx``, for one word.
     """
     unit = 4 * copies
     load = f"add.u32 {{0}}, {{0}}, base; ld.shared.b32 {{0}}, [{{0}} + {offset}];"
@@ -155,7 +155,7 @@ both values in one register each.
 
 @triton.constexpr_function
 def entry_lookup_ptx(words: int, offset: int, copies: int, entry_bytes: int) -> str:
-    """Return PTX that reads the first ``words`` words of an entry (1 or 2), from the copy in the thread's own banks.
+    """Return PTX that reads the first ``words`` words (1 or 2) of an entry, from the copy in the thread's own banks.
 
     The input is the address of the first copy.
     """
@@ -193,17 +193,16 @@ def field_lookup_ptx(pieces: tuple[tuple[int, int, int, int], ...], words: int, 
 
 @triton.constexpr_function
 def register_constraints(outputs: int, inputs: int) -> str:
-    """Return the constraint string of inline PTX with ``outputs`` output registers and ``inputs`` input registers."""
     return ",".join(["=r"] * outputs + ["r"] * inputs)
 
 
 @triton.constexpr_function
 def triplet_lookup_ptx(offset: int, copies: int, sign_byte: int) -> str:
-    """Return PTX that looks up two triplets of positive coordinates by the bytes of one half of a word, and flips signs of x and y.
+    """Return PTX that looks up two triplets with positive coordinates, and then applies the signs of x and y.
 
-    The outputs are f16x2: (x, y) of both triplets, and their z. The inputs come in pairs of equal registers: the word, the number of the
-    half, and four words whose bytes begin with the signs of x and y of the first triplet, and of the second triplet. The signs of the half
-    are in byte 0 of the half for the first triplet, and in ``sign_byte`` for the second triplet.
+    The two bytes of one half of a word are the table indices. The outputs are f16x2: (x, y) of each triplet, and z of both. The inputs come
+    in pairs of equal registers: the word, the number of the half, then four words whose bytes begin with the signs of x and y, two for each
+    triplet. In each half, the first triplet's signs are in byte 0, and the second triplet's in byte ``sign_byte``.
     """
     stride = (8 * copies).bit_length() - 1
     mask = 255 << stride
@@ -225,10 +224,10 @@ def triplet_lookup_ptx(offset: int, copies: int, sign_byte: int) -> str:
 
 @triton.constexpr_function
 def word_lookup_ptx(position: int, bits: int, offset: int, copies: int, whole: bool) -> str:
-    """Return PTX that looks up entries of two float16, the first by the lower word of a register, and the second by the upper word.
+    """Return PTX that looks up two entries of two float16 values each, by the lower and by the upper word of a register.
 
-    An index is ``bits`` bits of a word, beginning at bit ``position``. If not ``whole``, words have 24 bits: the upper ones are bytes of
-    the second input. Halves of the third input select bit 0 or 8 of a half as the first bit of its byte.
+    An index is ``bits`` bits of a word, beginning at bit ``position``. Unless ``whole``, words have 24 bits, and the second input contains
+    their upper bytes. Each half of the third input is then 0 or 8: the bit of the second input's half at which the byte begins.
     """
     stride = 1 + copies.bit_length()
     mask = ((1 << bits) - 1) << stride

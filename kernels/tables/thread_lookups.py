@@ -19,7 +19,7 @@ from .table_assembly import entry_lookup_ptx
 
 @triton.constexpr_function
 def lookup_unit(values: int, shared: SharedTable, fast: bool) -> int:
-    """Return the number of units per entry of ``values`` float16 values, for the positions that ``look_up_words`` takes.
+    """Return the number of units per entry of ``values`` float16 values, for the positions that ``look_up_words`` receives.
 
     If the table is in shared memory, a unit is a byte, so that fields are shifted only once. Otherwise, a unit is an entry.
     """
@@ -38,7 +38,7 @@ def look_up_words(
 ) -> tl.tuple:
     """Return the first ``WORDS`` f16x2 (1 or 2) of the entry that is ``position`` units (``lookup_unit``) after entry ``FIRST``.
 
-    Entries have ``VALUES`` float16 values (2 or 4). ``SHARED`` describes the table (``SharedTable``). The entry must be inside the table.
+    Entries have ``VALUES`` float16 values (2 or 4). ``SHARED`` describes the table (``SharedTable``), which must contain the entry.
     """
     if FAST and SHARED.copies > 0:
         ASSEMBLY: tl.constexpr = entry_lookup_ptx(
@@ -58,9 +58,9 @@ def look_up_words(
 
 @triton.jit
 def look_up_repeated(position: tl.tensor, table: tl.tensor, FIRST: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the f16x2 of an entry of four equal values.
+    """Look up an entry of four equal values. Returns one f16x2.
 
-    Only half of an entry is read, because halves exist in twice as many copies, so that fewer lanes conflict.
+    Only half of each entry is read. There are twice as many copies of half entries, so fewer lanes conflict.
     """
     if FAST and SHARED.copies > 0:
         HALVES: tl.constexpr = halve_entries(SHARED, 0, 0)

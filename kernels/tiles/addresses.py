@@ -25,7 +25,7 @@ def uses_assembly(device: torch.device) -> bool:
 
 
 def stream_addresses(streams: Mapping[str, torch.Tensor], requested: Sequence[Stream], keep_alive: list[torch.Tensor]) -> list[int]:
-    """Return the address, batch stride and head stride of each of ``requested`` streams as one flat list, in bytes.
+    """Return the address, batch stride and head stride of each ``requested`` stream as one flat list, in bytes.
 
     Streams whose rows are not contiguous and aligned are copied. All tensors whose addresses are returned are appended to ``keep_alive``.
     """
@@ -42,7 +42,7 @@ def stream_addresses(streams: Mapping[str, torch.Tensor], requested: Sequence[St
 
 
 def describe_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], streams: Sequence[Stream], first: int) -> tuple[RowStream, ...]:
-    """Return the ``RowStream`` of each stream, whose addresses and strides are in the columns of ``rows`` from ``first`` on.
+    """Return the ``RowStream`` of each stream. Its address and strides are columns of the table ``rows``, beginning with column ``first``.
 
     A stream never counts as more aligned than its rows, because no load crosses rows. Otherwise, kernels would be compiled again for each
     alignment that the length of a cache happens to cause.

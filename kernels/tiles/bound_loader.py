@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class RowStream(NamedTuple):
-    """The layout of a stream: elements of ``bits`` bits, and a row of ``row_bytes`` bytes for every ``tokens`` tokens.
+    """Layout of a stream: elements of ``bits`` bits, and a row of ``row_bytes`` bytes for every ``tokens`` tokens.
 
-    ``aligned`` is the largest power of two, at most 16, that divides all addresses and strides, in bytes.
+    ``aligned`` is the largest power of two, at most 16, that divides all addresses and strides in bytes.
     """
 
     bits: int
@@ -24,10 +24,10 @@ class RowStream(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """How a loader reads and decodes rows.
+    """Options of a loader for reading and decoding rows.
 
-    ``shared`` describes its table. Tiles are ``[warp, token, column]``, or ``[warp, column, token]`` if ``transposed``. ``fast`` permits
-    inline PTX.
+    ``shared`` describes its lookup table. Tiles are ``[warp, token, column]``, or ``[warp, column, token]`` if ``transposed``. ``fast``
+    permits inline PTX.
     """
 
     shared: SharedTable
@@ -38,9 +38,9 @@ class Mode(NamedTuple):
 class BoundLoader(NamedTuple):
     """A codec's loader (``loaders.tiles.Tiles``) bound to the streams of one launch.
 
-    ``widths`` are the columns of each tile, and ``stream_widths`` is the argument of ``bitfields.load_column_fields``. There are ``tables``
-    tables of ``table_values`` values each, which sequences and heads use in turn. ``columns`` counts the columns of all tiles, and one more
-    if there is an ``offset``.
+    ``widths`` are the numbers of columns of all tiles, and ``stream_widths`` is the argument of ``bitfields.load_column_fields``. Sequences
+    and heads use ``tables`` tables in turn, with ``table_values`` values each. ``columns`` counts the columns of all tiles, plus one if
+    there is an ``offset``.
     """
 
     load: Any
@@ -69,7 +69,7 @@ class BoundLoader(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        """The key by which Triton identifies this constant in its cache of compiled code."""
+        """Key of this constant in Triton's cache of compiled code."""
         return code_key(self)
 
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def load_tables(
     k: Tiles, v: Tiles, device: torch.device, fast: bool, budget: int
 ) -> tuple[SharedTables, tuple[torch.Tensor, torch.Tensor], list[SharedTable]]:
-    """Return the shared tables that a kernel fills, the table of each side in global memory, and the shared copy of each side's table.
+    """Load the lookup tables of keys and values. Shared tables take at most ``budget`` bytes in total.
 
-    Shared tables take at most ``budget`` bytes in total.
+    Returns the shared tables that a kernel fills, the table of each side in global memory, and the shared copy of each side's table.
     """
     tables = [tiles.table for tiles in (k, v)]
     same = tables[0] is not None and tables[1] is not None and torch.equal(tables[0], tables[1])
@@ -45,7 +45,7 @@ def load_tables(
 
 @lru_cache(maxsize=16)
 def counting_tensor(device: str) -> torch.Tensor:
-    """Return int16 numbers 0, 1, 2, ... for ``bitfields.load_column_fields``, at least as many as a tile has columns."""
+    """Return the numbers 0, 1, 2, ... as int16 for ``bitfields.load_column_fields``, at least as many as a tile has columns."""
     return torch.arange(MAX_DIM, dtype=torch.int16, device=device)
 
 

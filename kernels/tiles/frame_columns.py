@@ -32,7 +32,7 @@ DUAL, PAIRED = 1, 2
 
 
 def loader(codec: Codec, dual: int) -> Tiles:
-    """Return the tile loader of ``codec``, which must have one. ``dual`` is DUAL or PAIRED if such loaders are preferred, or 0."""
+    """Return the tile loader of ``codec``, which must have one. With ``dual`` (``DUAL`` or ``PAIRED``), prefer the loader of that kind."""
     result = loaders.dual_tiles_of(codec) if dual else None
     if result is None and dual == PAIRED:
         result = loaders.paired_tiles_of(codec)
@@ -43,16 +43,15 @@ def loader(codec: Codec, dual: int) -> Tiles:
 
 @lru_cache(maxsize=256)
 def columns(codec: Codec, dual: int) -> tuple[int, ...]:
-    """Return the channel of each column of all tiles of ``codec``. Columns without a channel are -1.
+    """Return the channel of each column, for all tiles of ``codec``. Columns without a channel are -1.
 
-    If the loader has an offset, its channel is last.
+    If the loader has an offset, the offset's channel is last.
     """
     return _columns(codec, loader(codec, dual))
 
 
 @lru_cache(maxsize=256)
 def key_columns(codec: Codec, dual: int) -> tuple[int, ...]:
-    """Return the channels of columns of keys as ``columns`` does, for ``Tiles.keys`` if the loader has it."""
     tiles = loader(codec, dual)
     return _columns(codec, tiles.keys or tiles)
 
@@ -63,14 +62,14 @@ def _columns(codec: Codec, tiles: Tiles) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def frame_dim(codec: Codec) -> int:
-    """Return the number of channels that columns represent: the head dim, doubled for the signs of qjl, or plus one for an offset."""
+    """Return the number of channels that columns represent: the head dim, doubled by the signs of qjl, and increased by 1 for an offset."""
     tiles = loader(codec, 0)
     return (1 if tiles.signs is None else 2) * codec.dim + tiles.offset
 
 
 @lru_cache(maxsize=256)
 def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...], bool], ...], device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the matrix and the blocks with which ``rotate_queries`` maps queries to all of ``frames``.
+    """Return the matrix that ``rotate_queries`` uses to map queries to all of ``frames``, and its blocks.
 
     A frame is a codec, the channel of each column (-1 for none), and True if queries are written as float16 halves instead of float32.
 
@@ -107,14 +106,14 @@ def value_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], block: int, 
 
 
 def is_in_order(codec: Codec, channels: tuple[int, ...]) -> bool:
-    """Return True if sums whose columns have these ``channels`` are already in the original frame and order."""
+    """Return True if sums with one column for each of ``channels`` are already in the original frame and order."""
     return codec.rotation.kind == "none" and not isinstance(codec, Klt) and channels == tuple(range(codec.dim))
 
 
 def column_signs(codec: Codec) -> tuple[torch.Tensor, float]:
-    """Return the matrix from channels to the columns of the codec's tiles, as its signs, float32 ``[column, dim]``, and a magnitude.
+    """Return the matrix from channels to the columns of the codec's tiles as its signs, float32 ``[column, dim]``, and a magnitude.
 
-    All nonzero entries of the matrix have this magnitude, because it combines a Hadamard rotation and a permutation.
+    All nonzero entries have this magnitude, because the matrix combines a Hadamard rotation and a permutation.
     """
     back = value_matrix(((codec, columns(codec, 0)),), 1, "cpu")[0]
     return back.sign(), float(back.abs().max())
@@ -122,19 +121,25 @@ def column_signs(codec: Codec) -> tuple[torch.Tensor, float]:
 
 @lru_cache(maxsize=256)
 def frame_matrix(codec: Codec, device: str) -> torch.Tensor:
-    """Return a cached copy of ``_frame_rows`` on ``device``, float32 ``[matrix, frame dim, dim]``."""
+    """Return the matrix from the channels of the codec's frame to the original channels, float32 ``[matrix, frame dim, dim]``.
+
+    It is cached on ``device``.
+    """
     with torch.inference_mode(False):
         return _frame_rows(codec).contiguous().to(device)
 
 
 def _repeat_to_equal_counts(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Repeat ``parts`` ``[matrix, ...]`` so that all have the same number of matrices. Sequences and heads use the matrices in turn."""
+    """Repeat the matrices of ``parts``, ``[matrix, ...]`` each, so that all parts have the same number of matrices.
+
+    Sequences and heads use the matrices in turn.
+    """
     most = math.lcm(*(part.shape[0] for part in parts))
     return [part.repeat(most // part.shape[0], 1, 1) for part in parts]
 
 
 def _query_rotation(codec: Codec) -> torch.Tensor:
-    """Return the matrix from query channels to the channels of the codec's frame, float32 ``[matrix, dim, frame dim]``."""
+    """Return the matrix that maps query channels to the channels of the codec's frame, float32 ``[matrix, dim, frame dim]``."""
     if isinstance(codec, Klt):
         return _frame_rows(codec).transpose(1, 2)
     if balanced := codec.sidecar(FrameMap):

@@ -15,7 +15,7 @@ from kvpack.kernels.tables.shared_table import declare, fetch, fill
 
 @triton.jit
 def begin_tables(k_table: tl.tensor, v_table: tl.tensor, TABLES: tl.constexpr, WARPS: tl.constexpr) -> tl.tuple:
-    """Declare the shared memory of ``TABLES``, and start loading their entries into registers."""
+    """Declare the shared memory of ``TABLES``, and start loading the tables' entries into registers."""
     FILLS: tl.constexpr = TABLES.fills
     entries = ()
     if TABLES.nbytes:
@@ -32,7 +32,7 @@ def _fetch_table(k_table: tl.tensor, v_table: tl.tensor, FILL: tl.constexpr) -> 
 
 @triton.jit
 def fill_tables(entries: tl.tuple, TABLES: tl.constexpr) -> None:
-    """Store the entries that ``begin_tables`` loaded into shared memory. A ``tl.debug_barrier`` must follow."""
+    """Store the entries that ``begin_tables`` loaded in shared memory. A ``tl.debug_barrier`` must follow."""
     FILLS: tl.constexpr = TABLES.fills
     for number in tl.static_range(len(FILLS)):
         _fill_table(entries[number], constant_at(FILLS, number))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PackedRun(Protocol):
-    """A page of ``tokens`` packed tokens: a codec and its streams ``[batch, kv_head, token, ...]``."""
+    """A page of ``tokens`` packed tokens: a codec, and its streams ``[batch, kv_head, token, ...]``."""
 
     @property
     def codec(self) -> Codec: ...
@@ -25,7 +25,7 @@ class PackedRun(Protocol):
     def rows(self, start: int, stop: int, entries: bool = True) -> Mapping[str, torch.Tensor]:
         """Return the streams of tokens ``[start, stop)``. ``start`` must be a multiple of the codec's token group.
 
-        Without ``entries``, streams with entries that store token numbers are omitted.
+        Without ``entries``, streams of entries that store token indices are left out.
         """
 
     def slice(self, start: int, stop: int) -> PackedRun:
@@ -38,7 +38,7 @@ class PackedRun(Protocol):
         """Decode tokens ``[start, stop)`` to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
 
     def original(self, sums: torch.Tensor) -> torch.Tensor:
-        """Map sums of values from the coded frame (``frame``) to the original frame. Sums are ``[batch, kv_head, row, dim]``."""
+        """Map sums of values ``[batch, kv_head, row, dim]`` from the coded frame (``frame``) to the original frame."""
 
 
 class Side(Protocol):
@@ -61,7 +61,7 @@ class Side(Protocol):
 
 
 class Layer(Protocol):
-    """The keys and values of a layer, with the same numbers of sequences, KV heads and tokens."""
+    """The keys and values of a layer, which have the same numbers of sequences, KV heads and tokens."""
 
     @property
     def k(self) -> Side | None: ...

@@ -30,7 +30,6 @@ SIDECAR_LOADERS: dict[type[Sidecar], Callable[[Tiles, Any], Tiles | None]] = {
 
 @lru_cache(maxsize=256)
 def tiles_of(codec: Codec) -> Tiles | None:
-    """Return the tile loader of ``codec``, including its sidecars, or None if there is none."""
     return _with_sidecars(codec) if isinstance(codec, CodecWithSidecars) else codecs.codec_kernels(codec).tiles(codec)
 
 
@@ -46,7 +45,7 @@ def _with_sidecars(codec: CodecWithSidecars) -> Tiles | None:
 def dual_tiles_of(codec: Codec, dual: int = APART) -> Tiles | None:
     """Return the dual tile loader of ``codec``, or None if dual tiles do not support its number of words per row.
 
-    ``dual`` is the arrangement of the two tokens in a row.
+    ``dual`` is the arrangement of the two tokens in a tile row.
     """
     if isinstance(codec, CodecWithSidecars):
         return _with_means_only(codec, dual_tiles_of(codec.codec, dual))
@@ -62,6 +61,6 @@ def paired_tiles_of(codec: Codec) -> Tiles | None:
 
 
 def _with_means_only(codec: CodecWithSidecars, tiles: Tiles | None) -> Tiles | None:
-    """Return ``tiles`` with the page means of ``codec``, or None if it has another sidecar. Tiles do not include means."""
+    """Return ``tiles`` with the page means of ``codec``, or None if it has any other sidecar."""
     means = [sidecar for sidecar in codec.sidecars if isinstance(sidecar, KeyMean)]
     return tiles_key_mean.with_means(tiles, means[0]) if tiles is not None and len(means) == len(codec.sidecars) == 1 else None

@@ -72,9 +72,10 @@ class LaunchShape(NamedTuple):
 def choose_shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, alignment: int, fast: bool) -> LaunchShape:
     """Return the launch shape that is fastest on an H200, for tables of ``table_bytes`` bytes and ``tokens`` tokens per multiprocessor.
 
-    ``alignment`` divides all first rows. The choice is based on measurements with one to eight warps, one or two tiles of 16 to 64 tokens,
-    two to four stages, and 96 to 255 registers. Loaders with one row per thread are slower with several stages; they were measured with one
-    to four warps and at least 168 registers. Programs take 50% longer if their number of warps is not a multiple of the four schedulers.
+    The first row of every program is a multiple of ``alignment``. The choice is based on measurements with one to eight warps, one or two
+    tiles of 16 to 64 tokens, two to four stages, and 96 to 255 registers. Loaders with one row per thread are slower with several stages;
+    they were measured with one to four warps and at least 168 registers. Programs take 50% longer if their number of warps is not a
+    multiple of the four schedulers.
     """
     if not fast:
         return LaunchShape(2, 1, 32, 1, 4)
@@ -119,7 +120,7 @@ def choose_shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, alignment: i
 
 
 def table_budget(k: Tiles, v: Tiles) -> int:
-    """Return how many bytes of shared memory the tables of both sides may use together."""
+    """Return the number of bytes of shared memory that the tables of keys and values may use together."""
     alone = [tiles for tiles in (k, v) if tiles.many_copies and tiles.outliers is tiles.signs is None]
     tables = [tiles.table for tiles in alone if tiles.table is not None]
     if k.means is not None and k.means.dim * k.means.bits > MAX_MEAN_BITS:
@@ -132,8 +133,8 @@ def table_budget(k: Tiles, v: Tiles) -> int:
 def plan_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tuple[Outliers | None, Outliers | None, int]:
     """Return the outlier constants of keys and of values (None without outliers), and the number of bytes for the patches of all warps.
 
-    A patch contains as many tiles of a side as fit in the shared memory of a program, next to tables of ``table_bytes`` bytes. If not even
-    one tile fits, there are no patches, and the number of bytes is 0.
+    A patch contains as many tiles as fit in the shared memory of a program, next to tables of ``table_bytes`` bytes. If not even one tile
+    fits, there are no patches, and the number of bytes is 0.
     """
     own_bytes = MULTIPROCESSOR_BYTES // shape.programs - SYSTEM_BYTES - CONVERSION_BYTES * shape.warps * shape.tokens
     limit = (min(own_bytes, STATIC_SHARED_BYTES) - table_bytes) // shape.warps
@@ -148,6 +149,6 @@ def plan_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tu
 
 
 def _bytes_per_token(stream: Stream, alignment: int) -> int:
-    """Return how many bytes of ``stream`` are loaded per token, in a tile of at least 32 tokens."""
+    """Return the number of bytes of ``stream`` that are loaded per token, in a tile of at least 32 tokens."""
     shared = alignment % stream.tokens == 0 and stream.tokens % 32 == 0
     return stream.row * stream.bits // (8 * stream.tokens if shared else 8)

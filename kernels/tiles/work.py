@@ -28,7 +28,7 @@ STREAM_INTEGERS = tl.constexpr(3)
 
 
 class Rows(NamedTuple):
-    """The packed rows of one side: pointers to the head's first row in each stream, and ``first``, the row of the program's first token."""
+    """Packed rows of keys or values: pointers to the head's first row in each stream, and ``first``, the row of the first token."""
 
     streams: Any
     first: Any
@@ -53,7 +53,7 @@ class Work(NamedTuple):
 def load_work(row: tl.tensor, batch: tl.tensor, head: tl.tensor, K: tl.constexpr, V: tl.constexpr) -> tl.tuple:
     """Load the ``Work`` of one sequence and KV head from ``row``, int64 ``[FIRST_ADDRESS + STREAM_INTEGERS * streams]``.
 
-    The row contains the streams of keys, then of values, then of page means.
+    The streams in the row are those of keys, then of values, then of page means.
     """
     begin = tl.load(row)
     count = tl.load(row + 1).to(tl.int32)
@@ -103,8 +103,8 @@ def within_length(
 ) -> tl.tuple:
     """Limit ``work`` to a sequence of ``length`` tokens. Also returns how many of its tokens precede the first query's window.
 
-    The first query is at ``position``. A query sees tokens up to ``ahead`` positions after its own. The returned number is rounded down to
-    whole tiles of ``SPAN`` tokens, and ``work.whole`` to a multiple of ``TILES`` tiles.
+    The first query is at ``position``. A query sees tokens up to ``ahead`` positions after its own. The number of preceding tokens is
+    rounded down to whole tiles of ``SPAN`` tokens, and ``work.whole`` to a multiple of ``TILES`` tiles.
     """
     count = tl.maximum(0, tl.minimum(work.count, length - work.begin)).to(tl.int32)
     skipped = tl.maximum(0, position - window + 1 - work.begin).to(tl.int32) // SPAN * SPAN
@@ -115,11 +115,11 @@ def within_length(
 
 @triton.jit
 def skip_unseen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.constexpr, TILES: tl.constexpr) -> tl.tuple:
-    """Return ``work`` from the first tile on that every query sees, and the number of tokens before this tile that only some queries see.
+    """Skip the tokens at the beginning of ``work`` that no query sees. Also returns the number of tokens that only some queries see.
 
-    No query sees tokens before token ``first`` of the layer. Every query sees the first ``work.whole`` tokens, except those before token
-    ``last``. In the returned ``work``, positions are relative to the first tile, so earlier tokens have negative positions. The returned
-    number is a multiple of ``SPAN`` tokens, the size of a tile. Tiles that every query sees are processed ``TILES`` at a time.
+    No query sees tokens before token ``first`` of the layer, and only some queries see tokens before token ``last``. The returned work
+    begins with the first tile that every query sees; tokens before this tile have negative positions. Their number, the second result, is a
+    multiple of the tile size ``SPAN``. Tiles that every query sees are processed ``TILES`` at a time.
     """
     begin = tl.maximum(0, first - work.begin) // SPAN * SPAN
     shift = (tl.maximum(0, last - work.begin) + TILES * SPAN - 1) // (TILES * SPAN) * (TILES * SPAN)
@@ -136,7 +136,7 @@ def skip_unseen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.cons
 
 @triton.jit
 def prefetch(work: tl.tuple, offset: tl.tensor, K: tl.constexpr, V: tl.constexpr, DISTANCE: tl.constexpr, TOKENS: tl.constexpr) -> None:
-    """Prefetch the rows of up to ``TOKENS`` tokens into the L2 cache, beginning ``DISTANCE`` tokens after token ``offset`` of the work."""
+    """Prefetch the rows of up to ``TOKENS`` tokens into the L2 cache, beginning ``DISTANCE`` tokens after token ``offset`` of ``work``."""
     _prefetch_side(work.k, offset, work.count, K, DISTANCE, TOKENS)
     _prefetch_side(work.v, offset, work.count, V, DISTANCE, TOKENS)
 
@@ -154,7 +154,7 @@ def _prefetch_side(
 
 @triton.jit
 def _prefetch_stream(pointer: tl.tensor, first: tl.tensor, tokens: tl.tensor, ROW_BYTES: tl.constexpr, ROW_TOKENS: tl.constexpr) -> None:
-    """Prefetch rows in pieces of 16 bytes. One thread makes all requests, which was measured to be faster than requests by all threads."""
+    """Prefetch rows in pieces of 16 bytes. One thread makes all requests, which is faster than requests by all threads."""
     begin = pointer.to(tl.int64) + first // ROW_TOKENS * ROW_BYTES
     tl.inline_asm_elementwise(
         """{ .reg .pred real; .reg .b32 thread, size; .reg .b64 begin;
@@ -182,7 +182,7 @@ def load_tiles(
     """Load ``TILES`` tiles of ``TOKENS`` tokens: the rows of codes and, if there are QJL signs, the rows of signs.
 
     ``token`` ``[warp, token]`` are the tokens of each warp's first tile, counted from row ``first``. With ``MASKED``, tokens at ``end`` or
-    later are not loaded. Dual loaders load half as many tiles, each with twice the tokens.
+    later are not loaded. Dual loaders load half as many tiles, each with twice as many tokens.
     """
     MODE: tl.constexpr = SIDE.mode
     CONSTANTS: tl.constexpr = SIDE.constants

@@ -1,4 +1,4 @@
-"""Output of commands: JSON, tables and progress bars. The library rich is imported only when needed."""
+"""Output of commands: JSON, tables and progress. The library rich is imported only when needed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import json
 import shutil
 import sys
+import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -17,6 +19,12 @@ if TYPE_CHECKING:
 
 _COLUMN_GAP = 3
 """Number of characters between two columns of a table."""
+
+_FIRST_LINE = 10.0
+"""Seconds after which the first line of progress is printed without a terminal."""
+
+_LINE_SPACING = 1.5
+"""Factor by which the elapsed time has grown when the next line is printed. Three hours make 19 lines."""
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -84,9 +92,15 @@ def _shrink(widths: list[int], minimums: Sequence[int], available: int) -> None:
 
 @contextlib.contextmanager
 def progress(label: str, arguments: argparse.Namespace) -> Iterator[Progress | None]:
-    """Show a progress bar on standard error, and yield the function that updates it. With ``--json`` or without a terminal, yield None."""
-    if arguments.json or not sys.stderr.isatty():
+    """Show progress on standard error, and yield the function that updates it. With ``--json``, yield None.
+
+    A terminal shows a bar. Otherwise, long work prints a few lines.
+    """
+    if arguments.json:
         yield None
+        return
+    if not sys.stderr.isatty():
+        yield _progress_lines(printable(label))
         return
     from rich.console import Console
     from rich.markup import escape
@@ -96,6 +110,21 @@ def progress(label: str, arguments: argparse.Namespace) -> Iterator[Progress | N
     with Bar(console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty()) as bar:
         task = bar.add_task(escape(printable(label)))
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _progress_lines(label: str) -> Progress:
+    """Return a function that prints progress as lines with increasing intervals, and nothing if the work is done soon."""
+    began, due = time.monotonic(), _FIRST_LINE
+
+    def update(done: int, total: int) -> None:
+        nonlocal due
+        elapsed = time.monotonic() - began
+        if elapsed >= due and 0 < done < total:
+            due = elapsed * _LINE_SPACING
+            taken, left = (timedelta(seconds=round(seconds)) for seconds in (elapsed, elapsed * (total - done) / done))
+            print(f"{label}: {100 * done // total} % after {taken}, about {left} left", file=sys.stderr, flush=True)
+
+    return update
 
 
 def step_counter(progress: Progress | None, total: int, done: int = 0) -> Callable[[], None]:

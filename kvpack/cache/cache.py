@@ -413,7 +413,7 @@ def build_contents(
     codecs: dict[Codec, int] = {}
     layer_entries = []
     for layer in layers:
-        entries = {name: _side_entry(side, codecs.setdefault(side.codec, len(codecs))) for name, side in layer.sides.items()}
+        entries = {name: side_entry(side, codecs.setdefault(side.codec, len(codecs))) for name, side in layer.sides.items()}
         layer_entries.append(LayerEntry(entries.get("k"), entries.get("v")))
     required, ignorable = layer_positions.features_of(start, [start + layer.skipped for layer in layers])
     states = [
@@ -441,7 +441,7 @@ def build_contents(
     )
 
 
-def _side_entry(side: Side, codec: int) -> SideEntry:
+def side_entry(side: Side, codec: int) -> SideEntry:
     rows = {name: 0 for name, layout in side.codec.row_layouts.items() if layout.per == "entry"}
     for streams in side.stored_streams():
         for name in rows:

@@ -23,7 +23,15 @@ def add(commands: Any) -> None:
     parser.add_argument("--text", metavar="FILE", help=TEXT_HELP)
     add_device(parser, "float32")
     parser.add_argument(
-        "--bits", type=float, required=True, metavar="N", help="the budget in bits per value, counting every byte of a window's file"
+        "--bits", type=float, required=True, metavar="N", help="the budget in bits per value, counting every byte of a file"
+    )
+    parser.add_argument(
+        "--file-tokens",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="count the bits in a file of N tokens; the shorter a file, the more header and raw tokens it has per value (default: 4096, as "
+        "in kvpack recipes)",
     )
     parser.add_argument(
         "--widths",
@@ -70,8 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     from kvpack.tuning import report, tune
 
     settings = tune.Settings(
-        arguments.tokens, arguments.score, arguments.windows, arguments.held_out, arguments.seed, chosen_device(arguments)
-    )
+        arguments.tokens, arguments.score, arguments.windows, arguments.held_out, arguments.seed, chosen_device(arguments),
+        arguments.file_tokens,
+    )  # fmt: skip
     with progress("tune", arguments) as callback:
         result = tune.run(
             arguments.model,

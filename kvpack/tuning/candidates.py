@@ -18,6 +18,7 @@ from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.token_norms import norms_per_head
 
 from .allocation import Allocation, Place, recipe_text
+from .file_sizes import file_bytes_at, stream_bytes_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,36 +93,40 @@ def is_attendable(codec: str) -> bool:
 
 @dataclass(frozen=True)
 class PackedCandidates:
-    """Every tensor (the keys or values of one layer) packed with every candidate, from which file sizes are computed.
+    """Every tensor (the keys or values of one layer) packed with every candidate, from which sizes of files of ``tokens`` tokens follow.
 
     ``left_out`` contains the reasons why tensors cannot use some candidates.
     """
 
     packed: dict[Place, dict[str, Side]]
     left_out: dict[Place, dict[str, str]]
+    tokens: int
 
     @property
     def places(self) -> list[Place]:
         return list(self.packed)
 
     def file_bytes(self, allocation: Allocation) -> int:
-        """Return the size in bytes of a file of one window that is packed by ``allocation``."""
+        """Return the size in bytes of a file that is packed by ``allocation``."""
         layers = [Layer(*(self.packed[layer, side][allocation[layer, side]] for side in SIDES)) for layer in range(len(self.packed) // 2)]
-        return Cache(tuple(layers), recipe_text(allocation)).nbytes
+        return file_bytes_at(Cache(tuple(layers), recipe_text(allocation)), self.tokens)
 
     def stream_bytes(self, tensor: Place, codec: str) -> int:
         """Return the size in bytes of a tensor's streams when packed with ``codec``."""
-        side = self.packed[tensor][codec]
-        return side.tail.nbytes + sum(stream.nbytes for run in side.runs for stream in run.streams.values())
+        return stream_bytes_at(self.packed[tensor][codec], self.tokens)
 
     def values(self) -> int:
-        return sum(side.batch * side.heads * side.tokens * side.dim for sides in self.packed.values() for side in list(sides.values())[:1])
+        return sum(side.batch * side.heads * self.tokens * side.dim for sides in self.packed.values() for side in list(sides.values())[:1])
 
 
-def pack_candidates(exact: UncompressedResult, candidates: dict[str, list[str]], basis: Basis | None = None) -> PackedCandidates:
+def pack_candidates(
+    exact: UncompressedResult, candidates: dict[str, list[str]], file_tokens: int, basis: Basis | None = None
+) -> PackedCandidates:
     """Pack a whole window with each candidate. As in a measurement, the prefix is packed first, and the scored tokens are appended.
 
-    Candidates with klt or transform use ``basis``. Raises MissingBasis, or InvalidParameter if a tensor cannot use any of the candidates.
+    Sizes are those of files of ``file_tokens`` tokens. Candidates with klt or transform use ``basis``.
+
+    Raises MissingBasis, or InvalidParameter if a tensor cannot use any of the candidates.
     """
     packed: dict[Place, dict[str, Side]] = {}
     left_out: dict[Place, dict[str, str]] = {}
@@ -141,7 +146,7 @@ def pack_candidates(exact: UncompressedResult, candidates: dict[str, list[str]],
             if not packed[place]:
                 reason = next(iter(left_out[place].values()))
                 raise InvalidParameter(f"no candidate can encode layers[{layer}].{side}: {reason}")
-    return PackedCandidates(packed, left_out)
+    return PackedCandidates(packed, left_out, file_tokens)
 
 
 def _candidate_recipe(side: str, codec: str, basis: Basis | None) -> Recipe:

@@ -28,9 +28,9 @@ MAX_JOURNAL_BYTES = 2**26
 _FORMAT = "kvpack measurements"
 
 
-def identity(exact: Sequence[UncompressedResult]) -> str:
+def identity(exact: Sequence[UncompressedResult], file_tokens: int) -> str:
     """Return a digest of the tokens and of the uncompressed predictions, which identifies the model, the text and the sizes."""
-    digest = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128(str(file_tokens).encode())
     for window in exact:
         digest.update(window.tokens.cpu().numpy().tobytes())
         digest.update(window.log_probabilities.contiguous().cpu().numpy().tobytes())
@@ -67,12 +67,13 @@ class Journal:
         self.unwritten = 0
 
 
-def open_journal(path: str | None, exact: Sequence[UncompressedResult]) -> Journal:
-    """Return the journal for the windows of ``exact``, with the losses recorded in the file ``path`` if it exists.
+def open_journal(path: str | None, exact: Sequence[UncompressedResult], file_tokens: int) -> Journal:
+    """Return the journal for the windows of ``exact`` and for files of ``file_tokens`` tokens.
 
-    Raises MissingFile if the file cannot be read, and InvalidParameter if it is not a journal or is for other windows.
+    It has the losses recorded in the file ``path`` if that exists. Raises MissingFile if the file cannot be read, and InvalidParameter if
+    it is not a journal or is for other windows.
     """
-    journal = Journal(path, identity(exact))
+    journal = Journal(path, identity(exact, file_tokens))
     if path is None or not os.path.lexists(path):
         return journal
     try:

@@ -14,10 +14,12 @@ from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
 from kvpack.evaluation.windows import UncompressedResult, packed_file, read_packed, read_uncompressed
 
+from .file_sizes import file_bytes_at
+
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of one recipe, with one number per window. ``bytes`` and ``values`` are totals over the files of all windows.
+    """The loss of one recipe, with one number per window. ``bytes`` and ``values`` are totals over one file for each window.
 
     The KL divergence (nats per token) is the expected increase in log-perplexity on text sampled from the uncompressed model. It hardly
     depends on the text, so a few windows suffice to compare codecs even if their perplexities in these windows do not differ significantly.
@@ -49,7 +51,7 @@ class Loss:
 
 @dataclass
 class Windows:
-    """Windows of a text that are read repeatedly.
+    """Windows of a text that are read repeatedly. Sizes are those of files of ``file_tokens`` tokens.
 
     ``step`` is called after each window that is read, and ``on_measured`` after each new loss. ``losses`` are keyed by recipe text, which
     includes the digest of ``basis`` if it is used. ``exact`` contains the uncompressed model's predictions, with keys and values in bf16
@@ -58,6 +60,7 @@ class Windows:
 
     model: Any
     folder: str
+    file_tokens: int
     step: Callable[[], None]
     exact: list[UncompressedResult] = field(default_factory=list)
     losses: dict[str, Loss] = field(default_factory=dict)
@@ -92,7 +95,9 @@ class Windows:
         packed = packed_file(exact.first, Recipe(recipe, self.basis), os.path.join(self.folder, "window.kvpack"))
         predicted = read_packed(self.model, exact, packed)
         self.step()
-        return Loss([predicted.kl_divergence], [predicted.log_perplexity], predicted.whole.nbytes, predicted.whole.values)
+        whole = predicted.whole
+        size, values = file_bytes_at(whole, self.file_tokens), whole.values // whole.tokens * self.file_tokens
+        return Loss([predicted.kl_divergence], [predicted.log_perplexity], size, values)
 
 
 def read_once(
@@ -105,7 +110,7 @@ def read_once(
     exact: list[float] = []
     losses: dict[str, list[Loss]] = {recipe: [] for recipe in recipes}
     for tokens in windows:
-        window = Windows(searched.model, searched.folder, searched.step, basis=searched.basis)
+        window = Windows(searched.model, searched.folder, searched.file_tokens, searched.step, basis=searched.basis)
         exact.append(window.read([tokens], scored_tokens).loss)
         for recipe, result in losses.items():
             result.append(window.loss(recipe))

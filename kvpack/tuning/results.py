@@ -102,7 +102,7 @@ def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
     result, uniform = report["tuned"], report["uniform"]
     comments = [
         f"kvpack tune: {report['model']}, {report['text']}, at most {report['bits']:g} bits per value ({report['mode']} search)",
-        f"{result['bits_per_value']:.3f} bits per value in files of {report['settings']['tokens']:,} tokens; "
+        f"{result['bits_per_value']:.3f} bits per value in files of {report['settings']['file_tokens']:,} tokens; "
         f"KL divergence {result['held_out']['kl_divergence']:.3g} nats per token on held-out text",
     ]
     if report["basis"] is not None:

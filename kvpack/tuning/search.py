@@ -41,7 +41,7 @@ class Search:
     priced: PackedCandidates
     windows: Windows
     budget: int
-    """Maximum size of one window's file in bytes."""
+    """Maximum size of one file in bytes."""
     measurements: list[Measurement] = field(default_factory=list)
     sensitivities: Losses = field(default_factory=dict)
 

@@ -28,6 +28,7 @@ from kvpack.evaluation.models import (
     window_tokens,
 )
 from kvpack.file.atomic import write_file
+from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.identity.fingerprint import model_name
 from kvpack.models import load_model, model_folder
@@ -61,6 +62,8 @@ DEFAULT_SCORE = 256
 DEFAULT_WINDOWS = 4
 DEFAULT_HELD_OUT_WINDOWS = 16
 
+DEFAULT_FILE_TOKENS = 4096
+
 MAX_BITS = 32
 
 MAX_GROUP_TOKENS = 128
@@ -73,7 +76,8 @@ class Settings:
 
     ``tokens`` is the size of a window. Its last ``scored_tokens`` tokens are scored. The search uses ``windows`` windows, and the report
     uses another ``held_out_windows``. Codecs that encode tokens in groups keep incomplete groups raw, which increases the size. Multiples
-    of 128 avoid that. The model is in float32 on ``device``.
+    of 128 avoid that. The model is in float32 on ``device``. Bits are those of files of ``file_tokens`` tokens, whose headers and first raw
+    tokens take a smaller share than those of a window.
     """
 
     tokens: int | None = None
@@ -82,6 +86,7 @@ class Settings:
     held_out_windows: int | None = None
     seed: int = 0
     device: str = "cpu"
+    file_tokens: int = DEFAULT_FILE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ def run(
     Args:
         model: Folder or hub name of the model, or None for the demo's model.
         text: File with the text, or None for the demo's text.
-        bits: Budget in bits per value, counting all bytes of a window's file.
+        bits: Budget in bits per value, counting all bytes of a file of ``settings.file_tokens`` tokens.
         settings: Sizes of the search.
         widths: Use the search by widths, which measures one recipe for each layer and side.
         candidates: Codecs such as ``k=scalar:b=3``.
@@ -146,6 +151,7 @@ def run(
     """
     if not 0 < bits <= MAX_BITS:
         raise InvalidParameter(f"--bits is {bits}, expected a number above 0 and at most {MAX_BITS}")
+    check_size("--file-tokens", settings.file_tokens, 1, MAX_TOKENS, "in a file")
     loaded_basis = None if basis is None else Basis.load(basis)
     codecs = _codecs(candidates or _default_candidates(loaded_basis, widths=widths, only_attendable=only_attendable), only_attendable)
     for path in (out, measurements):
@@ -160,14 +166,14 @@ def run(
     sizes = _choose_window_sizes(settings, words, positions(network))
     counter = _WindowProgress(progress)
     with tempfile.TemporaryDirectory(prefix="kvpack-tune-") as folder_name:
-        searched = Windows(network, folder_name, counter, basis=loaded_basis)
+        searched = Windows(network, folder_name, settings.file_tokens, counter, basis=loaded_basis)
         search_windows, held_out_windows = _windows(words, sizes, settings)
         layers = network.config.get_text_config().num_hidden_layers
         runs = width_recipe_count(layers) if widths else recipe_count(layers, codecs)
         counter.total = sizes.windows * (1 + runs) + 3 * sizes.held_out
-        priced = pack_candidates(searched.read(search_windows, sizes.score), codecs, loaded_basis)
+        priced = pack_candidates(searched.read(search_windows, sizes.score), codecs, settings.file_tokens, loaded_basis)
         search = Search(priced, searched, math.floor(bits * priced.values() / 8))
-        journal = open_journal(measurements, searched.exact)
+        journal = open_journal(measurements, searched.exact, settings.file_tokens)
         searched.losses, searched.on_measured = dict(journal.losses), journal.add
         try:
             tuned, uniform = (by_widths if widths else thorough_search)(search)
@@ -184,7 +190,13 @@ def run(
             "text": words.name,
             "mode": "widths" if widths else "thorough",
             "bits": bits,
-            "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads(), "device": settings.device},
+            "settings": {
+                **asdict(sizes),
+                "file_tokens": settings.file_tokens,
+                "seed": settings.seed,
+                "threads": torch.get_num_threads(),
+                "device": settings.device,
+            },
             "recipe": recipe_text(tuned.allocation),
             "file": out,
             "basis": None if loaded_basis is None else {"file": loaded_basis.where, "digest": loaded_basis.digest.hex()},

@@ -28,8 +28,8 @@ from kvpack.tuning.measurement import Loss
 from kvpack.tuning.report import show
 
 CANDIDATES = ["scalar:b=2", "scalar:b=3", "k=group:b=4,g=32", "v=octahedral:b=3"]
-SETTINGS = tune.Settings(tokens=128, scored_tokens=32, windows=2, held_out_windows=2, seed=3)
-WORDS = ["tune", "--tokens", "128", "--score", "32", "--windows", "1", "--held-out", "1"]
+SETTINGS = tune.Settings(tokens=128, scored_tokens=32, windows=2, held_out_windows=2, seed=3, file_tokens=128)
+WORDS = ["tune", "--tokens", "128", "--file-tokens", "128", "--score", "32", "--windows", "1", "--held-out", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -171,11 +171,11 @@ def test_files_of_other_formats_contain_no_measurements(tmp_path: Path, content:
     exact: Any = [SimpleNamespace(tokens=torch.zeros(1, 2, dtype=torch.long), log_probabilities=torch.zeros(1, 2))]
     path = tmp_path / "file"
     if "recipe" in message:
-        head = {"format": "kvpack measurements", "kvpack": kvpack.__version__, "windows": journal.identity(exact)}
+        head = {"format": "kvpack measurements", "kvpack": kvpack.__version__, "windows": journal.identity(exact, 4096)}
         content = json.dumps(head)[:-1] + f', "losses": {{"a": {content}}}}}'
     path.write_text(content)
     with pytest.raises(InvalidParameter, match=message):
-        journal.open_journal(str(path), exact)
+        journal.open_journal(str(path), exact, 4096)
 
 
 @pytest.mark.scenario
@@ -219,9 +219,8 @@ def test_the_sensitive_layer_gets_the_bytes(tmp_path: Path, factor: float, sensi
     model.save_pretrained(tmp_path)
     words = ["k=scalar:b=2", "k=scalar:b=6", "v=scalar:b=4"]
     # Room for the finer keys of one layer, and not of two.
-    report = tune.run(
-        str(tmp_path), None, 4.6, tune.Settings(tokens=128, scored_tokens=32, windows=1, held_out_windows=4), candidates=words
-    )
+    settings = tune.Settings(tokens=128, scored_tokens=32, windows=1, held_out_windows=4, file_tokens=128)
+    report = tune.run(str(tmp_path), None, 4.6, settings, candidates=words)
     assert [layer["k"] for layer in report["layers"]].count("scalar:b=6") == 1
     assert (report["recipe"] == "k=scalar:b=2;v=scalar:b=4;layers=2:k=scalar:b=6") == sensitive
     assert report["uniform"]["recipe"] == "k=scalar:b=2;v=scalar:b=4"
@@ -236,7 +235,7 @@ def test_the_sensitive_layer_gets_the_bytes(tmp_path: Path, factor: float, sensi
         (
             ["--bits", "1"],
             2,
-            r"with these candidates, a file has at least [\d,]+ bytes per window \(2\.\d+ bits per value\), but the budget is [\d,]+",
+            r"with these candidates, a file of 128 tokens has at least [\d,]+ bytes \(2\.\d+ bits per value\), but the budget is [\d,]+",
         ),
         (["--bits", "3", "--windows", "19"], 2, r"--windows is 19, expected an integer from 1 to 18 .the number of 128-token windows"),
         (["--bits", "3", "--windows", "9", "--held-out", "11"], 2, r"--held-out is 11, expected an integer from 1 to 10 windows"),
@@ -324,6 +323,8 @@ def test_the_convex_hull_is_below_every_point(points: list[tuple[int, int]]) -> 
 class Prices:
     """Sizes that add up, without files."""
 
+    tokens = 128
+
     def __init__(self, sizes: Any) -> None:
         self.sizes = self.packed = sizes
         self.places = list(sizes)
@@ -358,7 +359,7 @@ def test_the_greedy_search_is_nearly_optimal(points: list[list[tuple[int, int]]]
     assert loss(chosen) <= min(loss(it) for it in every if prices.file_bytes(it) <= max(smallest, smallest + more - largest))
     for other in (chosen | {place: codec} for place, of in sizes.items() for codec in of):
         assert prices.file_bytes(other) > smallest + more or loss(other) >= loss(chosen)
-    with pytest.raises(InvalidParameter, match="with these candidates, a file has at least"):
+    with pytest.raises(InvalidParameter, match="with these candidates, a file of 128 tokens has at least"):
         greedy.allocate(prices, losses, smallest - 1)
 
 
@@ -438,8 +439,8 @@ def test_candidates_that_do_not_support_the_head_dim_are_left_out() -> None:
     exact: Any = SimpleNamespace(pairs=[(small, small), (x, small)], prefix=16)
     angle = "angle:n=64,norm=log4"
     with pytest.raises(InvalidParameter, match=r"^no candidate can encode layers\[1\]\.k: codec angle: dim is 7"):
-        candidates.pack_candidates(exact, {"k": [angle], "v": [angle]})
-    priced = candidates.pack_candidates(exact, {"k": [angle, "raw"], "v": [angle]})
+        candidates.pack_candidates(exact, {"k": [angle], "v": [angle]}, 32)
+    priced = candidates.pack_candidates(exact, {"k": [angle, "raw"], "v": [angle]}, 32)
     assert list(priced.packed[1, "k"]) == ["raw"]
     assert priced.left_out[1, "k"][angle].startswith("codec angle: dim is 7")
     made = search.Search(priced, SimpleNamespace(), 10**6)

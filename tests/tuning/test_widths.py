@@ -14,7 +14,7 @@ from kvpack.tuning.widths import average_bits
 if TYPE_CHECKING:
     from pathlib import Path
 
-SIZES = tune.Settings(tokens=512, scored_tokens=128, windows=1, held_out_windows=1)
+SIZES = tune.Settings(tokens=512, scored_tokens=128, windows=1, held_out_windows=1, file_tokens=512)
 
 
 @pytest.mark.scenario
@@ -58,5 +58,5 @@ def test_keys_are_balanced_by_a_basis_with_frames(tmp_path: Path) -> None:
 def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(InvalidParameter, match="the width search supports only codecs with b=<bits>"):
         tune.run(None, None, 16.0, SIZES, widths=True, candidates=["angle:n=64"])
-    with pytest.raises(InvalidParameter, match="with these candidates, a file has at least"):
+    with pytest.raises(InvalidParameter, match="with these candidates, a file of 512 tokens has at least"):
         tune.run(None, None, 0.5, SIZES, widths=True)

@@ -1,8 +1,8 @@
 """Draw one plot of each recipe's loss of quality and attention speed (``make bench-overview``).
 
 The plot is drawn from reports of ``kvpack bench quality`` and ``kvpack bench kernels``. The README shows the plot of the reports in
-``measured/``, where ``quality.json`` omits the values of single windows and layers, and ``kernels.json`` contains only the ratios that
-kernels/README.md lists.
+``measured/``: ``quality.json`` contains only what the plot, the guides and ``kvpack recipes`` show, and ``kernels.json`` only the ratios
+that kernels/README.md lists.
 """
 
 from __future__ import annotations

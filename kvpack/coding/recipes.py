@@ -41,7 +41,7 @@ from kvpack.formats.tables import BoundedCache
 from . import raw_clause
 from .bases import Basis
 from .basis_sources import load_basis
-from .calibrated_presets import calibrated_presets
+from .calibrated_presets import MAX_WIDTH, calibrated_presets, clauses
 from .canonical import canonical_text
 from .clauses import InvalidClause, parse_rule, pointer, refuse
 from .presets import ADDITIONS, CALIBRATED_RAW_CLAUSE, KVPACK_PRESETS, PUBLISHED
@@ -129,6 +129,27 @@ class Recipe:
         object.__setattr__(self, "basis", basis)
         self._parse(_NAMED)
         object.__setattr__(self, "text", self.canonical)
+
+    @classmethod
+    def calibrated(cls, basis: Basis | str | os.PathLike[str], bits: float, *, trellis: bool = False) -> Self:
+        """Return a recipe like ``kvpack-2`` with a basis, but for any average width of codes, such as 2.4 bits.
+
+        Args:
+            basis: The Basis, or the path of its file, with balanced frames and measured losses of layers (``kvpack calibrate``).
+            bits: Average width of codes over all layers, in bits. Files take about 0.25 bits more at head dim 64.
+            trellis: Use trellis codes, as ``kvpack-2-trellis`` does.
+
+        Raises:
+            InvalidParameter: ``bits`` is not from 1 to 8, or the basis has no frames or no measured losses.
+            MissingFile: The basis file does not exist.
+        """
+        if not isinstance(bits, int | float) or not 1 <= bits <= MAX_WIDTH:
+            raise InvalidParameter(f"bits is {describe(bits)}, expected a number from 1 to {MAX_WIDTH}")
+        loaded = load_basis(basis)
+        if not loaded.has_balanced_frames or not loaded.losses:
+            missing = "measured losses of layers" if loaded.has_balanced_frames else "balanced frames of keys"
+            raise InvalidParameter(f"{loaded.where} has no {missing}: make it with kvpack calibrate, without --widths 0")
+        return cls(clauses(loaded, bits, trellis=trellis), loaded)
 
     @classmethod
     def from_recorded(cls, text: str, basis: Basis | None = None) -> Self:

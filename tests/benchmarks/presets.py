@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.coding.bases import Basis
-from kvpack.coding.calibrated_presets import clauses
 from kvpack.coding.recipes import Recipe
 from kvpack.coding.recorded_presets import RECORDED
 from kvpack.evaluation.models import read_text, vocabulary, window
@@ -143,7 +142,7 @@ def recipe_of(row: Row, basis: Basis | None) -> Recipe:
     if not row.by_basis:
         return Recipe(row.recipe)
     assert basis is not None
-    return Recipe(clauses(basis, row.average, trellis=row.trellis) if row.average else row.recipe, basis)
+    return Recipe.calibrated(basis, row.average, trellis=row.trellis) if row.average else Recipe(row.recipe, basis)
 
 
 def _measure(settings: Settings, rows: Sequence[Row], number: int, threads: int) -> None:

@@ -49,6 +49,29 @@ def test_layers_with_larger_losses_get_more_bits() -> None:
     assert "layers=" not in kvpack.Recipe("kvpack-2").text
 
 
+@pytest.mark.parametrize("trellis", [False, True])
+def test_any_average_width_is_supported(trellis: bool, tmp_path: Path) -> None:
+    given, path = basis(LOSING), tmp_path / "x.kvbasis"
+    path.write_bytes(given.data)
+    recipe = kvpack.Recipe.calibrated(path, 2.4, trellis=trellis)
+    found = [recipe.codec(layer, LAYERS, side, 64).without_sidecars for layer in range(LAYERS) for side in "kv"]
+    assert sum(codec.bits for codec in found) == int(2.4 * len(found))  # type: ignore[attr-defined]
+    assert ("trellis" in {codec.id for codec in found}) == trellis
+    suffix = "-trellis" if trellis else ""
+    assert kvpack.Recipe.calibrated(given, 3, trellis=trellis).text == kvpack.Recipe(f"kvpack-3{suffix}", given).text
+
+
+def test_widths_that_a_basis_cannot_give_are_refused() -> None:
+    for bits in (0.9, 8.5, float("nan"), "2"):
+        with pytest.raises(InvalidParameter, match=r"bits is .*, expected a number from 1 to 8"):
+            kvpack.Recipe.calibrated(basis(LOSING), bits)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameter, match="has no measured losses of layers: make it with kvpack calibrate"):
+        kvpack.Recipe.calibrated(basis({}), 2.4)
+    plain = Basis.from_bytes(random_basis({(layer, side): (2, 64) for layer in range(2) for side in "kv"}, 2))
+    with pytest.raises(InvalidParameter, match="has no balanced frames of keys"):
+        kvpack.Recipe.calibrated(plain, 2.4)
+
+
 def test_wide_codes_of_the_trellis_presets_are_scalars() -> None:
     recipe = kvpack.Recipe("kvpack-4-trellis", basis(LOSING))
     codecs = [recipe.codec(layer, LAYERS, "k", 64).without_sidecars for layer in range(LAYERS)]

@@ -275,7 +275,7 @@ def _format_size(value: int | None) -> str:
 
 
 def _format_divergence(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+    return "-" if value is None else f"{value:.4f}" if value else "0"
 
 
 def shape_of(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
@@ -322,6 +322,7 @@ def _row(
     except (InvalidParameter, OutOfBounds):
         if not listed:
             raise
+    lossless = [] if stored is None else list(recipe.lossless(shape["layers"], shape["dim"]))
     return {
         "name": name,
         "source": preset.source,
@@ -330,9 +331,9 @@ def _row(
         "nominal_bits": nominal,
         "bits_per_value": stored,
         "bytes": size,
-        "kl_divergence": None if published is None else published.divergence,
+        "kl_divergence": 0.0 if "bf16" in lossless else None if published is None else published.divergence,
         "breaks_on": _unsuitable_keys(recipe, shape),
-        "lossless": [] if stored is None else list(recipe.lossless(shape["layers"], shape["dim"])),
+        "lossless": lossless,
     }
 
 

@@ -83,6 +83,16 @@ def test_the_list_is_short_and_narrow(capsys: pytest.CaptureFixture[str]) -> Non
     assert "boundary-1" in everything
 
 
+def test_exact_recipes_lose_nothing_and_others_are_measured_or_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipes", "lossless", "bf16", "kvpack-3", "fp16", "kv=scalar:b=5"]) == 0
+    shown = capsys.readouterr().out
+    losses = {line.split()[0]: line.split()[-1] for line in shown.splitlines() if line.startswith((" lossless", " bf16", " kv", " fp16"))}
+    measured = losses.pop("kvpack-3")
+    assert losses == {"lossless": "0", "bf16": "0", "fp16": "-", "kv=scalar:b=5": "-"}
+    assert 0.001 < float(measured) < 0.01
+    assert "-: not measured there" in shown
+
+
 def test_recipes_that_need_a_basis_show_their_measured_bits(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipes"]) == 0
     (row,) = (line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(" transform-1 "))

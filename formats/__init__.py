@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class _Codecs(dict[str, type[CodecFamily]]):
-    """Registry of codec families by id. An id cannot be assigned to a second class, but the module of a class may be reloaded."""
+    """Registry of codec families by id. Two classes cannot have the same id, but a module may be reloaded and register its class again."""
 
     def __setitem__(self, codec_id: str, codec: type[CodecFamily]) -> None:
         known = self.get(codec_id, codec)

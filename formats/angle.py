@@ -43,7 +43,7 @@ _MIN_NORMAL = 2.0**-126
 
 @dataclass(frozen=True)
 class Angle(CodecFamily):
-    """Codec that stores each pair of consecutive values as an angle bin and a norm. Bin k has the angle 2 pi (k + 1/2) / ``bins``.
+    """Codec that stores each pair of neighboring channels as an angle bin and a norm. Bin k has the angle 2 pi (k + 1/2) / ``bins``.
 
     ``norm`` selects how the norm r of a pair is stored: fp32 stores r itself, linear stores codes of ``norm_bits`` bits with r = minimum +
     step * code, and log stores codes with r = 2^(minimum + step * code). Each token of a head has one step and one minimum, stored in the
@@ -99,7 +99,7 @@ class Angle(CodecFamily):
 
     @property
     def directions(self) -> torch.Tensor:
-        """Cosine and sine of each bin center, correctly rounded, float32 ``[bins, 2]``."""
+        """Cosine and sine of each bin's center, correctly rounded, float32 ``[bins, 2]``."""
         return bin_directions(self.bins, "cpu")
 
     def packings(self) -> dict[str, Columns]:
@@ -188,7 +188,7 @@ class Angle(CodecFamily):
 
 
 def _unbiased_factor(norms: torch.Tensor, projected: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """Return the factor ``[..., 1]`` by which norm_rule=unbiased multiplies the norms of each token. All arguments are ``[..., pair]``."""
+    """Return the factor ``[..., 1]`` by which norm_rule=unbiased multiplies all norms of a token. The arguments are ``[..., pair]``."""
     largest = norms.amax(-1, keepdim=True).clamp_min_(_MIN_NORMAL)
     product, squares, length = (
         (left / largest).mul_(other / largest).sum(-1, keepdim=True)
@@ -203,7 +203,7 @@ StreamDigits = tuple[tuple[int, ...], tuple[int, ...]]
 
 @lru_cache(MAX_CACHED_TABLES)
 def _streams(dim: int, bins: int, norm_bits: int, arrangement: str) -> dict[str, StreamDigits]:
-    """Return the digits of each code stream (spec/codecs/angle.md, Layout)."""
+    """Return the digits of each code stream by name (spec/codecs/angle.md, Layout)."""
     rounded, norm = next_power_of_two(bins), 1 << norm_bits
     if arrangement == "direct":
         return {"symbol": ((rounded, norm), (bins, norm))}
@@ -228,7 +228,7 @@ def _packings(dim: int, bins: int, norm_bits: int, arrangement: str, fields: Fie
 
 @cache_per_device
 def bin_directions(bins: int) -> torch.Tensor:
-    """Return the cosine and sine of each bin center, correctly rounded, float32 ``[bins, 2]``."""
+    """Return the cosine and sine of each bin's center, correctly rounded, float32 ``[bins, 2]``."""
     # Integers reduce the angle to the first eighth of a turn, where binary64 gives the correctly rounded binary32 and an exact zero.
     quadrant, part = torch.div(eighths := 4 * (2 * torch.arange(bins) + 1), 2 * bins, rounding_mode="floor"), eighths % (2 * bins)
     beyond = part > bins

@@ -17,7 +17,7 @@ _BOOL_TYPES = {"bool", "bool_"}
 
 
 def describe(value: Any) -> str:
-    """Format ``value`` for a message: numbers and short strings in full, bytes by size, anything else by type."""
+    """Format ``value`` for a message: numbers and short strings in full, bytes by their length, anything else by its type."""
     if isinstance(value, bytes | bytearray | memoryview):
         return f"{len(value)} bytes"
     if value is None or isinstance(value, bool | float | complex | str):
@@ -35,7 +35,7 @@ def describe(value: Any) -> str:
 
 @contextlib.contextmanager
 def prefix_errors(where: str, kind: type[KvpackError] = KvpackError) -> Iterator[None]:
-    """In the context, prefix the messages of errors of class ``kind`` with ``where``."""
+    """In the context, put ``where`` in front of the messages of errors of class ``kind``."""
     try:
         yield
     except kind as error:
@@ -43,7 +43,7 @@ def prefix_errors(where: str, kind: type[KvpackError] = KvpackError) -> Iterator
 
 
 def as_integer(value: Any, name: str) -> int:
-    """Return ``value`` as an int. Raises InvalidType if it is not an integer; the message calls it ``name``."""
+    """Return ``value`` as an int. Raises InvalidType if it is not an integer. ``name`` is its name in the message."""
     if type(value) is int:
         return value
     try:
@@ -54,7 +54,7 @@ def as_integer(value: Any, name: str) -> int:
 
 
 def check_flag(value: Any, name: str) -> None:
-    """Raise InvalidType unless ``value`` is a bool. Other values are rejected because a string such as "no" is truthy."""
+    """Raise InvalidType unless ``value`` is a bool. A string such as "no" would be truthy."""
     if type(value).__name__ not in _BOOL_TYPES and not (type(value) is int and value in (0, 1)):
         raise InvalidType(f"{name} is {describe(value)}, expected True or False")
 
@@ -66,7 +66,7 @@ def check_callback(value: Any, name: str = "progress") -> None:
 
 
 def check_mapping(value: Any, name: str, example: str) -> None:
-    """Raise InvalidType unless ``value`` is None or a mapping. The message contains ``example``."""
+    """Raise InvalidType unless ``value`` is None or a mapping. The message shows ``example``."""
     if value is not None and not isinstance(value, Mapping):
         raise InvalidType(f"{name} is {describe(value)}, expected a mapping such as {example}")
 
@@ -89,7 +89,7 @@ def check_text(value: Any, name: str) -> None:
 
 
 def checked_device(device: Any) -> torch.device:
-    """Convert ``device`` to a torch.device. Raises InvalidParameter if this version of PyTorch cannot allocate tensors on it."""
+    """Convert ``device`` to a torch.device. Raises InvalidParameter if PyTorch cannot allocate tensors on it."""
     try:
         parsed = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
@@ -119,7 +119,7 @@ def check_floating(dtype: Any) -> None:
 
 
 def check_number(value: Any, name: str) -> None:
-    """Raise InvalidType unless ``value`` is None or a number that fits in a float. The message calls it ``name``."""
+    """Raise InvalidType unless ``value`` is None or a number that fits in a float. ``name`` is its name in the message."""
     number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64)
     if value is not None and not number:
         raise InvalidType(f"{name} is {describe(value)}, expected a number")

@@ -35,8 +35,8 @@ FRAMES = ("balanced", "centered")
 class FrameMap(ValueMap):
     """Sidecar that maps keys into a calibrated frame of kind ``frame`` (one of ``FRAMES``).
 
-    ``layer`` and ``basis``, the SHA-256 of a basis, identify the frames. ``source`` contains the frames themselves. It is not stored, and
-    is None until the codec receives its basis.
+    ``layer`` and ``basis``, the SHA-256 of a basis file, identify the frames. ``source`` contains the frames themselves. It is not stored,
+    and is None until the codec receives its basis.
     """
 
     name: ClassVar[str] = "balanced"
@@ -95,11 +95,11 @@ class FrameMap(ValueMap):
 
     @property
     def basis_location(self) -> str:
-        """Description of the part of the basis that the codec needs, for messages."""
+        """Description, for messages, of the part of the basis that the codec needs."""
         return f"{self.frame} frames of the keys of layer {self.layer} of the basis {self.basis.hex()}"
 
     def source_for(self, heads: int) -> BalancedFrames:
-        """Return the frames of the basis. Raises MissingBasis without a basis, or InvalidParameter unless it has ``heads`` heads."""
+        """Return the frames for ``heads`` heads. Raises MissingBasis without a basis, or InvalidParameter for another number of heads."""
         if self.source is None:
             raise missing_basis_error(self.basis_location)
         try:
@@ -117,7 +117,7 @@ class FrameMap(ValueMap):
         return plain_product(q, self.source_for(q.shape[1]).on_device(q.device).matrices.transpose(1, 2))
 
     def rotated_query(self, q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Map queries by ``query``, and then rotate them by ``rotation``, with a single matrix product."""
+        """Map queries with ``query`` and then rotate them by ``rotation``, in a single matrix product."""
         matrices = self.source_for(q.shape[1]).on_device(q.device).query_matrices(rotation)
         # A three-dimensional product has less overhead than a broadcast one.
         return plain_product(q[0], matrices)[None] if len(q) == 1 else plain_product(q, matrices)

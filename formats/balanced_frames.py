@@ -31,7 +31,7 @@ class BalancedFrames:
         return self.matrices.shape[2]
 
     def check_heads(self, heads: int) -> BalancedFrames:
-        """Raise InvalidParameter unless there is one frame for each of ``heads`` heads. Returns self."""
+        """Raise InvalidParameter unless there are frames for exactly ``heads`` heads. Returns self."""
         if self.heads != heads:
             raise InvalidParameter(f"the frames are for {self.heads} heads, but the values have {heads}: use a basis for this model")
         return self
@@ -52,9 +52,9 @@ class BalancedFrames:
         return result.to(self.matrices.device)
 
     def query_matrices(self, rotation: Rotation) -> torch.Tensor:
-        """Return the matrices that map queries to the coded frame of ``rotation``, float32 ``[kv_head, channel, column]``.
+        """Return the matrices that map queries to the frame that ``rotation`` rotates keys into, float32 ``[kv_head, channel, column]``.
 
-        Each matrix combines the map and the rotation, and is rounded only once. The matrices are cached.
+        Each matrix combines the balanced frame and the rotation, and is rounded only once. The matrices are cached.
         """
         if rotation not in self._query_matrices:
             with torch.inference_mode(False):
@@ -64,7 +64,7 @@ class BalancedFrames:
         return self._query_matrices[rotation]
 
     def on_device(self, device: torch.device) -> BalancedFrames:
-        """Return the frames on ``device``. A copy is cached."""
+        """Return a cached copy of the frames on ``device``."""
         if self.matrices.device == device:
             return self
         key = str(device)

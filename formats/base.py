@@ -43,7 +43,7 @@ Unpacker = Callable[[Columns, Sequence["torch.Tensor"]], list["torch.Tensor"]]
 
 
 class _Checks(NamedTuple):
-    """What ``Codec.check`` needs: the streams to check, and where to find the batch size.
+    """Data for ``Codec.check``.
 
     ``packed`` contains the name, packing and planes of each code stream. ``finite`` contains the names of the streams whose numbers must be
     finite. The first axis of the stream ``batch_stream`` is the batch.
@@ -91,12 +91,12 @@ class Codec(EntryStreams, ABC):
 
     @property
     def changes_norms(self) -> bool:
-        """True if encoding starts with a step that changes the norms of the values."""
+        """True if encoding begins with a step that changes the norms of the values."""
         return False
 
     @property
     def spreads_channels(self) -> bool:
-        """True if values are rotated before channels are evened out. One large channel then costs all channels precision."""
+        """True if values are rotated before large channels are scaled down. One large channel then costs all channels precision."""
         return self.rotation.kind != "none"
 
     def coded_norms(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Codec(EntryStreams, ABC):
 
         Args:
             run: The values.
-            before: Streams of the preceding run of the same layer's keys or values, or None.
+            previous: Streams of the preceding run of the same layer's keys or values, or None.
 
         Raises:
             OutOfRange: A value cannot be encoded.
@@ -114,7 +114,7 @@ class Codec(EntryStreams, ABC):
 
     @property
     def error_spread(self) -> float:
-        """Largest ratio of an ordinary token's ``error_sizes`` to the typical value. 0 if errors are proportional to the coded norm."""
+        """Largest ratio of an ordinary token's ``error_sizes`` to the typical size, or 0 if errors are proportional to the coded norm."""
         return 0.0
 
     def min_token_rms(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -127,7 +127,7 @@ class Codec(EntryStreams, ABC):
 
     @property
     def features(self) -> frozenset[str]:
-        """Features that a reader must support to read files with this codec, beyond the original features of version 1."""
+        """Features that a reader must support to read files with this codec, in addition to the original features of version 1."""
         return frozenset()
 
     @property
@@ -151,7 +151,7 @@ class Codec(EntryStreams, ABC):
 
     @property
     def exact_dtype(self) -> str | None:
-        """Dtype that the codec stores bit for bit, including NaN and infinity: "bf16", "fp16" or "fp32". None if the codec is lossy."""
+        """Dtype that the codec stores bit for bit, including NaN and infinity: "bf16", "fp16" or "fp32". None for lossy codecs."""
         return None
 
     @property
@@ -165,12 +165,12 @@ class Codec(EntryStreams, ABC):
         return False
 
     def packings(self) -> dict[str, Columns]:
-        """Return the packing of each code stream, in stored order. The default is none."""
+        """Return the packing of each code stream, in stored order. By default, there are none."""
         return {}
 
     @abstractmethod
     def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the layouts of all streams except packed codes, in the order in which files store them after the codes.
+        """Return the layouts of all streams except packed codes, in the order in which files store them (after the codes).
 
         Args:
             batch: Number of sequences.
@@ -183,8 +183,8 @@ class Codec(EntryStreams, ABC):
 
         Args:
             run: The values.
-            before: Streams of the preceding run of the same layer's keys or values, or None. Two runs can be joined later only if
-                their streams with one row per run are equal.
+            previous: Streams of the preceding run of the same layer's keys or values, or None. Two runs can be joined later only if their
+                streams with one row per run are equal.
 
         Raises:
             OutOfRange: A scale does not fit its stored dtype.
@@ -234,7 +234,7 @@ class Codec(EntryStreams, ABC):
     def stored_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the stored values, ``[batch, kv_head, token, dim]`` in ``exact_dtype``, bit for bit.
 
-        Only codecs with an ``exact_dtype`` implement it.
+        Only codecs with an ``exact_dtype`` implement this.
         """
         raise NotImplementedError
 
@@ -246,16 +246,15 @@ class Codec(EntryStreams, ABC):
         return streams
 
     def coded_frame(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map float32 ``[batch, kv_head, row, dim]`` from the original frame to the run's coded frame. ``original`` is the inverse."""
+        """Map float32 ``[batch, kv_head, row, dim]`` from the original frame to the run's coded frame; inverts ``original``."""
         return self.rotation.forward(x)
 
     def original(self, u: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map float32 ``[batch, kv_head, row, dim]`` from the run's coded frame to the original frame. ``streams`` are the run's streams.
-        """
+        """Map float32 ``[batch, kv_head, row, dim]`` from the run's coded frame to the original frame. ``streams`` are those of the run."""
         return self.rotation.inverse(u)
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map queries to the coded frame. Their products with coded keys equal the products of the original queries and keys.
+        """Map queries to the coded frame, so that their products with coded keys equal the products of the original queries and keys.
 
         This is the transpose of ``original``.
         """
@@ -276,7 +275,7 @@ class Codec(EntryStreams, ABC):
         return layout | self.scale_layouts(batch, heads, tokens)
 
     def run_layouts(self, batch: int, heads: int) -> Mapping[str, Layout]:
-        """Return the layouts of all streams for 0 tokens. Only streams with one row per run have rows."""
+        """Return the layouts of all streams for 0 tokens. Only streams with one row per run have rows then."""
         if (batch, heads) not in self.derived_values:
             self.derived_values[batch, heads] = self.layout(batch, heads, 0)
         layouts: Mapping[str, Layout] = self.derived_values[batch, heads]
@@ -308,25 +307,26 @@ class Codec(EntryStreams, ABC):
 
     @cached_property
     def derived_values(self) -> BoundedCache:
-        """Cache of values derived from this codec, keyed by use. All layers and files with the codec share it."""
+        """Cache of values derived from this codec. All layers and files with the codec share it. Each user has its own key."""
         return BoundedCache()
 
     @cached_property
     def row_layouts(self) -> Mapping[str, Layout]:
-        """Layouts of all streams for 0 tokens: dtype, row length, and the unit to which a row belongs."""
+        """Layouts of all streams for 0 tokens. They give each stream's dtype, the length of its rows, and the unit that a row belongs to.
+        """
         layouts = self.layout(1, 1, 0)
         if is_foreign(self.without_sidecars):
             check_layouts(self, layouts)
         return layouts
 
     def pack(self, stream: str, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Pack the digits of one code stream into its planes. Each digit is ``[batch, kv_head, token, symbol]``."""
+        """Pack the digits of one code stream into its planes. Each digit is a tensor ``[batch, kv_head, token, symbol]``."""
         if is_foreign(self):
             check_digits(self, stream, digits)
         return {f"{stream}.{plane}": words for plane, words in enumerate(self.packings()[stream].pack(digits))}
 
     def unpack(self, stream: str, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> list[torch.Tensor]:
-        """Unpack one code stream into its digits, int32 ``[batch, kv_head, token, symbol]`` each."""
+        """Unpack one code stream into its digits: one int32 tensor ``[batch, kv_head, token, symbol]`` per digit."""
         packing = self.packings()[stream]
         return unpacker(packing, [streams[f"{stream}.{plane}"] for plane in range(len(packing.planes))])
 
@@ -343,14 +343,14 @@ class Codec(EntryStreams, ABC):
         return tuple(digit for stream in self.packings() for digit in self.unpack(stream, streams, unpacker))
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Pack the codes into code streams; inverts ``digits``."""
+        """Pack all codes into code streams; inverts ``digits``."""
         packed: dict[str, torch.Tensor] = {}
         for stream, digit in zip(self.packings(), digits, strict=True):
             packed |= self.pack(stream, digit)
         return packed
 
     def pack_factored(self, stream: str, digit: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Pack ``digit`` as ``stream``. If this codec splits the digit, pack its parts as ``stream_low`` and ``stream_high``."""
+        """Pack ``digit`` as ``stream`` or, if this codec splits the digit, as ``stream_low`` and ``stream_high``."""
         packings = self.packings()
         if stream in packings:
             return self.pack(stream, digit)
@@ -366,7 +366,7 @@ class Codec(EntryStreams, ABC):
         return high << packings[f"{stream}_low"].bases[0].bit_length() - 1 | low
 
     def same_codes(self, other: Codec) -> bool:
-        """Return True if ``other`` stores the same codes as this codec, even if it packs them differently."""
+        """Return True if ``other`` stores the same codes as this codec. It may pack them differently."""
         params, other_params = self.params(), other.params()
         compared = params.keys() - _PACKING_PARAMETERS
         return params.keys() == other_params.keys() and all(params[name] == other_params[name] for name in compared)
@@ -408,15 +408,15 @@ class Codec(EntryStreams, ABC):
         return [name for name, layout in self.scale_layouts(1, 1, 0).items() if layout.dtype in ("F16", "F32")]
 
     def payload_rules(self) -> tuple[PayloadRule, ...]:
-        """Return the checks of stored bytes that only this codec needs, in order. Each check raises InvalidPayload."""
+        """Return the checks of stored bytes that are specific to this codec, in order. Each check raises InvalidPayload."""
         return ()
 
     def run_rules(self) -> tuple[RunRule, ...]:
-        """Return the checks that ``check_runs`` makes, in order."""
+        """Return the checks of ``check_runs``, in order."""
         return ()
 
     def chunk_rules(self) -> tuple[PayloadRule, ...]:
-        """Return the checks that ``check_chunks`` makes, in order."""
+        """Return the checks of ``check_chunks``, in order."""
         return ()
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
@@ -457,7 +457,7 @@ class PlainCodec(Codec):
 
     @property
     def fixed_heads(self) -> int | None:
-        """The only number of heads that the codec accepts, or None if it accepts any."""
+        """The only number of heads that the codec accepts, or None if it accepts any number."""
         return None
 
     @property
@@ -475,7 +475,7 @@ class PlainCodec(Codec):
 
     @property
     def direction_spread(self) -> float:
-        """Largest ratio of an ordinary token's relative error to the typical relative error, if errors depend on a token's direction.
+        """Largest ratio of an ordinary token's relative error to the typical relative error, for codecs whose errors depend on directions.
 
         Such errors cannot be derived from the streams, so encoders measure them. For codecs whose errors depend on the size of values, this
         is 0.
@@ -494,6 +494,6 @@ class PlainCodec(Codec):
     def error_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Estimate each token's error from stored streams: float32 ``[batch, kv_head, token]``, proportional to the error.
 
-        Only codecs with a nonzero ``error_spread`` implement it.
+        Only codecs with a nonzero ``error_spread`` implement this.
         """
         raise NotImplementedError(self.id)

@@ -35,7 +35,7 @@ MAX_LAYER = 4095
 
 
 def missing_basis_error(location: str) -> MissingBasis:
-    """Return the error for a codec without its basis. ``location`` describes the part of the basis that the codec needs."""
+    """Create the error for a codec without its basis. ``location`` describes the part of the basis that the codec needs."""
     return MissingBasis(f"the {location} are needed, but no basis was passed: pass basis= when loading or converting the cache")
 
 
@@ -44,12 +44,12 @@ MAX_GAIN = 65504.0
 
 
 def run_count(dim: int) -> int:
-    """Return the number of runs of columns in a head. The last one may be partial."""
+    """Return the number of runs of columns in a head. The last run may be partial."""
     return -(-dim // RUN_COLUMNS)
 
 
 def row_count(dim: int) -> int:
-    """Return the number of rows of ``dim`` values in a head's part of a basis."""
+    """Return the number of basis rows, of ``dim`` values each, that one head needs."""
     return 2 + dim + -(-TABLE_VALUES * run_count(dim) // dim)
 
 
@@ -59,7 +59,7 @@ def run_columns(run: int, dim: int) -> slice:
 
 
 class BasisRows:
-    """The basis rows of one layer's keys or values, float32 ``[batch or 1, kv_head, row, dim]``.
+    """Basis rows for one layer's keys or values, float32 ``[batch or 1, kv_head, row, dim]``.
 
     Raises InvalidParameter for fewer than ``row_count(dim)`` rows.
     """
@@ -99,7 +99,7 @@ class BasisRows:
 
     @cached_property
     def weights(self) -> torch.Tensor:
-        """Cost of an error in each column, float32 ``[batch, kv_head, 1, column]``. All columns of a basis use the same unit."""
+        """Cost of an error in each column, float32 ``[batch, kv_head, 1, column]``. The unit is the same for all columns of a basis."""
         return self.rows[:, :, 1 + self.dim, None].to(torch.float32)
 
     @cached_property
@@ -109,11 +109,11 @@ class BasisRows:
         return values[..., : TABLE_VALUES * runs].reshape(*values.shape[:2], runs, TABLE_VALUES)
 
     def table(self, run: int, width: int) -> torch.Tensor:
-        """Return the values to which a run's codes of ``width`` bits decode, float32 ``[batch, kv_head, code]``."""
+        """Return the decoded value of each code of ``width`` bits in a run, float32 ``[batch, kv_head, code]``."""
         return self._tables[:, :, run, (1 << width) - 2 : (2 << width) - 2]
 
     def head_tables(self, heads: Sequence[int], runs: Sequence[int], width: int) -> torch.Tensor:
-        """Return the values to which codes of ``width`` bits decode, for runs of 8 columns: float32 ``[batch, run, code]``.
+        """Return the decoded value of each code of ``width`` bits, for runs of 8 columns: float32 ``[batch, run, code]``.
 
         A run is given by its head in ``heads`` and its index in ``runs``. Two runs of 8 columns share the tables of one run of
         ``RUN_COLUMNS``.
@@ -132,7 +132,7 @@ class BasisRows:
         return invert_for_encoding(self.matrix, "a matrix of the basis").to(self.rows.device)
 
     def on_device(self, device: torch.device) -> BasisRows:
-        """Return the rows on ``device``. A copy is cached."""
+        """Return a cached copy of the rows on ``device``."""
         if self.rows.device == device:
             return self
         key = str(device)
@@ -144,7 +144,7 @@ class BasisRows:
 class CalibratedRows(NamedTuple):
     """Calibration data for one layer's keys or values: basis ``rows``, the SHA-256 of the basis, and parameters chosen for a bit budget.
 
-    The parameters are the ``widths`` of the runs for the klt codec, and ``frames`` and ``step`` for transform.
+    The parameters are the ``widths`` of the runs, for the klt codec, and ``frames`` and ``step``, for the transform codec.
     """
 
     rows: BasisRows
@@ -156,7 +156,7 @@ class CalibratedRows(NamedTuple):
 
 
 def flatten_tables(tables: Sequence[Sequence[torch.Tensor]], dim: int) -> torch.Tensor:
-    """Return a head's tables as rows ``[row, dim]``: for each run, its tables of 1 to ``MAX_WIDTH`` bits."""
+    """Return the tables of a head as basis rows ``[row, dim]``: for each run, its tables of 1 to ``MAX_WIDTH`` bits."""
     values = torch.cat([table for run in tables for table in run])
     rows = row_count(dim) - 2 - dim
     padded = torch.zeros(rows * dim, dtype=values.dtype, device=values.device)

@@ -26,9 +26,9 @@ def select_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], indices:
 
 
 def split_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tensor]]:
-    """Split the sequences into ``parts`` equal parts, and return the streams of each part.
+    """Split a batch into ``parts`` parts with equal numbers of sequences. Returns the streams of each part.
 
-    Of the streams with one row per entry, only those of raw positions are supported.
+    Among the streams with one row per entry, only those of raw positions are supported.
     """
     layouts, raw = codec.row_layouts, codec.raw_positions
     by_stream = {name: streams[name].chunk(parts, 0) for name, layout in layouts.items() if layout.batch_axis == 0}
@@ -43,7 +43,7 @@ def split_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], parts: in
 def _entry_indices(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Return the indices of the entries of the sequences at ``indices``, ordered by token and then by position in ``indices``.
 
-    ``counts`` ``[token, batch]`` is the number of entries of each token.
+    ``counts`` ``[token, batch]`` is the number of entries of each token and sequence.
     """
     first = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
     chosen, starts = counts[:, indices].flatten(), first[:, indices].flatten()
@@ -54,7 +54,7 @@ def _entry_indices(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def take_rows(stream: torch.Tensor, axis: int, rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows of ``stream`` along ``axis`` at the indices ``rows``, int64 on the stream's device."""
+    """Return the rows of ``stream`` along ``axis`` with the indices ``rows``, int64 on the stream's device."""
     # Not every device, and not every version of PyTorch, indexes uint16.
     if stream.dtype == torch.uint16:
         return stream.view(torch.int16).index_select(axis, rows).view(torch.uint16)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockRotation(ValueMap):
-    """Sidecar that rotates every block of ``size`` consecutive channels by a Hadamard matrix.
+    """Sidecar that rotates every block of ``size`` neighboring channels by a Hadamard matrix.
 
     Raises InvalidParameter for a size that does not divide ``dim`` or has no Hadamard matrix.
     """
@@ -65,5 +65,5 @@ class BlockRotation(ValueMap):
 
 
 def read_block_size(options: Options) -> int:
-    """Return the block size that a recipe requests, or 0 if none. Raises InvalidParameter if it is out of range."""
+    """Return the block size that a recipe requests, or 0 if it requests none. Raises InvalidParameter if it is out of range."""
     return options.integer("block_rotation", 0, 2, MAX_DIM)

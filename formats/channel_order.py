@@ -32,7 +32,7 @@ _MAX_OF_U8 = 256
 class ChannelOrder(ValueMap):
     """Sidecar that permutes channels: mapped channel i is channel ``channel_order[i]`` of the head. The order is stored as ``dtype``.
 
-    Large channels are spread over blocks of ``size`` channels. Raises InvalidParameter if the dtype cannot number ``dim`` channels.
+    Large channels are spread over blocks of ``size`` channels. Raises InvalidParameter if ``dtype`` cannot number ``dim`` channels.
     """
 
     name: ClassVar[str] = "channel_order"
@@ -70,7 +70,8 @@ class ChannelOrder(ValueMap):
         return {STREAM: Layout(DTYPES[self.dtype], (batch, heads, 1, self.dim), per="run")}
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """Return the run's order, ``[batch, kv_head, 1, dim]``: channels sorted by norm and distributed over the blocks in zigzag order."""
+        """Choose the run's order, ``[batch, kv_head, 1, dim]``: channels sorted by norm, and distributed over the blocks in zigzag order.
+        """
         batch, heads = run.shape[:2]
         size = torch.zeros(batch, heads, 1, self.dim, dtype=torch.float64, device=run.device)
         for block in run.blocks():

@@ -51,7 +51,7 @@ _SPAN_TOKENS = 16
 
 @dataclass(frozen=True)
 class ChannelScale(ValueMap):
-    """Sidecar that divides each channel by a factor stored as ``dtype``.
+    """Sidecar that divides each channel by a factor, which is stored as ``dtype``.
 
     If ``paired``, the channels j and j + dim / 2, which RoPE mixes, share the larger of their factors. With ``queries``, the mean square of
     each query channel (float32 ``[kv_head, dim]``), the factors make keys and queries equally large in every channel.
@@ -97,7 +97,7 @@ class ChannelScale(ValueMap):
         return {STREAM: Layout(NORMS[self.dtype], (batch, heads, 1, self.dim), per="run")}
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """Return the run's factors, ``[batch, kv_head, 1, dim]``.
+        """Choose the run's factors, ``[batch, kv_head, 1, dim]``.
 
         The factor of a channel is max(1, r / 4), where r is the channel's rms divided by the rms of the median channel. The rms of a
         channel is the median over spans of 16 tokens, because an outlier in one token would otherwise scale down all other tokens. If page
@@ -145,9 +145,9 @@ class ChannelScale(ValueMap):
 
 
 def _span_squares(run: Run, blocks: Callable[[], Iterator[torch.Tensor]]) -> torch.Tensor:
-    """Return the sums of squares of each channel over spans of 16 tokens of ``run``, float64 ``[batch, kv_head, span, dim]``.
+    """Return the sum of squares of each channel over each span of 16 tokens, float64 ``[batch, kv_head, span, dim]``.
 
-    A shorter last span is scaled up to 16 tokens.
+    The sums of a shorter last span are scaled up to 16 tokens.
     """
     batch, heads, tokens, dim = run.shape
     squares = torch.zeros(batch, heads, max(1, -(-tokens // _SPAN_TOKENS)), dim, dtype=torch.float64, device=run.device)
@@ -174,10 +174,10 @@ def _mean_factors(rest: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _balanced_factors(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Return the balanced factors for the mean squares of ``keys``, ``[batch, kv_head, 1, dim]``, and of ``queries``.
+    """Return the balanced factors for the mean squares of ``keys``, ``[batch, kv_head, 1, dim]``, and ``queries``, ``[kv_head, dim]``.
 
-    A mean square below 2^-10 of the average counts as 2^-10 of the average. Raises InvalidParameter if ``queries`` has a different number
-    of heads.
+    A mean square of less than 2^-10 of the average is replaced by 2^-10 of the average. Raises InvalidParameter if ``queries`` has a
+    different number of heads.
     """
     if len(queries) != keys.shape[1]:
         raise InvalidParameter(

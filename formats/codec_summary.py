@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class CodecSummary(NamedTuple):
-    """Properties of a codec that are read for every layer.
+    """Properties of a codec that are needed for every layer.
 
     ``entries`` are the names of the streams with one row per entry. ``has_run_rows`` is True if any stream has one row per run.
     """

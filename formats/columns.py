@@ -58,7 +58,7 @@ def next_power_of_two(value: int) -> int:
 
 
 def row_bytes(symbols: int, bases: Sequence[int], fields: int) -> int:
-    """Return the number of stored bytes of one row of ``symbols`` symbols."""
+    """Return the number of bytes in which a row of ``symbols`` symbols is stored."""
     return Columns(symbols, tuple(bases), fields).row_bytes
 
 
@@ -156,7 +156,7 @@ class Columns:
 
     @cached_property
     def place_values(self) -> tuple[tuple[int, ...], ...]:
-        """Place value of each field within the column, for each digit."""
+        """Place value of each field within a column, for each digit."""
         values, weight = [], 1
         for base in self.bases:
             values.append(tuple(weight * base**k for k in range(self.fields)))
@@ -165,7 +165,7 @@ class Columns:
 
     @cached_property
     def column_values(self) -> int:
-        """Number of distinct values of a column."""
+        """Number of values that a column can have."""
         return math.prod(base**self.fields for base in self.bases)
 
     @cached_property
@@ -175,13 +175,13 @@ class Columns:
 
     @cached_property
     def planes(self) -> tuple[int, ...]:
-        """Number of words per row of each plane."""
+        """Number of words per row, for each plane."""
         full = (self.width,) * (self.column_bytes // 2)
         return (*full, (self.width + 1) // 2) if self.column_bytes % 2 else full
 
     @cached_property
     def row_bytes(self) -> int:
-        """Number of stored bytes of one row of symbols."""
+        """Number of bytes in which a row of symbols is stored."""
         return 2 * sum(self.planes)
 
     @cached_property
@@ -194,7 +194,7 @@ class Columns:
         return self._fields_before(self.symbols, column)
 
     def _fields_before(self, symbol: int, column: int) -> int:
-        """Return how many fields of ``column`` contain symbols before ``symbol``."""
+        """Return the number of fields of ``column`` that contain symbols before ``symbol``."""
         return max(0, -(-(symbol - column) // self.width))
 
     def pack(self, digits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -296,8 +296,7 @@ class Columns:
                 self._check_rows(blocks, _RowPosition(where, first, planes[0].shape[:-1]))
 
     def word_rules(self) -> list[WordRule | None] | None:
-        """Return the limits that ``check`` puts on the words of each plane. None if some errors are visible only in several words together.
-        """
+        """Return the limits that ``check`` puts on the words of each plane, or None if some errors show only in several words together."""
         if self.binary and self.alphabets == self.bases:
             return [
                 WordRule(tuple(self._spare_bits[number].tolist()), (0xFFFF,) * words) if number in self._spare_bits else None
@@ -308,7 +307,7 @@ class Columns:
         return [WordRule((0,) * self.width, tuple(self._column_limits.tolist()))]
 
     def _are_valid(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> bool:
-        """Return True if reductions over the rows prove ``planes`` valid. False means that each value must be checked."""
+        """Return True if reductions over the rows prove that ``planes`` are valid. False means that each value must be checked."""
         if self.binary:
             return self.alphabets == self.bases and not self._wrong_planes(planes)
         return self._column_limits is not None and bool((reduce_rows(planes[0], numpy.maximum) <= self._column_limits).all())
@@ -339,7 +338,7 @@ class Columns:
                 _check_limit(where, f"unused field {k}", value[..., used:], 0, used)
 
     def _wrong_planes(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> list[int]:
-        """Return the indices of the planes in which a spare bit is set."""
+        """Return the indices of the planes that contain a set spare bit."""
         wrong = []
         for number, spare in self._spare_bits.items():
             if (reduce_rows(planes[number], numpy.bitwise_or) & spare).any():
@@ -348,22 +347,22 @@ class Columns:
 
     @cached_property
     def _spare_bits(self) -> dict[int, numpy.ndarray[Any, Any]]:
-        """Mask of the spare bits of each word, by plane index, for planes that have spare bits."""
+        """Mask of the spare bits of each word, by plane index. Planes without spare bits are left out."""
         spare = {number: ~numpy.array(allowed, dtype=numpy.uint16) for number, allowed in enumerate(self.symbol_bits(0))}
         return {number: bits for number, bits in spare.items() if bits.any()}
 
     @cached_property
     def _column_limits(self) -> numpy.ndarray[Any, Any] | None:
-        """Largest value of each column, if a column is one word with one digit, or None otherwise.
+        """Largest value of each column, if a column is one word with one digit; otherwise None.
 
-        Unused fields are the highest ones, so a column is valid exactly if it is below base^(used fields).
+        Unused fields are the highest ones, so a column is valid if and only if it is below base^(used fields).
         """
         if len(self.bases) > 1 or self.alphabets != self.bases or self.column_bytes != 2:
             return None
         return numpy.array([self.bases[0] ** self.used_fields(c) - 1 for c in range(self.width)], dtype=numpy.uint16)
 
     def symbol_bits(self, first: int) -> list[list[int]]:
-        """Return a mask for each word of each plane: the bits of symbol ``first`` and of all later symbols.
+        """Return a mask for each word of each plane: the bits that belong to symbol ``first`` or to a later symbol.
 
         All bases must be powers of two.
         """
@@ -390,7 +389,7 @@ def _join_words(words: Sequence[torch.Tensor]) -> torch.Tensor:
 def _fold(fields: torch.Tensor, base: int) -> torch.Tensor:
     """Return sum_k base^k fields[..., k, :].
 
-    The number of fields is halved repeatedly, so that every pass runs over long contiguous rows.
+    Fields are combined in pairs until one is left, so that every pass runs over long contiguous rows.
     """
     count = fields.shape[-2]
     if count == 1:
@@ -409,7 +408,7 @@ def _bits_at(words: Sequence[numpy.ndarray[Any, Any]], position: int) -> numpy.n
 
 
 def reduce_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.ndarray[Any, Any]:
-    """Reduce each word of ``plane`` over all rows with ``combine``. Many rows are reduced together, because that is faster."""
+    """Reduce ``plane`` over all rows, word by word, with ``combine``. For speed, many rows are reduced at once."""
     rows = plane.reshape(-1, plane.shape[-1])
     at_once = max(1, _WORDS_AT_ONCE // max(1, rows.shape[1]))
     whole = len(rows) // at_once * at_once
@@ -420,7 +419,7 @@ def reduce_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.n
 
 
 class WordRule(NamedTuple):
-    """Constraints on the 16-bit words of a row. For each word: the bits that must be zero, and the largest allowed value."""
+    """Limits for the 16-bit words of a row. For each word: the bits that must be zero, and the largest allowed value."""
 
     spare: tuple[int, ...]
     limits: tuple[int, ...]
@@ -438,7 +437,7 @@ class _RowPosition(NamedTuple):
 
 
 def _check_limit(position: _RowPosition, name: str, values: numpy.ndarray[Any, Any], limit: int, first: int = 0) -> None:
-    """Raise InvalidPayload if any of ``values`` is above ``limit``. Their first column is column ``first`` of the stream."""
+    """Raise InvalidPayload if any of ``values`` is above ``limit``. The values begin at column ``first`` of the stream."""
     if values.size and int(values.max()) > limit:
         row, column = divmod(int(values.argmax()), values.shape[1])
         rows = [int(i) for i in numpy.unravel_index(position.first + row, position.axes)]

@@ -12,8 +12,8 @@ def encode_in_blocks(
 ) -> dict[str, torch.Tensor]:
     """Encode blocks of tokens one after another, and join their streams.
 
-    ``x`` is ``[batch, kv_head, token, dim]``, and ``encode_block(block, first_token)`` returns the streams of a block. A block has
-    ``head_tokens_per_block`` tokens, counted over all heads and sequences.
+    ``x`` is ``[batch, kv_head, token, dim]``, and ``encode_block(block, first_token)`` returns the streams of a block. A block has about
+    ``head_tokens_per_block`` tokens, summed over all heads and sequences.
     """
     size = max(1, head_tokens_per_block // (x.shape[0] * x.shape[1]))
     blocks = [encode_block(block, size * number) for number, block in enumerate(torch.split(x, size, 2))]

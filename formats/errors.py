@@ -207,11 +207,11 @@ class InvalidType(InvalidParameter, TypeError):
 
 
 class OutOfRange(InvalidParameter):
-    """Error for a value that is too large for its stored width. kvpack catches it to encode the value in another way."""
+    """Error for a value that is too large for its stored width. kvpack catches it and encodes the value in another way."""
 
 
 class NotConsecutive(InvalidParameter):
-    """Error for caches that do not follow one another, or that differ in model, layers or codec. A store treats such entries as damaged."""
+    """Error for caches that do not follow one another, or that differ in model, layers or codec. Stores count such entries as damaged."""
 
 
 class OutOfBounds(KvpackError, IndexError):

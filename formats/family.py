@@ -129,11 +129,11 @@ class CodecFamily(PlainCodec):
 
     @property
     def features(self) -> frozenset[str]:
-        """Features that readers need for the stored norms, if the codec has a parameter ``norm``. Subclasses add other features."""
+        """Features that readers need for the stored norms, if the codec has a parameter ``norm``. Subclasses may add features."""
         return norm_features(getattr(self, "norm", ""))
 
     def params(self) -> dict[str, Any]:
-        """Return the codec's map in a header: ``id``, then every stored field by name. Optional fields at their default are omitted."""
+        """Return the codec's map in a header: ``id``, then every stored field by name, except optional fields with their default value."""
         result: dict[str, Any] = {"id": self.id}
         for field in _stored_fields(type(self)):
             value = getattr(self, field.name)
@@ -176,14 +176,14 @@ def _stored_fields(codec: type[Codec]) -> list[dataclasses.Field[Any]]:
 
 @lru_cache(maxsize=MAX_CACHED_TABLES)
 def _declared_fields(codec: type[Codec]) -> dict[str, Mapping[str, Any]]:
-    """Return the metadata of every parameter whose values are declared, by name."""
+    """Return the metadata of all parameters with declared values, by name."""
     fields = dataclasses.fields(codec)  # type: ignore[arg-type]
     return {field.name: field.metadata for field in fields if field.metadata.keys() & {"range", "known"}}
 
 
 @lru_cache(maxsize=MAX_CACHED_TABLES)
 def _declared_checks(codec: type[Codec]) -> tuple[list[tuple[str, int, int]], list[tuple[str, tuple[Any, ...]]]]:
-    """Return the ranges and the choices of ``_declared_fields``. They are cached, because files may have thousands of codecs."""
+    """Return the ranges and the choices in ``_declared_fields``. They are cached, because files may have thousands of codecs."""
     ranges = [(name, *values["range"]) for name, values in _declared_fields(codec).items() if "range" in values]
     return ranges, [(name, values["known"]) for name, values in _declared_fields(codec).items() if "known" in values]
 
@@ -191,7 +191,7 @@ def _declared_checks(codec: type[Codec]) -> tuple[list[tuple[str, int, int]], li
 def _type_name(field: dataclasses.Field[Any]) -> str:
     """Return the annotation of a field as text.
 
-    With ``from __future__ import annotations``, it is already text; otherwise, it is the type itself.
+    With ``from __future__ import annotations``, it is already text; otherwise, it is a type.
     """
     if isinstance(field.type, str):
         return field.type

@@ -23,7 +23,7 @@ def is_foreign(codec: Any) -> bool:
 
 
 def begin_run(codec: Any, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunEncoder:
-    """Return ``codec.begin(run, previous)`` for a codec without sidecars. If the codec is foreign, check what it returns.
+    """Return ``codec.begin(run, previous)`` for a codec without sidecars. If the codec is foreign, its results are checked.
 
     The checks raise InvalidParameter for streams that do not match the codec's layout or that readers would reject, and for decoded values
     of the wrong dtype or shape.
@@ -46,7 +46,7 @@ def begin_run(codec: Any, run: Run, previous: Mapping[str, torch.Tensor] | None)
 
 
 def check_layouts(codec: Any, layouts: Mapping[str, Layout]) -> None:
-    """Raise InvalidParameter if a stream has an unknown dtype or wrong axes. ``layouts`` are those of 1 sequence, 1 head and 0 tokens."""
+    """Raise InvalidParameter if a stream has an unknown dtype or wrong axes. ``layouts`` are for 1 sequence, 1 head and 0 tokens."""
     for name, layout in layouts.items():
         where = f"stream {name!r} in scale_layouts"
         check_choice(codec.id, f"the dtype of {where}", layout.dtype, tuple(_TORCH_NAMES))
@@ -79,7 +79,7 @@ def check_digits(codec: Any, stream: str, digits: Sequence[torch.Tensor]) -> Non
 
 
 def check_decoded(codec: Any, values: torch.Tensor, shape: Sequence[int | str] = ("batch", "kv_head", "token")) -> None:
-    """Raise InvalidParameter unless decoded ``values`` are float32 ``[*shape, dim]``. An axis given by its name may have any size."""
+    """Raise InvalidParameter unless decoded ``values`` are float32 ``[*shape, dim]``. An axis that is given by name may have any size."""
     for axes in dict.fromkeys((("batch", "kv_head", "token"), tuple(shape))):
         expected = [*axes, codec.dim]
         sizes = [size if isinstance(axis, int) else axis for size, axis in zip(values.shape, expected, strict=False)]
@@ -92,7 +92,7 @@ def check_decoded(codec: Any, values: torch.Tensor, shape: Sequence[int | str] =
 def _check_streams(codec: Any, streams: Mapping[str, torch.Tensor], shape: Sequence[int]) -> None:
     """Raise InvalidParameter if encoded ``streams`` do not match the codec's layout, or if readers would reject them.
 
-    ``shape`` is the shape of the values.
+    ``shape`` is the shape of the encoded values.
     """
     layout = codec.layout(*shape[:3])
     for name in {**layout, **streams}:

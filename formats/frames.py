@@ -42,7 +42,7 @@ _ROTATED_TOKENS = 1 << 12
 class Rope(NamedTuple):
     """Rotary embedding of keys: ``frequencies`` in radians per position, float32, for the channel pairs that ``pairing`` selects.
 
-    For sequences longer than ``longest`` tokens, the model uses other frequencies.
+    For sequences of more than ``longest`` tokens, the model uses other frequencies.
     """
 
     frequencies: tuple[float, ...]
@@ -50,9 +50,9 @@ class Rope(NamedTuple):
     longest: int | None = None
 
     def rotate(self, x: torch.Tensor, first: int, *, back: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply the embedding to ``x``, float32 ``[..., token, dim]``, or undo it with ``back``.
+        """Apply the embedding to ``x``, float32 ``[..., token, dim]``. With ``back``, undo it.
 
-        ``first`` is the position of the first token. The result is written to ``out`` if given.
+        ``first`` is the position of the first token. Unless ``out`` is None, the result is written to it.
         """
         pairs = len(self.frequencies)
         sign = -1 if back else 1
@@ -68,8 +68,7 @@ class Rope(NamedTuple):
         return out
 
     def _cos_sin(self, first: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cosines and sines for up to ``_ROTATED_TOKENS`` positions, beginning with ``first``: float32 ``[token, pair]`` each.
-        """
+        """Return the cosines and sines for positions from ``first`` on, at most ``_ROTATED_TOKENS``: float32 ``[token, pair]`` each."""
         cos, sin = (table[:tokens] for table in first_cos_sin(self.frequencies))
         # Angles at large positions need binary64, but sums and products of their cosines and sines do not.
         at = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu") * first
@@ -88,8 +87,8 @@ def first_cos_sin(frequencies: tuple[float, ...]) -> tuple[torch.Tensor, torch.T
 class SymbolTables:
     """Tables for entropy coding.
 
-    ``frequencies``, int64 ``[table, symbol]``, sum to 2^12 in each table. Symbol 0 is the escape symbol. The other symbols are the levels
-    from -``max_level`` to ``max_level``, and ``values``, float32 ``[table, symbol - 1]``, are the values to which they decode, in
+    ``frequencies``, int64 ``[table, symbol]``, sum to 2^12 in each table. Symbol 0 is the escape symbol, and the other symbols are the
+    levels from -``max_level`` to ``max_level``. ``values``, float32 ``[table, symbol - 1]``, are the decoded values of the levels, in
     quantization steps.
     """
 
@@ -112,7 +111,7 @@ class SymbolTables:
 
     @cached_property
     def symbol_values(self) -> torch.Tensor:
-        """Decoded value of every symbol in quantization steps, 0 for the escape symbol: float32 ``[table · symbol]``."""
+        """Decoded value of every symbol in quantization steps, float32 ``[table · symbol]``. The value of the escape symbol is 0."""
         return torch.nn.functional.pad(self.values, (1, 0)).flatten()
 
     @cached_property
@@ -145,7 +144,7 @@ class Frames:
 
     @property
     def columns(self) -> int:
-        """Number of columns of a frame. It equals the number of channels."""
+        """Number of columns of a frame, which is also the number of channels."""
         return int(self.rows.shape[2])
 
     def heads(self, dim: int) -> int:
@@ -158,7 +157,7 @@ class Frames:
         return self
 
     def rows_on_device(self, device: torch.device) -> torch.Tensor:
-        """Return ``rows`` on ``device``. A copy is cached."""
+        """Return a cached copy of ``rows`` on ``device``."""
         if self.rows.device == device:
             return self.rows
         if str(device) not in self._device_copies:
@@ -176,7 +175,7 @@ class Frames:
         return invert_for_encoding(self.rows[:, 1:], "a frame of the basis")
 
     def tables_at(self, step: int) -> Numbers:
-        """Return the index of the table that each column uses at ``step``, int64 ``[frame, column]``."""
+        """Return the index of each column's table at ``step``, int64 ``[frame, column]``."""
         result: Numbers = numpy.clip((step - self.scales) // SCALES_PER_TABLE, 0, self.tables.count - 1)
         return result
 

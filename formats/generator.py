@@ -27,7 +27,7 @@ class Generator:
 
 @lru_cache(maxsize=64)
 def signs(seed: int, count: int) -> tuple[int, ...]:
-    """Return ``count`` signs, +1 or -1. Sign i is bit i mod 64 of word i div 64, lowest bit first; a set bit means -1."""
+    """Return ``count`` signs, +1 or -1. Sign i is -1 if bit i mod 64 of word i div 64 is set. Bit 0 is the lowest bit."""
     generator = Generator(seed)
     words = [generator.word() for _ in range(-(-count // 64))]
     return tuple(-1 if words[i // 64] >> i % 64 & 1 else 1 for i in range(count))

@@ -55,9 +55,9 @@ In groups of ``_WIDE_GROUP`` or more channels, an outlier doubles the typical er
 class Group(CodecFamily):
     """Codec that stores ``bits`` bits per value in groups of ``size`` along ``axis``: x = (code - (2^bits - 1) / 2) * scale + center.
 
-    ``token_scale`` is the dtype of OScaR's factor, one per token over all heads, or none. With the suffix ``-per-head``, every head has its
+    ``token_scale`` is none or the dtype of OScaR's factor, one per token over all heads. With the suffix ``-per-head``, every head has its
     own factor, so that a head with a large key costs the other heads no precision. ``scale_dtype`` u8 stores scales and centers in 8 bits,
-    with one range per head and run. ``centre`` selects the center of a group, the middle of its range or zero (symmetric). ``centre`` and
+    with one range per head and run. ``centre`` selects the center of a group: the middle of its range or zero (symmetric). ``centre`` and
     ``norm_rule`` affect only the encoder and are not stored.
     """
 
@@ -112,7 +112,7 @@ class Group(CodecFamily):
 
     @property
     def scale_per_head(self) -> bool:
-        """True if every head has its own token scales."""
+        """True if each head has its own token scales."""
         return self.token_scale.endswith(PER_HEAD)
 
     @property
@@ -178,13 +178,14 @@ class Group(CodecFamily):
         return self.pack("codes", codes) | {"scales": torch.stack([stored_scale, stored_center], -1)} | streams
 
     def _unbiased_scales(self, factor: torch.Tensor, u: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        """Return the token scales that norm_rule=unbiased stores for the tokens ``u``, which are already divided by ``factor``."""
+        """Return the token scales for norm_rule=unbiased. ``u`` contains the values divided by ``factor``, and decodes to ``decoded``."""
         pairs = ((u, u), (u, decoded), (decoded, decoded))
         squares, product, length = ((a * b).sum(self._token_scale_axes, keepdim=True)[..., 0] for a, b in pairs)
         return unbiased_factor(factor.to(torch.float32), product, length, TOKEN_SCALE_DTYPES[self.token_scale], squares).to(factor.dtype)
 
     def _divide_by_token_scale(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Map ``x`` to the coded frame and divide it by its token scales, if any. Returns the quotients, and the stream of token scales."""
+        """Map ``x`` to the coded frame, and divide it by its token scales, if any. Returns the quotients, and the stream of token scales.
+        """
         u = self.rotation.forward(x)
         if self.token_scale == "none":
             return u, {}
@@ -211,7 +212,10 @@ class Group(CodecFamily):
         return 3 if self.axis == "token" else 4
 
     def with_fp16_scales(self, streams: Mapping[str, torch.Tensor]) -> tuple[Group, dict[str, torch.Tensor]]:
-        """Return a codec with float16 scales in place of 8-bit scales, and its streams. They decode to the same bits as ``streams``."""
+        """Convert 8-bit scales to float16.
+
+        Returns the codec with float16 scales and its streams, which decode to the same bits as ``streams``.
+        """
         if self.scale_dtype == "fp16":
             return self, dict(streams)
         pairs = scale_range.decode_pairs(streams["scales"], streams["scale_range"])
@@ -224,7 +228,7 @@ class Group(CodecFamily):
         return _MAX_SCALE_RATIO if has_wide_groups and self.token_scale == "none" else 0.0
 
     def error_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the L2 norm of the scales of each token's groups: float32 ``[batch, kv_head, token]``."""
+        """Return the L2 norm of the scales of each token's groups, float32 ``[batch, kv_head, token]``."""
         scales = self.with_fp16_scales(streams)[1]["scales"][..., 0]
         return scales[..., 0].to(torch.float32) if scales.shape[3] == 1 else torch.linalg.vector_norm(scales, dim=3, dtype=torch.float32)
 

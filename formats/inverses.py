@@ -15,7 +15,7 @@ MAX_INVERSE_ERROR = 2.0**-8
 
 
 def invert_for_encoding(matrices: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the inverse of ``matrices`` ``[..., column, channel]``, float32 on the CPU. ``name`` describes the matrices in errors.
+    """Return the inverse of ``matrices`` ``[..., column, channel]`` as float32 on the CPU. ``name`` describes the matrices in messages.
 
     Raises OutOfRange if a matrix has no inverse, or if the inverse changes values by more than ``MAX_INVERSE_ERROR``.
     """
@@ -35,10 +35,10 @@ def invert_for_encoding(matrices: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def check_decoded_range(largest: torch.Tensor, matrices: torch.Tensor, mean: torch.Tensor | None, name: str) -> None:
-    """Raise OutOfRange if a token could decode to infinity although its columns are at most ``largest`` ``[..., column]`` (rule basis-20).
+    """Raise OutOfRange if columns of at most ``largest`` ``[..., column]`` could decode to infinity (rule basis-20).
 
-    ``matrices`` are ``[..., column, channel]``. ``mean`` ``[..., channel]`` is added to the decoded channels. ``name`` describes the
-    matrices in errors.
+    ``matrices`` are ``[..., column, channel]``. Unless it is None, ``mean`` ``[..., channel]`` is added to the decoded channels. ``name``
+    describes the matrices in messages.
     """
     reach = (largest.to(torch.float64)[..., None] * matrices.to(torch.float64).abs()).sum(-2)
     reach = reach if mean is None else reach + mean.to(torch.float64).abs()

@@ -87,7 +87,7 @@ class KeyMean(PageVector):
     def with_half_means(self) -> Self:
         """This sidecar with half of each mean subtracted, for pages with a token far from the mean, such as an attention sink of low norm.
 
-        Subtracting the whole mean would turn such a token into a large vector, whose error would exceed the token itself. With half of the
+        Subtracting the whole mean would turn such a token into a large vector, with an error larger than the token itself. With half of the
         mean, the other tokens lose little precision, and this token loses no more than they do.
         """
         return replace(self, share=0.5)
@@ -108,9 +108,9 @@ class KeyMean(PageVector):
         }
 
     def begin(self, run: Run, rotation: Rotation) -> RunStep:
-        """Return the step that subtracts the mean of each page from the blocks of ``run``.
+        """Return the step that subtracts the page means from the blocks of ``run``.
 
-        Means are rounded, so the mean of the result may be slightly different from zero.
+        The stored means are rounded, so the mean of the result may be slightly different from zero.
         """
 
         def encode(block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -138,8 +138,8 @@ class KeyMean(PageVector):
     def encode_means(self, mean: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode means ``[batch, kv_head, page, dim]`` in the coded frame. Raises OutOfRange if a scale does not fit in float16.
 
-        There is one more negative code than positive codes. The sign of the scale is therefore chosen so that the channel of the largest
-        magnitude gets a negative code.
+        There is one more negative code than there are positive codes. The sign of the scale is therefore chosen so that the channel with
+        the largest magnitude gets a negative code.
         """
         half = 1 << self.bits - 1
         extreme = mean.gather(3, mean.abs().argmax(3, keepdim=True))

@@ -149,12 +149,12 @@ class Klt(CodecFamily):
 
     @property
     def row_bytes(self) -> int:
-        """Number of bytes per token that the codes of all heads take, if each head has its own widths; otherwise 0."""
+        """Number of bytes per token for the codes of all heads, if each head has its own widths; otherwise 0."""
         return sum(count for part in self.runs for count in part.byte_counts)
 
     @property
     def code_bits(self) -> list[int]:
-        """Mask, for each byte of a row of all heads, of the bits that belong to columns. Empty if all heads share the widths."""
+        """Mask of the bits that belong to columns, for each byte of a row of all heads. Empty if all heads share the widths."""
         result = [0xFF] * self.row_bytes
         for part in self.runs:
             for places in part.places:
@@ -163,7 +163,7 @@ class Klt(CodecFamily):
 
     @property
     def runs(self) -> tuple[RunsOfWidth, ...]:
-        """The runs with at least one bit, grouped by width, if each head has its own widths; otherwise empty."""
+        """Runs with at least one bit, grouped by width. Empty if all heads share the widths."""
         return () if self.fixed_heads is None else _runs_by_width(self.widths, self.dim)
 
     @property
@@ -172,7 +172,7 @@ class Klt(CodecFamily):
 
     @property
     def basis_location(self) -> str:
-        """Description of the part of the basis that the codec needs, for messages."""
+        """Description, for messages, of the part of the basis that the codec needs."""
         return f"{'keys' if self.side == 'k' else 'values'} of layer {self.layer} of the basis {self.basis.hex()}"
 
     @property
@@ -193,7 +193,7 @@ class Klt(CodecFamily):
         return result
 
     def basis_rows(self, streams: Mapping[str, torch.Tensor]) -> BasisRows:
-        """Return the basis rows for ``streams``, on their device.
+        """Return the basis rows for ``streams``, on the device of the streams.
 
         Raises MissingBasis without a basis, or InvalidParameter if the number of heads is wrong.
         """
@@ -216,7 +216,8 @@ class Klt(CodecFamily):
         return replace(self, rows="basis", basis=digest, source=BasisRows(stored))
 
     def source_for(self, heads: int) -> BasisRows:
-        """Return the rows of the basis. Raises MissingBasis without a basis, or InvalidParameter unless it has ``heads`` heads."""
+        """Return the basis rows for ``heads`` heads. Raises MissingBasis without a basis, or InvalidParameter for another number of heads.
+        """
         if self.source is None:
             raise missing_basis_error(self.basis_location)
         try:
@@ -308,7 +309,7 @@ class Klt(CodecFamily):
         return streams
 
     def head_codes(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[RunsOfWidth, torch.Tensor]]:
-        """Yield the runs of each width, and their codes, int64 ``[batch, run, token, column]``. Each head must have its own widths."""
+        """Yield the runs of each width with their codes, int64 ``[batch, run, token, column]``. Each head must have its own widths."""
         codes = streams[CODES][:, 0]
         for part in self.runs:
             places = torch.tensor(part.places, dtype=torch.int64, device=codes.device)
@@ -327,7 +328,6 @@ class Klt(CodecFamily):
         return (self._check_code_bits,) if any(bits != 0xFF for bits in self.code_bits) else ()
 
     def _check_code_bits(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload if a bit after the last column of a head is set."""
         spare = ~numpy.array(self.code_bits, numpy.uint8)
         for first, (block,) in row_blocks(arrays[CODES]):
             wrong = block & spare
@@ -368,17 +368,16 @@ class Klt(CodecFamily):
 
 
 def default_gain(dim: int, per_head: bool) -> str:
-    """Return the default gain at head dim ``dim``. ``per_head`` is True if each head has its own widths."""
     return "none" if per_head and dim <= MAX_WITHOUT_GAIN else "fp16"
 
 
 def used_widths(widths: bytes) -> list[int]:
-    """Return the distinct nonzero widths of a head's runs, ascending. There is one code stream per width."""
+    """Return the distinct nonzero widths of a head's runs, in ascending order. There is one code stream per width."""
     return sorted({*widths} - {0})
 
 
 def columns_by_width(widths: bytes, dim: int) -> dict[int, list[int]]:
-    """Return the columns of each of the ``used_widths``, ascending."""
+    """Return the columns of each width in ``used_widths``, in ascending order."""
     result: dict[int, list[int]] = {width: [] for width in used_widths(widths)}
     for run, width in enumerate(widths):
         if width:
@@ -388,7 +387,7 @@ def columns_by_width(widths: bytes, dim: int) -> dict[int, list[int]]:
 
 
 class RunsOfWidth(NamedTuple):
-    """Runs of 8 columns that have the same ``width``, if each head has its own widths.
+    """Runs of 8 columns with the same ``width``, for heads with their own widths.
 
     All runs have ``columns`` columns. ``heads`` and ``runs`` are the head and the index of each run. ``places`` are the positions of the
     run's bytes in a token's row.
@@ -407,7 +406,7 @@ class RunsOfWidth(NamedTuple):
 
 @lru_cache(MAX_CACHED_TABLES)
 def _runs_by_width(widths: bytes, dim: int) -> tuple[RunsOfWidth, ...]:
-    """Group the runs with codes by width, for heads with their own ``widths``. Full runs come before partial runs at the end of a head."""
+    """Group the runs that have codes by width, for heads with their own ``widths``. Full runs precede the partial last runs of heads."""
     result: dict[tuple[int, bool], list[tuple[int, int, tuple[int, ...]]]] = {}
     place, count = 0, head_run_count(dim)
     for number, width in enumerate(widths):
@@ -424,7 +423,6 @@ def _runs_by_width(widths: bytes, dim: int) -> tuple[RunsOfWidth, ...]:
 
 
 def head_run_count(dim: int) -> int:
-    """Return the number of runs of 8 columns in a head. The last one may be partial."""
     return -(-dim // HEAD_RUN_COLUMNS)
 
 
@@ -436,7 +434,7 @@ def _pack_codes(digits: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _unpack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """Unpack the bytes that ``_pack_codes`` returns into codes, int64 ``[..., 8]``. Missing bytes at the end count as zeros."""
+    """Unpack codes that ``_pack_codes`` packed, int64 ``[..., 8]``. Missing bytes at the end count as zeros."""
     shifts = torch.arange(0, 8 * codes.shape[-1], 8, device=codes.device)
     words = (codes.to(torch.int64) << shifts).sum(-1)[..., None]
     return words >> torch.arange(0, HEAD_RUN_COLUMNS * width, width, device=codes.device) & (1 << width) - 1
@@ -484,8 +482,8 @@ def _gains(squared_length: torch.Tensor, product_sum: torch.Tensor, decoded_leng
     """Return the gain of each token, float32.
 
     For a token x that decodes to d, ``squared_length`` is |x|^2, ``decoded_length`` is |d|^2, and ``product_sum`` is <x, d>, all weighted.
-    The gain |x|^2 / <x, d> makes products with the token right on average (formats/norm_rule.py). That no longer holds if x and d are more
-    than 45 degrees apart. The gain with the smallest error is then stored.
+    The gain |x|^2 / <x, d> makes products with the token right on average (formats/norm_rule.py). If x and d are more than 45 degrees
+    apart, this is no longer true, and the result is the gain with the smallest error.
     """
     near = (product_sum > 0) & (squared_length * decoded_length <= 2 * product_sum.square())
     gains = torch.where(near, squared_length / product_sum, product_sum.clamp_min(0) / decoded_length)

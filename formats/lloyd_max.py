@@ -22,8 +22,8 @@ def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
     """Return the ``levels`` centroids, ascending, that minimize the mean squared error of a density.
 
     The density is constant in cells with ascending bounds ``edges``, float64 ``[cells + 1]``, and ``masses``, float64 ``[cells]``. The
-    centroids are a fixed point of Lloyd's iteration: every centroid is the mean between its neighboring midpoints. Newton's method finds
-    it, starting from the companding quantizer, whose point density is the cube root of the density (Panter and Dite 1951). Raises
+    centroids are a fixed point of Lloyd's iteration: each one is the mean of the density between its neighboring midpoints. Newton's method
+    finds it, starting from the companding quantizer, whose point density is the cube root of the density (Panter and Dite 1951). Raises
     InvalidParameter if 100 steps do not bring it within 1e-10, or if a cell loses all its mass.
     """
     midpoints = (edges[1:] + edges[:-1]) / 2
@@ -89,7 +89,7 @@ def polar_angle_masses(edges: Array, first: int, second: int) -> Array:
 
 
 def _ignore_underflow() -> numpy.errstate:
-    """Return a context in which underflow is ignored. The tails of densities cause it, and NumPy may be set to raise errors on it."""
+    """Return a context manager that ignores underflow, which the tails of densities cause. NumPy may be set to raise an error for it."""
     return numpy.errstate(under="ignore")
 
 
@@ -120,7 +120,7 @@ def coordinate_table(dim: int, levels: int) -> bytes:
 
 @cache
 def polar_angle_table(first: int, second: int, levels: int) -> bytes:
-    """Return ``levels`` centroids of the angle between a radius of ``first`` values and one of ``second`` values, little-endian float32."""
+    """Return ``levels`` centroids of the angle between radii of ``first`` and of ``second`` values, little-endian float32."""
     with _ignore_underflow():
         edges = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
         return lloyd_max(edges, polar_angle_masses(edges, first, second), levels).astype("<f4").tobytes()

@@ -46,7 +46,7 @@ The table then also fits a following run of similar values.
 
 
 class FloatFormat(NamedTuple):
-    """Bit widths of the fraction and of the exponent of a value. The fraction has the lowest bits, and the sign is the highest bit."""
+    """Bit widths of the fraction and the exponent of a float. The fraction has the lowest bits, and the sign is the highest bit."""
 
     fraction_bits: int
     exponent_bits: int
@@ -90,7 +90,7 @@ class Lossless(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        """Bits per value, if values are normally distributed. Actual sizes depend on the values."""
+        """Bits per value for normally distributed values. Actual sizes depend on the values."""
         return 1 + FLOAT_FORMATS[self.dtype].fraction_bits + _TYPICAL_EXPONENT_BITS
 
     @property
@@ -133,7 +133,7 @@ class Lossless(CodecFamily):
         return RunEncoder({"frequencies": stored}, lambda block, _: self.encode_with_tables(block, tables))
 
     def choose_frequencies(self, counts: Numbers, previous: Mapping[str, torch.Tensor] | None) -> Numbers:
-        """Return the symbol frequencies for a run whose exponents have these ``counts``: int64 ``[batch · kv_head, symbol]``.
+        """Return the symbol frequencies for a run with these exponent ``counts``: int64 ``[batch · kv_head, symbol]``.
 
         The frequencies of the run ``previous`` are reused if new ones would not save more than the space they take.
         """
@@ -146,9 +146,9 @@ class Lossless(CodecFamily):
         return tables
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Round ``x`` of any float dtype to ``dtype``, ties to even, and encode it. Values that already have that dtype keep their bits.
+        """Round ``x`` of any float dtype to ``dtype``, with ties to even, and encode it.
 
-        Raises OutOfRange if a finite value would become infinity.
+        Values that already have that dtype keep their bits. Raises OutOfRange if a finite value would become infinity.
         """
         batch, heads, tokens, dim = x.shape
         run = self.begin(Run((batch, heads, tokens, dim), x.device, lambda: iter((x,))), None)
@@ -172,7 +172,7 @@ class Lossless(CodecFamily):
         return self.pack("signed_fractions", self._fractions(bits)) | self.chunk_streams(chunks, batch, heads, x.device)
 
     def chunk_streams(self, chunks: rans.Chunks, batch: int, heads: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the streams of encoded chunks, which must be ordered by token group, sequence and head."""
+        """Convert encoded chunks to streams. They must be ordered by token group, sequence and head."""
         states = chunks.states.astype("<u4").view("<u2").reshape(-1, batch, heads, 2 * rans.LANES).transpose(1, 2, 0, 3)
         counts = chunks.counts.reshape(-1, batch, heads).transpose(1, 2, 0)
         return {
@@ -182,7 +182,6 @@ class Lossless(CodecFamily):
         }
 
     def _bit_patterns(self, x: torch.Tensor) -> torch.Tensor:
-        """Round ``x`` to the codec's dtype, and return the bit patterns as int16."""
         return round_to_dtype(x, self.dtype).view(torch.int16)
 
     def _exponents(self, bits: torch.Tensor) -> Numbers:
@@ -190,12 +189,12 @@ class Lossless(CodecFamily):
         return _to_numpy((bits >> fraction & (1 << exponent) - 1).to(torch.uint8))
 
     def _fractions(self, bits: torch.Tensor) -> torch.Tensor:
-        """Return the digits that combine the sign and the fraction of each value, int32."""
+        """Return one digit per value, int32, that combines the sign and the fraction."""
         fraction, exponent = FLOAT_FORMATS[self.dtype]
         return (bits >> exponent & 1 << fraction | bits & (1 << fraction) - 1).to(torch.int32)
 
     def _lengths(self, runs: Sequence[int]) -> Numbers:
-        """Return the number of symbols in every chunk of a head, int64. ``runs`` contains the number of tokens in each run."""
+        """Return the number of symbols in each chunk of a head, int64. ``runs`` contains the number of tokens in each run."""
         tokens = [min(self.chunk, run - first) for run in runs for first in range(0, run, self.chunk)]
         return numpy.array(tokens, numpy.int64) * self.dim
 
@@ -237,7 +236,7 @@ class Lossless(CodecFamily):
         return bits.view({"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype])
 
     def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """Return ``streams`` with only the first ``tokens`` tokens of the last chunk. This chunk is encoded again with the same tables."""
+        """Shorten the last chunk of ``streams`` to its first ``tokens`` tokens, by encoding it again with the same tables."""
         begin = streams["signed_fractions.0"].shape[2] - tokens
         last = {
             name: stream[:, :, begin:] if name.startswith("signed_fractions") else stream[:, :, -1:] for name, stream in streams.items()
@@ -275,7 +274,7 @@ class Lossless(CodecFamily):
         return (self._check_chunks,)
 
     def _check_chunks(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Raise InvalidPayload for chunks that no encoder produces: the number of words read or the final state is wrong."""
+        """Raise InvalidPayload for chunks that read a wrong number of words or end in a wrong state. No encoder produces such chunks."""
         heads, rows = arrays["word_counts"].shape[1:]
         lengths = self._lengths(runs)
         table = numpy.repeat(numpy.arange(len(runs)), [-(-run // self.chunk) for run in runs])
@@ -313,7 +312,9 @@ def _chunk_ranges(ends: Numbers) -> Iterator[tuple[int, int]]:
 
 
 def _add_unseen(counts: Numbers) -> Numbers:
-    """Raise zero ``counts`` ``[table, symbol]`` to 1, because these symbols may occur later. With many values, this costs almost nothing.
+    """Raise zero ``counts`` ``[table, symbol]`` to 1 near counted symbols, because these symbols may occur later.
+
+    With many values, this costs almost nothing.
     """
     present = counts > 0
     room = present.copy()
@@ -326,7 +327,7 @@ def _add_unseen(counts: Numbers) -> Numbers:
 
 
 def _join_states(words: Numbers) -> Numbers:
-    """Join stored words ``[chunk, 2 · LANES]``, lower half first, to states: uint32 ``[chunk, LANES]``."""
+    """Join stored words ``[chunk, 2 · LANES]``, lower halves first, to states, uint32 ``[chunk, LANES]``."""
     return numpy.ascontiguousarray(words, "<u2").view("<u4").astype(numpy.uint32)
 
 
@@ -340,7 +341,6 @@ def _to_stream(numbers: Numbers, device: torch.device) -> torch.Tensor:
 
 
 def _replace_last(stream: torch.Tensor, rows: int, new: torch.Tensor) -> torch.Tensor:
-    """Replace the last ``rows`` rows of ``stream`` with ``new``."""
     return torch.cat([stream[:, :, : stream.shape[2] - rows], new], 2)
 
 

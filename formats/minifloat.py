@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Element(NamedTuple):
     """Format of an element: a sign, ``exponent_bits`` and ``fraction_bits``.
 
-    Codes whose magnitude is ``finite`` or more are NaN or infinity.
+    Codes with a magnitude of ``finite`` or more are NaN or infinity.
     """
 
     exponent_bits: int
@@ -143,7 +143,7 @@ class Minifloat(CodecFamily):
 
     @property
     def run_scale(self) -> str | None:
-        """Name of the stream with one scale per run, or None if there is none."""
+        """Name of the stream with one scale per run, or None if there is no such stream."""
         if self.granularity == "block":
             return "global_scale" if self.scale_dtype == "e4m3" else None
         return None if self.granularity == "token" else "scale"
@@ -236,7 +236,7 @@ class Minifloat(CodecFamily):
         return _MAX_POWER_RATIO if self.scale_dtype == "e8m0" else 0.0
 
     def error_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the largest scale of a token's blocks: float32 ``[batch, kv_head, token]``."""
+        """Return the largest scale of each token's blocks, float32 ``[batch, kv_head, token]``."""
         return (streams["block_scales"].amax(3).to(torch.int32) << 23).view(torch.float32)
 
     def min_token_rms(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -249,7 +249,7 @@ class Minifloat(CodecFamily):
         return scale * (_MIN_SIZE_FACTOR * 2.0 ** (2 - self.format.bias))
 
     def with_wide_run_scale(self, streams: Mapping[str, torch.Tensor]) -> tuple[Minifloat, Mapping[str, torch.Tensor]]:
-        """Return a codec with float32 scales per run in place of float16 ones, and its streams. They decode to the same bits."""
+        """Convert float16 run scales to float32. Returns the codec with float32 scales and its streams, which decode to the same bits."""
         if self.run_scale != "scale" or self.scale_dtype == "fp32":
             return self, streams
         return replace(self, scale_dtype="fp32"), {**streams, "scale": streams["scale"].to(torch.float32)}
@@ -301,7 +301,7 @@ class Minifloat(CodecFamily):
 
 
 def encode_elements(x: torch.Tensor, element: str) -> torch.Tensor:
-    """Encode float32 ``x`` to the codes of the nearest elements, as integers of any dtype.
+    """Encode float32 ``x`` to the codes of the nearest elements, in any integer dtype.
 
     Ties go to even codes, and larger values are clamped to the largest element.
     """
@@ -318,7 +318,7 @@ def encode_elements(x: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def encode_portably(x: torch.Tensor, element: str) -> torch.Tensor:
-    """Return the codes of ``encode_elements``, int32, using only operations that every device supports."""
+    """Return the codes of ``encode_elements``, int32, computed with operations that every device supports."""
     form = ELEMENTS[element]
     spare = 23 - form.fraction_bits
     smallest_normal = 2.0 ** (1 - form.bias)
@@ -344,16 +344,16 @@ def block_exponents(largest: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def exponent_carry(form: Element) -> int:
-    """Return the number to add to the bits of a float32 so that its exponent grows by 1 if the element would round above its largest value.
+    """Return the number to add to the bits of a float32 so that its exponent grows by 1 if the value would round above the largest element.
 
-    Only numbers with the exponent of the largest element can round that way.
+    Only values with the exponent of the largest element can round that way.
     """
     last = form.finite - 1 & (1 << form.fraction_bits) - 1
     return (1 << 23) - (2 * last + 1 << 22 - form.fraction_bits) - 1
 
 
 def floor_log2(value: float) -> int:
-    """Return the exponent of the largest power of two that is at most ``value``. The value must be at least 1."""
+    """Return the exponent of the largest power of two that does not exceed ``value``. The value must be at least 1."""
     return int(value).bit_length() - 1
 
 
@@ -363,10 +363,10 @@ def max_quotient(codec: Minifloat) -> float:
 
 
 def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
-    """Return the scales of a run whose largest values are ``largest``, ``[batch, kv_head or 1, 1]``. Scales that do not fit are infinite.
+    """Choose the scales of a run with the largest values ``largest``, ``[batch, kv_head or 1, 1]``. Scales that do not fit are infinite.
 
     The scales of the preceding run, ``last``, are kept unless they are too small or far too large, because runs with equal scales can be
-    joined. A larger scale leaves room to grow, so that later runs seldom need another one. A scale of 0 means that all values so far are 0.
+    joined. A new scale leaves room to grow, so that later runs seldom need another one. A scale of 0 means that all values so far are 0.
     """
     quotient_limit = max_quotient(codec)
     half = codec.scale_dtype == "fp16"
@@ -379,7 +379,7 @@ def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | Non
 
 
 def _scale_for(largest: torch.Tensor, quotient_limit: float, half: bool) -> torch.Tensor:
-    """Return ``largest`` / ``quotient_limit`` in float16 (with ``half``) or float32.
+    """Return ``largest`` / ``quotient_limit`` as float16 (with ``half``) or float32.
 
     A subnormal scale that would saturate values is rounded up by one unit.
     """
@@ -405,7 +405,7 @@ def _quotient(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 @cache_per_device
 def element_values(element: str) -> torch.Tensor:
-    """Return the value of each code, float32 ``[2^bits]``. Codes of NaN and infinity, which readers reject, have value 0."""
+    """Return the value of each code, float32 ``[2^bits]``, and 0 for the codes of NaN and infinity, which readers reject."""
     form = ELEMENTS[element]
     half = 1 << form.bits - 1
     return torch.tensor([form.value(code) if code & half - 1 < form.finite else 0.0 for code in range(2 * half)], dtype=torch.float32)

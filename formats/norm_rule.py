@@ -45,7 +45,7 @@ def error_spread(bits: float, dim: int) -> float:
     """Return the relative error, divided by the typical one, that fewer than 1 in 60,000 tokens of random direction exceed.
 
     With more bits, the error of a coordinate beyond the last level grows relative to the other errors. With more channels, such a
-    coordinate matters less. Measured for scalar, octahedral, polar, angle and quaternion from 16 to 128 channels.
+    coordinate matters less. Measured for scalar, octahedral, polar, angle and quaternion with 16 to 128 channels.
     """
     index = min(max(math.ceil(bits), 1), len(_SPREADS)) - 1
     return _SPREADS[index] * math.sqrt(math.sqrt(64 / dim))
@@ -58,15 +58,16 @@ def typical_error(bits: float) -> float:
 
 
 def relative_errors(codec: Codec, streams: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Return the norm of each token's error divided by the token's norm. The error is the decoded ``streams`` minus ``x``.
+    """Return the norm of each token's error divided by the token's norm, float32 ``[batch, kv_head, token]``.
 
-    ``x`` is ``[batch, kv_head, token, dim]``. The errors are float32 ``[batch, kv_head, token]``. Tokens of zeros have the error 0.
+    The error is the difference between the decoded ``streams`` and ``x`` ``[batch, kv_head, token, dim]``. Tokens of zeros have the error
+    0.
     """
     return (norms_per_head(codec.decode(streams).sub_(x)) / norms_per_head(x)).nan_to_num_(0.0, posinf=0.0)
 
 
 def normalize_rows(rows: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate rows ``[row, dim]`` by ``rotation`` and normalize them. Returns float32 unit rows and their norms ``[row]``.
+    """Rotate rows ``[row, dim]`` by ``rotation``, and normalize them. Returns float32 unit rows and their norms ``[row]``.
 
     A row with a subnormal norm stays shorter than 1.
     """
@@ -76,7 +77,7 @@ def normalize_rows(rows: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor
 
 
 def unbiased_norm(norm: torch.Tensor, unit: torch.Tensor, decoded: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return ``unbiased_factor`` for unit rows and norms from ``normalize_rows``. The rows decode to ``decoded`` ``[row, dim]``."""
+    """Return ``unbiased_factor`` for unit rows and norms from ``normalize_rows``. ``decoded`` ``[row, dim]`` are the decoded rows."""
     product = (unit * decoded).sum(-1) / (norm / norm.clamp(min=_MIN_NORMAL))
     return unbiased_factor(norm, product, decoded.square().sum(-1), dtype)
 
@@ -86,9 +87,9 @@ def unbiased_factor(
 ) -> torch.Tensor:
     """Return the factor to store as ``dtype`` (a key of ``LIMITS``) for rows x = ``norm`` u, where u decodes to d.
 
-    ``product`` is <u, d>, ``decoded`` is |d|^2 and ``squares`` is |u|^2, in the shape of ``norm``. Some rows keep their norm: zeros, norms
-    that do not fit the dtype, and rows more than 45 degrees from d, because the error of the larger factor would exceed the row itself. If
-    the norm fits but the factor does not, the factor is the largest number of the dtype.
+    ``product`` is <u, d>, ``decoded`` is |d|^2 and ``squares`` is |u|^2, in the shape of ``norm``. Three kinds of rows keep their norm:
+    zeros, norms that do not fit the dtype, and rows more than 45 degrees from d, whose error would exceed the row itself with the larger
+    factor. If the norm fits but the factor does not, the factor is the largest number of the dtype.
     """
     is_usable = (product > 0) & (squares * decoded <= 2 * product.square()) & (norm < LIMITS[dtype])
     return torch.where(is_usable, (norm * (squares / product)).clamp_max(MAX_STORED[dtype]), norm)

@@ -109,7 +109,7 @@ class Octahedral(CodecFamily):
 
     @property
     def triplets(self) -> int:
-        """Number of triplets per token. The last one may be padded with zeros."""
+        """Number of triplets per token. The last triplet may be padded with zeros."""
         return -(-self.dim // 3)
 
     def packings(self) -> dict[str, Columns]:
@@ -179,7 +179,7 @@ class Octahedral(CodecFamily):
 
     @property
     def _directions(self) -> int:
-        """Number of directions in the quarter square. This is also the place value of the digit's bits above the direction."""
+        """Number of directions in the quarter square, which is also the place value of the bits above the direction in a digit."""
         return int(4 ** (self.b_dir - 1))
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -219,7 +219,7 @@ def _digit_bits(b_dir: int, b_norm: int) -> tuple[int, int]:
 
 
 def _bases(b_dir: int, b_norm: int, arrangement: str) -> dict[str, tuple[int, ...]]:
-    """Return the bases of every code stream. A digit of zero bits is omitted."""
+    """Return the bases of every code stream by name. A digit of zero bits has no base."""
     index, sign = _digit_bits(b_dir, b_norm)
     if arrangement == "dense":
         return {name: (2**bits,) for name, bits in (("index", index), ("sign", sign)) if bits}
@@ -248,7 +248,7 @@ def _packings(dim: int, b_dir: int, b_norm: int, arrangement: str, fields: Field
 
 @lru_cache(MAX_CACHED_TABLES)
 def _padding_bits(packing: Columns, triplets: int) -> dict[str, numpy.ndarray[Any, Any]]:
-    """Return, for each plane of the direct arrangement, the bits of every word that belong to padding triplets."""
+    """Return, for each plane of the direct arrangement, a mask of the bits that belong to padding triplets in every word."""
     return {f"symbol.{number}": numpy.array(bits, numpy.uint16) for number, bits in enumerate(packing.symbol_bits(triplets))}
 
 
@@ -270,14 +270,14 @@ def _direction_norm(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.
 
 @cache_per_device
 def _rotation_by_coordinate(rotation: Rotation) -> torch.Tensor:
-    """Return the matrix that rotates a row and reorders it: first coordinates of all triplets, then second, then third."""
+    """Return the matrix that rotates a row and reorders it: the first coordinates of all triplets, then the second, then the third."""
     matrix = functional.pad(rotation.forward(torch.eye(rotation.dim, dtype=torch.float32)), (0, -rotation.dim % 3))
     return matrix.view(rotation.dim, -1, 3).transpose(1, 2).flatten(1)
 
 
 @cache_per_device
 def signed_directions(table: bytes) -> torch.Tensor:
-    """Return the unit direction of each symbol, float32 ``[4 * levels^2, 3]``. The sign bits of a symbol are above its index."""
+    """Return the unit direction of each symbol, float32 ``[4 * levels^2, 3]``. A symbol's two sign bits are above its index."""
     quarter = codebook_directions(table).T
     signs = torch.tensor([[1.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [1.0, -1.0, 1.0], [-1.0, -1.0, 1.0]], dtype=torch.float32)
     return (signs[:, None] * quarter).flatten(0, 1)
@@ -285,7 +285,7 @@ def signed_directions(table: bytes) -> torch.Tensor:
 
 @cache_per_device
 def _scaled_directions(directions: bytes, norms: bytes) -> torch.Tensor:
-    """Return the products of all directions and all norms, rounded as in decoding: float32 ``[norm * direction, 3]``."""
+    """Return the products of all directions and all norms, rounded as in decoding, float32 ``[norm * direction, 3]``."""
     return (_table_column(norms, "cpu")[:, None] * signed_directions(directions, "cpu")).flatten(0, 1)
 
 

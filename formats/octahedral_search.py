@@ -54,7 +54,7 @@ def midpoints(table: bytes) -> list[float]:
 
 
 def nearest_level(values: torch.Tensor, bounds: list[float]) -> torch.Tensor:
-    """Return, for each value, how many of the ascending ``bounds`` are below it: float32 in the shape of ``values``."""
+    """Return the number of ascending ``bounds`` that are below each value, as float32 in the shape of ``values``."""
     if len(bounds) > _MAX_COMPARISONS:
         return torch.bucketize(values, torch.tensor(bounds, dtype=torch.float32, device=values.device)).to(torch.float32)
     # A few comparisons are up to ten times faster than one binary search per element.
@@ -66,12 +66,12 @@ def nearest_level(values: torch.Tensor, bounds: list[float]) -> torch.Tensor:
 
 @lru_cache(_MAX_CACHED_CODEBOOKS)
 def codebook(table: bytes, device: torch.device) -> Codebook:
-    """Return the cached codebook of a table of magnitudes (see ``codebook_directions``), with tensors on ``device``."""
+    """Return the cached codebook for a table of magnitudes (see ``codebook_directions``), with tensors on ``device``."""
     return Codebook(table, device)
 
 
 class Codebook:
-    """Search structure for the nearest direction, which has the largest scalar product (OCTOPUS Eq. 12)."""
+    """Search structure for the nearest direction, which is the one with the largest dot product (OCTOPUS Eq. 12)."""
 
     def __init__(self, table: bytes, device: torch.device) -> None:
         self.levels = len(table) // 4
@@ -93,13 +93,13 @@ class Codebook:
         return self.local_search(x, y, z, rounding)
 
     def projection(self, index: torch.Tensor, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Return the scalar product of each direction with codeword ``index``."""
+        """Return the dot product of each direction and the codeword ``index``."""
         flat = index.reshape(-1)
         nx, ny, nz = (self._directions[axis].index_select(0, flat).view(index.shape) for axis in range(3))
         return nx.mul_(x).addcmul_(ny, y).addcmul_(nz, z)
 
     def local_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, rounding: str) -> torch.Tensor:
-        """Return the result of ``nearest`` for every rounding except full, as in OCTOPUS Algorithm 1."""
+        """Return the result of ``nearest`` for any rounding except full, as in OCTOPUS Algorithm 1."""
         columns, rows = self._candidates(torch.stack(octahedral_coordinates(x, y, z)), rounding).unbind(1)
         index = torch.add(columns, rows.unsqueeze(1), alpha=self.levels).flatten(0, 1)
         if rounding == "scalar":
@@ -124,7 +124,7 @@ class Codebook:
         return torch.cat([product(chunk, self._directions).argmax(-1) for chunk in chunks]).to(torch.int32).view(x.shape)
 
     def _grid_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Return the codewords that the local 3x3 search finds. Most are read from a grid; cells that codewords share are searched."""
+        """Return the result of the local 3x3 search. Most codewords are read from a grid; only cells that codewords share are searched."""
         xi, eta = (coordinate.mul_(self._cells).floor_() for coordinate in octahedral_coordinates(x, y, z))
         cell = xi.add_(eta, alpha=self._cells + 1).to(torch.int32).view(-1)
         index = self._grid.index_select(0, cell).to(torch.int32)
@@ -135,12 +135,12 @@ class Codebook:
 
     @property
     def _cells(self) -> int:
-        """Number of cells along each side of the grid: enough that only a few percent of directions fall into shared cells."""
+        """Number of cells along each side of the grid: enough that only a few percent of directions are in shared cells."""
         return min(_CELLS_PER_LEVEL * self.levels, _MAX_CELLS)
 
     @cached_property
     def _grid(self) -> torch.Tensor:
-        """Codeword nearest to every direction of a cell, or -1 if codewords share the cell: int16 ``[(cells + 1)^2]`` with xi fastest.
+        """Codeword nearest to all directions of a cell, or -1 if codewords share the cell: int16 ``[(cells + 1)^2]`` with xi fastest.
 
         A cell is not shared if its four corners have the same nearest codeword. The directions nearest to one codeword form an intersection
         of half-spaces, which is convex. On either side of the fold xi + eta = 1, which runs along diagonals of cells, the map is linear, so
@@ -164,7 +164,7 @@ class Codebook:
 
 
 def _negative_indices(values: torch.Tensor) -> torch.Tensor:
-    """Return the indices of the negative values of a flat tensor. On a CPU, NumPy finds them four times as fast as torch."""
+    """Return the indices of the negative values in a flat tensor. On a CPU, NumPy finds them four times as fast as torch."""
     if values.device.type == "cpu":
         return torch.from_numpy(numpy.flatnonzero(values.numpy() < 0))
     return torch.nonzero(values < 0).view(-1)

@@ -16,7 +16,7 @@ from .streams import Layout
 
 @dataclass(frozen=True)
 class Opaque(CodecFamily):
-    """Codec that stores ``dim`` bytes per token and head unchanged. Each byte is a value from 0 to 255."""
+    """Codec that stores ``dim`` bytes per token and head unchanged, as values from 0 to 255."""
 
     id: ClassVar[str] = "opaque"
 
@@ -33,7 +33,7 @@ class Opaque(CodecFamily):
         return {"bytes": Layout("U8", (batch, heads, tokens, self.dim))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the bytes ``x``, uint8 ``[batch, kv_head, token, dim]``. Raises InvalidType for any other dtype."""
+        """Return the bytes ``x``, uint8 ``[batch, kv_head, token, dim]``, unchanged. Raises InvalidType for any other dtype."""
         if x.dtype != torch.uint8:
             raise InvalidType(f"codec opaque: the dtype is {x.dtype}, expected torch.uint8: view the engine's slot as bytes")
         return {"bytes": x}

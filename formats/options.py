@@ -19,7 +19,7 @@ _DEFAULT: Final = ""
 
 
 class InvalidOption(InvalidParameter):
-    """Error for an option or value that the codec does not support. ``word`` is the part of the recipe to which messages point."""
+    """Error for an option or value that the codec does not support. ``word`` is the part of the recipe that messages point to."""
 
     def __init__(self, message: str, word: str) -> None:
         super().__init__(message)
@@ -62,11 +62,11 @@ class Options:
         self._canonical: dict[str, str] = {}
 
     def canonical(self) -> dict[str, str]:
-        """Return the options that were read, sorted by name, in their canonical spelling. Options that restate a default are omitted."""
+        """Return the options that were read, sorted by name, in their canonical spelling. Options with their default value are left out."""
         return dict(sorted(self._canonical.items()))
 
     def respell(self, words: Mapping[str, str | None]) -> None:
-        """Replace the canonical spelling of options. None removes an option."""
+        """Replace the canonical spelling of options. The text None removes an option."""
         for name, text in words.items():
             self._canonical.pop(name, None)
             if text is not None:
@@ -77,12 +77,13 @@ class Options:
         return name in self._words
 
     def mentions_any(self, names: tuple[str, ...]) -> bool:
-        """Return True if the recipe contains any of the options ``names``. Messages about unknown options then list all of ``names``."""
+        """Return True if the recipe contains any option in ``names``. Messages about unknown options then also list all of ``names``."""
         self._extra = names
         return not self._words.keys().isdisjoint(names)
 
     def integer(self, name: str, default: int | None, low: int, high: int, *, omitted: str | None = _DEFAULT) -> int:
-        """Read an integer from ``low`` to ``high``. Raises InvalidOption if it is out of range, or missing without a ``default``."""
+        """Read an integer from ``low`` to ``high``. Raises InvalidOption if it is out of range, or if it is missing and has no ``default``.
+        """
         text = self._read(name)
         if text is None:
             if default is None:
@@ -127,7 +128,7 @@ class Options:
         return text
 
     def fraction(self, name: str, default: float) -> float:
-        """Read a number above 0 and below 1 with at most four decimal places. Raises InvalidOption for anything else."""
+        """Read a number between 0 and 1 (both excluded) with at most four decimal places. Raises InvalidOption for anything else."""
         text = self._read(name)
         if text is None:
             return default
@@ -138,7 +139,7 @@ class Options:
         return value
 
     def ratio(self, name: str, default: float) -> float:
-        """Read a number above 1 and up to 1,000 with at most four decimal places. Raises InvalidOption for anything else."""
+        """Read a number greater than 1, up to 1,000, with at most four decimal places. Raises InvalidOption for anything else."""
         text = self._read(name)
         if text is None:
             return default
@@ -149,7 +150,7 @@ class Options:
         return value
 
     def text(self, name: str) -> str | None:
-        """Read any text. Returns None if the recipe lacks the option."""
+        """Read any text. Returns None if the recipe does not contain the option."""
         text = self._read(name)
         if text is not None:
             self._record(name, text, None)
@@ -164,7 +165,7 @@ class Options:
             raise InvalidOption(f"codec {self.codec} has no option {name!r}; its options are {names}", f"{name}={value}")
 
     def _record(self, name: str, text: str, omitted: str | None) -> None:
-        """Record ``text`` as the spelling of an option in the recipe. If omitting the option means the same, nothing is recorded."""
+        """Record ``text`` as the option's canonical spelling, unless leaving out the option means the same (``omitted``)."""
         self.respell({name: None if text == omitted else text})
 
     def _read(self, name: str) -> str | None:

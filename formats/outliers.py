@@ -34,9 +34,9 @@ _MAX_MULTIPLIER = 1000
 
 @dataclass(frozen=True)
 class Outliers(FramePart):
-    """Sidecar that stores outliers in float16. Outliers are chunks of the coded frame with a norm above ``multiplier`` times the median.
+    """Sidecar that stores outliers in float16: chunks of the coded frame with a norm above ``multiplier`` times the median of their head.
 
-    The median is that of their head. It excludes zero chunks, because padding would lower it.
+    The median does not count zero chunks, because padding would lower it.
     """
 
     name: ClassVar[str] = "outliers"
@@ -74,7 +74,7 @@ class Outliers(FramePart):
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         """Return the layouts of ``outlier_flags``, one flag per chunk, and of ``outliers``, the flagged chunks.
 
-        Outliers are ordered by token, sequence, head and chunk.
+        The flagged chunks are ordered by token, sequence, head and chunk.
         """
         planes = {f"{FLAGS}.{plane}": Layout("U16", (batch, heads, tokens, words)) for plane, words in enumerate(self.packing.planes)}
         return planes | {VALUES: Layout("F16", (1, 1, 0, CHUNK), per="entry", batch_axis=None)}
@@ -146,7 +146,6 @@ def _reject_too_large(chunks: torch.Tensor, flagged: torch.Tensor) -> NoReturn:
 
 
 def _chunks(u: torch.Tensor) -> torch.Tensor:
-    """View ``u`` as chunks of four values: ``[batch, kv_head, token, chunk, 4]``."""
     return u.reshape(*u.shape[:-1], u.shape[-1] // CHUNK, CHUNK)
 
 

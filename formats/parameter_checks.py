@@ -76,7 +76,7 @@ def check_fields(codec: str, fields: Fields, expected: tuple[str, ...]) -> None:
 
 
 def check_magnitudes(codec: str, name: str, table: bytes, length: int) -> None:
-    """Raise InvalidParameter unless the parameter ``table`` has ``length`` strictly ascending float32 values within [0, 1]."""
+    """Raise InvalidParameter unless the parameter ``table`` contains ``length`` strictly ascending float32 values in [0, 1]."""
     if len(table) != 4 * length:
         raise InvalidParameter(f"codec {codec}: {name} has {len(table)} bytes, expected {4 * length} for {length} float32 values")
     values = struct.unpack(f"<{length}f", table)

@@ -39,7 +39,7 @@ _HEAD_TOKENS_PER_BLOCK = 1 << 11
 
 @dataclass(frozen=True)
 class Level:
-    """One level of the tree. An angle has ``bits`` bits, and ``counts`` are the numbers of angles for each kind of pair in ``pairs``.
+    """One level of the tree. An angle has ``bits`` bits, and ``counts`` contains the number of angles for each kind of pair in ``pairs``.
 
     A kind of pair is given by the numbers of channels below its two radii. Only an unequal last pair is of a different kind.
     """
@@ -50,7 +50,10 @@ class Level:
 
     @property
     def angles(self) -> int:
-        """Number of angles per token. Each angle combines two radii. An odd last radius passes to the next level unchanged."""
+        """Number of angles per token.
+
+        Each angle combines two radii. If their number is odd, the last one passes to the next level unchanged.
+        """
         return sum(self.counts)
 
 
@@ -101,7 +104,7 @@ class Polar(CodecFamily):
     def nominal_bits(self) -> float:
         """Bits per value.
 
-        If every angle has b bits and one radius is left, this is OCTOPUS's b. Otherwise, each radius counts as 16 bits (PolarQuant).
+        If every angle has b bits and one radius is left, this is b, as in OCTOPUS. Otherwise, each radius counts as 16 bits (PolarQuant).
         """
         angle_bits = {level.bits for level in self.levels}
         if len(angle_bits) == 1 and self.radii == 1:
@@ -110,7 +113,7 @@ class Polar(CodecFamily):
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """The levels of the tree, starting with the pairs of channels."""
+        """Levels of the tree, starting with the pairs of channels."""
         return _levels(self.dim, self.bits)
 
     @property
@@ -120,7 +123,7 @@ class Polar(CodecFamily):
 
     @property
     def stream_levels(self) -> dict[str, tuple[Level, ...]]:
-        """Levels of each code stream."""
+        """Levels that each code stream contains."""
         return _streams(self.levels)
 
     @property
@@ -190,7 +193,7 @@ def _check_tables(levels: tuple[Level, ...], angle_table: bytes) -> None:
 
 
 def _max_levels(dim: int) -> int:
-    """Return the number of levels after which one radius is left."""
+    """Return the number of levels that leave a single radius."""
     return (dim - 1).bit_length()
 
 
@@ -227,7 +230,7 @@ def _symbol_count(run: tuple[Level, ...]) -> int:
 
 @lru_cache(MAX_CACHED_TABLES)
 def _streams(levels: tuple[Level, ...]) -> dict[str, tuple[Level, ...]]:
-    """Return the levels of each code stream, which is named after its first level.
+    """Return the levels of each code stream by its name, which contains the number of its first level.
 
     Consecutive levels with the same number of bits share a stream.
     """
@@ -256,7 +259,7 @@ def _nearest_angles(angles: torch.Tensor, counts: tuple[int, ...], tables: tuple
 
 
 def _pair_directions(level: Level, tables: tuple[bytes, ...], code: torch.Tensor) -> torch.Tensor:
-    """Return the cosine and sine of the angle for each ``code`` of a level: ``[..., angle, 2]``."""
+    """Return the cosine and sine of the angle for each ``code`` of a level, ``[..., angle, 2]``."""
     if not tables:
         return functional.embedding(code, uniform_directions(2**level.bits, code.device))
     parts = zip(torch.split(code, list(level.counts), -1), tables, strict=True)
@@ -265,13 +268,13 @@ def _pair_directions(level: Level, tables: tuple[bytes, ...], code: torch.Tensor
 
 @cache_per_device
 def uniform_directions(bins: int) -> torch.Tensor:
-    """Return the cosine and sine of each bin center, float32 ``[bins, 2]``."""
+    """Return the cosine and sine of each bin's center, float32 ``[bins, 2]``."""
     return _cos_sin((torch.arange(bins, dtype=torch.float64) + 0.5) * (2 * pi / bins))
 
 
 @cache_per_device
 def angle_directions(table: bytes) -> torch.Tensor:
-    """Return the cosine and sine of each angle of a table, float32 ``[angles, 2]``."""
+    """Return the cosine and sine of each angle in a table, float32 ``[angles, 2]``."""
     return _cos_sin(torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float64))
 
 

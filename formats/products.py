@@ -11,10 +11,10 @@ MIN_ROWS = 16
 
 
 def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return ``rows @ matrix`` for float32 ``[..., row, k]`` and ``[..., k, column]``, with the rounding error of float32 sums.
+    """Return ``rows @ matrix`` for float32 ``[..., row, k]`` and ``[..., k, column]``, with the rounding errors of float32 sums.
 
-    If the process allows products to round their factors to tf32 or bf16, the product is computed in float64. On the CPU, the product of a
-    row does not depend on the number of rows.
+    If PyTorch's settings allow products to round their factors to tf32 or bf16, the product is computed in float64. On the CPU, the product
+    of a row does not depend on the number of rows.
     """
     if rows.device.type != "cpu" or may_round_factors("cpu"):
         return plain_product(rows, matrix)
@@ -25,7 +25,7 @@ def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def plain_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return ``rows @ matrix`` as ``product`` does, except that the product of a row may depend on the number of rows."""
+    """Return ``rows @ matrix`` as ``product`` does, except that the result for a row may depend on the number of rows."""
     if may_round_factors(rows.device.type):
         return (rows.to(torch.float64) @ matrix.to(torch.float64)).to(torch.float32)
     return rows @ matrix

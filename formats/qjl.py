@@ -32,7 +32,8 @@ DEFAULT_SEED = 1
 
 @dataclass(frozen=True)
 class Qjl(ResidualSketch):
-    """Sidecar that sketches the residual: its norm, stored as ``norm``, and its signs after a signed Hadamard rotation with ``seed``."""
+    """Sidecar that sketches the residual by its norm, stored as ``norm``, and by its signs after a signed Hadamard rotation with ``seed``.
+    """
 
     name: ClassVar[str] = "qjl"
     words: ClassVar[tuple[str, ...]] = ("qjl", "qjl_seed")
@@ -72,7 +73,7 @@ class Qjl(ResidualSketch):
 
     @property
     def rotation(self) -> Rotation:
-        """The second rotation, called R' in the paper."""
+        """Second rotation, called R' in the paper."""
         return rotation_of("signed-hadamard", self.dim, self.seed)
 
     @cached_property

@@ -49,7 +49,7 @@ class Quaternion(CodecFamily):
     """Codec that stores four values as a radius code and a codeword, the product of a Hurwitz unit and a seeded unit quaternion.
 
     The values are the codeword times radius code * scale / (2^radius_bits - 1). ``secondary`` is S, the number of seeded quaternions, and
-    ``norm`` the dtype of the scale, one per token and head. ``norm_rule`` affects only the encoder and is not stored.
+    ``norm`` is the dtype of the scale, one per token and head. ``norm_rule`` affects only the encoder and is not stored.
     """
 
     id: ClassVar[str] = "quaternion"
@@ -179,14 +179,14 @@ def _chunk_norms(planes: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _squares_are_safe(radius: torch.Tensor) -> bool:
-    """Return True if the square of every token's largest radius is far from overflow and underflow."""
+    """Return True if the square of each token's largest radius is far from overflow and underflow."""
     smallest, largest = radius.amax(-1).aminmax() if radius.numel() else (radius.new_ones(()), radius.new_ones(()))
     return bool(smallest > 2.0**-40) and bool(largest < 2.0**60)
 
 
 @lru_cache(MAX_CACHED_TABLES)
 def _stream_bases(dim: int, secondary: int, radius_bits: int, arrangement: str) -> dict[str, tuple[int, ...]]:
-    """Return the bases of each code stream's digits (spec/codecs/quaternion.md, Layout)."""
+    """Return the bases of the digits of each code stream, by name (spec/codecs/quaternion.md, Layout)."""
     chunks, alphabet, radius = -(-dim // 4), UNITS * secondary, (1 << radius_bits,)
     if arrangement == "direct":
         base = next_power_of_two(alphabet)

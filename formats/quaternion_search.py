@@ -51,16 +51,16 @@ class Search:
         self._expected = 0
 
     def announce(self, chunks: int, device: torch.device) -> None:
-        """Announce a search of ``chunks`` more chunks on ``device``. The grid is built as soon as it pays for the chunks announced so far.
+        """Announce a search of ``chunks`` more chunks on ``device``. The grid is built once it saves time for all chunks announced so far.
 
-        The grid is built before a search, never during one, so the codewords do not depend on blocks or threads.
+        It is built before a search, never during one, so that codewords do not depend on blocks or threads.
         """
         self._expected += chunks
         if self._expected >= _GRID_BREAK_EVEN and device not in self._grids:
             self._build_grid(device)
 
     def nearest(self, planes: Planes) -> torch.Tensor:
-        """Return the codeword with the largest inner product with each chunk, int32 ``[chunk]``. Zero chunks get an arbitrary codeword.
+        """Return the codeword with the largest inner product for each chunk, int32 ``[chunk]``. Zero chunks get an arbitrary codeword.
 
         If two codewords differ by no more than rounding (2^-20 of the chunk's norm), the three searches may disagree, but each is
         deterministic.
@@ -70,7 +70,7 @@ class Search:
         return self.search_grid(planes) if planes[0].device in self._grids else self.search_rotations(planes)
 
     def search_products(self, planes: Planes) -> torch.Tensor:
-        """Search all codewords by a matrix product. Ties go to the lowest s, then to the lowest unit."""
+        """Search all codewords with a matrix product. Ties go to the lowest s, then to the lowest unit."""
         codebook = self._codebook.to(planes[0].device).T
         chunks, size = torch.stack(list(planes), 1), max(1, _PRODUCTS_AT_ONCE // codebook.shape[1])
         nearest = torch.empty(len(chunks), dtype=torch.int32, device=chunks.device)
@@ -83,11 +83,11 @@ class Search:
         return nearest
 
     def search_rotations(self, planes: Planes) -> torch.Tensor:
-        """Search all secondary quaternions by rotation. Ties go to the lowest s, then to an axis before a half unit."""
+        """Search all secondary quaternions by rotating the chunks. Ties go to the lowest s, then to an axis before a half unit."""
         return _search_in_blocks(planes, self._search_block)
 
     def search_grid(self, planes: Planes) -> torch.Tensor:
-        """Search only the codewords in the list of the chunk's cell. Ties go to the first codeword in the list."""
+        """Search only the codewords that the grid lists for a chunk's cell. Ties go to the first codeword in the list."""
         device = planes[0].device
         if device not in self._grids:
             self._build_grid(device)
@@ -155,7 +155,7 @@ class Grid:
         return winner.index_copy_(0, longer, result)
 
     def _nearest_of_longer(self, planes: Planes, row: torch.Tensor, winner: torch.Tensor) -> torch.Tensor:
-        """Return the nearest codewords of chunks whose lists have more than two. ``winner`` is the nearer of the first two codewords."""
+        """Return the nearest codewords of chunks with more than two candidates. ``winner`` is the nearer of the first two codewords."""
         best = _weighted_sum(planes, _gather(self._codebook, winner))
         places = torch.arange(len(row), device=row.device)
         nearest = winner.clone()
@@ -171,7 +171,7 @@ class Grid:
 
 
 def _gather(rows: torch.Tensor | Planes, index: torch.Tensor) -> list[torch.Tensor]:
-    """Return the entries ``index`` of every row. Gathering row by row is several times faster than gathering all rows in one call."""
+    """Return the entries ``index`` of each row. Gathering row by row is several times faster than gathering all rows in one call."""
     return [row.index_select(0, index) for row in rows]
 
 
@@ -206,7 +206,7 @@ def _build_lists(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor,
 
 
 def _concatenate_lists(lists: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate ``lists``, padded to the width of the last list and to at least two columns. Padding repeats a row's first column."""
+    """Concatenate ``lists``, padded to the width of the last list and to at least two columns. Rows are padded with their first column."""
     width = max(2, lists[-1].shape[1])
     return torch.cat([torch.cat([part, part[:, :1].expand(-1, width)], 1)[:, :width] for part in lists])
 
@@ -251,7 +251,6 @@ def _candidate_mask(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Te
 
 
 def _search_in_blocks(planes: Planes, search: Callable[[Planes], torch.Tensor]) -> torch.Tensor:
-    """Search block by block, so that temporaries fit in a core's cache."""
     result = torch.empty_like(planes[0], dtype=torch.int32)
     for start in range(0, result.numel(), _BLOCK):
         result[start : start + _BLOCK] = search([plane[start : start + _BLOCK] for plane in planes])
@@ -259,7 +258,7 @@ def _search_in_blocks(planes: Planes, search: Callable[[Planes], torch.Tensor]) 
 
 
 def _weighted_sum(planes: Planes, weights: Weights) -> torch.Tensor:
-    """Return the weighted sum of the planes. A weight is one number, or one number per chunk."""
+    """Return the weighted sum of ``planes``. A weight is a number, or a tensor with one number per chunk."""
     total = planes[0] * weights[0]
     for plane, weight in zip(planes[1:], weights[1:], strict=True):
         if isinstance(weight, torch.Tensor):
@@ -277,14 +276,14 @@ def _multiply_by_conjugate(planes: Planes, quaternion: Weights) -> list[torch.Te
 
 
 def _unit_products(planes: Planes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two inner products: with the nearest of the units +-1, +-i, +-j, +-k, and with the nearest half unit."""
+    """Return the inner product of each chunk with the nearest of the units +-1, +-i, +-j, +-k, and with the nearest half unit."""
     w, x, y, z = (plane.abs() for plane in planes)
     largest = torch.maximum(torch.maximum(w, x), torch.maximum(y, z))
     return largest, w.add_(x).add_(y).add_(z).mul_(0.5)
 
 
 def _sign_bit(values: torch.Tensor) -> torch.Tensor:
-    """Return 1 for a negative float32 (including -0), otherwise 0, as int32. This is several times faster than a comparison."""
+    """Return the sign bit of float32 ``values`` as int32: 1 for negative values and -0. This is several times faster than a comparison."""
     return values.view(torch.int32) >> 31 & 1
 
 
@@ -303,7 +302,7 @@ def _nearest_unit(planes: Planes) -> torch.Tensor:
 
 
 def _update_best(best: torch.Tensor, winner: torch.Tensor, score: torch.Tensor, contender: torch.Tensor | int) -> None:
-    """Replace ``best`` and ``winner`` in place wherever ``score`` is larger. A sign mask is several times faster than torch.where."""
+    """Replace ``best`` and ``winner`` in place where ``score`` is larger. A sign mask is several times faster than torch.where."""
     above = (best - score).view(torch.int32) >> 31
     winner.bitwise_xor_((winner ^ contender).bitwise_and_(above))
     torch.maximum(best, score, out=best)

@@ -44,7 +44,7 @@ class Chunks(NamedTuple):
 class DecodedChunks(NamedTuple):
     """Decoded ``symbols``, uint8 ``[chunk, symbol]``.
 
-    ``read`` is the number of words that each chunk has read, and ``states`` are the final states of its lanes.
+    ``read`` is the number of words read from each chunk, and ``states`` are the final states of its lanes.
     """
 
     symbols: Numbers
@@ -52,9 +52,9 @@ class DecodedChunks(NamedTuple):
     states: Numbers
 
     def faulty_chunks(self, counts: Numbers) -> Numbers:
-        """Return a mask of invalid chunks.
+        """Return a mask of the chunks that are invalid.
 
-        A chunk is invalid if it did not read exactly ``counts`` words, or if its final states are not all ``MIN_STATE``.
+        A chunk is valid if exactly ``counts`` words were read from it, and all of its final states are ``MIN_STATE``.
         """
         result: Numbers = (self.read != counts) | (self.states != MIN_STATE).any(1)
         return result
@@ -79,7 +79,7 @@ def frequencies(counts: Numbers) -> Numbers:
 
 
 def cost_bits(counts: Numbers, table: Numbers) -> Numbers:
-    """Return how many bits symbols with these ``counts`` take with the frequencies ``table``: ``[table]``.
+    """Return the number of bits that symbols with these ``counts`` take with the frequencies ``table``: ``[table]``.
 
     The result is infinite if a symbol that occurs has frequency 0.
     """
@@ -94,7 +94,7 @@ compiled_encoder: Callable[[Numbers, Numbers, Numbers, Numbers], Chunks | None] 
 
 
 def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
-    """Encode with ``compiled_encoder`` if it is set and supports the call, otherwise with ``encode_in_numpy``."""
+    """Encode with ``compiled_encoder`` if it is set and supports the call; otherwise, with ``encode_in_numpy``."""
     result = compiled_encoder(symbols, lengths, tables, table) if compiled_encoder is not None else None
     return encode_in_numpy(symbols, lengths, tables, table) if result is None else result
 
@@ -130,7 +130,7 @@ compiled_decoder: Callable[[Chunks, Numbers, Numbers, Numbers], DecodedChunks | 
 
 
 def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> DecodedChunks:
-    """Decode with ``compiled_decoder`` if it is set and supports the call, otherwise with ``decode_in_numpy``."""
+    """Decode with ``compiled_decoder`` if it is set and supports the call; otherwise, with ``decode_in_numpy``."""
     result = compiled_decoder(chunks, lengths, tables, table) if compiled_decoder is not None else None
     return decode_in_numpy(chunks, lengths, tables, table) if result is None else result
 
@@ -139,7 +139,7 @@ def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Nu
     """Decode the first ``lengths[i]`` symbols of each chunk i to uint8. Symbols after a chunk's last one are undefined.
 
     The frequencies ``tables``, ``[table, symbol]``, sum to ``TOTAL``. ``table`` contains the table index of each chunk, ``[chunk]``, or of
-    each symbol, ``[chunk, symbol]``. Any words, counts and states are safe to decode; ``DecodedChunks.faulty_chunks`` finds those that no
+    each symbol, ``[chunk, symbol]``. Any words, counts and states are safe to decode; ``DecodedChunks.faulty_chunks`` finds chunks that no
     encoder produces.
     """
     count, longest = len(lengths), int(lengths.max(initial=0))
@@ -183,7 +183,7 @@ def _step_tables(table: Numbers, step: int) -> Numbers:
 
 
 def slot_table(tables: Numbers) -> Numbers:
-    """Return all slots of all tables, flat uint32.
+    """Return all slots of all tables in one flat array, uint32.
 
     A slot contains its symbol in the lowest byte, the symbol's frequency - 1 from bit 8 on, and the symbol's first slot from bit 20 on.
     """

@@ -29,7 +29,7 @@ def check_states(states: Array, where: str) -> None:
 def check_ends(decoded: rans.DecodedChunks, counts: Numbers, chunk_position: Callable[[int], Sequence[int]], where: str) -> None:
     """Raise InvalidPayload for the first chunk that no encoder produces.
 
-    ``counts`` contains the number of words of each chunk. ``chunk_position`` returns the indices of a chunk, for the message.
+    ``counts`` contains the number of words of each chunk. ``chunk_position`` returns the indices of a chunk for the message.
     """
     faulty = decoded.faulty_chunks(counts)
     if faulty.any():

@@ -52,7 +52,7 @@ class Raw(CodecFamily):
         return {"values": Layout(DTYPES[self.dtype], (batch, heads, tokens, self.dim))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Round ``x`` of any float dtype to ``dtype``, ties to even. Values that already have that dtype keep their bits.
+        """Round ``x`` of any float dtype to ``dtype``, with ties to even. Values that already have that dtype keep their bits.
 
         Raises OutOfRange if a finite value would become infinity.
         """
@@ -65,12 +65,12 @@ class Raw(CodecFamily):
         return streams["values"].to(torch.float32)
 
     def finite_streams(self) -> list[str]:
-        """Return an empty list, because any bytes are valid."""
+        """Return an empty list, because any stored bytes are valid."""
         return []
 
 
 def round_to_dtype(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Round ``x`` of any float dtype to ``dtype``, ties to even. Values that already have that dtype keep their bits.
+    """Round ``x`` of any float dtype to ``dtype``, with ties to even. Values that already have that dtype keep their bits.
 
     Raises OutOfRange if a finite value would become infinity.
     """

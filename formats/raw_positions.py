@@ -61,10 +61,10 @@ _MAX_FIRST = 1 << 16
 class RawPositions(WholeTokens):
     """Sidecar that stores raw tokens as ``dtype``: the ``first`` tokens of a sequence, and tokens whose norm is far from the median.
 
-    The median is that of the token's page. A norm is far from it if it is below ``low_norm`` or above ``high_norm`` times the median; 0
-    disables a bound. With ``low_norm``, tokens whose values are near zero are raw too (``selection_norms``). With ``high_norm``, tokens are
-    also raw if their norm in one head is above ``high_norm`` times that head's median, or if they do not fit the scales that heads or
-    tokens share (``token_norms.measure_fit_errors``). These two rules apply only to pages with few such tokens.
+    The median is that of the token's page. A norm is far from it if it is below ``low_norm`` or above ``high_norm`` times the median; a
+    limit of 0 is disabled. With ``low_norm``, tokens whose values are near zero are raw too (``selection_norms``). With ``high_norm``,
+    tokens are also raw if their norm in one head is above ``high_norm`` times that head's median, or if they do not fit the scales that
+    heads or tokens share (``token_norms.measure_fit_errors``). These two rules apply only to pages with few such tokens.
 
     If the encoder receives the norms of keys (``Run.norms``), they also select the raw tokens of values.
     """
@@ -119,9 +119,9 @@ class RawPositions(WholeTokens):
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.group_tokens, start))
 
     def selection_norms(self, keys: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
-        """Return the norms from which ``choose`` selects tokens: ``keys``, with 0 for tokens whose ``values`` are near zero.
+        """Return the norms for ``choose``: the norms of ``keys``, or 0 for tokens whose ``values`` are near zero.
 
-        Both arguments are norms ``[batch, kv_head, token]``. ``values`` is None if unknown.
+        Both arguments are norms ``[batch, kv_head, token]``. ``values`` is None if they are unknown.
         """
         if values is None or not self.low_norm:
             return keys
@@ -198,7 +198,7 @@ class RawPositions(WholeTokens):
         return {POSITIONS: encode_positions(token[entry], row)[None, None], VALUES: streams[VALUES].index_select(2, entry)}
 
     def split_sequences(self, streams: Mapping[str, torch.Tensor], parts: int, batch: int) -> list[dict[str, torch.Tensor]]:
-        """Split ``batch`` sequences into ``parts`` equal parts, and return the streams of each part.
+        """Split ``batch`` sequences into ``parts`` equal parts. Returns the streams of each part.
 
         The streams must not contain unused entries.
         """
@@ -210,7 +210,7 @@ class RawPositions(WholeTokens):
         return [{POSITIONS: position.clone(), VALUES: values.clone()} for position, values in zip(*both, strict=True)]
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload unless there are as many positions as raw tokens. The raw values need no check, because all are valid."""
+        """Raise InvalidPayload unless there is one position per raw token. The raw values need no check, because all are valid."""
         positions, rows = arrays[POSITIONS].shape[2], arrays[VALUES].shape[2]
         if positions != rows:
             raise InvalidPayload(f"{where}.{POSITIONS}: there are {positions} positions, but {where}.{VALUES} has {rows} raw tokens")
@@ -247,7 +247,7 @@ class RawPositions(WholeTokens):
 
 
 def mark_poor_fits(chosen: torch.Tensor, fit_errors: torch.Tensor) -> torch.Tensor:
-    """Return ``chosen``, bool ``[batch, token]``, plus the tokens with ``fit_errors`` above 1, in pages with few of them.
+    """Return ``chosen``, bool ``[batch, token]``, with additional tokens whose ``fit_errors`` are above 1, on pages with few such tokens.
 
     ``fit_errors`` come from ``token_norms.measure_fit_errors``.
     """
@@ -256,11 +256,11 @@ def mark_poor_fits(chosen: torch.Tensor, fit_errors: torch.Tensor) -> torch.Tens
 
 @dataclass(frozen=True)
 class Slots:
-    """The raw tokens of a batch of pages, each of which has the same number of slots for them.
+    """The raw tokens of a batch of pages, with the same number of slots on each page.
 
     ``codec_input`` contains the values to encode, in which raw tokens are replaced (``replace_tokens``). ``chosen``, bool ``[page,
     token]``, marks the raw tokens. ``streams`` have shape ``[page, slot, ...]`` and are zero in unused slots. ``wanted``, bool ``[2, page,
-    token]``, marks the tokens that should be raw, even if no slot is left: first all of them, then those that would cost other tokens
+    token]``, contains two masks, which ignore the number of slots: all tokens that should be raw, and those that would cost other tokens
     precision.
     """
 
@@ -271,7 +271,7 @@ class Slots:
 
 
 def slot_count(tokens: int, minimum: int = 0) -> int:
-    """Return how many raw tokens fit in the row of a page of ``tokens`` tokens, but at least ``minimum``."""
+    """Return the number of raw tokens that fit in the row of a page of ``tokens`` tokens. The result is at least ``minimum``."""
     return max(minimum, tokens // TOKENS_PER_SLOT)
 
 
@@ -312,10 +312,10 @@ def store_in_slots(
 def choose_slot_tokens(
     raw: RawPositions, norms: torch.Tensor, group_tokens: int, slots: int, fit_errors: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the raw tokens of pages by ``norms`` ``[page, kv_head, token]``. Returns the tokens with a slot, and masks of all candidates.
+    """Choose the raw tokens of pages by ``norms`` ``[page, kv_head, token]``. Returns the tokens that get a slot, and two masks.
 
-    The tokens are int64 ``[page, slot]``, ascending; unused slots contain the number of tokens. The masks are bool ``[2, page, token]``:
-    first all tokens that should be raw, with or without a slot, then those that would cost other tokens precision.
+    The tokens are int64 ``[page, slot]``, ascending; unused slots contain the number of tokens. The masks, bool ``[2, page, token]``,
+    ignore the number of slots: all tokens that should be raw, and those that would cost other tokens precision.
     """
     tokens = norms.shape[2]
     low = replace(raw, high_norm=0.0).choose(norms, raw.first)
@@ -331,7 +331,7 @@ def choose_slot_tokens(
 
 
 def slot_mask(token: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Convert the tokens that ``choose_slot_tokens`` returned to a mask, bool ``[page, token]``. Pages have ``tokens`` tokens."""
+    """Convert the tokens that ``choose_slot_tokens`` returned to a mask, bool ``[page, token]``. Each page has ``tokens`` tokens."""
     return torch.zeros(len(token), tokens + 1, dtype=torch.bool, device=token.device).scatter_(1, token, True)[:, :tokens]
 
 
@@ -339,7 +339,7 @@ def count_left_out(needs_raw: torch.Tensor, chosen: torch.Tensor, fit_errors: to
     """Count the tokens that should be raw but are not ``chosen``, int64 ``[2]``: all such tokens, and those that cost precision.
 
     ``chosen`` is bool ``[page, token]``, and ``needs_raw`` contains the masks that ``choose_slot_tokens`` returned. Tokens with
-    ``fit_errors``, ``[2, page, token]``, above 1 (see ``token_errors.excess_losses``) also count, but never twice.
+    ``fit_errors`` ``[2, page, token]`` above 1 (see ``token_errors.excess_losses``) count too, but never twice.
     """
     left = needs_raw if fit_errors is None else needs_raw | (fit_errors > 1)
     return (left & ~chosen).sum((1, 2))
@@ -383,8 +383,8 @@ def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tens
 def replace_tokens(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chosen: torch.Tensor, group_tokens: int) -> torch.Tensor:
     """Replace the tokens of ``x`` ``[batch, kv_head, token, dim]`` at each pair of ``token`` and ``sequence`` indices.
 
-    ``chosen`` is the mask of these tokens. The new value is the mean of the other tokens in the token group, or zero if there are none. It
-    does not widen the group's range.
+    ``chosen`` is the mask of these tokens. They are replaced by the mean of the other tokens in their token group, or by zero if there are
+    none, so that they do not widen the group's range.
     """
     if not len(token):
         return x
@@ -419,7 +419,7 @@ def _replace_in_run(run: Run, chosen: torch.Tensor, group_tokens: int) -> Run:
 
 
 def _token_numbers(words: Any) -> Any:
-    """Return the token indices in positions ``[entry, word]``, int64. Unused entries have -1."""
+    """Return the token indices in positions ``[entry, word]``, int64. Unused entries get -1."""
     return (words[:, 0] | words[:, 1] << 16 | words[:, 2] << 32) - 1
 
 
@@ -432,12 +432,12 @@ def _entry_positions(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _position_words(positions: torch.Tensor) -> torch.Tensor:
-    """Return the words of positions ``[1, 1, entry, word]`` as int64 ``[entry, word]``."""
+    """Convert the words of positions ``[1, 1, entry, word]`` to int64 ``[entry, word]``."""
     return positions[0, 0].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
 
 
 def encode_positions(token: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """Return the words, uint16 ``[entry, 4]``, for int64 token indices (-1 for unused entries) and sequence indices."""
+    """Encode int64 indices of tokens (-1 for unused entries) and of sequences as words, uint16 ``[entry, 4]``."""
     number = token + 1
     words = torch.stack([number & 0xFFFF, number >> 16 & 0xFFFF, number >> 32, sequence], 1)
     # Some versions of PyTorch cannot convert to uint16 on some devices.

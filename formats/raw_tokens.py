@@ -31,9 +31,9 @@ _MAX_RAW_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class RawTokens(WholeTokens):
-    """Sidecar that stores some tokens as ``dtype``: the ``first`` tokens, and tokens of low norm.
+    """Sidecar that stores some tokens as ``dtype``: the ``first`` tokens, and the ``low_norm`` tokens with the smallest norms.
 
-    The latter are the ``low_norm`` tokens of the first run with the smallest norms.
+    Tokens of low norm are chosen only in the first run.
     """
 
     name: ClassVar[str] = "raw_tokens"
@@ -76,7 +76,8 @@ class RawTokens(WholeTokens):
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.group_tokens))
 
     def choose(self, run: Run, continues: bool) -> torch.Tensor:
-        """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``. It is all False if the run ``continues`` another."""
+        """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``. No token is chosen if the run ``continues`` another.
+        """
         batch, _, tokens, _ = run.shape
         chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=run.device)
         if continues:
@@ -106,7 +107,7 @@ class RawTokens(WholeTokens):
         return streams[VALUES][0, 0].to(torch.float32)
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload for a flag above 1, or if the flags do not match the number of raw tokens."""
+        """Raise InvalidPayload for a flag above 1, or if the number of flagged tokens is not the number of raw tokens."""
         flags, rows = arrays[FLAGS], arrays[VALUES].shape[2]
         count = 0
         for first, block in value_blocks(flags):

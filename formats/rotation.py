@@ -19,7 +19,7 @@ PALEY_ORDERS = (12, 20, 28)
 
 @lru_cache(maxsize=1)
 def hadamard(order: int) -> tuple[tuple[int, ...], ...]:
-    """Return the Hadamard matrix of ``order``, with entries +1 and -1. It is the product of Sylvester's and Paley's matrices.
+    """Return the Hadamard matrix of ``order``, with entries +1 and -1: the product of a Sylvester matrix and a Paley matrix.
 
     The order must be 2^k, or 2^k times 12, 20 or 28.
     """
@@ -36,7 +36,7 @@ def check_order(order: int) -> None:
 
 
 def _paley_order(order: int) -> int:
-    """Return the order of the Paley factor of ``hadamard(order)``, or 1 for a power of two."""
+    """Return the order of the Paley factor of ``hadamard(order)``, which is 1 for a power of two."""
     for paley in (1, *PALEY_ORDERS):
         if order > 0 and order % paley == 0 and is_power_of_two(order // paley):
             return paley
@@ -106,7 +106,7 @@ class Rotation:
             check_order(self.dim)
 
     def matrix(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return the matrix R of u = R x, float32 ``[dim, dim]``."""
+        """Return the matrix R, where u = R x, float32 ``[dim, dim]``."""
         return _matrix(self.kind, self.dim, self.seed, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ class Rotation:
 
 @lru_cache(maxsize=MAX_CACHED_TABLES)
 def rotation_of(kind: str, dim: int, seed: int = 0) -> Rotation:
-    """Return the rotation with these parameters. All codecs share it. Raises InvalidParameter if there is no such rotation."""
+    """Return the rotation with these parameters, which all codecs share. Raises InvalidParameter if there is no such rotation."""
     return Rotation(kind, dim, seed)
 
 

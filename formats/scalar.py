@@ -45,7 +45,7 @@ _CHUNK_ROWS = 2048
 
 
 class ChannelSet(NamedTuple):
-    """Channels of the coded frame, ascending, that have ``bits`` bits each."""
+    """Channels of the coded frame, in ascending order, with ``bits`` bits each."""
 
     bits: int
     channels: tuple[int, ...]
@@ -57,8 +57,8 @@ class Scalar(CodecFamily):
 
     ``magnitude_table`` contains the 2^(bits - 1) magnitudes of a coordinate of a unit vector, ascending, little-endian float32.
     ``high_magnitude_table`` contains the magnitudes for ``bits_high``. ``high_channels`` has one bit per channel of the coded frame, lowest
-    bit first. Without a second width, ``bits_high`` is 0 and the other two are empty. ``norm_rule`` and ``rounding`` affect only the
-    encoder and are not stored.
+    bit first. Without a second width, ``bits_high`` is 0, and these two parameters are empty. ``norm_rule`` and ``rounding`` affect only
+    the encoder and are not stored.
     """
 
     id: ClassVar[str] = "scalar"
@@ -146,7 +146,7 @@ class Scalar(CodecFamily):
         return self.pack_digits(*codes) | {"norm": norm}
 
     def _nearest_codes(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return the codes nearest to ``values`` ``[row, dim]``, as float32 or int32 ``[row, channel]`` for each width."""
+        """Return the codes nearest to ``values`` ``[row, dim]``: for each width, float32 or int32 ``[row, channel]``."""
         codes = []
         for part, table in zip(self.channel_sets, self._tables, strict=True):
             own = values if self.bits_high == 0 else values.index_select(-1, _channels(part, values.device))
@@ -156,7 +156,7 @@ class Scalar(CodecFamily):
         return codes
 
     def _best_codes(self, unit: torch.Tensor) -> list[torch.Tensor]:
-        """Return, for each unit row, the codes of its best multiple among ``SCALES``.
+        """Return the codes of the best multiple of each unit row, for each width. Multiples are taken from ``SCALES``.
 
         The best multiple is the one whose decoded direction is nearest to the row.
         """
@@ -171,10 +171,9 @@ class Scalar(CodecFamily):
         return best
 
     def _squared_sine(self, unit: torch.Tensor, scale: float, codes: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the squared sine of the angle between each row of ``unit`` and the values that its codes decode to, as a fraction.
+        """Return the squared sine of the angle between each row of ``unit`` and its decoded values, as a numerator and a denominator.
 
-        ``codes`` encode the rows times ``scale``. Returns the numerator and the denominator, ``[row]`` each. The denominator is the sum of
-        squares of the decoded values.
+        ``codes`` encode the rows times ``scale``. Both results are ``[row]``. The denominator is the sum of squares of the decoded values.
         """
         # Compare errors, not cosines: with 8 bits, cosines differ by less than the rounding of binary32 sums.
         error, whole = unit * scale - self._decode_unit(codes), unit.square().sum(-1)
@@ -232,7 +231,7 @@ def _packings(parts: tuple[ChannelSet, ...], fields: Fields) -> dict[str, Column
 
 
 def _nearest(magnitudes: torch.Tensor, table: bytes) -> torch.Tensor:
-    """Return the index of the entry of ``table`` nearest to each magnitude, as float32 or int32."""
+    """Return the index of the table entry nearest to each magnitude, as float32 or int32."""
     bounds = midpoints(table)
     if len(bounds) <= _MAX_COMPARISONS:
         return nearest_level(magnitudes, bounds)
@@ -255,7 +254,7 @@ def _bounds(table: bytes) -> torch.Tensor:
 
 @cache_per_device
 def signed_values(table: bytes) -> torch.Tensor:
-    """Return the decoded value of each code, float32 ``[2 * levels]``: the magnitudes, then their negatives."""
+    """Return the decoded value of each code, float32 ``[2 * levels]``: all magnitudes, then their negatives."""
     magnitudes = torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float32)
     return torch.cat([magnitudes, -magnitudes])
 
@@ -267,5 +266,4 @@ def _channels(part: ChannelSet) -> torch.Tensor:
 
 @cache_per_device
 def _positions(parts: tuple[ChannelSet, ...]) -> torch.Tensor:
-    """Return, for each channel, its position in the concatenated channels of ``parts``."""
     return torch.tensor([channel for part in parts for channel in part.channels], dtype=torch.int64).argsort()

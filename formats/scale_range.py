@@ -70,9 +70,9 @@ def choose_range(
 ) -> torch.Tensor:
     """Choose the range for a run from the scales and centers of its ``blocks``, each ``[batch, kv_head, row, group]``.
 
-    ``previous`` is the range of the preceding run. If all values fit, it is kept, so that the runs can be joined. Otherwise it is widened,
-    so that repeated appends seldom need another range. ``empty`` is returned if there are no values. ``middle`` is half the width of a
-    group, in multiples of its scale. Raises OutOfRange for a value above ``MAX_ENCODED``, with its position.
+    ``previous`` is the range of the preceding run. It is kept if all values fit, so that the runs can be joined. Otherwise, the new range
+    has room to grow, so that repeated appends seldom need another one. ``empty`` is returned if there are no values. ``middle`` is half the
+    width of a group, in multiples of its scale. Raises OutOfRange for a value above ``MAX_ENCODED``, with its position.
     """
     ends: list[torch.Tensor] = []
     for scale, center in blocks:
@@ -107,8 +107,8 @@ def choose_range(
 def min_token_rms(scale_range: torch.Tensor, steps: int) -> torch.Tensor:
     """Return the smallest root mean square of a token's values that a range still encodes accurately: float32 ``[batch, kv_head, 1]``.
 
-    ``steps`` is the number of scales in a group. The error of a center is its root times the step of the roots; for smaller values, it
-    exceeds the error of the scale.
+    ``steps`` is the number of steps of a group's scale from its lowest to its highest code. The error of a center is its root times the
+    step of the roots; for smaller values, it exceeds the error of the scale.
     """
     step = scale_range[..., 0::2].to(torch.float32).amax(-1)
     return (step * steps).square() * _MIN_SIZE_FACTOR
@@ -124,7 +124,7 @@ def _check_size(values: torch.Tensor, name: str) -> None:
 
 
 def check(arrays: Mapping[str, Array], where: str) -> None:
-    """Raise InvalidPayload if a code of a range ``[batch, kv_head, run, 4]`` decodes to a value that is infinite in float16."""
+    """Raise InvalidPayload if a code of a range ``[batch, kv_head, run, 4]`` decodes to infinity in float16."""
     where, scale_range = f"{where}.scale_range", arrays["scale_range"]
     for first, (rows,) in row_blocks(scale_range):
         step, minimum = rows[:, 0::2].astype(numpy.float32), rows[:, 1::2].astype(numpy.float32)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunStep:
-    """A sidecar's step for one run, which precedes the codec.
+    """Step of a sidecar that transforms a run before the codec encodes it.
 
     ``streams`` have one row per run. ``encode(block, start)`` returns the block for the next step, and the streams with one row per token
     or entry. A block is finite float32 ``[batch, kv_head, token, dim]``. ``start`` is the index of its first token, a multiple of the token
@@ -73,7 +73,7 @@ class Sidecar(EntryStreams, ABC):
     def from_options(cls, dim: int, side: str, options: Options) -> Self | None:
         """Return the sidecar that a recipe's ``options`` request for ``side`` ("k" or "v"), or None if they request none.
 
-        Raises InvalidParameter for an option that is out of range or that needs another option.
+        Raises InvalidParameter for an option that is out of range or that requires another option.
         """
 
     @classmethod
@@ -115,7 +115,7 @@ class Sidecar(EntryStreams, ABC):
 
 
 class WholeTokens(Sidecar):
-    """Sidecar that stores some tokens of all heads in the original frame, so that the codec does not encode them.
+    """Sidecar that stores some tokens of all heads in the original frame. The codec does not have to encode them.
 
     Entries are ordered by token, then by sequence. The header stores only ``dtype``, the dtype of the values.
     """
@@ -131,21 +131,23 @@ class WholeTokens(Sidecar):
 
     @abstractmethod
     def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
-        """Return the step that keeps some tokens of ``run``, and replaces them with values that do not widen the codec's token groups.
+        """Return the step that stores some tokens of ``run``, and replaces them by values that do not widen the codec's token groups.
 
         ``previous`` contains the streams of the preceding run of the same layer's keys or values.
         """
 
     @abstractmethod
     def token_positions(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the token index and the sequence index of each kept token, int64 ``[entry]`` each, in stored order."""
+        """Return the token index and the sequence index of each stored token, int64 ``[entry]`` each, in stored order."""
 
     @abstractmethod
     def kept_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the values of the kept tokens, float32 ``[entry, kv_head, dim]``."""
+        """Return the values of the stored tokens, float32 ``[entry, kv_head, dim]``."""
 
     def put(self, x: torch.Tensor, tokens: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Put the kept ``tokens`` ``[entry, kv_head, dim]`` back into ``x`` ``[batch, kv_head, token, dim]``, which is in the same frame.
+        """Put the stored ``tokens`` ``[entry, kv_head, dim]`` back into ``x`` ``[batch, kv_head, token, dim]``.
+
+        Both must be in the same frame.
         """
         result = x.clone()
         result.permute(2, 0, 1, 3)[self.token_positions(streams)] = tokens
@@ -164,7 +166,7 @@ class ValueMap(Sidecar):
 
     @abstractmethod
     def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Apply the map that the run's ``streams`` describe to float32 ``[batch, kv_head, row, dim]``."""
+        """Apply the map to float32 ``[batch, kv_head, row, dim]``. The run's ``streams`` describe the map."""
 
     @abstractmethod
     def inverse(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -173,15 +175,15 @@ class ValueMap(Sidecar):
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Map queries by the transpose of ``inverse``, so that their products with mapped keys equal the original products.
 
-        For an orthogonal map this is ``forward``; other maps override it.
+        For an orthogonal map, this is ``forward``; other maps override it.
         """
         return self.forward(q, streams)
 
     def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunStep:
         """Return the step that maps ``run``.
 
-        If possible, it uses the streams of the preceding run, ``previous``, so that the runs can be joined. Otherwise, it measures new
-        ones.
+        If ``previous``, the streams of the preceding run, contains a map, it is reused, so that the runs can be joined. Otherwise, a new
+        map is measured.
         """
         names = self.layout(1, 1, 0)
         if previous is not None and all(name in previous for name in names):
@@ -194,7 +196,7 @@ class ValueMap(Sidecar):
 class PageVector(Sidecar):
     """Sidecar that subtracts one vector per page from the tokens, in the coded frame.
 
-    A page is ``page_tokens`` tokens of a run; the last page may be shorter. A page is also a token group: kept tokens are replaced with the
+    A page is ``page_tokens`` tokens of a run; the last page may be shorter. A page is also a token group: stored tokens are replaced by the
     mean of the page's other tokens, so that the vector does not depend on them.
     """
 
@@ -219,11 +221,10 @@ class PageVector(Sidecar):
         """Return the vectors, float32 ``[batch, kv_head, page, dim]`` in the coded frame."""
 
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Add the vectors to ``frame``, float32 ``[batch, kv_head, token, dim]``. Its first token must begin a page."""
+        """Add the vectors to ``frame``, float32 ``[batch, kv_head, token, dim]``, which must begin with the first token of a page."""
         return frame + self._expand_to_tokens(self.vectors(streams), frame.shape[2])
 
     def _expand_to_tokens(self, vectors: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Repeat each page's vector for the tokens of the page."""
         return vectors.repeat_interleave(self.page_tokens, 2)[:, :, :tokens]
 
 
@@ -232,9 +233,10 @@ class FramePart(Sidecar):
 
     @abstractmethod
     def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunStep:
-        """Return the step that removes the part. The step returns the remaining values, and the streams that store the part.
+        """Return the step that removes the part from blocks of ``run``, which are in the coded frame.
 
-        The blocks of ``run`` are in the coded frame. ``previous`` contains the streams of the preceding run, if any.
+        The step returns the remaining values, and the streams that store the part. ``previous`` contains the streams of the preceding run,
+        if any.
         """
 
     @abstractmethod
@@ -247,7 +249,7 @@ class ResidualSketch(Sidecar):
 
     @abstractmethod
     def encode(self, residual: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of ``residual``, float32 ``[batch, kv_head, token, dim]`` in the coded frame.
+        """Encode ``residual``, float32 ``[batch, kv_head, token, dim]`` in the coded frame, to streams.
 
         The residual is 0 where another sidecar stores the values exactly.
         """
@@ -258,14 +260,14 @@ class ResidualSketch(Sidecar):
 
 
 def parse_choice(sidecar: str, value: Any, choices: Mapping[str, str]) -> str:
-    """Return ``value`` if it is one of the strings in ``choices``. Raises InvalidParameter otherwise."""
+    """Return ``value`` if it is a key of ``choices``. Raises InvalidParameter otherwise."""
     if type(value) is not str or value not in choices:
         raise InvalidParameter(f"sidecar {sidecar} is {value!r}, expected one of {', '.join(choices)}")
     return value
 
 
 def parse_map(sidecar: str, value: Any, types: dict[str, type]) -> dict[str, Any]:
-    """Return ``value`` if it is a map with the keys of ``types``, in order, and values of those types.
+    """Return ``value`` if it is a map with the keys of ``types``, in the same order, and values of these types.
 
     Raises InvalidParameter otherwise.
     """

@@ -86,7 +86,7 @@ class CodecWithSidecars(Codec):
 
     @cached_property
     def folded_frame(self) -> FrameMap | None:
-        """The codec's only value map, if one matrix product can apply it and the rotation to queries, or None otherwise."""
+        """The codec's only value map, if a single matrix product can apply both this map and the rotation to queries; otherwise None."""
         (value_map,) = self.value_maps if len(self.value_maps) == 1 else (None,)
         return value_map if isinstance(value_map, FrameMap) and type(self.codec).query is Codec.query else None
 
@@ -229,7 +229,7 @@ class CodecWithSidecars(Codec):
     def _begin_steps(
         self, run: Run, previous: Streams | None, token_sidecars: Sequence[WholeTokens]
     ) -> tuple[_Steps, dict[str, torch.Tensor]]:
-        """Return the steps before the codec, and the streams with one row per run. The ``token_sidecars`` remove their tokens first."""
+        """Return the steps before the codec, and the streams with one row per run. The ``token_sidecars`` come first."""
         steps = _Steps(run)
         run_streams: dict[str, torch.Tensor] = {}
 
@@ -261,7 +261,7 @@ class CodecWithSidecars(Codec):
         return run
 
     def _sketches(self, block: torch.Tensor, streams: Streams, subtracted: Streams) -> dict[str, torch.Tensor]:
-        """Return the streams that sketch the error of the codec's ``streams`` for a ``block``.
+        """Return the streams that sketch the error of the codec's ``streams`` for ``block``.
 
         ``subtracted`` contains the streams of the parts that were removed from the block.
         """
@@ -286,7 +286,7 @@ class CodecWithSidecars(Codec):
         return self.complete(self.codec.decode_digits(digits, streams), streams)
 
     def complete(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Apply all sidecars to the codec's decoded ``frame``. Returns values in the coded frame."""
+        """Apply all sidecars to ``frame``, the values that the codec decoded. Returns values in the coded frame."""
         frame = self._apply_sidecars(frame, streams)
         for tokens in self.whole_tokens:
             sequences = tokens.token_positions(streams)[1]
@@ -294,7 +294,7 @@ class CodecWithSidecars(Codec):
         return frame
 
     def to_coded_frame(self, tokens: torch.Tensor, sequence: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Map the kept ``tokens`` ``[entry, kv_head, dim]`` to the coded frame. ``sequence`` is the sequence index of each token."""
+        """Map the stored ``tokens`` ``[entry, kv_head, dim]`` to the coded frame. ``sequence`` is the sequence index of each token."""
         if not len(tokens):
             return tokens
         # Rows stored once per run exist for every sequence and head; a kept token uses those of its sequence.
@@ -309,7 +309,7 @@ class CodecWithSidecars(Codec):
         return self.finish_decoding(self.codec.decode_frame(streams), streams)
 
     def finish_decoding(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Apply all sidecars to the codec's decoded ``frame``. Returns values in the original frame."""
+        """Apply all sidecars to ``frame``, the values that the codec decoded. Returns values in the original frame."""
         values = self.original(self._apply_sidecars(frame, streams), streams)
         for tokens in self.whole_tokens:
             values = tokens.put(values, tokens.kept_values(streams), streams)
@@ -336,7 +336,7 @@ class CodecWithSidecars(Codec):
         return self.codec.query(self.map_query(q, streams), streams)
 
     def map_query(self, q: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Map queries ``[batch, kv_head, row, dim]`` so that their products with the codec's decoded values equal ``q`` times the keys."""
+        """Apply all value maps to queries ``[batch, kv_head, row, dim]``, so that they match the values that the codec encodes."""
         for value_map in self.value_maps:
             q = value_map.query(q, streams)
         return q
@@ -361,7 +361,7 @@ class CodecWithSidecars(Codec):
         return (*self.codec.run_rules(), *sidecar_rules)
 
     def check_sidecars(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Run ``check`` and ``check_runs`` of all sidecars on their streams, ``arrays``. Raises InvalidPayload."""
+        """Call ``check`` and then ``check_runs`` of all sidecars on the streams ``arrays``. Raises InvalidPayload."""
         for sidecar in self.sidecars:
             sidecar.check(arrays, where)
         for sidecar in self.sidecars:
@@ -376,7 +376,7 @@ def _map_blocks(change: Callable[[torch.Tensor], torch.Tensor], blocks: Callable
 
 
 class _Steps:
-    """Steps that are applied, in order, to the blocks of ``run`` before the codec."""
+    """Steps that transform the blocks of ``run``, in order, before the codec encodes them."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -386,11 +386,12 @@ class _Steps:
         self._steps.append(step)
 
     def encode(self, block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Apply all steps to a block, whose first token has index ``start``. Returns the block for the codec, and the steps' streams."""
+        """Apply all steps to a block whose first token has index ``start``. Returns the block for the codec, and the streams of the steps.
+        """
         return _apply_steps(tuple(self._steps), block, start)
 
     def run(self) -> Run:
-        """Return the run after the steps added so far."""
+        """Return the run as the steps added so far transform it."""
         if not self._steps:
             return self._run
         steps = tuple(self._steps)

@@ -76,15 +76,15 @@ class EntryStreams:
 
     @property
     def bases_needed(self) -> frozenset[bytes]:
-        """SHA-256 of each basis that a reader needs to decode the values."""
+        """SHA-256 of each basis that is needed to decode the values."""
         return frozenset()
 
     def default_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
-        """Return the number of rows of each stream with one row per entry, in a run of ``tokens`` ordinary tokens."""
+        """Return the number of rows of each stream with one row per entry, for a run of ``tokens`` ordinary tokens."""
         return {}
 
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return how many rows each token and sequence has in each stream with one row per entry: integers ``[token, batch]``.
+        """Return the number of rows of each token and sequence, for each stream with one row per entry: integers ``[token, batch]``.
 
         An entry that covers ``tokens_per_row`` tokens counts once: integers ``[row, batch]``.
         """
@@ -95,12 +95,12 @@ class EntryStreams:
         return {}
 
     def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int | torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of ``entry_tokens`` with ``tokens`` added to the token indices. Unused entries are dropped.
+        """Return the streams in ``entry_tokens`` with ``tokens`` added to their token indices. Unused entries are dropped.
 
         ``tokens`` is one integer, or int64 ``[entry]``.
         """
         return {}
 
     def select_sequences(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of ``entry_tokens`` for the sequences at ``indices``, int64 ``[row]``, in that order."""
+        """Return the streams in ``entry_tokens`` for the sequences at ``indices``, int64 ``[row]``, in that order."""
         return {}

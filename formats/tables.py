@@ -26,7 +26,7 @@ _lock = threading.Lock()
 def cache_per_device(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Cache the tensors that ``compute`` returns, by argument and device.
 
-    The returned function takes ``device`` as an additional last argument. Up to ``MAX_CACHED_BYTES`` of tables are kept; the least recently
+    The returned function has ``device`` as an additional last argument. Up to ``MAX_CACHED_BYTES`` of tables are kept; the least recently
     used ones are dropped first.
     """
 

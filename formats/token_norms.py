@@ -51,7 +51,7 @@ compiled_has_large_size: Callable[[torch.Tensor, float], bool | None] = lambda s
 
 
 def norm_features(norm: str) -> frozenset[str]:
-    """Return the features that readers need if a codec stores norms in the form ``norm``."""
+    """Return the features that a reader needs if a codec stores norms in the form ``norm``."""
     return frozenset({LOG_NORMS_FEATURE} if norm == LOG8 else ())
 
 
@@ -72,13 +72,13 @@ MAX_STORED = {"F16": 65504.0, "F32": 3.4028234663852886e38, "U8": MAX_LOG8}
 
 @cache_per_device
 def log8_values() -> torch.Tensor:
-    """Return the norm that each code decodes to, float32 ``[256]``."""
+    """Return the decoded norm of each code, float32 ``[256]``."""
     return torch.tensor([0.0, *(_code_norm(place) for place in range(_CODES - 1))], dtype=torch.float32)
 
 
 @cache_per_device
 def log8_bounds() -> torch.Tensor:
-    """Return the smallest norm that each code from 1 on encodes, float32 ``[255]``.
+    """Return the smallest norm that is encoded as each code from 1 on, float32 ``[255]``.
 
     The first bound is half of the smallest nonzero norm; the other bounds are midpoints between neighboring codes.
     """
@@ -115,7 +115,8 @@ def stored_norm(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
 
 
 def encode_norms(values: torch.Tensor, norm: str, name: str) -> torch.Tensor:
-    """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange if a value does not fit; the message calls it ``name``."""
+    """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange if a value does not fit. ``name`` is its name in the message.
+    """
     if norm != LOG8:
         return stored_norm(values, NORMS[norm], name)
     if values.numel() and not values.amax().item() < LOG8_LIMIT:
@@ -128,24 +129,24 @@ def encode_norms(values: torch.Tensor, norm: str, name: str) -> torch.Tensor:
 
 
 def decode_norms(stored: torch.Tensor) -> torch.Tensor:
-    """Return the ``stored`` norms as float32 of the same shape."""
+    """Convert ``stored`` norms to float32."""
     return log8_values(stored.device)[stored.to(torch.int64)] if stored.dtype == torch.uint8 else stored.to(torch.float32)
 
 
 def norms_per_head(x: torch.Tensor) -> torch.Tensor:
-    """Return the norm of each token of ``x`` ``[batch, kv_head, token, dim]`` in each head: float32 ``[batch, kv_head, token]``."""
+    """Return the norm of each token in each head of ``x`` ``[batch, kv_head, token, dim]``: float32 ``[batch, kv_head, token]``."""
     # Other devices add without a float32 copy of the values, so they need no blocks.
     size = max(PAGE_TOKENS, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3])) if x.device.type == "cpu" else max(1, x.shape[2])
     return torch.cat([torch.linalg.vector_norm(part, dim=3, dtype=torch.float32) for part in torch.split(x, size, 2)], 2)
 
 
 def norms_over_heads(norms: torch.Tensor) -> torch.Tensor:
-    """Return the norm of each token over all heads, ``[batch, token]``, from its norms per head, ``[batch, kv_head, token]``."""
+    """Return the norm of each token over all heads, ``[batch, token]``, from its norms in each head, ``[batch, kv_head, token]``."""
     return norms.square().sum(1).sqrt()
 
 
 def median_norms(norms: torch.Tensor) -> torch.Tensor:
-    """Return the median of ``norms`` ``[..., token]`` over each token's page. NaN norms are ignored."""
+    """Return the median of ``norms`` ``[..., token]`` over the page of each token. NaN norms are ignored."""
     tokens, medians = norms.shape[-1], []
     for pages, count in _pages(norms):
         median = pages.nanmedian(-1).values
@@ -169,9 +170,9 @@ def mark_large(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
 
 
 def measure_fit_errors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
-    """Return how poorly each token fits the scales that it shares: float32 ``[batch, token]``. Results above 1 are unacceptable.
+    """Measure how poorly each token fits the scales that it shares, as float32 ``[batch, token]``. Errors above 1 are unacceptable.
 
-    ``norms`` ``[batch, kv_head, token]`` are the norms from which scales are measured. ``shared`` contains the units that share scales:
+    ``norms`` ``[batch, kv_head, token]`` are the norms from which scales are computed. ``shared`` contains the units that share scales:
     ``HEADS``, ``TOKENS`` or both.
     """
     result = torch.zeros_like(norms[:, 0]) if HEADS not in shared else shared_scale_factors(norms) / SHARED_RATIO
@@ -179,7 +180,7 @@ def measure_fit_errors(norms: torch.Tensor, shared: Collection[str]) -> torch.Te
 
 
 def widening_factors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
-    """Return the largest factor by which each token widens the typical range of its group in any head: float32 ``[batch, token]``.
+    """Return the largest factor by which each token widens its group's typical range in any head, float32 ``[batch, token]``.
 
     A scale that heads share is divided out first. The factor is 0 for tokens whose norm is below ``GROUP_RATIO`` times the typical norm in
     every head.
@@ -197,7 +198,7 @@ def widening_factors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tens
 
 
 def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:
-    """Return how much too large a token's shared scale is for the head that it fits worst: float32 ``[batch, token]``.
+    """Return the factor by which each token's shared scale is too large for the head that it fits worst, float32 ``[batch, token]``.
 
     ``norms`` are the norms per head. The shared scale is proportional to the norm over all heads. A head needs the typical scale, or a
     larger one in proportion to its norm if that exceeds the typical norm. The factor is 0 for tokens whose shared scale is at most
@@ -212,7 +213,7 @@ def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:
 
 
 def relative_norms(norms: torch.Tensor) -> torch.Tensor:
-    """Divide norms by the typical norm of their head. If the typical norm is 0, the result is infinity."""
+    """Divide norms by the typical norm of their head. Where the typical norm is 0, the result is infinity."""
     medians = median_norms(norms)
     return torch.where(medians > 0, norms / medians, torch.inf)
 
@@ -225,8 +226,7 @@ def drop_crowded_pages(chosen: torch.Tensor, max_per_page: int = MAX_PER_PAGE) -
 
 
 def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield blocks of norms ``[..., page, token]``, each with a count: only that many last tokens of a page are compared with its median.
-    """
+    """Yield blocks of norms ``[..., page, token]``, and the number of tokens at the end of each page that are compared with its median."""
     tokens = norms.shape[-1]
     whole = tokens // PAGE_TOKENS * PAGE_TOKENS
     if whole:

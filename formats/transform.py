@@ -107,7 +107,7 @@ class Transform(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        """Bits per value that the basis predicts. If the codec has not received its basis, the typical number for a recipe."""
+        """Bits per value that the basis predicts or, without a basis, the typical number for a recipe."""
         return _TYPICAL_BITS if self.source is None else self.source.expected_bits(self.step)
 
     @property
@@ -125,7 +125,7 @@ class Transform(CodecFamily):
 
     @property
     def basis_location(self) -> str:
-        """Description of the part of the basis that the codec needs, for messages."""
+        """Description, for messages, of the part of the basis that the codec needs."""
         return f"{'keys' if self.side == 'k' else 'values'} of layer {self.layer} of the basis {self.basis.hex()}"
 
     def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
@@ -151,7 +151,7 @@ class Transform(CodecFamily):
         return {"words": (pairs[..., 0] + (pairs[..., 1] << 16)).sum(1).T}
 
     def source_for(self, heads: int) -> Frames:
-        """Return the frames of the basis. Raises MissingBasis without a basis, or InvalidParameter unless it has ``heads`` heads."""
+        """Return the frames for ``heads`` heads. Raises MissingBasis without a basis, or InvalidParameter for another number of heads."""
         if self.source is None:
             raise missing_basis_error(self.basis_location)
         try:
@@ -160,7 +160,7 @@ class Transform(CodecFamily):
             raise InvalidParameter(f"{self.basis_location}: {error}") from None
 
     def side_rope(self, source: Frames) -> Rope | None:
-        """Return the RoPE of the keys. None for values, and for models without RoPE."""
+        """Return the RoPE of keys, or None for values and for models without RoPE."""
         return source.rope if self.side == "k" else None
 
     def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunEncoder:
@@ -213,12 +213,12 @@ class Transform(CodecFamily):
         return {name: to_stream(streams[name], x.device) for name in self.row_layouts}
 
     def table_indices(self, source: Frames, heads: int) -> Numbers:
-        """Return the index of the table for every column, uint8 ``[kv_head, column]``."""
+        """Return the index of each column's table, uint8 ``[kv_head, column]``."""
         result = source.tables_at(self.step).astype(numpy.uint8)
         return result if self.scope == "head" else result.reshape(self.dim, heads).T
 
     def encode_levels(self, groups: Sequence[Numbers], source: Frames, shape: tuple[int, int]) -> dict[str, Numbers]:
-        """Encode levels to all streams except ``positions``.
+        """Encode quantized levels to all streams except ``positions``.
 
         ``groups`` contains, for each token group, the levels, int64 ``[batch, kv_head, column of the block, token]``. ``source`` contains
         the frames of all heads, and ``shape`` is (batch, kv_head). Raises OutOfRange for levels that a table cannot encode.
@@ -226,7 +226,7 @@ class Transform(CodecFamily):
         return encode_chunks(groups, source.tables, self.table_indices(source, shape[1]), shape)
 
     def symbols(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Symbols]]:
-        """Decode the symbols of ``streams`` in parts. Yields the index of each part's first chunk, and its symbols.
+        """Decode the symbols of ``streams`` in parts. Yields the index of each part's first chunk, and the part's symbols.
 
         Chunks are ordered by token group, sequence and head. Parts never split the heads of a sequence. Raises MissingBasis without a
         basis.
@@ -261,7 +261,7 @@ class Transform(CodecFamily):
         return out
 
     def _values(self, symbols: Symbols, source: Frames) -> list[torch.Tensor]:
-        """Return the decoded values of every chunk, float32 ``[column, token]``."""
+        """Return the decoded values of each chunk, float32 ``[column, token]``."""
         tables = source.tables
         by_symbol = (tables.symbol_values * self.step_size).numpy()
         places = numpy.multiply(symbols.table, tables.alphabet, dtype=numpy.intp)
@@ -275,7 +275,7 @@ class Transform(CodecFamily):
     def _token_group(
         self, values: Sequence[torch.Tensor], columns: Numbers, tokens: int, source: Frames, device: torch.device
     ) -> torch.Tensor:
-        """Return the first ``tokens`` tokens of a sequence's token group, before RoPE is applied: float32 ``[kv_head, token, dim]``."""
+        """Return the first ``tokens`` tokens of a sequence's token group, without RoPE: float32 ``[kv_head, token, dim]``."""
         heads, rows = len(values), source.rows_on_device(device)
         if self.scope == "head":
             return torch.stack(
@@ -294,7 +294,7 @@ class Transform(CodecFamily):
         return x.view(tokens, heads, self.dim).transpose(0, 1)
 
     def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """Return ``streams`` with only the first ``tokens`` tokens of the last chunk. This chunk is encoded again with the same tables."""
+        """Shorten the last chunk of ``streams`` to its first ``tokens`` tokens, by encoding it again with the same tables."""
         heads = streams["columns"].shape[1]
         last = {name: stream[:, :, -1:] for name, stream in streams.items() if name != "words"}
         words, count = streams["words"], int(self.entries(last)["words"].sum())
@@ -377,7 +377,7 @@ class Transform(CodecFamily):
     def check_ends(self, decoded: rans.DecodedChunks, counts: Numbers, shape: tuple[int, int], where: str, first: int = 0) -> None:
         """Check the ends of chunks, ordered by token group, sequence and head, as ``rans_checks.check_ends`` does.
 
-        ``first`` is the index of the first chunk, and ``shape`` is (batch, kv_head). Words of escapes count as read.
+        ``first`` is the index of the first chunk, and ``shape`` is (batch, kv_head). The words of escapes count as read.
         """
         batch, heads = shape
 

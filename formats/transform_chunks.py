@@ -24,9 +24,9 @@ ESCAPE_WORDS = 2
 class Symbols(NamedTuple):
     """Decoded symbols of chunks, uint8 ``[chunk, symbol]``, in column order.
 
-    ``columns`` and ``tokens`` are the numbers of columns and tokens of each chunk. ``table`` is the table index of every symbol, uint8
-    ``[chunk, symbol]``. ``escaped`` contains the levels that follow escape symbols, in the order of the symbols of all chunks. For each
-    chunk, ``read`` is the number of words read, ``counts`` is the number of words stored, and ``states`` are the final states.
+    ``columns`` and ``tokens`` are the column and token counts of each chunk. ``table`` is the table index of every symbol, uint8 ``[chunk,
+    symbol]``. ``escaped`` contains the levels that follow escape symbols, in the order of the symbols of all chunks. For each chunk,
+    ``read`` is the number of words read, ``counts`` is the number of words stored, and ``states`` are the final states.
     """
 
     symbols: Numbers
@@ -70,7 +70,6 @@ def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, numbers: Numb
     counts = encoded.counts + numpy.array([len(escaped) for escaped in escapes], numpy.int64)
 
     def arrange_rows(values: Numbers) -> Numbers:
-        """Return rows, ordered by token group, sequence and head, as ``[batch, kv_head, row, ...]``."""
         return numpy.moveaxis(values.reshape(len(groups), batch, heads, *values.shape[1:]), 0, 2)
 
     return {
@@ -85,9 +84,9 @@ def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, numbers: Numb
 class ChunkList(NamedTuple):
     """The chunks of streams, ordered by token group, sequence and head.
 
-    ``columns``, ``tokens`` and ``counts`` are the numbers of columns, tokens and words of each chunk. ``ends`` contains the index in
-    ``words`` after each chunk. ``states`` are uint16 ``[batch, kv_head, row, ...]``, and ``tables`` ``[kv_head, column]`` are the table
-    indices of the columns.
+    ``columns``, ``tokens`` and ``counts`` are the column, token and word counts of each chunk. ``ends`` contains the index in ``words``
+    after each chunk. ``states`` are uint16 ``[batch, kv_head, row, ...]``, and ``tables`` ``[kv_head, column]`` are the table indices of
+    the columns.
     """
 
     columns: Numbers
@@ -100,7 +99,7 @@ class ChunkList(NamedTuple):
 
     @classmethod
     def from_streams(cls, streams: Mapping[str, torch.Tensor], tables: Numbers, chunk: int) -> ChunkList:
-        """Return the chunks of ``streams``. ``chunk`` is the maximum number of tokens per chunk."""
+        """Return the chunks of ``streams``, which have up to ``chunk`` tokens each."""
         batch, heads, rows = streams["columns"].shape
         columns = numpy.minimum(flatten_chunks(streams["columns"]), tables.shape[1])
         counts = join_halves(flatten_chunks(streams["word_counts"]))
@@ -126,8 +125,8 @@ def decode_symbols(
 ) -> Symbols:
     """Decode chunks to symbols. ``words`` contains the words of all chunks.
 
-    ``columns``, ``tokens`` and ``counts`` are the numbers of columns, tokens and words of each chunk. ``states`` are words ``[chunk, 2 ·
-    LANES]``, and ``numbers`` ``[chunk, column]`` are the table indices of the columns.
+    ``columns``, ``tokens`` and ``counts`` are the column, token and word counts of each chunk. ``states`` are words ``[chunk, 2 · LANES]``,
+    and ``numbers`` ``[chunk, column]`` are the table indices of the columns.
     """
     lengths = columns * tokens
     table = numpy.zeros((len(columns), int(lengths.max(initial=0))), numpy.uint8)
@@ -147,7 +146,7 @@ def decode_symbols(
 
 
 def decode_levels(symbols: Symbols, tables: SymbolTables, dim: int) -> list[Numbers]:
-    """Return the levels of every chunk, int64 ``[column, token]``, for all ``dim`` columns."""
+    """Return the levels of each chunk, int64 ``[column, token]``, for all ``dim`` columns."""
     levels = symbols.symbols.astype(numpy.int64) - (tables.max_level + 1)
     levels[symbols.symbols == 0] = symbols.escaped
     whole = []
@@ -158,19 +157,19 @@ def decode_levels(symbols: Symbols, tables: SymbolTables, dim: int) -> list[Numb
 
 
 def _used_columns(levels: Numbers) -> int:
-    """Return the number of columns up to the last column with a nonzero level. ``levels`` are ``[column, token]``."""
+    """Return the number of columns up to the last one with a nonzero level. ``levels`` are ``[column, token]``."""
     used = numpy.flatnonzero(levels.any(1))
     return int(used[-1]) + 1 if len(used) else 0
 
 
 def flatten_chunks(stream: torch.Tensor) -> Numbers:
-    """Return rows ``[batch, kv_head, row, ...]`` of 16-bit numbers as int64, ordered by row, then sequence, then head."""
+    """Flatten rows ``[batch, kv_head, row, ...]`` of 16-bit numbers to int64, ordered by row, then sequence, then head."""
     result: Numbers = numpy.moveaxis(stream.cpu().numpy().astype(numpy.int64), 2, 0)
     return result.reshape(-1, *result.shape[3:])
 
 
 def join_halves(pairs: Numbers) -> Numbers:
-    """Join low and high 16-bit halves ``[..., 2]`` into 32-bit numbers, as int64."""
+    """Join low and high 16-bit halves ``[..., 2]`` to 32-bit numbers, as int64 ``[...]``."""
     result: Numbers = pairs[..., 0] | pairs[..., 1] << 16
     return result
 

@@ -101,7 +101,7 @@ class Trellis(CodecFamily):
         return self.encode_with(x, nearest_path, _CPU_ROWS if x.device.type == "cpu" else _DEVICE_ROWS)
 
     def encode_with(self, x: torch.Tensor, search: Search, rows_at_once: int) -> dict[str, torch.Tensor]:
-        """Encode ``x``, ``rows_at_once`` rows at a time. ``search`` finds the paths, as ``nearest_path`` does."""
+        """Encode ``x``, ``rows_at_once`` rows at a time. ``search`` finds paths as ``nearest_path`` does."""
         streams = encode_by_rows(x, rows_at_once, partial(self._encode_rows, search))
         return streams | {"norm": encode_norms(streams["norm"], self.norm, "norm of a token")}
 
@@ -129,7 +129,7 @@ class Trellis(CodecFamily):
 
 
 def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the windows of a circular string whose values are near ``x`` ``[row, dim]``: int64 ``[row, dim]``.
+    """Return the windows of a circular string whose values are near ``x`` ``[row, dim]``, int64 ``[row, dim]``.
 
     The string has ``bits`` bits per channel. ``table`` is float32 ``[2^window bits]``. A first search, with the row rotated by half its
     length, finds the bits that windows share across the ends of the row. The second search keeps these bits fixed (QTIP, Sec. 3.2).
@@ -140,7 +140,7 @@ def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tenso
 
 
 def viterbi(x: torch.Tensor, table: torch.Tensor, bits: int, shared: torch.Tensor | None) -> torch.Tensor:
-    """Return the path with the smallest squared error: windows, int64 ``[row, dim]``.
+    """Return the windows of the path with the smallest squared error, int64 ``[row, dim]``.
 
     Unless ``shared`` is None, the low bits of the first window and the high bits of the last window must both equal ``shared``.
     """
@@ -173,7 +173,7 @@ def viterbi(x: torch.Tensor, table: torch.Tensor, bits: int, shared: torch.Tenso
 
 
 def _pack_words(symbols: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack the circular strings of ``symbols``, integers ``[row, dim]``, into words, int32 ``[row, word]``."""
+    """Pack circular strings of ``symbols``, integers ``[row, dim]``, into words, int32 ``[row, word]``."""
     string = symbols[..., None] >> torch.arange(bits, device=symbols.device) & 1
     weights = 1 << torch.arange(WORD_BITS, device=symbols.device)
     return (string.view(len(symbols), symbols.shape[-1] * bits // WORD_BITS, WORD_BITS) * weights).sum(-1).to(torch.int32)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     class StoredArray(Protocol):
-        """An array whose values are read on demand, in C order."""
+        """An array with values that are read on demand, in C order."""
 
         @property
         def shape(self) -> tuple[int, ...]: ...
@@ -43,7 +43,7 @@ def block_factor(device: torch.device) -> int:
 
 
 def arrays_in_memory(arrays: Sequence[Array]) -> list[numpy.ndarray[Any, Any]] | None:
-    """Return the arrays if all of them are in memory, or None otherwise.
+    """Return ``arrays`` if all of them are in memory, or None otherwise.
 
     Arrays in memory can be checked by a few reductions, which release the GIL.
     """
@@ -56,14 +56,14 @@ def arrays_in_memory(arrays: Sequence[Array]) -> list[numpy.ndarray[Any, Any]] |
 
 
 def value_blocks(array: Array) -> Iterator[tuple[int, numpy.ndarray[Any, Any]]]:
-    """Yield blocks of consecutive values, each preceded by the flat index of its first value."""
+    """Yield blocks of consecutive values as pairs: the flat index of the first value, and the block."""
     count = math.prod(array.shape)
     for start in range(0, count, BLOCK_VALUES):
         yield start, read_values(array, start, min(start + BLOCK_VALUES, count))
 
 
 def row_blocks(*arrays: Array) -> Iterator[tuple[int, list[numpy.ndarray[Any, Any]]]]:
-    """Yield the index of a block's first row, and the block's rows, ``[row, value]``, of each of the ``arrays``.
+    """Yield blocks of rows as pairs: the index of the first row, and the rows ``[row, value]`` of each of the ``arrays``.
 
     A row is the last axis. All arrays must have the same number of rows.
     """
@@ -81,7 +81,7 @@ def row_blocks(*arrays: Array) -> Iterator[tuple[int, list[numpy.ndarray[Any, An
 
 
 def read_values(array: Array, start: int, stop: int) -> numpy.ndarray[Any, Any]:
-    """Return the values ``[start:stop]`` of the flattened array. Reading other values of the array may overwrite them."""
+    """Return the values ``[start:stop]`` of the flattened array. Later reads may overwrite them."""
     return array.reshape(-1)[start:stop] if isinstance(array, numpy.ndarray) else array.flat(start, stop)
 
 
@@ -94,14 +94,15 @@ def take_rows(array: Array, width: int, numbers: numpy.ndarray[Any, Any]) -> num
 
 
 def first_index(wrong: numpy.ndarray[Any, Any], first: int, shape: Sequence[int]) -> list[int]:
-    """Return the index, in an array of ``shape``, of the first true value of ``wrong``. ``wrong`` starts at flat index ``first``."""
+    """Return the index, in an array of ``shape``, of the first true value of ``wrong``, whose flat index in the array starts at ``first``.
+    """
     return [int(i) for i in numpy.unravel_index(first + int(wrong.reshape(-1).argmax()), tuple(shape))]
 
 
 def check_finite(where: str, array: Array, name: str) -> None:
     """Raise InvalidPayload unless all float16 or float32 values are finite.
 
-    The message contains the position of the value, and calls it ``name``.
+    The message contains the position of the value. ``name`` is the name of the values in the message.
     """
     if isinstance(array, numpy.ndarray) and _all_finite(array):
         return

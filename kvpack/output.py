@@ -128,8 +128,9 @@ def _progress_lines(label: str) -> Progress:
 
 
 def step_counter(progress: Progress | None, total: int, done: int = 0) -> Callable[[], None]:
-    """Return a function that reports one more completed step to ``progress`` on each call. ``done`` of ``total`` steps are already
-    complete.
+    """Return a function that reports one more completed step to ``progress`` on each call.
+
+    ``done`` of ``total`` steps are already complete.
     """
 
     def step() -> None:

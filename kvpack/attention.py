@@ -66,13 +66,13 @@ def attend(
     Args:
         q: Queries ``[batch, q_head, q_len, dim_k]``; q_head is a multiple of kv_head (grouped-query attention).
         layer: A packed layer.
-        scale: Factor of the scores. Defaults to ``1 / sqrt(dim_k)``.
+        scale: Factor applied to the scores. Defaults to ``1 / sqrt(dim_k)``.
         causal: If True, query i sees only tokens 0 to ``tokens - q_len + i`` (inclusive).
         softcap: If given, each score s is replaced by ``softcap * tanh(s / softcap)``.
-        sliding_window: Number of tokens, up to its own, that each query sees. Required if the layer has skipped tokens.
+        sliding_window: Number of tokens that each query sees, including its own. Required if the layer has skipped tokens.
         sink_logits: Floating-point logits of attention sinks ``[q_head]``, which get softmax weight but have no value. ``softcap`` does not
             apply to them.
-        lengths: Number of tokens of each sequence, if fewer than the layer has. The queries belong to the last of these tokens.
+        lengths: Number of tokens in each sequence, if sequences are shorter than the layer. The queries belong to the last of these tokens.
         starts: First token of each sequence that queries see, for left-padded batches. Tokens before it are not read.
 
     Returns:
@@ -145,7 +145,7 @@ def _prepared_call(q: torch.Tensor, layer: Layer, request: Any) -> Callable[[tor
 
 
 def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]], device: torch.device) -> None:
-    """Prepare all layers of a model together, for calls with many queries on ``device``.
+    """Prepare calls with many queries on ``device``, for all layers of a model at once.
 
     ``layers`` contains each layer's runs of keys and of values.
     """
@@ -228,7 +228,8 @@ def _sides(layer: Any) -> tuple[Side, Side]:
         hint = "" if hasattr(layer, "recipe") else ": pack keys and values with kvpack.pack, and pass a layer of the result"
         raise InvalidType(f"attention requires one layer, such as cache[0], but got a {type(layer).__name__}{hint}")
     if layer.k is None or layer.v is None:
-        raise InvalidParameter(f"attention requires keys and values, but the layer has only {', '.join(layer.sides) or 'neither'}")
+        contents = f"only {', '.join(layer.sides)}" if layer.sides else "neither"
+        raise InvalidParameter(f"attention requires keys and values, but the layer has {contents}")
     return layer.k, layer.v
 
 
@@ -259,7 +260,8 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
         raise InvalidParameter(f"keys have {k.heads} heads, but values have {v.heads}: attention requires the same number")
     if k.tokens == 0 or (causal and q.shape[2] > k.tokens):
         raise InvalidParameter(
-            f"q has {q.shape[2]} queries over {k.tokens} tokens, expected at least one token, and no more causal queries than tokens"
+            f"q has {q.shape[2]} queries, but the layer has {k.tokens} tokens: attention needs at least one token and, if causal, "
+            "at least as many tokens as queries"
         )
     for name, number in (("scale", scale), ("softcap", softcap)):
         check_number(number, name)
@@ -279,11 +281,11 @@ def _check_window(queries: int, layer: Layer, sliding_window: int | None, length
     first = layer.seen_tokens - queries
     if sliding_window is None or first - sliding_window + 1 < layer.skipped:
         seen = (
-            "all tokens before it: pass sliding_window= with the window of the layer"
+            "all earlier tokens: pass the layer's window as sliding_window="
             if sliding_window is None
-            else f"{sliding_window} tokens: pass a smaller window"
+            else f"{sliding_window} tokens: pass a smaller sliding_window="
         )
-        raise InvalidParameter(f"{contents}, but the query of token {first} sees {seen}")
+        raise InvalidParameter(f"{contents}, but the query at token {first} sees {seen}")
 
 
 def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> None:
@@ -298,9 +300,10 @@ def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> Non
 def checked_tokens(
     name: str, tokens_by_sequence: torch.Tensor | Sequence[int] | None, batch: int, skipped: int, tokens: int
 ) -> torch.Tensor | None:
-    """Convert ``lengths`` or ``starts`` to a tensor with values from 0 to ``tokens``. None is returned unchanged.
+    """Check ``lengths`` or ``starts``, and return it as a tensor. None is returned unchanged.
 
-    The caller's numbers include the ``skipped`` tokens of the layer, but the returned ones do not. Numbers on a device are clamped.
+    The numbers count tokens of the cache, but the returned ones do not count the ``skipped`` tokens. They must be from 0 to ``tokens``;
+    numbers on a device are clamped to this range instead.
     """
     if tokens_by_sequence is None:
         return None

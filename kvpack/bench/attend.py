@@ -36,7 +36,7 @@ _CALLS = 3
 
 
 class _AttentionMethod(NamedTuple):
-    """A method of attention: its name, the bytes that it reads, its call, and True if it uses kernels other than PyTorch's."""
+    """A method of attention. ``call`` reads ``bytes`` bytes. ``kernels`` is True if it uses kernels other than PyTorch's."""
 
     name: str
     bytes: int
@@ -47,7 +47,7 @@ class _AttentionMethod(NamedTuple):
 def run(
     tokens: Sequence[int] = TOKENS, recipes: Sequence[str] = RECIPES, *, repeats: int = 5, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """For each number of tokens, time one query of 32 heads over 8 KV heads of dim 128. Returns a report as JSON values.
+    """Time one query of 32 heads over 8 KV heads of dim 128, for each number of tokens. Returns a report as JSON values.
 
     ``seconds`` is the median over ``repeats`` rounds, each of which calls all methods once. Raises InvalidParameter.
     """

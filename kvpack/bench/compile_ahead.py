@@ -60,7 +60,7 @@ QUERIES, STEP_TOKENS = 512, 128
 
 
 class Shape(NamedTuple):
-    """The shape of a model: its numbers of layers, query heads and KV heads, and its head dim."""
+    """The shape of a model: numbers of layers, query heads and KV heads, and the head dim."""
 
     layers: int = 1
     q_heads: int = 32
@@ -72,7 +72,7 @@ _jobs: Sequence[Compilation] = ()
 """The kernels that forked processes compile."""
 
 
-def gpu_of(capability: int) -> Gpu:
+def representative_gpu(capability: int) -> Gpu:
     """Return the GPU that represents all GPUs with this compute capability, such as 90."""
     from kvpack.kernels.gpu import Gpu
 
@@ -116,7 +116,7 @@ def _library_outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
 
 
 def calls_to_compile(recipe: kvpack.Recipe, shape: Shape = Shape()) -> dict[str, Callable[[], object]]:  # noqa: B008
-    """Return functions by name, for use with ``collect_kernels``. Each calls kvpack with caches of ``shape`` packed with ``recipe``."""
+    """Return functions to call in ``collect_kernels``, by name. Each calls kvpack with caches of ``shape`` packed with ``recipe``."""
     pairs = {tokens: random_pairs(shape, tokens) for tokens in TOKENS}
     caches = {tokens: kvpack.pack(layers, recipe) for tokens, layers in pairs.items()}
     result: dict[str, Callable[[], object]] = {}
@@ -180,8 +180,7 @@ def _check_streams(sides: Sequence[Side]) -> None:
 
 
 def parse(recipe: str, shape: Shape, basis: Basis | None = None) -> kvpack.Recipe:
-    """Return the recipe with its basis. This is a synthetic basis if ``recipe`` names one, and otherwise ``basis`` if the recipe uses one.
-    """
+    """Parse ``recipe``. If it names a synthetic basis, this basis is used. Otherwise, a recipe that needs a basis uses ``basis``."""
     text, synthetic = synthetic_basis.resolve_recipe(recipe, shape.heads, (shape.dim, shape.dim))
     parsed = kvpack.Recipe(text)
     return kvpack.Recipe(parsed, synthetic or basis) if parsed.uses_basis and (synthetic or basis) else parsed
@@ -209,8 +208,9 @@ def run(
     from kvpack.kernels.gpu import gpu
 
     if capability is None and not torch.cuda.is_available():
-        raise InvalidParameter(f"PyTorch finds no CUDA device: name the compute capability, --capability {' or '.join(map(str, CHIPS))}")
-    target = gpu("cuda") if capability is None else gpu_of(capability)
+        known = " or ".join(map(str, CHIPS))
+        raise InvalidParameter(f"PyTorch finds no CUDA device: specify the compute capability with --capability {known}")
+    target = gpu("cuda") if capability is None else representative_gpu(capability)
     name = torch.cuda.get_device_name() if capability is None else f"compute capability {capability / 10} ({CHIPS[capability][0]})"
     jobs: dict[str, Compilation] = {}
     keys: dict[str, list[str]] = {}

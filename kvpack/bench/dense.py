@@ -45,14 +45,14 @@ def _write_tensors(tensors: Tensors, path: str) -> None:
         pickle.dump(tensors, file, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def _undump(path: str) -> Tensors:
+def _unpickle(path: str) -> Tensors:
     with open(path, "rb") as file:
         result: Tensors = pickle.load(file)
     return result
 
 
 def _compress(tensors: Tensors, path: str) -> None:
-    """Write each tensor as one zstd frame to its own file."""
+    """Write each tensor to its own file, as one zstd frame."""
     os.makedirs(path, exist_ok=True)
     for name, x in tensors.items():
         with open(os.path.join(path, name), "wb") as file:
@@ -72,7 +72,7 @@ def _decompress(path: str) -> Tensors:
 FORMATS = (
     DenseFormat("safetensors", save_file, _load_and_clone),
     DenseFormat("torch.save", _save, torch.load),
-    DenseFormat("pickle", _write_tensors, _undump),
+    DenseFormat("pickle", _write_tensors, _unpickle),
     DenseFormat("zstd", _compress, _decompress),
 )
 """File formats for dense tensors. The first one, safetensors, is the reference."""

@@ -77,14 +77,16 @@ def run(recipes: Sequence[str], shape: KeyValueShape = SHAPE) -> dict[str, Any]:
     del targets
     rows = []
     for recipe in recipes:
-        for side, codec in codecs_of(recipe, shape.heads, shape.dim):
+        for side, codec in measured_codecs(recipe, shape.heads, shape.dim):
             rows.append(_row(inputs, recipe, side, codec, copied))
             torch.cuda.empty_cache()
     return {**shape._asdict(), "bytes": inputs[0].nbytes, "copy_seconds": copied, "rows": rows}
 
 
-def codecs_of(recipe: str, heads: int, dim: int) -> Iterator[tuple[str, Codec]]:
-    """Yield (side, codec) pairs for ``recipe``, which may name a synthetic basis. Exact and repeated codecs are skipped."""
+def measured_codecs(recipe: str, heads: int, dim: int) -> Iterator[tuple[str, Codec]]:
+    """Yield (side, codec) pairs for ``recipe``, which may name a synthetic basis. Codecs that store values exactly, and repetitions of a
+    codec, are skipped.
+    """
     named, basis = synthetic_basis.resolve_recipe(recipe, heads, (dim, dim))
     parsed = kvpack.Recipe(named, basis)
     result: list[Codec] = []

@@ -96,7 +96,7 @@ def evaluate(
         reference: Recipe with which the others are compared (``of_reference`` in the report), or None for no comparison.
         tokens: Tokens per window. Defaults to 1,024, or as many as the model supports.
         scored_tokens: Scored tokens per window. Defaults to 256.
-        windows: Number of windows. Defaults to 4, or as many as the texts have.
+        windows: Number of windows. Defaults to 4, or as many as fit in the texts.
         step: Maximum number of scored tokens per forward pass.
         seed: Seed for the choice of windows.
         progress: Called as ``progress(done, total)``, both in steps.
@@ -163,7 +163,7 @@ def evaluate(
 def _plan_windows(
     texts: Sequence[Text], model: Any, tokens: int | None, scored_tokens: int | None, windows: int | None, step: int, seed: int
 ) -> tuple[list[tuple[Text, int]], dict[str, int]]:
-    """Return the (text, start) pair of each window, and the sizes of windows. Raises InvalidParameter."""
+    """Return the (text, start) pair of each window, and the sizes that all windows share. Raises InvalidParameter."""
     longest = max(len(text.ids) + len(text.start) for text in texts) - 1
     most = min(longest, positions(model) or longest)
     size = _checked_size(

@@ -30,7 +30,7 @@ def decode_calls(
 ) -> Iterator[tuple[str, int, list[Callable[[], object]]]]:
     """Yield (name, bytes read, calls) for bf16 and for fp8 pages. The calls decode with ``q``, ``[batch, q_head, 1, dim]``.
 
-    ``kv`` are the keys and values ``[batch, kv_head, token, dim]``, and ``copies(size)`` is the number of caches over which calls cycle. If
+    ``kv`` contains keys and values ``[batch, kv_head, token, dim]``. ``copies(size)`` is the number of caches over which calls cycle. If
     FlashInfer does not support a dtype, a warning is issued.
     """
     if installed_version() is None:
@@ -40,7 +40,7 @@ def decode_calls(
         size = sum(x.numel() * x.element_size() for x in kv) * dtype.itemsize // kv[0].element_size()
         caches = [tuple(pages), *(tuple(x.clone() for x in pages) for _ in range(copies(size) - 1))]
         try:
-            decode = _planned(q, kv[0], dtype)
+            decode = _plan_decode(q, kv[0], dtype)
             calls: list[Callable[[], object]] = [partial(decode, q[:, :, 0].contiguous(), cache) for cache in caches]
             calls[0]()
         except (ImportError, RuntimeError, TypeError, ValueError) as error:
@@ -50,14 +50,14 @@ def decode_calls(
 
 
 def _pages(x: torch.Tensor) -> torch.Tensor:
-    """Return keys or values as pages ``[page, token, kv_head, dim]``. The pages of each sequence follow those of the previous one."""
+    """Return keys or values as pages ``[page, token, kv_head, dim]``, sequence by sequence."""
     heads, tokens, dim = x.shape[1:]
     padded = torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, -tokens % PAGE_TOKENS))
     return padded.reshape(-1, PAGE_TOKENS, heads, dim).contiguous()
 
 
-def _planned(q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> Callable[..., object]:
-    """Return FlashInfer's decode call over pages of ``dtype``. If several query heads share a KV head, it uses matrix units."""
+def _plan_decode(q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> Callable[..., object]:
+    """Return FlashInfer's decode call over pages of ``dtype``. It uses tensor cores if several query heads share a KV head."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # type: ignore[import-not-found]
 
     (batch, q_heads, _, dim), (_, heads, tokens, _) = q.shape, k.shape

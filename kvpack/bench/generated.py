@@ -56,7 +56,8 @@ def generate(model: Any, prompt: torch.Tensor, tokens: int, seed: int) -> Uncomp
 
 
 def measure_generation(model: Any, exact: UncompressedResult, recipe: str | Recipe, path: str, step: int, seed: int) -> GenerationEffect:
-    """Pack the prompt of a generated text, save it to ``path``, load it, and read the rest over it, ``step`` tokens at a time.
+    """Pack the prompt of a generated text, save it to ``path``, and load it. Then run the model over the rest of the text, in passes of
+    ``step`` tokens.
 
     Returns the effect of the recipe.
     """

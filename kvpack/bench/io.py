@@ -57,7 +57,7 @@ class Source:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by the names that they have in a dense file."""
+        """The tensors, by their names in a dense file."""
         return {f"{number}.{side}": x for number, pair in enumerate(self.pairs) for side, x in zip("kv", pair, strict=True)}
 
     @property

@@ -121,7 +121,7 @@ def _load_to_device(path: str, device: torch.device) -> kvpack.Cache:
 
 
 def _read_staged(path: str) -> None:
-    """Read a file through the staging memory that loads to a device use, but without a device."""
+    """Read a file into staging memory, as a load to a device does, but without a device."""
     with open_file(path) as file:
         places = [file.side_offsets(number, name) for number, layer in enumerate(file.header.layers) for name, _ in layer.sides()]
         span = file.span(places)
@@ -133,7 +133,7 @@ def _read_staged(path: str) -> None:
 
 
 def _time_fio(path: str) -> float:
-    """Return how many seconds fio needs to read a file. If fio fails, raises InvalidParameter with its message."""
+    """Return how many seconds fio takes to read a file. Raises InvalidParameter with fio's message if it fails."""
     done = subprocess.run(["fio", "--name=cold", f"--filename={path}", *FIO, "--output-format=json"], capture_output=True, text=True)
     if done.returncode:
         raise InvalidParameter(f"fio cannot read {path}: {done.stderr.strip() or done.stdout.strip()}")

@@ -30,9 +30,10 @@ def run(
 ) -> dict[str, Any]:
     """Measure loads and saves. Returns ``device``, its ``device_name``, and ``device_rows`` with one row per recipe and direction.
 
-    In a row, ``seconds`` is the median time of kvpack's call. ``of_bus_seconds`` is the time of a pinned copy of the file's bytes and, for
-    a save, of a write. ``of_bus`` is their ratio (above 1: kvpack is faster), and ``first_seconds`` is the time of the first call, which
-    allocates pinned memory. Times end when the device is done. Raises InvalidParameter if this machine has no such CUDA device.
+    In a row, ``seconds`` is the median time of kvpack's call. ``of_bus_seconds`` is the time to copy the file's bytes from or to pinned
+    memory, and for a save, also to write them. ``of_bus`` is the ratio of these times (above 1: kvpack is faster). ``first_seconds`` is the
+    time of the first call, which allocates pinned memory. Times include the device's work. Raises InvalidParameter if this machine does not
+    have the CUDA device.
     """
     target = checked_device(device)
     if target.type != "cuda" or (target.index or 0) >= torch.cuda.device_count():

@@ -226,7 +226,7 @@ def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]
 
 
 def _after_rotation(q: torch.Tensor, layer: Layer) -> Callable[[], object]:
-    """Return a function that makes only the launches after the query's rotation: the split kernels and the merge."""
+    """Return a function that launches only the kernels that follow the query's rotation: the split kernels and the merge."""
     from kvpack.kernels.attend import attention
     from kvpack.kernels.attend.prepared import Options
 

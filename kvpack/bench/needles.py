@@ -80,8 +80,8 @@ def _insert_lines(
 
 
 def grade_answers(model: Any, prompt: NeedlePrompt, new_cache: Callable[[], Any]) -> list[bool]:
-    """Return a bool for each question: True if ``model`` answers it correctly. For each question, ``new_cache`` creates a cache of the
-    prompt.
+    """Return a list with True for each question that ``model`` answers correctly. ``new_cache`` creates a cache of the prompt for each
+    question.
     """
     right = []
     with torch.inference_mode():

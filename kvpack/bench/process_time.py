@@ -32,7 +32,7 @@ def time_interleaved(
 ) -> list[CallTimes]:
     """Return the times of one call of each function: the median over ``repeats`` rounds, each with ``at_once`` calls of each function.
 
-    The first round is a warm-up. If calls occasionally do work for later calls, pass another ``average`` than the median. ``before``
+    The first round is a warm-up. If some calls do work for later ones, pass an ``average`` such as the mean. ``before``
     contains a function (or None) for each call, which is called before the timing. The result of the last call is freed after the timing.
     With ``new_memory``, free memory is first returned to the system. Otherwise, a call may or may not reuse pages of an earlier one, which
     makes times erratic.

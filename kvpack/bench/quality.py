@@ -103,11 +103,11 @@ class Settings:
         twin: Factor of the outlier channels in the model's twin, or None for the model itself.
         seed: Seed of windows, needles, twins and generated text.
         step: Maximum number of scored tokens per forward pass.
-        offset: Factor of the constant that is added to some channels of keys, or None for none.
+        offset: Size of the constant added to some key channels, in standard deviations, or None to add nothing.
         generated: Number of tokens to generate after a prompt, or None for none.
         device: "cpu" (in float32) or "cuda" (in bfloat16).
         inserted: Text of one token, such as "<|endoftext|>", that replaces the middle token of the packed part of each window.
-        others: Additional texts that kvpack includes. The last one is a long document.
+        others: Names of additional texts, which kvpack includes. The last one is a long document.
     """
 
     tokens: int | None = None
@@ -157,7 +157,7 @@ def run(
         recipes: Recipes to measure.
         settings: Settings of the measurement.
         basis: Basis file for recipes such as klt-2, and for kvpack's own presets.
-        default_basis: Basis file that replaces ``basis`` if that is None, but only for recipes that need a basis.
+        default_basis: Basis file to use if ``basis`` is None, but only for recipes that need a basis.
         reference: Recipe that is also measured, and with which the others are compared.
         out: Folder for the plot and the report.
         progress: Called as ``progress(done, total)``.
@@ -216,7 +216,7 @@ def run(
 
 
 def _check(settings: Settings, basis: Basis | None) -> None:
-    """Raise InvalidParameter if options exclude each other, or if the device is missing."""
+    """Raise InvalidParameter if the options conflict, or if the device is missing."""
     if settings.offset is not None and basis is not None:
         raise InvalidParameter("--offset changes the keys, but the basis was calibrated without it: omit --offset or --basis")
     if settings.device == "cuda" and not torch.cuda.is_available():
@@ -244,7 +244,7 @@ def _token_id(text: Text, token: str) -> int:
 
 
 def _precision(model: Any) -> str:
-    """Return the model's dtype and device as text. Results are comparable only if they are the same."""
+    """Return the model's dtype and device as text. Results with different texts are not comparable."""
     if model.device.type == "cuda":
         return f"bf16 on one {torch.cuda.get_device_name(model.device)}"
     return "fp32 on a CPU"
@@ -286,9 +286,9 @@ class _TextWindows:
 
 @dataclass
 class _Measurement:
-    """A measurement over all windows and prompts and over a generated text.
+    """A measurement on all windows, all needle prompts and a generated text.
 
-    The exact results of a window are kept only while recipes are measured on it.
+    The uncompressed results of a window are kept only until all recipes have been measured on it.
     """
 
     model: Any

@@ -78,9 +78,9 @@ def figure(report: dict[str, Any]) -> Any:
 
 
 def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
-    """Draw the recipes, the Pareto front, and the divergence without the past.
+    """Draw the recipes, the Pareto front, and a line for the divergence of a model that has forgotten the packed tokens.
 
-    A legend next to the axes shows the names of the recipes. On ``narrow`` axes, there is no legend, and names are next to the points.
+    Names of recipes are in a legend next to the axes or, if ``narrow``, next to the points.
     """
     rows, forgotten = report["recipes"], report["forgotten"]["kl_divergence"]
     axes.set_xscale("log")
@@ -124,7 +124,7 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
 
 
 def _is_label_left(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
-    """Return True if a recipe's name must be to the left of its point. To the right would be another point or the end of the axis."""
+    """Return True if a recipe's name must be to the left of its point, because another point or the end of the axis is to the right."""
     x, y = row["bits_per_value"], _point(row)
     others = [(other["bits_per_value"] / x, abs(math.log(_point(other) / y))) for other in rows]
     return _LABEL_DISTANCE * x > max(other["bits_per_value"] for other in rows) or any(
@@ -142,7 +142,7 @@ def _point(row: dict[str, Any]) -> float:
 
 
 def _error_bar(row: dict[str, Any], lowest: float, highest: float) -> list[list[float]] | None:
-    """Return the distances from a row's divergence to the ends of its interval. If it has no interval, return None.
+    """Return the distances from a row's divergence to the ends of its interval, or None if it has no interval.
 
     The interval is clipped to the axis, which extends from ``lowest`` to ``highest``.
     """

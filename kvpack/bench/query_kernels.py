@@ -19,7 +19,7 @@ from .timing import repeated_seconds
 
 
 class QueryShape(NamedTuple):
-    """The shape of queries over a layer: sequences, query heads, KV heads, head dim and tokens."""
+    """The shape of attention over a layer: numbers of sequences, query heads and KV heads, the head dim, and the number of tokens."""
 
     batch: int
     q_heads: int
@@ -37,7 +37,7 @@ CHECKED_QUERIES = 64
 
 
 def _attend_decoded(q: torch.Tensor, layer: kvpack.Layer) -> torch.Tensor:
-    """Compute attention as ``kvpack.attend`` does, with the kernels that decode all tokens first."""
+    """Attend like ``kvpack.attend``, but always with the kernels that first decode all tokens."""
     from kvpack.kernels.attend import many_queries
     from kvpack.kernels.attend.prepared import Options
 
@@ -84,9 +84,9 @@ def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUER
 
 
 def _sdpa_seconds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
-    """Return the times in seconds of the SDPA backends that support the shape, without a causal mask.
+    """Return the seconds per call of each SDPA backend that supports the shape.
 
-    With ``is_causal``, only FlashAttention would align the queries with the last tokens.
+    Calls have no causal mask, because only FlashAttention would align the queries with the last tokens.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention

@@ -62,9 +62,9 @@ def folder() -> Path:
 
 
 def basis(text: str = "prose") -> str | None:
-    """Return the path of the basis next to the model. If the model was not calibrated, return None.
+    """Return the path of the basis next to the model, or None if it does not exist.
 
-    If ``text`` is another text than prose, a missing basis raises MissingFile.
+    ``text`` is the text on which the basis was calibrated. Raises MissingFile instead of returning None unless it is "prose".
     """
     path = model_folder() / CALIBRATIONS[text][1]
     if not path.is_file() and text != "prose":
@@ -129,15 +129,15 @@ def convert(file: Path, target: Path) -> None:
     AutoTokenizer.from_pretrained(**named).save_pretrained(target)
 
 
-def _pip(*words: str) -> None:
-    _run([sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", *words], dict(os.environ))
+def _pip(*args: str) -> None:
+    _run([sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", *args], dict(os.environ))
 
 
-def _run(words: list[str], environment: dict[str, str]) -> None:
+def _run(argv: list[str], environment: dict[str, str]) -> None:
     try:
-        subprocess.run(words, env=environment, check=True)
+        subprocess.run(argv, env=environment, check=True)
     except subprocess.CalledProcessError as error:
-        raise KvpackError(f"the model could not be downloaded: {' '.join(words)} ended with exit code {error.returncode}") from None
+        raise KvpackError(f"{' '.join(argv)} failed with exit code {error.returncode}: see its output above") from None
 
 
 def main(argv: list[str]) -> int:

@@ -32,7 +32,7 @@ from .process_time import time_interleaved
 from .serve_cpu import spare_tokens, step_rows, with_plain_attention
 from .serve_graphs import ROOM, StaticStates, graph_step, use_flash_attention
 from .serve_peers import DYNAMIC, FLASH, OUT_OF_MEMORY_ERROR, STATIC, TIMES, cache_bytes, measured_row, peer_caches, try_measure
-from .step_timing import Steps, seconds_of, without_graphs
+from .step_timing import Steps, time_steps, without_graphs
 
 if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
@@ -85,7 +85,7 @@ def run(
 
     ``shape`` is a name in SHAPES, a name on the hub, or the path of a config.json or of its folder. ``dtype``, a name in DTYPES, is the
     dtype of weights, keys and values. None selects the configuration's dtype, or bf16 if it has none. Raises InvalidParameter if the shape
-    or dtype is unknown, for float32 on a CUDA device, and if layers have other attention than full or sliding.
+    or dtype is unknown, for float32 on a CUDA device, or if a layer's attention is neither full nor sliding.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = shape or ("llama-3-8b" if device == "cuda" else "small")
@@ -183,7 +183,7 @@ def _config(shape: str, layers: int | None) -> Any:
 
 
 def _tokens_in_layers(config: Any, tokens: int) -> list[int]:
-    """Return how many of ``tokens`` tokens each layer's cache still has. Sliding windows have dropped the others."""
+    """Return the number of tokens in each layer's cache after ``tokens`` tokens. A layer with a sliding window has dropped older tokens."""
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return [tokens if kind == "full_attention" else min(tokens, config.sliding_window - 1) for kind in types]
 
@@ -298,11 +298,11 @@ def _alternating_step_seconds(model: Any, batch: int, tokens: int, recipe: str, 
     with KvpackCache.of(_random_packed_cache(model, batch, tokens, recipe, device), model) as past:
         runs = [Steps(DYNAMIC, plain, dense), Steps(FLASH, plain, dense, flash=True)]
         runs += [Steps(_WITHOUT_GRAPHS, model, past, graphs=False), Steps(recipe, model, past)]
-        return seconds_of(runs, batch, device, wait)
+        return time_steps(runs, batch, device, wait)
 
 
 def _random_packed_cache(model: Any, batch: int, tokens: int, recipe: str, device: str) -> kvpack.Cache:
-    """Return a packed cache of random keys and values. At any time, at most one layer is dense."""
+    """Return a packed cache of random keys and values. To save memory, each layer is packed before the next one is created."""
     layers = []
     for stored_tokens in _tokens_in_layers(model.config, tokens):
         pair = _layer_states(model, batch, stored_tokens, device)
@@ -341,7 +341,7 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
 
 
 def _generate_seconds(model: Any, past: Any, batch: int, device: str, **options: Any) -> float:
-    """Return the time of ``generate`` in seconds for each token that it adds to ``past``, including its setup."""
+    """Return the seconds that ``generate`` takes per token added to ``past``, including its setup."""
     count = GENERATED
     ids = _random_ids(model, batch, int(past.get_seq_length()) + 1, device)
     options |= {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
@@ -368,9 +368,9 @@ def _step_seconds(model: Any, past: Any, batch: int, device: str) -> float:
 def _first_token_rows(
     model: Any, tokens: int, recipes: Sequence[str], device: str, folder: str | None, count: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Return rows with the time to the first logits of a prompt, which has ``tokens`` tokens and a suffix.
+    """Return rows with the time to the first logits of a prompt of ``tokens`` tokens and a suffix.
 
-    In each row, the first ``tokens`` tokens are loaded from a file in the page cache, or the whole prompt is computed.
+    In one row, the model computes the whole prompt. In the others, the first ``tokens`` tokens are loaded from a file in the page cache.
     """
     from safetensors.torch import load_file, save_file
 
@@ -442,7 +442,7 @@ REPEATS = 3
 
 
 def call_seconds(calls: Sequence[Callable[[], None]], device: str) -> list[tuple[float | None, str | None]]:
-    """Return for each call its time in seconds and None. If it raised an error, return None and the error's text."""
+    """Return a (seconds, error) pair for each call: its time and None, or None and the text of the error that it raised."""
     if device == "cpu":
         return [(measured.process, None) for measured in time_interleaved(calls, REPEATS)]
     return [try_measure(partial(_median, call, device)) for call in calls]

@@ -30,8 +30,8 @@ def use_flash_attention() -> AbstractContextManager[None]:
 class StaticStates:
     """Preallocated bf16 keys and values. Steps write at a position stored on the device, and attend with cuDNN or FlashAttention.
 
-    As a context manager, it replaces the model's attention. ``cache`` is passed to the model. For a layer with a sliding window, ``states``
-    contain only those of the ``tokens`` tokens that are in the window.
+    As a context manager, it replaces the model's attention; pass ``cache`` to the model. ``states`` contains the keys and values of
+    ``tokens`` tokens or, for a layer with a sliding window, of the tokens in the window.
     """
 
     def __init__(self, model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> None:

@@ -24,10 +24,10 @@ TIMES = ("step_seconds", "eager_seconds", "generate_seconds", "graph_seconds", "
 
 
 def peer_caches(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int, room: int) -> dict[str, Callable[[], Any]]:
-    """Return functions by name. Each creates a cache that contains ``states`` of ``tokens`` tokens and has room for another ``room``
-    tokens.
+    """Return functions by name. Each creates a cache that contains ``states`` and has room for another ``room`` tokens.
 
-    If transformers cannot create the cache for the model or the backend, the call raises its error.
+    ``states`` are the keys and values of ``tokens`` tokens. If transformers cannot create the cache for the model or the backend, the call
+    raises its error.
     """
     library = transformers_library()
 
@@ -66,6 +66,6 @@ def try_measure(measure: Callable[[], Result]) -> tuple[Result | None, str | Non
 
 
 def cache_bytes(cache: Any) -> int | None:
-    """Return the size in bytes of the tensors in a cache of dense layers. If a layer has other contents, return None."""
+    """Return the size in bytes of the tensors in a cache, or None if some layers are not dense."""
     held = [(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "_quantized_keys", None) is None]
     return sum(x.nbytes for pair in held for x in pair) if len(held) == len(cache.layers) else None

@@ -42,10 +42,10 @@ def without_graphs(past: Any) -> Iterator[None]:
         past.graphs = before
 
 
-def seconds_of(runs: Sequence[Steps], batch: int, device: str, wait: Callable[[str], None]) -> dict[str, float]:
-    """Return the time in seconds of one step for each of ``runs``, by name: the median over several turns.
+def time_steps(runs: Sequence[Steps], batch: int, device: str, wait: Callable[[str], None]) -> dict[str, float]:
+    """Return the seconds per step for each of ``runs``, by name.
 
-    The time of a turn is the mean over its steps, without warm-up steps.
+    A run is timed in several turns. Its result is the median over the turns of the mean step time, without warm-up steps.
     """
     token = torch.full((batch, 1), 5, dtype=torch.int64, device=device)
     result: dict[str, list[float]] = {run.name: [] for run in runs}

@@ -144,7 +144,7 @@ def run(
 
 
 def _prefix(recipe: str, layers: int, heads: int, dim: int, chunks: int) -> kvpack.Cache:
-    """Return a cache of Gaussian values whose chunks are all the same. The measured operations do not depend on values."""
+    """Return a cache of Gaussian values, in which all chunks are the same. The values do not affect the measurements."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, heads, CHUNK, dim, generator=generator).to(torch.bfloat16)
     packed = kvpack.pack([(x, x)] * layers, recipe)
@@ -219,7 +219,7 @@ def _path(store: Store, key: bytes) -> str:
 
 
 def _read(path: str, memory: memoryview) -> memoryview:
-    """Read a file into ``memory``, which is already in use. Returns the part that contains the file."""
+    """Read a file into ``memory``, which is already in use. Returns the part of ``memory`` that was filled."""
     with open(path, "rb", buffering=0) as file:
         done = 0
         while count := file.readinto(memory[done:]):
@@ -244,7 +244,7 @@ def _read_dense(path: str) -> dict[str, torch.Tensor]:
 
 
 def _operations(folder: str, identity: Identity, processes: int) -> dict[str, Any]:
-    """Put chunks of 4 layers in several processes, each with its own prompts, and then get them. Returns the results."""
+    """Put chunks of 4 layers and then get them, in several processes with different prompts. Returns the results."""
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(processes), context.Queue()
     cache = _prefix(identity.recipe, 4, HEADS, DIM, 1)
@@ -283,7 +283,7 @@ def _put_and_get(folder: str, identity: Identity, cache: kvpack.Cache, process_i
 
 
 def _cost_among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
-    """Return the cost of a chunk in a store with ``count`` entries. The store is first filled with small entries."""
+    """Fill a store with ``count`` small entries, and return the cost of a chunk in it."""
     backend = Directory(folder, Counters())
     present = backend.size()[0]
     now = time.time_ns()

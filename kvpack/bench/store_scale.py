@@ -74,8 +74,8 @@ def run(
 ) -> dict[str, Any]:
     """Fill ``location`` up to ``entries`` entries, measure ``rows`` there, and return a report as JSON values.
 
-    By default, all rows are measured. ``progress`` counts new entries. Raises InvalidParameter if there are fewer entries than two prefixes
-    have, if a row is unknown or not supported at the location, or if the recipe cannot encode chunks of this size.
+    By default, all rows are measured. ``progress`` counts new entries. Raises InvalidParameter if ``entries`` is too few for two prefixes,
+    if a row is unknown or not supported at the location, or if the recipe cannot encode chunks of this size.
     """
     if entries < 2 * CHUNKS:
         raise InvalidParameter(f"--entries is {entries}, expected an integer of at least {2 * CHUNKS}")
@@ -97,8 +97,8 @@ def _check_recipe(recipe: str) -> None:
         check_groups(identity, CHUNK)
     except InvalidParameter:
         raise InvalidParameter(
-            f"--recipe is {recipe!r}, which cannot encode a chunk of {CHUNK} tokens: use {RECIPE}, fp8 or another that encodes each token "
-            "by itself"
+            f"--recipe is {recipe!r}, which cannot encode a chunk of {CHUNK} tokens: use {RECIPE}, fp8 or another recipe that encodes "
+            "each token separately"
         ) from None
 
 
@@ -128,7 +128,7 @@ class _ScaleBenchmark:
         self._new = 10**9 + time.time_ns() % 10**9
 
     def fill(self, entries: int, progress: Progress | None) -> int:
-        """Add entries until there are ``entries`` in total, and return how many were added."""
+        """Add entries until the location contains ``entries``. Returns the number of added entries."""
         backend = open_backend(self._location, Counters(), UNENCRYPTED, LocationOptions())
         existing, put = backend.size()[0], 0
         like = [_EntryTemplate(self._chunk_keys(number)) for number in range(CHUNKS)]
@@ -152,8 +152,8 @@ class _ScaleBenchmark:
             yield key, template[at].pieces(key, parent, ids)
 
     def _write_files(self, template: Sequence[_EntryTemplate], prefix_indices: range, progress: Progress | None) -> int:
-        """Write the entries of prefixes to a folder that no other process uses. They are not added to the folder's count. Returns how many
-        there are.
+        """Write the entries of prefixes to a folder that no other process uses, without updating the folder's count. Returns the number of
+        entries.
         """
         folder = Folder(self._location, Counters(), durable=False)
         folder.make_folders(*folder.entry_folders)
@@ -203,7 +203,9 @@ class _ScaleBenchmark:
         return {"save 10 chunks at the budget, median": statistics.median(taken), "save 10 chunks at the budget, maximum": max(taken)}
 
     def processes(self) -> dict[str, float]:
-        """Measure the CPU time of a save to a store at its size budget, with one process and with several. Several are relative to one."""
+        """Measure the CPU time of a save to a store at its size budget, with one process and with several. The second result is relative to
+        the first.
+        """
         (one, _), (many, refused) = (self._save_cpu_time(count) for count in (1, PROCESSES))
         several = f"with {PROCESSES} processes"
         return {
@@ -243,13 +245,12 @@ class _ScaleBenchmark:
         return statistics.median(taken)
 
     def _budget(self) -> int:
-        """Return the size of the location, or the larger budget that is in effect there. With a smaller budget, nothing would be evicted.
-        """
+        """Return the size of the location, or the larger budget in effect there. A smaller budget would not cause evictions."""
         with closing(open_backend(self._location, Counters(), UNENCRYPTED, LocationOptions())) as backend:
             return backend.largest_budget() if isinstance(backend, Directory) else backend.size()[1]
 
     def _time_saves(self, worker: int, budget: int | None = None) -> tuple[list[float], int]:
-        """Return the time of each save in milliseconds, and how many chunks were not stored. Such chunks cost no time."""
+        """Return the milliseconds of each save, and the number of chunks that were not stored (and took no time)."""
         taken = []
         with self._store(max_bytes=self._budget() if budget is None else budget) as store:
             for turn in range(SAVES):

@@ -51,7 +51,7 @@ def summary(
 ) -> dict[str, Any]:
     """Return the report's results as JSON values, with recipes in descending order of bits.
 
-    Differences from the recipe ``reference``, and ratios to it, are paired by window. Intervals are Student's t intervals over the windows.
+    Each recipe is compared with the recipe ``reference`` window by window. Intervals are Student's t intervals over the windows.
     """
     exact_loss = fmean(exact_losses)
     rows = [_row(recipe, measured, exact_losses, recalled) for recipe, measured, recalled in recipes]
@@ -82,7 +82,7 @@ def text_summary(
     names: Sequence[str],
     reference: str | None,
 ) -> dict[str, Any]:
-    """Return the results for another text as JSON values. They cover only predictions, not the errors of layers."""
+    """Return the results for another text as JSON values. They cover predictions, but not the errors of layers."""
     rows = [_short_row(name, windows, exact_losses) for name, windows in zip(names, measured, strict=True)]
     add_ratios(rows, reference)
     return {
@@ -113,8 +113,9 @@ def _mean_bits(measured: Sequence[RecipeResult]) -> float:
 def mark_pareto_front(rows: Sequence[dict[str, Any]]) -> None:
     """Set ``on_front`` in each row: True if it is on the Pareto front of bits and KL divergence.
 
-    The recipe with the fewest bits is on the front. Any other recipe is on it if its divergence is significantly below that of the previous
-    recipe on the front. Divergences are compared per window as logarithms, so that windows with large divergences do not dominate.
+    The recipe with the fewest bits is on the front. Each recipe with more bits is on it if its divergence is significantly below that of
+    the previous recipe on the front. Divergences are compared per window, as logarithms, so that windows with large divergences do not
+    dominate.
     """
     front: list[list[float]] = []
     for row in sorted(rows, key=lambda row: (row["bits_per_value"], row["kl_divergence"])):
@@ -125,8 +126,7 @@ def mark_pareto_front(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def add_ratios(rows: Sequence[dict[str, Any]], reference: str | None) -> None:
-    """Set ``of_reference`` in each row. This is the ratio of its divergence to that of the recipe ``reference``, with an interval, or None.
-    """
+    """Set ``of_reference`` in each row: the ratio of its divergence to that of the recipe ``reference``, with an interval, or None."""
     compared = next((_logarithms(row) for row in rows if row["recipe"] == reference), None)
     for row in rows:
         row["of_reference"] = None
@@ -176,13 +176,13 @@ def _row(recipe: str, measured: Sequence[RecipeResult], exact_losses: Sequence[f
 
 
 def key_codec(recipe: str) -> str:
-    """Return the codec that ``recipe`` uses for keys in most layers."""
+    """Return the id of the codec that ``recipe`` uses for keys in most layers."""
     rule = next(rule for rule in reversed(parse_recipe(recipe).rules) if "k" in rule.sides and rule.covers(1, 3))
     return rule.codec_id
 
 
 def summarize_recall(answers: Sequence[NeedleAnswer]) -> dict[str, Any]:
-    """Return the number of right answers in total, by depth and by prompt length, as JSON values."""
+    """Return the number of correct answers as JSON values: in total, by depth, and by prompt length."""
     parts: list[list[bool]] = [[] for _ in range(DEPTHS)]
     lengths: dict[int, list[bool]] = {}
     for question in answers:
@@ -238,7 +238,9 @@ _LIMITS = ((0.005, "few tokens change"), (0.05, "some tokens change, so test you
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
-    """Return sentences that rate recipes by needles and by KL divergence. The upper end of its interval on the worst text counts."""
+    """Return sentences that rate the recipes by needle recall and KL divergence. A recipe's rating depends on the upper end of the
+    divergence's interval, on the text for which it is highest.
+    """
     worst: dict[str, float] = {}
     mean: dict[str, float] = {}
     for row in (row for part in (report, *report["others"]) for row in part["recipes"]):

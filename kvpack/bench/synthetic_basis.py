@@ -48,7 +48,7 @@ _MIN_TABLE, _TABLES, _MAX_LEVEL = -4, 41, 63
 
 
 def check(recipe: str) -> None:
-    """Raise InvalidParameter unless ``recipe`` is a recipe or the name of a synthetic basis."""
+    """Raise InvalidParameter unless ``recipe`` is a recipe or names a synthetic basis."""
     if recipe.startswith(NAME):
         _widths(recipe)
     elif recipe.startswith(TRANSFORM):
@@ -58,7 +58,7 @@ def check(recipe: str) -> None:
 
 
 def resolve_recipe(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[str, Basis | None]:
-    """Return the recipe for which ``recipe`` stands and, if it needs a basis, the synthetic one.
+    """Return the actual recipe and the synthetic basis that ``recipe`` stands for. The basis is None if ``recipe`` names none.
 
     The model has ``heads`` KV heads. ``dims`` are the head dims of keys and values.
     """
@@ -93,9 +93,9 @@ def _widths(recipe: str) -> tuple[list[int], list[int]]:
 
 @lru_cache(maxsize=4)
 def _basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float]:
-    """Return the basis that ``recipe`` names, for one layer, and the number of bits per value that gives its runs their widths.
+    """Return the basis that ``recipe`` names, for one layer, and the bits per value at which its runs get the named widths.
 
-    A head with fewer runs uses the first of the widths, and additional runs have no codes.
+    A head with fewer runs uses the first widths. Additional runs have width 0.
     """
     rows, all_widths = {}, {}
     for side, run_widths, dim in zip(SIDES, _widths(recipe), dims, strict=True):
@@ -107,7 +107,7 @@ def _basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float
 
 
 def _rows(widths: list[int], dim: int, seed: int) -> torch.Tensor:
-    """Return the rows of a basis for one head: a random rotation, a small mean, and tables for a normal distribution."""
+    """Return one head's rows of a basis: a random rotation, a small mean, and tables for a normal distribution."""
     generator = torch.Generator("cpu").manual_seed(seed)
     matrix = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64)).Q
     mean = torch.randn(1, dim, generator=generator, dtype=torch.float64) / 256
@@ -122,7 +122,7 @@ def _rows(widths: list[int], dim: int, seed: int) -> torch.Tensor:
 
 
 def _weight_for_width(width: int) -> float:
-    """Return the weight of a run that should get ``width`` bits, if every bit has to reduce the error by more than ``_SLOPE``."""
+    """Return the weight at which a run gets ``width`` bits, if every bit has to reduce the error by more than ``_SLOPE``."""
     last = DISTORTIONS[width - 1] - DISTORTIONS[width] if width else 4 * (DISTORTIONS[0] - DISTORTIONS[1])
     following = DISTORTIONS[width] - DISTORTIONS[width + 1] if width < MAX_WIDTH else last / 4
     return _SLOPE / math.sqrt(last * following)
@@ -140,7 +140,7 @@ def _parse_recipe(recipe: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=4)
 def _frames_basis(scope: str, heads: int, dims: tuple[int, int]) -> Basis:
-    """Return a basis for one layer. Its frames are rotations, and its keys have RoPE."""
+    """Return a basis for one layer. Its frames are random rotations, and its keys use RoPE."""
     rows, frames, tables = {}, {}, _normal_tables()
     for side, dim in zip(SIDES, dims, strict=True):
         rows[0, side] = torch.stack([_rows([1] * run_count(dim), dim, seed) for seed in range(heads)])
@@ -153,14 +153,16 @@ def _frames_basis(scope: str, heads: int, dims: tuple[int, int]) -> Basis:
 
 
 def _frame(channels: int, seed: int) -> torch.Tensor:
-    """Return a frame: a small mean, and the rows of a random rotation."""
+    """Return a frame with a small random mean and a random rotation."""
     generator = torch.Generator("cpu").manual_seed(seed)
     matrix = torch.linalg.qr(torch.randn(channels, channels, generator=generator, dtype=torch.float64)).Q
     return torch.cat([torch.randn(1, channels, generator=generator, dtype=torch.float64) / 256, matrix]).to(torch.float32)
 
 
 def _normal_tables() -> SymbolTables:
-    """Return tables for normally distributed columns. In table k, the standard deviation is 2^(k / 4) times the smallest one, in steps."""
+    """Return tables for normally distributed columns. The standard deviations, in quantization steps, grow geometrically from table to
+    table.
+    """
     # A positive level l begins half a step above l - 1.
     edges = torch.arange(_MAX_LEVEL + 1, dtype=torch.float64) + 0.5
     edges = torch.cat([-edges.flip(0), edges])

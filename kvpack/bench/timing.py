@@ -20,7 +20,7 @@ _FIRST_SLEEP, _LAST_SLEEP = 1 << 24, 1 << 30
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the time of one call in seconds: the median over replays of a CUDA graph that runs all ``calls``.
+    """Return the seconds per call: the median over replays of a CUDA graph that runs all ``calls``.
 
     The device is kept busy until a replay is queued, because launching a graph with many kernels can take longer than running them.
     """
@@ -47,7 +47,7 @@ def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def eager_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the time of one call in seconds, without graphs. It is the larger of host time and device time, over many calls."""
+    """Return the seconds per call without graphs, over many calls: host time or device time, whichever is larger."""
     rounds = max(1, _EAGER_CALLS // len(calls))
     seconds = []
     for _ in range(_REPLAYS + 1):
@@ -76,8 +76,7 @@ def median_seconds(call: Callable[[], object]) -> float:
 
 
 def repeated_seconds(call: Callable[[], object]) -> float:
-    """Return the time in seconds of one of several calls in a row: the larger of device time and host time, and the median of three runs.
-    """
+    """Return the seconds per call for several calls in a row: device time or host time, whichever is larger. The median of three runs."""
 
     def run() -> None:
         for _ in range(_CALLS_IN_A_ROW):
@@ -88,7 +87,7 @@ def repeated_seconds(call: Callable[[], object]) -> float:
 
 
 def queued_seconds(call: Callable[[], object]) -> float | None:
-    """Return the device time in seconds of one of several calls in a row. If the calls wait for the device, return None.
+    """Return the device seconds per call for several calls in a row, or None if the calls wait for the device.
 
     The device is kept busy until all calls are queued, so that it does not wait for the host.
     """

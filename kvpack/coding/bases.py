@@ -120,8 +120,8 @@ class Basis:
 
     @classmethod
     def from_bytes(cls, data: bytes, *, where: str = "basis") -> Self:
-        """Create a basis from ``data``, the bytes of a basis file. ``where`` names it in error messages. Raises the same errors as
-        ``load``.
+        """Create a basis from the bytes of a basis file. Raises the same errors as ``load``, with ``where`` as the basis's name in
+        messages.
         """
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidType(f"data is {describe(data)}, expected the bytes of a basis file: to read a path, use Basis.load")
@@ -139,7 +139,7 @@ class Basis:
 
     @property
     def described_layer_count(self) -> int:
-        """Number of layers that the basis describes: one more than the last layer with rows or balanced frames."""
+        """Number of layers up to the last one for which the basis has rows or balanced frames."""
         return 1 + max((layer for layer, _ in (*self._rows, *self._balanced)), default=-1)
 
     @property
@@ -163,9 +163,7 @@ class Basis:
         return cached
 
     def balanced(self, layer: int, frame: str) -> CalibratedFrames:
-        """Return the frames for the keys of each head of ``layer``. ``frame`` is "balanced" or "centered", as in a recipe. Raises
-        OutOfBounds.
-        """
+        """Return the frames for the keys of each head of ``layer``. ``frame`` is "balanced" or "centered". Raises OutOfBounds."""
         cached = self._balanced.get((layer, frame))
         if cached is None:
             raise OutOfBounds(
@@ -179,8 +177,8 @@ class Basis:
         return bool(self._balanced)
 
     def channel_queries(self, layer: int) -> CalibratedFrames:
-        """Return the mean square of each query channel of ``layer``, float32 ``[kv_head, dim]``, for ``channel_scale=balanced``. Raises
-        OutOfBounds.
+        """Return the mean square of each query channel of ``layer``, float32 ``[kv_head, dim]``, as ``channel_scale=balanced`` needs it.
+        Raises OutOfBounds.
         """
         return CalibratedFrames(self.digest, layer, queries=self.queries(layer).diagonal(dim1=1, dim2=2).contiguous())
 
@@ -194,7 +192,8 @@ class Basis:
 
     @cached_property
     def losses(self) -> Mapping[tuple[int, str], float]:
-        """Measured loss by (layer, "k" or "v"), if the calibration measured it with all tensors at one width; otherwise empty.
+        """Loss of each tensor, by (layer, "k" or "v"), when all tensors are packed at one width. Empty if the calibration did not measure
+        losses.
 
         Raises InvalidHeader.
         """
@@ -212,16 +211,16 @@ class Basis:
     def transform_parameters(self, layer: int, side: str, bits: float, raw: bool = False) -> CalibratedRows:
         """Return the parameters of the codec transform for the keys ("k") or values ("v") of one layer.
 
-        ``bits`` is the average number of bits per value over all layers. With ``raw=True``, it includes the tokens that are kept raw.
-        Raises OutOfBounds for a missing layer, or InvalidParameter if ``bits`` is out of range.
+        ``bits`` is the average number of bits per value over all layers. With ``raw=True``, it includes the raw tokens. Raises
+        OutOfBounds for a missing layer, or InvalidParameter if ``bits`` is out of range.
         """
         return CalibratedRows(self.rows(layer, side), self.digest, layer, frames=self.frames(layer, side), step=self.step(bits, raw))
 
     def step(self, bits: float, raw: bool = False) -> int:
-        """Return the finest quantization step of the codec transform that needs at most ``bits`` bits per value on average.
+        """Return the finest quantization step of the codec transform at which files have at most ``bits`` bits per value on average.
 
-        With ``raw=True``, the average includes the tokens that are kept raw. All layers share one step, because errors are in the same unit
-        in all layers. Raises InvalidParameter if ``bits`` is out of range, or too few even for the coarsest step.
+        With ``raw=True``, the average includes the raw tokens. All layers share one step, because errors have the same unit in all layers.
+        Raises InvalidParameter if ``bits`` is out of range, or too few even for the coarsest step.
         """
         _check_bits(bits, MIN_TRANSFORM_BITS)
         least = self.min_transform_bits(raw)
@@ -235,15 +234,15 @@ class Basis:
 
     @cached_property
     def _step_bits(self) -> dict[bool, list[float]]:
-        """``transform_bits`` of every step, without and with raw tokens."""
+        """Bits per value at each step, keyed by ``raw`` (see ``transform_bits``)."""
         return {raw: [self.transform_bits(step, raw) for step in range(MAX_STEP + 1)] for raw in (False, True)}
 
     def min_transform_bits(self, raw: bool = False) -> float:
-        """Return the smallest number of bits per value that ``step`` accepts: the cost of everything except symbols."""
+        """Return the minimum ``bits`` that ``step`` accepts: the bits per value of everything except symbols."""
         return min(self._step_bits[raw])
 
     def transform_bits(self, step: int, raw: bool = False) -> float:
-        """Return the expected number of bits per value of a file with the codec transform and this quantization step."""
+        """Return the expected bits per value of files that use the codec transform with this quantization step."""
         bits, values = 0.0, 0
         for place, frames in self._frames.items():
             channels = frames.count * frames.columns
@@ -265,7 +264,7 @@ class Basis:
 
     @cached_property
     def _run_weights(self) -> dict[tuple[int, str, bool], Numbers]:
-        """Mean squared weight of the columns in each run, by (layer, side, per head). A run has 8 columns of one head, or 16 of all heads.
+        """Mean square of the column weights in each run, by (layer, side, per head). A run has 8 columns of one head, or 16 of all heads.
         """
         result = {}
         for place, rows in self._rows.items():
@@ -281,8 +280,8 @@ class Basis:
 
         With ``per_head=True``, each head has its own widths for runs of 8 columns. Otherwise, all heads share the widths of runs of 16.
         Each bit is assigned to the run whose weighted error it reduces most (Shoham and Gersho 1988). ``gain`` is the codec's option:
-        "none", "fp16", or None for ``default_gain``. With small head dims, gains and the minimum of one bit can already exceed ``bits``; so
-        does the result then. Raises InvalidParameter if ``bits`` is out of range.
+        "none", "fp16", or None for ``default_gain``. With small head dims, gains and the minimum of one bit may cost more than ``bits``.
+        Raises InvalidParameter if ``bits`` is out of range.
         """
         _check_bits(bits, MIN_BITS)
         key = bits, gain, per_head
@@ -301,7 +300,7 @@ class Basis:
         return {}
 
     def _widths_at_slope(self, slope: float, per_head: bool) -> dict[tuple[int, str], bytes]:
-        """Return the widths at which one more bit for any run would reduce the weighted error by at most ``slope``."""
+        """Return the largest widths at which each run's last bit reduces the weighted error by more than ``slope``."""
         result = {}
         for place in self._rows:
             weights = self._run_weights[*place, per_head]
@@ -328,10 +327,10 @@ class Basis:
         return bits / values
 
     def check_model(self, model: Mapping[str, str], digests: Sequence[str] = ()) -> None:
-        """Raise InvalidParameter if a cache's model, identified by ``model``, is not the model of this basis.
+        """Raise InvalidParameter unless ``model``, which identifies a cache's model, is the model of this basis.
 
-        If both identities have the same kind of weights digest for the cache's dtype, weights and RoPE settings are compared. Otherwise,
-        only the names are compared, which may be paths. ``digests`` are further digests of the weights of the cache's model.
+        Weights and RoPE settings are compared if both identities have the same kind of weights digest for the cache's dtype. Otherwise,
+        only the names are compared, which may be paths. ``digests`` contains more digests of the weights of the cache's model.
         """
         # The digest of the same weights differs by dtype.
         weights = self.model.get(weights_key(model.get("dtype", "")), self.model.get("weights"))
@@ -379,7 +378,7 @@ class BalancedKeys(NamedTuple):
 
 
 def weights_key(dtype: str) -> str:
-    """Return the metadata key for the digest of a model's weights in ``dtype``, if this is not the checkpoint's dtype."""
+    """Return the metadata key of the weights digest for ``dtype``, which is not the checkpoint's dtype."""
     return f"weights.{dtype}"
 
 
@@ -393,8 +392,8 @@ def basis_bytes(
 ) -> bytes:
     """Return the bytes of a basis file for a model with ``layers`` layers.
 
-    ``rows`` maps (layer, "k" or "v") to float32 ``[kv_head, row, dim]``. ``frames`` has the same keys, and ``balanced`` is keyed by layer.
-    All frames share the same tables. Raises OutOfRange if ``dtype`` ("fp16" or "fp32") cannot represent a value, and LimitExceeded if the
+    ``rows`` maps (layer, "k" or "v") to float32 ``[kv_head, row, dim]``, ``frames`` maps it to frames that all share the same tables, and
+    ``balanced`` is keyed by layer. Raises OutOfRange if ``dtype`` ("fp16" or "fp32") cannot represent a value, and LimitExceeded if the
     file would exceed a limit of the format.
     """
     codecs: dict[Codec, int] = {}
@@ -424,7 +423,7 @@ def basis_bytes(
 
 
 def _states(frames: Mapping[tuple[int, str], Frames], balanced: Mapping[int, BalancedKeys], dtype: str) -> dict[StateEntry, Any]:
-    """Return the arrays to store for all frames, each by the entry that describes it in the file."""
+    """Return the arrays of all frames, keyed by their entries in the file's header."""
     result: dict[StateEntry, Any] = {}
 
     def add(layer: int, name: str, stored: str, array: Any) -> None:

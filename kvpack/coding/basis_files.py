@@ -32,7 +32,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class BasisFile:
-    """An open basis file of which only the header has been read. ``where`` is its path."""
+    """An open basis file. Its header was checked, but nothing else was read. ``where`` is its path."""
 
     def __init__(self, source: Source, where: str) -> None:
         self._source, self.where = source, where
@@ -63,7 +63,7 @@ def open_basis(path: str | os.PathLike[str]) -> Iterator[BasisFile]:
     source = DiskFile(open_regular(where, "a basis"))
     try:
         if source.size > MAX_FILE_BYTES:
-            raise LimitExceeded(f"{where} has {source.size} bytes, but a basis can have at most {MAX_FILE_BYTES}")
+            raise LimitExceeded(f"{where} is {source.size:,} bytes, but the maximum for a basis is {MAX_FILE_BYTES:,}: pass a smaller one")
         check_is_basis(container.File(source, where, None))
         yield BasisFile(source, where)
     finally:
@@ -76,7 +76,7 @@ def check_is_basis(file: container.File) -> None:
 
 
 def read_frames(file: container.File) -> dict[tuple[int, str], Frames]:
-    """Return the frames in the basis by (layer, "k" or "v"), or an empty dict if the basis has none."""
+    """Return the basis's frames by (layer, "k" or "v"). Empty if it has none."""
     states = {(state.layer, state.name): state for state in file.header.states}
 
     def array(layer: int, name: str) -> Any:
@@ -99,13 +99,13 @@ def read_frames(file: container.File) -> dict[tuple[int, str], Frames]:
 
 
 def read_balanced_frames(file: container.File) -> dict[tuple[int, str], BalancedFrames]:
-    """Return the balanced frames by (layer, "balanced" or "centered"), or an empty dict if the basis has none."""
+    """Return the balanced frames by (layer, "balanced" or "centered"). Empty if the basis has none."""
     named = {frame: states_named(file, name) for frame, name in KEY_FRAMES.items()}
     return {(state.layer, frame): BalancedFrames(array) for frame, entries in named.items() for state, array in entries}
 
 
 def states_named(file: container.File, name: str) -> Iterator[tuple[StateEntry, torch.Tensor]]:
-    """For each layer with a state called ``name``, yield its entry and its float32 values without the batch axis."""
+    """Yield the entry and the float32 values, without the batch axis, of each state called ``name``."""
     for state in file.header.states:
         if state.name == name:
             array = state.layout.array(file.read_state(state))[0]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def load_basis(source: Basis | str | os.PathLike[str]) -> Basis:
-    """Return the basis for packing. ``source`` is a Basis, or the path of its file. Raises the same errors as ``Basis.load``."""
+    """Return the basis to pack with. ``source`` is a Basis or the path of a basis file. Raises the same errors as ``Basis.load``."""
     untyped: Any = source
     if isinstance(untyped, Basis):
         return untyped
@@ -41,10 +41,10 @@ def load_basis(source: Basis | str | os.PathLike[str]) -> Basis:
 
 
 def find_basis(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]], digest: bytes) -> Basis:
-    """Return the basis with SHA-256 ``digest``. ``source`` is a basis, its path, a folder of ``*.kvbasis`` files, or a list of these.
+    """Return the basis with the SHA-256 ``digest``. ``source`` is a basis, its path, a folder of ``*.kvbasis`` files, or a list of these.
 
-    Files in a folder are tried in ascending order of size. A KvpackWarning names files that cannot be read as a basis. Raises MissingBasis
-    if no basis has this digest, or MissingFile if a path cannot be read.
+    Files in a folder are tried in ascending order of size. Issues a KvpackWarning about each file that cannot be read as a basis. Raises
+    MissingBasis if no basis has this digest, or MissingFile if a path cannot be read.
     """
     for location in source if isinstance(source, list | tuple) else [source]:
         for candidate in _candidate_bases(location, digest):
@@ -95,8 +95,8 @@ def _file_size(entry: os.DirEntry[str]) -> int:
 def with_bases(header: Header, source: Any = None) -> Header:
     """Return ``header`` with the bases that its codecs need. ``source`` is as for ``find_basis``.
 
-    Codecs whose rows are in the file need no basis to decode, but use one from ``source`` to encode new tokens. Raises MissingBasis, and
-    InvalidHeader if a layer's keys or values do not match the basis that their codec names.
+    If a file contains the codec's rows, the basis is needed only to encode new tokens. Raises MissingBasis, and InvalidHeader if a layer's
+    keys or values do not match the basis that their codec names.
     """
     used = {side.codec for layer in header.layers for _, side in layer.sides()}
     unbound = [part for number in sorted(used) for part in _parts_with_basis(header.codecs[number]) if part.source is None]
@@ -125,7 +125,7 @@ def with_bases(header: Header, source: Any = None) -> Header:
 
 
 def _parts_with_basis(codec: Codec) -> tuple[Klt | Transform | FrameMap, ...]:
-    """Return the parts of ``codec`` that may need a basis: the codec itself, its sidecar for key frames, both, or neither."""
+    """Return the parts of ``codec`` that may need a basis: the codec itself and its sidecar for key frames, if they are of such a kind."""
     parts = (codec.without_sidecars, codec.sidecar(FrameMap))
     return tuple(part for part in parts if isinstance(part, Klt | Transform | FrameMap))
 
@@ -176,6 +176,6 @@ def _with_rows(codec_index: int, codec: Codec, family: Klt | Transform, basis: B
 
 
 def bind_bases(where: str, header: Header, source: Any) -> Header:
-    """Return ``header`` with its bases, as ``with_bases`` does. Error messages begin with ``where``."""
+    """Return ``with_bases(header, source)``. Error messages begin with ``where``."""
     with prefix_errors(where):
         return with_bases(header, source)

@@ -34,9 +34,9 @@ def single_threaded() -> Iterator[None]:
 
 
 def for_each_block(work: Callable[[int, int], None], blocks: Sequence[Block], device: torch.device) -> None:
-    """Call ``work(start, stop)`` for each block. On the CPU, blocks are processed by as many threads as PyTorch uses.
+    """Call ``work(start, stop)`` for each block. On the CPU, as many threads as PyTorch uses process the blocks.
 
-    The caller must be in ``float32_no_grad``. Each thread enters it as well, because it applies per thread. Raises the first error.
+    The caller must be in ``float32_no_grad``, which each thread also enters. Raises the first error.
     """
     threads = 1 if getattr(_state, "single_threaded", False) else torch.get_num_threads()
     if len(blocks) < 2 or device.type != "cpu" or threads < 2:

@@ -29,14 +29,14 @@ only one bit.
 
 
 def calibrated_presets(basis: Basis) -> dict[str, str]:
-    """Return kvpack's own presets for ``basis`` as recipe clauses by name, or an empty dict if the basis has no frames for keys."""
+    """Return the recipe clauses of kvpack's own presets for ``basis``, by preset name. Empty if the basis has no frames for keys."""
     if not basis.has_balanced_frames:
         return {}
     return {name: clauses(basis, preset.bits, trellis=preset.trellis) for name, preset in KVPACK_PRESETS.items()}
 
 
 def clauses(basis: Basis, average: float, *, trellis: bool) -> str:
-    """Return recipe clauses for ``basis`` that use at most ``average`` bits per value, averaged over all tensors."""
+    """Return recipe clauses for ``basis`` with at most ``average`` bits per value, averaged over all tensors."""
     result, average_bits = widths(basis.losses, average), int(average)
     texts = [_tensor_clause("", side, average_bits, average_bits, trellis, basis) for side in "kv"]
     for side in "kv":
@@ -53,10 +53,10 @@ def _tensor_clause(layers: str, side: str, bits: int, average_bits: int, trellis
 
 
 def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
-    """Return a bit width for each tensor, at least 1, so that the mean width is at most ``average``.
+    """Return a bit width of at least 1 for each tensor. The mean width is at most ``average``.
 
-    Each bit is assigned to the tensor whose loss it reduces most (Shoham and Gersho 1988). ``losses`` were all measured at the same width.
-    One more bit is assumed to divide a tensor's loss by 4.
+    ``losses`` were all measured at the same width. Each bit is assigned to the tensor whose loss it reduces most (Shoham and Gersho 1988),
+    assuming that it divides the loss by 4.
     """
     result, raised = dict.fromkeys(losses, 1), increase_losses(losses)
     for _ in range(int((average - 1) * len(losses))):
@@ -66,6 +66,6 @@ def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
 
 
 def increase_losses(losses: Mapping[Place, float]) -> dict[Place, float]:
-    """Add ``ADDED_LOSS`` times the mean loss to all losses."""
+    """Return all losses, increased by ``ADDED_LOSS`` times their mean."""
     added = ADDED_LOSS * fmean(losses.values()) if losses else 0.0
     return {place: loss + added for place, loss in losses.items()}

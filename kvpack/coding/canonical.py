@@ -44,11 +44,11 @@ class Range(NamedTuple):
         return (self.begin, self.end) in ((0, math.inf), (-math.inf, -1))
 
     def may_overlap(self, other: Range) -> bool:
-        """Return True if the ranges overlap for at least one number of layers."""
+        """Return True if the ranges overlap in a model of some size."""
         return self.counts != other.counts or self.counts == BOTH or (self.begin <= other.end and other.begin <= self.end)
 
     def without(self, other: Range) -> list[Range]:
-        """Return the parts of this range that may be outside ``other``, depending on the number of layers."""
+        """Return the parts of this range that are outside ``other`` in a model of some size."""
         if self.counts != other.counts:
             return [self]
         if self.counts == BOTH:
@@ -60,7 +60,7 @@ class Range(NamedTuple):
 class CodecText(NamedTuple):
     """The canonical text of a codec: ``text`` with all options, and ``plain`` without the options for raw tokens.
 
-    ``raw`` is the value of a ``raw=`` clause that sets the options for raw tokens. It is empty if no token is kept raw, and None for a
+    ``raw`` is the value of a ``raw=`` clause with the same options for raw tokens. It is empty if no token is kept raw, and None for a
     lossless codec.
     """
 
@@ -118,7 +118,7 @@ def _reduce_rules(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[Codec
 
 
 def _layer_exceptions(rules: Sequence[tuple[Range, CodecText]], base: CodecText) -> list[LayerException]:
-    """Return the exceptions from the codec ``base``, without redundant ones, in an order that depends only on their effect.
+    """Return the exceptions from the codec ``base``, without redundant ones. Their order depends only on their effect.
 
     A rule is redundant if later rules replace it, or if its codec is ``base``.
     """
@@ -172,8 +172,7 @@ def _join_ranges(ranges: Sequence[Range]) -> list[Range]:
 
 
 def _merge_sides(k: Sequence[LayerException], v: Sequence[LayerException]) -> list[tuple[str, LayerException]]:
-    """Return (sides, exception) pairs in order. Equal exceptions for keys and values are merged into one for "kv" if the order allows it.
-    """
+    """Return (sides, exception) pairs in order. If the order allows it, an exception that keys and values share becomes one for "kv"."""
     result: list[tuple[str, LayerException]] = []
     remaining = list(v)
     for exception in k:

@@ -19,7 +19,7 @@ _CLAUSES = ("k", "v", "kv", "layers", "raw", "window", "tail")
 
 
 class InvalidClause(InvalidParameter):
-    """Raised for an invalid clause of a recipe. ``reason`` is the message without the recipe, and ``word`` is the invalid part."""
+    """An invalid clause of a recipe. ``reason`` is the message without the recipe, and ``word`` is the invalid part."""
 
     def __init__(self, text: str, clause: str, word: str, reason: str) -> None:
         super().__init__(f"recipe {text!r}: {reason}{pointer(text, word, max(0, text.find(clause)))}")
@@ -27,7 +27,9 @@ class InvalidClause(InvalidParameter):
 
 
 def pointer(text: str, word: str, start: int = 0) -> str:
-    """Return ``text`` with a second line that underlines ``word``. If ``text`` does not contain ``word``, return an empty string."""
+    """Return two lines to append to a message: ``text``, with ``word`` underlined. If ``text`` does not contain ``word``, return an empty
+    string.
+    """
     column = text.find(word, start)
     return f"\n  {text}\n  {' ' * column}{'^' * len(word)}" if word and column >= 0 else ""
 
@@ -113,7 +115,7 @@ def _parse_layer_range(item: str, clause: str, text: str) -> tuple[int, int]:
 
 
 def refuse(text: str, word: str, clause: str, message: str, candidates: Sequence[str] = ()) -> NoReturn:
-    """Raise InvalidClause about ``word`` in ``clause``. The message suggests the candidate that is most similar to ``word``."""
+    """Raise InvalidClause about ``word`` in ``clause``, and suggest the most similar of ``candidates``."""
     close = difflib.get_close_matches(word.lower(), candidates, 1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise InvalidClause(text, clause, word, f"{message}{hint}")

@@ -47,10 +47,11 @@ ASSEMBLY_VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 
 
 class TokenSizes(NamedTuple):
-    """Tensors into which encoders write sizes in the coded frame. Each is contiguous float32 ``[batch, kv_head, token]``, or None.
+    """Tensors into which encoders write the sizes of tokens in the coded frame. Each is contiguous float32 ``[batch, kv_head, token]``, or
+    None.
 
-    ``norms`` are the norms that ``codec.coded_norms`` returns. ``errors`` are the norms of the tokens' errors relative to ``norms``. They
-    may ignore the rounding of stored norms, and exist only for codecs with ``direction_spread``.
+    ``norms`` are as ``codec.coded_norms`` returns them. ``errors`` are the norms of the tokens' errors, divided by ``norms``. They may
+    ignore the rounding of stored norms, and exist only for codecs with ``direction_spread``.
     """
 
     norms: torch.Tensor | None = None
@@ -69,12 +70,13 @@ def encode(
     sizes: TokenSizes = UNMEASURED,
     skipped: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
-    """Encode ``x``, ``[batch, kv_head, token, dim]``, with a kernel and return the streams, or None if the codec itself must encode.
+    """Encode ``x``, ``[batch, kv_head, token, dim]``, with a kernel. Returns the streams, or None if the codec itself has to encode.
 
-    Returns None if no kernels run, if they do not support the codec or skipping tokens, if ``x`` has values that the codec may reject, or
-    if what Triton encoded losslessly does not decode to ``x``.
-    Otherwise, sizes are written into the tensors in ``sizes``. ``previous`` contains the streams of the run that ``x`` continues. The
-    tokens in ``skipped``, contiguous bool ``[batch, token]``, are encoded as zeros. Raises the same errors as ``uses_triton`` and
+    That is the case if kernels are disabled or do not support the codec or ``skipped``, if ``x`` has values that the codec may reject, or
+    if Triton's lossless streams do not decode to ``x``.
+
+    ``previous`` contains the streams of the run that ``x`` continues. Sizes of tokens are written into the tensors in ``sizes``. Tokens in
+    the mask ``skipped``, contiguous bool ``[batch, token]``, are encoded as zeros. Raises the same errors as ``uses_triton`` and
     ``uses_c``.
     """
     if uses_c(x.device):
@@ -99,7 +101,7 @@ def encode(
 def _decodes_to(codec: Lossless, streams: Mapping[str, torch.Tensor], x: torch.Tensor) -> bool:
     """Return True if Triton decodes ``streams`` to the bits of ``x``.
 
-    Every run is checked, because a wrong word would change all values after it, and compilers of other versions are not tested.
+    Every run is checked, because one wrong word would change all values after it, and not every compiler version has been tested.
     """
     import torch
 
@@ -114,7 +116,7 @@ def _decodes_to(codec: Lossless, streams: Mapping[str, torch.Tensor], x: torch.T
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Decode to float32 ``[batch, kv_head, token, dim]`` in the codec's rotated frame, with Triton kernels if possible.
 
-    Raises InvalidParameter if a stream does not have the codec's layout, and the same errors as ``uses_triton``.
+    Raises InvalidParameter if a stream does not have the layout in ``codec.layout``, and the same errors as ``uses_triton``.
     """
     if isinstance(codec, CodecWithSidecars):
         return codec.complete(decode_frame(codec.codec, streams), streams)
@@ -130,7 +132,7 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode to the original values, ``[batch, kv_head, token, dim]``, in the dtype that the codec stores exactly, or in float32."""
+    """Decode to the original values, ``[batch, kv_head, token, dim]``. Their dtype is the one that the codec stores exactly, or float32."""
     if codec.exact_dtype is not None:
         return codec.stored_values(streams)
     if isinstance(codec, CodecWithSidecars):
@@ -155,9 +157,9 @@ def supports_value_checks(codec: Codec, device: torch.device) -> bool:
 def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequence[int], str]]) -> Callable[[], None]:
     """Start checking stored keys and values on a device. ``supports_value_checks`` must be True for each codec.
 
-    Each of ``sides`` is ``(codec, streams, runs, where)``. The streams are contiguous, ``runs`` are the numbers of tokens in each run, and
-    ``where`` is a name for messages. Streams of sidecars are small, and are checked on the host. Returns a function that waits for the
-    device and raises InvalidPayload about the first side that breaks a rule, as ``codec.check`` and ``codec.check_runs`` do.
+    Each of ``sides`` is ``(codec, streams, runs, where)``: contiguous streams, the number of tokens in each run, and a name for messages.
+    Streams of sidecars are small, and are checked on the host. Returns a function that waits for the device. It raises the InvalidPayload
+    of ``codec.check`` or ``codec.check_runs`` about the first invalid side.
     """
     if not sides:
         return lambda: None
@@ -189,7 +191,8 @@ def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequen
 def _to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[numpy.ndarray[Any, Any]]]:
     """Start copying ``tensors``, all on one device, to host memory in a single transfer.
 
-    Returns a function that waits for the copy and returns numpy arrays of the same shapes. bfloat16 becomes uint16 bit patterns.
+    Returns a function that waits for the copy and returns numpy arrays of the same shapes. bfloat16 values are returned as uint16 bit
+    patterns.
     """
     if not tensors:
         return list
@@ -278,7 +281,7 @@ def environment_key() -> tuple[str | None, str | None]:
 def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
     """Decode the tokens of ``side`` that kernels support into ``out``, ``[batch, kv_head, token, dim]``.
 
-    Returns the (start, stop) ranges of tokens that the caller still has to decode. Without kernels, these are all tokens. Raises
+    Returns the (start, stop) ranges of tokens that the caller still has to decode, which are all tokens if there are no kernels. Raises
     InvalidParameter if a stream does not have the codec's layout, and the same errors as ``uses_triton`` and ``uses_c``.
     """
     if uses_c(out.device):
@@ -344,8 +347,7 @@ def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
 def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, device: torch.device) -> bool:
     """Return True if an error size (see ``codec.error_sizes``) exceeds ``ratio`` times the typical size.
 
-    If possible, the C kernels read the sizes directly from the streams, which are on ``device``. Sizes are rounded, so the result may also
-    be True for a size slightly below the limit.
+    Sizes are rounded, so the result may also be True for a size slightly below the limit. ``streams`` are on ``device``.
     """
     if uses_c(device):
         from kvpack.kernels.cpu import encode as c_encode
@@ -366,8 +368,8 @@ token_norms.compiled_has_large_size = _has_large
 def uses_triton(device: torch.device) -> bool:
     """Return True if Triton kernels encode and decode tensors on ``device``.
 
-    Issues a KvpackWarning, once, if ``device`` is a CUDA device and Triton is missing. Raises InvalidParameter if KVPACK_KERNELS has an
-    unknown value, or is "triton" although the kernels cannot run.
+    Issues a KvpackWarning, once, if ``device`` is a CUDA device and Triton is missing. Raises InvalidParameter if KVPACK_KERNELS is
+    invalid, or if it is "triton" and the kernels cannot run.
     """
     backend = _checked_backend(os.environ.get(VARIABLE, ""))
     if backend != "triton":
@@ -388,8 +390,8 @@ def uses_triton(device: torch.device) -> bool:
 def uses_c(device: torch.device) -> bool:
     """Return True if the C kernels process tensors on ``device``, for codecs that they support.
 
-    Issues a KvpackWarning, once, if ``device`` is the CPU and the C kernels are missing. Raises InvalidParameter if KVPACK_KERNELS has an
-    unknown value, or is "cpu" although the C kernels were not built.
+    Issues a KvpackWarning, once, if ``device`` is the CPU and the C kernels are missing. Raises InvalidParameter if KVPACK_KERNELS is
+    invalid, or if it is "cpu" and the C kernels were not built.
     """
     backend = _checked_backend(os.environ.get(VARIABLE, ""))
     if device.type != "cpu" or backend not in ("", "cpu"):
@@ -404,7 +406,7 @@ def uses_c(device: torch.device) -> bool:
 
 @cache
 def c_is_built() -> bool:
-    """Return True if the C kernels were built and can run on this machine. If there is no C compiler, kvpack is installed without them."""
+    """Return True if the C kernels were built and run on this machine. Installing kvpack without a C compiler leaves them out."""
     from kvpack.kernels.cpu.library import library
 
     return library() is not None
@@ -412,7 +414,7 @@ def c_is_built() -> bool:
 
 @cache
 def _warn_missing() -> None:
-    """Warn once per process that the C kernels are missing."""
+    """Warn, once per process, that the C kernels are missing."""
     warnings.warn(
         f"attention and unpacking on the CPU use PyTorch operations and are several times slower than with {_C_KERNELS}; "
         "set KVPACK_KERNELS=torch to turn this warning off",

@@ -27,7 +27,7 @@ from kvpack.runtime.modes import float32_no_grad
 from . import dispatch
 from .blocks import for_each_block
 from .dispatch import UNMEASURED, TokenSizes
-from .token_errors import EncodedRun, allocate_sizes, losses_of, report_poor_fit
+from .token_errors import EncodedRun, allocate_sizes, measure_losses, report_poor_fit
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -71,11 +71,11 @@ def encode(
     Args:
         codec: Codec of the run.
         x: Values ``[batch, kv_head, token, dim]`` of any float dtype.
-        where: Name of the values for messages.
+        where: Name of ``x`` for messages.
         previous: Streams of the run that this one continues, if any.
         position: Position of the first token, if known.
         norms: Norms of the layer's keys, ``[batch, kv_head, token]`` (``norms_per_head``), if known. Defaults to the norms of ``x``.
-        layers: Number of layers whose sequences are joined in ``x``. An error may then be due to another layer's tokens.
+        layers: Number of layers that are joined in ``x`` along the batch axis.
         chosen: Mask of raw tokens, bool ``[batch, token]``. Defaults to the tokens that ``norms`` select.
 
     Raises:
@@ -90,7 +90,7 @@ def encode(
         sizes, given = allocate_sizes(plain, x), cache(partial(dispatch.norms, x))
         if raw is None:
             streams = encode_all(codec, x, where, previous, position, sizes)
-            report_poor_fit(losses_of(EncodedRun(codec, x, streams, given, sizes)), where)
+            report_poor_fit(measure_losses(EncodedRun(codec, x, streams, given, sizes)), where)
             return streams
         # The encoder of the other tokens, kernels included, receives a whole run.
         if chosen is None:
@@ -109,7 +109,7 @@ def encode(
                 raise
             chosen = chosen | more
             streams = _encode_others(codec, raw, x, chosen, where, previous, position, sizes)
-        losses = losses_of(EncodedRun(plain, x, streams, given, sizes, chosen))
+        losses = measure_losses(EncodedRun(plain, x, streams, given, sizes, chosen))
         if not losses:
             return streams
         kept = chosen
@@ -121,15 +121,15 @@ def encode(
 
 
 def scale_fit_errors(codec: Codec, x: torch.Tensor, shared: Collection[str], where: str) -> torch.Tensor:
-    """Return how much the tokens of ``x``, ``[batch, kv_head, token, dim]``, lose by scales that are shared along the axes ``shared``.
+    """Return how much precision each token of ``x``, ``[batch, kv_head, token, dim]``, loses because tokens share scales.
 
-    Raises the same errors as ``encode``.
+    ``shared`` names the axes along which scales are shared. Raises the same errors as ``encode``.
     """
     return measure_fit_errors(_coded_norms(codec, x, where, None), shared)
 
 
 def _coded_norms(codec: Codec, x: torch.Tensor, where: str, previous: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
-    """Return the norms of ``x`` in the coded frame (see ``codec.coded_norms``). Raises the same errors as ``encode``."""
+    """Return the norms of ``x`` as ``codec.coded_norms`` does. Raises the same errors as ``encode``."""
     if not codec.changes_norms:
         return dispatch.norms(x)
     blocks = _blocks(codec, x)
@@ -147,9 +147,9 @@ def encode_all(
     position: int | None = None,
     sizes: TokenSizes = UNMEASURED,
 ) -> dict[str, torch.Tensor]:
-    """Encode ``x`` as ``encode`` does, but with a codec that keeps no tokens raw, and without warnings about tokens.
+    """Encode ``x`` as ``encode`` does, with a codec that keeps no tokens raw. Issues no warnings about tokens.
 
-    Sizes are written into the tensors in ``sizes``.
+    Sizes of tokens are written into the tensors in ``sizes``.
     """
     with float32_no_grad(x.device):
         streams = dispatch.encode(codec, x, previous, sizes)
@@ -172,7 +172,7 @@ def _encode_others(
     position: int | None,
     sizes: TokenSizes = UNMEASURED,
 ) -> dict[str, torch.Tensor]:
-    """Encode ``x``. The tokens in ``chosen``, bool ``[batch, token]``, are stored raw. Sizes are written as by ``encode_all``.
+    """Encode ``x``, and store the tokens in the mask ``chosen``, bool ``[batch, token]``, raw. Sizes are written as by ``encode_all``.
 
     Raises the same errors as ``encode``.
     """
@@ -315,20 +315,22 @@ def _encodable_values(codec: Codec, x: torch.Tensor, start: int, stop: int, wher
 
 
 def is_rounded(x: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return True if ``values``, which are ``x`` in another dtype, differ from ``x``. Both are ``[batch, kv_head, token, dim]``."""
+    """Return True if converting ``x`` to the dtype of ``values``, the converted tensor, changed a value. Both are ``[batch, kv_head, token,
+    dim]``.
+    """
     if RAW_NAMES[x.dtype] in EXACT_DTYPES[RAW_NAMES[values.dtype]]:
         return False
     size = max(1, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
-    for given, stored in zip(torch.split(x, size, 2), torch.split(values, size, 2), strict=True):
+    for original, stored in zip(torch.split(x, size, 2), torch.split(values, size, 2), strict=True):
         # A NaN that remains NaN does not count as rounded.
-        if ((stored.to(x.dtype) != given) & ~torch.isnan(given)).any():
+        if ((stored.to(x.dtype) != original) & ~torch.isnan(original)).any():
             return True
     return False
 
 
 @contextlib.contextmanager
 def suppress_rounding_warnings() -> Iterator[None]:
-    """Return a context manager that suppresses RoundedWarning in all threads, for measurements that already show the cost of rounding."""
+    """Return a context manager that suppresses RoundedWarning in all threads, for measurements that already report the cost of rounding."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RoundedWarning)
         yield
@@ -337,7 +339,7 @@ def suppress_rounding_warnings() -> Iterator[None]:
 def check_finite(x: torch.Tensor, first: int, where: str) -> None:
     """Raise InvalidParameter if ``x`` has a value that is not finite.
 
-    The message contains ``where``, the value and its position. The first token of ``x`` is numbered ``first``.
+    The message contains ``where``, the value and its position. ``first`` is the number of the first token of ``x``.
     """
     # The sum is cheap. Only if it is not finite, which may be an overflow, is every value examined.
     if math.isfinite(x.sum().item()) or torch.isfinite(x).all():

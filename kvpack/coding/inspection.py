@@ -54,7 +54,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def summarize(file: File) -> dict[str, Any]:
-    """Describe the header of ``file`` as JSON values, with the exception of bytes, which are not converted."""
+    """Describe the header of ``file`` as JSON values, except for bytes, which are not converted."""
     header = file.header
     inputs = Inputs.from_features(header.ignorable, header.hidden, header.min_batch, start=header.start, tokens=header.tokens)
     stored: Counter[tuple[int, str]] = Counter()
@@ -133,12 +133,12 @@ def verify(
 
     Args:
         path: A cache or a basis.
-        basis: As for ``kvpack.load``. Only needed to check the codes of the codec transform.
+        basis: As for ``kvpack.load``. Needed only to check codes of the codec transform.
         progress: Called as ``progress(done, total)``, both in tensors.
 
     Returns:
-        A dict with the keys ``file``, ``bytes``, ``layers`` (the number of layers) and ``needs_basis``. The last one is True if some codes
-        could not be checked without the file's basis.
+        A dict with the keys ``file``, ``bytes``, ``layers`` (the number of layers) and ``needs_basis``, which is True if some codes could
+        not be checked without the file's basis.
 
     Raises:
         InvalidPayload: A stored tensor breaks a rule of its codec.

@@ -27,10 +27,10 @@ Later attention sinks are found by their low norms.
 
 @dataclass(frozen=True)
 class Preset:
-    """A named recipe. ``source`` describes where it comes from.
+    """A named recipe. ``source`` names the paper or library that it comes from.
 
-    ``codecs`` are the clauses that select codecs. ``raw`` is the clause that selects raw tokens, or an empty string. ``layers`` and
-    ``dim``, the number of layers and the head dim, are set if the preset is for only one model.
+    ``codecs`` contains the clauses that select codecs. ``raw`` is the clause that selects raw tokens, or an empty string. If the preset is
+    for only one model, ``layers`` and ``dim`` are its number of layers and head dim.
     """
 
     codecs: str
@@ -94,15 +94,15 @@ def _turboangle_clauses(k_bins: int, v_bins: int) -> tuple[str, str]:
 
 
 def kvpack_codec(side: str, bits: int, trellis: bool) -> str:
-    """Return the codec text for ``side`` in kvpack's own presets, without options for raw tokens.
+    """Return the text of the codec for ``side`` in kvpack's own presets, without options for raw tokens.
 
-    The codec for keys stores the mean of each page separately, and scales the channels to similar sizes.
+    For keys, the mean of each page is stored separately, and channels are scaled to similar sizes.
     """
     return f"{_kvpack_codec_text(side, bits, trellis, bits)}{',mean=128,channel_scale=fp16' if side == 'k' else ''}"
 
 
 def calibrated_codec(side: str, bits: int, trellis: bool, average_bits: int | None = None) -> str:
-    """Return the codec text for ``side`` in kvpack's own presets, for use with a basis that has frames for keys.
+    """Return the text of the codec for ``side`` in kvpack's own presets with a basis that has frames for keys.
 
     ``average_bits`` is the recipe's average width, rounded down. Defaults to ``bits``.
     """
@@ -111,21 +111,19 @@ def calibrated_codec(side: str, bits: int, trellis: bool, average_bits: int | No
 
 
 def _kvpack_codec_text(side: str, bits: int, trellis: bool, average_bits: int) -> str:
-    """Return the codec text for ``side`` in kvpack's own presets, without sidecars."""
+    """Return the text of the codec for ``side`` in kvpack's own presets, without sidecars."""
     if not trellis:
         return f"scalar:b={bits},rounding=scaled{_norm_option(side, bits)}"
     return f"trellis:b={bits}{',states=256' if average_bits <= MAX_SMALL_TRELLIS_BITS else ''}{_norm_option(side, bits)}"
 
 
 def _with_paper_options(codec: str, bits: int) -> str:
-    """Add options for separate key means to ``codec``, which is from a paper. If 8-bit norms are precise enough for ``bits`` bits, add
-    these too.
-    """
+    """Add options for separate key means to ``codec``, and for 8-bit norms if these are precise enough for ``bits`` bits."""
     return f"{codec}{_norm_option('k', bits)},{_MEANS}"
 
 
 def _norm_option(side: str, bits: int) -> str:
-    """Return the option for 8-bit norms, or an empty string if 8-bit norms would be less precise than the codes."""
+    """Return the option for 8-bit norms, or an empty string if they would be less precise than the codes."""
     return ",norm=log8" if side == "v" or bits <= MAX_LOG8_BITS else ""
 
 
@@ -219,7 +217,7 @@ def _direction_presets() -> dict[str, Preset]:
 
 
 def _hqmq_codecs(options: str) -> str:
-    """Return the clauses of an HQMQ preset with separate key means. HQMQ stores norms of quadruples, which cannot have 8 bits."""
+    """Return the clauses of an HQMQ preset with separate key means. HQMQ's norms cannot have 8 bits."""
     return f"k=quaternion:{options},mean=128;v=quaternion:{options}"
 
 

@@ -15,26 +15,26 @@ PREFIX = "raw="
 
 
 def parse_raw_clause(clause: str) -> dict[str, str]:
-    """Return the codec options that ``clause`` sets. For ``raw=0``, the result is empty. Raises InvalidParameter."""
+    """Return the codec options that ``clause`` sets. ``raw=0`` sets none. Raises InvalidParameter."""
     values = clause.removeprefix(PREFIX).split(",")
     if len(values) > len(RawPositions.words):
         raise InvalidParameter(f"{clause!r} has {len(values)} values, expected up to {len(RawPositions.words)}: {_SYNTAX}")
     words = {name: value for name, value in zip(RawPositions.words, values, strict=False) if value != "0"}
     try:
-        raw_positions_of(words)
+        raw_positions_from(words)
     except InvalidOption as error:
         raise InvalidParameter(f"{error} in {clause!r}; write {_SYNTAX}") from None
     return words
 
 
-def raw_positions_of(options: Mapping[str, str]) -> RawPositions | None:
-    """Return the rule for raw tokens that these codec options set, or None if no tokens are kept raw. Raises InvalidParameter."""
+def raw_positions_from(options: Mapping[str, str]) -> RawPositions | None:
+    """Return the selection of raw tokens that these codec options define, or None if no tokens are kept raw. Raises InvalidParameter."""
     return RawPositions.from_options(1, "k", Options("raw", options))
 
 
 def raw_clause_value(options: Mapping[str, str]) -> str:
-    """Return the canonical value of a ``raw=`` clause with these codec options, or an empty string if no tokens are kept raw."""
-    chosen = raw_positions_of(options)
+    """Return the canonical value of a ``raw=`` clause for these codec options. Empty if no tokens are kept raw."""
+    chosen = raw_positions_from(options)
     if chosen is None:
         return ""
     values = [str(chosen.first), f"{chosen.low_norm:.4g}", f"{chosen.high_norm:.8g}", "0" if chosen.dtype == "bf16" else chosen.dtype]

@@ -23,7 +23,7 @@ MAX_FILE_BYTES = 1 << 16
 
 
 def split_path(recipe: str | os.PathLike[str], presets: Container[str]) -> tuple[str, str] | None:
-    """Split ``recipe`` into the path of a recipe file and the clauses after it. Returns None if it is not the path of a recipe file."""
+    """Split ``recipe`` into the path of a recipe file and the clauses after it. Returns None if ``recipe`` does not name a recipe file."""
     if not isinstance(recipe, str):
         return os.fsdecode(recipe), ""
     if recipe.startswith("@"):

@@ -84,7 +84,7 @@ class Recipe:
         kv: Codec of all layers' keys and values.
         layers: Codecs of some layers, keyed by a list of layers such as ``"0,-1"``: one codec for keys and values, or a mapping from "k"
             and "v" to codecs.
-        window: Number of tokens that are encoded together. Until there are that many, the newest tokens stay raw.
+        window: Number of tokens that are encoded together. The newest tokens stay raw until there are this many.
 
     Raises:
         InvalidParameter: The recipe is invalid. The message points at the invalid word and lists the valid ones.
@@ -121,7 +121,7 @@ class Recipe:
                 others = ", ".join(codecs) or "layers or window"
                 raise InvalidParameter(f"pass a recipe either as text or as codecs, but not both: got text {describe(text)} and {others}")
             check_mapping(layers, "layers", '{"0,-1": Raw()}')
-            text = _text_of(codecs, layers or {}, window)
+            text = _to_text(codecs, layers or {}, window)
         elif isinstance(text, Recipe) or (text is not None and _names_file(text)):
             parsed = parse_recipe(text)
             text, basis = parsed._written if parsed._has_own_preset else parsed.canonical, parsed.basis if basis is None else basis
@@ -153,9 +153,9 @@ class Recipe:
 
     @classmethod
     def from_recorded(cls, text: str, basis: Basis | None = None) -> Self:
-        """Parse a recipe text that was recorded in a file, store entry or page. Presets mean what they meant at that time.
+        """Parse a recipe text that was recorded in a file, store entry or page. Presets mean what they meant when it was recorded.
 
-        ``text`` stays as recorded, for comparison with pages. ``canonical`` is the text that would be recorded today. Raises
+        ``text`` stays as recorded, for comparison with pages. ``canonical`` is the text that this version of kvpack would record. Raises
         InvalidParameter if the text is not a recipe, which the file format allows.
         """
         recipe = cls.__new__(cls)
@@ -215,9 +215,8 @@ class Recipe:
 
     @cached_property
     def window(self) -> int:
-        """Number of tokens that are encoded together, or 0 to encode tokens as soon as they fill the codec's token group.
-
-        Until a window is full, its tokens stay raw.
+        """Number of tokens that are encoded together; they stay raw until there are this many. 0 encodes tokens once they fill the codec's
+        token group.
         """
         windows = [clause for clause, _ in self._clauses() if clause.startswith(_WINDOW)]
         if not windows:
@@ -248,8 +247,8 @@ class Recipe:
             dim: Head dim.
             dtype: Dtype of the values, "bf16", "fp16" or "fp32". The codecs raw and lossless store it, unless their clause sets another.
 
-        Raises InvalidParameter, listing suitable presets, if the codec does not support the head dim, and InvalidType if it does not
-        support the dtype.
+        Raises InvalidParameter, with a list of suitable presets, if the codec does not support the head dim. Raises InvalidType if it
+        does not support the dtype.
         """
         layer, layers, dim = as_integer(layer, "layer"), as_integer(layers, "layers"), as_integer(dim, "dim")
         if not isinstance(side, str) or side not in SIDES:
@@ -287,7 +286,9 @@ class Recipe:
             raise InvalidParameter(f"{error}{_presets_for(dim, dtype)}") from None
 
     def _get_basis(self, rule: Rule, layers: int) -> Basis:
-        """Return the basis that ``rule`` requires. Raises MissingBasis, or InvalidParameter if the basis has another number of layers."""
+        """Return the basis that ``rule`` requires. Raises MissingBasis, or InvalidParameter if the basis is for a different number of
+        layers.
+        """
         if self.basis is None:
             wanted = dict(rule.words).get("basis")
             named = f"the basis {wanted}" if wanted else "a basis"
@@ -305,7 +306,7 @@ class Recipe:
         return self.basis
 
     def _text_with_basis_digest(self) -> str:
-        """Insert the basis's SHA-256 into every clause that needs a basis, and return the text.
+        """Return the text with the basis's SHA-256 inserted into every clause that needs a basis.
 
         Raises InvalidParameter if a clause names a different basis.
         """
@@ -326,7 +327,7 @@ class Recipe:
         return ";".join(clauses)
 
     def lossless(self, layers: int, dim: int = CHECKED_DIM) -> tuple[str, ...]:
-        """Return the dtypes ("bf16", "fp16" or "fp32") that the recipe stores exactly in each of ``layers`` layers."""
+        """Return the dtypes ("bf16", "fp16" or "fp32") that the recipe stores exactly in every layer of a model with ``layers`` layers."""
         if not 0 <= as_integer(layers, "layers") <= MAX_LAYERS:
             raise InvalidParameter(f"layers is {describe(layers)}, expected an integer from 0 to {MAX_LAYERS}")
         sides = [(layer, side) for layer in range(layers) for side in SIDES]
@@ -340,7 +341,7 @@ class Recipe:
         return exact is not None and dtype in EXACT_DTYPES[exact]
 
     def check_layers(self, layers: int) -> None:
-        """Raise OutOfBounds if a clause names a layer that a cache of ``layers`` layers does not have.
+        """Raise OutOfBounds if a clause names a layer that a cache with ``layers`` layers does not have.
 
         Raises InvalidParameter if the text is too long for a file's header.
         """
@@ -361,14 +362,14 @@ class Recipe:
                 refuse(self._written, rule.written, rule.written, message)
 
     def _clauses(self) -> Iterator[tuple[str, str]]:
-        """Yield each clause together with its spelling in the text, after expanding presets, additions and aliases."""
+        """Yield each clause, after expanding presets, additions and aliases, and the text from which it was expanded."""
         for text in self._written.split(";"):
             written = text.strip()
             for clause in self._named.get(written, _expand_alias(written)).split(";"):
                 yield clause, written
 
 
-def _text_of(codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice | Mapping[str, CodecChoice]], window: int | None) -> str:
+def _to_text(codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice | Mapping[str, CodecChoice]], window: int | None) -> str:
     """Return the recipe text for codec objects. Raises InvalidType if an object is not from ``kvpack.codecs``."""
     clauses = [("", side, codec) for side, codec in codecs.items()]
     for items, choice in layers.items():
@@ -392,7 +393,7 @@ def _check_length(text: str) -> None:
 
 
 def _presets_for(dim: int, dtype: str) -> str:
-    """Return a list of presets for a head dim and dtype, one per codec, as the end of an error message. It may be empty."""
+    """Return the end of an error message: a list of presets that support ``dim`` and ``dtype``, one per codec. Empty if there are none."""
     result: dict[str, str] = {}
     for name, preset in PUBLISHED.items():
         rules = Recipe(preset.recipe).rules
@@ -405,7 +406,7 @@ def _presets_for(dim: int, dtype: str) -> str:
 
 @lru_cache(maxsize=256)
 def canonical_recorded_text(text: str) -> str:
-    """Return the canonical text of a recipe recorded in a file. If ``text`` is not a recipe, return it unchanged."""
+    """Return the canonical text of a recorded recipe. If ``text`` is not a recipe, return it unchanged."""
     try:
         return Recipe.from_recorded(text).canonical
     except InvalidParameter:
@@ -421,7 +422,7 @@ def preset_name(text: str) -> str:
 
 
 def basis_digest(recipe: Recipe) -> bytes | None:
-    """Return the SHA-256 of the basis that caches with ``recipe`` need, or None if they need no basis.
+    """Return the SHA-256 of the basis that caches with ``recipe`` need, or None if they need none.
 
     Raises InvalidParameter if clauses name different bases, or if a clause that needs a basis does not name one.
     """
@@ -440,9 +441,9 @@ def _names_file(text: str | os.PathLike[str]) -> bool:
 
 
 def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
-    """Parse a recipe's text, a preset's name or a recipe file. A Recipe is returned unchanged.
+    """Parse a recipe: text, the name of a preset, or a recipe file. A Recipe is returned unchanged.
 
-    Raises MissingFile, or InvalidParameter. For a recipe file, the message names the line.
+    Raises MissingFile or InvalidParameter. For a recipe file, the message contains the line.
     """
     if isinstance(recipe, Recipe):
         return recipe
@@ -464,5 +465,5 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
 
 @lru_cache(maxsize=256)
 def _parse_cached(text: str, classes: tuple[type, ...]) -> Recipe:
-    """Parse ``text``, or return the Recipe of an earlier call, so that caches with the same recipe share its codecs."""
+    """Parse ``text``, or return the Recipe that an earlier call returned, so that caches with the same recipe share its codecs."""
     return Recipe(text)

@@ -43,8 +43,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 class Rule:
     """A clause of a recipe, which selects a codec for the keys, the values or both, in some or all layers.
 
-    ``sides`` is "k", "v" or "kv". ``words`` are the codec's options. ``items`` are the layers as (first, last) pairs, or None for all
-    layers. ``written`` is the clause as it appears in the recipe.
+    ``sides`` is "k", "v" or "kv". ``words`` contains the codec's options. ``items`` contains the layers as (first, last) pairs; None means
+    all layers. ``written`` is the clause as it appears in the recipe.
     """
 
     sides: str
@@ -70,8 +70,8 @@ class Rule:
     ) -> Codec:
         """Return the rule's codec for keys ("k") or values ("v") with head dim ``dim`` and dtype ``dtype``.
 
-        ``calibrated`` and ``balanced`` are parameters from a basis, which only some codecs need. Raises InvalidParameter if the codec does
-        not support the head dim, and InvalidType if it cannot store ``dtype`` exactly.
+        ``calibrated`` and ``balanced`` are parameters from a basis, for codecs that need one. Raises InvalidParameter if the codec does not
+        support the head dim, or InvalidType if an exact codec does not support ``dtype``.
         """
         words = dict(self.words)
         if self.codec_id in _DTYPES and "dtype" not in words:
@@ -92,7 +92,7 @@ class Rule:
         return self._codecs[request]
 
     def with_raw_tokens(self, options: Mapping[str, str]) -> Rule:
-        """Add options for raw tokens to the rule. A rule that has such options, or whose codec is lossless, is returned unchanged."""
+        """Return the rule with ``options`` for raw tokens. They do not replace the rule's own, and do not apply to lossless codecs."""
         if self.codec_id in _DTYPES or not dict(self.words).keys().isdisjoint(RawPositions.words):
             return self
         return replace(self, words=(*self.words, *options.items()))
@@ -100,7 +100,7 @@ class Rule:
     @property
     def keeps_raw(self) -> bool:
         """True if the rule's codec keeps some tokens raw."""
-        return raw_clause.raw_positions_of({name: value for name, value in self.words if name in RawPositions.words}) is not None
+        return raw_clause.raw_positions_from({name: value for name, value in self.words if name in RawPositions.words}) is not None
 
     def canonical(self, side: str) -> CodecText:
         words = dict(self.words)

@@ -74,7 +74,7 @@ _OWN, _RUN = "own", "run"
 
 @dataclass(frozen=True)
 class PoorFit:
-    """The tokens of an encoded run whose errors are too large, or that make a shared scale too large.
+    """Tokens of an encoded run that have large errors, or that make a shared scale too large for other tokens.
 
     Args:
         where: Name of the run for messages.
@@ -85,7 +85,7 @@ class PoorFit:
         sequence: Sequence of the worst token.
         token: Index of the worst token in the run.
         head: Head in which the worst token fits worst.
-        rare: True if the tokens are few enough to be stored raw.
+        rare: True if few enough tokens are affected to store them raw.
     """
 
     where: str
@@ -100,7 +100,7 @@ class PoorFit:
 
 
 class Loss(NamedTuple):
-    """How much precision tokens lose for one reason, the ``kind`` of poor fit.
+    """How much precision each token loses for one reason. ``kind`` names the reason.
 
     ``factors``, ``[batch, token]``, increase with the loss. Tokens with a factor above ``ratio`` are stored raw, and tokens with a factor
     above ``warned`` are counted in a warning. ``sizes``, ``[batch, kv_head, token]``, determine which head of a token the warning names.
@@ -150,8 +150,8 @@ def allocate_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
     return TokenSizes(room() if needs_norms else None, room() if summary.direction_spread else None)
 
 
-def losses_of(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
-    """Return the losses of precision in a run: by the tokens themselves, and by other tokens that share a scale with them.
+def measure_losses(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
+    """Return how much precision the tokens of a run lose: from poor fit of the tokens themselves, and from scales shared with other tokens.
 
     If ``of_scales`` is False, scales that heads or tokens share are not examined, but scales of the whole run still are.
     """
@@ -174,12 +174,12 @@ def losses_of(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
 
 
 def excess_losses(run: EncodedRun) -> torch.Tensor | None:
-    """Return how far the losses of tokens that are not raw exceed their limits, or None if no token can lose precision.
+    """Return the losses of tokens relative to their limits, or None if no token can lose precision. Raw tokens have no loss.
 
     The result is float32 ``[2, batch, token]``. The first row is the largest ``Loss.factors / Loss.ratio``, and the second is the largest
     ``Loss.factors / Loss.warned``. Values above 1 exceed a limit.
     """
-    losses = losses_of(run, of_scales=False)
+    losses = measure_losses(run, of_scales=False)
     if not losses:
         return None
     factors = torch.stack([loss.factors for loss in losses])
@@ -192,9 +192,9 @@ def excess_losses(run: EncodedRun) -> torch.Tensor | None:
 def report_poor_fit(losses: Sequence[Loss], where: str, kept: torch.Tensor | None = None, keeps_large: bool = False) -> None:
     """Report the largest loss of tokens that are not raw, if it exceeds its limit.
 
-    ``kept``, bool ``[batch, token]``, is a mask of the raw tokens. ``keeps_large`` is True if it includes tokens of high norm. Within
-    ``collect_poor_fits``, the loss is added to the list. Otherwise, a warning is issued. If many tokens of a page are large in the same
-    head, there is no warning unless they are more than ``MANY_RATIO`` times as large as is typical.
+    ``kept``, bool ``[batch, token]``, is a mask of the raw tokens. ``keeps_large`` is True if tokens of high norm are raw. Within
+    ``collect_poor_fits``, the loss is added to the list; otherwise, a warning is issued. If many tokens of a page are large in the same
+    head, they are reported only if they are more than ``MANY_RATIO`` times as large as is typical.
     """
     result = []
     for name, factors, _, ratio, sizes in losses:
@@ -249,10 +249,11 @@ def warn_of_poor_fits(poor_fits: Sequence[PoorFit], stacklevel: int = 2) -> None
 
 
 def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
-    """Return each token's error as a multiple of the typical error, float32 ``[batch, kv_head, token]``.
+    """Return each token's error as a multiple of the typical error, float32 ``[batch, kv_head, token]``, or None if no error can be too
+    large.
 
-    Returns None if no token's error can be too large. The multiple is computed twice, for the absolute error and for the error relative to
-    the token's norm, and the smaller result is returned. A token is therefore not reported only because its norm is large or small.
+    The multiple is computed twice, for the absolute error and for the error relative to the token's norm, and the smaller result is
+    returned. Therefore, a large or small norm alone does not cause a report.
     """
     codec, x, streams, kept = run.codec, run.x, run.streams, run.kept
     # With only two tokens, neither is an outlier.
@@ -280,7 +281,7 @@ def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
 
 
 def may_lose_precision(codec: Codec, streams: Streams, sizes: TokenSizes, device: torch.device) -> bool:
-    """Return False if no token's error can be too large. ``relative_token_errors`` would then return None."""
+    """Return False if no token's error can be too large, in which case ``relative_token_errors`` would return None."""
     summary = codec.summary
     if sizes.errors is not None:
         errors = sizes.errors.clamp_min(summary.min_error)
@@ -292,7 +293,9 @@ def may_lose_precision(codec: Codec, streams: Streams, sizes: TokenSizes, device
 
 
 def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
-    """Return a mask of tokens whose size or scales may cause a large error, bool ``[batch, kv_head, token]``. None means no tokens."""
+    """Return a mask of tokens whose size or scales may cause a large error, bool ``[batch, kv_head, token]``, or None if there are no such
+    tokens.
+    """
     codec, kept = run.codec, run.kept
     spread = codec.summary.error_spread
     sizes = codec.without_sidecars.error_sizes(run.streams) if spread else run.sizes.norms
@@ -311,7 +314,9 @@ def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
 
 
 def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
-    """Return a mask of tokens whose direction may cause a large error, bool ``[batch, kv_head, token]``. None means no tokens."""
+    """Return a mask of tokens whose direction may cause a large error, bool ``[batch, kv_head, token]``, or None if there are no such
+    tokens.
+    """
     if run.sizes.errors is None:
         return None
     errors = run.sizes.errors.clamp_min(run.codec.summary.min_error)
@@ -325,7 +330,7 @@ def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
 def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
     """Return the factor by which each token enlarges a scale shared within its run, float32 ``[batch, kv_head, token]``.
 
-    Returns None if the scales suit all tokens, or if the codec stores no rows once per run.
+    Returns None if the scales suit all tokens, or if the codec has no scales that a run shares.
     """
     codec, x, kept = run.codec, run.x, run.kept
     tokens = x.shape[2]
@@ -356,20 +361,20 @@ def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
 
 
 def sample_stride(tokens: int) -> int:
-    """Return every how many tokens ``scale_inflation`` takes a sample from a run of ``tokens`` tokens."""
+    """Return the distance in tokens between the samples that ``scale_inflation`` takes from a run of ``tokens`` tokens."""
     return _SAMPLED if tokens >= PAGE_TOKENS else max(1, tokens // _MIN_SAMPLES)
 
 
 def run_fits(sample: torch.Tensor, minimum: torch.Tensor) -> bool:
-    """Return True if every token of ``sample``, ``[batch, kv_head, token, dim]``, is large enough for the scales of its run.
+    """Return True if no token in ``sample``, ``[batch, kv_head, token, dim]``, is too small for the scales of its run.
 
-    ``minimum`` is the minimum size per run that ``Codec.min_token_rms`` returns.
+    ``minimum`` is the minimum RMS per run, as ``Codec.min_token_rms`` returns it.
     """
     return float(dispatch.norms(sample).amin()) >= float(minimum.amax()) * math.sqrt(sample.shape[3])
 
 
 def _measured_ranges(codec: Codec, suspects: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the token ranges of all pages that contain ``suspects``. Errors are measured only there."""
+    """Yield the ranges of tokens to decode for measuring errors: all pages that contain ``suspects``."""
     tokens = suspects.shape[2]
     if codec.summary.entries:
         yield 0, tokens

@@ -35,14 +35,14 @@ def _is_recent(version: str | None) -> bool:
 
 
 def requirement() -> str:
-    """Return a phrase for messages that names the required and the installed version."""
+    """Return a phrase for messages: the required version and the installed one."""
     version = installed_version()
     return f"Triton {MIN_VERSION[0]}.{MIN_VERSION[1]} or newer, but {'none' if version is None else f'Triton {version}'} is installed"
 
 
 @cache
 def warn_unsupported() -> None:
-    """Issue a KvpackWarning, once per process, that PyTorch operations process tensors on CUDA devices."""
+    """Warn, once per process, that tensors on CUDA devices are processed by PyTorch operations."""
     warnings.warn(
         f"PyTorch operations encode, decode and attend tensors on CUDA devices, because kvpack's kernels need {requirement()}. "
         "Install PyTorch 2.10 or newer, which includes a suitable Triton, or set KVPACK_KERNELS=torch to turn this warning off",

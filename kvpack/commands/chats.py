@@ -11,7 +11,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def add_device(parser: argparse.ArgumentParser, dtype: str = "") -> None:
-    """Add the option ``--device``. ``dtype`` is the model's dtype for the help text, if it is not that of the weights."""
+    """Add the option ``--device``. ``dtype`` is the model's dtype to name in the help text, if it is not the dtype of the weights."""
     loaded = f", in {dtype}" if dtype else ""
     parser.add_argument("--device", choices=DEVICES, help=f"device of the model{loaded} (default: cuda if there is one, otherwise cpu)")
 

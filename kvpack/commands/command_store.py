@@ -44,8 +44,8 @@ class CommandStore:
         """The location without passwords, for printing."""
         return shown_location(self.arguments.store)
 
-    def is_silent(self, entries: int) -> bool:
-        """Return True if the store had faults and returned no entries. ``entries`` is the number of entries that it returned."""
+    def has_failed(self, entries: int) -> bool:
+        """Return True if faults kept the store from returning any entry. ``entries`` is the number of returned entries."""
         return not entries and bool(self.faults)
 
     def catalog(self) -> Catalog:
@@ -53,7 +53,7 @@ class CommandStore:
             return read_catalog(self.backend, callback, self.cipher, max_entry_bytes=self.max_entry_bytes)
 
     def basis(self, entry: ChunkEntry) -> Basis | None:
-        """Return the basis that an entry's recipe needs, from the store. If it needs none or the store has none, return None.
+        """Return the basis for an entry's recipe from the store, or None if the recipe needs none or the store does not contain it.
 
         The store is not changed. Raises DigestMismatch, Undecryptable, or the same errors as ``Basis.from_bytes``.
         """

@@ -53,9 +53,9 @@ def add_basis(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_recipe_option(arguments: argparse.Namespace, *, reads_cache: bool = True) -> Recipe:
-    """Return the recipe to write, with its basis if it needs one.
+    """Return the recipe to write, with the basis if the recipe uses one.
 
-    Raises InvalidParameter if the basis is of no use to the recipe or, with ``reads_cache``, to the input file.
+    Raises InvalidParameter if a basis is set but neither the recipe nor, with ``reads_cache``, the input file can use it.
     """
     from kvpack.coding.recipes import Recipe, parse_recipe
 
@@ -96,7 +96,7 @@ def _is_compressed(path: str) -> bool:
 
 
 def _adds_bits(cache: Cache, converted: Cache) -> bool:
-    """Return True if values that had already been rounded were encoded again with more bits."""
+    """Return True if values that had already been rounded were re-encoded with more bits."""
     return any(
         old.runs and old.codec.exact_dtype is None and new.codec.nominal_bits > old.codec.nominal_bits
         for before, after in zip(cache, converted, strict=True)

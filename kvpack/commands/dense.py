@@ -147,7 +147,7 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], _UnpackedInfo, Inputs | No
 
     def check(names: list[str], metadata: dict[str, str]) -> tuple[_UnpackedInfo, int]:
         note = _parse_unpacked_info(path, metadata.get("kvpack.unpacked", '{"start": 0, "model": {}}'))
-        return note, _check_names(path, names, note)
+        return note, _count_layers(path, names, note)
 
     tensors, (note, layers) = tensor_files.read(path, check)
     starts = [note.start] * layers if note.starts is None else note.starts
@@ -172,7 +172,7 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], _UnpackedInfo, Inputs | No
 
 
 def _inputs(path: str, ids: torch.Tensor | None, info: _UnpackedInfo) -> Inputs | None:
-    """Return the inputs of a dense file, or None if it has none. Raises InvalidParameter unless the ids are integers ``[row, token]``."""
+    """Return the inputs that a dense file records, or None. Raises InvalidParameter unless the ids are integers ``[row, token]``."""
     from kvpack.store.keys import token_bytes
 
     if ids is None and info.undetermined is None:
@@ -187,7 +187,7 @@ def _inputs(path: str, ids: torch.Tensor | None, info: _UnpackedInfo) -> Inputs 
         raise InvalidParameter(f"{path}: {error}") from None
 
 
-def _check_names(path: str, names: list[str], info: _UnpackedInfo) -> int:
+def _count_layers(path: str, names: list[str], info: _UnpackedInfo) -> int:
     """Return the number of layers. Raises InvalidParameter if the metadata contradicts the tensors."""
     if "kvpack.header" in names:
         raise InvalidParameter(f"{path} is a kvpack file, not dense K and V: use kvpack convert, or kvpack unpack first")
@@ -211,13 +211,14 @@ def _check_names(path: str, names: list[str], info: _UnpackedInfo) -> int:
     for number, start in enumerate(info.starts or ()):
         if start < info.start or start > MAX_TOKENS or (start != info.start and number not in layers):
             raise InvalidParameter(
-                f"{path}: in its metadata kvpack.unpacked, layer {number} starts at position {start}, but the cache starts at {info.start}"
+                f"{path}: in its metadata kvpack.unpacked, layer {number} starts at position {start}, but the cache starts at "
+                f"{info.start}: no layer may start earlier, and layers without keys and values must start at the same position"
             )
     return count
 
 
 class _UnpackedInfo(NamedTuple):
-    """The parsed metadata of a dense file. ``starts`` contains each layer's first position, or is None if all layers start at ``start``."""
+    """The parsed metadata of a dense file. ``starts`` contains each layer's first position. It is None if all layers start at ``start``."""
 
     model: dict[str, str]
     start: int
@@ -261,7 +262,7 @@ def _offsets(path: str, listed: Any) -> tuple[int, ...] | None:
         return None
     if not isinstance(listed, list) or not all(type(offset) is int and abs(offset) <= MAX_TOKENS for offset in listed) or not listed:
         raise InvalidParameter(
-            f"{path}: its metadata kvpack.unpacked: position_offsets is {listed!r:.80}, expected an integer for each sequence"
+            f"{path}: in its metadata kvpack.unpacked, position_offsets is {listed!r:.80}, expected an integer for each sequence"
         )
     return tuple(listed)
 
@@ -277,7 +278,7 @@ def _parse_undetermined(path: str, listed: Any) -> list[tuple[str, int]] | None:
                 pairs.append((text, position))
             case _:
                 raise InvalidParameter(
-                    f"{path}: its metadata kvpack.unpacked: the list undetermined contains {pair!r:.80}, expected [text, position]"
+                    f"{path}: in its metadata kvpack.unpacked, undetermined contains {pair!r:.80}, expected [text, position]"
                 )
     return pairs
 
@@ -290,6 +291,6 @@ def _parse_hidden(path: str, listed: Any) -> tuple[HiddenRange, ...]:
                 pass
             case _:
                 raise InvalidParameter(
-                    f"{path}: its metadata kvpack.unpacked: the list hidden contains {token_range!r:.80}, expected [row, start, stop]"
+                    f"{path}: in its metadata kvpack.unpacked, hidden contains {token_range!r:.80}, expected [row, start, stop]"
                 )
     return tuple(HiddenRange(*token_range) for token_range in listed)

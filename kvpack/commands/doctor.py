@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Package(NamedTuple):
-    """A package that kvpack uses: its oldest supported version, its purpose, and the extra that installs it (or an empty string)."""
+    """A package that kvpack uses. ``oldest`` is its oldest supported version. ``extra`` is the extra that installs it, or an empty string.
+    """
 
     name: str
     oldest: str

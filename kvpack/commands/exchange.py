@@ -69,7 +69,7 @@ def import_(arguments: argparse.Namespace) -> int:
     if slot and not _HEADS.fullmatch(arguments.kv_heads or ""):
         problem = "missing" if arguments.kv_heads is None else f"{arguments.kv_heads!r:.80}"
         raise InvalidParameter(
-            f"--kv-heads is {problem}, but llama.cpp slots do not record their number of KV heads: pass it, for example --kv-heads 8"
+            f"--kv-heads is {problem}: llama.cpp slots do not record the number of KV heads, so pass it, for example --kv-heads 8"
         )
     if not slot and (arguments.kv_heads or windows or arguments.latents):
         raise InvalidParameter(f"{arguments.input} is not a sequence state of llama.cpp: omit --kv-heads, --window and --latents")

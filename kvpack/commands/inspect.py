@@ -98,7 +98,7 @@ def _print(summary: dict[str, Any]) -> None:
 
 
 def _print_layers(summary: dict[str, Any]) -> None:
-    """Print the table of layers. Consecutive layers share a row if they differ only in their numbers of bytes."""
+    """Print the table of layers. Consecutive layers that differ only in size share a row."""
     # Parameters are below the table, which then fits in 80 characters.
     codecs = [f"{params['id']} ({number})" for number, params in enumerate(summary["codecs"])]
     whole = (summary["start"], summary["stop"])
@@ -133,7 +133,7 @@ def _print_layers(summary: dict[str, Any]) -> None:
 
 
 def _group_layers(layers: list[dict[str, Any]]) -> Iterator[tuple[int, int, str, dict[str, Any], int]]:
-    """Group consecutive layers that differ only in their numbers of bytes. Yields (first, last, "k" or "v", side, bytes) for each group."""
+    """Group consecutive layers that differ only in size. Yields (first, last, "k" or "v", side, bytes) for each group."""
     for _, run in groupby(enumerate(layers), key=lambda numbered: {name: _shape(side) for name, side in numbered[1].items()}):
         numbered = list(run)
         for name, side in numbered[0][1].items():
@@ -153,7 +153,7 @@ def _codec_text(params: dict[str, Any]) -> str:
 
 
 def _recipe_text(text: str) -> str:
-    """Return the name of the preset with the recipe ``text``. If there is none, return ``text`` itself."""
+    """Return the name of the preset whose recipe is ``text``, or ``text`` itself if there is none."""
     from kvpack.coding.recipes import preset_name
 
     return printable(preset_name(text) or text)

@@ -79,7 +79,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one row per recipe. If all presets are listed, print the additions to recipes as well."""
+    """Print one row per recipe. A list of all presets is followed by the additions to recipes."""
     from kvpack.coding.presets import ADDITIONS, PUBLISHED
 
     lists_all = arguments.all or arguments.json
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         from kvpack.coding.basis_sources import load_basis
 
         basis = load_basis(arguments.basis)
-        requested = shape_of(basis, requested)
+        requested = shape_with_basis(basis, requested)
     model = None if arguments.model is None else _model_shape(arguments.model, requested, basis)
     rows: list[dict[str, Any]] = []
     missing: list[MissingBasis] = []
@@ -175,7 +175,9 @@ def _show(
 
 
 def _print_table(title: str, rows: Sequence[dict[str, Any]], without_basis: Sequence[dict[str, Any]], *, notes: bool) -> None:
-    """Print those columns of the table that fit in 80 characters. The last column has notes or, without ``notes``, unsuitable keys."""
+    """Print the columns that fit in 80 characters. With ``notes``, one column has notes on the recipes; otherwise, it lists unsuitable
+    keys.
+    """
     print_table(
         title,
         ["recipe", "note" if notes else "breaks on", "bits in\nthe file", "bytes", "KL"],
@@ -278,8 +280,8 @@ def _format_divergence(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}" if value else "0"
 
 
-def shape_of(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
-    """Return ``requested`` with the numbers of layers and heads and the head dim of the model for which ``basis`` was calibrated.
+def shape_with_basis(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
+    """Return ``requested``, completed with the number of layers, the number of heads and the head dim of the model of ``basis``.
 
     Raises InvalidParameter if ``requested`` contradicts them, or if the layers differ in shape.
     """
@@ -303,7 +305,9 @@ def _row(
     *,
     listed: bool,
 ) -> dict[str, Any]:
-    """Return the row of the recipe ``name``. If it is ``listed`` but the shape is not supported, its bits are None."""
+    """Return the row of the recipe ``name``. If it does not support the shape, its bits are None if it is ``listed``; otherwise, raises the
+    error.
+    """
     from kvpack.coding.presets import PUBLISHED, Preset
     from kvpack.coding.recipes import Recipe, parse_recipe
 
@@ -338,7 +342,7 @@ def _row(
 
 
 class _PublishedMeasurement(NamedTuple):
-    """The published measurement of a recipe: bits per value in files of 1,024 tokens, and the KL divergence."""
+    """The published measurement of a recipe: its bits per value in files of 1,024 tokens, and its KL divergence."""
 
     bits: float
     divergence: float
@@ -376,7 +380,7 @@ def _layer_after(layer: LayerShape | None, tokens: int) -> _SizedLayer | None:
 
 
 def bit_rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
-    """Return the nominal and the actual bits per value of a cache whose layers are equal (see ``recipe_sizes``)."""
+    """Return the nominal and the actual bits per value of a cache in which all layers have the same shape (see ``recipe_sizes``)."""
     return recipe_sizes(recipe, _equal_layers(layers, heads, tokens, dim))[:2]
 
 

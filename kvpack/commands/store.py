@@ -105,7 +105,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
     store = CommandStore(arguments)
     catalog = store.catalog()
     pinned = store.backend.pinned_keys()
-    if store.is_silent(catalog.count):
+    if store.has_failed(catalog.count):
         return store.exit_code()
     rows = [_prefix_row(prefix, prefix.key in pinned) for prefix in catalog.prefixes()]
     if arguments.json:
@@ -138,7 +138,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 
 def _recipe(row: dict[str, Any]) -> str:
-    """Return the recipe of a row. If it is a preset, return the preset's name."""
+    """Return the name of the preset in a row, or its recipe if it is not a preset."""
     from kvpack.coding.recipes import preset_name
 
     return printable(preset_name(row["recipe"]) or row["recipe"])
@@ -148,7 +148,7 @@ def _entry_count_text(count: int) -> str:
     return format_count(count, "entry", "entries")
 
 
-def _are(count: int) -> str:
+def _subset_text(count: int) -> str:
     return f"{count:,} of them {'is' if count == 1 else 'are'}"
 
 
@@ -220,7 +220,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
         summary = summarize(store.backend, callback, store.cipher, max_entry_bytes=store.max_entry_bytes)
     entries, size = store.backend.size()
     pinned, unreadable, closed = len(store.backend.pinned_keys()), summary.unreadable, summary.undecryptable
-    if store.is_silent(summary.count):
+    if store.has_failed(summary.count):
         return store.exit_code()
     identities: list[dict[str, Any]] = [{"model": model, "recipe": recipe, **counts} for model, recipe, counts in summary.identities()]
     kinds = {kind: count["entries"] for kind, count in summary.kinds.items()}
@@ -234,11 +234,11 @@ def run_stat(arguments: argparse.Namespace) -> int:
         "key)"
     )
     if kinds["pages"]:
-        print(f"{_are(kinds['pages'])} pages of engines")
+        print(f"{_subset_text(kinds['pages'])} pages of engines")
     if kinds["states"]:
-        print(f"{_are(kinds['states'])} states after chunks, {bytes_text(summary.kinds['states']['bytes'])} bytes")
+        print(f"{_subset_text(kinds['states'])} states after chunks, {bytes_text(summary.kinds['states']['bytes'])} bytes")
     if kinds["bases"]:
-        print(f"{_are(kinds['bases'])} bases, {bytes_text(summary.kinds['bases']['bytes'])} bytes")
+        print(f"{_subset_text(kinds['bases'])} bases, {bytes_text(summary.kinds['bases']['bytes'])} bytes")
     if identities:
         print_table(
             "by model and recipe",
@@ -291,7 +291,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
     store = CommandStore(arguments)
     catalog = store.catalog()
     matching = EntryFilter(arguments.model, recipe, arguments.tenant or None, before).keys(catalog)
-    if store.is_silent(catalog.count):
+    if store.has_failed(catalog.count):
         return store.exit_code()
     pinned = len(matching & store.backend.pinned_keys())
     removed = 0 if arguments.dry_run else remove(store.backend, store.counters, matching, pinned=False)
@@ -360,7 +360,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
             refused.append({"key": stored.key.hex(), "bytes": stored.size, "message": str(why), "deleted": removed})
             codes.append(why.exit_code)
             print(f"kvpack: {printable(str(why))}", file=sys.stderr)
-    if store.is_silent(count):
+    if store.has_failed(count):
         return store.exit_code(*codes)
     text = f"{store.name}: {_entry_count_text(count)} checked, {len(refused):,} refused, {len(unopened):,} not readable with the given keys"
     print_report({"entries": count, "refused": refused, "undecryptable": unopened}, text, arguments)
@@ -380,7 +380,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
         store.backend.forget_budgets()
     store.backend.collect()
     entries, size = store.backend.size()
-    if store.is_silent(entries):
+    if store.has_failed(entries):
         return store.exit_code()
     counts: dict[str, Any] = store.counters.as_dict()
     if arguments.json:
@@ -393,7 +393,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
         bases = f" and {counts['reclaimed_entries']:,} unused bases" if counts["reclaimed_entries"] else ""
         print(f"{store.name}: removed {evicted}{bases}; {_entry_count_text(entries)} ({size:,} bytes) left")
         if pinned := len(store.backend.pinned_keys()):
-            print(f"{_are(pinned)} pinned: kvpack store stat lists the owners, and kvpack store unpin removes a pin")
+            print(f"{_subset_text(pinned)} pinned: kvpack store stat lists the owners, and kvpack store unpin removes a pin")
     return store.exit_code()
 
 
@@ -405,7 +405,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     check_output(arguments, arguments.output, arguments.store, arguments.key_file)
     store = CommandStore(arguments)
     catalog = store.catalog()
-    if store.is_silent(catalog.count):
+    if store.has_failed(catalog.count):
         return store.exit_code()
     prefix, states = catalog.truncate_to_states(catalog.find(arguments.key))
     basis = store.basis(prefix.entries[-1])
@@ -416,7 +416,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Store the prefix in a file. Returns 3 if the store reports faults."""
+    """Add the prefix in a file to the store. Returns 3 if the store reports faults."""
     from kvpack import Store
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.backend import MAX_ENTRY_BYTES

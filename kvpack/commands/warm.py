@@ -8,7 +8,7 @@ from typing import Any
 from kvpack.errors import InvalidParameter
 from kvpack.output import add_json, format_count, print_report, print_table, printable, progress
 
-from .recipes import shape_of
+from .recipes import shape_with_basis
 
 OPTIONS = {
     "layers": (1, "layers, for recipes that name some"),
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         from kvpack.coding.basis_sources import load_basis
 
         basis = load_basis(arguments.basis)
-        requested = shape_of(basis, requested)
+        requested = shape_with_basis(basis, requested)
     shape = compile_ahead.Shape(*({name: default for name, (default, _) in OPTIONS.items()} | requested).values())
     with progress("warm", arguments) as callback:
         report = compile_ahead.run(arguments.recipes, shape, basis, arguments.capability, arguments.processes, callback)

@@ -13,7 +13,7 @@ _GRID = 1 << 18
 
 
 def student_t_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the confidence interval of the mean of independent values (Student's t distribution). For a single value, return None."""
+    """Return the confidence interval (Student's t) of the mean of independent values, or None for a single value."""
     if len(values) < 2:
         return None
     mean, half = float(numpy.mean(values)), t_quantile(len(values) - 1) * float(numpy.std(values, ddof=1)) / math.sqrt(len(values))
@@ -21,7 +21,7 @@ def student_t_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool:
-    """Return True if the mean of ``values`` is significantly lower than the mean of ``others``, which are paired with them.
+    """Return True if the mean of ``values`` is significantly lower than the mean of ``others``. Both lists are in the same order.
 
     A single pair is compared directly.
     """

@@ -22,7 +22,7 @@ MAX_TEXT_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Text:
-    """A text as token ids. ``start`` are the ids with which each sequence begins, and ``ids`` are the ids of the text itself.
+    """A text as token ids. ``start`` contains the ids that begin each sequence, and ``ids`` contains the ids of the text itself.
 
     If ``is_byte_level`` is True, there is no tokenizer: ids are byte values, and sequences begin with id 256. ``encode`` converts other
     text to ids.
@@ -52,7 +52,7 @@ def read_text(path: str | None, folder: Path, vocabulary_size: int) -> Text:
 
 
 def bundled_bytes(name: str) -> bytes:
-    """Return the bytes of a text in kvpack/bench/texts. Texts are stored compressed, because the size of the wheel is limited."""
+    """Return the bytes of a text in kvpack/bench/texts. The texts are compressed to keep the wheel small."""
     return bz2.decompress((files("kvpack.bench") / "texts" / f"{name}.txt.bz2").read_bytes())
 
 
@@ -120,18 +120,19 @@ def check_size(name: str, value: int, low: int, high: int, reason: str) -> None:
 
 
 def window_ids(tokens: int, text: Text) -> int:
-    """Return how many ids of the text a window of ``tokens`` tokens needs. This includes the id after the window."""
+    """Return how many ids of the text a window of ``tokens`` tokens needs, including the id that follows the window."""
     return tokens + 1 - len(text.start)
 
 
 def window_starts(ids: int, size: int, count: int, seed: int) -> list[int]:
-    """Return the start of ``count`` windows of ``size`` ids each, at a random position in each of ``count`` equal parts of the text."""
+    """Return the starts of ``count`` windows of ``size`` ids. Each is at a random position in one of ``count`` equal parts of ``ids`` ids.
+    """
     generator = torch.Generator().manual_seed(seed)
     part = ids // count
     return [number * part + int(torch.randint(part - size + 1, (), generator=generator)) for number in range(count)]
 
 
 def window(text: Text, start: int, size: int) -> torch.Tensor:
-    """Return the token ids of a window, ``[1, token]``: the ids that begin each sequence, then ``size`` ids of the text from ``start`` on.
+    """Return the ids of a window, ``[1, token]``: the ids that begin each sequence, then ``size`` ids of the text from position ``start``.
     """
     return torch.tensor([[*text.start, *text.ids[start : start + size]]])

@@ -47,7 +47,7 @@ _OTHER_WEIGHTS = ("s_aux", "position_bias")
 
 @dataclass(frozen=True)
 class RecordedAttention:
-    """A layer's newest queries ``[1, q_head, token, dim]``, their exact attention outputs, and the options of the attention call."""
+    """A layer's newest queries ``[1, q_head, token, dim]``, the exact attention outputs, and the options of the attention call."""
 
     query: torch.Tensor
     output: torch.Tensor
@@ -56,7 +56,7 @@ class RecordedAttention:
 
 @dataclass
 class _Recorder:
-    """kvpack's attention function. It also records each layer's newest queries and outputs in the latest forward pass."""
+    """kvpack's attention function, which also records each layer's newest queries and outputs in the latest forward pass."""
 
     layers: dict[int, RecordedAttention] = field(default_factory=dict)
     has_other_weights: bool = False
@@ -74,7 +74,7 @@ class _Recorder:
 
 @dataclass
 class _Observer:
-    """kvpack's attention function. It first calls ``observe`` with the layer's number and its queries."""
+    """kvpack's attention function, which first calls ``observe`` with the layer's number and its queries."""
 
     observe: Callable[[int, torch.Tensor], object] | None = None
 
@@ -99,7 +99,7 @@ AttentionMaskInterface.register(_RECORDED, mask)
 class UncompressedResult:
     """The uncompressed model's predictions in a window, in float32 on the model's device.
 
-    ``tokens`` is ``[1, prefix tokens + scored tokens + 1]``. ``pairs`` contains (k, v) of all but the last of them for each layer, in the
+    ``tokens`` is ``[1, prefix tokens + scored tokens + 1]``. ``pairs`` contains each layer's (k, v) for all tokens except the last, in the
     model's dtype. ``log_probabilities`` is ``[scored token, vocabulary]``. ``loss`` is the mean negative log-probability of the tokens.
     """
 
@@ -276,7 +276,7 @@ def pack_as_bf16(pairs: Pairs, recipe: str | Recipe) -> Cache:
 
 
 class Bf16Cache(KvpackCache):
-    """A packed cache that rounds new keys and values to bf16, as a bf16 model does, even if a CPU computes in float32."""
+    """A packed cache that rounds new keys and values to bf16, as a bf16 model does, even if the model computes in float32."""
 
     _offsets: Any
 
@@ -312,8 +312,7 @@ def uncompressed_cache(model: Any, pairs: Pairs | None = None) -> Any:
 
 
 def key_offsets(model: Any) -> dict[int, torch.Tensor] | None:
-    """Return the offsets that ``twins.offset_keys`` adds to each layer's keys, ``[kv_head, 1, dim]``. For an unmodified model, return None.
-    """
+    """Return the offsets that ``twins.offset_keys`` adds to each layer's keys, ``[kv_head, 1, dim]``, or None for an unmodified model."""
     return getattr(model, "kvpack_key_offsets", None)
 
 
@@ -342,8 +341,8 @@ def measure(
 ) -> RecipeResult:
     """Pack and save a window's prefix, load it from ``path``, and evaluate the scored tokens over it, ``step`` at a time.
 
-    ``bytes`` is the size of a file of the whole window, including the appended tokens. With ``errors=False``, errors of single layers are
-    not measured.
+    ``bytes`` is the size of a file of the whole window, including the appended tokens. With ``errors=False``, the errors of
+    individual layers are not measured.
     """
     started = time.perf_counter()
     packed = pack_as_bf16(exact.first, recipe)

@@ -32,7 +32,7 @@ IDENTITY_ADVICE = "build the kvpack.Identity yourself, and include in it everyth
 
 
 def weights_kind(weights: str) -> str:
-    """Return the kind of digest in ``Identity.weights``: ``ALL``, ``SAMPLE`` or ``FILES``. For a revision or no text, it is empty."""
+    """Return the kind of digest in ``Identity.weights``: ``ALL``, ``SAMPLE`` or ``FILES``. Empty if ``weights`` is a revision or empty."""
     kind = weights.partition(":")[0]
     return kind if kind in (ALL, SAMPLE, FILES) else ""
 
@@ -94,7 +94,7 @@ def to_json_value(where: str, value: Any, max_values: int | None = None) -> Any:
         return f"{value.__module__}.{value.__qualname__}"
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return to_json_value(where, value.item(), max_values)
-    raise InvalidParameter(f"{where} is a {class_name(type(value))}, which kvpack cannot convert to text for the digest: {IDENTITY_ADVICE}")
+    raise InvalidParameter(f"{where} is a {class_name(type(value))}, which kvpack cannot include in a digest: {IDENTITY_ADVICE}")
 
 
 def is_constant(value: Any) -> bool:
@@ -128,7 +128,7 @@ def _is_structure(value: Any) -> bool:
 
 
 def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = None) -> str:
-    """Return a tensor's dtype and shape, and the XXH3-128 of its bytes. For a quantized tensor, all of its parts are described.
+    """Return a tensor's dtype and shape, and the XXH3-128 of its bytes. For a quantized tensor, the digest covers all of its parts.
 
     With ``max_values``, only that many evenly spaced values are digested. Raises InvalidParameter, with ``where`` in the message, if values
     are not in memory or cannot be read as bytes.
@@ -163,7 +163,7 @@ def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = Non
 
 
 def tensor_text(tensor: torch.Tensor) -> str:
-    """Return a dense tensor's dtype and shape as they appear in its ``tensor_digest``."""
+    """Return a dense tensor's dtype and shape in the form that ``tensor_digest`` uses."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
@@ -199,7 +199,7 @@ _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def _batch_digests(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, max_values: int) -> dict[int, str]:
-    """Return the ``tensor_digest`` of each tensor by number. ``tensors`` are (number, tensor) pairs.
+    """Return the ``tensor_digest`` of each tensor, by number. ``tensors`` contains (number, tensor) pairs.
 
     The tensors must be on the same device and have the same item size. Values are read as integers of ``dtype``.
     """
@@ -220,7 +220,7 @@ def _batch_digests(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dty
 
 
 def _spaced_values(values: torch.Tensor, max_values: int | None) -> torch.Tensor:
-    """Return ``max_values`` evenly spaced values. If there are fewer, return all values."""
+    """Return ``max_values`` evenly spaced values, or all values if there are fewer."""
     import torch
 
     if max_values is None or values.numel() <= max_values:

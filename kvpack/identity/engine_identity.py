@@ -43,7 +43,7 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Return a digest of the names and all bytes of a folder's safetensors files. If there are none, it is empty.
+    """Return a digest of the names and bytes of all safetensors files in a folder. Empty if there are none.
 
     Digests are cached in the folder ``kvpack-checkpoints`` in XDG_CACHE_HOME. A file is read again if its path, inode, size or times have
     changed. Raises OSError, or InvalidParameter if a file changes while it is read.
@@ -67,7 +67,10 @@ def _file_digest(path: str) -> str:
 
 
 def digest_file_bytes(path: str, size: int) -> str:
-    """Return the digest of a file of ``size`` bytes: the SHA-256 of the XXH3-128 of each piece of ``PIECE_BYTES`` bytes. Raises OSError."""
+    """Return the digest of a file of ``size`` bytes: the SHA-256 of the XXH3-128 digests of its pieces, which have ``PIECE_BYTES`` bytes.
+
+    Raises OSError.
+    """
     total = hashlib.sha256(size.to_bytes(8, "little"))
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -120,7 +123,7 @@ class _CachedDigest:
         return digest if isinstance(digest, str) and _HEX.fullmatch(digest) else None
 
     def write(self, status: Mapping[str, int], digest: str) -> None:
-        """Cache the digest. Does nothing if the cache is not writable, or if the file has changed too recently."""
+        """Cache the digest. Does nothing if the cache is not writable, or if the file changed only moments ago."""
         newest = max(status["modified_ns"], status["changed_ns"]) / 1e9
         if self._place is None or not 0 <= newest < time.time() - SETTLED_SECONDS:
             return
@@ -135,7 +138,7 @@ class _CachedDigest:
 
 @contextlib.contextmanager
 def _open_record(path: str) -> Iterator[_CachedDigest]:
-    """Yield a file's cached digest while holding a lock, so that only one process reads the file and others wait for its digest."""
+    """Yield a file's cached digest while holding a lock, so that other processes wait for the digest instead of reading the file too."""
     folder = _digest_folder()
     if folder is None:
         yield _CachedDigest(path, None)
@@ -153,7 +156,7 @@ def _open_record(path: str) -> Iterator[_CachedDigest]:
 
 
 def _digest_folder() -> str | None:
-    """Return this user's cache folder for digests, which is created if necessary. If other users could write to it, return None."""
+    """Return this user's cache folder for digests, after creating it if necessary. Returns None if other users can write to it."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.join(base, "kvpack-checkpoints")
     try:
@@ -164,7 +167,7 @@ def _digest_folder() -> str | None:
 
 
 def _is_written_by_user(status: os.stat_result, is_kind: Any) -> bool:
-    """Return True if a file or folder has the kind ``is_kind`` and only this user can have written it."""
+    """Return True if a file or folder is of the kind that ``is_kind`` tests, and only this user can have written it."""
     return is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 

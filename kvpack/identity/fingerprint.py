@@ -49,9 +49,8 @@ _ALIGNMENT = 8
 class Weights:
     """The digest of a model's state, which is computed in the background. ``state`` contains (name, value) pairs.
 
-    Values must not change before ``wait_until_read`` returns. It waits until tensors in host memory have been read, and makes later work on
-    a CUDA device wait until the device's tensors have been read. The constructor and ``text`` raise InvalidParameter if values of a tensor
-    are not in memory or cannot be read.
+    Values must not change before ``wait_until_read`` returns. The constructor and ``text`` raise InvalidParameter if a tensor's values are
+    not in memory or cannot be read.
     """
 
     def __init__(self, state: Sequence[tuple[str, Any]]) -> None:
@@ -75,7 +74,7 @@ class Weights:
         self._devices = [_DeviceDigests(device, state, values) for device, values in devices.items()]
 
     def wait_until_read(self) -> None:
-        """Wait until the weights may change without affecting the digest."""
+        """Wait until tensors in host memory have been read, and make later work on CUDA devices wait until their tensors have been read."""
         for device in self._devices:
             device.wait_until_read()
         self._host.wait()
@@ -216,7 +215,7 @@ def weights_of(model_parts: Iterable[ModelPart]) -> Weights:
 
 
 def weights_sample(model_parts: Iterable[ModelPart]) -> str:
-    """Return ``SAMPLE`` and a digest of ``SAMPLED_VALUES`` evenly spaced values of each tensor that ``weights_of`` digests.
+    """Return the digest of ``SAMPLED_VALUES`` evenly spaced values of each tensor in the model's weights, with the prefix ``SAMPLE``.
 
     Files of earlier versions contain this digest. Raises InvalidParameter.
     """
@@ -239,7 +238,7 @@ def config_digest(config: Any, model_parts: Iterable[ModelPart]) -> str:
 
 
 def dtype_text(model: Any) -> str:
-    """Return the dtype of a transformers model. If autocast is enabled, add its dtype."""
+    """Return the dtype of a transformers model, followed by the dtype of autocast if it is enabled."""
     import torch
 
     # Offloaded weights do not show where the model computes.
@@ -270,7 +269,7 @@ def _model_modules(model_parts: Iterable[ModelPart]) -> Sequence[ModelPart]:
 
 
 def _states(model_parts: Iterable[ModelPart]) -> list[tuple[str, Any]]:
-    """Return the model's state as sorted (name, value) pairs, including the extra attributes of quantized modules."""
+    """Return the model's state as sorted (name, value) pairs, including extra attributes of quantized modules."""
     defaults: dict[type, bool] = {}
     named: list[tuple[str, Any]] = []
     for part in _model_modules(model_parts):
@@ -302,7 +301,7 @@ def _default_state(part: ModelPart) -> Iterator[tuple[str, Any]]:
 
 
 def _fetch_offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor ``x`` with its values, which accelerate may have offloaded to another device or to disk."""
+    """Return the tensor ``x`` with its values. accelerate may have moved them to another device or to disk."""
     hook = vars(module).get("_hf_hook")
     for inner in getattr(hook, "hooks", (hook,)):
         values = getattr(inner, "weights_map", None)
@@ -313,7 +312,7 @@ def _fetch_offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> tor
 
 
 def _own_state(part: ModelPart) -> dict[str, Any]:
-    """Return the state dict of a module that defines its own state. Entries of its children are omitted."""
+    """Return the state dict of a module that defines its own state, without the entries of its children."""
     import torch
 
     module, prefix = part.module, f"{part.name}."
@@ -362,10 +361,7 @@ def _describe_module(part: ModelPart) -> list[Any]:
 
 
 def _short_sequence_frequencies(module: torch.nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:
-    """If the last forward pass may have changed ``buffer``, return the rotary embedding's frequencies for short sequences.
-
-    Otherwise, return ``buffer``.
-    """
+    """Return ``buffer``, or a rotary embedding's frequencies for short sequences if a forward pass may have changed ``buffer``."""
     before, found, _ = name.rpartition(_FREQUENCIES)
     first = module._buffers.get(f"{before}original_{_FREQUENCIES}") if found else None
     kind = getattr(module, "rope_type", None)
@@ -381,7 +377,7 @@ def _short_sequence_frequencies(module: torch.nn.Module, name: str, buffer: torc
 
 
 def _attributes(where: str, values: Mapping[str, Any]) -> list[Any]:
-    """Return those attributes of a module that are settings, as (name, value) pairs."""
+    """Return the attributes of a module that are settings, as (name, value) pairs."""
     attributes = []
     for name in _setting_names(tuple(values)):
         value = None if name == _POSITION_ATTRIBUTE else values[name]
@@ -394,9 +390,9 @@ def _attributes(where: str, values: Mapping[str, Any]) -> list[Any]:
 
 
 def _constants(where: str, module: torch.nn.Module) -> list[Any]:
-    """Return the tensors, arrays and structures in a module's plain attributes with their names. For a custom module, add private floats.
+    """Return the tensors, arrays and structures among a module's plain attributes, by name. Custom modules' private floats are included.
 
-    The result is empty for modules that define their own state, because theirs are among the weights.
+    The result is empty for a module that defines its own state, because its constants are among the weights.
     """
     if not _has_default_state(type(module)):
         return []
@@ -414,7 +410,7 @@ def _constants(where: str, module: torch.nn.Module) -> list[Any]:
 
 @lru_cache(maxsize=4096)
 def _constant_names(names: tuple[str, ...], private: bool) -> tuple[str, ...]:
-    """Return the sorted names of attributes that may be constants. With ``private``, private names are included."""
+    """Return the sorted names of attributes that may be constants. Private names are included if ``private`` is True."""
     import torch
 
     usual = vars(torch.nn.Module()).keys()
@@ -445,7 +441,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _parameter_kind(where: str, tensor: torch.Tensor) -> list[Any]:
-    """Return a parameter's class, dtype, shape and attributes. They show how it is quantized."""
+    """Return a parameter's class, dtype, shape and attributes, which describe how it is quantized."""
     attributes = _attributes(where, getattr(tensor, "__dict__", {}))
     kinds = [class_name(type(tensor)), str(tensor.dtype), list(tensor.shape), attributes]
     if hasattr(tensor, "__tensor_flatten__"):

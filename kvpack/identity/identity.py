@@ -37,8 +37,8 @@ _IGNORED_ATTRIBUTES = {"_adapters", "_caches", "_tied_adapter", "kwargs", "quant
 _CUSTOM_ADAPTERS = re.compile(r"lora|adapter", re.IGNORECASE)
 
 
-def adapters_text(layers: Sequence[ModelPart], given_names: str | None) -> str:
-    """Return the identity field ``adapter``: the names of the adapters in effect (or ``given_names``), and their digest.
+def adapters_text(layers: Sequence[ModelPart], names_override: str | None) -> str:
+    """Return the identity field ``adapter``: the names of the adapters in effect (or ``names_override``), and their digest.
 
     Without adapters, the field is empty. Adapters that are loaded but not in effect are ignored. Raises InvalidParameter, with the module's
     name, if kvpack cannot describe an adapter.
@@ -56,14 +56,14 @@ def adapters_text(layers: Sequence[ModelPart], given_names: str | None) -> str:
         elif home_made := _custom_state(part):
             states.append([part.name, home_made])
     if states:
-        label = ",".join(sorted(names)) if given_names is None else given_names
+        label = ",".join(sorted(names)) if names_override is None else names_override
         return f"{label} {json_digest(states)}".strip()
-    label = given_names or ""
+    label = names_override or ""
     return f"{label} disabled".strip() if any(part.adapter for part in layers) else label
 
 
 def _active_adapters(layer: Any) -> list[str]:
-    """Return the names of the adapters that a PEFT layer applies. These are merged ones and, unless the layer is disabled, active ones."""
+    """Return the names of the adapters that a PEFT layer applies: merged adapters and, unless the layer is disabled, active ones."""
     active = layer.active_adapters
     merged = list(getattr(layer, "merged_adapters", ()))
     known = _known_attributes(layer)
@@ -157,13 +157,13 @@ def _custom_state(part: ModelPart) -> list[Any]:
     if not part.module._parameters:
         return []
     kind = type(part.module).__name__
-    parameters = [(name, tensor) for name, tensor in part.module._parameters.items() if tensor is not None and _is_adapters(name, kind)]
+    parameters = [(name, tensor) for name, tensor in part.module._parameters.items() if tensor is not None and _is_of_adapter(name, kind)]
     return [[name, tensor_digest(f"{part.name}.{name}", tensor)] for name, tensor in sorted(parameters)]
 
 
 @lru_cache(maxsize=4096)
-def _is_adapters(parameter: str, kind: str) -> bool:
-    """Return True if a parameter outside PEFT belongs to an adapter, because of its name, such as lora_A, or its module's class."""
+def _is_of_adapter(parameter: str, kind: str) -> bool:
+    """Return True if a parameter outside PEFT belongs to an adapter, according to its own name, such as lora_A, or its module's class."""
     return bool(_CUSTOM_ADAPTERS.search(parameter) or _CUSTOM_ADAPTERS.search(kind))
 
 
@@ -190,8 +190,7 @@ class Identity:
         tenant: Owner of the entries, as any text. All users without a tenant share the empty one.
         config: Digest of the configuration, the modules with their settings and quantization, and the buffers.
         extra: Anything else that affects the values, such as a forward hook (spec/notes.md lists what kvpack detects).
-        digests: Digests of all weights and of a sample of them, by which caches of other weights are recognized even if they have another
-            kind of digest. Not in keys.
+        digests: Digests of all weights and of a sample of them, for comparison with caches that record either kind. Not in keys.
         windows: Sliding window of each layer in tokens, or None for full attention. Stores load only tokens within the windows. Not in
             keys.
         keeps_states: True if layers have recurrent or convolution states, which a stored prefix must then include.
@@ -279,7 +278,7 @@ class Identity:
         """Return the identity of a transformers model as it is now.
 
         Adapters, configuration, modules and buffers are always digested, so create a new identity after any of them changes. All weights in
-        memory are read once, even if ``weights`` is given, so that caches can be compared with them.
+        memory are read once, even if ``weights`` is set, so that caches can be compared with them.
 
         Args:
             model: A transformers model, which may have PEFT adapters in it or around it.
@@ -294,11 +293,11 @@ class Identity:
             InvalidParameter: An adapter has effects that kvpack cannot determine, values are not in memory (on the meta device) or cannot
                 be read, or the model drops values at random.
         """
-        from .modules import base_model, layers_of, model_parts_of
+        from .modules import base_model, model_parts_of, windows_and_states
 
         model_parts = model_parts_of(model)
         identity = cls.of_parts(model_parts, recipe, name=name, weights=weights, adapter=adapter, tenant=tenant, extra=extra)
-        windows, keeps_states = layers_of(base_model(model_parts).config)
+        windows, keeps_states = windows_and_states(base_model(model_parts).config)
         return dataclasses.replace(identity, windows=windows, keeps_states=keeps_states)
 
     @classmethod
@@ -314,9 +313,9 @@ class Identity:
         extra: str = "",
         digests: tuple[str, ...] | None = None,
     ) -> Self:
-        """Return the identity of a model as ``of`` does, from the ``modules.model_parts_of`` of the model.
+        """Return the identity of a model as ``of`` does. ``model_parts`` are the model's modules, which the caller has listed already.
 
-        This way, modules are listed only once. If both ``digests`` and ``weights`` are set, no weights are read.
+        If both ``digests`` and ``weights`` are set, no weights are read.
         """
         from .fingerprint import check_deterministic, config_digest, dtype_text, model_name, weights_of, weights_sample
         from .modules import base_model
@@ -396,7 +395,7 @@ class Identity:
         return {_HEADER_NAMES.get(name, name): value for name in fields if (value := getattr(self, name))}
 
     def weights_of_kind(self, kind: str) -> str:
-        """Return the weights' digest of this kind (see ``canonical_text.weights_kind``). If it is unknown, the result is empty."""
+        """Return the weights digest of this kind (see ``canonical_text.weights_kind``). Empty if it is unknown."""
         return next((text for text in (self.weights, *self.digests) if weights_kind(text) == kind), "")
 
     @classmethod
@@ -423,7 +422,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Identity) if field.co
 
 
 def length_prefixed(data: bytes) -> bytes:
-    """Return ``data`` after its length in 8 bytes. This way, different lists of fields never have the same bytes."""
+    """Return the length of ``data`` in 8 bytes, followed by ``data``. Different lists of such fields never have the same bytes."""
     return len(data).to_bytes(8, "little") + data
 
 

@@ -27,7 +27,7 @@ _UNSUPPORTED_ADAPTERS = {"XLoraModel", "PolyModel", "PolyLayer", "ShadowModel", 
 """PEFT classes whose output depends on a call's arguments or on later tokens. kvpack rejects them."""
 _TORCH_WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
 """PyTorch wrapper classes, which do not affect values, and the attribute of each that contains the wrapped module."""
-_WRAPPER = "of torch"
+_TORCH_WRAPPER = "of torch"
 _BASE_ATTRIBUTES = ("base_layer", "original_module")
 """Attributes of PEFT layers that contain the replaced module."""
 _OTHER_LIBRARIES = {"adapters": "AdapterConfig"}
@@ -35,7 +35,7 @@ _OTHER_LIBRARIES = {"adapters": "AdapterConfig"}
 
 
 class ModelPart(NamedTuple):
-    """A module with the name that it has in the model without adapters.
+    """A module, with its name in the model without adapters.
 
     ``adapter`` is "layer" for a PEFT layer, "around" for a wrapper of the whole model, and otherwise empty.
     """
@@ -48,7 +48,8 @@ class ModelPart(NamedTuple):
 def model_parts_of(model: torch.nn.Module) -> list[ModelPart]:
     """Return every module of ``model`` once, parents first. Among an adapter's children, only the module that it replaces is listed.
 
-    PyTorch's wrappers are omitted, also from names. Raises InvalidParameter if kvpack cannot determine the effect of an adapter.
+    PyTorch's wrappers are not listed, and names do not contain them. Raises InvalidParameter if kvpack cannot determine an adapter's
+    effect.
     """
     check_model(model)
     result: list[ModelPart] = []
@@ -61,9 +62,9 @@ def model_parts_of(model: torch.nn.Module) -> list[ModelPart]:
         kind = type(module)
         if kind not in known:
             wraps = kind.__module__.startswith("torch.") and kind.__name__ in _TORCH_WRAPPERS
-            known[kind] = _WRAPPER if wraps else _adapter_kind(name, kind)
+            known[kind] = _TORCH_WRAPPER if wraps else _adapter_kind(name, kind)
         adapter = known[kind]
-        if adapter == _WRAPPER:
+        if adapter == _TORCH_WRAPPER:
             waiting.append((name, getattr(module, _TORCH_WRAPPERS[kind.__name__])))
             continue
         result.append(ModelPart(name, module, adapter))
@@ -81,7 +82,7 @@ def model_parts_of(model: torch.nn.Module) -> list[ModelPart]:
 
 
 def check_model(model: Any) -> None:
-    """Raise InvalidType unless ``model`` is a model. If it is a path or a name, the message suggests the right call."""
+    """Raise InvalidType unless ``model`` is a model. If it is a path or a name, the message suggests loading the model."""
     import torch
 
     if isinstance(model, torch.nn.Module):
@@ -102,7 +103,7 @@ def base_model(model_parts: Iterable[ModelPart]) -> Any:
 
 
 def child_modules(layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the child modules of an adapter layer by name. The module that the layer replaces is omitted."""
+    """Yield the child modules of an adapter layer by name, except the module that the layer replaces."""
     for name, child in layer._modules.items():
         if child is not None and name not in (*_BASE_ATTRIBUTES, "token_adapter"):
             yield name, child
@@ -155,11 +156,11 @@ def cache_layers(config: Any) -> list[Any]:
     return layers
 
 
-def layers_of(config: Any) -> tuple[tuple[int | None, ...], bool]:
+def windows_and_states(config: Any) -> tuple[tuple[int | None, ...], bool]:
     """Return the sliding window of each layer, and True if any layer keeps recurrent or convolution states.
 
-    ``config`` is the model's configuration. Chunked attention counts as a window of the chunk's size, because no token attends to tokens
-    before its chunk. For an encoder-decoder, the result is an empty tuple and False, because its layers also depend on the encoder.
+    ``config`` is the model's configuration. Chunked attention counts as a window of one chunk, because no token attends to earlier chunks.
+    For an encoder-decoder, the result is an empty tuple and False, because its layers also depend on the encoder.
     """
     if config.is_encoder_decoder:
         return (), False

@@ -38,7 +38,7 @@ def max_uniform_length(config: Any) -> int | None:
 def longest_sequence(rope: str) -> int | None:
     """Return the length, in tokens, up to which all sequences have the same RoPE frequencies. None means that there is no limit.
 
-    ``rope`` is the field of that name in an identity.
+    ``rope`` is the field ``rope`` of an identity.
     """
     try:
         settings = json.loads(rope)
@@ -49,7 +49,7 @@ def longest_sequence(rope: str) -> int | None:
 
 
 def _rope_maps(settings: Any) -> Iterator[dict[str, Any]]:
-    """Yield the maps in ``settings`` that contain a RoPE type. There is one map, or one for each layer type."""
+    """Yield the maps in ``settings`` that contain a RoPE type: one map, or one for each layer type."""
     if isinstance(settings, dict):
         if "rope_type" in settings:
             yield settings

@@ -13,9 +13,9 @@ from kvpack.formats.errors import InvalidParameter, MissingBasis
 def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: str | None) -> Recipe:
     """Return the recipe bound to the basis file ``basis``, with the file's SHA-256 added to its text.
 
-    ``model`` is the engine's name for the model. It is None if each object names its model. In that case, the caller compares these names
-    with the basis. Raises MissingBasis if the recipe needs a basis and there is none, MissingFile, and InvalidParameter if the basis
-    belongs to another model or the recipe does not need one.
+    ``model`` is the engine's name for the model, or None if each object names its model and the caller compares these names with the basis.
+    Raises MissingBasis if the recipe needs a basis and there is none, MissingFile, and InvalidParameter if the basis belongs to another
+    model or the recipe does not use one.
     """
     parsed = parse_recipe(recipe)
     if basis is None:
@@ -52,7 +52,7 @@ def reject_layer_clauses(recipe: str, why: str) -> None:
 
 
 def check_layer_names(recipe: str, names: Sequence[str]) -> None:
-    """Raise InvalidParameter if the recipe's codecs differ between layers, unless ``names`` number the layers consecutively.
+    """Raise InvalidParameter if the recipe's codecs differ between layers, unless ``names`` number all layers consecutively from 0.
 
     An example of a name is "model.layers.3.self_attn".
     """

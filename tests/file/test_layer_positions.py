@@ -196,9 +196,9 @@ def test_attention_after_dropped_tokens_needs_a_window_that_is_stored(queries: i
         torch.testing.assert_close(found, expected)
     held = r"the layer has only tokens \[48:70\] of its cache, but "
     for options, message in (
-        ({}, f"the query of token {70 - queries} sees all tokens before it: pass sliding_window"),
-        ({"causal": False}, f"the query of token {70 - queries} sees all tokens before it"),
-        ({"sliding_window": largest + 1}, f"the query of token {70 - queries} sees {largest + 1} tokens"),
+        ({}, f"the query at token {70 - queries} sees all earlier tokens: pass"),
+        ({"causal": False}, f"the query at token {70 - queries} sees all earlier tokens"),
+        ({"sliding_window": largest + 1}, f"the query at token {70 - queries} sees {largest + 1} tokens"),
         ({"sliding_window": 4, "lengths": [20]}, "lengths= counts from the cache's first token"),
     ):
         with pytest.raises(InvalidParameter, match=held + message):

@@ -229,7 +229,7 @@ def test_customers_never_get_each_others_tokens(tmp_path: Path) -> None:
         ),
         (lambda: of_kind(lora(alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM")), "ALoraLinearVariant, whose output depends on more"),
         (lambda: of_kind(peft.PveraConfig(target_modules=["q_proj"], sample_at_inference=True)), "its values are random"),
-        (lambda: with_an_unknown_attribute(), r"q_proj\.gate is a .*object, which kvpack cannot convert to text for the digest"),
+        (lambda: with_an_unknown_attribute(), r"q_proj\.gate is a .*object, which kvpack cannot include in a digest"),
     ],
     ids=["adaption prompt", "poly", "multitask", "activated", "random", "unknown"],
 )

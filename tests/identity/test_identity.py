@@ -431,7 +431,7 @@ def test_a_long_sequence_does_not_change_the_identity(kind: str) -> None:
 
 
 def test_a_setting_without_a_stable_text_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match=r"config\.odd is a .*object, which kvpack cannot convert to text for the digest"):
+    with pytest.raises(InvalidParameter, match=r"config\.odd is a .*object, which kvpack cannot include in a digest"):
         identity(with_setting("odd", object()))
 
 

@@ -269,7 +269,7 @@ def test_blocks_are_never_reencoded(tmp_path: Path) -> None:
         ({"scale": 0x7800}, OutOfRange, "layer 1: a scale of q8_0 is 32768, but kvpack supports at most 32752"),
         ({"heads": 8}, InvalidParameter, "layer 0: with 8 heads, each head has 16 channels, which is not a multiple of"),
         ({"transposed": True}, InvalidParameter, "layer 0 have 1 bytes per value, expected values that are not quantized"),
-        ({"kind": 2}, InvalidParameter, "layers have different cache types, expected those of layer 0 in all: q8_0 and q8_0"),
+        ({"kind": 2}, InvalidParameter, "layers have different cache types, expected q8_0 and q8_0 in all layers"),
     ],
 )
 def test_blocks_that_kvpack_cannot_store_are_refused(change: dict[str, int], error: Any, message: str, tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_blocks_without_a_codec_may_be_unordered_windowed_or_latents(tmp_path: P
     cache = import_slot(path, kv_heads=2, windows={1: 4})
     export_slot(cache, tmp_path / "out.bin", windows={1: 4})
     assert (tmp_path / "out.bin").read_bytes() == path.read_bytes()
-    with pytest.raises(InvalidParameter, match="layer 1 holds 4 tokens, expected at most 3 of 7"):
+    with pytest.raises(InvalidParameter, match="layer 1 holds 4 of the cache's 7 tokens, expected at most 3"):
         export_slot(cache, tmp_path / "out.bin", windows={1: 3})
     with pytest.raises(InvalidParameter, match="layer 1 holds the newest 4 of 7 tokens, but a window of 6 includes the previous 5"):
         export_slot(cache, tmp_path / "out.bin", windows={1: 6})
@@ -525,7 +525,7 @@ def test_contents_that_llama_cpp_cannot_store_are_named(tmp_path: Path) -> None:
     refused(replace(made, metadata={}), "the cache's metadata does not have transposed: pass transposed=, expected an integer from 0 to 1")
     refused(replace(made, metadata={}), "the cache's metadata does not have streams: pass streams=", transposed=True)
     refused(made, "streams is 0, expected an integer from 1 to 256", streams=0)
-    refused(made, "windows has 1 layers, but the imported file had 0 with sliding windows", windows={0: 8})
+    refused(made, "windows has 1 layers, expected the 0 sliding-window layers of the file", windows={0: 8})
     refused(made, r"windows\[7\] is 8, expected a layer number from 0 to 1", windows={7: 8})
     refused(made, "dtype is 'q8_0', expected one of bf16, fp16, fp32", dtype="q8_0")
     refused(cache((k, v), recipe="octopus-3"), r"layer 0: the codec octahedral decodes to float32, but llama.cpp stores .*dtype='bf16'")
@@ -593,7 +593,7 @@ def test_commands_import_and_export_files(tmp_path: Path, capsys: pytest.Capture
     own, packed, out = str(FILES / "windows.bin"), str(tmp_path / "x.kvpack"), str(tmp_path / "out.bin")
     assert is_state_file(own)
     assert main(["import", own, packed, "--window", "0,2=4"]) == 2
-    assert "--kv-heads is missing, but llama.cpp slots do not record their number of KV heads" in capsys.readouterr().err
+    assert "--kv-heads is missing: llama.cpp slots do not record the number of KV heads" in capsys.readouterr().err
     assert main(["import", own, packed, "--kv-heads", "one"]) == 2
     assert "--kv-heads is 'one'" in capsys.readouterr().err
     assert main(["import", own, packed, "--kv-heads", "1", "--window", "0,2=4"]) == 0

@@ -133,7 +133,7 @@ def test_a_window_that_is_not_full_is_exported(tmp_path: Path) -> None:
         ([("RotatingKVCache", [K, V, 41, 0, 0, 40])], "41 tokens went into its window of 0"),
         ([("RotatingKVCache", [K, V])], "part 2 of its state is missing"),
         ([("KVCache", [K, V, 41])], "claims 41 tokens, but contains only 40"),
-        ([("KVCache", [K, V, -1])], "a count of its state is '-1'"),
+        ([("KVCache", [K, V, -1])], "a count in its state is '-1'"),
         ([("KVCache", [K])], "contains no keys and values"),
         ([("KVCache", [K[0], V[0], 40])], "contains no keys and values"),
     ],
@@ -174,7 +174,7 @@ def test_zeros_that_fill_a_window_are_distinguished_from_tokens(tmp_path: Path) 
 def test_a_count_beyond_64_bits_is_refused(tmp_path: Path) -> None:
     full = torch.tensor(-(2**63)).view(torch.uint64)
     path = newer(tmp_path / "in.safetensors", [("KVCache", [K, V, full])])
-    with pytest.raises(InvalidParameter, match="a count of its state is '9223372036854775808'"):
+    with pytest.raises(InvalidParameter, match="a count in its state is '9223372036854775808'"):
         import_prompt_cache(path)
 
 

@@ -306,6 +306,6 @@ def test_an_adapter_that_is_a_cache_is_refused(model: Any) -> None:
     settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     adapted = peft.get_peft_model(model, settings).eval()
     with pytest.raises(
-        InvalidParameter, match="the active adapter of PeftModelForCausalLM is of type PREFIX_TUNING, which replaces the given cache"
+        InvalidParameter, match="the active adapter of PeftModelForCausalLM is of type PREFIX_TUNING, which replaces the cache"
     ):
         KvpackCache(adapted, "raw")

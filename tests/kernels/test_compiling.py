@@ -30,7 +30,7 @@ from kvpack.bench import compile_ahead
 shape = compile_ahead.Shape()
 layer = kvpack.pack(compile_ahead.random_pairs(shape, 2048), "kv=scalar:b=3")[0]
 q = torch.zeros(1, shape.q_heads, 1, shape.dim, dtype=torch.bfloat16)
-with compile_ahead.collect_kernels(compile_ahead.gpu_of(90)) as found:
+with compile_ahead.collect_kernels(compile_ahead.representative_gpu(90)) as found:
     kvpack.attend(q, layer)
 (split,) = [found[key] for key in found if found[key].kernel == "attend_split"]
 lines = split.compile().asm["ttgir"].splitlines()

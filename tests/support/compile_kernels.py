@@ -173,7 +173,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="generate machine code only for the first launch of each kernel")
     parser.add_argument("--capability", type=int, default=90, choices=compile_ahead.CHIPS, help="compute capability times ten (default 90)")
     options = parser.parse_args(arguments)
-    compiled = CompiledKernels(options.quick, compile_ahead.gpu_of(options.capability))
+    compiled = CompiledKernels(options.quick, compile_ahead.representative_gpu(options.capability))
     truncate_compilation(compiled)
     shape = compile_ahead.Shape()
     with tempfile.TemporaryDirectory() as folder:

@@ -21,7 +21,7 @@ from kvpack.identity.arguments import ModelArgument, model_fields
 from kvpack.integrations.exported_values import export_values, parse_windows
 
 from .opaque import check_raw, has_opaque_layers, is_opaque, opaque_blocks, opaque_ids, opaque_layer
-from .quantized import Quantized, blocks_of, recipe_of
+from .quantized import Quantized, exact_clause, extract_blocks
 from .state_file import BLOCK, CONFIG, LIST, QUANTIZED, SERVER, TYPES, CellBlock, Reader, Section, StateFile, parse, pieces
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def import_slot(
         layers = sum(len(section.keys) for section in file.sections)
         windows = parse_windows(windows, layers)
         tokens = _check_counts(where, file, windows)
-        heads = _heads_of_layers(kv_heads, layers)
+        heads = _layer_heads(kv_heads, layers)
         orders = [_position_order(where, section.positions, tokens - len(section.positions)) for section in file.sections]
         left = [zip_longest(section.keys, section.values) for section in file.sections]
         states: list[tuple[torch.Tensor | Quantized | None, torch.Tensor | Quantized | None, int]] = []
@@ -111,7 +111,7 @@ def import_slot(
     stored = [[x.kind if isinstance(x, Quantized) else RAW_NAMES[x.dtype] for x in state[:2] if x is not None] for state in states]
     dtype = " and ".join(dict.fromkeys(kind for kinds in stored for kind in kinds))
     if any(kind in QUANTIZED for kinds in stored for kind in kinds):
-        recipe, dtype = _recipe_of(where, stored, recipe), _KINDS.join(stored[0])
+        recipe, dtype = _exact_recipe(where, stored, recipe), _KINDS.join(stored[0])
     named = {**fields, "dtype": f"{dtype} of llama.cpp", "config": CONFIG}
     inputs = Inputs(file.ids) if file.ids else None
     return replace(pack(states, recipe, model=named, inputs=inputs, progress=progress), metadata=metadata)
@@ -132,7 +132,7 @@ def export_slot(
     ``dtype`` has the same meaning as in ``export_prompt_cache``, and ``windows`` as in ``import_slot``. Quantized blocks are written
     unchanged, so ``dtype`` must be omitted for them. llama.cpp loads the file only in a context of the same model whose cache has the same
     types, ``transposed`` (True if values are transposed, as they are without flash attention) and ``streams`` (1, or one per sequence if
-    the cache is not unified). Both default to the imported file's. ``progress`` counts layers.
+    the cache is not unified). These two default to the imported file's. ``progress`` counts layers.
 
     Raises InvalidParameter if the cache did not come from llama.cpp, or if it contains something that such a file cannot represent: layers
     without keys or values, states, several sequences, windows with missing tokens, or unknown token ids. The message names the layer.
@@ -143,7 +143,7 @@ def export_slot(
     windows = parse_windows(windows, len(cache))
     metadata = {name: cache.metadata.get(name) for name in (_SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS)}
     if metadata[_WINDOWED] not in (None, len(windows)):
-        raise InvalidParameter(f"windows has {len(windows)} layers, but the imported file had {metadata[_WINDOWED]} with sliding windows")
+        raise InvalidParameter(f"windows has {len(windows)} layers, expected the {metadata[_WINDOWED]} sliding-window layers of the file")
     transposed = _export_setting("transposed", metadata[_TRANSPOSED] if transposed is None else int(bool(transposed)), 0, 1) == 1
     streams = _export_setting("streams", metadata[_STREAMS] if streams is None else streams, 1, 256)
     sequence = _export_setting("sequence", metadata[_SEQUENCE] or 0, 0, 255)
@@ -152,7 +152,8 @@ def export_slot(
     first, tokens = (0, cache.start) if opaque else (cache.start, cache.tokens)
     ids = opaque_ids(cache) if opaque else _token_id_bytes(cache)
     if first or not 0 < tokens <= _MAX_POSITION:
-        raise InvalidParameter(f"the cache begins at position {first}, but a sequence of llama.cpp must begin at position 0")
+        problem = f"the cache begins at position {first}, but a sequence of llama.cpp must begin at position 0"
+        raise InvalidParameter(f"{problem}: export a cache with its first tokens")
     if streams > 1 and sequence >= streams:
         raise InvalidParameter(f"sequence {sequence} has no stream of its own among {streams}: pass more streams, or 1")
     sides: list[tuple[list[_Stored], list[_Stored]]] = [([], []) for _ in range(1 + bool(windows))]
@@ -202,7 +203,7 @@ def _check_opaque(layer_index: int, layer_tokens: int, tokens: int, window: int 
     _check_token_count(layer_index, layer_tokens, tokens, window)
     if layer_tokens > _max_saved_tokens(tokens, window):
         raise InvalidParameter(
-            f"layer {layer_index} holds {layer_tokens} tokens, expected at most {_max_saved_tokens(tokens, window)} of {tokens}"
+            f"layer {layer_index} holds {layer_tokens} of the cache's {tokens} tokens, expected at most {_max_saved_tokens(tokens, window)}"
         )
 
 
@@ -230,7 +231,7 @@ def _check_counts(where: str, file: StateFile, windows: dict[int, int]) -> int:
     return tokens
 
 
-def _heads_of_layers(kv_heads: int | Sequence[int], layers: int) -> list[int]:
+def _layer_heads(kv_heads: int | Sequence[int], layers: int) -> list[int]:
     result = [kv_heads] * layers if isinstance(kv_heads, int) else list(kv_heads)
     if len(result) != layers or not all(type(heads) is int and heads > 0 for heads in result):
         raise InvalidParameter(f"kv_heads is {kv_heads!r:.80}, expected a positive integer, or one for each of {layers} layers")
@@ -255,7 +256,7 @@ def _position_order(where: str, positions: np.ndarray, first: int) -> torch.Tens
     return torch.from_numpy(order)
 
 
-def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str:
+def _exact_recipe(where: str, stored: list[list[str]], recipe: str | Recipe) -> str:
     """Return the recipe that stores the quantized keys or values unchanged.
 
     ``stored`` contains the types of each layer's keys and values. Raises InvalidParameter if layers have different types, or if ``recipe``
@@ -264,16 +265,16 @@ def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str
     check_raw(where, stored[0], recipe)
     if any(kinds != stored[0] for kinds in stored):
         raise InvalidParameter(
-            f"{where}: its layers have different cache types, expected those of layer 0 in all: {' and '.join(stored[0])}"
+            f"{where}: its layers have different cache types, expected {' and '.join(stored[0])} in all layers, as in layer 0"
         )
-    clauses = [recipe_of(kind, side) if kind in QUANTIZED else f"{side}=raw" for kind, side in zip(stored[0], "kv", strict=False)]
+    clauses = [exact_clause(kind, side) if kind in QUANTIZED else f"{side}=raw" for kind, side in zip(stored[0], "kv", strict=False)]
     return ";".join(clauses if len(clauses) == 2 else [*clauses, "v=raw"])
 
 
 def _quantized_types(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]:
     """Return the quantized types in which keys and values are written back. None means not quantized.
 
-    Raises InvalidParameter if ``dtype`` asks for something else.
+    Raises InvalidParameter if ``dtype`` is set for quantized blocks, which are written back unchanged.
     """
     dtype_name = cache.model.get("dtype", "").removesuffix(" of llama.cpp")
     keys, _, values = dtype_name.partition(_KINDS)
@@ -294,7 +295,7 @@ def _side_cells(
     Raises the same errors as ``export_values``, and InvalidParameter if the side is not of the quantized type ``kind``.
     """
     if kind in QUANTIZED:
-        rows = blocks_of(side, kind, where)[:, -newest:].transpose(0, 1).contiguous()
+        rows = extract_blocks(side, kind, where)[:, -newest:].transpose(0, 1).contiguous()
         return CellBlock(kind, rows.shape[1] * rows.shape[2] * BLOCK, 0), rows.flatten().numpy().data
     values = export_values(where, side, dtype or kind, "llama.cpp", recorded)
     return _to_cells(values[0, :, -newest:], transposed)
@@ -342,7 +343,7 @@ def _export_setting(name: str, value: object, minimum: int, maximum: int) -> int
 
 
 def _token_id_bytes(cache: Cache) -> bytes:
-    """Return the token ids as bytes. If some ids are unknown, return no bytes."""
+    """Return the token ids as bytes, or no bytes if some ids are unknown."""
     inputs = cache.inputs
     if inputs is None:
         return b""
@@ -383,7 +384,7 @@ def _max_saved_tokens(tokens: int, window: int | None) -> int:
 
 
 def _check_token_count(layer_index: int, layer_tokens: int, tokens: int, window: int | None) -> None:
-    """Raise InvalidParameter unless a layer has all ``tokens`` tokens or, with a ``window``, all those to which the next token attends."""
+    """Raise InvalidParameter unless a layer has all ``tokens`` tokens or, with a ``window``, all tokens that the next token attends to."""
     if layer_tokens < (tokens if window is None else max(1, min(tokens, window - 1))):
         needed = f"but a window of {window} includes the previous {window - 1}" if window else "so it needs a sliding window: pass windows="
         raise InvalidParameter(f"layer {layer_index} holds the newest {layer_tokens} of {tokens} tokens, {needed}")

@@ -35,7 +35,7 @@ def is_opaque(file: StateFile) -> bool:
 
 
 def check_raw(where: str, kinds: Iterable[str], recipe: str | Recipe) -> None:
-    """Raise InvalidParameter unless ``recipe`` is raw. ``kinds`` are the quantized types, for the message."""
+    """Raise InvalidParameter unless ``recipe`` is raw. ``kinds`` contains the quantized types, for the message."""
     if parse_recipe(recipe) != Recipe("raw"):
         raise InvalidParameter(
             f"{where}: its keys or values are quantized ({' and '.join(kinds)}), which kvpack stores unchanged: use the 'raw' recipe, "
@@ -46,13 +46,13 @@ def check_raw(where: str, kinds: Iterable[str], recipe: str | Recipe) -> None:
 def opaque_layer(
     reader: Reader, keys: CellBlock, values: CellBlock | None, order: torch.Tensor | None, cells: int, transposed: bool, ids: bytes
 ) -> DenseLayer:
-    """Return a layer whose states contain the keys and values of ``cells`` cells, in ``order``. ``transposed`` values are transposed back.
+    """Return a layer whose states contain the keys and values of ``cells`` cells, in ``order``.
 
-    Raises MissingFile or InvalidParameter.
+    If ``transposed`` is True, values are transposed back. Raises MissingFile or InvalidParameter.
     """
-    states = {f"k.{keys.dtype}": _read_rows(reader, keys, order, cells, turned=False)}
+    states = {f"k.{keys.dtype}": _read_rows(reader, keys, order, cells, transposed=False)}
     if values is not None:
-        states[f"v.{values.dtype}"] = _read_rows(reader, values, order, cells, turned=transposed)
+        states[f"v.{values.dtype}"] = _read_rows(reader, values, order, cells, transposed=transposed)
     if ids:
         states[IDS] = torch.frombuffer(bytearray(ids), dtype=torch.uint8)[None]
     return DenseLayer(None, None, 0, states)
@@ -126,10 +126,10 @@ def _cell_types(layer: Layer) -> dict[str, tuple[str, torch.Tensor]]:
     return dict(sorted(result.items()))
 
 
-def _read_rows(reader: Reader, block: CellBlock, order: torch.Tensor | None, cells: int, *, turned: bool) -> torch.Tensor:
+def _read_rows(reader: Reader, block: CellBlock, order: torch.Tensor | None, cells: int, *, transposed: bool) -> torch.Tensor:
     data = torch.empty(cells * block.cell_bytes, dtype=torch.uint8, device="cpu")
     reader.read_into(data.numpy().data, block.offset)
-    if turned:
+    if transposed:
         data = data.view(block.channels, cells, -1).transpose(0, 1).flatten()
     rows = data.view(1, cells, block.cell_bytes)
     return rows if order is None else rows[:, order]

@@ -25,7 +25,7 @@ _LARGEST = 32752.0
 """Largest d for which 2 d is a finite float16 number."""
 
 
-def recipe_of(kind: str, sides: str) -> str:
+def exact_clause(kind: str, sides: str) -> str:
     """Return a recipe clause that stores ``kind`` bit for bit."""
     return f"{sides}=group:b={QUANTIZED[kind].bits},g={BLOCK},axis=channel,token_scale=fp16"
 
@@ -34,7 +34,7 @@ def recipe_of(kind: str, sides: str) -> str:
 class Quantized:
     """The quantized keys or values of one layer as ``blocks``, uint8 ``[kv_head, token, block, byte]``.
 
-    Raises InvalidParameter or OutOfRange.
+    Raises InvalidParameter if a scale is not finite, or OutOfRange if it is too large.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Quantized:
     def side(self, window: int = 0) -> Side:
         """Return the packed keys or values, bit for bit."""
         heads, tokens, dim = self.shape[1:]
-        codes = _codes(self.blocks[..., 2:], QUANTIZED[self.kind]).flatten(-2)[None]
+        codes = _unpack_codes(self.blocks[..., 2:], QUANTIZED[self.kind]).flatten(-2)[None]
         scale = self._scale[None]
         streams = {
             **self.codec.pack("codes", codes.to(torch.int32)),
@@ -77,10 +77,10 @@ class Quantized:
         return Side(self.codec, PackedRuns.of([PackedRun(self.codec, tokens, streams)]), tail, window)
 
 
-def blocks_of(side: Side, kind: str, where: str) -> torch.Tensor:
-    """Return the blocks of a side from ``Quantized.side``, uint8 ``[kv_head, token, block, byte]``.
+def extract_blocks(side: Side, kind: str, where: str) -> torch.Tensor:
+    """Return the blocks of a side that ``Quantized.side`` created, uint8 ``[kv_head, token, block, byte]``.
 
-    Raises InvalidParameter if the side has another origin.
+    Raises InvalidParameter if the side was converted to another codec.
     """
     block = QUANTIZED[kind]
     codec, pages = side.codec, side.merged().runs
@@ -103,8 +103,8 @@ def _bit_patterns(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.int16)
 
 
-def _codes(data: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Return the codes ``[..., channel]``. ``data`` contains the bytes of blocks without d."""
+def _unpack_codes(data: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """Return the codes ``[..., channel]`` in ``data``, the bytes of blocks after d."""
     if kind.bits == 8:
         return data ^ 0x80
     quarters = data[..., -BLOCK // 2 :]
@@ -116,7 +116,7 @@ def _codes(data: torch.Tensor, kind: Kind) -> torch.Tensor:
 
 
 def _pack_blocks(codes: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Pack codes ``[..., channel]`` into the bytes of blocks without d."""
+    """Pack codes ``[..., channel]`` into the bytes of blocks after d."""
     if kind.bits == 8:
         return codes ^ 0x80
     half = BLOCK // 2

@@ -127,16 +127,16 @@ class Reader:
         begin, self.at = self.at, self.at + count
         return begin
 
-    def take(self, count: int, description: str) -> bytearray:
+    def read(self, count: int, description: str) -> bytearray:
         """Read the next ``count`` bytes. Raises the same errors as ``skip``."""
         begin = self.skip(count, description)
         data = bytearray(count)
         self.read_into(memoryview(data), begin)
         return data
 
-    def numbers(self, layout: str, description: str) -> tuple[int, ...]:
+    def read_numbers(self, layout: str, description: str) -> tuple[int, ...]:
         """Read numbers in the struct format ``layout``. Raises the same errors as ``skip``."""
-        return struct.unpack(f"<{layout}", self.take(struct.calcsize(f"<{layout}"), description))
+        return struct.unpack(f"<{layout}", self.read(struct.calcsize(f"<{layout}"), description))
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill ``buffer`` with the bytes at ``offset``. Raises MissingFile, or InvalidParameter if the file has become shorter."""
@@ -153,7 +153,7 @@ class Reader:
 def is_state_file(path: str | os.PathLike[str]) -> bool:
     """Return True if a file begins like a state file of any kind that llama.cpp writes. Raises MissingFile."""
     with Reader(path_text(path)) as reader:
-        return reader.size >= 4 and reader.numbers("I", "its magic")[0] in (_MAGIC, *_OTHER_MAGICS)
+        return reader.size >= 4 and reader.read_numbers("I", "its magic")[0] in (_MAGIC, *_OTHER_MAGICS)
 
 
 def parse(reader: Reader, sections: int, *, latents: bool = False) -> StateFile:
@@ -161,7 +161,7 @@ def parse(reader: Reader, sections: int, *, latents: bool = False) -> StateFile:
 
     With ``latents``, sections must have only keys.
     """
-    _check_front(reader)
+    _check_header(reader)
     ids, form = _read_ids(reader)
     result = tuple(_read_section(reader, kind, latents) for kind in ("full-attention", "sliding-window")[:sections])
     if reader.remaining:
@@ -173,10 +173,10 @@ def parse(reader: Reader, sections: int, *, latents: bool = False) -> StateFile:
     return StateFile(ids, form, result)
 
 
-def _check_front(reader: Reader) -> None:
+def _check_header(reader: Reader) -> None:
     if reader.size < 8:
         raise InvalidParameter(f"{reader.where} is not a sequence state of llama.cpp: it has only {reader.size} bytes")
-    magic, version = reader.numbers("II", "its magic and version")
+    magic, version = reader.read_numbers("II", "its magic and version")
     if magic != _MAGIC:
         problem = f"is {_OTHER_MAGICS[magic]}" if magic in _OTHER_MAGICS else f"begins with {magic:#010x}"
         raise InvalidParameter(
@@ -189,8 +189,8 @@ def _check_front(reader: Reader) -> None:
 
 def _read_ids(reader: Reader) -> tuple[bytes, str]:
     """Return the token ids and their encoding."""
-    (count,) = reader.numbers("I", "the number of its token ids")
-    ids = np.frombuffer(reader.take(4 * count, f"its {count} token ids"), "<i4")
+    (count,) = reader.read_numbers("I", "the number of its token ids")
+    ids = np.frombuffer(reader.read(4 * count, f"its {count} token ids"), "<i4")
     form = LIST
     if count and ids[0] == -1:
         # server_tokens::serialize: -1, a version, the number of ids, the ids, the number of media, the media.
@@ -213,12 +213,12 @@ def _read_ids(reader: Reader) -> tuple[bytes, str]:
 
 
 def _read_section(reader: Reader, kind: str, latents: bool) -> Section:
-    (streams,) = reader.numbers("I", f"the streams of its {kind} layers")
+    (streams,) = reader.read_numbers("I", f"the streams of its {kind} layers")
     if not 0 < streams <= _MAX_STREAMS:
         raise InvalidParameter(f"{reader.where}: its {kind} layers have {streams} streams, expected 1 to {_MAX_STREAMS}")
     cells_read = None
     for stream in range(streams):
-        (cells,) = reader.numbers("I", f"the cells of stream {stream}")
+        (cells,) = reader.read_numbers("I", f"the cells of stream {stream}")
         if cells:
             if cells_read is not None:
                 raise InvalidParameter(
@@ -231,7 +231,7 @@ def _read_section(reader: Reader, kind: str, latents: bool) -> Section:
 
 
 def _read_cells(reader: Reader, kind: str, latents: bool, streams: int, count: int) -> Section:
-    cells = np.frombuffer(reader.take(count * _CELL.itemsize, f"the {count} cells of its {kind} layers"), _CELL)
+    cells = np.frombuffer(reader.read(count * _CELL.itemsize, f"the {count} cells of its {kind} layers"), _CELL)
     owners = cells["sequence"]
     strange = np.flatnonzero((cells["sequences"] != 1) | (owners != owners[0]) | (owners < 0) | (owners >= _MAX_STREAMS))
     if len(strange):
@@ -241,7 +241,7 @@ def _read_cells(reader: Reader, kind: str, latents: bool, streams: int, count: i
             f"{sequence}), but every cell must belong to the same single sequence ({int(owners[0])} in this file), numbered below "
             f"{_MAX_STREAMS}: {_OTHER_CELLS}"
         )
-    transposed, layers = reader.numbers("II", f"the counts of its {kind} layers")
+    transposed, layers = reader.read_numbers("II", f"the counts of its {kind} layers")
     if transposed > 1 or layers > MAX_LAYERS:
         raise InvalidParameter(
             f"{reader.where} has {layers} {kind} layers and a transposed flag of {transposed}, expected at most {MAX_LAYERS} and 0 or 1: "
@@ -259,7 +259,7 @@ def _read_cells(reader: Reader, kind: str, latents: bool, streams: int, count: i
 
 
 def _read_block(reader: Reader, description: str, cells: int, transposed: bool) -> CellBlock:
-    ggml_type, size, *channels = reader.numbers("iII" if transposed else "iQ", f"the type and size of {description}")
+    ggml_type, size, *channels = reader.read_numbers("iII" if transposed else "iQ", f"the type and size of {description}")
     numbers = {number: dtype for dtype, (number, *_) in (*TYPES.items(), *BLOCKS.items())}
     dtype = numbers.get(ggml_type)
     if dtype is None:
@@ -279,7 +279,7 @@ def _read_block(reader: Reader, description: str, cells: int, transposed: bool) 
 
 
 def pieces(file: StateFile, data: list[list[memoryview]]) -> list[memoryview]:
-    """Return the bytes of ``file``. The offsets in it are ignored.
+    """Return the bytes of ``file``, for which new offsets are computed.
 
     ``data`` contains, for each section, the bytes of all keys and then of all values.
     """

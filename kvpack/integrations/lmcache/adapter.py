@@ -31,7 +31,7 @@ from kvpack.store.options import StoreOptions
 from kvpack.store.page_store import PageStore
 from kvpack.store.redaction import shown_location
 
-from .layouts import as_page_buffer, byte_geometry, check_model, geometry_of, is_fused, keeps_other_objects, key_bytes, recipe_of
+from .layouts import adapter_recipe, as_page_buffer, byte_geometry, check_model, is_fused, keeps_other_objects, key_bytes, object_geometry
 
 OBJECTS_PER_LOOK = 4
 """Number of reported objects that are checked again for each newly stored object. LMCache's count is then at most about 1/7 too high."""
@@ -46,15 +46,15 @@ class StoredObjects:
 
     def __init__(self, adapter: Any, contains: Callable[[list[Any]], list[bool]]) -> None:
         self._adapter, self._contains = adapter, contains
-        self._told: dict[Any, int] = {}
+        self._reported: dict[Any, int] = {}
         # Reentrant, because a listener may delete the objects that it is notified about.
         self._lock = RLock()
 
     def report_stored(self, sizes: Mapping[Any, int]) -> None:
         """Report newly stored objects, except those that have already been reported."""
         with self._lock:
-            new = {key: size for key, size in sizes.items() if key not in self._told}
-            self._told |= new
+            new = {key: size for key, size in sizes.items() if key not in self._reported}
+            self._reported |= new
             if new:
                 self._adapter._notify_keys_stored([*new], [*new.values()])
 
@@ -64,19 +64,19 @@ class StoredObjects:
             names = [*keys]
             missing = [key for key, present in zip(names, self._contains(names), strict=True) if not present]
             if missing:
-                self._adapter._notify_keys_deleted(missing, [self._told.pop(key, 0) for key in missing])
+                self._adapter._notify_keys_deleted(missing, [self._reported.pop(key, 0) for key in missing])
 
     def report_missing(self, keys: Iterable[Any]) -> None:
         """Report which of the objects ``keys`` are no longer stored, if they were reported as stored."""
         with self._lock:
-            self.report_deleted([key for key in keys if key in self._told])
+            self.report_deleted([key for key in keys if key in self._reported])
 
     def report_next_missing(self, count: int) -> None:
         """Look up the next ``count`` reported objects, and report those that are no longer stored."""
         with self._lock:
-            candidates = list(islice(self._told, count))
+            candidates = list(islice(self._reported, count))
             for key in candidates:
-                self._told[key] = self._told.pop(key)
+                self._reported[key] = self._reported.pop(key)
             self.report_deleted(candidates)
 
 
@@ -94,7 +94,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     ``recipe``, ``basis``, ``head_dim``, ``revision``, ``kv_dtype`` and ``fused`` define how objects are packed. With ``others``, objects
     that are not keys and values, such as recurrent states, are kept byte for byte. ``threads`` is the number of tasks that run
-    concurrently. ``max_bytes`` and ``encryption_key_file`` are as for a store, which evicts entries on its own. Raises InvalidParameter.
+    concurrently. ``max_bytes`` and ``encryption_key_file`` are as for a store. The store evicts entries itself. Raises InvalidParameter.
     """
 
     def __init__(self, params: Mapping[str, Any], **_: Any) -> None:
@@ -106,7 +106,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         super().__init__()
         self._kv_dtype, self._fused = str(params.get("kv_dtype", "")), is_fused(params)
         self._location, self._head_dim, self._max_bytes = params["location"], int(params["head_dim"]), params.get("max_bytes")
-        self._recipe = recipe_of(str(params["recipe"]), params.get("basis"), self._head_dim, self._kv_dtype)
+        self._recipe = adapter_recipe(str(params["recipe"]), params.get("basis"), self._head_dim, self._kv_dtype)
         self._encryption = read_key_file(params["encryption_key_file"]) if params.get("encryption_key_file") else None
         basis = self._recipe.basis
         # One identity per dtype, so that objects of the same size and another dtype are not hits.
@@ -237,7 +237,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return list(self._stores.values())
 
     def _contains(self, keys: list[Any]) -> list[bool]:
-        """Return a bool for each object: True if it is stored in any layout, or if a store could not answer."""
+        """Return a bool for each object: True if it is stored in any layout, or if a store could not be read."""
         result = [False] * len(keys)
         names = [key_bytes(key) for key in keys]
         for store in self._open_stores():
@@ -256,7 +256,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _get_store(self, shape: Sequence[int], dtype: torch.dtype) -> PageStore:
         identity = self._identity
         try:
-            geometry = geometry_of(shape, dtype, self._head_dim, self._kv_dtype, self._fused)
+            geometry = object_geometry(shape, dtype, self._head_dim, self._kv_dtype, self._fused)
         except InvalidParameter:
             if not self._others:
                 raise
@@ -325,7 +325,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         page_of: Callable[[int], tuple[PageStore, Any] | None],
         work: Callable[[PageStore, list[int], list[Any]], list[bool]],
     ) -> list[bool]:
-        """Call ``work`` once per store, with all of its objects, and return its result for each object.
+        """Call ``work`` once per store, with all objects in this store, and return its result for each object.
 
         ``page_of`` returns the store and the page of an object number, or None for a missing object. If it raises an error, only this
         object is rejected, because a task of LMCache may contain objects of several layouts.

@@ -28,12 +28,12 @@ _CHUNK_TOKENS = 256
 """Default number of tokens in LMCache's objects."""
 
 
-def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> Recipe:
+def adapter_recipe(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> Recipe:
     """Return the recipe with its ``basis``, if it needs one.
 
     Objects with as many layers as the basis must contain all layers of the model, in order. Raises InvalidParameter if the recipe selects
-    layers. Also raises the errors of ``recipe_with_basis``, and those of ``PageCodec`` for the recipe and ``head_dim``. All errors are
-    raised before any object arrives, because LMCache would count later ones only as misses.
+    layers, and the errors of ``recipe_with_basis`` and ``PageCodec``. They are raised here, before any object arrives, because LMCache
+    would count later errors only as misses.
     """
     reject_layer_clauses(recipe, "LMCache's objects do not record which layers of the model they hold")
     parsed = recipe_with_basis(recipe, basis, None)
@@ -43,7 +43,7 @@ def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> R
 
 
 def check_model(recipe: Recipe, key: Any) -> None:
-    """Raise InvalidParameter if the recipe's basis was calibrated for another model than the one named in ``key``."""
+    """Raise InvalidParameter if the recipe's basis was calibrated for a model other than the one that ``key`` names."""
     if recipe.basis is not None:
         recipe.basis.check_model({"name": key.model_name})
 
@@ -56,7 +56,7 @@ def is_fused(options: Mapping[str, Any]) -> bool:
     return fused
 
 
-def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtype: str, fused: bool) -> PageGeometry:
+def object_geometry(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtype: str, fused: bool) -> PageGeometry:
     """Return the geometry of an object. Raises InvalidParameter if the object is not keys and values.
 
     ``kv_dtype`` is the engine's name for its cache dtype, which distinguishes different 8-bit floats. ``fused`` is True if objects whose

@@ -60,8 +60,8 @@ def import_prompt_cache(
     The file's metadata becomes the cache's. A ``RotatingKVCache`` becomes a layer that has skipped the tokens before its window. mlx-lm
     does not record the model, so the caller must know it. ``progress`` counts layers.
 
-    Raises MissingFile, and the same errors as ``kvpack.pack``. Raises InvalidParameter if mlx-lm does not write such files, or if a layer
-    is not the complete keys and values of consecutive tokens. Examples are quantized values, states, and a window that also keeps earlier
+    Raises MissingFile, and the same errors as ``kvpack.pack``. Raises InvalidParameter if the file is not from mlx-lm, or if a layer does
+    not contain complete keys and values of consecutive tokens. Examples are quantized values, states, and a window that also keeps earlier
     tokens.
     """
     where = path_text(path)
@@ -102,7 +102,7 @@ def export_prompt_cache(
         )
     if cache.start:
         raise InvalidParameter(
-            f"the cache begins at position {cache.start}, but mlx-lm's begin at position 0: export a cache with its first tokens"
+            f"the cache begins at position {cache.start}, but mlx-lm's caches begin at position 0: export a cache with its first tokens"
         )
     tensors: dict[str, torch.Tensor] = {}
     # mlx-lm drops empty lists, so the list of scalars begins with an empty text.
@@ -149,7 +149,7 @@ def _parse_metadata(where: str, names: list[str], metadata: dict[str, str]) -> _
 
 
 def _parse_layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[int, str]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return a layer's keys and values, ``[batch, kv_head, token, dim]`` in token order, and how many tokens precede them."""
+    """Return a layer's keys and values, ``[batch, kv_head, token, dim]`` in token order, and the number of tokens before them."""
     if not {0, 1} <= parts.keys() or any(parts[part].dim() != 4 or not parts[part].numel() for part in (0, 1)):
         shapes = [list(parts[part].shape) if part in parts else "missing" for part in (0, 1)]
         raise InvalidParameter(f"{where} contains no keys and values [batch, kv_head, token, dim]: its arrays 0 and 1 are {shapes}")
@@ -203,7 +203,7 @@ def _read_count(where: str, parts: dict[int, torch.Tensor], part: int, default: 
 
 def _parse_integer(where: str, text: str) -> int:
     if not _COUNT.fullmatch(text) or int(text) > MAX_TOKENS:
-        raise InvalidParameter(f"{where}: a count of its state is {text!r:.40}, expected an integer from 0 to {MAX_TOKENS}")
+        raise InvalidParameter(f"{where}: a count in its state is {text!r:.40}, expected an integer from 0 to {MAX_TOKENS}")
     return int(text)
 
 

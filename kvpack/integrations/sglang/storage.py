@@ -31,7 +31,7 @@ PREFIX = "sglang:kvpack_"
 
 @lru_cache(maxsize=1)
 def _metrics() -> dict[str, Any]:
-    """Return this process's prometheus_client metrics by name. If prometheus_client is not installed, the result is empty."""
+    """Return this process's prometheus_client metrics by name. Empty if prometheus_client is not installed."""
     try:
         from prometheus_client import Counter, Gauge, Histogram
     except ImportError:
@@ -121,10 +121,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         self.store = self._kv.store
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Open the store for another pool. Pages of sliding-window layers are packed.
-
-        Pages of any other pool are kept byte for byte.
-        """
+        """Open the store for another pool. Pages of sliding-window layers are packed; those of other pools are kept byte for byte."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = _enum_name(host_pool_name)
         if host_pool is self.mem_pool_host:
@@ -136,7 +133,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         self._pools[name] = self._create_pool(self._create_store(host_pool, geometry, name, recipe), host_pool, pages, name)
 
     def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """Return the longest prefix for which every pool has the pages that it needs. Raises InvalidParameter if a policy is unknown."""
+        """Return the longest prefix for which every pool has the pages that it needs. Raises InvalidParameter for an unknown hit policy."""
         from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
 
         pages = self.batch_exists(keys)
@@ -160,13 +157,13 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(usable[-1] if usable else 0, hits, usable)
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Load pages of several pools. Returns for each pool a bool per key: True if the page was loaded."""
+        """Load pages of several pools. For each pool, the result has a bool per key: True if its page was loaded."""
         return {
             transfer.name: self._pools[_enum_name(transfer.name)].get(transfer.keys or (), transfer.host_indices) for transfer in transfers
         }
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Store pages of several pools. Returns for each pool a bool per key: True if the page is stored now."""
+        """Store pages of several pools. For each pool, the result has a bool per key: True if its page is stored now."""
         ancestors = _key_bytes(getattr(extra_info, "prefix_keys", None) or ())
         return {
             transfer.name: self._pools[_enum_name(transfer.name)].set(transfer.keys or (), transfer.host_indices, ancestors)
@@ -186,16 +183,16 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return self._kv.set(keys, host_indices, _key_bytes(getattr(extra_info, "prefix_keys", None) or ()))
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> NoReturn:
-        _copy_context()
+        _refuse_copying()
 
     def batch_get(self, keys: Any, target_locations: Any = None, target_sizes: Any = None) -> NoReturn:
-        _copy_context()
+        _refuse_copying()
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> NoReturn:
-        _copy_context()
+        _refuse_copying()
 
     def batch_set(self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> NoReturn:
-        _copy_context()
+        _refuse_copying()
 
     def get_stats(self) -> Any:
         """Return the pages and the GB/s of each call for SGLang's collector of storage metrics, and report kvpack's own counters."""
@@ -312,7 +309,7 @@ class Pool:
 
 
 def pool_buffer(pool: Any) -> PageBuffer:
-    """Return a buffer whose slots are views of the pages of SGLang's host pool. Raises InvalidParameter if the pool's layout is unknown."""
+    """Return SGLang's host pool as a buffer with one slot per page. Raises InvalidParameter if the pool's layout is unknown."""
     layers, tokens, pages = pool.layer_num, pool.page_size, pool.page_num
     if pool.dtype not in _NAMES:
         raise InvalidParameter(f"the host pool has dtype {pool.dtype}, expected one of {', '.join(map(str, _NAMES))}")
@@ -421,7 +418,7 @@ def _encryption_keys(options: dict[str, Any]) -> dict[str, bytes] | None:
 
 
 def _enum_name(value: Any) -> str:
-    """Return a name from SGLang as text. It may be a member of an enumeration."""
+    """Return a name from SGLang, which may be a member of an enumeration, as text."""
     return str(getattr(value, "value", value))
 
 
@@ -429,5 +426,5 @@ def _key_bytes(keys: Sequence[str]) -> list[bytes]:
     return [key.encode() for key in keys]
 
 
-def _copy_context() -> NoReturn:
+def _refuse_copying() -> NoReturn:
     raise InvalidParameter('kvpack packs pages in the host pool itself: set "interface_v1": 1 in the extra config')

@@ -41,7 +41,7 @@ class AttentionSwitch:
 
     @staticmethod
     def of(model: Any) -> AttentionSwitch | None:
-        """Return the switch of ``model``, and create it if necessary.
+        """Return the switch of ``model``, creating it if necessary.
 
         Returns None if the user has set the model's attention to "kvpack".
         """

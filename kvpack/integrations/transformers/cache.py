@@ -27,7 +27,7 @@ from .attention_switch import AttentionSwitch
 from .compiled import CompiledCalls
 from .graphs import ForwardSwitch, step_graphs
 from .hooks import Hooks, models_in
-from .layers import DecodingWarnings, EmptyLayer, PackedLayer, following_layers, rows_of
+from .layers import DecodingWarnings, EmptyLayer, PackedLayer, following_layers, live_batch_size
 from .model_state import active_adapters
 from .models import ExpectedLayers, Model, NamedModel, check_identity, execution_device, identity_for
 from .pass_calls import PassCalls
@@ -194,10 +194,10 @@ class KvpackCache(PassCalls):
         if model_properties is not None and dense is None and not model_properties.supports_packed_layers:
             self._dense = True
             decoding.warn(model_properties.name)
-        record = Record(inputs, tokens, adapters, rows_of(self.live) or 1)
+        record = Record(inputs, tokens, adapters, live_batch_size(self.live) or 1)
         self.passes = Tracking(record, positions, model_properties, not self._dense, model if inner_models else None, compared)
         self.passes.states = any(states)
-        self.passes.rows = partial(rows_of, self.live)
+        self.passes.rows = partial(live_batch_size, self.live)
         self._rollback = Rollback(self.layers, self.live, self.passes, cache)
         self._careful = positions is not None or any(states)
         self._hooks = None if model is None else Hooks.for_model(model, inner_models)
@@ -282,7 +282,7 @@ class KvpackCache(PassCalls):
             # This may add to the record, so it comes before the record is read.
             named = self.passes.changed_identity()
             model = packed.model if named is None else MappingProxyType(named)
-            offsets = self.passes.offsets(rows_of(self.live) or 1)
+            offsets = self.passes.offsets(live_batch_size(self.live) or 1)
             inputs = self.passes.record.inputs
             return replace(
                 packed,
@@ -391,7 +391,7 @@ class KvpackCache(PassCalls):
         repeats = as_integer(repeats, "repeats")
         if not 1 <= repeats <= MAX_ROWS:
             raise InvalidParameter(f"repeats is {describe(repeats)}, expected the number of copies of each sequence, at least 1")
-        self.batch_select_indices(torch.arange(rows_of(self.live) or 1, device="cpu").repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(live_batch_size(self.live) or 1, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences at ``indices`` of the batch, in that order. Codes are copied, not decoded."""
@@ -405,7 +405,7 @@ class KvpackCache(PassCalls):
 
         Raises InvalidParameter if ``rows`` is not a multiple of the cache's number of sequences.
         """
-        held = rows_of(self.live)
+        held = live_batch_size(self.live)
         if held is None or held == rows:
             return
         check_rows_fit(rows, held)

@@ -155,9 +155,9 @@ class Chat:
         return reply
 
     def read(self, message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> int:
-        """Compute the cache of ``message`` without a reply, and return the conversation's number of tokens.
+        """Compute the keys and values of ``message`` without a reply, and return the number of tokens in the conversation.
 
-        Later text is appended to the message.
+        The next user text is appended to this message.
         """
         messages = self._with_message(message)
         _, ids = self._render(messages, reply=False)
@@ -226,7 +226,7 @@ class Chat:
         with create_cache(self.model, self._recipe if cache is None else cache, prompt=ids, keep_all=kept) as past:
             self._reused, self._prompt_tokens = past.get_seq_length(), len(ids)
             if self._is_loaded and cache is not None:
-                _warn_of_other_template(cache, ids)
+                _warn_about_other_template(cache, ids)
             self._is_loaded = False
             chunk = 1 if self._store is None else self._store.chunk
             if self._store is not None and past.keeps_states and self._reused < len(ids) - 1:
@@ -271,11 +271,10 @@ class Chat:
         return result
 
 
-def _warn_of_other_template(cache: Cache, ids: list[int]) -> None:
+def _warn_about_other_template(cache: Cache, ids: list[int]) -> None:
     """Issue a KvpackWarning if ``cache`` and ``ids`` have so few tokens in common that different templates must have rendered them.
 
-    This compares token ids, because ``reused`` may be 0 for another reason: a cache with states or sliding windows cannot return to every
-    position.
+    ``reused`` cannot show this. It may also be 0 because a cache with states or sliding windows cannot return to every position.
     """
     stored = cache.token_ids[0].tolist()
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(stored, ids, strict=False)))

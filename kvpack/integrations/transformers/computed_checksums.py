@@ -23,7 +23,7 @@ _VALUES_AT_ONCE = 1 << 22
 
 @dataclass
 class _SideChecksums:
-    """The checksums of one layer's keys or values from position ``first`` on. Each of ``parts`` is int64 ``[batch, token]``."""
+    """The checksums of one layer's keys or values, beginning at position ``first``. Each of ``parts`` is int64 ``[batch, token]``."""
 
     first: int
     parts: list[torch.Tensor] = field(default_factory=list)
@@ -63,7 +63,7 @@ class ComputedChecksums:
         self.tokens = tokens
 
     def unchanged(self, past: TransformersCache) -> bool:
-        """Return True if ``past`` still has the tensor objects from which checksums were last recorded. Their values may have changed."""
+        """Return True if ``past`` still has the tensor objects whose checksums were last recorded. Their values may have changed."""
         now = [x for _, _, x in _sides(past)]
         return len(now) == len(self._seen) and all(seen() is x for seen, x in zip(self._seen, now, strict=True))
 
@@ -92,13 +92,13 @@ class ComputedChecksums:
         return None if None in rows else [row for row in rows if row is not None]
 
     def sums(self, tokens: int) -> dict[tuple[int, str], tuple[int, Any]]:
-        """Return the checksums of each layer's keys and values up to ``tokens``, ``[row, token]``, each with the position of its first
-        token.
+        """Return the checksums of each layer's keys and values before token ``tokens``, as (position of the first token, ``[row, token]``)
+        pairs.
         """
         return {place: (line.first, line.sums[:, : max(0, tokens - line.first)].cpu().numpy()) for place, line in self._lines.items()}
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep the checksums of only the sequences at ``rows``, and drop all states."""
+        """Keep only the checksums of the sequences at ``rows``, and drop all states."""
         self.states.clear()
         for line in self._lines.values():
             line.parts = [line.sums[list(rows)]]

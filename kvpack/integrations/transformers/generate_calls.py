@@ -93,10 +93,10 @@ class _WatchedMethod:
 
 
 class _WatchedPrepareInputs(_WatchedMethod):
-    """A wrapper of ``prepare_inputs_for_generation`` that checks token ids. If there are more rows, it repeats the cache's sequences.
+    """A wrapper of ``prepare_inputs_for_generation`` that checks token ids, and repeats the cache's sequences if there are more rows.
 
-    A model may omit the cache to compute all tokens again, because its RoPE uses different frequencies from this token on. The tokens are
-    then computed into the cache.
+    A model omits the cache to compute all tokens again if its RoPE uses different frequencies from this token on. The tokens are then
+    computed into the cache.
     """
 
     name = "prepare_inputs_for_generation"
@@ -157,7 +157,9 @@ class _WhisperSegments(_WatchedMethod):
 
 
 class _WatchedPreparePositions(_WatchedMethod):
-    """A wrapper of ``_prepare_position_ids_for_generation``. Positions continue from the cache, not from the model's previous prompt."""
+    """A wrapper of ``_prepare_position_ids_for_generation``, so that positions continue from the cache, not from the model's previous
+    prompt.
+    """
 
     name = "_prepare_position_ids_for_generation"
 

@@ -58,8 +58,8 @@ class StepGraphs:
 
     A step is a pass of one new token per sequence, with only token ids, positions and a mask of padding on the left. The first steps of a
     series run normally, and then one is captured. During the capture, the cache reports a wrong length, and the first replay must return
-    the same result as the step without a graph, bit for bit. If a model's step depends on values on the host, it therefore gets no graph,
-    and a KvpackWarning says so. Any other pass ends the series and discards its graph.
+    the same result as the step without a graph, bit for bit. Therefore, a step that depends on values on the host gets no graph, and
+    a KvpackWarning reports this. Any other pass ends the series and discards its graph.
 
     Unless the user ``requested`` graphs, they are used only for models whose code is all from PyTorch and transformers, and there are no
     warnings.
@@ -287,7 +287,7 @@ class ForwardSwitch:
 
     @staticmethod
     def of(model: torch.nn.Module) -> ForwardSwitch:
-        """Return the switch of a transformers model, or of the model inside a wrapper. It is created if necessary."""
+        """Return the switch of a transformers model, or of the model inside a wrapper, creating it if necessary."""
         outer = outermost_model(model)
         switch = _FORWARDS.get(id(outer))
         if switch is None or switch._model() is not outer:
@@ -296,7 +296,7 @@ class ForwardSwitch:
 
 
 class _SwitchedForward:
-    """A ``forward`` method of ``model``. It replaces ``before`` or, if that is None, the method of the model's class.
+    """A ``forward`` method of ``model``. It replaces ``previous_forward`` or, if that is None, the method of the model's class.
 
     A copied model gets its own.
     """
@@ -308,8 +308,8 @@ class _SwitchedForward:
         self._names = [name for name, parameter in self.__signature__.parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
 
     @property
-    def is_of_its_class(self) -> bool:
-        """True if the original is the ``forward`` of the model's class, not one that was set on the instance."""
+    def replaces_class_method(self) -> bool:
+        """True if this object replaces the ``forward`` of the model's class, not one that was set on the instance."""
         return self._before is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -343,7 +343,7 @@ def may_replay(model: torch.nn.Module) -> bool:
     The model's code is inspected later, before the first capture.
     """
     forward, parameter = vars(outermost_model(model)).get("forward"), next(model.parameters(), None)
-    return parameter is not None and can_capture(parameter.device) and (forward is None or getattr(forward, "is_of_its_class", False))
+    return parameter is not None and can_capture(parameter.device) and (forward is None or getattr(forward, "replaces_class_method", False))
 
 
 def can_capture(device: torch.device) -> bool:
@@ -414,9 +414,7 @@ def _get_generator(device: torch.device) -> torch.Generator:
 
 
 def _is_watched() -> bool:
-    """Return True if a PyTorch mode intercepts operations. Replays would bypass it.
-
-    A mode that only sets the device of new tensors does not count.
+    """Return True if a PyTorch mode intercepts operations, which replays would bypass. Modes that only set the default device do not count.
     """
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     function_modes = (mode for mode in modes if not isinstance(mode, DeviceContext))

@@ -65,7 +65,7 @@ class Hooks:
 
     @staticmethod
     def for_model(model: torch.nn.Module, inner_models: Sequence[PreTrainedModel] | None = None) -> Hooks:
-        """Return the hooks of ``model``, and create them if necessary. ``inner_models`` is ``models_in(model)``, if already computed."""
+        """Return the hooks of ``model``, creating them if necessary. ``inner_models`` is ``models_in(model)``, if already computed."""
         hooks = _HOOKS.get(id(model))
         if hooks is None or hooks.model() is not model:
             hooks = Hooks(model, models_in(model) if inner_models is None else inner_models)
@@ -95,7 +95,7 @@ class _HooksReference:
             hooks.encoder_calls.record_call(arguments, output)
 
     def sources(self, arguments: dict[str, Any]) -> Sources | None:
-        """Return the digests of the encoder input that a call of the decoder uses. For any other call, return None."""
+        """Return the digests of the encoder input that a call of the decoder uses, or None for any other call."""
         hooks = self._hooks()
         return None if hooks is None else hooks.encoder_calls.sources(arguments.get("encoder_hidden_states"))
 
@@ -113,7 +113,7 @@ def _before_call(hooks: _HooksReference, module_index: int, module: torch.nn.Mod
 
 
 def _check_source(hooks: _HooksReference, past: Any, arguments: dict[str, Any]) -> None:
-    """Record the encoder input of a call over an encoder-decoder cache. It must be the input from which the cache was computed."""
+    """Record the encoder input of a call over an encoder-decoder cache, and check that the cache was computed from the same input."""
     if isinstance(past, EncoderDecoderCache) and (sources := hooks.sources(arguments)) is not None:
         for passes in [*pass_trackers(past), *hooks.recordings()]:
             passes.record_sources(sources)
@@ -167,7 +167,7 @@ class PassStack:
         return len(self._inside) == 1 and self._inside[0] is module
 
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any], start: int) -> Pass | None:
-        """Record the beginning of a call over a cache of ``start`` tokens. Returns the previous pass if it never ended."""
+        """Record the beginning of a call over a cache of ``start`` tokens. Returns the previous pass if its end was not recorded."""
         # A failed or interrupted compiled call never reports its end.
         if module in self._inside:
             del self._inside[self._inside.index(module) :]
@@ -246,7 +246,7 @@ class Recording:
         return replace(inputs, sums=computed.sums(record.tokens))
 
     def snapshot_states(self, past_key_values: TransformersCache) -> None:
-        """Keep a copy in host memory of the states of recurrent and convolution layers after the newest token."""
+        """Copy the states of recurrent and convolution layers after the newest token to host memory."""
         record, computed = self._known_record(past_key_values)
         states = tuple({name: state.cpu() for name, state in layer.states.items()} for layer in dense_layers(past_key_values))
         if any(states):

@@ -203,10 +203,9 @@ def check_window(skipped: int, older: int, window: int | None) -> None:
 
 
 def check_attention_window(layer_window: int | None, attention_window: int | None, module: torch.nn.Module) -> None:
-    """Raise InvalidParameter if ``attention_window`` is None or wider than ``layer_window``.
+    """Raise InvalidParameter if attention is wider than ``layer_window``, the window that the cache keeps. None means no window.
 
-    The cache has no tokens outside its own window. Such a pass would attend to the tokens that transformers' own cache keeps, which are not
-    the same as in a packed layer.
+    Such a pass would need tokens that transformers' own cache keeps, but a packed layer does not.
     """
     if layer_window is not None and (attention_window is None or attention_window > layer_window):
         attended = "all tokens" if attention_window is None else f"a window of {attention_window}"
@@ -250,12 +249,12 @@ def check_continues(live: LiveCache, layer: Any, layer_index: int, following: in
 
 
 def following_layers(layers: Sequence[Any]) -> list[int]:
-    """For each layer, return the number of the next layer that receives tokens in a pass. For the last layer, this is its own number."""
+    """Return, for each layer, the number of the next layer that receives tokens in a pass, or its own number if it is the last one."""
     packed = [number for number, layer in enumerate(layers) if isinstance(layer, PackedLayer)]
     return [next((after for after in packed if after > number), number) for number in range(len(layers))]
 
 
-def rows_of(live: LiveCache) -> int | None:
+def live_batch_size(live: LiveCache) -> int | None:
     """Return the number of sequences in a live cache, or None before its first tokens."""
     for number in range(len(live)):
         if live.seen_tokens(number):

@@ -29,7 +29,7 @@ def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any
       masks (Gemma-4) leave this shape unchanged. In compiled code, a custom operator finds these tokens.
     - Any other keys, padding or mask pattern: the model's own mask. Packed keys are then decoded for the model's own attention.
     """
-    if isinstance(kv_length, CompiledLength) and _is_named(config, **options):
+    if isinstance(kv_length, CompiledLength) and _is_known_causal(config, **options):
         columns = options.get("attention_mask")
         return None if columns is None else _four_dimensions(kv_length.starts(columns))
     return _mask(kv_length=kv_length, config=config, **options)
@@ -59,7 +59,7 @@ def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> An
 def _has_mask(
     name: str, kv_length: int, padded: bool, *, q_length: int, local_size: int | None = None, allow_is_causal_skip: bool = True, **_: Any
 ) -> bool:
-    """Return True if attention ``name`` would receive a causal mask for these keys, instead of relying on its module's ``is_causal``."""
+    """Return True if attention ``name`` would receive a causal mask for these keys, instead of relying on ``is_causal`` of its module."""
     if name != "sdpa":
         return not name.startswith("flash")
     within = local_size is None or kv_length < local_size
@@ -96,7 +96,7 @@ def read_padding(kv_length: PackedLength, kv_offset: int, attention_mask: torch.
     return Padding(on_the_left, None if every else first + (~seen).sum(1, dtype=torch.int32))
 
 
-def _is_named(
+def _is_known_causal(
     config: Any,
     *,
     mask_function: Callable[..., Any] = causal_mask_function,
@@ -106,10 +106,7 @@ def _is_named(
     allow_is_bidirectional_skip: bool | None = None,
     **_: Any,
 ) -> bool:
-    """Return True if transformers' arguments alone show that the mask is causal, apart from padding.
-
-    The mask may also restrict attention to the model's window.
-    """
+    """Return True if transformers' arguments alone show that the mask is causal, apart from padding and the model's window."""
     if _is_causal(mask_function, use_vmap):
         return True
     # These settings rule out chunked and bidirectional masks. Masks that combine a window with anything else do not allow a skip.

@@ -59,13 +59,10 @@ class ModelSnapshot:
 
     @cached_property
     def foreign_part(self) -> str | None:
-        """Describes the first part of the model that is not from PyTorch or transformers. None if there is none.
-
-        A replay might not have its effects.
-        """
+        """Description of the first part of the model that is not from PyTorch or transformers, or None. A replay might lack its effects."""
         for name, module in self._model.named_modules():
             forward = vars(module).get("forward")
-            if forward is not None and not getattr(forward, "is_of_its_class", False):
+            if forward is not None and not getattr(forward, "replaces_class_method", False):
                 return f"{name or 'the model'} has a forward of its own"
         odd = next((type(x) for x in self._tensors if type(x) not in _TENSOR_TYPES), None)
         return self._code.foreign_part if odd is None else f"weights are of type {odd.__name__}"

@@ -15,7 +15,7 @@ MAX_CHECKED_PARAMETERS = 4
 
 
 def active_adapters(model: torch.nn.Module) -> tuple[Any, ...]:
-    """Return the state of every PEFT layer in a transformers model. Fast enough for each pass. Without adapters, the result is empty."""
+    """Return the state of every PEFT layer in a transformers model. Empty without adapters. Fast enough to call in each pass."""
     # PEFT stores its settings on the model that it changes.
     if "peft_config" not in vars(model):
         return ()
@@ -23,7 +23,7 @@ def active_adapters(model: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def selects_adapters_per_row(adapters: tuple[Any, ...]) -> bool:
-    """Return True if a call selects adapters per sequence with ``adapter_names``. In this case, PEFT adds hooks to their layers."""
+    """Return True if a call selects adapters per sequence with ``adapter_names``, for which PEFT adds hooks to adapter layers."""
     return any(hooks for *_, hooks in adapters)
 
 
@@ -41,16 +41,16 @@ class ModelState:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._modes, self._tensors = (active_adapters(model), model.training), _versions_of(model)
+        self._modes, self._tensors = (active_adapters(model), model.training), _tensor_versions(model)
         trained_first = sorted(_parameters_of(model), key=lambda parameter: not parameter.requires_grad)
         self._versions = [(weakref.ref(parameter), _version(parameter)) for parameter in trained_first]
 
     def matches(self, model: torch.nn.Module) -> bool:
-        """Return True if ``model`` cannot have changed since the summary was created, as far as the summary shows."""
+        """Return False if ``model`` may have changed since the summary was created."""
         # Tensors that were created in inference mode have no versions, so nothing shows that their values are the same.
         if any(x.is_inference() for x in _tensors_of(model)):
             return False
-        return self._modes == (active_adapters(model), model.training) and self._tensors == _versions_of(model)
+        return self._modes == (active_adapters(model), model.training) and self._tensors == _tensor_versions(model)
 
     def has_other_weights(self, few: bool = False) -> bool:
         """Return True if parameters have changed. With ``few``, only the first ``MAX_CHECKED_PARAMETERS`` are checked."""
@@ -60,8 +60,8 @@ class ModelState:
         return False
 
 
-def _versions_of(model: torch.nn.Module) -> list[tuple[Any, ...]]:
-    """Return the versions of all parameters and buffers, in the order of their modules, so that exchanging two of them is detected."""
+def _tensor_versions(model: torch.nn.Module) -> list[tuple[Any, ...]]:
+    """Return the versions of all parameters and buffers, in the order of their modules, so that swapping two of them is detected."""
     return [_version(x) for x in _tensors_of(model)]
 
 

@@ -99,7 +99,7 @@ class ExpectedLayers:
 
     @property
     def shared(self) -> list[int]:
-        """The numbers of layers whose keys and values are also used by other layers."""
+        """Numbers of the layers whose keys and values other layers use too."""
         modes = getattr(self.config, "kv_sharing_modes", None) or []
         return [number for number, mode in enumerate(modes) if mode == "store"]
 
@@ -147,7 +147,7 @@ class ExpectedLayers:
 class Model(ExpectedLayers):
     """The properties of a transformers model, or of a wrapper of one, on which its caches depend. It does not reference weights.
 
-    ``inside`` is ``models_in(model)``, if the caller has computed it. Raises InvalidParameter if ``model`` is not a model.
+    ``inner_models`` is ``models_in(model)``, if already computed. Raises InvalidType if ``model`` is not a model.
     """
 
     def __init__(self, model: Any, inner_models: Sequence[PreTrainedModel] | None = None) -> None:
@@ -208,7 +208,7 @@ def _check_accepts_cache(model: Any) -> None:
     kind = str(getattr(getattr(settings, "peft_type", None), "value", ""))
     if kind in _ADAPTERS_WITH_OWN_CACHE:
         raise InvalidParameter(
-            f"the active adapter of {type(model).__name__} is of type {kind}, which replaces the given cache with its "
+            f"the active adapter of {type(model).__name__} is of type {kind}, which replaces the cache that it receives with its "
             "own: run the model without a KvpackCache"
         )
 
@@ -233,8 +233,7 @@ class NamedModel:
 
     @cached_property
     def identity_fields(self) -> dict[str, str]:
-        """Fields that identify the model. Blocks until the digest of the weights is known. If they cannot be read, the digest is omitted.
-        """
+        """Fields that identify the model. Blocks until the digest of the weights is known; it is omitted if the weights cannot be read."""
         if self._identity is None:
             return {}
         try:
@@ -271,17 +270,14 @@ def identity_of(model: Any) -> dict[str, str]:
 
 
 def identity_for(model: Any, basis: Basis) -> dict[str, str]:
-    """Return ``identity_of(model)``, but with the kind of weights digest that ``basis`` has."""
+    """Return ``identity_of(model)``, with the weights digest of the same kind as in ``basis``."""
     identity = identity_of(model)
     sampled = weights_kind(basis.model.get("weights", "")) == SAMPLE
     return {**identity, "weights": sample_digest(model)} if sampled and identity else identity
 
 
 def sample_digest(model: Any) -> str:
-    """Return the digest of a sample of a model's weights, as in files of earlier versions.
-
-    If the weights cannot be read, the digest is empty.
-    """
+    """Return the digest of a sample of a model's weights, as in files of earlier versions. Empty if the weights cannot be read."""
     try:
         return weights_sample(_submodels(model))
     except InvalidParameter:
@@ -300,7 +296,7 @@ def check_identity(cache: Cache, model: Any) -> NamedModel:
     """Raise InvalidParameter if the cache identifies a model, and ``model`` is another one or cannot be identified.
 
     The message states the difference. If digests of both weights are known, they are compared instead of the names, because the same model
-    may be in another folder. A KvpackWarning says if weights can be compared only in part, or cannot be read. Returns
+    may be in another folder. Issues a KvpackWarning if weights can be compared only in part, or cannot be read. Returns
     ``name_model(model)``, or an empty NamedModel if the cache identifies no model.
     """
     if not cache.model.get("config"):
@@ -367,7 +363,7 @@ def _accepts_cache(module: torch.nn.Module) -> bool:
 
 
 def _own_cache(module: torch.nn.Module) -> str:
-    """Return the name of the model's own cache class if the model accepts only this class, otherwise an empty string."""
+    """Return the name of the model's own cache class if the model accepts no other, or an empty string."""
     parameters = inspect.signature(module.forward).parameters
     annotations = [str(parameters[name].annotation) for name in cache_names.NAMES if name in parameters]
     kinds = [kind for text in annotations for kind in re.findall(r"\w*Cache\b", text)]
@@ -395,7 +391,7 @@ def _names_sections(config: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _file_sets_sections(name: str) -> bool:
-    """Return True if a class in the module ``name`` divides rotary positions into sections. The configuration need not show that."""
+    """Return True if a class in the module ``name`` divides rotary positions into sections, which the configuration may not show."""
     classes = [value for value in vars(sys.modules[name]).values() if isinstance(value, type) and value.__module__ == name]
     codes = [init.__code__ for cls in classes if isinstance(init := vars(cls).get("__init__"), FunctionType)]
     return any({"rope_deltas", "mrope_section"} & set(code.co_names) for code in codes)
@@ -408,7 +404,7 @@ def _has_attribute(model: torch.nn.Module, name: str) -> bool:
 def decoder_layers(config: Any) -> int | None:
     """Return the number of decoder layers if the configuration has a separate field for it, or None otherwise.
 
-    ``num_hidden_layers`` may be the number of encoder layers.
+    In such a configuration, ``num_hidden_layers`` may be the number of encoder layers.
     """
     counts = (getattr(config, name, None) for name in ("num_decoder_layers", "decoder_layers"))
     return next((count for count in counts if isinstance(count, int)), None)

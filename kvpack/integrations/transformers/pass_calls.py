@@ -44,8 +44,8 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append keys and values ``[batch, kv_head, token, dim]`` to one layer, and return what attention receives in place of both.
 
-        This is the packed layer, or the dense keys and values if the model does not accept it. Raises OutOfBounds if the cache has no such
-        layer, and InvalidParameter if the tensors do not continue the layer, or if an earlier pass failed between two layers.
+        This is the packed layer, or dense keys and values if the model does not accept packed layers. Raises OutOfBounds if the cache has
+        no such layer, and InvalidParameter if the tensors do not continue the layer, or if an earlier pass failed between two layers.
         """
         if type(layer_idx) is not int:
             layer_idx = as_integer(layer_idx, "layer_idx")

@@ -96,7 +96,7 @@ class Pass:
         self._found.append(text)
 
     def record_positions(self, arguments: Mapping[str, Any]) -> None:
-        """Record the positions in ``arguments``, of the model or one of its submodels, and whether they follow the cache."""
+        """Record the positions that the model or a submodel receives, and whether they follow the cache."""
         for name in _POSITIONS:
             positions = arguments.get(name)
             if isinstance(positions, torch.Tensor) and positions.numel():

@@ -37,7 +37,7 @@ def remember_attention(config: Any, name: str) -> None:
 
 
 def remember_copies(memo: dict[int, Any]) -> None:
-    """Use the same attention for plain tensors of copied models as for the originals. ``memo`` is the one of ``copy.deepcopy``."""
+    """Use the same attention for plain tensors of copied models as for the originals. ``memo`` is the memo of ``copy.deepcopy``."""
     for number, (config, name) in list(_previous_attention.items()):
         if number in memo and config() is not None:
             remember_attention(memo[number], name)

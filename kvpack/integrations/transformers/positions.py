@@ -129,7 +129,7 @@ class RotaryPositions:
             self._refuse(sorted(set(rotary_positions[..., token].flatten().tolist())), start + token)
 
     def require_positions(self, start: int) -> None:
-        """Raise InvalidParameter if no positions were passed and the model would compute other positions."""
+        """Raise InvalidParameter if no positions were passed and the model would compute wrong ones."""
         if not self._given and not start:
             # Without given positions, models use the positions of text.
             self._deltas = torch.zeros(1, 1, dtype=torch.int64, device="cpu")

@@ -55,7 +55,7 @@ def prefill(
 
     Raises:
         InvalidType: ``token_ids`` are not token ids.
-        InvalidParameter: The cache has other ids, or more tokens.
+        InvalidParameter: ``token_ids`` does not begin with all token ids of the cache.
 
     Also raises the same errors as KvpackCache.
 
@@ -100,7 +100,7 @@ def compute_missing(cache: KvpackCache, model: torch.nn.Module, ids: torch.Tenso
 
 
 def _pass_ends(start: int, stop: int, every: int, chunk: int | None) -> list[int]:
-    """Return where each pass ends if several passes compute the tokens from ``start`` to ``stop``."""
+    """Return where each pass ends when passes compute the tokens from ``start`` to ``stop``."""
     ends = {*range((start // every + 1) * every, stop, every), stop}
     if chunk is not None and stop // chunk * chunk > start:
         ends.add(stop // chunk * chunk)

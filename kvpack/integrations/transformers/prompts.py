@@ -55,8 +55,8 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
 def _undetermined_inputs(inputs: Inputs) -> dict[int, str]:
     """Return the inputs that token ids and a mask do not determine, by the position of the first token that they affect.
 
-    Two of them do not count. If ids differ between rows, known ids are compared; and if padding was hidden, the next pass must provide the
-    mask.
+    Two kinds of inputs are omitted: ids that differ between rows, because known ids are compared, and hidden padding, because the next pass
+    must provide the mask.
     """
     notes = zip(inputs.undetermined, inputs.starts, strict=True)
     return {start: text for text, start in notes if not text.endswith(ROWS_DIFFER) and not (text.endswith(PADDED) and inputs.hidden)}
@@ -77,7 +77,7 @@ def check_rows_known(cache: Cache) -> None:
 
 
 def changes_since_computed(cache: Cache) -> str:
-    """Explain how a cache's values have changed since passes computed them. If they have not, return an empty string.
+    """Explain how a cache's values have changed since passes computed them. Empty if they have not.
 
     No prompt can reuse a cache that has changed.
     """
@@ -86,7 +86,7 @@ def changes_since_computed(cache: Cache) -> str:
 
 
 def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
-    """Explain why the same token ids may have different keys in ``cache`` and in ``prompt``. If they cannot, return an empty string.
+    """Explain why the same token ids may have different keys in ``cache`` and in ``prompt``. Empty if they cannot.
 
     Some types of RoPE (dynamic, longrope) choose their frequencies by the length of the sequence.
     """
@@ -119,10 +119,10 @@ def token_ids_of(prompt: Any) -> torch.Tensor:
 
 
 def crop_to_prompt(past: Any, cache: Cache, prompt: Any, config: Any) -> None:
-    """Keep only those tokens of ``past`` with which ``prompt`` begins. ``past`` continues the packed ``cache``.
+    """Keep only the tokens of ``past`` that ``prompt`` begins with. ``past`` continues the packed ``cache``.
 
-    Issues a KvpackWarning if some of them cannot be kept. If a layer lacks some of them, or if their keys would differ, no token is kept.
-    ``config`` is the model's, or None if there is no model.
+    If a layer lacks some of these tokens, or if their keys would differ, no token is kept. Issues a KvpackWarning if some cannot be kept.
+    ``config`` is the model's configuration, or None if there is no model.
     """
     tokens = 0
     other = changes_since_computed(cache)

@@ -81,7 +81,7 @@ class Record:
         return other
 
     def add(self, tokens: int, recorded_pass: Pass | None) -> None:
-        """Add ``tokens`` tokens of one forward pass. ``recorded_pass`` is the pass, or None if it was not recorded."""
+        """Add ``tokens`` tokens of one forward pass. ``recorded_pass`` is None if the pass was not recorded."""
         # If the source of the first tokens is unknown, so is the source of all.
         pass_sources = None if recorded_pass is None or not tokens or (self.tokens and not self.sources) else recorded_pass.sources
         if pass_sources is not None and all(first_difference(sources, pass_sources) is not None for sources in self.sources):
@@ -142,7 +142,9 @@ class Record:
         return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in texts)
 
     def first_mismatch(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
-        """Return (token, row, known id, other id) for the first of ``ids``, ``[batch, token]``, that differs, or None if none does."""
+        """Return (token, row, known id, other id) for the first id in ``ids``, ``[batch, token]``, that differs from the known one, or
+        None.
+        """
         self._read_pending()
         recorded = self._ids[:, : ids.shape[1]]
         if not recorded.shape[1] or ids.shape[0] % recorded.shape[0]:
@@ -180,7 +182,7 @@ class Record:
         notes, starts = tuple(text for text, _ in texts), tuple(start for _, start in texts)
         return Inputs(token_ids, notes, starts, tuple(rows), tuple(self._hidden_ranges()), first=0, count=self.tokens)
 
-    def visible_hidden_message(self, mask: Any, tokens: int) -> str | None:
+    def hidden_tokens_message(self, mask: Any, tokens: int) -> str | None:
         """Return an error message if a pass of ``tokens`` tokens with this mask would attend to hidden tokens, or None otherwise.
 
         The message suggests a mask. Masks of single tokens are read from the device first.
@@ -233,7 +235,7 @@ class Record:
         ]
 
     def _drop_visible(self) -> None:
-        """If no tokens are hidden anymore, drop the record of visible tokens."""
+        """Drop the record of visible tokens if no token is hidden anymore."""
         if self._visible is not None and bool(self._visible.all()):
             self._visible = None
             self._findings = [finding for finding in self._findings if finding.text != PADDED]
@@ -287,7 +289,7 @@ def ids_of(inputs: Inputs) -> torch.Tensor:
 
 
 def visible_tokens(inputs: Inputs, batch: int, tokens: int) -> torch.Tensor | None:
-    """Return a mask of the tokens that are not hidden, bool ``[batch, token]``. If the first ``tokens`` are all visible, return None."""
+    """Return a mask of the tokens that are not hidden, bool ``[batch, token]``, or None if the first ``tokens`` tokens are all visible."""
     if not inputs.hidden:
         return None
     visible = torch.ones(batch, tokens, dtype=torch.bool, device="cpu")

@@ -17,10 +17,7 @@ from .tracking import Tracking
 
 
 class Rollback:
-    """The kept states of ``layers``, by number of tokens, and methods that return to them.
-
-    At the beginning, these are the states in ``cache``.
-    """
+    """The kept states of ``layers``, by number of tokens, and methods that return to them. The initial states are those in ``cache``."""
 
     def __init__(self, layers: Sequence[Any], live: LiveCache, passes: Tracking, cache: Cache | None) -> None:
         self._layers, self._live, self._passes = layers, live, passes
@@ -75,7 +72,7 @@ class Rollback:
             self._states = {position: position_states for position, position_states in self._states.items() if position <= tokens}
 
     def _states_after(self, tokens: int, tokens_to_remove: int) -> States | None:
-        """Return the states to restore after the first ``tokens`` tokens. If no layer has states, or all are current, return None."""
+        """Return the states to restore after the first ``tokens`` tokens, or None if no layer has states or all are current."""
         if not self._passes.states or (not tokens_to_remove and not (self._passes.has_failed and tokens in self._states)):
             return None
         if not tokens:

@@ -38,10 +38,10 @@ class PackedLength(int):
 
 
 class CapturedLength(PackedLength):
-    """The number of tokens passed to a captured step. It is not the number of any replay.
+    """The number of tokens that a captured step receives, which differs from the number in every replay.
 
-    A comparison in Python code is made once for all replays, each of which has one more token than the previous one. If its result would be
-    different for a larger number, it raises InvalidParameter.
+    Python code compares it only during the capture, but each replay has one more token than the previous one. A comparison therefore raises
+    InvalidParameter if its result would be different for a larger number.
     """
 
     def _require_stable(self, result: bool, stable: bool) -> bool:
@@ -163,7 +163,7 @@ class PackedStates:
 
 
 class _WithoutGradients(torch.autograd.Function):
-    """A function of a value whose gradients do not propagate to its inputs."""
+    """An identity function whose ``backward`` raises InvalidParameter."""
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor, *computed: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ class _WithoutGradients(torch.autograd.Function):
 
 
 def without_gradients(value: Any, *computed: torch.Tensor) -> Any:
-    """Return ``value``, which was ``computed`` from other tensors.
+    """Return ``value``, which depends on the tensors ``computed``.
 
     If ``backward`` would propagate gradients to these tensors, it raises InvalidParameter.
     """

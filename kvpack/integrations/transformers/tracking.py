@@ -176,7 +176,7 @@ class Tracking:
                 )
 
     def _check_rows(self, arguments: dict[str, Any]) -> None:
-        """Raise InvalidParameter if a pass has another number of rows than the cache has sequences."""
+        """Raise InvalidParameter if the number of rows in a pass differs from the number of sequences in the cache."""
         held = self.rows()
         tensor = next((x for name in _ROWS if isinstance(x := arguments.get(name), torch.Tensor)), None)
         if held is not None and tensor is not None and tensor.shape[0] != held:
@@ -187,8 +187,7 @@ class Tracking:
             )
 
     def _check_model(self, module: torch.nn.Module) -> None:
-        """Raise InvalidParameter if a pass is of a model that is not the cache's model, does not contain it, and is not a submodel of it.
-        """
+        """Raise InvalidParameter unless the model of a pass is the cache's model, contains it, or is a submodel of it."""
         model = None if self._watched is None else self._watched()
         if model is None or module is outermost_model(model):
             return
@@ -200,7 +199,7 @@ class Tracking:
             )
 
     def changed_identity(self) -> dict[str, str] | None:
-        """Return the fields by which the cache identifies its model. If the cache that it continues has the same fields, return None.
+        """Return the fields by which the cache identifies its model, or None if the cache that it continues has the same fields.
 
         If weights changed unnoticed since the last call, this is recorded for the tokens since then.
         """
@@ -244,7 +243,7 @@ class Tracking:
         few = seen.ids is not None and seen.ids.shape[1] == 1
         has_changed = not state.matches(outermost_model(model)) if unused else state.has_other_weights(few=few)
         if has_changed and self._first.weights and (current := name_model(model)).identity_fields:
-            changed = self._fields_changed_to(current)
+            changed = self._first_changed_field(current)
             if unused and changed:
                 raise InvalidParameter(
                     f"the model's {changed} changed between the check of the cache and the cache's first forward pass: load the cache "
@@ -269,11 +268,11 @@ class Tracking:
         if current_weights_digest(model) != self._latest.weights:
             self.record.note(self._verified, "may have been computed after the model's weights changed")
             self._latest = name_model(model)
-            self._changed = self._fields_changed_to(self._latest)
+            self._changed = self._first_changed_field(self._latest)
         self._verified = self.record.tokens
 
-    def _fields_changed_to(self, latest: NamedModel) -> str:
-        """Return the first field in which the model of the first token differs from ``latest``. If none does, return an empty string."""
+    def _first_changed_field(self, latest: NamedModel) -> str:
+        """Return the first field in which ``latest`` differs from the model of the first token, or an empty string."""
         assert self._first is not None
         first, now = self._first.identity_fields, latest.identity_fields
         return next((name for name in _FIELDS if now.get(name) != first.get(name)), "")
@@ -292,7 +291,7 @@ class Tracking:
 
     def check_mask(self, tokens: int, mask: Any) -> None:
         """Raise InvalidParameter if a pass of ``tokens`` tokens with this attention mask would attend to hidden tokens."""
-        message = self.record.visible_hidden_message(mask, tokens)
+        message = self.record.hidden_tokens_message(mask, tokens)
         if message is not None:
             raise InvalidParameter(message)
 
@@ -315,7 +314,7 @@ class Tracking:
             self._positions.begin(self.model_of_cache, arguments, self.record.tokens)
 
     def offsets(self, rows: int) -> tuple[int, ...] | None:
-        """Return ``Cache.position_offsets`` of the recorded tokens. If token ids imply that the offsets are 0, return None."""
+        """Return ``Cache.position_offsets`` of the recorded tokens, or None if token ids imply that the offsets are 0."""
         offsets = None if self._positions is None else self._positions.offsets(rows, self.record.tokens)
         inputs = self.record.inputs
         if offsets is None or any(offsets):
@@ -340,7 +339,7 @@ class Tracking:
             self._muted = False
 
     def check_states(self, *, ended: bool = False) -> None:
-        """Raise InvalidParameter if a failed pass may have changed states. With ``ended``, also raises it if a pass has not ended."""
+        """Raise InvalidParameter if a failed pass may have changed states or, with ``ended``, if a pass has not ended."""
         if self.states and (self._failed or (ended and self._running)):
             raise InvalidParameter(
                 "a forward pass over the cache failed, and states cannot be rolled back: call reset(), or continue with a new KvpackCache"

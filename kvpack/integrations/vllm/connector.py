@@ -63,7 +63,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
         return failed
 
     def get_kv_connector_stats(self) -> Any:
-        """Return vLLM's statistics with counts of rows: blocks in a worker, or chunks loaded from tiers in the scheduler."""
+        """Return vLLM's statistics with kvpack's own: counts of packed blocks in a worker, or metrics of loaded rows in the scheduler."""
         if not self._is_packed:
             return super().get_kv_connector_stats()
         if self.connector_scheduler is not None:
@@ -79,7 +79,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
 
 
 def _placement_options(vllm_config: Any) -> tuple[Any, bool]:
-    """Return the options with the spec and the tier for their placement, and True if the primary tier contains rows.
+    """Return the options, completed with the spec and tier of their placement, and True if the primary tier contains rows.
 
     Raises InvalidParameter. vLLM calls this several times for the same configuration, even before there is a connector.
     """

@@ -50,7 +50,7 @@ class Group:
         return PageGeometry.of_bytes(self.page_bytes, self.layers)
 
     def recipe(self, recipe: str) -> str:
-        """Return the recipe for the group's pages, which is derived from ``recipe``. RoPE channels are kept unchanged."""
+        """Return the recipe for the group's pages, derived from ``recipe``. RoPE channels are kept unchanged."""
         return {"attention": recipe, "latents": f"{recipe};v=raw"}.get(self.kind, "raw")
 
     def buffer(self, layout: str, layers: Sequence[torch.Tensor]) -> PageBuffer:
@@ -101,9 +101,9 @@ def require_layout(groups: Sequence[Group], layout: str) -> None:
 def block_offsets(kv_cache_config: Any) -> list[list[int]]:
     """Return the offsets in bytes of each offloaded group's blocks in vLLM's primary tier. A group has one offset per layer.
 
-    An offset is counted from the beginning of a worker's part of a chunk. Layers of different groups may share device memory. They then
-    also share an offset, because each block belongs to only one group. Offsets are in the order in which the groups' layers first refer to
-    their memory. If a block of all layers is one piece of memory, the tier copies it whole.
+    An offset is counted from the beginning of a worker's part of a chunk. Layers of different groups that share device memory also share an
+    offset, because each block belongs to only one group. Offsets are in the order in which the groups' layers first refer to their memory.
+    If the blocks of all layers are one piece of memory, the tier copies them at once.
     """
     placed = {
         layer: (tensor.offset + number * tensor.layer_stride, tensor.block_stride)
@@ -134,9 +134,8 @@ def _page_bytes(group: Any) -> dict[str, int]:
 def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> None:
     """Raise InvalidParameter unless the blocks of the layers' tensors have the ``layout``.
 
-    ``kv_caches`` are vLLM's tensors by layer name. Their axes are either block, head, token, and the channels of K followed by those of V;
-    or block, K or V, token, head, and channel. Attention may use smaller blocks than the cache. In that case, a tensor has the strides of
-    attention's blocks.
+    ``kv_caches`` maps layer names to vLLM's tensors. Their axes are ``[block, head, token, channel]``, with the channels of V after those
+    of K, or ``[block, K or V, token, head, channel]``. If attention uses smaller blocks than the cache, tensors have the strides of these.
     """
     for group, kept in zip(groups, _groups_of(kv_cache_config), strict=True):
         if group.kind != "attention":

@@ -36,11 +36,11 @@ _DRAFT = ("method", "model", "revision", "quantization", "kv_cache_dtype")
 
 
 def relevant_settings(vllm_config: Any) -> str:
-    """Return the vLLM settings on which keys, values and states depend, as JSON.
+    """Return a digest of the vLLM settings on which keys, values and states depend.
 
     These are the model's configuration with all overrides, the dtype, the quantization, whether the weights come from the model's folder
     (not with load_format="dummy"), the settings of multimodal preprocessing, and the draft model, whose layers may be in the cache. Raises
-    InvalidParameter if the installed vLLM version does not have one of these fields.
+    InvalidParameter if the installed vLLM version lacks one of these settings.
     """
     model = vllm_config.model_config
     settings = {name: value for name, value in model.hf_config.to_dict().items() if name not in _IGNORED_SETTINGS}
@@ -97,10 +97,10 @@ def identity_of(config: Any, recipe: str | Recipe, shape: Mapping[str, Any], rev
 
 
 def check_version(version: str, any_version: bool) -> dict[str, str]:
-    """Return the part of ``version`` that identities contain, so that incompatible versions share no entries.
+    """Return the part of vLLM's ``version`` that identities contain, so that incompatible versions share no entries.
 
-    This is the first two numbers. For a version with which kvpack was not tested, it is the whole version. Raises InvalidParameter for such
-    a version unless ``any_version`` is set.
+    This is the first two numbers or, for a version with which kvpack was not tested, the whole version. Raises InvalidParameter for an
+    untested version unless ``any_version`` is set.
     """
     minor = ".".join(version.split(".")[:2])
     if minor in VERSIONS:

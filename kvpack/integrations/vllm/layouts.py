@@ -44,7 +44,7 @@ def arrangement(name: str, heads: int, tokens: int, dim: int) -> Arrangement:
 
 
 def check_layout_name(name: str, layout: PageLayout) -> None:
-    """Raise InvalidParameter unless ``layout`` is the layout called ``name``. It was detected with an engine's own writer."""
+    """Raise InvalidParameter unless ``layout``, which was detected with an engine's own writer, is the layout called ``name``."""
     geometry = layout.geometry
     heads, tokens, dim = geometry.heads, geometry.tokens, geometry.dim_k
     block = torch.arange(2 * heads * tokens * dim, device="cpu")

@@ -113,7 +113,7 @@ class TierMetrics:
 
 
 def worker_stats(worker: PackedWorker) -> Any:
-    """Return a worker's counts since the last call in vLLM's format. If there are none, return None."""
+    """Return a worker's counts since the last call in vLLM's format, or None if there are none."""
     stats = _empty_stats()
     for labels, added in worker.pop_counts().items():
         stats.increase_counter(f"{PACKED}{labels[0]}_blocks", added, labels[1:])
@@ -121,9 +121,9 @@ def worker_stats(worker: PackedWorker) -> Any:
 
 
 def add_scheduler_stats(stats: Any, manager: Any) -> Any:
-    """Add two metrics to the scheduler's ``stats``, which may be None, and return them.
+    """Add two metrics to the scheduler's ``stats``, which may be None, and return the result.
 
-    They are the number of each tier's chunks found damaged since the last call, and the compression ratio of rows.
+    The metrics are the number of damaged chunks found in each tier since the last call, and the compression ratio of rows.
     """
     result = _empty_stats()
     for tier in manager.secondary_tiers:

@@ -30,7 +30,7 @@ def check_promotions(tier: Any, view: memoryview, codecs: Mapping[int, Sequence[
         running[metadata.job_id] = metadata
         submit(metadata)
 
-    def good(key: bytes, chunk: int) -> bool:
+    def is_valid(key: bytes, chunk: int) -> bool:
         memory = view[chunk : chunk + 1].cast("B")
         for number, codec in enumerate(codecs[get_offload_group_idx(key)]):
             begins = [number * cell + place * codec.nbytes for place in range(blocks)]
@@ -46,7 +46,7 @@ def check_promotions(tier: Any, view: memoryview, codecs: Mapping[int, Sequence[
             return result
         loaded = set(metadata.keys if result.success else result.successful_keys or ())
         places = dict(zip(metadata.keys, metadata.chunk_ids, strict=True))
-        rejected = [key for key in loaded if not good(bytes(key), int(places[key]))]
+        rejected = [key for key in loaded if not is_valid(bytes(key), int(places[key]))]
         if not rejected:
             return result
         tier.damaged_chunks += len(rejected)

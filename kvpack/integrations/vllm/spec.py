@@ -73,7 +73,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
                     Recipe(group.recipe(self._recipe), given.basis),
                     group.geometry,
                     threads=threads,
-                    namespace=self._namespace_of(number, rank),
+                    namespace=self._row_namespace(number, rank),
                 )
                 for rank in range(copies)
             ]
@@ -152,7 +152,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         memory = region.create_next_worker_view(self.cpu_page_size_per_worker)
         return PackedWorker([codecs[rank] for codecs in self.codecs], pages, memory, self.blocks_per_chunk, region.cleanup)
 
-    def _namespace_of(self, group: int, rank: int) -> bytes:
+    def _row_namespace(self, group: int, rank: int) -> bytes:
         return hashlib.sha256(self._namespace + f"group {group} of rank {rank}".encode()).digest()
 
 

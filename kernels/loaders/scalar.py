@@ -77,8 +77,11 @@ def paired_tiles(codec: Scalar) -> Tiles | None:
         for step in values
         for odd in range(2)
     )
-    result = replace(result, decode=decode_pairs, paired=True)
-    return replace(result, channels=values, keys=replace(result, channels=keys))
+    paired = replace(result, decode=decode_pairs, paired=True)
+    # Neighboring columns of keys share a register, but in rows of 3-byte columns their bytes may begin at different bits.
+    packing = constants.low
+    same_bits = packing.column_bytes % 2 == 0 or (packing.width + 1) // 2 % 2 == 0
+    return replace(paired, channels=values, keys=replace(paired, channels=keys) if same_bits else result)
 
 
 def tiles(codec: Scalar, dual: int = 0) -> Tiles:

@@ -227,7 +227,7 @@ def word_lookup_ptx(position: int, bits: int, offset: int, copies: int, whole: b
     """Return PTX that looks up two entries of two float16 values each, by the lower and by the upper word of a register.
 
     An index is ``bits`` bits of a word, beginning at bit ``position``. Unless ``whole``, words have 24 bits, and the second input contains
-    their upper bytes. Each half of the third input is then 0 or 8: the bit of the second input's half at which the byte begins.
+    their upper bytes. The third input is then 0 or 8: the bit of the second input's halves at which both bytes begin.
     """
     stride = 1 + copies.bit_length()
     mask = ((1 << bits) - 1) << stride

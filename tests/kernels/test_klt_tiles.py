@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -12,25 +11,17 @@ import torch
 from kvpack.cache.layer import Layer
 from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
-from kvpack.formats.basis import BasisRows, row_count
+from kvpack.formats.basis import row_count
 from kvpack.formats.errors import MissingBasis
 from kvpack.formats.klt import Klt
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.formats.sidecars import CodecWithSidecars
 from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
 from support.kernel_calls import attend_by
-from support.klt_bases import random_rows, with_widths_of_heads
+from support.klt_bases import klt, random_rows, with_widths_of_heads
 from support.random_sides import check_attention, codecs, exact_attention, random_side
 
 pytestmark = [pytest.mark.kernels, needs_loaded_bounds, pytest.mark.usefixtures("uninitialized_is_poisoned")]
-
-
-def klt(dim: int, widths: bytes, side: str = "k", heads: int = 2, gain: str = "fp16", rows: str = "basis", scale: float = 1.0) -> Klt:
-    """Return a codec with a random basis for each head, which is identified by its digest."""
-    found = random_rows(heads, dim, side).clone()
-    found[:, 1 : 1 + dim] *= scale
-    digest = hashlib.sha256(f"{dim} {heads} {side} {scale}".encode()).digest()
-    return Klt.of(dim, digest, 0, side, widths, gain, rows, BasisRows(found[None]))
 
 
 def sides(k: Klt, v: Klt, runs: tuple[int, ...] = (40,), tail: int = 0, batch: int = 1) -> tuple[Side, Side]:

@@ -1,11 +1,7 @@
-"""Tests of minifloat elements as tiles: every code and scale is exact, in the interpreter's functions and in inline PTX."""
+"""Tests of minifloat elements as tiles: every code and scale is exact. test_inline_ptx.py tests the same of inline PTX."""
 
 from __future__ import annotations
 
-import itertools
-import math
-import re
-import struct
 from dataclasses import replace
 
 import pytest
@@ -14,117 +10,8 @@ import torch
 import kvpack
 from kvpack import Layer, Side
 from kvpack.cache.packed_runs import PackedRun, PackedRuns
-from kvpack.coding import triton_version
-from kvpack.formats.minifloat import ELEMENTS
 from support.interpreter import DEVICE, needs_loaded_bounds
 from support.random_sides import check_attention, codecs, random_side
-
-
-def half(bits: int) -> float:
-    return float(struct.unpack("<e", struct.pack("<H", bits))[0])
-
-
-def bits_of(value: float) -> int:
-    return int(struct.unpack("<H", struct.pack("<e", value))[0])
-
-
-def permuted(first: int, second: int, select: int) -> int:
-    """Emulate PTX's ``prmt`` in its default mode."""
-    pool = first.to_bytes(4, "little") + second.to_bytes(4, "little")
-    found = bytearray()
-    for number in range(4):
-        chosen = select >> 4 * number & 15
-        byte = pool[chosen & 7]
-        found.append((255 if byte & 128 else 0) if chosen & 8 else byte)
-    return int.from_bytes(found, "little")
-
-
-def halves(word: int) -> tuple[float, float]:
-    return half(word & 0xFFFF), half(word >> 16)
-
-
-def executed(ptx: str, **given_registers: int) -> dict[str, int]:
-    """Execute PTX instructions of the kinds below, and return the registers. ``r1`` is the operand ``$1``."""
-    registers = {name.replace("r", "$"): word for name, word in given_registers.items()}
-
-    def value(name: str) -> int:
-        return registers[name] if name in registers else int(name, 0)
-
-    for text in re.sub(r"^\{|\}$", "", ptx.strip()).split(";"):
-        instruction, *operands = re.split(r"[\s,]+", text.strip())
-        if instruction in ("", ".reg"):
-            continue
-        if operands[0].startswith("{"):
-            low, high = (name.strip("{}") for name in operands[:2])
-            registers[low], registers[high] = value(operands[2]) & 0xFFFF, value(operands[2]) >> 16
-            continue
-        target, *given = operands[0], *map(value, operands[1:])
-        registers[target] = {
-            "mov.b32": lambda a: a,
-            "and.b32": lambda a, b: a & b,
-            "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
-            "shr.b32": lambda a, b: a >> b,
-            "sub.u32": lambda a, b: a - b & 0xFFFFFFFF,
-            "mul.lo.u32": lambda a, b: a * b & 0xFFFFFFFF,
-            "mad.lo.u32": lambda a, b, c: a * b + c & 0xFFFFFFFF,
-            "max.u16x2": lambda a, b: max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16,
-            "lop3.b32": lambda a, b, c, table: {0xEA: a & b | c, 0xA8: (a | b) & c}[table],
-            "prmt.b32": permuted,
-            "mul.rn.f16x2": lambda a, b: sum(bits_of(x * y) << 16 * at for at, (x, y) in enumerate(zip(halves(a), halves(b), strict=True))),
-            "cvt.rn.f16x2.e4m3x2": lambda a: bits_of(ELEMENTS["e4m3"].value(a & 255)) | bits_of(ELEMENTS["e4m3"].value(a >> 8)) << 16,
-        }[instruction](*given)
-    return registers
-
-
-@pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels were not tested with this Triton version")
-@pytest.mark.parametrize("converts", [False, True], ids=["by integers", "by conversions"])
-@pytest.mark.parametrize("element", ELEMENTS)
-def test_inline_assembly_is_exact(element: str, converts: bool) -> None:
-    """Every element is at every position of a word, surrounded by bits of other elements."""
-    from kvpack.kernels.bitpack import minifloats
-    from kvpack.kernels.triton_internals import python_function
-
-    form = ELEMENTS[element]
-    power = minifloats.E2M1_EXPONENT.value if element == "e2m1" else 0
-    for position in range(0, 16, form.bits):
-        ptx = python_function(minifloats._elements_ptx)(element, position, converts)
-        for code in range(1 << form.bits):
-            if code & (1 << form.bits - 1) - 1 >= form.finite:
-                continue
-            expected = form.value(code) / 2.0**power
-            for others in (0x0000, 0xFFFF, 0x5A5A, 0x1234, 0x8421):
-                # What is no NaN: conversions here are of elements that readers accept.
-                word = others & 0xB6B6 & ~((1 << form.bits) - 1 << position) | code << position
-                for both in (word | 0x3456 << 16, 0x3456 | word << 16):
-                    found = halves(executed(ptx, r1=both)["$0"])[0 if both & 0xFFFF == word else 1]
-                    assert found == expected, (position, hex(both))
-                    # The sign of a zero of e2m1 tells no score and no sum.
-                    assert math.copysign(1, found) == math.copysign(1, expected) or (element, found) == ("e2m1", 0), (position, hex(both))
-
-
-@pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels were not tested with this Triton version")
-@pytest.mark.parametrize("lowered", [0, 14])
-def test_powers_of_four_scales_are_exact(lowered: int) -> None:
-    """Scales are divided by the largest one, which may be at any position.
-
-    Others are equal to it, barely representable, too small, and extreme.
-    """
-    from kvpack.kernels.bitpack import minifloats
-    from kvpack.kernels.triton_internals import python_function
-
-    ptx = python_function(minifloats._four_powers_ptx)(lowered)
-    most = 14 + lowered
-    for largest in (0, 1, 13, most, most + 1, 127, 128, 254):
-        lower = [max(0, largest - below) for below in (0, 1, lowered, most, most + 1, 255)]
-        for number, scales in enumerate(itertools.product(lower, repeat=3)):
-            words = [(*scales[: number % 4], largest, *scales[number % 4 :]), (254, scales[0], 0, scales[1])]
-            for one, other in (words, reversed(words)):
-                found = executed(ptx, r4=int.from_bytes(one, "little"), r5=int.from_bytes(other, "little"))
-                for at in range(4):
-                    expected = [
-                        2.0 ** (own[at] - max(own) + lowered) if own[at] - max(own) + lowered >= -14 else 0.0 for own in (one, other)
-                    ]
-                    assert halves(found[f"${at}"]) == tuple(expected), (one, other, at)
 
 
 def every_product(dim: int, run_scale: float) -> Side:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import replace
 from functools import cache
@@ -49,6 +50,14 @@ def random_rows(heads: int, dim: int, seed: str) -> torch.Tensor:
             values[:, first : first + (1 << width)] = (3 * values[:, first : first + (1 << width)]).sort(-1).values
     rows[:, 2 + dim :] = values.view(heads, -1, dim)
     return rows.to(torch.float16).to(torch.float32)
+
+
+def klt(dim: int, widths: bytes, side: str = "k", heads: int = 2, gain: str = "fp16", rows: str = "basis", scale: float = 1.0) -> Klt:
+    """Return a codec with a random basis for each head, which is identified by its digest."""
+    found = random_rows(heads, dim, side).clone()
+    found[:, 1 : 1 + dim] *= scale
+    digest = hashlib.sha256(f"{dim} {heads} {side} {scale}".encode()).digest()
+    return Klt.of(dim, digest, 0, side, widths, gain, rows, BasisRows(found[None]))
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
@@ -119,7 +120,9 @@ def check_floating(dtype: Any) -> None:
 
 
 def check_number(value: Any, name: str) -> None:
-    """Raise InvalidType unless ``value`` is None or a number that fits in a float. ``name`` is its name in the message."""
+    """Raise InvalidType unless ``value`` is None or a number, and InvalidParameter unless it is finite. ``name`` is for the message."""
     number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64)
     if value is not None and not number:
         raise InvalidType(f"{name} is {describe(value)}, expected a number")
+    if value is not None and not math.isfinite(value):
+        raise InvalidParameter(f"{name} is {value}, expected a finite number")

@@ -97,7 +97,7 @@ def attend(
     # Calls that passed the checks once are launched without them, because checks take longer than the kernels.
     request: Any = None
     if lengths is starts is sink_logits is None and isinstance(q, torch.Tensor) and isinstance(layer, Layer) and not q.requires_grad:
-        request = (q.shape, q.dtype, q.device, (scale, causal, softcap, sliding_window), dispatch.environment_key())
+        request = (q.shape, q.dtype, q.device, q.layout, (scale, causal, softcap, sliding_window), dispatch.environment_key())
         if (prepared := _prepared_calls.get(layer, {}).get(request) or _prepared_call(q, layer, request)) is not None:
             return prepared(q)
     k, v = check_call(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths)

@@ -128,6 +128,9 @@ BAD = {
     "too many queries": (Q.expand(1, 4, 41, 64), {}, InvalidParameter, "41 queries over 40 tokens"),
     "window": (Q, {"sliding_window": 0}, InvalidParameter, "sliding_window is 0"),
     "softcap": (Q, {"softcap": -1.0}, InvalidParameter, "softcap is -1.0"),
+    "infinite softcap": (Q, {"softcap": float("inf")}, InvalidParameter, "softcap is inf, expected a finite number"),
+    "scale": (Q, {"scale": float("nan")}, InvalidParameter, "scale is nan, expected a finite number"),
+    "layout": (Q.to_sparse(), {}, InvalidType, "q has layout torch.sparse_coo"),
 }
 
 
@@ -137,6 +140,13 @@ def test_invalid_queries_are_refused(name: str) -> None:
     cache = kvpack.pack(random_pairs(1, 40), "kivi-2")
     with pytest.raises(error, match=message):
         kvpack.attend(q, cache[0], **options)
+
+
+def test_queries_are_checked_after_accepted_ones_of_their_shape() -> None:
+    layer = kvpack.pack(random_pairs(1, 40), "kivi-2")[0]
+    kvpack.attend(Q, layer)
+    with pytest.raises(InvalidType, match=r"q has layout torch\.sparse_coo"):
+        kvpack.attend(Q.to_sparse(), layer)
 
 
 def test_attention_over_a_whole_cache_is_refused() -> None:

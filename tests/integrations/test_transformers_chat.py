@@ -136,6 +136,36 @@ def test_an_unsuitable_store_is_refused_at_once(model: Any, tmp_path: Path) -> N
             Chat(model, words, "kvpack-3", store=store)
 
 
+def test_options_of_generate_end_replies_and_leave_the_chat_reusable(model: Any) -> None:
+    words = tokenizer()
+    chat = Chat(model, words, "raw")
+    config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, suppress_tokens=NOT_TEXT)
+    assert len(chat.send(HELLO, generation_config=config, return_dict_in_generate=True)) == 3
+    # generate passes the tokenizer on to every forward pass.
+    third_letter = said(model, words, [*chat.messages, {"role": "user", "content": MORE}])[2]
+    assert len(chat.send(MORE, stop_strings=[third_letter], tokenizer=words, **GREEDY)) <= 3
+    held = chat.cache.tokens
+    chat.send("And?", **GREEDY)
+    assert chat.reused == held
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (lambda model, words: Chat(model, None), "tokenizer is None"),
+        (lambda model, words: Chat(words, model), "tokenizer is a .*ForCausalLM"),
+        (lambda model, words: Chat(model, words, template=5), "template is 5, expected a dict"),
+        (lambda model, words: Chat.load("chat.kvpack", words, model), "model is a .*, expected a transformers model"),
+        (lambda model, words: Chat(model, words).send(None), "a message is None, expected a dict"),
+        (lambda model, words: Chat(model, words).send([5]), "a message is 5, expected a dict"),
+        (lambda model, words: Chat(model, words).send("\ud800"), "the tokenizer or its chat template rejects these messages"),
+    ],
+)
+def test_foreign_arguments_are_refused(model: Any, action: Any, message: str) -> None:
+    with pytest.raises((InvalidType, InvalidParameter), match=message):
+        action(model, tokenizer())
+
+
 def test_loading_refuses_the_cache_of_another_model(model: Any, tmp_path: Path) -> None:
     words = tokenizer()
     chat = Chat(model, words, "raw")

@@ -21,6 +21,7 @@ from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, LimitExceeded
 from kvpack.store.store import Store
 
+from .arguments import check_model_of_file
 from .cache import check_model, create_cache, inspect_model
 from .models import execution_device
 from .prefill import DEFAULT_STEP, compute_missing
@@ -71,6 +72,10 @@ class Chat:
         store: Store | None = None,
         template: Mapping[str, Any] | None = None,
     ) -> None:
+        if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
+            raise InvalidType(f"tokenizer is {describe(tokenizer)}, expected what AutoTokenizer.from_pretrained(folder) returns")
+        if template is not None and not isinstance(template, Mapping):
+            raise InvalidType(f"template is {describe(template)}, expected a dict of arguments for apply_chat_template")
         self.model, self.tokenizer = model, tokenizer
         self.messages: list[Message] = [_check_message(message) for message in messages]
         if store is not None and not isinstance(store, Store):
@@ -109,6 +114,7 @@ class Chat:
         tokenizer, or if another model computed the file, and the same errors as ``kvpack.load``. Issues a KvpackWarning at the next message
         if this tokenizer's chat template renders the conversation differently, so that it is computed again.
         """
+        check_model_of_file(path, model)
         cache = load(path, device=execution_device(model), basis=basis)
         model_properties, _ = inspect_model(model)
         if model_properties is not None:
@@ -144,12 +150,15 @@ class Chat:
         """Return the model's reply to ``message``: user text, a message with another role, or several messages.
 
         If the conversation ends with a user message, text is appended to it. ``options``, such as max_new_tokens (512 by default),
-        do_sample or streamer, are passed to the model's ``generate``. On errors, the conversation is unchanged. Raises InvalidParameter if
-        the template rejects the messages, and the same errors as KvpackCache.
+        do_sample or streamer, are passed to the model's ``generate``. On errors, the conversation is unchanged. Raises InvalidType if
+        ``message`` is none of these, InvalidParameter if the tokenizer rejects the messages, and the same errors as KvpackCache.
         """
         messages = self._with_message(message)
         _, ids = self._render(messages, reply=True)
-        written = self._generate(ids, {"max_new_tokens": MAX_REPLY_TOKENS, **options})
+        config = options.get("generation_config")
+        if not any(name in options or getattr(config, name, None) for name in ("max_new_tokens", "max_length")):
+            options["max_new_tokens"] = MAX_REPLY_TOKENS
+        written = self._generate(ids, options)
         reply: str = self.tokenizer.decode(written, skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": reply}]
         return reply
@@ -192,7 +201,7 @@ class Chat:
                 between = "\n\n" if self._has_template else ""
                 return [*self.messages[:-1], {**last, "content": f"{last['content']}{between}{message}"}]
             return [*self.messages, {"role": "user", "content": message}]
-        return [*self.messages, *map(_check_message, [message] if isinstance(message, Mapping) else message)]
+        return [*self.messages, *map(_check_message, message if isinstance(message, Sequence) else [message])]
 
     @property
     def _has_template(self) -> bool:
@@ -202,17 +211,17 @@ class Chat:
         """Return the rendered conversation as text and as token ids. With ``reply``, it ends where the model's reply begins."""
         from jinja2 import TemplateError
 
-        if not self._has_template:
-            text = "".join(str(message["content"]) for message in messages)
-            return text, list(self.tokenizer(text)["input_ids"])
-        is_open = not reply and messages[-1]["role"] == "user"
         try:
+            if not self._has_template:
+                text = "".join(str(message["content"]) for message in messages)
+                return text, list(self.tokenizer(text)["input_ids"])
+            is_open = not reply and messages[-1]["role"] == "user"
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=reply, continue_final_message=is_open, **self._template
             )
-        except (TemplateError, ValueError, TypeError) as error:
-            raise InvalidParameter(f"the chat template of the tokenizer rejects these messages: {error}") from error
-        return text, list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            return text, list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        except (TemplateError, LookupError, ValueError, TypeError) as error:
+            raise InvalidParameter(f"the tokenizer or its chat template rejects these messages: {error}") from error
 
     def _generate(self, ids: list[int], options: dict[str, Any]) -> list[int]:
         """Return the tokens that the model generates after ``ids``. The cache then contains all but the last of these tokens."""
@@ -233,7 +242,7 @@ class Chat:
                 # The store can resume a prompt only where a forward pass ended.
                 prompt = torch.tensor([ids[:-1]], dtype=torch.int64, device=execution_device(self.model))
                 compute_missing(past, self.model, prompt, max(DEFAULT_STEP // chunk, 1) * chunk, chunk)
-            out = past.generate([ids], **options, return_dict_in_generate=False)
+            out = past.generate([ids], **{**options, "return_dict_in_generate": False})
             packed = past.packed
             # A prompt shorter than a chunk has no states at the end of a chunk.
             storable = not past.keeps_states or any(not tokens % chunk for tokens in (*past.states_at, packed.tokens))

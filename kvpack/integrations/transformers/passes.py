@@ -17,6 +17,7 @@ from .model_state import active_adapters, selects_adapters_per_row
 
 WITHOUT_EFFECT = {
     *NAMES,
+    "assistant_tokenizer",
     "labels",
     "logits_to_keep",
     "num_items_in_batch",
@@ -25,9 +26,10 @@ WITHOUT_EFFECT = {
     "output_hidden_states",
     "output_router_logits",
     "return_dict",
+    "tokenizer",
     "use_cache",
 }
-"""Arguments of forward passes that are known not to affect keys and values."""
+"""Arguments of forward passes that are known not to affect keys and values. ``generate`` passes some of its own, such as tokenizers."""
 
 _POSITIONS = ("position_ids", "cache_position")
 OTHER_FREQUENCIES = "have the RoPE frequencies of a sequence of more than"

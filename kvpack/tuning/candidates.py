@@ -18,13 +18,14 @@ from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.token_norms import norms_per_head
 
 from .allocation import Allocation, Place, recipe_text
-from .file_sizes import file_bytes_at, stream_bytes_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvpack.coding.bases import Basis
     from kvpack.evaluation.windows import UncompressedResult
+
+    from .file_sizes import FileLength
 
 _SCALE_SUFFIXES = ("", ",channel_scale=fp16")
 """Suffixes for key codecs, without and with channel scales. Rotated outlier channels need scales, which may do harm otherwise."""
@@ -93,14 +94,14 @@ def is_attendable(codec: str) -> bool:
 
 @dataclass(frozen=True)
 class PackedCandidates:
-    """Every tensor (the keys or values of one layer) packed with every candidate, from which sizes of files of ``tokens`` tokens follow.
+    """Every tensor (the keys or values of one layer) packed with every candidate, from which the sizes of files follow.
 
     ``left_out`` contains the reasons why tensors cannot use some candidates.
     """
 
     packed: dict[Place, dict[str, Side]]
     left_out: dict[Place, dict[str, str]]
-    tokens: int
+    length: FileLength
 
     @property
     def places(self) -> list[Place]:
@@ -109,22 +110,23 @@ class PackedCandidates:
     def file_bytes(self, allocation: Allocation) -> int:
         """Return the size in bytes of a file that is packed by ``allocation``."""
         layers = [Layer(*(self.packed[layer, side][allocation[layer, side]] for side in SIDES)) for layer in range(len(self.packed) // 2)]
-        return file_bytes_at(Cache(tuple(layers), recipe_text(allocation)), self.tokens)
+        return self.length.file_bytes(Cache(tuple(layers), recipe_text(allocation)))
 
     def stream_bytes(self, tensor: Place, codec: str) -> int:
         """Return the size in bytes of a tensor's streams when packed with ``codec``."""
-        return stream_bytes_at(self.packed[tensor][codec], self.tokens)
+        return self.length.stream_bytes(self.packed[tensor][codec], tensor[0])
 
     def values(self) -> int:
-        return sum(side.batch * side.heads * self.tokens * side.dim for sides in self.packed.values() for side in list(sides.values())[:1])
+        sides = {layer: next(iter(codecs.values())) for layer, codecs in self.packed.items()}
+        return sum(side.batch * side.heads * side.dim * self.length.in_layer(layer) for (layer, _), side in sides.items())
 
 
 def pack_candidates(
-    exact: UncompressedResult, candidates: dict[str, list[str]], file_tokens: int, basis: Basis | None = None
+    exact: UncompressedResult, candidates: dict[str, list[str]], length: FileLength, basis: Basis | None = None
 ) -> PackedCandidates:
     """Pack a whole window with each candidate. As in a measurement, the prefix is packed first, and the scored tokens are appended.
 
-    Sizes are those of files of ``file_tokens`` tokens. Candidates with klt or transform use ``basis``.
+    Sizes are those of files of ``length``. Candidates with klt or transform use ``basis``.
 
     Raises MissingBasis, or InvalidParameter if a tensor cannot use any of the candidates.
     """
@@ -146,7 +148,7 @@ def pack_candidates(
             if not packed[place]:
                 reason = next(iter(left_out[place].values()))
                 raise InvalidParameter(f"no candidate can encode layers[{layer}].{side}: {reason}")
-    return PackedCandidates(packed, left_out, file_tokens)
+    return PackedCandidates(packed, left_out, length)
 
 
 def _candidate_recipe(side: str, codec: str, basis: Basis | None) -> Recipe:

@@ -2,46 +2,59 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvpack.cache.cache import side_entry
 from kvpack.file import container
-from kvpack.file.header import LayerEntry, SideEntry, layout_bytes, side_tensors
+from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of, layout_bytes, side_tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvpack.cache.cache import Cache
     from kvpack.cache.side import Side
     from kvpack.formats.base import Codec
 
 
-def file_bytes_at(cache: Cache, tokens: int) -> int:
-    """Return the size in bytes of the file of ``cache`` if it had ``tokens`` tokens, with as many entries (such as raw tokens) per token.
-    """
-    if tokens == cache.tokens:
-        return cache.nbytes
-    contents = cache.contents
-    layers = [
-        LayerEntry(**{name: _resize(side, contents.codecs[side.codec], tokens) for name, side in layer.sides()})
-        for layer in contents.layers
-    ]
-    return container.file_size(replace(contents, layers=tuple(layers)))
+@dataclass(frozen=True)
+class FileLength:
+    """The number of tokens in a file. A layer with a sliding window, from ``windows``, has at most as many tokens as its window."""
 
+    tokens: int
+    windows: Sequence[int | None]
 
-def stream_bytes_at(side: Side, tokens: int) -> int:
-    """Return the size in bytes of the streams of ``side`` if it had ``tokens`` tokens."""
-    entry = side_entry(side, 0)
-    if tokens != side.tokens:
-        entry = _resize(entry, side.codec, tokens)
-    return sum(map(layout_bytes, side_tensors(side.codec, entry).values()))
+    def in_layer(self, number: int) -> int:
+        return min(self.tokens, self.windows[number] or self.tokens)
 
+    def values(self, cache: Cache) -> int:
+        """Return the number of values in a file of this length with the layers of ``cache``."""
+        sides = [(number, side) for number, layer in enumerate(cache) for side in layer.sides.values()]
+        return sum(side.batch * side.heads * side.dim * self.in_layer(number) for number, side in sides)
 
-def _resize(side: SideEntry, codec: Codec, tokens: int) -> SideEntry:
-    """Return the header entry of ``side`` for ``tokens`` tokens that are packed at once."""
-    tail = tokens % side.window if side.window else 0
-    runs = (tokens - tail,) if tokens > tail else ()
-    ordinary, resized = (codec.default_entry_counts(side.batch, side.heads, count) for count in (side.packed, sum(runs)))
-    entries = {
-        name: resized[name] + round((count - ordinary[name]) * sum(runs) / max(1, side.packed)) for name, count in side.entries
-    }
-    return replace(side, runs=runs, tail=tail, entries=tuple(entries.items()))
+    def file_bytes(self, cache: Cache) -> int:
+        """Return the size in bytes of a file of this length, with as many entries (such as raw tokens) per token as ``cache`` has."""
+        contents = cache.contents
+        layers = []
+        for number, layer in enumerate(contents.layers):
+            sides = {name: self._resize(side, contents.codecs[side.codec], number) for name, side in layer.sides()}
+            layers.append(LayerEntry(sides.get("k"), sides.get("v")))
+        required = features_of(contents.codecs)
+        return container.file_size(Contents(codecs=contents.codecs, layers=tuple(layers), recipe=cache.recipe, required=required))
+
+    def stream_bytes(self, side: Side, layer: int) -> int:
+        """Return the size in bytes of the streams of ``side`` in a file of this length."""
+        return sum(map(layout_bytes, side_tensors(side.codec, self._resize(side_entry(side, 0), side.codec, layer)).values()))
+
+    def _resize(self, side: SideEntry, codec: Codec, layer: int) -> SideEntry:
+        """Return the header entry of ``side`` in ``layer`` for tokens that are packed at once."""
+        tokens = self.in_layer(layer)
+        if tokens == side.tokens:
+            return side
+        tail = tokens % side.window if side.window else 0
+        packed = tokens - tail
+        ordinary, resized = (codec.default_entry_counts(side.batch, side.heads, count) for count in (side.packed, packed))
+        entries = {
+            name: resized[name] + round((count - ordinary[name]) * packed / max(1, side.packed)) for name, count in side.entries
+        }
+        return replace(side, runs=(packed,) if packed else (), tail=tail, entries=tuple(entries.items()))

@@ -36,7 +36,7 @@ def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocatio
     if smallest > budget:
         bits = 8 / priced.values()
         raise InvalidParameter(
-            f"with these candidates, a file of {priced.tokens:,} tokens has at least {smallest:,} bytes "
+            f"with these candidates, a file of {priced.length.tokens:,} tokens has at least {smallest:,} bytes "
             f"({smallest * bits:.3f} bits per value), but the budget is {budget:,} bytes ({budget * bits:.3f} bits per value): raise --bits"
         )
     steps = [(_step_sort_key(points, 1), place, 1) for place, points in hulls.items() if len(points) > 1]

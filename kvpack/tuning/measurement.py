@@ -14,7 +14,7 @@ from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
 from kvpack.evaluation.windows import UncompressedResult, packed_file, read_packed, read_uncompressed
 
-from .file_sizes import file_bytes_at
+from .file_sizes import FileLength
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Loss:
 
 @dataclass
 class Windows:
-    """Windows of a text that are read repeatedly. Sizes are those of files of ``file_tokens`` tokens.
+    """Windows of a text that are read repeatedly. Sizes are those of files of ``length``.
 
     ``step`` is called after each window that is read, and ``on_measured`` after each new loss. ``losses`` are keyed by recipe text, which
     includes the digest of ``basis`` if it is used. ``exact`` contains the uncompressed model's predictions, with keys and values in bf16
@@ -60,7 +60,7 @@ class Windows:
 
     model: Any
     folder: str
-    file_tokens: int
+    length: FileLength
     step: Callable[[], None]
     exact: list[UncompressedResult] = field(default_factory=list)
     losses: dict[str, Loss] = field(default_factory=dict)
@@ -95,8 +95,7 @@ class Windows:
         packed = packed_file(exact.first, Recipe(recipe, self.basis), os.path.join(self.folder, "window.kvpack"))
         predicted = read_packed(self.model, exact, packed)
         self.step()
-        whole = predicted.whole
-        size, values = file_bytes_at(whole, self.file_tokens), whole.values // whole.tokens * self.file_tokens
+        size, values = self.length.file_bytes(predicted.whole), self.length.values(predicted.whole)
         return Loss([predicted.kl_divergence], [predicted.log_perplexity], size, values)
 
 
@@ -110,7 +109,7 @@ def read_once(
     exact: list[float] = []
     losses: dict[str, list[Loss]] = {recipe: [] for recipe in recipes}
     for tokens in windows:
-        window = Windows(searched.model, searched.folder, searched.file_tokens, searched.step, basis=searched.basis)
+        window = Windows(searched.model, searched.folder, searched.length, searched.step, basis=searched.basis)
         exact.append(window.read([tokens], scored_tokens).loss)
         for recipe, result in losses.items():
             result.append(window.loss(recipe))

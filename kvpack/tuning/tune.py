@@ -31,6 +31,7 @@ from kvpack.file.atomic import write_file
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.identity.fingerprint import model_name
+from kvpack.integrations.transformers.models import Model
 from kvpack.models import load_model, model_folder
 
 from .allocation import recipe_clauses, recipe_text
@@ -45,6 +46,7 @@ from .candidates import (
     pack_candidates,
     parse_candidates,
 )
+from .file_sizes import FileLength
 from .journal import open_journal
 from .measurement import Windows, read_once
 from .results import recipe_file, results
@@ -77,7 +79,7 @@ class Settings:
     ``tokens`` is the size of a window. Its last ``scored_tokens`` tokens are scored. The search uses ``windows`` windows, and the report
     uses another ``held_out_windows``. Codecs that encode tokens in groups keep incomplete groups raw, which increases the size. Multiples
     of 128 avoid that. The model is in float32 on ``device``. Bits are those of files of ``file_tokens`` tokens, whose headers and first raw
-    tokens take a smaller share than those of a window.
+    tokens take a smaller share than those of a window, and in which layers keep at most their sliding window.
     """
 
     tokens: int | None = None
@@ -166,12 +168,13 @@ def run(
     sizes = _choose_window_sizes(settings, words, positions(network))
     counter = _WindowProgress(progress)
     with tempfile.TemporaryDirectory(prefix="kvpack-tune-") as folder_name:
-        searched = Windows(network, folder_name, settings.file_tokens, counter, basis=loaded_basis)
-        search_windows, held_out_windows = _windows(words, sizes, settings)
         layers = network.config.get_text_config().num_hidden_layers
+        length = FileLength(settings.file_tokens, Model(network).windows(layers))
+        searched = Windows(network, folder_name, length, counter, basis=loaded_basis)
+        search_windows, held_out_windows = _windows(words, sizes, settings)
         runs = width_recipe_count(layers) if widths else recipe_count(layers, codecs)
         counter.total = sizes.windows * (1 + runs) + 3 * sizes.held_out
-        priced = pack_candidates(searched.read(search_windows, sizes.score), codecs, settings.file_tokens, loaded_basis)
+        priced = pack_candidates(searched.read(search_windows, sizes.score), codecs, length, loaded_basis)
         search = Search(priced, searched, math.floor(bits * priced.values() / 8))
         journal = open_journal(measurements, searched.exact, settings.file_tokens)
         searched.losses, searched.on_measured = dict(journal.losses), journal.add

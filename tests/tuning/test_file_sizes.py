@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.tuning.file_sizes import file_bytes_at, stream_bytes_at
+from kvpack.commands.recipes import _SizedLayer, recipe_sizes
+from kvpack.tuning.file_sizes import FileLength
+
+SHAPE = _SizedLayer(heads=3, dim_k=64, dim_v=64, tokens=4096)
 
 
 def pairs(tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -18,11 +21,22 @@ def pairs(tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.parametrize("recipe", ["kvpack-3", "fp8", "kivi-2", "oscar-2-g128", "kv=scalar:b=2,sinks=4;layers=1:k=raw"])
 def test_sizes_at_another_length_are_those_of_its_file(recipe: str, tokens: int) -> None:
     cache, other = kvpack.pack(pairs(256), recipe), kvpack.pack(pairs(tokens), recipe)
-    assert file_bytes_at(cache, tokens) == other.nbytes
-    for layer, its_layer in zip(cache, other, strict=True):
-        for side, its_side in zip(layer.sides.values(), its_layer.sides.values(), strict=True):
+    length = FileLength(tokens, [None, None])
+    assert length.file_bytes(cache) == other.nbytes
+    assert length.values(cache) == other.values
+    for number in range(2):
+        for side, its_side in zip(cache[number].sides.values(), other[number].sides.values(), strict=True):
             streams = sum(stream.nbytes for run in its_side.runs for stream in run.streams.values())
-            assert stream_bytes_at(side, tokens) == its_side.tail.nbytes + streams
+            assert length.stream_bytes(side, number) == its_side.tail.nbytes + streams
+
+
+def test_layers_with_a_sliding_window_have_at_most_its_tokens() -> None:
+    cache = kvpack.pack(pairs(256), "kvpack-3")
+    sizes = [recipe_sizes(kvpack.Recipe("kvpack-3"), layers) for layers in ([SHAPE, SHAPE], [SHAPE, SHAPE._replace(tokens=128)])]
+    for windows, (_, bits, size) in zip(([None, 5000], [None, 128]), sizes, strict=True):
+        length = FileLength(4096, windows)
+        assert length.file_bytes(cache) == size
+        assert 8 * size / length.values(cache) == bits
 
 
 def test_later_raw_tokens_grow_with_the_file_and_first_ones_do_not() -> None:
@@ -34,4 +48,4 @@ def test_later_raw_tokens_grow_with_the_file_and_first_ones_do_not() -> None:
     long = kvpack.pack([tuple(torch.cat([x, *[x[:, :, 4:]] * 2], 2) for x in pair) for pair in made], "kv=scalar:b=2;raw=4,0.5,4")  # type: ignore[misc]
     assert long.tokens == 256 + 2 * 252
     # The copies have two raw tokens each, like the first window: 6 in all, and an estimate of 5.94.
-    assert file_bytes_at(cache, long.tokens) == long.nbytes
+    assert FileLength(long.tokens, [None, None]).file_bytes(cache) == long.nbytes

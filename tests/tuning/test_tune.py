@@ -24,6 +24,7 @@ from kvpack.formats.errors import InvalidParameter, MissingBasis, OutOfRange
 from kvpack.models import load_model, model_folder
 from kvpack.tuning import calibrate, candidates, greedy, journal, measurement, results, search, tune
 from kvpack.tuning.allocation import format_ranges, recipe_clauses, recipe_text, uniform_allocation
+from kvpack.tuning.file_sizes import FileLength
 from kvpack.tuning.measurement import Loss
 from kvpack.tuning.report import show
 
@@ -86,7 +87,9 @@ def test_the_loss_is_reproducible(found: Any, tinylm: Any, tmp_path: Path) -> No
         differences = [it.log_perplexity - of.loss for it, of in zip(measured, exact, strict=True)]
         assert sum(differences) / 2 == pytest.approx(found["tuned"][part]["log_perplexity_difference"], abs=1e-5)
         if part == "searched":
-            assert 8 * sum(it.bytes for it in measured) / sum(it.values for it in measured) == found["tuned"]["bits_per_value"]
+            # The saved windows also record that their last tokens were appended: at most 64 bytes.
+            size = sum(it.values for it in measured) * found["tuned"]["bits_per_value"] / 8
+            assert 0 <= sum(it.bytes for it in measured) - size <= 64 * len(measured)
 
 
 @pytest.mark.scenario
@@ -323,7 +326,7 @@ def test_the_convex_hull_is_below_every_point(points: list[tuple[int, int]]) -> 
 class Prices:
     """Sizes that add up, without files."""
 
-    tokens = 128
+    length = FileLength(128, [None])
 
     def __init__(self, sizes: Any) -> None:
         self.sizes = self.packed = sizes
@@ -439,8 +442,8 @@ def test_candidates_that_do_not_support_the_head_dim_are_left_out() -> None:
     exact: Any = SimpleNamespace(pairs=[(small, small), (x, small)], prefix=16)
     angle = "angle:n=64,norm=log4"
     with pytest.raises(InvalidParameter, match=r"^no candidate can encode layers\[1\]\.k: codec angle: dim is 7"):
-        candidates.pack_candidates(exact, {"k": [angle], "v": [angle]}, 32)
-    priced = candidates.pack_candidates(exact, {"k": [angle, "raw"], "v": [angle]}, 32)
+        candidates.pack_candidates(exact, {"k": [angle], "v": [angle]}, FileLength(32, [None, None]))
+    priced = candidates.pack_candidates(exact, {"k": [angle, "raw"], "v": [angle]}, FileLength(32, [None, None]))
     assert list(priced.packed[1, "k"]) == ["raw"]
     assert priced.left_out[1, "k"][angle].startswith("codec angle: dim is 7")
     made = search.Search(priced, SimpleNamespace(), 10**6)

@@ -1,4 +1,4 @@
-"""The prefix store: processes that serve the same model share packed prefixes in a folder or on a server.
+"""The prefix store. Processes that serve the same model share packed prefixes in a folder or on a server.
 
 For example::
 

@@ -1,4 +1,4 @@
-"""The interface of a store's backend, which maps keys to entries of bytes. Any entry may disappear at any time."""
+"""The interface of a store's backend, which maps keys to entries (byte strings). Any entry may disappear at any time."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ Item = TypeVar("Item")
 
 
 class Lease(Protocol):
-    """A lease on a key, which a backend grants to one holder at a time."""
+    """A lease on a key. A backend grants it to one holder at a time."""
 
     def release(self) -> None:
         """End the lease unless it has already ended. Never raises."""
 
 
 class NoLease:
-    """The lease that backends without leases give to every caller, so that no caller waits."""
+    """A lease that never blocks another caller. Backends that do not support leases return it."""
 
     def release(self) -> None:
         ...
 
 
 Data = bytes | bytearray | memoryview
-"""The bytes of an entry, in a mapped file if possible."""
+"""An entry's bytes, memory-mapped if possible."""
 
 
 MAX_ENTRY_BYTES = 512 * 2**20
@@ -54,7 +54,7 @@ def batches(items: Iterable[tuple[Item, int]], count: int, total: int) -> Iterat
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """A listed entry: its key, its size in bytes, and the time of its last use in nanoseconds since 1970 (0 if unknown)."""
+    """A listed entry. ``size`` is in bytes. ``used_ns`` is the time of its last use in nanoseconds since 1970, or 0 if unknown."""
 
     key: bytes
     size: int
@@ -63,21 +63,21 @@ class StoredEntry:
 
 @dataclass(frozen=True)
 class FoundEntry:
-    """An entry that a backend returned: its unchecked bytes, and the index of the tier from which they came (0 is the fastest)."""
+    """An entry that a backend returned. Its bytes are unchecked. ``tier`` is the index of the tier that it came from (0 is the fastest)."""
 
     data: Data
     tier: int
 
 
 class PinTerms(NamedTuple):
-    """The terms of a pin: its owner, and when it ends in seconds since 1970."""
+    """Who sets a pin, and when the pin ends, in seconds since 1970."""
 
     owner: str
     until: int
 
 
 class Pin(NamedTuple):
-    """A pinned chain, the pin's owner, and when the pin ends in seconds since 1970. Pins of earlier versions have no owner and no end."""
+    """A pinned chain, the pin's owner, and the pin's end in seconds since 1970. Pins from earlier versions have no owner and never end."""
 
     chain: tuple[bytes, ...]
     owner: str
@@ -89,7 +89,7 @@ class Pin(NamedTuple):
 
 
 class Backend(Protocol):
-    """A container of entries by key. Methods do not raise if the system or the server fails. They count the fault and report a miss.
+    """A key-value container for entries. If the system or the server fails, methods count a fault and report a miss instead of raising.
 
     Keys are passed in chain order, ancestors first. Entries above the size limit are never read and count as missing.
     """
@@ -103,7 +103,7 @@ class Backend(Protocol):
         """The backend of each tier, fastest first."""
 
     def count_present(self, keys: Sequence[bytes]) -> int:
-        """Return how many of ``keys`` have an entry in a format that this store reads. Counting stops at the first key that has none."""
+        """Return the number of leading ``keys`` that have an entry in a format that this store reads."""
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         """Return a bool for each of ``keys``: True if it has an entry. The keys need not form a chain."""
@@ -115,19 +115,25 @@ class Backend(Protocol):
         """Return the entry of each of ``keys``, or None if it is missing. The keys need not form a chain.
 
         For each key, only tiers slower than the one in ``after_tiers`` are searched. A server sends at most ``max_bytes`` + 1 bytes of an
-        entry, so that the size check can reject a larger one.
+        entry, which is enough for the size check to reject a larger one.
         """
 
     def find(self, keys: Sequence[bytes], *, after_tier: int = -1) -> list[FoundEntry]:
-        """Return entries as ``get`` does, with their tiers. For the first key, only tiers slower than ``after_tier`` are searched."""
+        """Return entries as ``get`` does, together with their tiers.
+
+        The first key is searched for only in tiers slower than ``after_tier``.
+        """
 
     def accept(self, keys: Sequence[bytes], entries: Sequence[FoundEntry], now_ns: int) -> None:
-        """Record a use of the chain ``keys``, and copy ``entries``, its last ones, to faster tiers. They have been checked."""
+        """Record a use of the chain ``keys``, and copy ``entries`` to faster tiers.
+
+        ``entries`` are the chain's last entries, which the caller has already checked.
+        """
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         """Return the bytes of one entry for inspection, or None if it is missing. This does not count as a use.
 
-        With ``front``, only the bytes before a kvpack file's payload need to be correct.
+        With ``front``, only the bytes before the payload of a kvpack file have to be correct.
         """
 
     def peek_many(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
@@ -136,14 +142,14 @@ class Backend(Protocol):
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         """Store the last entry of ``chain`` unless it exists. Returns True if a readable entry exists now.
 
-        ``now_ns`` is the time of use. Junk (``entry_kind.Kind.JUNK``) is replaced, but an entry that other stores may be able to read is
-        kept.
+        ``now_ns`` is the time of use. An existing entry is replaced only if it is junk (``entry_kind.Kind.JUNK``). Otherwise, other stores
+        may be able to read it.
         """
 
     def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
-        """Store several entries of one chain in order. Returns for each of them what ``put`` would return.
+        """Store several entries of one chain in order. Returns the result of ``put`` for each entry.
 
-        ``entries`` maps positions in ``chain`` to the pieces of an entry. The call ends at the first entry that cannot be stored, so that
+        ``entries`` maps positions in ``chain`` to the pieces of an entry. The call stops at the first entry that cannot be stored, so that
         it waits for room at most once.
         """
 
@@ -163,10 +169,10 @@ class Backend(Protocol):
         """Return the number of entries and their total size in bytes."""
 
     def pin(self, keys: Sequence[bytes], terms: PinTerms) -> bool:
-        """Protect a chain from eviction by any process until ``unpin`` or ``terms.until``. Returns True if the chain is now pinned."""
+        """Protect a chain from eviction by any process until ``unpin`` or ``terms.until``. Returns True on success."""
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
-        """Remove the pins that ``owner`` (None for anyone) has set on a chain. Returns True if there were any."""
+        """Remove the pins that ``owner`` has set on a chain, or all of its pins if ``owner`` is None. Returns True if any were removed."""
 
     def pins(self) -> Sequence[Pin]:
         ...
@@ -175,24 +181,24 @@ class Backend(Protocol):
         ...
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
-        """Acquire the lease on ``key`` for at most ``seconds`` seconds. Returns None while another worker holds it.
+        """Acquire the lease on ``key`` for at most ``seconds`` seconds. Returns None if another worker holds it.
 
-        Returns a ``NoLease`` if leases are not possible, for example after a fault.
+        Returns a ``NoLease`` if leases are not available, for example after a fault.
         """
 
     def collect(self) -> None:
-        """Remove unfinished files, count the entries again, and evict entries until the rest fits the budget."""
+        """Remove unfinished files, recount the entries, and evict entries until the rest fits the budget."""
 
     def close(self) -> None:
         """Release connections. Entries are kept."""
 
 
 class SingleTierBackend:
-    """Base class of backends with a single tier. Methods for many keys call those for one key; backends on a server override them."""
+    """Base class for backends with a single tier. Its batch methods call the methods for one key. Server backends override them."""
 
     @property
     def parts(self: Backend) -> Sequence[Backend]:
-        """A list of this backend, which is the only tier."""
+        """A list that contains only this backend."""
         return [self]
 
     def find(self: Backend, keys: Sequence[bytes], *, after_tier: int = -1) -> list[FoundEntry]:
@@ -218,7 +224,7 @@ class SingleTierBackend:
         return {key for pin in self.pins() for key in pin.chain}
 
     def take_lease(self: Backend, key: bytes, seconds: float) -> Lease | None:
-        """Implement ``Backend.take_lease`` for a backend that no other process can reach."""
+        """Implement ``Backend.take_lease`` for a backend that is private to this process."""
         return NoLease()
 
     def accept(self: Backend, keys: Sequence[bytes], entries: Sequence[FoundEntry], now_ns: int) -> None:

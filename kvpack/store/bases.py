@@ -1,6 +1,6 @@
 """The basis of a store's recipe, stored as an entry before the chunks that need it (spec/store.md, Bases).
 
-It is treated as the first entry of every chain. It is evicted after the chunks that need it, and its bytes count toward the budget.
+A basis is the first entry of every chain. It is evicted after the chunks that need it, and its bytes count toward the budget.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .loading import FAULTS, refuse
 
 
 def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Basis:
-    """Parse ``data``, the bytes of the entry ``key``, and return the basis in it, which must have the SHA-256 ``digest``.
+    """Parse the basis in ``data``, the bytes of the entry ``key``. Its SHA-256 must be ``digest``.
 
-    Raises DigestMismatch if it is another basis, and the same errors as ``decrypt_entry`` and ``Basis.from_bytes``.
+    Raises DigestMismatch for a different basis, and the same errors as ``decrypt_entry`` and ``Basis.from_bytes``.
     """
     decrypted = decrypt_entry(key, data, cipher)
     # The recipe names the digest. A matching entry key alone does not prove that this is the basis.
@@ -36,8 +36,7 @@ class StoredBasis:
     """The basis that a store's chunks need, identified by its SHA-256, ``digest``.
 
     ``model`` is the model for which the basis must have been calibrated, and ``digests`` are digests of its weights. ``basis`` is the
-    caller's copy, if any. ``keys`` precede the chunks of every chain that needs the basis. Methods count faults as misses instead of
-    raising.
+    caller's copy, if any. ``keys`` precede the chunks of every chain that needs the basis. Methods do not raise: a fault counts as a miss.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class StoredBasis:
         self._whole: set[int] = set()
 
     def is_available(self) -> bool:
-        """Return True if the basis is in memory, or if the first bytes of its entry in the store are valid."""
+        """Return True if the basis is in memory, or if its entry in the store begins with valid bytes."""
         return self._basis is not None or any(self._backend.count_present([key]) for key in self.keys)
 
     def get(self) -> Basis | None:
@@ -70,7 +69,7 @@ class StoredBasis:
         return self._basis
 
     def record_missing(self, operation: str) -> None:
-        """Count the missing basis as a failure of ``operation``."""
+        """Count a failure of ``operation`` because the basis is missing."""
         self._counters.fault(
             operation,
             MissingBasis(
@@ -79,7 +78,7 @@ class StoredBasis:
         )
 
     def put(self, now_ns: int) -> bool:
-        """Store the basis in every tier that lacks it or has a damaged copy. Returns True if any tier has the basis now."""
+        """Store the basis in every tier where it is missing or damaged. Returns True if any tier has the basis now."""
         basis = self.get()
         if basis is None:
             self.record_missing("save")
@@ -107,7 +106,7 @@ class StoredBasis:
         return True
 
     def _check_or_remove(self, key: bytes, backend: Backend) -> bool:
-        """Return True if the entry in one tier is the basis, byte for byte. Otherwise, remove the entry if it is damaged."""
+        """Return True if the entry in one tier is the basis, byte for byte. A damaged entry is removed."""
         for basis in backend.find([key]):
             try:
                 check_basis(key, decrypt_entry(key, basis.data, self._cipher), self._cipher)

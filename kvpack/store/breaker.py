@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_FAILURES = 2
 """Number of consecutive failures after which requests pause."""
 PAUSE_SECONDS = 5.0
-"""Duration of a pause in seconds. After a pause, one request tries again."""
+"""Duration of a pause in seconds. The first request after a pause tests whether the server answers."""
 
 
 class CircuitBreaker:
@@ -29,7 +29,7 @@ class CircuitBreaker:
         self._lock = Lock()
 
     def allows_request(self) -> bool:
-        """Return True if a request may be sent now. After a pause, one caller may send a request, and others wait for its outcome."""
+        """Return True if a request may be sent now. After a pause, one caller may send a request, and the others wait for its outcome."""
         with self._lock:
             if self._failure_count < MAX_FAILURES:
                 return True
@@ -51,9 +51,9 @@ class CircuitBreaker:
 
 
 class RequestGuard:
-    """Sends requests to a server. Counts ``errors`` as faults, and sends nothing during a pause.
+    """Sends requests to a server, except during a pause. Counts ``errors`` as faults.
 
-    ``refusals`` are errors that a working server may return. They count as faults, but do not cause a pause.
+    ``refusals`` are errors that a working server may return. They count as faults, but do not start a pause.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class RequestGuard:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return True if ``error`` is a panic in a Rust extension, which usually lacked memory. Panics are not subclasses of Exception."""
+    """Return True if ``error`` is a panic in a Rust extension, usually for lack of memory. Panics are not subclasses of Exception."""
     return type(error).__module__ == "pyo3_runtime"
 
 
 class CircuitOpen(Exception):
-    """The fault that is counted if a request is not sent, because earlier requests failed."""
+    """The fault that is counted if a request is not sent because earlier requests failed."""

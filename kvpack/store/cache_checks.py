@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from kvpack.identity.identity import Identity
 
 _ANY_DIM = 128
-"""A head dim that every codec supports. Token groups do not depend on the head dim."""
+"""A head dim that every codec supports. The size of token groups does not depend on the head dim."""
 
 
 def check_cache(cache: Any, identity: Identity) -> None:
-    """Raise InvalidParameter unless ``cache`` is a packed cache of one whole sequence, with the model and the recipe of ``identity``.
+    """Raise InvalidParameter unless ``cache`` is a packed cache that can be stored under ``identity``.
 
-    Every layer must end at the cache's last token.
+    It must have the model and the recipe of ``identity``, and contain one whole sequence. Every layer must end at the cache's last token.
     """
     from kvpack.cache.cache import Cache
 
@@ -35,7 +35,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
     if cache.start:
         raise InvalidParameter(f"the cache starts at position {cache.start}, but a prefix must start at 0")
     if canonical_recorded_text(cache.recipe) != identity.recipe:
-        raise InvalidParameter(f"the cache's recipe is {cache.recipe!r}, but the store's is {identity.recipe!r}: convert the cache to it")
+        raise InvalidParameter(f"the cache's recipe is {cache.recipe!r}, but the store's is {identity.recipe!r}: convert the cache")
     digest_kind = weights_kind(cache.model.get("weights", ""))
     same_weights_kind = bool(digest_kind and identity.weights_of_kind(digest_kind))
     for name, value in cache.model.items():
@@ -53,7 +53,9 @@ def check_cache(cache: Any, identity: Identity) -> None:
     for index, layer in enumerate(cache):
         for name, side in layer.sides.items():
             if side.batch != 1:
-                raise InvalidParameter(f"layers[{index}].{name} holds {side.batch} sequences, but a prefix has one")
+                raise InvalidParameter(
+                    f"layers[{index}].{name} holds {side.batch} sequences, but a prefix has one: save each sequence separately"
+                )
         if layer.states and not identity.keeps_states:
             raise InvalidParameter(
                 f"layers[{index}] has the states {' and '.join(layer.states)}, but the store's identity is of a model without states: "
@@ -67,7 +69,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
 
 
 def check_ids(cache: Cache, ids: bytes) -> None:
-    """Raise InvalidParameter if ``ids`` differ from the token ids in the cache. If it has none, there must be one id per token."""
+    """Raise InvalidParameter if ``ids`` differ from the token ids in the cache. A cache without ids must have one token per id."""
     count, cache_ids = len(ids) // ID_BYTES, b"" if cache.inputs is None else cache.inputs.token_ids
     shared_bytes = min(len(ids), len(cache_ids))
     if cache_ids[:shared_bytes] != ids[:shared_bytes]:
@@ -86,9 +88,9 @@ def check_ids(cache: Cache, ids: bytes) -> None:
 
 
 def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
-    """Return the states that ``cache`` has at the ends of whole chunks within its first ``packed`` tokens, by position.
+    """Return the states in ``cache`` at the ends of whole chunks, by position, within its first ``packed`` tokens.
 
-    Raises InvalidParameter if there are whole chunks, but no states at any of their ends.
+    Raises InvalidParameter if there are whole chunks, but no states at the end of any.
     """
     from kvpack.cache.cache import all_states
 
@@ -104,7 +106,7 @@ def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
 
 
 def check_length(cache: Cache, longest: int | None) -> None:
-    """Raise InvalidParameter if ``cache`` has more than ``longest`` tokens, because RoPE uses other frequencies for such a cache."""
+    """Raise InvalidParameter if ``cache`` has more than ``longest`` tokens, where RoPE uses different frequencies."""
     if longest is not None and max(cache.tokens, cache.computed) > longest:
         held = f"holds {cache.tokens} tokens" if cache.tokens > longest else f"was cut from one of {cache.computed} tokens, without inputs="
         raise InvalidParameter(
@@ -114,7 +116,7 @@ def check_length(cache: Cache, longest: int | None) -> None:
 
 
 def require_input_digests(cache: Cache, digests: Sequence[bytes], chunk: int) -> None:
-    """Raise InvalidParameter if a chunk depends on more than token ids, but ``digests`` has no digest for it."""
+    """Raise InvalidParameter if a chunk depends on more than token ids, but has no digest in ``digests``."""
     if cache.inputs is None:
         return
     for text, start in zip(cache.inputs.undetermined, cache.inputs.starts, strict=True):
@@ -122,24 +124,24 @@ def require_input_digests(cache: Cache, digests: Sequence[bytes], chunk: int) ->
         if index < len(digests) and not digests[index]:
             if text.endswith(WITHOUT_IDS):
                 raise InvalidParameter(
-                    f"{text}, so token_ids cannot be compared with the ids that they were computed from: if you know all ids, "
-                    "write dataclasses.replace(cache, inputs=kvpack.Inputs(ids))"
+                    f"{text}, so token_ids cannot be compared with the ids they were computed from: if you know all ids, "
+                    "use dataclasses.replace(cache, inputs=kvpack.Inputs(ids))"
                 )
             raise InvalidParameter(
-                f"{text}: token ids alone do not determine the cache's keys and values. Pass inputs= with one digest "
-                f"for each chunk of {chunk} tokens: of its other inputs, or b'' if it has none. Chunk {index} needs a digest"
+                f"{text}: token ids alone do not determine the cache's keys and values. Pass inputs= with one "
+                f"digest for each chunk of {chunk} tokens: the digest of its other inputs, or b'' if it has none. Chunk {index} needs one"
             )
 
 
 def loaded_inputs(ids: bytes, digests: Sequence[bytes], chunk: int) -> Inputs:
-    """Return the ``Cache.inputs`` of a cache loaded for the token ``ids``. To save the cache again, the same ``digests`` are required."""
+    """Return the ``Cache.inputs`` of a cache loaded for the token ``ids``. Saving the cache again requires the same ``digests``."""
     starts = [index * chunk for index in range(len(ids) // ID_BYTES // chunk) if digests[index]]
     texts = (f"tokens {start} to {start + chunk - 1} were stored with a digest of other inputs" for start in starts)
     return Inputs(ids, tuple(texts), tuple(starts))
 
 
 def check_groups(identity: Identity, chunk: int) -> None:
-    """Raise InvalidParameter unless ``chunk`` tokens are whole token groups for every codec of the recipe."""
+    """Raise InvalidParameter unless every codec of the recipe splits ``chunk`` tokens into whole token groups."""
     for rule in parse_recipe(identity.recipe).rules:
         for side in rule.sides:
             group = rule.codec(_ANY_DIM, side).group_tokens

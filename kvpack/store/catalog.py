@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 _ENTRIES_AT_ONCE = 256
-"""Maximum number of entries, or of fronts of entries, per request."""
+"""Maximum number of entries per request, whether they are read completely or only their fronts."""
 _BYTES_AT_ONCE = 16 * 2**20
-"""Maximum total size, in bytes, of the entries in one request. A single larger entry gets its own request."""
+"""Maximum total size of the entries in one request, in bytes. A larger entry is requested separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkEntry:
-    """An entry that contains one chunk of a prefix, with its header fields. ``start`` is the position of its first token."""
+    """An entry that contains one chunk of a prefix, with fields of its header. ``start`` is the position of the chunk's first token."""
 
     stored: StoredEntry
     fields: ChunkFields
@@ -50,7 +50,10 @@ class ChunkEntry:
 
 @dataclass(frozen=True)
 class StatesEntry:
-    """An entry with the states after a chunk: its listing, the chunk's key, the recipe, and the number of tokens before the states."""
+    """An entry with the states after a chunk.
+
+    ``chunk`` is the chunk's key, and ``position`` is the number of tokens before the states.
+    """
 
     stored: StoredEntry
     chunk: bytes
@@ -60,7 +63,7 @@ class StatesEntry:
 
 @dataclass(frozen=True)
 class BasisEntry:
-    """An entry with a basis: its listing, and the basis's SHA-256 and model."""
+    """An entry with a basis. ``digest`` is the basis's SHA-256, and ``model`` is the model of the basis."""
 
     stored: StoredEntry
     digest: bytes
@@ -69,7 +72,7 @@ class BasisEntry:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A stored prefix: the entries of its chain, first chunk first. ``is_complete`` is True if no ancestors are missing."""
+    """A stored prefix: the entries of its chain, first chunk first. ``is_complete`` is False if the first chunks are missing."""
 
     entries: tuple[ChunkEntry, ...]
 
@@ -94,8 +97,8 @@ class Prefix:
 class Catalog:
     """The entries of a location, by kind and key.
 
-    ``entries`` are the readable chunks. ``unreadable`` maps each entry that cannot be read to its error, which is Undecryptable if only its
-    encryption key is missing. ``pages`` are serving engines' pages. ``states`` are keyed by the chunk that precedes them.
+    ``entries`` are the readable chunks. ``unreadable`` maps every other entry to the error that it causes, which is Undecryptable if only
+    its encryption key is missing. ``pages`` are serving engines' pages. ``states`` are keyed by the chunk that precedes them.
     """
 
     entries: Mapping[bytes, ChunkEntry]
@@ -116,11 +119,11 @@ class Catalog:
 
     @property
     def undecryptable(self) -> list[bytes]:
-        """Keys of the entries that cannot be decrypted with any available encryption key."""
+        """Keys of the entries that no available encryption key can decrypt."""
         return [key for key, error in self.unreadable.items() if isinstance(error, Undecryptable)]
 
     def prefixes(self) -> list[Prefix]:
-        """Return one prefix for every chunk that no other chunk continues, most recently used first."""
+        """Return one prefix for every chunk that is the last of its chain, most recently used first."""
         parents = {entry.fields.parent for entry in self.entries.values()}
         leaves = [entry for key, entry in self.entries.items() if key not in parents]
         return [self.prefix(leaf.stored.key) for leaf in sorted(leaves, key=lambda entry: -entry.stored.used_ns)]
@@ -137,9 +140,9 @@ class Catalog:
         return Prefix(tuple(chain))
 
     def truncate_to_states(self, prefix: Prefix) -> tuple[Prefix, StatesEntry | None]:
-        """Truncate ``prefix`` after its last chunk with states, and return it together with these states.
+        """Truncate ``prefix`` after its last chunk that has states. Returns the new prefix and these states.
 
-        If no chunk has states, return the whole prefix and None.
+        If no chunk has states, returns the whole prefix and None.
         """
         for count in range(len(prefix.entries), 0, -1):
             if (states := self.states.get(prefix.entries[count - 1].stored.key)) is not None:
@@ -147,9 +150,9 @@ class Catalog:
         return prefix, None
 
     def find(self, text: str) -> Prefix:
-        """Return the prefix whose last key begins with the hexadecimal digits ``text``.
+        """Return the prefix whose last key starts with the hexadecimal digits ``text``.
 
-        Raises InvalidParameter unless exactly one key begins with them. If the entry of this key is unreadable, raises the entry's error.
+        Raises InvalidParameter unless exactly one key starts with them. If that key's entry is unreadable, raises the entry's error.
         """
         keys = [key for key in (*self.entries, *self.unreadable) if key.hex().startswith(text.lower())]
         if len(keys) == 1 and text and keys[0] in self.unreadable:
@@ -157,7 +160,7 @@ class Catalog:
         if len(keys) != 1 or not text:
             if not keys or not text:
                 raise InvalidParameter(f"no stored key starts with {text!r}: kvpack store ls lists the keys")
-            raise InvalidParameter(f"{len(keys)} stored keys start with {text!r}: pass more digits of one of them")
+            raise InvalidParameter(f"{len(keys)} stored keys start with {text!r}: pass more digits")
         return self.prefix(keys[0])
 
 
@@ -172,7 +175,7 @@ def read_catalog(
     """Read the headers of all entries at a location, or only of the entries ``listed``.
 
     ``progress`` is called with the number of entries read so far and the total. Entries larger than ``max_entry_bytes`` are unreadable.
-    With ``cipher``, so are unencrypted entries, and those that it cannot decrypt.
+    With ``cipher``, so are unencrypted entries and entries that it cannot decrypt.
     """
     entries: dict[bytes, ChunkEntry] = {}
     unreadable: dict[bytes, KvpackError] = {}
@@ -217,9 +220,9 @@ def read_catalog(
 
 
 def _chunk_like(templates: HeaderTemplates[ChunkEntry], stored: StoredEntry, data: Data) -> ChunkEntry | None:
-    """Return the chunk in ``data`` if its header matches that of an earlier chunk, or None otherwise.
+    """Return the chunk in ``data`` if its header matches the header of an earlier chunk. Otherwise, return None.
 
-    Raises InvalidHeader if the header contains another key.
+    Raises InvalidHeader if the header contains a different key.
     """
     if (known := templates.match(memoryview(data))) is None:
         return None
@@ -233,7 +236,7 @@ def _chunk_like(templates: HeaderTemplates[ChunkEntry], stored: StoredEntry, dat
 
 
 def corrected_times(catalog: Catalog) -> dict[bytes, int]:
-    """Return the corrected last-use times, by key, of all entries that seem less recently used than an entry that depends on them.
+    """Return corrected last-use times, by key, for entries that seem less recently used than an entry that depends on them.
 
     Chunks and states depend on the preceding chunk, and on the basis that their recipe names.
     """
@@ -263,9 +266,9 @@ def verify(
 ) -> Iterator[tuple[StoredEntry, KvpackError | None]]:
     """Check every entry completely. Yields each entry and its error, or None if the entry is valid.
 
-    Every byte is checked, and the rules of the codecs. The key must follow from the parent, the token ids and the other inputs. If
-    ``cipher`` cannot decrypt an entry, only the entry's digest is checked, and the error is Undecryptable. With ``cipher``, the error of an
-    unencrypted entry is NotKvpack. Entries of more than ``max_entry_bytes`` are not read.
+    Checks every byte and the rules of the codecs. The key must follow from the parent, the token ids and the other inputs. If ``cipher``
+    cannot decrypt an entry, only the entry's digest is checked, and the error is Undecryptable. With ``cipher``, the error of an
+    unencrypted entry is NotKvpack. Entries larger than ``max_entry_bytes`` are not read.
     """
     listed = list(backend.list())
     for index, (stored, entry) in enumerate(_read_contents(backend, listed, max_entry_bytes)):
@@ -303,7 +306,7 @@ def verify(
 def row_keys(
     backend: Backend, namespace: bytes, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Iterator[bytes]:
-    """Yield the keys of all page rows in ``namespace``, which are in the rows' first bytes. Unreadable entries are skipped."""
+    """Yield the keys of all page rows in ``namespace``. Unreadable entries are skipped."""
     for stored, front in read_fronts(backend, list(backend.list()), max_entry_bytes):
         with suppress(_EntryGone, KvpackError, MemoryError):
             data = _decrypt(stored, front, cipher, max_entry_bytes)
@@ -323,7 +326,7 @@ def row_descriptions(backend: Backend, namespace: bytes, cipher: Cipher | None =
 
 
 def read_fronts(backend: Backend, listed: Iterable[StoredEntry], max_entry_bytes: int) -> Iterator[tuple[StoredEntry, Data | None]]:
-    """Yield each entry of ``listed`` with its front, which ``Backend.peek`` returns. Fronts are requested in batches.
+    """Yield each entry of ``listed`` with its front, as returned by ``Backend.peek``. Fronts are requested in batches.
 
     The front is None if the entry is empty, is larger than ``max_entry_bytes``, or no longer exists.
     """
@@ -333,7 +336,7 @@ def read_fronts(backend: Backend, listed: Iterable[StoredEntry], max_entry_bytes
 def _read_contents(
     backend: Backend, listed: Iterable[StoredEntry], max_entry_bytes: int, *, front: bool = False
 ) -> Iterator[tuple[StoredEntry, Data | None]]:
-    """Yield each entry of ``listed`` with its bytes or its front. Each batch is released before another is requested."""
+    """Yield each entry of ``listed`` with its bytes or its front. Each batch is released before the next one is requested."""
     sizes = ((stored, stored.size if 0 < stored.size <= max_entry_bytes else 0) for stored in listed)
     for batch in batches(sizes, _ENTRIES_AT_ONCE, _BYTES_AT_ONCE):
         yield from _peek_all(backend, batch, max_entry_bytes, front)
@@ -350,7 +353,7 @@ def _peek_all(
 
 
 class _EntryGone(Exception):
-    """Raised if a listed entry no longer exists, or if the backend could not return it and has counted the fault."""
+    """Raised if a listed entry no longer exists, or if the backend failed to return it (a fault that it has counted)."""
 
 
 def _read(backend: Backend, stored: StoredEntry, cipher: Cipher | None, max_entry_bytes: int) -> Data:
@@ -360,7 +363,7 @@ def _read(backend: Backend, stored: StoredEntry, cipher: Cipher | None, max_entr
 
 
 def _decrypt(stored: StoredEntry, data: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> Data:
-    """Decrypt ``data``, which contains an entry or its front."""
+    """Decrypt ``data``, an entry or its front."""
     check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
     if data is None and stored.size:
         raise _EntryGone
@@ -368,4 +371,4 @@ def _decrypt(stored: StoredEntry, data: Data | None, cipher: Cipher | None, max_
 
 
 def _out_of_memory(stored: StoredEntry) -> KvpackError:
-    return MissingFile(f"entry {stored.key.hex()}: could not be read: too little memory for its {stored.size} bytes")
+    return MissingFile(f"entry {stored.key.hex()}: not enough memory to read its {stored.size} bytes")

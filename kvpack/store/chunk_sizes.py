@@ -1,4 +1,4 @@
-"""Detection of entries stored with other chunk sizes. Lookups never find them, because their keys differ."""
+"""Finds entries stored with other chunk sizes. Lookups never find them, because their keys differ."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from .redaction import shown_location
 log = logging.getLogger("kvpack.store")
 
 SIZES = sorted({2**power for power in range(14)} | {*range(16, 513, 16)} | {*range(100, 1001, 100)})
-"""Chunk sizes that are searched for, in tokens."""
+"""Chunk sizes to search for, in tokens."""
 MAX_SEARCHES = 3
-"""Maximum number of times that a store searches for other chunk sizes after failed lookups. Each search may cost a request."""
+"""Maximum number of searches for other chunk sizes after failed lookups. Each search may cost a request."""
 
 
 def stored_sizes(backend: Backend, root: bytes, ids: bytes, inputs: bytes = b"", sizes: Sequence[int] = SIZES) -> list[int]:
-    """Return the chunk sizes in ``sizes`` for which the store has the first chunk of ``ids``. ``inputs`` are the inputs of that chunk."""
+    """Return the chunk sizes in ``sizes`` with which the first chunk of ``ids`` is stored.
+
+    ``inputs`` is that chunk's digest of other inputs.
+    """
     possible = [size for size in sizes if size * ID_BYTES <= len(ids)]
     present = backend.contains_many([chunk_key(root, ids[: size * ID_BYTES], inputs) for size in possible])
     return [size for size, is_present in zip(possible, present, strict=True) if is_present]
 
 
 class ChunkSizeSearch:
-    """Searches for the same tokens in chunks of another size, after lookups that found nothing, until it has found some."""
+    """After failed lookups, searches for the same tokens in chunks of other sizes, until some are found."""
 
     def __init__(self, backend: Backend, counters: Counters, location: Any, root: bytes, chunk: int) -> None:
         self._backend, self._counters, self._location, self._root, self._chunk = backend, counters, location, root, chunk
         self._tries_left = MAX_SEARCHES
 
     def search(self, ids: bytes, inputs: bytes) -> None:
-        """Count entries of ``ids`` in chunks of a different size, and log them. ``inputs`` are the inputs of the first chunk."""
+        """Count and log entries of ``ids`` in chunks of a different size. ``inputs`` is the first chunk's digest of other inputs."""
         sizes = [size for size in SIZES if size != self._chunk]
         if not self._tries_left or len(ids) < sizes[0] * ID_BYTES:
             return

@@ -1,4 +1,4 @@
-"""The counters of a store: as a dict for programs, and in Prometheus' text format for monitoring."""
+"""The counters of a store, exported as a dict or in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ NAMES = {
     "loads": "Calls to load.",
     "load_tokens": "Tokens requested from load.",
     "hit_tokens": "Tokens that load returned.",
-    "hit_chunks": "Chunks that load returned; for one of several tiers, the chunks found in it.",
+    "hit_chunks": "Chunks that load returned. For one of several tiers: chunks found in this tier.",
     "other_chunks": "Lookups that missed tokens stored in chunks of a different size: use one chunk size for all stores here.",
     "promoted_chunks": "Chunks copied from a slower tier to a faster one.",
-    "dropped_writes": "Entries that never reached a slower tier: the queue was full, or not empty in time when the store was closed.",
+    "dropped_writes": "Entries that never reached a slower tier: the queue was full, or was not drained in time when the store closed.",
     "lease_waits": "Calls to load that waited for another worker to save the missing chunks.",
     "lease_timeouts": "Calls to load that waited without success: the other worker took longer than its lease, died or did not save.",
     "saves": "Calls to save with at least one whole chunk.",
-    "saved_chunks": "Chunks that save has written.",
-    "saved_bytes": "Bytes of the chunks that save has written.",
-    "present_chunks": "Chunks that save found in the store.",
+    "saved_chunks": "Chunks written by save.",
+    "saved_bytes": "Bytes of the chunks written by save.",
+    "present_chunks": "Chunks that were already stored when save was called.",
     "refused_chunks": "Chunks not stored, because protected entries fill the budget or the disk, or already use the chunk's key.",
-    "damaged_entries": "Entries whose bytes are damaged; each was a miss and was removed.",
-    "unreadable_entries": "Entries not read because of too little memory, an unknown codec or a newer version; each was a miss and was "
-    "kept.",
-    "undecryptable_entries": "Entries that no given key decrypts; each was a miss.",
+    "damaged_entries": "Damaged entries. Each was a miss and was removed.",
+    "unreadable_entries": "Entries not read for lack of memory, or because of an unknown codec or a newer version. Each "
+    "was a miss and was kept.",
+    "undecryptable_entries": "Entries that no available key can decrypt. Each was a miss.",
     "evicted_entries": "Entries removed to make room.",
     "evicted_bytes": "Bytes of entries removed to make room.",
-    "expired_entries": "Entries of a folder or an object store removed because they were unused for the ttl of their last user.",
-    "vanished_entries": "Entries that a Redis server removed itself, because they expired or by its own eviction policy.",
+    "expired_entries": "Entries of a folder or an object store that expired: unused for the ttl of their last user.",
+    "vanished_entries": "Entries that the Redis server removed, because they expired or by its eviction policy.",
     "deleted_entries": "Entries removed by delete.",
-    "reclaimed_entries": "Removed bases that no entry needs.",
+    "reclaimed_entries": "Removed bases that no entry needed.",
     "reclaimed_bytes": "Bytes of removed bases.",
-    "swept_files": "Removed unfinished files of dead writers.",
+    "swept_files": "Unfinished files of dead writers that were removed.",
     "faults": "Operations that the system or the server rejected, by operation and reason.",
 }
 """All counters and their meanings. ``faults`` has the labels operation and reason."""
@@ -54,11 +54,11 @@ SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Upper bounds of a latency histogram's buckets, in seconds."""
 
 MAX_RECENT = 4096
-"""Maximum number of latencies kept for the histograms of a serving engine."""
+"""Maximum number of latencies kept for a serving engine's histograms."""
 
 
 class Counters:
-    """The counters of a store or a tier, since it was opened. Safe to use from any thread, and after a fork.
+    """The counters of a store or a tier since it was opened. Safe to use from any thread, and after a fork.
 
     A tier's faults are also counted in ``parent``, the store's counters. ``report(operation, error)`` is called for the first fault of each
     kind. By default, it logs a warning.
@@ -79,7 +79,7 @@ class Counters:
 
     @contextmanager
     def time_operation(self, operation: str) -> Iterator[None]:
-        """Return a context manager that adds its duration to the histogram of ``operation``."""
+        """Return a context manager that adds the time spent in it to the histogram of ``operation``."""
         start = time.perf_counter()
         try:
             yield
@@ -106,7 +106,7 @@ class Counters:
             return self._faults.total()
 
     def pop_recent(self) -> list[tuple[str, float]]:
-        """Return (operation, seconds) for each operation timed since the last call, but only for the last ``MAX_RECENT``."""
+        """Return (operation, seconds) for each operation timed since the last call. Only the last ``MAX_RECENT`` are kept."""
         with self._lock:
             result = list(self._recent)
             self._recent.clear()
@@ -120,7 +120,7 @@ class Counters:
         return counts
 
     def histogram(self, name: str, labels: Mapping[str, str]) -> list[str]:
-        """Return the histogram of the timed operations as lines in Prometheus' text format, under the name ``name``."""
+        """Return the histograms of all timed operations as lines in Prometheus' text format. ``name`` is the metric's name."""
         with self._lock:
             latencies = sorted(self._latencies.items())
             return [line for operation, latency in latencies for line in latency.lines(name, {**labels, "operation": operation})]
@@ -154,7 +154,7 @@ class Counters:
 
 
 def _tier_lines(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return metric lines for the counters and sizes of each tier. The label ``tier`` is 0 for the fastest."""
+    """Return metric lines with the counters and sizes of each tier. The label ``tier`` is 0 for the fastest tier."""
     if not tiers:
         return []
     lines = []
@@ -185,7 +185,7 @@ class LatencyHistogram:
         self._sum += seconds
 
     def lines(self, name: str, labels: Mapping[str, str]) -> list[str]:
-        """Return this histogram as lines in Prometheus' text format, under the name ``name``."""
+        """Return this histogram as lines in Prometheus' text format. ``name`` is the metric's name."""
         own_labels = labels_text(labels)
         result, cumulative = [], 0
         for bound, count in zip((*SECONDS, "+Inf"), self._counts, strict=True):
@@ -203,7 +203,7 @@ _ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 def with_labels(text: str, labels: Mapping[str, str]) -> str:
-    """Add ``labels`` to each metric in ``text``, which is in Prometheus' text format. Raises the same errors as ``check_labels``."""
+    """Add ``labels`` to each metric in ``text``, which is in Prometheus' text format. Raises the errors of ``check_labels``."""
     check_labels(labels)
     if not labels:
         return text
@@ -219,7 +219,7 @@ def with_labels(text: str, labels: Mapping[str, str]) -> str:
 def check_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
     """Check the labels of metrics, and return them unchanged.
 
-    Raises InvalidType unless names and values are text, and InvalidParameter if a name is invalid in Prometheus or used by kvpack's own
+    Raises InvalidType if a name or value is not a str, and InvalidParameter if a name is invalid in Prometheus or reserved for kvpack's
     metrics.
     """
     if not isinstance(labels, Mapping) or not all(isinstance(text, str) for pair in labels.items() for text in pair):
@@ -239,15 +239,15 @@ def check_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
 _SAMPLE = re.compile(r"(\w+)(.*)", re.DOTALL)
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _OWN_LABELS = {"le", "operation", "reason", "tier"}
-"""Labels of a store's own metrics. Prometheus rejects all metrics of a process if one has the same label twice."""
+"""Label names that a store's metrics use. If a metric has a label twice, Prometheus rejects all metrics of the process."""
 
 
 def _warn(operation: str, error: BaseException) -> None:
-    log.warning("%s: %s; this fault and later ones of its kind count as misses", operation, error)
+    log.warning("%s: %s (counted as a fault; later faults of this kind are not logged)", operation, error)
 
 
 def fault_reason(error: BaseException) -> str:
-    """Return an error's errno name, such as ENOSPC. If it has none, return the name of its class."""
+    """Return the errno name of an error, such as ENOSPC, or the name of its class if it has no errno."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno is not None:

@@ -1,7 +1,7 @@
-"""The directory backend: one immutable file per entry, which any number of processes read without a lock.
+"""The directory backend: one immutable file per entry. Any number of processes can read it without a lock.
 
-folder.py defines the file layout. A complete file is renamed to its final name. Removal unlinks it, so a process that has mapped it keeps
-the mapping. An entry's modification time is the time of its last use, which is always later for an ancestor than for its descendants. An
+folder.py defines the file layout. A complete file is renamed to its final name. Removal unlinks it, so a process that has mapped the file
+keeps the mapping. An entry's modification time is the time of its last use. An ancestor's time is always later than its descendants'. An
 entry's access time is its expiry time (expiry.py).
 """
 
@@ -37,7 +37,7 @@ from .pins import Pins
 from .trust import NotAnEntry, Trust, Untrusted, read_beginning, read_whole
 
 SETTLED_NS = 3 * 10**9
-"""Age in nanoseconds at which a folder's modification time is reliable: later changes yield another time, even with a 2 s clock tick."""
+"""Age in nanoseconds from which a folder's modification time is reliable, even if the clock ticks only every 2 s."""
 
 _COLD_READ_THREADS = 8
 """Number of threads that read entries from disk."""
@@ -48,9 +48,9 @@ _MAX_TEXTS_PER_TRANSACTION = 2048
 class Directory(SingleTierBackend):
     """A backend that keeps entries in a folder, which is created with the first entry.
 
-    ``max_bytes`` is a hard budget for the entries, and ``min_free`` the number of bytes to leave free on the disk. ``durable`` forces each
-    entry to the disk before ``put`` returns. ``ttl`` is the number of seconds after which an unused entry expires. With ``skip_sweep``,
-    opening the folder removes no unfinished or expired files. Files are mapped if this user owns the folder. With another owner or a
+    ``max_bytes`` is a hard budget for the entries, and ``min_free`` is the number of bytes to leave free on the disk. ``durable`` forces
+    each entry to disk before ``put`` returns. ``ttl`` is the number of seconds after which an unused entry expires. With ``skip_sweep``,
+    opening the folder does not remove unfinished or expired files. Files are mapped if this user owns the folder. With another owner or a
     ``trusted_group``, they are copied, and ``is_private`` is False.
 
     Raises InvalidParameter if untrusted users may write to the folder, or if the path is not a folder.
@@ -117,7 +117,9 @@ class Directory(SingleTierBackend):
         return result
 
     def _reads_at_once(self, keys: Sequence[bytes]) -> int:
-        """Return how many threads to use for reading entries: only 1 if the last entry is in the page cache, where more do not help.
+        """Return the number of threads to use for reading entries.
+
+        It is 1 if the last entry is in the page cache, where threads do not help.
 
         The threads wait for the disk, so their number does not depend on the number of cores.
         """
@@ -211,9 +213,9 @@ class Directory(SingleTierBackend):
             self._touch_others(chain)
 
     def _touch_others(self, chain: Sequence[bytes]) -> None:
-        """Record the use of a chain that includes files of other trusted users.
+        """Record a use of a chain that includes files of other trusted users.
 
-        The times of such files can only be set to the current time, which leaves them without an expiry time.
+        The times of such files can only be set to the current time, which removes their expiry time.
         """
         for key in reversed(chain):
             try:
@@ -236,7 +238,7 @@ class Directory(SingleTierBackend):
         return {*removed}
 
     def discard(self, key: bytes, entry: FoundEntry) -> None:
-        # Another process may have replaced it by a good entry.
+        # Another process may have replaced it with a good entry.
         if self.trust.may_write and (data := self.peek(key)) is not None and memoryview(data) == memoryview(entry.data):
             self.delete([key])
 
@@ -267,7 +269,7 @@ class Directory(SingleTierBackend):
         )
 
     def set_descriptions(self, texts: Sequence[tuple[bytes, str]]) -> None:
-        """Store descriptions of entries. ``texts`` contains (key, text) pairs."""
+        """Store descriptions of entries, passed as (key, text) pairs."""
         for start in range(0, len(texts), _MAX_TEXTS_PER_TRANSACTION):
             self._index.set_descriptions(texts[start : start + _MAX_TEXTS_PER_TRANSACTION])
 
@@ -278,9 +280,7 @@ class Directory(SingleTierBackend):
             return stored.used_ns
 
     def largest_budget(self) -> int:
-        """Return the largest budget in effect, or the disk space in use if that is larger.
-
-        Returns 0 if the folder has not been counted yet.
+        """Return the largest budget in effect, or the disk space in use if it is larger. Returns 0 if the folder has not been counted yet.
         """
         count = self._read_usage()
         return 0 if count is None else count.effective_budget(count.total)
@@ -302,7 +302,7 @@ class Directory(SingleTierBackend):
         return self._pins.keys()
 
     def forget_budgets(self) -> None:
-        """Ignore the larger budgets of other stores. A budget takes effect again when its store puts an entry."""
+        """Ignore the larger budgets of other stores. Such a budget takes effect again when its store puts an entry."""
         try:
             self._usage.forget_budgets()
         except OSError as error:
@@ -324,7 +324,9 @@ class Directory(SingleTierBackend):
         self._index.close()
 
     def _restore_times(self) -> None:
-        """Correct last-use times, which copying the folder may have changed. An ancestor's time must be later than its descendants' times.
+        """Correct last-use times, which may have changed when the folder was copied.
+
+        An ancestor's time must be later than its descendants' times.
         """
         for key, used in corrected_times(read_catalog(self)).items():
             with contextlib.suppress(OSError):
@@ -349,8 +351,8 @@ class Directory(SingleTierBackend):
     def _read(self, key: bytes, *, lazy: bool = False) -> Data:
         """Return an entry's bytes, which are mapped if no other user can change them.
 
-        With ``lazy``, bytes are read on access, and expired entries are returned as well. Raises OSError, or LimitExceeded if the entry is
-        too large.
+        With ``lazy``, bytes are read on access, and expired entries are returned too. Raises OSError, or LimitExceeded if the entry is too
+        large.
         """
         with self.trust.open_checked(self._folder.path(key)) as (descriptor, status):
             if not lazy and self._is_expired(key, status):
@@ -367,7 +369,7 @@ class Directory(SingleTierBackend):
             return map_file(descriptor, size) if may_map() else read_whole(descriptor, size)
 
     def _kind(self, key: bytes) -> Kind | None:
-        """Return the kind of the file at an entry's path, which its first bytes show, or None if there is no file. Raises OSError."""
+        """Return the kind of the file at an entry's path, or None if there is no file. Raises OSError."""
         try:
             data = self._read(key, lazy=True)
         except FileNotFoundError:
@@ -377,7 +379,7 @@ class Directory(SingleTierBackend):
         return kind_of(key, data, self._form)
 
     def _remove_junk(self, path: str) -> None:
-        """Remove a file that has an entry's name but is not an entry. A folder is moved aside instead. Raises OSError."""
+        """Remove a file at an entry's path that is not an entry. A folder is moved aside instead. Raises OSError."""
         try:
             status = os.stat(path, follow_symlinks=False)
         except FileNotFoundError:
@@ -405,7 +407,7 @@ class _FolderTotals(NamedTuple):
 
 
 class FolderSizes:
-    """Counts a store's entries, but lists only folders that have changed since the last count.
+    """Counts a store's entries, listing only the folders that have changed since the last count.
 
     Entries are never rewritten, and creating or removing one changes the modification time of its folder.
     """

@@ -1,8 +1,8 @@
-"""The disk space that a store's folder uses, including files being written. The number is kept in a file and changed under a file lock.
+"""The disk space that a store's folder uses, including files being written. The count is stored in a file and changed under a file lock.
 
-A writer reserves bytes before it writes them, and only if they fit, so the files never use more than the number. A new count of the folder
-replaces the number. The folder is counted again if the file is missing or invalid, or if this machine has not counted it since it booted.
-Machines that share a folder share the number.
+A writer reserves bytes before it writes them, and only if they fit, so the files never use more than the count. The folder is counted again
+if the file is missing or invalid, or if this machine has not counted the folder since it booted. The result replaces the count. Machines
+that share a folder share the count.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MAX_RUNS = 32
 _MAX_BYTES = _FIELDS.size + _MAX_RUNS * _ID_BYTES + _SUM_BYTES
 
 WAIT_SECONDS = 1.0
-"""Time in seconds that a writer waits for the lock, which a suspended process may hold.
+"""Maximum time in seconds to wait for the lock, which a suspended process may hold.
 
-The requested waits are added up (see eviction.py).
+Only the requested sleeps are added up (see eviction.py).
 """
 _POLL_SECONDS = 0.0005
 
@@ -43,9 +43,9 @@ class UsageCount(NamedTuple):
     """A count of the disk space in use.
 
     ``total`` is the number of bytes in use, and ``reserved`` is the sum of all bytes ever reserved. ``generation`` changes whenever the
-    folder is counted. ``limit`` is the largest budget of the current writers, and ``until`` is the time, in seconds since 1970, at which it
-    ends. ``boots`` are the boot ids of machines that have counted the folder. ``node`` is the folder's inode, by which a copy of the folder
-    is recognized, or 0 on a network file system.
+    folder is counted. ``limit`` is the largest budget of the current writers, which ends at ``until``, in seconds since 1970. ``boots`` are
+    the boot ids of machines that have counted the folder. ``node`` is the folder's inode, which differs in a copy of the folder. On a
+    network file system, ``node`` is 0.
     """
 
     generation: bytes
@@ -60,7 +60,7 @@ class UsageCount(NamedTuple):
         return max(budget, self.limit) if time.time() < self.until else budget
 
     def with_budget(self, budget: int | None) -> UsageCount:
-        """Return the count after an entry was put by a writer with this budget."""
+        """Return the count after a writer with this budget has put an entry."""
         if budget is None or self.effective_budget(budget) > budget:
             return self
         return self._replace(limit=min(budget, 2**64 - 1), until=int(time.time()) + LIMIT_SECONDS)
@@ -69,8 +69,8 @@ class UsageCount(NamedTuple):
 class DiskUsage:
     """The file ``path``, which stores the count of a folder's disk space.
 
-    ``assign_owner`` is called with the descriptor of a newly created file. Methods raise OSError, or BlockingIOError if another process
-    holds the lock for too long.
+    ``assign_owner`` is called with the descriptor of a newly created file. Methods raise OSError. It is a BlockingIOError if another
+    process holds the lock for too long.
     """
 
     def __init__(self, path: str, assign_owner: Callable[[int], None]) -> None:
@@ -78,7 +78,7 @@ class DiskUsage:
         self._local: bool | None = None
 
     def read(self) -> UsageCount | None:
-        """Return the count, or None if it is missing or invalid."""
+        """Return the count, or None if the file is missing or invalid."""
         with self._open() as descriptor:
             return None if descriptor is None else _read(descriptor, self._node())
 
@@ -87,7 +87,7 @@ class DiskUsage:
     ) -> UsageCount | None:
         """Reserve ``size`` more bytes and return the new count. If ``fits(new total)`` is False, return None instead.
 
-        ``on_reserve`` is called under the lock, and must make the bytes visible to a count of the folder. ``budget`` is the writer's
+        ``on_reserve`` is called under the lock, and must make the bytes visible when the folder is counted. ``budget`` is the writer's
         budget.
         """
         with self._open(locked=True) as descriptor:
@@ -99,7 +99,7 @@ class DiskUsage:
             return _write(descriptor, count._replace(total=count.total + size, reserved=count.reserved + size).with_budget(budget))
 
     def release(self, size: int, counted: UsageCount | None) -> None:
-        """Subtract ``size`` removed bytes from the count. Does nothing if the folder has been counted again since the count ``counted``."""
+        """Subtract ``size`` removed bytes from the count, unless the folder has been counted again since the count ``counted``."""
         with self._open(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor, self._node())
             if descriptor is None or count is None or counted is None or count.generation != counted.generation:
@@ -122,7 +122,7 @@ class DiskUsage:
             _write(descriptor, replacement)
 
     def is_copy(self) -> bool:
-        """Return True if the folder may be a copy of another folder. The times of its entries may then be the times of copying."""
+        """Return True if the folder may be a copy of another folder. Its entries may then have the time of copying as their time of use."""
         with self._open() as descriptor:
             previous = None if descriptor is None else _read(descriptor, 0, any_boot=True)
         return previous is None or previous.node not in (0, self._node())
@@ -135,7 +135,7 @@ class DiskUsage:
         return os.stat(folder).st_ino if self._local else 0
 
     def forget_budgets(self) -> None:
-        """Forget the budgets of all writers. A budget takes effect again when its writer puts an entry."""
+        """Ignore the budgets of all writers. A budget takes effect again when its writer puts an entry."""
         with self._open(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor, self._node())
             if descriptor is not None and count is not None:
@@ -173,15 +173,15 @@ def _wait_for_lock(descriptor: int) -> None:
     waited = 0.0
     while try_lock(descriptor) is False:
         if waited >= WAIT_SECONDS:
-            raise BlockingIOError(f"the byte count stayed locked for {WAIT_SECONDS:g} s")
+            raise BlockingIOError(f"another process has locked the byte count for {WAIT_SECONDS:g} s")
         time.sleep(_POLL_SECONDS)
         waited += _POLL_SECONDS
 
 
 def _read(descriptor: int, node: int, *, any_boot: bool = False) -> UsageCount | None:
-    """Return the count in an open file, or None unless it is valid, from this boot, and for the folder with the inode ``node``.
+    """Return the count in an open file if it is valid, from this boot, and for the folder with inode ``node``. Otherwise, return None.
 
-    With ``any_boot``, it may be from another boot or folder.
+    With ``any_boot``, the count may be from another boot or folder.
     """
     data = read_beginning(descriptor, _MAX_BYTES + 1)
     body = data[:-_SUM_BYTES]
@@ -208,7 +208,7 @@ def _write(descriptor: int, count: UsageCount) -> UsageCount:
 
 @functools.cache
 def boot_id() -> bytes:
-    """Return the id of the machine's current boot. Counts from earlier boots are not used, because a power loss may have undone writes."""
+    """Return the id of the machine's current boot. A power loss may have undone writes, so counts from earlier boots are not used."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             return xxhash.xxh3_64_digest(file.read(64))

@@ -1,4 +1,4 @@
-"""AES-GCM encryption of entries. Without the key, a reader of the location learns only sizes and times, and cannot forge entries.
+"""AES-GCM encryption of entries. Without the key, readers of the location learn only sizes and times, and cannot forge entries.
 
 The layout of an encrypted entry:
 
@@ -31,7 +31,7 @@ from .entry_kind import FRONT_BYTES, MAGIC, MAX_ID_BYTES, NONCE_BYTES, TAG_BYTES
 KEY_SIZES = (16, 24, 32)
 MAX_PLAIN_BYTES = 2**31 - 1
 _SPARE_BYTES = 15
-"""Number of extra bytes that the package cryptography needs in an output buffer: one block minus one byte."""
+"""Number of extra bytes that the cryptography package needs in an output buffer: one block minus one byte."""
 
 
 def decrypt_entry(key: bytes, data: Data, cipher: Cipher | None) -> Data:
@@ -45,7 +45,7 @@ def decrypt_entry(key: bytes, data: Data, cipher: Cipher | None) -> Data:
         return data
     name, _ = _check_head(f"entry {key.hex()}", memoryview(data))
     raise Undecryptable(
-        f"entry {key.hex()} is encrypted with the key {format_key_id(name)}, but no keys were given: pass encryption= (in commands, "
+        f"entry {key.hex()} is encrypted with the key {format_key_id(name)}, but no keys were passed: pass encryption= (in commands, "
         "--key-file)"
     )
 
@@ -56,7 +56,7 @@ def format_key_id(name: bytes) -> str:
 
 
 class Cipher:
-    """An AES-GCM cipher. ``keys`` maps ids to keys of 16, 24 or 32 bytes. The first key encrypts, and any of them decrypts."""
+    """An AES-GCM cipher. ``keys`` maps ids to keys of 16, 24 or 32 bytes. The first key encrypts, and all keys decrypt."""
 
     def __init__(self, keys: Mapping[str, bytes], tenant: str) -> None:
         try:
@@ -67,7 +67,7 @@ class Cipher:
             raise MissingPackage("encrypted entries need the cryptography package: pip install 'kvpack[encryption]'") from None
         if not isinstance(keys, Mapping) or not keys:
             kind = "an empty map" if isinstance(keys, Mapping) else f"of type {type(keys).__name__}"
-            raise InvalidParameter(f"encryption is {kind}, expected at least one key with its id")
+            raise InvalidParameter(f"encryption is {kind}, expected at least one key, as in {{'id': key}}")
         self._invalid_tag = InvalidTag
         # Not AESGCM: out of memory, its own allocation panics, which no "except Exception" catches.
         self._engine: Any = lambda key, nonce, tag=None: Engine(algorithms.AES(key), modes.GCM(nonce, tag))
@@ -81,16 +81,16 @@ class Cipher:
 
     @property
     def key_ids(self) -> frozenset[bytes]:
-        """The ids of all encryption keys, as bytes."""
+        """The ids of all encryption keys."""
         return frozenset(self._keys)
 
     @property
     def ids(self) -> tuple[bytes, ...]:
-        """The ids of all encryption keys in their original order. New entries are encrypted with the first key."""
+        """The ids of all encryption keys, in order. New entries are encrypted with the first key."""
         return tuple(self._keys)
 
     def encrypt(self, key: bytes, pieces: Sequence[memoryview]) -> list[memoryview]:
-        """Encrypt the entry ``key`` with the first encryption key, and return the pieces of the result.
+        """Encrypt the entry ``key`` with the first encryption key. Returns the result in pieces.
 
         Raises MemoryError, or LimitExceeded if the entry is too large.
         """
@@ -128,7 +128,7 @@ class Cipher:
         if secret is None:
             available = ", ".join(map(format_key_id, self._keys))
             raise Undecryptable(
-                f"{where} is encrypted with the key {format_key_id(name)}, which is not among the given keys ({available}): add that key"
+                f"{where} is encrypted with the key {format_key_id(name)}, which is not one of the available keys ({available}): add it"
             )
         nonce, tag_at = bytes(view[end : end + NONCE_BYTES]), len(view) - DIGEST_BYTES - TAG_BYTES
         sealed = view[end + NONCE_BYTES : tag_at]
@@ -159,11 +159,11 @@ def _check_head(where: str, view: memoryview) -> tuple[bytes, int]:
         raise UnsupportedVersion(
             f"{where} has version {version} of the encryption format, but this version of kvpack reads version {VERSION}: upgrade kvpack"
         )
-    # A damaged entry is useless to everyone; an entry of another key is not.
+    # If the entry is damaged, no key can decrypt it. Otherwise, another store may have its key.
     check_digest(where, view[:-DIGEST_BYTES], bytes(view[-DIGEST_BYTES:]))
     name = key_id(view[:FRONT_BYTES])
     if name is None or len(view) < encrypted_bytes(name, 0):
-        raise Truncated(f"{where} is truncated: its {len(view)} bytes end within the id of its key, its nonce or its tag")
+        raise Truncated(f"{where} is truncated: its {len(view)} bytes end before its ciphertext and tag are complete")
     if len(view) > encrypted_bytes(name, MAX_PLAIN_BYTES):
         raise LimitExceeded(f"{where} has {len(view)} bytes, but at most {encrypted_bytes(name, MAX_PLAIN_BYTES)} can be decrypted")
     return name, len(MAGIC) + 1 + len(name)
@@ -181,10 +181,10 @@ MAX_BYTES = 2**20
 
 
 def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
-    """Return the encryption keys in a file by id. The first one encrypts. Each line is "ID HEXADECIMAL-DIGITS"; # begins a comment.
+    """Return the encryption keys in a file by id. The first key encrypts.
 
-    Raises MissingFile, LimitExceeded, or InvalidParameter if a line is invalid, an id is repeated, or users other than the owner may access
-    the file.
+    Each line is "ID HEXADECIMAL-DIGITS", and # begins a comment. Raises MissingFile, LimitExceeded, or InvalidParameter if a line is
+    invalid, an id is repeated, or users other than the owner may access the file.
     """
     text, mode = read_text_and_mode(path, MAX_BYTES)
     where = os.fsdecode(path)

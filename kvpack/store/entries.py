@@ -1,6 +1,6 @@
-"""Conversion between a chunk of a prefix and an entry's bytes.
+"""Converts chunks of prefixes to and from the bytes of entries.
 
-An entry is a kvpack file that identifies the chunk (spec/store.md, Entries).
+An entry is a kvpack file that identifies its chunk (spec/store.md, Entries).
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from .entry_template import EntryTemplate
 
 FEATURE = "prefix-store-2"
-"""The ignorable feature with a chunk's key, its parent's key, the digests of its payload and of its other inputs, and its token ids."""
+"""Name of the ignorable feature that contains a chunk's key and parent key, the digests of its payload and other inputs, and its token ids.
+"""
 _DIGEST_END = 2 * KEY_BYTES + DIGEST_BYTES
 
 SideShapes = tuple[tuple[tuple[str, int, int], ...], ...]
-"""The sides (keys and values) of each layer, as (name, heads, head dim)."""
+"""The (name, heads, head dim) of the keys and the values of each layer."""
 
 _MEMORY_FACTOR, _MEMORY_ALLOWANCE = 4, 2**26
 """Memory limit for reading an entry: a multiple of its size, plus a number of bytes (see kvpack/file/footprint.py)."""
@@ -46,7 +47,7 @@ _MAX_TEMPLATES = 32
 
 @dataclass(frozen=True, slots=True)
 class ChunkFields:
-    """The fields in an entry's header that describe its chunk."""
+    """The fields of an entry's header that describe its chunk."""
 
     key: bytes
     parent: bytes
@@ -56,7 +57,7 @@ class ChunkFields:
 
     @classmethod
     def of(cls, feature: bytes, where: str) -> ChunkFields:
-        """Parse the feature in the header of the entry ``where``. Raises InvalidHeader if it is truncated."""
+        """Parse the feature in the header of the entry ``where``. Raises InvalidHeader if it is malformed."""
         ids = _DIGEST_END + 1 + (feature[_DIGEST_END] if len(feature) > _DIGEST_END else MAX_INPUT_BYTES)
         if not ids <= len(feature) or ids > _DIGEST_END + 1 + MAX_INPUT_BYTES or (len(feature) - ids) % ID_BYTES:
             raise InvalidHeader(f"{where}: the {len(feature)} bytes of the feature {FEATURE!r} are not keys, digests and whole token ids")
@@ -78,7 +79,7 @@ def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes
 
 
 def payload_digest(contents: Contents, arrays: Mapping[str, numpy.ndarray]) -> bytes:
-    """Return the digest of a file's payload, from its first tensor to its end."""
+    """Return the digest of a file's payload, which starts with its first tensor."""
     payload = xxhash.xxh3_128()
     end = 0
     for name in contents.layouts:
@@ -90,17 +91,17 @@ def payload_digest(contents: Contents, arrays: Mapping[str, numpy.ndarray]) -> b
 
 
 def file_payload_digest(file: container.File, view: memoryview) -> bytes:
-    """Return the ``payload_digest`` of an open file whose bytes are ``view``."""
+    """Return the ``payload_digest`` of an open file with the bytes ``view``."""
     begin = min((place.begin for place in file.front.places.values()), default=len(file.front.tensor))
     return xxhash.xxh3_128_digest(view[len(file.front.text) + begin :])
 
 
 @dataclass
 class EntryReader:
-    """Reads entries of one identity, whose headers must contain ``model`` and ``recipe``.
+    """Reads the entries of one identity. Their headers must contain ``model`` and ``recipe``.
 
-    Entries of more than ``max_bytes`` bytes are rejected. So are entries with a layer whose values would take more than that at 16 bits
-    each. If ``shape``, the shape of the model's cache, is known, entries of other shapes are rejected too.
+    Rejects entries larger than ``max_bytes``, and entries with a layer whose values take more than that at 16 bits each. If ``shape``, the
+    shape of the model's cache, is set, also rejects entries of other shapes.
     """
 
     model: Mapping[str, str]
@@ -113,10 +114,10 @@ class EntryReader:
     _templates: dict[tuple[int, int], EntryTemplate] = field(default_factory=dict)
 
     def read(self, entries: Sequence[Data], keys: Sequence[bytes], *, first: int = 0) -> Iterator[Cache]:
-        """Check the entries of a chain in order, starting with chunk ``first``, and yield the cache of each.
+        """Check the entries of a chain in order, starting with chunk ``first``, and yield each chunk's cache.
 
         The caches are views of the entries' bytes. Raises the same errors as ``container.open_bytes``, and InvalidHeader if an entry is not
-        the chunk that ``keys`` requires.
+        the chunk with the key in ``keys``.
         """
         views = [memoryview(data) for data in entries]
         if len(views) < 2:
@@ -129,10 +130,9 @@ class EntryReader:
                 yield self._read_one(view, key, index, digest)
 
     def _payload_digest(self, view: memoryview, index: int) -> tuple[int, bytes] | None:
-        """Return the offset of an entry's payload, and the payload's digest. The offset comes from the template for entries of this size
-        and index.
+        """Return the offset and the digest of an entry's payload, or None if no template matches the entry's size and index.
 
-        Returns None if there is no template.
+        The offset comes from the template.
         """
         template = self._template(view, index)
         return None if template is None else (template.front.payload, xxhash.xxh3_128_digest(view[template.front.payload :]))
@@ -181,7 +181,7 @@ class EntryReader:
         return cache
 
     def set_shape(self, cache: Cache) -> None:
-        """From now on, reject entries whose shape differs from that of ``cache``, which the model produced."""
+        """From now on, reject entries with a different shape than ``cache``, which the model produced."""
         shape = tuple(tuple((name, side.heads, side.dim) for name, side in layer.sides.items()) for layer in cache)
         if shape != self.shape:
             # Templates may be of entries that were read before.
@@ -190,7 +190,7 @@ class EntryReader:
     def check_shape(self, file: container.File) -> None:
         """Raise InvalidHeader if an entry's layers, heads or head dims differ from the model's.
 
-        While the model's shape is unknown, any shape is accepted.
+        Accepts any shape as long as the model's is unknown.
         """
         if self.shape is None:
             return
@@ -214,14 +214,14 @@ class EntryReader:
 def open_entry(data: Data, key: bytes) -> container.File:
     """Open the entry ``key`` as a file.
 
-    Entries may be malicious: parsing an 8 MiB header can take 400 MB of memory. Raises LimitExceeded if the entry would use far more memory
-    than its size, and the same errors as ``container.open_bytes``.
+    Entries may be malicious: parsing an 8 MiB header can take 400 MB of memory. Raises LimitExceeded if reading the entry would take far
+    more memory than its size, and the same errors as ``container.open_bytes``.
     """
     where = f"entry {key.hex()}"
     try:
         return container.open_bytes(data, where=where, memory_limit=_MEMORY_FACTOR * len(data) + _MEMORY_ALLOWANCE)
     except LimitExceeded as error:
-        # Readers keep an entry that exceeds a limit, but no reader can use one that is shorter than its JSON header.
+        # An entry that exceeds a limit is normally kept, but no reader can use one that ends within its JSON header.
         end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
         if end <= len(data):
             raise
@@ -252,10 +252,10 @@ def check_entry(
 
 
 def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
-    """Raise InvalidHeader unless every layer has ``tokens`` tokens of one sequence, as in entries that stores write.
+    """Raise InvalidHeader unless every layer has ``tokens`` tokens of one sequence, as stores write them.
 
     Without this check, a small malicious entry could decode to any size. Raises LimitExceeded if a layer's values would take more than
-    ``max_bytes`` with 16 bits each.
+    ``max_bytes`` at 16 bits each.
     """
     header = file.header
     for tensor in header.tensors:
@@ -275,7 +275,7 @@ def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
 
 
 def check_header(file: container.File, start: int | None, model: Mapping[str, str] | None, recipe: str | None) -> None:
-    """Raise InvalidHeader unless an entry's header has the expected start, model and recipe. None means any value."""
+    """Raise InvalidHeader unless an entry has the given start, model and recipe. None means any value."""
     header = file.header
     for name, actual, expected in (
         ("start", header.start, start),
@@ -287,7 +287,7 @@ def check_header(file: container.File, start: int | None, model: Mapping[str, st
 
 
 def check_decoded_size(cache: Cache, key: bytes, max_bytes: int) -> None:
-    """Raise LimitExceeded if a layer of a chunk is so large that readers with the same limit would reject it."""
+    """Raise LimitExceeded if a layer of a chunk is too large for readers with the same limit."""
     for index, layer in enumerate(cache):
         size = 2 * cache.tokens * sum(side.heads * side.dim for side in layer.sides.values())
         if size > max_bytes:
@@ -295,11 +295,11 @@ def check_decoded_size(cache: Cache, key: bytes, max_bytes: int) -> None:
 
 
 def check_payload_digest(expected: bytes, actual: bytes, where: str) -> None:
-    """Raise DigestMismatch if ``actual``, computed from an entry's payload, differs from ``expected``, the digest in its header."""
+    """Raise DigestMismatch unless the digest in an entry's header, ``expected``, equals ``actual``, computed from its payload."""
     if expected != actual:
         raise DigestMismatch(f"{where} is damaged: its payload has the digest {actual.hex()}, expected {expected.hex()}")
 
 
 def _start_bytes(start: int) -> int:
-    """Return how many bytes msgpack needs for a start position."""
+    """Return the number of bytes that msgpack needs for a start position."""
     return next(size for size, limit in ((1, 1 << 7), (2, 1 << 8), (3, 1 << 16), (5, 1 << 32), (9, 1 << 64)) if start < limit)

@@ -1,4 +1,4 @@
-"""JSON texts that describe entries, in a folder's index and on Redis (spec/notes.md)."""
+"""JSON texts that describe entries. They are stored in a folder's index and on Redis (spec/notes.md)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ OTHER_KINDS = ("pages", "states", "bases")
 
 
 class Descriptions(NamedTuple):
-    """Totals of a location by description: (text, number of entries, bytes) for each text, and the entries that must be inspected."""
+    """A location's totals by description, as (text, number of entries, bytes), and the entries that must be inspected."""
 
     totals: Sequence[tuple[str, int, int]]
     missing: Sequence[StoredEntry]
 
 
 def kind_text(kind: str) -> str:
-    """Return the description of an entry that is not a chunk. ``kind`` is pages, states or a basis."""
+    """Return the description of an entry that is not a chunk. ``kind`` is one of ``OTHER_KINDS``."""
     return json.dumps({"kind": kind})
 
 
@@ -54,9 +54,9 @@ def parse_text(text: str) -> dict[str, Any] | None:
 
 
 def entry_text(pieces: Sequence[memoryview]) -> str | None:
-    """Return the description of an entry that this process wrote, or None if ``pieces`` do not show it.
+    """Return the description of an entry that this process wrote, or None if ``pieces`` do not reveal it.
 
-    An encrypted entry, for example, has no description.
+    For example, they do not if the entry is encrypted.
     """
     if is_row_start(bytes(pieces[0][:FRONT_BYTES])):
         return kind_text("pages")

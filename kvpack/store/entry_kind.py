@@ -1,4 +1,4 @@
-"""The kind of an entry, determined by its size and first bytes before it is read (spec/store.md, Entries and Encrypted entries)."""
+"""Determines the kind of an entry from its size and first bytes (spec/store.md, Entries and Encrypted entries)."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ MAGIC = b"kvpack-encrypted 1\n"
 MAX_ID_BYTES = 255
 NONCE_BYTES, TAG_BYTES = 12, 16
 FRONT_BYTES = 512
-"""Number of bytes that are read at the beginning of an entry to determine its kind."""
+"""Number of bytes at the beginning of an entry that are read to determine its kind."""
 
 _ENCRYPTED = re.compile(rb"kvpack-encrypted ([1-9][0-9]{0,8})\n")
 
 
 class Kind(enum.Enum):
-    """The kind of an entry, according to its first bytes and its size."""
+    """The kind of an entry, according to its size and first bytes."""
 
     READABLE = enum.auto()
-    """The entry begins like one that this store can read."""
+    """It begins like an entry that this store can read."""
     FOREIGN = enum.auto()
-    """Another store may be able to read the entry: it is encrypted with a key that is not available, or by a later version."""
+    """Another store may be able to read it: its encryption key is not available, or a later version encrypted it."""
     JUNK = enum.auto()
-    """No store can read the entry, so a good entry may replace it."""
+    """No store can read it, so a good entry may replace it."""
 
 
 @dataclass(frozen=True)
 class EntryFormat:
     """The format of a store's entries.
 
-    Entries have at most ``max_bytes`` bytes. They are encrypted with one of ``key_ids``, or unencrypted if that is None.
+    ``max_bytes`` is the maximum size of an entry. Entries are encrypted with one of ``key_ids``, or unencrypted if that is None.
     """
 
     max_bytes: int = MAX_ENTRY_BYTES
@@ -76,14 +76,15 @@ def check_size(where: str, size: int, max_bytes: int) -> None:
 
 
 def encrypted_version(first_bytes: bytes | memoryview) -> int | None:
-    """Return the encryption version in the first bytes of an entry, or None if it is not encrypted."""
+    """Return the version of the encryption format, or None if the entry is not encrypted."""
     match = _ENCRYPTED.match(bytes(first_bytes[:FRONT_BYTES]))
     return int(match[1]) if match else None
 
 
 def key_id(first_bytes: bytes | memoryview) -> bytes | None:
-    """Return the id of the key with which an entry is encrypted. Returns None unless ``first_bytes`` contains a whole id in encryption
-    version 1.
+    """Return the id of the key that encrypts an entry.
+
+    Returns None unless ``first_bytes`` contains a whole id in version 1 of the encryption format.
     """
     front = bytes(first_bytes[:FRONT_BYTES])
     if not front.startswith(MAGIC) or len(front) == len(MAGIC):
@@ -94,18 +95,18 @@ def key_id(first_bytes: bytes | memoryview) -> bytes | None:
 
 
 def encrypted_bytes(name: bytes, size: int) -> int:
-    """Return the size of an entry of ``size`` bytes after encryption with the key whose id is ``name``."""
+    """Return the size of an entry of ``size`` bytes after encryption. ``name`` is the encryption key's id."""
     return len(MAGIC) + 1 + len(name) + NONCE_BYTES + size + TAG_BYTES + DIGEST_BYTES
 
 
 DAMAGE = (DigestMismatch, InvalidHeader, InvalidPayload, NotKvpack, Truncated, NotConsecutive)
-"""Errors of the checks that a completely read entry must pass: digest, header, payload, magic, length, and position in the chain."""
+"""Errors from the checks that every complete entry must pass: digest, header, payload, magic, length, and position in the chain."""
 
 
 def means_damage(error: BaseException) -> bool:
-    """Return True if ``error``, raised by the check of a completely read entry, means that no reader can use the entry.
+    """Return True if ``error``, raised while checking a complete entry, means that no reader can use the entry.
 
-    The entry is not damaged if the reader lacks memory, descriptors, a codec, a key or a newer version, or if its disk fails. Another
-    reader may then succeed.
+    An entry is not damaged if the reader lacks memory, descriptors, a codec, a key or a newer version, or if its disk fails. Another reader
+    may succeed.
     """
     return isinstance(error, DAMAGE)

@@ -1,4 +1,4 @@
-"""Checks, by its first bytes, that stored data is the entry of its key, before it counts as present."""
+"""Checks the first bytes of stored data before it counts as the entry of its key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_KEYS = 65_536
 def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Callable[[container.File], None] | None = None) -> None:
     """Raise an error unless ``data`` begins like the entry ``key``. If there is a ``cipher``, it decrypts ``data`` first.
 
-    Without a cipher, an encrypted entry with a valid digest raises Undecryptable. ``extra_check`` is called with the file of a chunk.
+    Without a cipher, an encrypted entry with a valid digest raises Undecryptable. ``extra_check`` is called with a chunk's open file.
     """
     decrypted = decrypt_entry(key, data, cipher)
     if is_row_start(bytes(memoryview(decrypted)[:FRONT_BYTES])):
@@ -40,7 +40,7 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Call
 
 
 def kind_of(key: bytes, data: Data, entry_format: EntryFormat) -> Kind:
-    """Return the kind of ``data``, which is the complete entry ``key``, in a store whose entries have this format."""
+    """Return the kind of ``data``, the complete entry ``key``, in a store that uses ``entry_format``."""
     kind = entry_format.kind(memoryview(data)[:FRONT_BYTES], len(data))
     if kind is not Kind.READABLE:
         return kind

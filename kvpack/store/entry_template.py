@@ -26,16 +26,16 @@ from kvpack.runtime.modes import float32_no_grad
 from .header_template import HeaderTemplate
 
 StreamView = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]
-"""The name, dtype, shape and strides of a stream, and its offset from the beginning of the file in elements of the dtype."""
+"""A stream's name, dtype, shape, strides, and offset from the beginning of the file in elements of the dtype."""
 
 
 _RAW_STREAMS = {POSITIONS, VALUES}
-"""Optional streams of raw tokens that matching entries may have. They must have the same sizes, but may differ in content."""
+"""Optional streams of raw tokens. Matching entries may have different contents, but not different sizes."""
 
 
 @dataclass(frozen=True)
 class SideTemplate:
-    """What all entries that match a template have in common in one layer's keys or values."""
+    """The part of a template for one layer's keys or values."""
 
     entry: SideEntry
     streams: tuple[StreamView, ...]
@@ -50,7 +50,7 @@ class SideTemplate:
 
 @dataclass(frozen=True)
 class EntryTemplate:
-    """What all matching entries have in common: their front and the offsets of their tensors."""
+    """The layout that all matching entries share: their front and the offsets of their tensors."""
 
     front: HeaderTemplate
     recipe: str
@@ -59,9 +59,9 @@ class EntryTemplate:
 
     @classmethod
     def of(cls, file: File, feature: str, cache: Cache) -> Self | None:
-        """Build a template from the file of a chunk and its cache.
+        """Build a template from a chunk's file and its cache.
 
-        Returns None unless each side of the file is one packed run without a raw tail, and no tensor is compressed.
+        Returns None unless each side is one packed run without a raw tail, and no tensor is compressed.
         """
         header = file.header
         if any(tensor.filter != "none" for tensor in header.tensors):

@@ -1,4 +1,4 @@
-"""Eviction, which keeps a directory within its budget: least recently used entries first, and descendants before ancestors.
+"""Eviction keeps a directory within its budget. It removes the least recently used entries first, and descendants before ancestors.
 
 Ordering entries by last use achieves both, because an ancestor's last use is never earlier than its descendants' (directory.py).
 """
@@ -24,54 +24,51 @@ from .index_tables import IndexRow, key_of
 from .pins import Pins
 
 WAIT_SECONDS = 1.0
-"""Time in seconds that a writer waits for other processes to count, evict or finish entries, before it gives up.
+"""Maximum time in seconds that a writer waits for other processes to count, evict or finish entries.
 
-The requested waits are added up; actual times are not measured. On a busy machine, sleeps take longer, and so does the work that the writer
-waits for.
+Only the requested sleeps are added up. On a busy machine, sleeps take longer, and so does the work that the writer waits for.
 """
 _POLL_SECONDS = 0.001
 _MAX_POLL_SECONDS = 0.016
-"""First and longest sleep of a waiting writer, in seconds. Polling more often would take CPU time from the process that is evicting."""
+"""First and longest sleep of a waiting writer, in seconds. More frequent polling would take CPU time from the evicting process."""
 
 _LOW_FRACTION, _LOW_ENTRIES = 128, 256
-"""Thresholds for early eviction with an index: 1/128 of the budget is left, or room for this many entries of the writer's own size."""
+"""With an index, eviction starts when there is less room left than 1/128 of the budget, and less than 256 such entries need."""
 _FUTILE_SECONDS = 1.0
-"""Time in seconds during which no early round is started after one that found nothing to remove."""
+"""Time in seconds without early rounds after a round that found nothing to remove."""
 
 STALE_SECONDS = 3600
-"""Age in seconds at which an unfinished file counts as abandoned on file systems without locks."""
+"""Age in seconds at which an unfinished file counts as abandoned on a file system without locks."""
 
 FUTURE_NS = 3600 * 10**9
-"""Age limit in nanoseconds for last uses in the future. Later times must come from a wrong clock.
-
-Such entries are evicted first, in order.
-"""
+"""A last use more than this many nanoseconds in the future must come from a wrong clock. Such entries are evicted first, in order."""
 
 _EXTRA_FRACTION = 64
-"""Share of the entries, 1/64, that a round removes in addition to what the budget requires, so that writers seldom have to count."""
+"""Share of the entries, 1/64, that a round removes beyond what the budget requires, so that writers seldom have to count."""
 _MAX_EXTRA = 256
 """Maximum number of extra entries (see ``_EXTRA_FRACTION``) in a round that uses the index."""
 _MAX_PER_ROUND = 384
-"""Maximum number of entries that a round with the index removes, which takes about ten milliseconds."""
+"""Maximum number of entries that a round with the index removes, in about ten milliseconds."""
 _PAGE_ENTRIES = 64
-"""Number of entries that one transaction of the index removes. Other processes may change the index between transactions."""
+"""Number of entries removed in one transaction of the index. Other processes may change the index between transactions."""
 _LIST_SECONDS = 0.01
-"""Time in seconds that a round spends on listing folders that have changed but are not up to date in the index."""
+"""Maximum time in seconds that a round spends listing folders that have changed since they were indexed."""
 _ROWS_READ = 256
 """Number of index rows that one query reads."""
 _MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
 _LOST_FRACTION = 32
-"""Share of the budget, 1/32, that may be counted but missing, because writers died. Above it, the folder is counted again."""
+"""Share of the budget, 1/32, by which the count may exceed the entries, because writers died. Above it, the folder is counted again."""
 
 
 class NoRoom(Exception):
-    """Raised if there is no room for an entry, because stored entries cannot be removed, or not in time."""
+    """Raised if there is no room for an entry, because stored entries cannot be removed, or not quickly enough."""
 
 
 class EvictionResult(NamedTuple):
-    """The outcome of an eviction round. ``missing`` is True if there is still not enough room.
+    """The outcome of an eviction round.
 
-    ``unfinished`` is the number of unfinished files, which may become removable entries.
+    ``missing`` is True if there is still not enough room. ``unfinished`` is the number of unfinished files, which may become removable
+    entries.
     """
 
     missing: bool
@@ -79,7 +76,7 @@ class EvictionResult(NamedTuple):
 
 
 class Reservation:
-    """Disk space that is reserved for one entry before it is written. Entries of its ``chain`` are not evicted to make room."""
+    """Disk space reserved for one entry before it is written. The entries of its ``chain`` are not evicted to make room."""
 
     def __init__(self, evictor: Evictor, size: int, chain: Sequence[bytes], path: str) -> None:
         self._evictor, self._size, self._protected = evictor, size, set(chain)
@@ -87,7 +84,7 @@ class Reservation:
         self._counted: UsageCount | None = None
 
     def acquire(self, descriptor: int) -> None:
-        """Make room, and extend the unfinished file of the entry to its final size. Raises NoRoom or OSError."""
+        """Make room, and extend the entry's unfinished file to its final size. Raises NoRoom or OSError."""
         cost = self._cost + self._folders
         self._counted = self._evictor.reserve(cost, self._protected, lambda: os.ftruncate(descriptor, self._size))
 
@@ -97,9 +94,9 @@ class Reservation:
 
 
 class Evictor:
-    """Makes room in the folder of a directory backend. Any number of processes may request room, but only one evicts at a time.
+    """Makes room in the folder of a directory backend. Any number of processes may request room, but only one at a time evicts entries.
 
-    ``restore`` corrects the entries' times after the folder has been copied.
+    ``restore`` corrects the entries' times if the folder has been copied.
     """
 
     def __init__(
@@ -118,9 +115,9 @@ class Evictor:
         self._futile_until = 0.0
 
     def reserve(self, size: int, protected: set[bytes], on_reserve: Callable[[], None]) -> UsageCount:
-        """Reserve ``size`` bytes and return the new count. If necessary, entries that are not in ``protected`` are evicted.
+        """Reserve ``size`` bytes and return the new count. Evicts entries if necessary, except those in ``protected``.
 
-        ``on_reserve`` makes the bytes visible to counts of the folder. Raises NoRoom or OSError.
+        ``on_reserve`` makes the bytes visible when the folder is counted. Raises NoRoom or OSError.
         """
         if self._max_bytes is not None and size > self._max_bytes:
             raise NoRoom
@@ -142,9 +139,9 @@ class Evictor:
                 wait = min(2 * wait, _MAX_POLL_SECONDS)
 
     def _keep_room(self, size: int, protected: set[bytes], count: UsageCount) -> None:
-        """Evict entries early, before the budget is used up, so that other processes need not wait for room.
+        """Evict entries before the budget is used up, so that other processes need not wait for room.
 
-        Does nothing if another process is evicting, or if there is no index, because a round without an index is too expensive to start
+        Does nothing if another process is evicting. Does nothing without an index either, because such a round is too expensive to start
         early. ``count`` includes the ``size`` bytes just reserved.
         """
         if self._max_bytes is None:
@@ -162,9 +159,9 @@ class Evictor:
                 self._futile_until = time.monotonic() + _FUTILE_SECONDS
 
     def _exceeds_larger_budget(self, size: int) -> bool:
-        """Return True if another store has a larger budget, and ``size`` more bytes would exceed this store's budget.
+        """Return True if this store must not evict entries, because a store with a larger budget is in effect.
 
-        This store must then not evict entries.
+        This is the case only if ``size`` more bytes would exceed this store's budget.
         """
         count = self.usage.read() if self._max_bytes is not None else None
         return count is not None and count.effective_budget(self._max_bytes or 0) > (self._max_bytes or 0) < count.total + size
@@ -182,7 +179,7 @@ class Evictor:
         return (self._max_bytes is None or total <= self._max_bytes) and self._disk_shortfall(size) <= 0
 
     def _disk_shortfall(self, size: int) -> int:
-        """Return how many bytes of disk space must be freed for ``size`` more bytes, the unfinished files, and the minimum to keep free."""
+        """Return the number of bytes to free on disk for ``size`` more bytes, the unfinished files, and the minimum to keep free."""
         if not self._min_free:
             return 0
         unwritten = sum(max(0, status.st_size - status.st_blocks * 512) for _, status in self.folder.unfinished())
@@ -192,7 +189,7 @@ class Evictor:
     def _try_round(self, size: int, protected: set[bytes], *, recount: bool = False) -> EvictionResult | None:
         """Sweep, count, and evict until ``size`` more bytes fit. Returns None if another process is evicting.
 
-        With an index, the folder is not counted again, unless ``recount`` is True or the count does not match the index.
+        With an index, the folder is counted again only if ``recount`` is True or the count does not match the index.
         """
         with self._try_lock() as locked:
             if not locked:
@@ -217,7 +214,7 @@ class Evictor:
 
     @contextlib.contextmanager
     def _try_lock(self) -> Iterator[bool]:
-        """Try to acquire the advisory lock for eviction, and yield True if it was acquired. The system releases it if the process dies."""
+        """Try to acquire the advisory lock for eviction. Yields True on success. If the process dies, the system releases the lock."""
         descriptor = self._open_lock()
         try:
             self.folder.trust.assign_owner(descriptor)
@@ -236,7 +233,7 @@ class Evictor:
             return os.open(path, flags, 0o600)
 
     def _evict(self, size: int, protected: set[bytes], budget: int | None) -> tuple[EvictionResult, int, int]:
-        """List the folder, and evict entries that are not in ``protected`` until ``size`` more bytes fit into ``budget``.
+        """List the folder, and evict entries until ``size`` more bytes fit into ``budget``. Entries in ``protected`` are kept.
 
         Returns the ``EvictionResult``, the number of bytes still in use, and the number of entries before the eviction.
         """
@@ -255,8 +252,8 @@ class Evictor:
     def _evict_indexed(self, size: int, protected: set[bytes], budget: int | None, usage_before: UsageCount) -> EvictionResult | None:
         """Evict as ``_evict`` does, but use the index and the count ``usage_before``. Returns None if they do not match the folder.
 
-        Outdated rows are nearly always good enough. Folders that changed without the index are therefore listed only after making room, for
-        which other writers are waiting.
+        Outdated rows are nearly always good enough. Folders that changed without the index are therefore listed only after room has been
+        made, because other writers are waiting for it.
         """
         if not self._index.exists:
             return None
@@ -268,7 +265,7 @@ class Evictor:
         return result
 
     def _evict_rows(self, size: int, protected: set[bytes], budget: int | None, usage_before: UsageCount) -> EvictionResult | None:
-        """Evict entries that have a row in the index. Returns None if the rows account for much less than the count ``usage_before``."""
+        """Evict entries that have a row in the index. Returns None if the rows add up to much less than the count ``usage_before``."""
         pending, overhead, totals = self._pending_bytes(), self.folder.overhead(), self._index.totals()
         if totals is None:
             return None
@@ -290,7 +287,7 @@ class Evictor:
         return EvictionResult(not freed, len(pending))
 
     def _pending_bytes(self) -> list[int]:
-        """Return, for each unfinished file, the disk space in bytes that it uses or has reserved."""
+        """Return the disk space, in bytes, that each unfinished file uses or has reserved."""
         return [self.folder.cost(status.st_size) for _, status in self.folder.unfinished() if status.st_size]
 
     def _excess_bytes(self, total: int, size: int, budget: int | None) -> int:
@@ -308,9 +305,9 @@ class Evictor:
     ) -> int:
         """Remove entries in ``order`` until ``excess`` bytes are freed, and then up to ``extra`` more entries. Returns the freed bytes.
 
-        ``order`` yields (key, size) pairs. Pinned and ``protected`` entries are kept, and at most ``max_entries`` are removed. After each
-        page of entries, the freed bytes are subtracted from the count ``usage_before``, so that other writers need not wait for the end of
-        the round.
+        ``order`` yields (key, size) pairs. Pinned and ``protected`` entries are kept. At most ``max_entries`` are removed. After each page
+        of entries, the freed bytes are subtracted from the count ``usage_before``, so that other writers need not wait for the end of the
+        round.
         """
         protected = protected | self._pins.keys()
         removable = islice(((key, size) for key, size in order if key not in protected), max_entries)
@@ -331,9 +328,9 @@ class Evictor:
         return page
 
     def _remove_page(self, keys: list[bytes], usage_before: UsageCount | None) -> int:
-        """Remove entries and return the freed disk space in bytes.
+        """Remove entries, and return the freed disk space in bytes.
 
-        If ``usage_before`` is set, the freed bytes are also subtracted from this count.
+        The freed bytes are also subtracted from the count ``usage_before``, if any.
         """
         removed = self._index.remove(keys, lambda key: self.folder.remove(self.folder.path(key)))
         self._counters.add("evicted_entries", len(removed))
@@ -344,7 +341,7 @@ class Evictor:
         return freed
 
     def sweep(self) -> None:
-        """Remove the unfinished files of dead writers: those without a lock, or old ones on file systems without locks."""
+        """Remove the unfinished files of dead writers: files without a lock, or old files on file systems without locks."""
         for path, status in self.folder.unfinished():
             # Not the modification time, which the writer sets to the time of the entry's last use.
             age = time.time() - status.st_ctime
@@ -360,10 +357,10 @@ class Evictor:
 
 
 def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generator[tuple[bytes, int], None, None]:
-    """Yield the keys and sizes of entries: first those last used after ``latest_ns``, then all others, least recently used first.
+    """Yield the keys and sizes of entries, least recently used first. Entries last used after ``latest_ns`` come before all others.
 
-    A file's time may be later than the time in its row, because uses change only the file. If both are equal, the entry precedes all
-    entries that follow. Otherwise, the later time is recorded in the index.
+    Uses change only a file's time, so it may be later than the time in the file's row. If the two are equal, the entry precedes all entries
+    that follow. Otherwise, the later time is written to the index.
     """
     latest_ns = min(latest_ns, _MAX_INT64)
     heap: list[tuple[bool, int, int, tuple[bytes, int]]] = []

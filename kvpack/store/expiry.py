@@ -1,7 +1,7 @@
-"""Expiry of a folder's entries. It is stored in the files' access times (spec/store.md, Expiry).
+"""Expiry of a folder's entries, which is stored in the files' access times (spec/store.md, Expiry).
 
-The access time of an entry that expires is later than its modification time, which is its last use. The difference is the ``ttl``, in
-seconds, of the store that last used it.
+An entry's modification time is its last use. If the entry expires, its access time is later than that. The difference is the ``ttl``, in
+seconds, of the store that last used the entry.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def pass_seconds(ttl: int) -> float:
 
 
 def file_times(used_ns: int, ttl: int | None) -> tuple[int, int]:
-    """Return the access and modification times, in nanoseconds, that record a use of an entry at ``used_ns`` in its file."""
+    """Return the access and modification times, in nanoseconds, of an entry used at ``used_ns``."""
     return used_ns + (limit_ttl(ttl) or 0) * SECOND_NS, used_ns
 
 
@@ -45,9 +45,9 @@ def has_expired(status: os.stat_result) -> bool:
 
 
 class Expiry:
-    """Removes the expired entries of all writers from a directory backend, by calling ``delete``. Pinned entries are kept.
+    """Removes the expired entries of all writers from a directory backend by calling ``delete``. Pinned entries are kept.
 
-    ``step`` is called at every put. It searches a few folders now and then, unless ``ttl`` is None. No lock is needed.
+    ``step`` is called at every put. From time to time, it searches a few folders, unless ``ttl`` is None. No lock is needed.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Expiry:
         self._next = 0
 
     def step(self) -> None:
-        """If it is time, search some more folders for expired entries."""
+        """Search some more folders for expired entries, if enough time has passed."""
         now = time.monotonic()
         if self._ttl is None or now < self._due:
             return

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 MIN_BLOCK = 4096
 """Minimum block size in bytes, the block size of nearly every file system. A non-empty file counts as at least this size."""
 _MAX_BLOCK = 65_536
-"""Maximum block size in bytes. Larger ones are ignored, because network mounts report the size of their requests instead."""
+"""Maximum block size in bytes. A larger block size is ignored: network mounts report the size of their requests instead."""
 
 
 def block_bytes(path: str) -> int:
-    """Return the block size of the file system that contains ``path``, which need not exist yet.
+    """Return the block size of the file system that contains ``path``, which need not exist.
 
-    On a network file system, it is always ``MIN_BLOCK``, so that all machines that share a folder agree.
+    On a network file system, the result is always ``MIN_BLOCK``, so that all machines that share a folder agree.
     """
     while not os.path.lexists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
@@ -45,7 +45,7 @@ def block_bytes(path: str) -> int:
 
 
 def allocated_bytes(*paths: str) -> int:
-    """Return the disk space allocated to files and folders, in bytes. Missing ones count as 0."""
+    """Return the disk space, in bytes, allocated to files and folders. Missing files count as 0."""
     total = 0
     for path in paths:
         try:
@@ -58,9 +58,9 @@ def allocated_bytes(*paths: str) -> int:
 ENTRY_FOLDERS = [f"{first:x}/{second:x}" for first in range(16) for second in range(16)]
 UNFINISHED = "unfinished"
 INDEX_FILES = ("index.db", "index.db-shm", "index.db-wal")
-"""Files of the index (index.py)."""
+"""The index's files (index.py)."""
 OTHER_FILES = ("usage", "lock", *INDEX_FILES)
-"""Files of the store that are not entries."""
+"""The store's files that are not entries."""
 _ENTRY_NAME = re.compile("[0-9a-f]{64}")
 
 
@@ -89,7 +89,7 @@ class Folder:
         return -(-size // self.block) * self.block
 
     def overhead(self) -> int:
-        """Return the disk space, in bytes, that folders and files other than entries use."""
+        """Return the disk space, in bytes, used by folders and by files other than entries."""
         top_folders = [f"{self.root}/{first:x}" for first in range(16)]
         extra = [f"{self.root}/{name}" for name in OTHER_FILES]
         return allocated_bytes(
@@ -101,7 +101,7 @@ class Folder:
         return [f"{self.root}/{folder}" for folder in ENTRY_FOLDERS]
 
     def missing_folder_bytes(self, path: str) -> int:
-        """Return the disk space, in bytes, of the folders that would have to be created for an entry at ``path``."""
+        """Return the disk space, in bytes, of the folders that must be created for an entry at ``path``."""
         leaf = os.path.dirname(path)
         missing = sum(not os.path.isdir(folder) for folder in (self.root, self.unfinished_folder, os.path.dirname(leaf), leaf))
         if not missing:
@@ -116,9 +116,9 @@ class Folder:
         return f"{self.root}/{name[0]}/{name[1]}/{name}"
 
     def remove(self, path: str) -> int | None:
-        """Unlink an entry and return its size in bytes.
+        """Unlink an entry, and return its size in bytes.
 
-        Returns None if there is no such entry. If it cannot be removed, counts a fault and returns None.
+        Returns None if there is no such entry, or if it cannot be removed, which counts as a fault.
         """
         try:
             status = os.stat(path, follow_symlinks=False)
@@ -135,13 +135,13 @@ class Folder:
             yield from self.entries(folder)
 
     def entries(self, folder: str) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Yield (key, status) of every entry in ``folder``, which is one of ``ENTRY_FOLDERS``. Other files are ignored."""
+        """Yield (key, status) for every entry in ``folder``, one of ``ENTRY_FOLDERS``. Other files are ignored."""
         for name, status in regular_files(os.path.join(self.root, folder), self._counters):
             if _ENTRY_NAME.fullmatch(name) and folder == f"{name[0]}/{name[1]}":
                 yield bytes.fromhex(name), status
 
     def entries_of(self, first_byte: int) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Yield (key, status) of every entry whose key begins with this byte."""
+        """Yield (key, status) for every entry whose key begins with this byte."""
         return self.entries(ENTRY_FOLDERS[first_byte])
 
     def keys_in(self, first_byte: int) -> list[bytes]:
@@ -160,6 +160,6 @@ class Folder:
                     yield os.path.join(folder, name), status
 
     def make_folders(self, *folders: str) -> None:
-        """Create ``folders`` and the folder of unfinished files if missing. Raises OSError or Untrusted."""
+        """Create ``folders`` and the folder of unfinished files, unless they exist. Raises OSError or Untrusted."""
         for folder in (self.unfinished_folder, *folders):
             self.trust.make_folder(folder, durable=self.durable)

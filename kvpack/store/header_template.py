@@ -1,4 +1,4 @@
-"""Recognizes chunk headers that differ from a known header only in digests, in the start, and in the feature that identifies the chunk.
+"""Recognizes chunk headers that match a known header except for digests, the start, and the feature that identifies the chunk.
 
 Comparing bytes is much faster than parsing. Does not import torch.
 """
@@ -26,7 +26,7 @@ _MAX_START = 2**32
 
 @dataclass(frozen=True)
 class HeaderTemplate:
-    """What the fronts of matching files have in common: the bytes ``text``, and the header bits that are set in ``mask``.
+    """The front that matching files share: the bytes ``text``, and the header bits that are set in ``mask``.
 
     ``payload`` is the offset of the first tensor in the file. ``start_range`` and ``feature_range`` are byte ranges in the header.
     """
@@ -61,7 +61,7 @@ class HeaderTemplate:
         return cls(file.size, file.front.text, number, fixed, len(packed), start_range, feature_range, payload)
 
     def match(self, data: memoryview) -> tuple[int, bytes] | None:
-        """If ``data`` matches this template, return the position of its first token and its feature, or None otherwise.
+        """Return the position of the first token of ``data`` and its feature, or None if ``data`` does not match this template.
 
         All bytes before the payload are compared.
         """
@@ -79,7 +79,7 @@ class HeaderTemplate:
 
 
 class HeaderTemplates(Generic[Info]):
-    """A few templates of earlier chunk files. Each has information that the caller can reuse for matching files."""
+    """A few templates of earlier chunk files. Each comes with information that the caller can reuse for matching files."""
 
     def __init__(self) -> None:
         self._templates: dict[tuple[int, bytes], list[tuple[HeaderTemplate, Info]]] = {}
@@ -95,7 +95,7 @@ class HeaderTemplates(Generic[Info]):
             self._templates.setdefault(_template_key(file.size, file.front.text), []).append((HeaderTemplate.of(file, feature), info))
 
     def match(self, data: memoryview) -> tuple[Info, int, bytes] | None:
-        """If some template matches ``data``, return its information, and the position of the first token and the feature in ``data``.
+        """Return the information of the template that matches ``data``, with the position of the first token and the feature in ``data``.
 
         If no template matches, return None.
         """
@@ -111,9 +111,9 @@ def _template_key(size: int, text: bytes) -> tuple[int, bytes]:
 
 
 def _start_range(header: Header, packed: bytes) -> slice:
-    """Return the range of bytes in the packed header that encode the start.
+    """Return the range of bytes in the packed header that encodes the start.
 
-    The range is found by packing the header again with another start that needs as many bytes.
+    The range is found by packing the header again with a different start whose encoding has the same size.
     """
     last = _differing_bytes(packed, pack_header(dataclasses.replace(header, start=header.start ^ 1)))[-1]
     return slice(last - len(msgpack.packb(header.start)) + 1, last + 1)

@@ -1,8 +1,7 @@
 """An SQLite index of a folder's entries. With it, the cost of listing depends only on what has changed (spec/store.md, Folder).
 
-A writer that puts or removes an entry updates its row, and the modification time of its subfolder, in one transaction. If the time of a
-subfolder differs from the index, a process has changed it without the index, or was killed while changing it. The subfolder is then listed
-again.
+In one transaction, a writer that puts or removes an entry updates its row and the modification time of its subfolder. If a subfolder's time
+differs from the index, some process changed the subfolder without the index, or was killed in between. The subfolder is then listed again.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from .folder import INDEX_FILES, Folder
 from .trust import OTHERS_WRITE
 
 MIN_ENTRIES = 4096
-"""Minimum number of entries in a folder with an index. Smaller folders are listed as fast without one."""
+"""Minimum number of entries in a folder with an index. Listing a smaller folder is just as fast without one."""
 WAIT_SECONDS = 0.05
-"""Time in seconds that a writer waits while others use the index. Then it continues, and updates the index later."""
+"""Time in seconds that a writer waits while other processes use the index. It then continues, and updates the index later."""
 _POLL_SECONDS = 0.001
-"""Interval in seconds at which a busy index is tried again. SQLite's own intervals grow far beyond the duration of a transaction."""
+"""Interval in seconds between attempts to use a busy index. SQLite's own intervals become far longer than a transaction."""
 _MAX_MISSED = 1024
-"""Maximum number of changes that wait to be indexed. If a change is dropped, its subfolder is listed again."""
+"""Maximum number of changes waiting to be indexed. If a change is dropped, its subfolder is listed again."""
 _MAX_LISTINGS = 2
-"""Maximum number of times that a changing subfolder is listed before its writers have to wait."""
+"""Maximum number of times to list a changing subfolder before its writers have to wait."""
 _WAL_PAGES = 128
 _WAL_BYTES = 2**20
 class IndexTotals(NamedTuple):
@@ -45,7 +44,7 @@ class IndexTotals(NamedTuple):
 
 
 class MissedChange(NamedTuple):
-    """A change of the entry ``key`` that is not indexed yet.
+    """A change to the entry ``key`` that is not indexed yet.
 
     ``description`` describes the entry. ``state_before`` and ``state_after`` are the inode and modification time of the entry's subfolder
     before and after the change.
@@ -58,7 +57,7 @@ class MissedChange(NamedTuple):
 
 
 class Index:
-    """The index of ``folder``, which exists once ``build`` has created it. Safe to use from any thread, and after a fork."""
+    """The index of ``folder``, which ``build`` creates. Safe to use from any thread, and after a fork."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder, self._path = folder, os.path.join(folder.root, INDEX_FILES[0])
@@ -71,7 +70,7 @@ class Index:
         self._missed_changes: list[MissedChange] = []
 
     def build(self) -> None:
-        """Create the index, unless it exists or the folder belongs to another user or is on a network file system."""
+        """Create the index unless it exists. Does nothing if the folder belongs to another user or is on a network file system."""
         if not self._folder.trust.is_private:
             return
         with contextlib.suppress(OSError):
@@ -87,7 +86,7 @@ class Index:
 
     @property
     def exists(self) -> bool:
-        """True if there is an index that can be used."""
+        """True if there is a usable index."""
         result = False
         with self._guard():
             result = self._open() is not None
@@ -104,7 +103,7 @@ class Index:
     def add(self, key: bytes, size: int, used_ns: int, description: str | None, rename: Callable[[], None]) -> None:
         """Call ``rename``, which moves an entry's file to its final name, and add the entry with its description to the index.
 
-        Errors raised by ``rename`` propagate.
+        Errors from ``rename`` propagate.
         """
         done, number = False, None
 
@@ -127,7 +126,7 @@ class Index:
                 once()
 
     def remove(self, keys: Sequence[bytes], unlink: Callable[[bytes], int | None]) -> dict[bytes, int]:
-        """Remove the entries of ``keys``, and their rows in the index. Returns the sizes of the removed entries by key.
+        """Remove the entries of ``keys`` and their rows in the index. Returns the sizes of the removed entries by key.
 
         ``unlink(key)`` removes an entry and returns its size, or None if there is no such entry.
         """
@@ -150,7 +149,7 @@ class Index:
         return removed
 
     def matches(self) -> bool:
-        """Return True if there is an index and no subfolder has changed since it was last listed."""
+        """Return True if there is an index, and no subfolder has changed since it was listed."""
         result = False
         with self._guard():
             result = self._stale_folders() == []
@@ -159,7 +158,8 @@ class Index:
     def refresh(self, seconds: float | None = None) -> bool:
         """List the subfolders that have changed since they were indexed. Returns True if the index now matches the folder.
 
-        Subfolders that keep changing are listed for at most ``seconds`` seconds. Without this limit, writers are made to wait instead.
+        Subfolders that keep changing are listed for at most ``seconds`` seconds. If ``seconds`` is None, their writers have to wait
+        instead.
         """
         current = False
         with self._guard(), contextlib.suppress(OSError):
@@ -177,9 +177,9 @@ class Index:
         return current
 
     def check_next(self) -> None:
-        """Compare the file names in one subfolder with its rows. Each call checks another subfolder.
+        """Compare the file names in one subfolder with its rows. Each call checks the next subfolder.
 
-        This finds changes that the modification time does not show, because it is the same for two changes within one tick of the clock.
+        This finds changes that the modification time does not show, because two changes in one tick of the clock have the same time.
         """
         with self._guard(), contextlib.suppress(OSError):
             with self._transaction() as connection:
@@ -215,13 +215,13 @@ class Index:
         return []
 
     def note_uses(self, uses: Sequence[tuple[int, int]]) -> None:
-        """Update the last uses of rows. ``uses`` contains (time in nanoseconds, row number) pairs."""
+        """Update the last uses of rows, passed as (time in nanoseconds, row number) pairs."""
         with self._guard(), self._transaction() as connection:
             if connection is not None:
                 connection.executemany("UPDATE entries SET used = ? WHERE id = ?", uses)
 
     def exchange_note(self, name: str, value: int) -> int | None:
-        """Store the number ``value`` under ``name``, and return the previous number, or 0 if there was none.
+        """Store the number ``value`` under ``name``, and return the previous number (0 if there was none).
 
         Returns None if there is no index.
         """
@@ -235,7 +235,7 @@ class Index:
     def descriptions(self) -> list[tuple[str | None, int, int]] | None:
         """Return (text, number of entries, bytes) for each description in the index, or None if there is no index.
 
-        For entries without a description, the text is None.
+        The text is None for entries without a description.
         """
         query = "SELECT text, COUNT(*), SUM(size) FROM entries LEFT JOIN abouts USING (about) GROUP BY entries.about"
         with self._guard():
@@ -260,7 +260,7 @@ class Index:
         return []
 
     def set_descriptions(self, texts: Sequence[tuple[bytes, str]]) -> None:
-        """Store descriptions of entries. ``texts`` contains (key, text) pairs. Entries never change, so a description stays valid."""
+        """Store descriptions of entries, passed as (key, text) pairs. Entries never change, so a description remains valid."""
         with self._guard(), self._transaction() as connection:
             if connection is None:
                 return
@@ -270,7 +270,9 @@ class Index:
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """Return a context manager that one thread at a time can enter, and that suppresses errors of SQLite. A corrupt index is removed.
+        """Return a context manager that admits one thread at a time and suppresses SQLite errors.
+
+        A corrupt index is removed.
         """
         with self._lock:
             try:
@@ -289,7 +291,7 @@ class Index:
                 os.unlink(os.path.join(self._folder.root, name))
 
     def _open(self, *, new: bool = False) -> sqlite3.Connection | None:
-        """Return a connection to the current index file, or None if it is missing or cannot be trusted. Raises sqlite3.Error."""
+        """Return a connection to the current index file, or None if the file is missing or untrusted. Raises sqlite3.Error."""
         try:
             status = os.stat(self._path, follow_symlinks=False)
             if self._connection is not None and (self._node, self._pid) == (status.st_ino, os.getpid()):
@@ -331,7 +333,7 @@ class Index:
 
     @contextlib.contextmanager
     def _transaction(self, *, new: bool = False) -> Iterator[sqlite3.Connection | None]:
-        """Return a context manager for a write transaction, which first indexes changes that were missed earlier.
+        """Return a context manager for a write transaction, which starts by indexing the changes missed earlier.
 
         Yields None if another process holds the lock for too long. Raises sqlite3.Error.
         """
@@ -364,7 +366,7 @@ class Index:
 
     @contextlib.contextmanager
     def _record_missed(self, key: bytes, description: str | None = None) -> Iterator[None]:
-        """Return a context manager for a change of the entry ``key`` while the index is busy. The change is indexed later."""
+        """Return a context manager for a change to the entry ``key`` while the index is busy. The change is indexed later."""
         if self._connection is None:
             yield
             return
@@ -391,7 +393,7 @@ class Index:
 
     @contextlib.contextmanager
     def _update_folder(self, connection: sqlite3.Connection, folder: int) -> Iterator[None]:
-        """Return a context manager for a change of a subfolder and its rows. If they matched before, they match afterward."""
+        """Return a context manager for a change to a subfolder and its rows. If they matched before, they still match afterward."""
         current = connection.execute("SELECT node, changed FROM folders WHERE folder = ?", (folder,)).fetchone()
         same = current == self._folder_state(folder)
         yield
@@ -425,10 +427,10 @@ class Index:
         return tables.FolderListing(state, rows)
 
     def _refresh_folder(self, folder: int, *, wait: bool) -> bool:
-        """Make a subfolder's rows match its entries. Only rows that differ are written. Returns True if they match afterward.
+        """Make a subfolder's rows match its entries. Writes only rows that differ. Returns True if they match afterward.
 
-        Other processes may change the subfolder while it is listed. With ``wait``, it is then listed again, and in the end other processes
-        are locked out. Raises OSError or sqlite3.Error.
+        Other processes may change the subfolder while it is listed. With ``wait``, it is then listed again, and if necessary, other
+        processes are finally locked out. Raises OSError or sqlite3.Error.
         """
         for attempts_left in reversed(range(_MAX_LISTINGS if wait else 1)):
             listing = self._list_folder(folder)

@@ -1,4 +1,4 @@
-"""The tables of an index: its schema, its rows, and the SQL that changes them."""
+"""The tables of an index: schema, rows, and the SQL that changes them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     Cost = Callable[[int], int]
-    """Function that returns the disk space of an entry, given its size in bytes."""
+    """Returns the disk space of an entry, given its size in bytes."""
 
 VERSION = 1
 NUMBER_BYTES = 8
-"""Number of leading bytes of a key that form its row's number. The first byte identifies the subfolder.
+"""Number of leading bytes of a key that form the row number.
 
-A subfolder's rows are therefore contiguous.
+The first byte identifies the subfolder, so a subfolder's rows are contiguous.
 """
 _SCHEMA = """
 CREATE TABLE folders (folder INTEGER PRIMARY KEY, node INTEGER, changed INTEGER, entries INTEGER, bytes INTEGER, cost INTEGER);
@@ -26,11 +26,12 @@ CREATE TABLE notes (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 """
 
 IndexRow = tuple[int, bytes, int, int]
-"""A row: its number, the rest of the key, the entry's size in bytes, and its last use in nanoseconds when the row was written."""
+"""A row: its number, the rest of the key, the entry's size in bytes, and its last use in nanoseconds at the time of writing."""
 
 
 class FolderListing(NamedTuple):
-    """The contents of a subfolder: its inode and modification time, and for each row number the fields of the row."""
+    """The contents of a subfolder. ``state`` is its inode and modification time. ``entries`` maps row numbers to the other fields of a row.
+    """
 
     state: tuple[int, int]
     entries: dict[int, tuple[bytes, int, int]]
@@ -46,7 +47,7 @@ def create(connection: sqlite3.Connection, run: int) -> None:
 
 
 def rows_of(connection: sqlite3.Connection, folder: int) -> dict[int, tuple[bytes, int, int]]:
-    """Return the fields of a subfolder's rows by row number, as in ``FolderListing``."""
+    """Return the other fields of a subfolder's rows by row number, as in ``FolderListing``."""
     query = "SELECT id, rest, size, used FROM entries WHERE id BETWEEN ? AND ?"
     return {number: (key_rest, size, used) for number, key_rest, size, used in connection.execute(query, row_id_range(folder))}
 
@@ -54,9 +55,9 @@ def rows_of(connection: sqlite3.Connection, folder: int) -> dict[int, tuple[byte
 def write_listing(
     connection: sqlite3.Connection, folder: int, listing: FolderListing, rows: dict[int, tuple[bytes, int, int]], block: int
 ) -> bool:
-    """Change the rows of a subfolder in the database from ``rows`` to those in ``listing``.
+    """Change the rows of a subfolder in the database from ``rows`` to the rows of ``listing``.
 
-    Returns False if they no longer were ``rows``. Files use disk space in multiples of ``block`` bytes.
+    Returns False if the database no longer contained ``rows``. Files occupy multiples of ``block`` bytes on disk.
     """
     entries = listing.entries
     connection.executemany("DELETE FROM entries WHERE id = ?", [(number,) for number in rows.keys() - entries.keys()])
@@ -74,20 +75,20 @@ def write_listing(
 
 
 def replace_row(connection: sqlite3.Connection, key: bytes, size: int, used_ns: int, description_id: int | None, cost: Cost) -> None:
-    """Write the row of the entry ``key``, and add it to its subfolder's totals."""
+    """Write the row of the entry ``key``, and include it in its subfolder's totals."""
     drop_row(connection, key, cost)
     connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", (row_id(key), key[NUMBER_BYTES:], size, used_ns, description_id))
     _count(connection, key[0], 1, size, cost(size))
 
 
 def text_id(connection: sqlite3.Connection, text: str) -> int:
-    """Return the id of a description. If it is not in the table yet, add it."""
+    """Return the id of a description. Adds the description to the table if necessary."""
     connection.execute("INSERT OR IGNORE INTO abouts (text) VALUES (?)", (text,))
     return int(connection.execute("SELECT about FROM abouts WHERE text = ?", (text,)).fetchone()[0])
 
 
 def drop_row(connection: sqlite3.Connection, key: bytes, cost: Cost) -> None:
-    """Delete the row of the entry ``key``, if there is one, and subtract it from its subfolder's totals."""
+    """Delete the row of the entry ``key``, if any, and subtract it from its subfolder's totals."""
     row = connection.execute("SELECT size FROM entries WHERE id = ?", (row_id(key),)).fetchone()
     if row is not None:
         connection.execute("DELETE FROM entries WHERE id = ?", (row_id(key),))
@@ -110,16 +111,16 @@ def set_note(connection: sqlite3.Connection, name: str, value: int) -> None:
 
 
 def key_of(row_number: int, key_rest: bytes) -> bytes:
-    """Return the key of row ``row_number``. ``key_rest`` contains the key's bytes that are not in the row number."""
+    """Return the key of a row. ``key_rest`` contains the key's bytes that are not in the row number."""
     return (row_number + 2**63).to_bytes(NUMBER_BYTES, "big") + key_rest
 
 
 def row_id(key: bytes) -> int:
-    """Return the row number of a key, a signed 64-bit integer as SQLite requires."""
+    """Return the row number of a key as a signed 64-bit integer, which SQLite requires."""
     return int.from_bytes(key[:NUMBER_BYTES], "big") - 2**63
 
 
 def row_id_range(folder: int) -> tuple[int, int]:
-    """Return the lowest and the highest row number that a subfolder may have."""
+    """Return the lowest and the highest possible row number in a subfolder."""
     first = (folder << 56) - 2**63
     return first, first + 2**56 - 1

@@ -31,7 +31,7 @@ ID_BYTES = 4
 """Size in bytes of a token id, which is stored as an unsigned little-endian 32-bit integer."""
 
 MAX_INPUT_BYTES = 64
-"""Maximum size in bytes of the digest of a chunk's other inputs, on which its values depend in addition to the token ids."""
+"""Maximum size, in bytes, of a digest of a chunk's other inputs, which are all inputs except the token ids."""
 
 _MAX_ID = 2**32 - 1
 
@@ -39,7 +39,7 @@ _MAX_ID = 2**32 - 1
 def token_bytes(token_ids: Any) -> bytes:
     """Return token ids as the bytes that are hashed and stored. ``token_ids`` is a list or an integer array ``[token]`` or ``[1, token]``.
 
-    Raises InvalidParameter for any other argument, and for an id below 0 or above 2^32 - 1.
+    Raises InvalidParameter for any other argument, and for an id outside 0 to 2^32 - 1.
     """
     if isinstance(token_ids, (list, tuple)) and not (token_ids and isinstance(token_ids[0], (list, tuple))):
         return _pack_list(token_ids)
@@ -71,7 +71,7 @@ def _pack_list(token_ids: list[int] | tuple[int, ...]) -> bytes:
 
 
 def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
-    """Return one digest of the other inputs for each whole chunk of ``ids``, after checking ``inputs``, which contains these digests.
+    """Check ``inputs``, the digests of the chunks' other inputs. Returns one digest for each whole chunk of ``ids``.
 
     A digest is b"" if its chunk depends only on token ids. Raises InvalidParameter or InvalidType.
     """
@@ -83,7 +83,7 @@ def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
     if len(inputs) not in (whole_chunks, started_chunks):
         raise InvalidParameter(
             f"inputs has {len(inputs)} digests, expected {whole_chunks} for {tokens} token ids in chunks of {chunk}: pass one for "
-            "each chunk, b'' if its token ids determine it"
+            "each chunk, or b'' if the chunk depends only on token ids"
         )
     for index, digest in enumerate(inputs):
         if not isinstance(digest, bytes) or len(digest) > MAX_INPUT_BYTES:
@@ -95,8 +95,8 @@ def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
 def chunk_keys(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes] | None = None) -> list[bytes]:
     """Return the key of each whole chunk of ``chunk`` tokens in ``ids``, first chunk first.
 
-    ``root`` is the identity's digest, which is the parent of the first chunk. ``ids`` are from ``token_bytes``. See ``check_inputs`` for
-    ``inputs`` and the errors.
+    ``root``, the identity's digest, is the parent of the first chunk. ``ids`` come from ``token_bytes``. For ``inputs`` and the errors, see
+    ``check_inputs``.
     """
     return [key for key, _, _, _ in chunk_links(root, ids, chunk, check_inputs(inputs, ids, chunk))]
 
@@ -106,10 +106,7 @@ ChunkLink = tuple[bytes, bytes, bytes, bytes]
 
 
 def chunk_links(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes]) -> Iterator[ChunkLink]:
-    """Yield a link for each whole chunk: its key, its parent's key, its token ids, and the digest of its other inputs.
-
-    ``inputs`` has one digest per chunk.
-    """
+    """Yield a link for each whole chunk. ``inputs`` contains one digest per chunk."""
     parent, size = root, chunk * ID_BYTES
     for start, digest in zip(range(0, len(ids) - size + 1, size), inputs, strict=True):
         chunk_ids = ids[start : start + size]
@@ -119,13 +116,13 @@ def chunk_links(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes]) ->
 
 
 def chunk_key(parent: bytes, ids: bytes, inputs: bytes) -> bytes:
-    """Return the key of a chunk. ``parent`` is the preceding chunk's key, and ``inputs`` is the digest of the inputs other than ``ids``."""
+    """Return a chunk's key. ``parent`` is the preceding chunk's key, and ``inputs`` is the digest of all inputs except ``ids``."""
     fields = length_prefixed(parent) + length_prefixed(ids)
     return hashlib.sha256(fields + length_prefixed(inputs) if inputs else fields).digest()
 
 
 def basis_keys(digest: bytes, cipher: Cipher | None) -> list[bytes]:
-    """Return the keys of entries that may contain the basis with SHA-256 ``digest``. A new entry gets the first of them."""
+    """Return the keys of the entries that may contain the basis with SHA-256 ``digest``. A new entry gets the first key."""
     if cipher is None:
         return [digest]
     # Each encryption key has its own entry, so that an entry whose encryption key is lost does not block a readable one.
@@ -133,9 +130,9 @@ def basis_keys(digest: bytes, cipher: Cipher | None) -> list[bytes]:
 
 
 def check_basis(key: bytes, data: Data, cipher: Cipher | None) -> bytes:
-    """Check that ``data``, the decrypted entry ``key``, is the basis to which this key belongs, and return its SHA-256.
+    """Check that ``data``, the decrypted entry ``key``, is the basis that belongs to this key. Returns its SHA-256.
 
-    Raises DigestMismatch if it is another basis.
+    Raises DigestMismatch for a different basis.
     """
     digest = hashlib.sha256(data).digest()
     if key not in basis_keys(digest, cipher):
@@ -144,19 +141,20 @@ def check_basis(key: bytes, data: Data, cipher: Cipher | None) -> bytes:
 
 
 def page_key(namespace: bytes, key: bytes, description: bytes) -> bytes:
-    """Return the key of a page's entry. ``namespace`` and the engine's ``key`` have 32 bytes each. ``description`` includes the shape."""
+    """Return the key of a page's entry. ``namespace`` and the engine's ``key`` are 32 bytes each. ``description`` includes the shape."""
     return hashlib.sha256(b"".join(map(length_prefixed, (PAGE_DOMAIN, namespace, key, description)))).digest()
 
 
 def check_page(name: bytes, data: Data) -> None:
-    """Check that ``data``, the decrypted entry ``name``, is the page row to which this key belongs. Raises InvalidHeader if it is another
-    page.
+    """Check that ``data``, the decrypted entry ``name``, is the page row that belongs to this key.
+
+    Raises InvalidHeader for a different page.
     """
     where = f"entry {name.hex()}"
     row = memoryview(data)
     frame = check_row(row, where)
     if frame.length != len(data):
-        raise InvalidHeader(f"{where} has {len(data)} bytes, but its row has {frame.length}")
+        raise InvalidHeader(f"{where} has {len(data)} bytes, but its row is {frame.length} bytes long")
     description = bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes])
     if (actual := page_key(frame.namespace, frame.key, description)) != name:
         raise InvalidHeader(f"{where} contains page {actual.hex()}, expected {name.hex()}")

@@ -1,7 +1,7 @@
-"""The last uses of an object store's entries. Readers cannot set the times of objects, so uses are stored in records of their own.
+"""The last uses of an object store's entries. Readers cannot set the times of objects, so uses are stored in separate records.
 
 Every store instance notes the chains that it uses, and periodically puts a record of their keys. Keys are ordered by last use, so that
-every entry precedes its ancestors. The object store's clock dates the record. A writer reads and merges all records before it evicts
+every entry precedes its ancestors. The object store's clock dates the record. Before evicting, a writer reads and merges all records
 (spec/store.md, Object stores). A record's name contains the number of seconds after which its entries expire.
 """
 
@@ -19,18 +19,18 @@ from kvpack.runtime.threads import Lock
 from .keys import KEY_BYTES
 
 INTERVAL_SECONDS = 60.0
-"""Interval in seconds between two records of a store instance. A crash loses the uses noted since the last record."""
+"""Interval in seconds between two records of a store instance. A crash loses the uses since the last record."""
 GRACE_NS = 3600 * 10**9
-"""Age in nanoseconds below which an entry that is in no record may be waiting for its writer's next record."""
+"""An entry younger than this many nanoseconds that is in no record may be waiting for its writer's next record."""
 _MAX_NOTED = 65_536
 SECOND_NS = 10**9
 _AGE_FACTOR = 1.25
-"""Uses may be merged into one record if the ratio of their ages is at most this."""
+"""Uses are merged into one record if the ratio of their ages is at most this."""
 _RECORD = re.compile(r"(?P<time>[0-9]{20})-[0-9a-f]{16}(-ttl(?P<ttl>[0-9]{1,10}))?(?P<merged>-merged)?")
 
 
 class LastUse(NamedTuple):
-    """When an entry was last used, in nanoseconds since 1970, and after how many seconds it then expires (None for never)."""
+    """An entry's last use, in nanoseconds since 1970, and the number of seconds after which it then expires (None for never)."""
 
     used_ns: int
     ttl: int | None
@@ -40,7 +40,7 @@ class LastUse(NamedTuple):
 
 
 class UseLog:
-    """The keys used since the last record. Every ``interval`` seconds, a record should be put. Safe to use from any thread."""
+    """The keys used since the last record. A record should be put every ``interval`` seconds. Safe to use from any thread."""
 
     def __init__(self, interval: float = INTERVAL_SECONDS) -> None:
         self._interval = interval
@@ -65,12 +65,12 @@ class UseLog:
             return bool(self._unrecorded) and (waited or len(self._unrecorded) >= _MAX_NOTED)
 
     def unrecorded_keys(self) -> set[bytes]:
-        """Return the keys whose use is not in any record yet."""
+        """Return the keys whose use is not yet in a record."""
         with self._lock:
             return {*self._unrecorded}
 
     def pop_record(self) -> bytes:
-        """Return a record of the uses since the last record, and forget them. The record may be empty."""
+        """Return a record, possibly empty, of the uses since the last record, and forget these uses."""
         with self._lock:
             unrecorded_keys, self._unrecorded = self._unrecorded, {}
         return b"".join(unrecorded_keys)
@@ -79,7 +79,7 @@ class UseLog:
 def record_name(ttl: int | None = None, merged_ns: int | None = None) -> str:
     """Return a new name for a record whose entries expire ``ttl`` seconds after their last use (None for never).
 
-    Names of later records sort after those of earlier ones. A merged record is named by its last use, ``merged_ns``.
+    Names sort by time. The name of a merged record starts with its last use, ``merged_ns``.
     """
     expires = "" if ttl is None else f"-ttl{ttl}"
     merged = "" if merged_ns is None else "-merged"
@@ -106,7 +106,7 @@ def last_uses_in(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, LastU
 
 
 def merge_records(last: Mapping[bytes, LastUse], now_ns: int) -> dict[str, bytes]:
-    """Merge the uses in ``last``, which are in ascending order, into one record for each range of ages. Returns the records by name."""
+    """Merge the uses in ``last``, in ascending order, into one record per range of ages. Returns the records by name."""
     groups: dict[tuple[int, int | None], list[bytes]] = {}
     for key, use in last.items():
         age = max(1.0, (now_ns - use.used_ns) / (INTERVAL_SECONDS * SECOND_NS))
@@ -115,10 +115,10 @@ def merge_records(last: Mapping[bytes, LastUse], now_ns: int) -> dict[str, bytes
 
 
 def eviction_order(entries: Iterable[tuple[bytes, int]], last: Mapping[bytes, LastUse], now_ns: int) -> list[bytes]:
-    """Return the keys of ``entries``, which are (key, time of the put) pairs, in the order of eviction, descendants before ancestors.
+    """Return the keys of ``entries`` in the order of eviction, descendants before ancestors. ``entries`` are (key, time of the put) pairs.
 
-    If a writer has died, or has not put its record yet, its entries are in no record. Among these, old entries are evicted before all
-    others, and recent ones after all others. The newest of them are evicted first, because a chain's ancestors are put first.
+    If a writer has died, or has not put its record yet, its entries are in no record. Old entries without a record are evicted first of
+    all, and recent ones last. The newest of them come first, because a chain's ancestors are put before its descendants.
     """
     unnamed = sorted(((put_ns, key) for key, put_ns in entries if key not in last), reverse=True)
     present = {key for key, _ in entries}

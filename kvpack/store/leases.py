@@ -1,7 +1,7 @@
 """Leases. If several workers miss the same prefix, one computes it, and the others wait until it is saved.
 
-A lease is named by the key of the first missing chunk. It ends when its holder saves the prefix or is closed, and after the number of
-seconds passed to the store at the latest. This limits the delay that a dead holder causes.
+A lease is named after the key of the first missing chunk. It ends when its holder saves the prefix or is closed, or at the latest after the
+number of seconds passed to the store. This limits the delay caused by a dead holder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .folder import Folder
 
 _PAUSES = (0.005, 0.1)
-"""First and longest pause, in seconds, between two attempts to acquire a lease."""
+"""First and longest pause, in seconds, between attempts to acquire a lease."""
 
 
 class Leases:
@@ -44,7 +44,9 @@ class Leases:
         self._lock = Lock()
 
     def load(self, keys: Sequence[bytes], load: Callable[[], Cache | None], chunk: int) -> Cache | None:
-        """Return the cache that ``load()`` returns for the prefix with ``keys``. If another worker is computing the rest, wait and repeat.
+        """Return the result of ``load()``, the cache of the prefix with ``keys``.
+
+        If another worker is computing the rest, wait and load again.
 
         On return, this store holds the lease on the first missing chunk, unless nothing is missing or the wait timed out.
         """
@@ -74,7 +76,7 @@ class Leases:
         return cache
 
     def release(self, keys: Iterable[bytes]) -> None:
-        """Release the leases of ``keys``, and all expired leases."""
+        """Release the leases on ``keys``, and all expired leases."""
         released = set(keys)
         now = time.monotonic()
         with self._lock:
@@ -98,7 +100,7 @@ class Leases:
             self._held, self._pid = {}, os.getpid()
 
     def _acquire(self, key: bytes, deadline: float) -> tuple[Lease | None, int]:
-        """Acquire the lease on ``key``, waiting until ``deadline``. Returns the lease (None if it timed out) and the number of attempts."""
+        """Acquire the lease on ``key``, waiting until ``deadline``. Returns the lease (None after a timeout) and the number of attempts."""
         pause, tries = _PAUSES[0], 0
         while True:
             tries += 1
@@ -111,7 +113,7 @@ class Leases:
 
 
 class FileLease:
-    """A lease in a folder: an empty file among the unfinished files, which its holder keeps locked."""
+    """A lease in a folder: an empty file among the unfinished files. Its holder keeps the file locked."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor

@@ -1,4 +1,4 @@
-"""Loads a prefix: fetches, decrypts and checks its entries, and joins them. If a check fails, the copy in the next tier is tried.
+"""Loads a prefix: fetches, decrypts, checks and joins its entries. If a check fails, the copy in the next tier is tried.
 
 Only entries that pass all checks are recorded as used and copied to faster tiers.
 """
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from .entries import EntryReader
 
 FAULTS = (KvpackError, OSError, MemoryError, RuntimeError)
-"""Errors that an entry may cause, including torch's out-of-memory errors. Each error is counted, and the entry counts as missing."""
+"""Errors that an entry may cause, including torch's out-of-memory errors. Each is counted, and the entry counts as missing."""
 
 _FRONTS_AT_ONCE, _ENCRYPTED_AT_ONCE = 64, 8
-"""Maximum number of fronts in memory, and of fronts of encrypted entries.
+"""Maximum number of fronts in memory, first of unencrypted and then of encrypted entries.
 
 A front may keep a file open. The front of an encrypted entry is the whole entry.
 """
@@ -42,7 +42,7 @@ _FIRST_PART, _PART_BYTES = 8, 64 * 2**20
 
 
 class Loader:
-    """Loads chains of one identity. Chunks outside all sliding ``windows`` are skipped. ``leading_keys`` precede every chain."""
+    """Loads the chains of one identity. Chunks outside all sliding ``windows`` are skipped. ``leading_keys`` precede every chain."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Loader:
     def load(self, keys: Sequence[bytes], states_entry: tuple[bytes, FoundEntry] | None = None) -> Cache | None:
         """Return the cache of the longest stored prefix of the chain ``keys``, or None if nothing is stored. Every digest is checked.
 
-        ``states_entry`` is the key and the entry of the states after the chain. Their use is recorded together with that of the chain.
+        ``states_entry`` is the key and the entry of the states after the chain. Their use is recorded with the chain's.
         """
         whole = len(keys)
         if self._windows.first_chunk(len(keys)):
@@ -89,7 +89,10 @@ class Loader:
         return None
 
     def _read_chain(self, keys: Sequence[bytes], first: int) -> tuple[list[Cache], list[FoundEntry]]:
-        """Read a chain's chunks from chunk ``first`` on, up to the first invalid or missing entry. Returns their caches and entries."""
+        """Read the chunks of a chain, starting with chunk ``first``, up to the first invalid or missing entry.
+
+        Returns their caches and entries.
+        """
         chunks: list[Cache] = []
         result: list[FoundEntry] = []
         after_tier = -1
@@ -110,10 +113,10 @@ class Loader:
         return chunks, result
 
     def _find_batches(self, keys: Sequence[bytes], after_tier: int) -> Generator[tuple[Sequence[bytes], list[FoundEntry]], None, None]:
-        """Yield consecutive slices of ``keys``, each with its entries. For the first key, only tiers slower than ``after_tier`` are
-        searched.
+        """Yield consecutive slices of ``keys``, each with its entries.
 
-        On a local disk, a second slice is read while the caller checks the first one. A server receives a single request.
+        The first key is searched for only in tiers slower than ``after_tier``. On a local disk, the next slice is read while the caller
+        checks the current one. A server receives a single request.
         """
         if not self._backend.is_private or len(keys) <= _FIRST_PART:
             yield keys, self._backend.find(keys, after_tier=after_tier)
@@ -142,7 +145,7 @@ class Loader:
         return None
 
     def can_open_states(self, chunks: Sequence[bytes]) -> list[bool]:
-        """Return a bool for each key in ``chunks``: True if the states after this chunk are stored with a readable front."""
+        """Return a bool for each chunk key in ``chunks``: True if the states after the chunk are stored with a readable front."""
         keys = [states_key(chunk) for chunk in chunks]
         present = self._backend.contains_many(keys)
         result = [is_present and key in self._readable_keys for key, is_present in zip(keys, present, strict=True)]
@@ -156,10 +159,9 @@ class Loader:
         return result
 
     def can_open(self, keys: Sequence[bytes], chunk_indices: Sequence[int]) -> list[bool]:
-        """Return a bool for each of ``keys``: True if its entry can be read here. ``chunk_indices`` are the chunk numbers. All entries must
-        exist.
+        """Return a bool for each of ``keys``: True if this process can read its entry. All entries must exist.
 
-        Each front is read only once. Damaged entries are removed.
+        ``chunk_indices`` contains the index of each chunk. Each front is read only once. Damaged entries are removed.
         """
         result = [key in self._readable_keys for key in keys]
         requested = [at for at, key in enumerate(keys) if not result[at] and key not in self._suspect_keys]
@@ -194,9 +196,9 @@ class Loader:
         return False
 
     def _read(self, entries: Sequence[FoundEntry], keys: Sequence[bytes], first: int) -> tuple[list[Cache], Exception | None]:
-        """Return the caches of ``entries`` up to the first rejected one, and the error for which it was rejected.
+        """Return the caches of ``entries`` up to the first invalid entry, and the error of that entry.
 
-        ``first`` is the number of the first chunk.
+        ``first`` is the index of the first chunk.
         """
         decrypted: list[Data] = []
         refused: Exception | None = None
@@ -214,9 +216,9 @@ class Loader:
         return chunks, refused
 
     def _join(self, chunks: list[Cache], keys: Sequence[bytes], entry: Sequence[FoundEntry]) -> Cache | None:
-        """Join ``chunks`` into one cache. Returns None if there are none.
+        """Join ``chunks`` into one cache. Returns None if the list is empty.
 
-        A chunk that does not continue the previous one is dropped, with all later chunks.
+        A chunk that does not continue the previous one is dropped, along with all later chunks.
         """
         from kvpack.cache.cache import concat
 
@@ -244,9 +246,9 @@ class Loader:
 
 
 def refuse(backend: Backend, counters: Counters, key: bytes, entry: FoundEntry, error: Exception) -> bool:
-    """Count an entry that could not be used as a miss, and remove it if it is damaged. Returns True if it is damaged.
+    """Count an entry that could not be used as a miss. A damaged entry is removed. Returns True if it is damaged.
 
-    Other stores may be able to read an entry that is not damaged, so it is kept.
+    An entry that is not damaged is kept, because other stores may be able to read it.
     """
     counters.fault("load", error)
     if isinstance(error, Undecryptable):

@@ -1,4 +1,4 @@
-"""Opens the backend of a ``Store`` or ``PageStore`` by its location: a folder, a URL, an object store or a list of tiers."""
+"""Opens the backend of a ``Store`` or ``PageStore`` at a location: a folder, a URL, an object store or a list of tiers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def open_backend(
     """Open the backend at ``location``: a URL of a server or an object store, an object of ``obstore.store``, or a folder.
 
     For a list of locations and Tiers, the backend combines all tiers. With ``skip_sweep``, opening does not change the location. Raises
-    InvalidParameter if an option is invalid or not supported at the location, or if the kind of URL is unknown. Also raises the backend's
-    errors.
+    InvalidParameter if an option is invalid or the location does not support it, or if the kind of URL is unknown. Also raises the
+    backend's errors.
     """
     keywords = options.keywords()
     if isinstance(location, (list, tuple)):
@@ -87,10 +87,10 @@ class LocationKind(NamedTuple):
     name: str
     options: set[str]
     schemes: tuple[str, ...]
-    """URL prefixes of the kind's locations."""
+    """URL prefixes of such locations."""
     matches: Callable[[Any], bool]
     open: Callable[..., Backend]
-    """Called with a location, counters, the format of entries, ``skip_sweep`` and the options, to open the backend."""
+    """Opens the backend. The arguments are a location, counters, the format of entries, ``skip_sweep`` and the options."""
 
 
 def _open_memory(location: str, counters: Counters, entry_format: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
@@ -118,7 +118,7 @@ KINDS = [
     ),
     LocationKind("memory", {"max_bytes"}, (MEMORY,), lambda location: isinstance(location, str) and location == MEMORY, _open_memory),
 ]
-"""Kinds of locations other than folders. Any text that matches none of them is the path of a folder."""
+"""Kinds of locations other than folders. Any other text is the path of a folder."""
 
 FOLDER = LocationKind(
     "a folder", {"max_bytes", "min_free", "durable", "trusted_group", "ttl"}, (_FILE,), lambda location: True, _open_folder
@@ -126,7 +126,7 @@ FOLDER = LocationKind(
 
 
 def _kind_of(location: Any) -> LocationKind:
-    """Return the kind of a location that is not a list of tiers. Raises InvalidParameter if the kind of URL is unknown."""
+    """Return the kind of a location that is not a list of tiers. Raises InvalidParameter for an unknown URL scheme."""
     if isinstance(location, Tier):
         raise InvalidParameter("the location is a Tier, expected a list of tiers: pass [tier]")
     for kind in KINDS:
@@ -139,7 +139,7 @@ def _kind_of(location: Any) -> LocationKind:
 
 
 def _folder(location: Any) -> str:
-    """Return the folder's path for a path or a file:// URL. Raises InvalidType or InvalidParameter."""
+    """Return the path of a folder, passed as a path or a file:// URL. Raises InvalidType or InvalidParameter."""
     if not isinstance(location, (str, bytes, os.PathLike)):
         raise InvalidType(f"the location is of type {type(location).__name__}, expected a path, a URL or a list of these")
     path = os.fsdecode(location)
@@ -158,9 +158,9 @@ def _folder(location: Any) -> str:
 
 
 class OpenedBackend(NamedTuple):
-    """An open backend with its cipher, or None if entries are not encrypted.
+    """An open backend with its cipher (None if entries are not encrypted).
 
-    With ``check_values``, every load must check values against the codecs' rules, in addition to digests.
+    With ``check_values``, every load must check values against the codecs' rules in addition to digests.
     """
 
     backend: Backend

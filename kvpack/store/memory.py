@@ -1,4 +1,4 @@
-"""The memory backend, which keeps entries in the process's memory, usually as the fastest tier."""
+"""The memory backend. It keeps entries in this process's memory, usually as the fastest tier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .pins import is_active
 class MemoryBackend(SingleTierBackend):
     """A backend that holds at most ``max_bytes`` bytes of entries in memory.
 
-    The least recently used entries are evicted first, and descendants before ancestors.
+    Evicts the least recently used entries first, and descendants before ancestors.
     """
 
     is_private = True

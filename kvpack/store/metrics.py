@@ -1,4 +1,4 @@
-"""Export of stores' metrics through prometheus_client, if it is installed."""
+"""Exports the metrics of stores through prometheus_client, if it is installed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ class MeteredStore(Protocol):
 
 
 class Collector:
-    """A collector for prometheus_client, which calls it at each scrape. It returns the metrics of all added stores, each with its labels.
-    """
+    """A collector for prometheus_client. At each scrape, it returns the metrics of all added stores, each with its labels."""
 
     def __init__(self) -> None:
         self._stores: list[tuple[MeteredStore, dict[str, str]]] = []
         self._lock = Lock()
 
     def add(self, store: MeteredStore, labels: Mapping[str, str] | None = None) -> None:
-        """Start collecting the metrics of ``store``. ``labels`` distinguish them from those of other stores.
+        """Start collecting the metrics of ``store``. ``labels`` distinguish them from the metrics of other stores.
 
         Raises InvalidType or InvalidParameter for invalid labels, which would make every scrape fail.
         """
@@ -54,9 +53,9 @@ class Collector:
 
 
 def register_metrics(store: MeteredStore, registry: Any = None, labels: Mapping[str, str] | None = None) -> Collector:
-    """Make ``registry`` (default: prometheus_client's own) collect the metrics of ``store.prometheus()``.
+    """Make ``registry`` (default: prometheus_client's own) collect the metrics of ``store``.
 
-    Returns the collector, which can be unregistered. More stores can be added to it with other ``labels``. Raises MissingPackage if
+    Returns the collector, which can be unregistered. More stores can be added to it with different ``labels``. Raises MissingPackage if
     prometheus_client is not installed.
     """
     try:

@@ -34,26 +34,26 @@ from .pins import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
 MAX_CONCURRENT_REQUESTS = 16
 """Maximum number of concurrent requests."""
 MAX_CONCURRENT_PUTS = 8
-"""Maximum number of concurrent puts, each of which needs memory for its entry."""
+"""Maximum number of concurrent puts. Each needs memory for its entry."""
 RECOUNT_SECONDS = 60.0
-"""Time in seconds after which a writer counts the stored bytes again, because other processes write too."""
+"""Time in seconds after which a writer recounts the stored bytes, because other processes write too."""
 _SLACK = 16
-"""Share of the budget, 1/16, that eviction frees in addition, so that most puts need not list the entries."""
+"""Share of the budget, 1/16, that eviction frees beyond what is needed, so that most puts need not list the entries."""
 _MERGE_INTERVAL = 32
-"""A store merges all records of uses with a probability of 1 in 32 after each record that it puts."""
+"""After putting a record, a store merges all records of uses with a probability of 1 in 32."""
 MAX_RECORDS_BYTES = 256 * 2**20
-"""Maximum total size, in bytes, of the records of uses, or of the pins, that are read. This is enough for 8 million keys."""
+"""Maximum total size, in bytes, of the records of uses, or of the pins, that are read. It is enough for 8 million keys."""
 _MAX_SEEN_LEASES = 4096
-"""Maximum number of other workers' leases whose ages are remembered."""
+"""Maximum number of other workers' leases whose age is remembered."""
 _EARLY_SECONDS = 0.25
 _HOLDS, _PINS, _USES, _LEASES = "holds/", "pins/", "uses/", "leases/"
 
 
 ListedObject = tuple[str, int, int]
-"""An object's name, its size in bytes, and the time of its put in nanoseconds since 1970."""
+"""The name, the size in bytes and the time of the put, in nanoseconds since 1970, of each object."""
 Listing = list[ListedObject]
 ListedEntries = list[tuple[bytes, int, int]]
-"""Key, size in bytes, and time of the put in nanoseconds since 1970, for each entry."""
+"""The key, the size in bytes and the time of the put, in nanoseconds since 1970, of each entry."""
 
 
 class ObjectStore(SingleTierBackend):
@@ -61,7 +61,7 @@ class ObjectStore(SingleTierBackend):
 
     ``storage_options`` are obstore's settings by name, such as endpoint, region and access_key_id. Other settings come from environment
     variables, such as AWS_ENDPOINT_URL. ``max_bytes`` is a budget for the entries' bytes, which every writer recounts each minute. ``ttl``
-    is the number of seconds after which an unused entry expires, and ``timeout`` the maximum number of seconds per request. Raises the same
+    is the number of seconds after which an unused entry expires. ``timeout`` is the maximum number of seconds per request. Raises the same
     errors as ``Objects``.
     """
 
@@ -150,7 +150,7 @@ class ObjectStore(SingleTierBackend):
         return stored
 
     def _put(self, key: bytes, pieces: Sequence[memoryview]) -> bool:
-        """Put an entry whose bytes have already been reserved. Returns True if a readable entry exists now."""
+        """Put an entry whose bytes are already reserved. Returns True if a readable entry exists now."""
         name, data = _object_name(key), b"".join(pieces)
         new: bool | None = self._guard.request("put", lambda: self._objects.put_new(name, data), None)
         kind = Kind.READABLE
@@ -215,7 +215,7 @@ class ObjectStore(SingleTierBackend):
         return self._pins() or ()
 
     def _pins(self, *, sweep: bool = False) -> Sequence[Pin] | None:
-        """Return the pins in effect, or None if the service does not answer. With ``sweep``, expired pins are removed."""
+        """Return the active pins, or None if the service does not answer. With ``sweep``, expired pins are removed."""
         result = []
         for folder in (_PINS, _HOLDS):
             names = self._names("pinned", folder)
@@ -253,7 +253,7 @@ class ObjectStore(SingleTierBackend):
         return NoLease() if new is None else _ObjectLease(self, name, token)
 
     def collect(self) -> None:
-        """Remove expired entries, count the rest, evict those above the budget, and merge the records of uses."""
+        """Remove expired entries, recount the rest, evict entries above the budget, and merge the records of uses."""
         self._record_uses()
         self._remove_expired(refresh=True)
         with self._lock:
@@ -264,12 +264,12 @@ class ObjectStore(SingleTierBackend):
         self._record_uses()
 
     def _kind(self, name: str) -> Kind | None:
-        """Return the kind of the object ``name``, according to its first bytes and size, or None if it is missing or the request failed."""
+        """Return the kind of the object ``name``, or None if it is missing or the request failed."""
         kind = self._guard.request("match", lambda: self._objects.read_prefix(name), None)
         return None if kind is None else self._form.kind(*kind)
 
     def _reserve(self, sizes: Sequence[int], chain: Sequence[bytes]) -> int:
-        """Make room for entries of ``sizes`` bytes, and reserve it. Returns how many of the first entries there is room for."""
+        """Reserve room for entries of ``sizes`` bytes, evicting others if necessary. Returns how many of the first entries have room."""
         fitting = next((index for index, size in enumerate(sizes) if size > self._form.max_bytes), len(sizes))
         if self._max_bytes is None:
             return fitting
@@ -331,7 +331,7 @@ class ObjectStore(SingleTierBackend):
             self._merge_records()
 
     def _merge_records(self) -> None:
-        """Merge records of similar age, without the uses of entries that no longer exist."""
+        """Merge records of similar age. Uses of entries that no longer exist are dropped."""
         records, entries = self._records(), self._entries()
         if len(records) < 2 or entries is None:
             return
@@ -351,9 +351,9 @@ class ObjectStore(SingleTierBackend):
         return keys[: next((index for index, key in enumerate(keys) if key in expired), len(keys))]
 
     def _expired_keys(self, *, refresh: bool = False) -> set[bytes]:
-        """Return the keys of expired entries. Unless ``refresh`` is True, the result may be slightly out of date.
+        """Return the keys of expired entries. The result may be slightly out of date unless ``refresh`` is True.
 
-        In a store without ``ttl``, expired entries are looked for only with ``refresh=True``.
+        A store without ``ttl`` looks for expired entries only with ``refresh=True``.
         """
         with self._expiry_lock:
             late = self._expiry_checked is None or time.monotonic() - self._expiry_checked >= pass_seconds(self._ttl or 1)
@@ -435,7 +435,7 @@ class ObjectStore(SingleTierBackend):
 
 
 class _ObjectLease:
-    """A lease in an object store: an object that contains a random token chosen by the holder."""
+    """A lease in an object store: an object that contains the holder's random token."""
 
     def __init__(self, store: ObjectStore, name: str, token: bytes) -> None:
         self._store, self._name, self._token = store, name, token
@@ -448,13 +448,13 @@ class _ObjectLease:
 
 
 def is_object_store(location: Any) -> bool:
-    """Return True if ``location`` is the URL of an object store, or an object of obstore."""
+    """Return True if ``location`` is the URL of an object store or an obstore object."""
     if isinstance(location, str):
         return location.startswith(SCHEMES)
     return type(location).__module__.partition(".")[0] in ("obstore", "_obstore")
 
 
 def _object_name(key: bytes) -> str:
-    """Return the name of an entry's object. It equals the path that the entry's file has in a folder."""
+    """Return the name of an entry's object, which equals the path of the entry's file in a folder."""
     name = key.hex()
     return f"{name[0]}/{name[1]}/{name}"

@@ -1,4 +1,4 @@
-"""Access to the objects of an object store through the package obstore, with a timeout and without retries.
+"""Access to the objects of an object store through the obstore package, with a timeout and without retries.
 
 An operation is one request, or a few concurrent requests for ranges of an object.
 """
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
 
 SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "adl://", "abfs://", "abfss://")
 PART_BYTES = 8 * 2**20
-"""Size in bytes of the parts in which larger objects are fetched concurrently."""
+"""Size in bytes of the parts in which a larger object is fetched concurrently."""
 _PARTS_AT_ONCE = 8
 _CLIENT_SETTINGS = {
     *("allow_http", "allow_invalid_certificates", "connect_timeout", "default_headers", "http1_only", "http2_only", "pool_idle_timeout"),
     *("proxy_ca_certificate", "proxy_excludes", "proxy_url", "randomize_addresses", "read_timeout", "root_certificate", "timeout"),
     "user_agent",
 }
-"""Settings that obstore expects as client options rather than as the store's configuration."""
+"""Settings that obstore expects as client options instead of configuration."""
 _FRONT_BYTES = 64 * 1024
 """Number of bytes fetched as an object's front. This is larger than the header of most entries."""
 _NO_OBJECT = f"0/0/{bytes(32).hex()}"
 """Name of an object that cannot exist, because its key is not a digest."""
 _CODE = re.compile(r"<Code>(\w+)</Code>|(redirect without LOCATION)")
 _REFUSALS = {
-    **dict.fromkeys(("NoSuchBucket", "InvalidBucketName", "ContainerNotFound"), "the name of the bucket, and that it exists"),
+    **dict.fromkeys(("NoSuchBucket", "InvalidBucketName", "ContainerNotFound"), "that the bucket exists, and its name"),
     **dict.fromkeys(("InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthenticationFailed"), "the access key and its secret"),
     **dict.fromkeys(("ExpiredToken", "InvalidToken", "TokenRefreshRequired"), "the session token, which may have expired"),
     **dict.fromkeys(("AuthorizationHeaderMalformed", "redirect without LOCATION"), "the region of the bucket"),
 }
-"""Advice on what to check after an error of S3, Google Cloud Storage or Azure that every object would cause, by error code."""
+"""What to check, by error code, after an error that every request to S3, Google Cloud Storage or Azure would cause."""
 
 
 class Objects:
     """A client for the objects at ``location``, a URL or an object of ``obstore.store``. Objects above ``max_bytes`` are never fetched.
 
-    Methods raise only ``errors``. A working service may also cause some of them, the ``refusals``. The constructor raises InvalidParameter
-    if the URL or ``storage_options`` are invalid, the service has no such bucket, or it rejects the access key, and MissingPackage if the
-    package obstore is not installed.
+    Methods raise only ``errors``. Some of these, the ``refusals``, may also come from a working service. The constructor raises
+    InvalidParameter if the URL or ``storage_options`` are invalid, the bucket does not exist, or the service rejects the access key. It
+    raises MissingPackage if the obstore package is not installed.
     """
 
     def __init__(self, location: Any, max_bytes: int, timeout: float, storage_options: Mapping[str, Any] | None) -> None:
@@ -68,13 +68,13 @@ class Objects:
         self._base_error = known.BaseError
         self._already_exists_error, self._precondition_error = known.AlreadyExistsError, known.PreconditionError
         if not isinstance(location, str) and storage_options:
-            raise InvalidParameter("storage_options is for URLs only: set the options of an obstore object when you create it")
+            raise InvalidParameter("storage_options works only with URLs: set the options of an obstore object when you create it")
         self._store = _open_url(location, timeout, storage_options) if isinstance(location, str) else location
         self._pid = os.getpid()
         self._check_not_refused()
 
     def _check_not_refused(self) -> None:
-        """Raise InvalidParameter if the service's answer would be the same if the request were repeated.
+        """Raise InvalidParameter if the service rejects a request for a reason that applies to every request.
 
         Does nothing if the service does not answer.
         """
@@ -95,7 +95,7 @@ class Objects:
             return None
 
     def names(self, prefix: str) -> list[tuple[str, int, int]]:
-        """Return (name, size in bytes, time of the put in nanoseconds) for each object below the folder ``prefix``."""
+        """Return (name, size in bytes, time of the put in nanoseconds) for each object in the folder ``prefix``."""
         self._check_process()
         return [
             (meta["path"], meta["size"], int(meta["last_modified"].timestamp() * 10**9))
@@ -124,12 +124,12 @@ class Objects:
         return data if self._fill(name, memoryview(data), 0, tag) else None
 
     def read_beginning(self, name: str, max_bytes: int) -> Data | None:
-        """Return an object's first ``max_bytes`` + 1 bytes, or all bytes if it has fewer. Returns None if it does not exist."""
+        """Return an object's first ``max_bytes`` + 1 bytes, or all bytes of a smaller object. Returns None if it does not exist."""
         data = self._read_beginning(name, max_bytes + 1)
         return None if data is None else data[0]
 
     def read_front(self, name: str) -> Data | None:
-        """Return an object's bytes as ``read`` does. In a kvpack file, the bytes after the header are replaced with zeros."""
+        """Return an object's bytes as ``read`` does, but in a kvpack file, with zeros after the header."""
         result = self._read_beginning(name, _FRONT_BYTES)
         if result is None:
             return None
@@ -144,7 +144,7 @@ class Objects:
         return data if self._fill(name, memoryview(data)[:end], len(beginning), tag) else None
 
     def read_prefix(self, name: str) -> tuple[bytes, int] | None:
-        """Return an object's first bytes, which determine its kind, and its size in bytes. Returns None if it does not exist."""
+        """Return the first bytes of an object, which determine its kind, and its size in bytes. Returns None if it does not exist."""
         data = self._read_beginning(name, FRONT_BYTES)
         return None if data is None else data[:2]
 
@@ -181,7 +181,7 @@ class Objects:
         return True
 
     def remove(self, name: str) -> bool:
-        """Remove an object. Returns False if it did not exist and the service reports this (S3 does not)."""
+        """Remove an object. Returns False if the service reports that it did not exist, which S3 never does."""
         self._check_process()
         try:
             self._obstore.delete(self._store, name)
@@ -190,7 +190,7 @@ class Objects:
         return True
 
     def _fill(self, name: str, data: memoryview, start: int, tag: str | None) -> bool:
-        """Fetch an object's bytes from ``start`` on into the same range of ``data``. Returns False if the object has changed."""
+        """Fetch an object's bytes from ``start`` to its end into the same range of ``data``. Returns False if the object has changed."""
         condition = {} if tag is None else {"if_match": tag}
 
         def fetch(begin: int) -> bool:
@@ -209,23 +209,23 @@ class Objects:
     def _check_process(self) -> None:
         # obstore's threads do not survive a fork, and a request would wait for them forever.
         if os.getpid() != self._pid:
-            raise Forked("the process was forked after the store was opened, which obstore does not survive: use spawn instead of fork")
+            raise Forked("the process was forked with an open store, but obstore does not work after a fork: use spawn instead")
 
 
 def _code_of(error: BaseException) -> str:
-    """Return the error code in a service's answer, or an empty string if there is none."""
+    """Return the error code in a service's reply, or an empty string if there is none."""
     code = _CODE.search(str(error))
     return "" if code is None else code[1] or code[2]
 
 
 def _check_missing(error: FileNotFoundError) -> None:
-    """Raise ``error`` if the bucket is missing, not only the object. Otherwise, every object would count as a miss."""
+    """Raise ``error`` if the bucket itself is missing. Otherwise, every object would count as a miss."""
     if _code_of(error) in _REFUSALS:
         raise error
 
 
 class Forked(Exception):
-    """The fault that is counted if a request is not sent because this process was forked. obstore does not work in a forked child."""
+    """The fault that is counted if a request is not sent because this process was forked. obstore does not work after a fork."""
 
 
 def _open_url(url: str, timeout: float, options: Mapping[str, Any] | None) -> Any:
@@ -234,7 +234,7 @@ def _open_url(url: str, timeout: float, options: Mapping[str, Any] | None) -> An
 
     limit = datetime.timedelta(seconds=timeout)
     config = dict(options or {})
-    # An endpoint given as http:// is intended.
+    # An endpoint with http:// is intentional.
     client = {"timeout": limit, "connect_timeout": limit, "allow_http": True}
     client |= {name: config.pop(name) for name in _CLIENT_SETTINGS & set(config)}
     settings: Any = {"config": config, "client_options": client, "retry_config": {"max_retries": 0, "retry_timeout": limit}}

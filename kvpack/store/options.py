@@ -20,14 +20,14 @@ _BYTES = ("max_bytes", "min_free", "max_entry_bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class LocationOptions:
-    """The options of one location. None means that an option is not set. Not every kind of location supports all of them."""
+    """The options of one location. None means that an option is not set. Some kinds of locations do not support all options."""
 
     max_bytes: int | None = None
-    """Budget for all writers' entries at the location, in bytes."""
+    """Budget in bytes for the entries of all writers at the location."""
     min_free: int | None = None
     """Number of bytes to leave free on a folder's disk."""
     durable: bool | None = None
-    """True if a folder's entries are forced to disk before a put returns."""
+    """True to force a folder's entries to disk before a put returns."""
     trusted_group: int | str | None = None
     """Id or name of a group whose members may write to a folder."""
     ttl: int | None = None
@@ -35,10 +35,10 @@ class LocationOptions:
     timeout: float | None = None
     """Maximum number of seconds per request to a server."""
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    """Settings of obstore for an object store, by name. They may contain secrets."""
+    """Settings for obstore by name. They may contain secrets."""
 
     def keywords(self) -> dict[str, Any]:
-        """Return those options of the location that are set. Raises InvalidParameter for an invalid count or timeout."""
+        """Return the location's options that are set. Raises InvalidParameter for an invalid count or timeout."""
         result = {option.name: value for option in fields(LocationOptions) if (value := getattr(self, option.name)) is not None}
         for name, minimum in _MINIMUMS.items():
             check_count(name, result.get(name, minimum), minimum)
@@ -49,22 +49,22 @@ class LocationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions(LocationOptions):
-    """The options of a ``Store`` or a ``PageStore``: those of its location, and those of its entries."""
+    """The options of a ``Store`` or a ``PageStore``, including the options of its location."""
 
     write_back: bool | None = None
-    """True if all tiers except the first are written in the background."""
+    """True to write all tiers except the first in the background."""
     encryption: Mapping[str, bytes] | None = field(default=None, repr=False)
     """AES keys by id."""
     check_values: bool | None = None
-    """True if every load checks the rules of the codecs in addition to digests."""
+    """True to check the rules of the codecs in addition to digests on every load."""
     max_entry_bytes: int = MAX_ENTRY_BYTES
-    """Maximum number of bytes of one entry."""
+    """Maximum size of an entry in bytes."""
 
     def __post_init__(self) -> None:
         check_count("max_entry_bytes", self.max_entry_bytes, 1)
 
     def keywords(self) -> dict[str, Any]:
-        """Return those options of the location that are set, including ``write_back``. Raises InvalidParameter for an invalid count."""
+        """Return the location's options that are set, including ``write_back``. Raises InvalidParameter for an invalid count."""
         return super().keywords() | ({} if self.write_back is None else {"write_back": self.write_back})
 
 
@@ -113,6 +113,6 @@ def check_count(name: str, value: Any, minimum: int) -> None:
 
 
 def check_seconds(name: str, value: Any, instead: str = "") -> None:
-    """Raise InvalidParameter unless ``value`` is a valid number of seconds. ``instead`` names other valid values, for the message."""
+    """Raise InvalidParameter unless ``value`` is a valid number of seconds. ``instead`` is appended to the message."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECONDS:
         raise InvalidParameter(f"{name} is {describe(value)}, expected a number of seconds above 0 and at most {MAX_SECONDS:,}{instead}")

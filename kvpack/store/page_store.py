@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     Pages = PageBuffer | Sequence[PageBuffer]
 
 _MAX_PAGES_PER_REQUEST = 1024
-"""Maximum number of pages in one request, no matter how small they are."""
+"""Maximum number of pages in one request, even if they are small."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A submitted put or get. When it is done, ``results`` has a bool for each of ``keys``: True if the page was stored or loaded."""
+    """A submitted put or get. When it is done, ``results`` contains a bool for each of ``keys``: True if the page was stored or loaded."""
 
     number: int
     kind: Literal["put", "get"]
@@ -60,7 +60,7 @@ class Job:
 
 
 class BufferSlot(NamedTuple):
-    """A slot in an engine's memory, which contains one page."""
+    """A slot in an engine's memory. It contains one page."""
 
     pages: PageBuffer
     slot: int
@@ -123,8 +123,8 @@ class PageStore:
         self.close()
 
     def close(self) -> None:
-        """Wait for the submitted jobs, end the threads, and release connections. Entries are kept. The store cannot be used afterward."""
-        # Jobs that were submitted are done first.
+        """Wait for submitted jobs, end the threads, and release connections. Entries are kept. The store cannot be used afterward."""
+        # Submitted jobs are finished first.
         self.drain()
         self._closed = True
         for threads in self._threads.values():
@@ -142,10 +142,10 @@ class PageStore:
     def put(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> list[bool]:
         """Store the pages in ``slots`` under ``keys``. Returns a bool for each page: True if it is stored now.
 
-        ``pages`` is an engine's memory, or a list with the memory of each page. ``ancestors`` are the keys of the pages before the first of
-        ``keys``. Pages continue one another, and an ancestor is evicted after its descendants. Existing pages are kept, and a page that
-        cannot be encoded is counted and skipped. The put ends at the first page that does not fit. Up to 64 pages at a time (up to 64 MiB,
-        if more than one) are encoded in memory and sent to a server in one request. Raises the same errors as ``PageCodec.encode_into``.
+        ``pages`` is an engine's memory, or a list with the memory of each page. Pages continue one another, and an ancestor is evicted
+        after its descendants. ``ancestors`` are the keys of the pages before the first of ``keys``. Existing pages are kept. A page that
+        cannot be encoded is counted and skipped. The put ends at the first page that does not fit. Up to 64 pages (and 64 MiB, if more than
+        one) at a time are encoded in memory and sent to a server in one request. Raises the same errors as ``PageCodec.encode_into``.
         """
         return self.put_new(keys, pages, slots, ancestors=ancestors)[0]
 
@@ -185,8 +185,9 @@ class PageStore:
     def _encode(
         self, indices: Sequence[int], keys: Sequence[bytes], buffer_slots: Sequence[BufferSlot], names: Sequence[bytes]
     ) -> dict[int, list[memoryview]]:
-        """Encode the pages with the indices ``indices``, and return the pieces of their entries by index. Pages that cannot be encoded are
-        counted.
+        """Encode the pages with these ``indices``. Returns the pieces of their entries by index.
+
+        Pages that cannot be encoded are counted.
         """
         rows = {index: memoryview(bytearray(self.codec.nbytes)) for index in indices}
         result: dict[int, list[memoryview]] = {}
@@ -222,7 +223,7 @@ class PageStore:
                 self._load_pages(range(begin, min(begin + at_once, len(keys))), names, keys, buffer_slots, loaded, now)
             chain = [name for name, ok in zip(names, loaded, strict=True) if ok]
             if len(keys) > at_once and chain:
-                # The batches were recorded one by one, which left pages older than the pages that continue them.
+                # Uses were recorded batch by batch, so that pages seem older than the pages that continue them.
                 self._backend.touch(chain, now)
         hits = sum(loaded)
         self._counters.add("hit_tokens", hits * self.codec.geometry.tokens)
@@ -236,14 +237,14 @@ class PageStore:
             self._backend.touch(names, time.time_ns())
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove the entries of ``keys``, and return how many were removed. Raises InvalidParameter."""
+        """Remove the entries of ``keys``. Returns how many were removed. Raises InvalidParameter."""
         return self._delete(self._entry_keys(keys))
 
     def clear(self) -> int:
-        """Remove every page of the identity, of any geometry, and return how many were removed.
+        """Remove every page of this identity, whatever its geometry. Returns how many were removed.
 
-        This waits for submitted jobs, and reads the beginning of every entry. Pages that other threads and processes store meanwhile may
-        remain. Raises WriteFailed if some pages could not be removed.
+        Waits for submitted jobs, and reads the beginning of every entry. Pages that other threads and processes store meanwhile may remain.
+        Raises WriteFailed if some pages could not be removed.
         """
         self._check_open()
         self.drain()
@@ -267,7 +268,7 @@ class PageStore:
         return self._submit("get", keys, slots, lambda keys, slots: self.get_into(keys, pages, slots))
 
     def finished(self) -> list[Job]:
-        """Return the submitted jobs that have finished since the last call, without waiting."""
+        """Return the submitted jobs that have finished since the last call. Does not wait."""
         with self._lock:
             done = [job for job in self._unfinished_jobs.values() if job.done]
             for job in done:
@@ -275,7 +276,7 @@ class PageStore:
         return done
 
     def drain(self) -> None:
-        """Wait until every submitted job is done. Afterward, the store neither reads nor writes any slots."""
+        """Wait until every submitted job is done. Afterward, the store does not access any slots."""
         with self._lock:
             jobs = list(self._unfinished_jobs.values())
         for job in jobs:
@@ -283,13 +284,11 @@ class PageStore:
             job._future.exception()
 
     def counters(self) -> dict[str, Any]:
-        """Return the counters since the store was opened. They are named as in ``Store``, but count pages instead of chunks."""
+        """Return the counters since the store was opened. They have the same names as in ``Store``, but count pages instead of chunks."""
         return self._counters.as_dict()
 
     def stats(self) -> dict[str, Any]:
-        """Return ``counters``, and the number of ``entries`` and ``bytes`` at the location. With tiers, ``tiers`` contains the stats of
-        each tier.
-        """
+        """Return ``counters``, plus the ``entries`` and ``bytes`` at the location. With tiers, ``tiers`` contains each tier's stats."""
         entries, size = self._backend.size()
         tiers = {"tiers": self._backend.stats()} if isinstance(self._backend, Tiers) else {}
         return {**self.counters(), "entries": entries, "bytes": size, **tiers}
@@ -310,7 +309,7 @@ class PageStore:
         return with_labels(text, {"model": self.identity.model} if labels is None else labels)
 
     def pop_recent(self) -> list[tuple[str, float]]:
-        """Return ("load" or "save", seconds) for each operation since the last call, for a serving engine's own histograms."""
+        """Return ("load" or "save", seconds) for each operation since the last call. Serving engines use this for their own histograms."""
         return self._counters.pop_recent()
 
     def _delete(self, names: list[bytes]) -> int:
@@ -327,7 +326,7 @@ class PageStore:
         loaded: list[bool],
         now: int,
     ) -> None:
-        """Load the pages with the indices ``indices``. If an entry is damaged, try the next slower tier that has it."""
+        """Load the pages with these ``indices``. If an entry is damaged, try the next slower tier that has it."""
         after_tier = dict.fromkeys(indices, -1)
         valid: dict[int, FoundEntry] = {}
         while after_tier:
@@ -351,7 +350,7 @@ class PageStore:
             self._backend.accept([names[index] for index in whole], [valid[index] for index in whole], now)
 
     def _open(self, index: int, names: list[bytes], entry: FoundEntry, rows: dict[int, Any]) -> None:
-        """Decrypt the entry of the page with index ``index``, and store its row in ``rows``. Errors are counted."""
+        """Decrypt the entry of page ``index``, and store its row in ``rows``. Errors are counted."""
         try:
             row = decrypt_entry(names[index], entry.data, self._cipher)
             if len(row) > self.codec.nbytes:
@@ -366,12 +365,13 @@ class PageStore:
         return min(size, self._max_entry_bytes)
 
     def _pages_per_batch(self, max_pages: int) -> int:
-        """Return how many pages, at most ``max_pages``, may have their rows in memory at the same time."""
+        """Return the number of pages, at most ``max_pages``, whose rows may be in memory at the same time."""
         return max(1, min(max_pages, BATCH_BYTES // (self._max_page_bytes + 1)))
 
     def _buffer_slots(self, pages: Pages, slots: Sequence[int], count: int, *, written: bool = False) -> list[BufferSlot]:
-        """Return the memory and the slot of each page. Raises InvalidParameter unless there are ``count`` pages, and the same errors as
-        ``PageCodec.checked``.
+        """Return the memory and the slot of each page.
+
+        Raises InvalidParameter unless there are ``count`` pages, and the same errors as ``PageCodec.checked``.
         """
         if not isinstance(pages, PageBuffer) and isinstance(pages, Sequence):
             if len(pages) != count:
@@ -405,7 +405,7 @@ class PageStore:
     def _run_counted(
         self, kind: str, run: Callable[[Sequence[bytes], Sequence[int]], list[bool]], keys: Sequence[bytes], slots: Sequence[int]
     ) -> list[bool]:
-        """Call ``run`` and return its result. Errors are counted before they are raised, because an engine may treat them as misses."""
+        """Call ``run`` and return its result. An error is counted before it is raised, because an engine may treat it as a miss."""
         try:
             return run(keys, slots)
         except Exception as error:
@@ -414,7 +414,7 @@ class PageStore:
 
     @property
     def _unfinished_jobs(self) -> dict[int, Job]:
-        """Unfinished jobs that this process has submitted. A forked child must not wait for its parent's jobs."""
+        """This process's unfinished jobs. A forked child must not wait for its parent's jobs."""
         return self._submitted.setdefault(os.getpid(), {})
 
     def _check_open(self) -> None:
@@ -422,7 +422,7 @@ class PageStore:
             raise InvalidParameter(f"the store at {shown_location(self.location)} is closed: open another PageStore")
 
     def _check_keys_and_slots(self, keys: Sequence[bytes], slots: Sequence[int]) -> tuple[list[bytes], list[int]]:
-        """Return ``keys`` and ``slots`` as lists. Raises InvalidParameter if their lengths differ, or if the store is closed."""
+        """Return ``keys`` and ``slots`` as lists. Raises InvalidParameter if their lengths differ or the store is closed."""
         self._check_open()
         keys, slots = _keys(keys), as_list(slots, "slots", "slots, which are integers")
         if len(keys) != len(slots):
@@ -435,7 +435,7 @@ def _keys(keys: Sequence[bytes], description: str = "keys") -> list[bytes]:
 
 
 def _group_by_memory(indices: Sequence[int], buffer_slots: Sequence[BufferSlot]) -> Iterator[tuple[PageBuffer, list[int]]]:
-    """Group the page indices ``indices`` by memory. Yields each memory with the indices of consecutive pages in it."""
+    """Group pages by memory. Yields each memory with the indices of consecutive pages in it."""
     for _, group in groupby(indices, lambda index: id(buffer_slots[index].pages)):
         same = [*group]
         yield buffer_slots[same[0]].pages, same

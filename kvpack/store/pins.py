@@ -1,6 +1,6 @@
-"""The pinned chains of a folder. A pin is a file, named by its chain and owner, that contains the chain's keys and the pin's end.
+"""The pinned chains of a folder. The file of a pin is named after its chain and owner. It contains the chain's keys and the pin's end.
 
-Pins of earlier versions have no owner and no end. They are in a separate folder and stay in effect.
+Pins from earlier versions are in a separate folder. They have no owner and never end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .options import check_count
 from .trust import read_whole, regular_files
 
 PIN_SECONDS = 86_400
-"""Default duration of a pin in seconds, so that a forgotten pin does not occupy a store forever."""
+"""Default duration of a pin in seconds. It ensures that a forgotten pin does not occupy a store forever."""
 MAX_OWNER = 256
 """Maximum size of an owner's name in bytes."""
 _MAGIC = b"kvphold1"
@@ -34,7 +34,7 @@ _DIGEST_BYTES = 8
 
 
 def make_pin_terms(owner: Any, seconds: Any) -> PinTerms:
-    """Return the terms of a pin for ``seconds`` seconds. ``owner`` is None for this process. Raises InvalidParameter."""
+    """Return the terms of a pin that lasts ``seconds`` seconds. If ``owner`` is None, this process owns it. Raises InvalidParameter."""
     check_count("seconds", seconds, 1)
     name = validate_owner(owner)
     if name is None:
@@ -43,7 +43,7 @@ def make_pin_terms(owner: Any, seconds: Any) -> PinTerms:
 
 
 def validate_owner(owner: Any) -> str | None:
-    """Return ``owner`` unchanged. Raises InvalidParameter unless it is a valid name or None."""
+    """Return ``owner`` unchanged. Raises InvalidParameter unless it is None or a valid name."""
     if owner is None:
         return None
     if not isinstance(owner, str) or not owner or not owner.isprintable() or len(owner.encode()) > MAX_OWNER:
@@ -52,7 +52,7 @@ def validate_owner(owner: Any) -> str | None:
 
 
 def owner_digest(owner: str) -> bytes:
-    """Return a short digest of an owner's name. It distinguishes the pins that several owners set on the same chain."""
+    """Return a short digest of an owner's name. It distinguishes pins of different owners on the same chain."""
     return hashlib.sha256(owner.encode()).digest()[:_DIGEST_BYTES]
 
 
@@ -62,18 +62,18 @@ def encode_pin(chain: Sequence[bytes], terms: PinTerms) -> bytes:
 
 
 def parse_pin(name: str, data: bytes) -> Pin:
-    """Parse a pin, which may already have ended. ``name`` identifies it in error messages. Raises InvalidHeader."""
+    """Parse a pin, which may have ended. ``name`` identifies it in error messages. Raises InvalidHeader."""
     if len(data) < _HEAD.size or not data.startswith(_MAGIC):
-        raise InvalidHeader(f"the pin {name!r:.100} begins with {data[:8]!r}, expected {_MAGIC!r} followed by a time")
+        raise InvalidHeader(f"the pin {name!r:.100} begins with {data[:8]!r}, expected {_MAGIC!r} followed by the pin's end")
     _, until, length = _HEAD.unpack(data[: _HEAD.size])
     chain = split_keys(data[_HEAD.size + length :])
     if not chain:
-        raise InvalidHeader(f"the pin {name!r:.100} has no key, expected at least one")
+        raise InvalidHeader(f"the pin {name!r:.100} contains no keys, expected at least one")
     return Pin(chain, data[_HEAD.size : _HEAD.size + length].decode(errors="replace"), until)
 
 
 def parse_old_pin(data: bytes) -> Pin | None:
-    """Parse a pin that an earlier version wrote, which consists of keys only. Returns None if it has no key."""
+    """Parse a pin from an earlier version, which consists only of keys. Returns None if there are none."""
     chain = split_keys(data)
     return Pin(chain, "", None) if chain else None
 
@@ -92,13 +92,13 @@ _MAX_BYTES = 2**20 * KEY_BYTES
 
 
 class Pins:
-    """The pins in ``folder``, which all processes share. System errors are counted, but ``active`` and ``keys`` raise OSError."""
+    """The pins in ``folder``, shared by all processes. System errors are counted, except that ``active`` and ``keys`` raise OSError."""
 
     def __init__(self, folder: Folder, counters: Counters) -> None:
         self._folder, self._counters = folder, counters
 
     def add(self, chain: Sequence[bytes], terms: PinTerms) -> bool:
-        """Pin a chain. Returns True if it is pinned now."""
+        """Pin a chain. Returns True on success."""
         pieces = [memoryview(encode_pin(chain, terms))]
         try:
             self._folder.make_folders(self._folder.holds_folder)
@@ -113,7 +113,7 @@ class Pins:
         return True
 
     def remove(self, chain: Sequence[bytes], owner: str | None) -> bool:
-        """Remove the pins of a chain that ``owner`` has set (None for all owners). Returns True if there were any."""
+        """Remove the pins that ``owner`` has set on a chain, or all of its pins if ``owner`` is None. Returns True if any were removed."""
         try:
             removed = [path for pin, path in self._active_pins(chain[-1].hex()) if pin.key == chain[-1] and owner in (None, pin.owner)]
             for path in removed:
@@ -144,7 +144,7 @@ class Pins:
                 self._counters.fault("sweep", error)
 
     def _active_pins(self, prefix: str = "") -> Iterator[tuple[Pin, str]]:
-        """Yield the pins in effect whose file names start with ``prefix``, each with the path of its file."""
+        """Yield the active pins with file names that start with ``prefix``, each with the path of its file."""
         for folder in (self._folder.pins_folder, self._folder.holds_folder):
             for name, path in self._files(folder):
                 pin = self._read(name, path) if name.startswith(prefix) else None
@@ -157,20 +157,20 @@ class Pins:
                 yield name, os.path.join(folder, name)
 
     def _read(self, name: str, path: str, *, quiet: bool = False) -> Pin | None:
-        """Return the pin in a file, even if it has ended. Returns None if the file is missing, is not a pin, or cannot be trusted.
+        """Return the pin in a file, even if it has ended. Returns None if the file is missing, is not a pin, or is not trusted.
 
         An invalid pin counts as a fault, unless ``quiet`` is True.
         """
         try:
             with self._folder.trust.open_checked(path) as (descriptor, status):
                 if status.st_size > _MAX_BYTES:
-                    raise LimitExceeded(f"the pin {name!r:.100} has {status.st_size} bytes, but a pin has at most {_MAX_BYTES}")
+                    raise LimitExceeded(f"the pin {name!r:.100} has {status.st_size} bytes, but at most {_MAX_BYTES} are allowed")
                 data = bytes(read_whole(descriptor, status.st_size))
             return parse_old_pin(data) if os.path.dirname(path) == self._folder.pins_folder else parse_pin(name, data)
         except FileNotFoundError:
             return None
         except (PermissionError, LimitExceeded, InvalidHeader) as error:
-            # Valid pins are written by the folder's owner and are not this long.
+            # The folder's owner writes only valid pins, which are never this long.
             if not quiet:
                 self._counters.fault("pinned", error)
             return None

@@ -1,4 +1,4 @@
-"""Finds, loads and saves the states after some of a prefix's chunks, for models with recurrent and convolution layers."""
+"""Finds, loads and saves states after chunks of a prefix, for models with recurrent and convolution layers."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 _CHUNKS_PER_REQUEST = 64
-"""Number of chunks per request in a search for states. The search starts at the end of the prefix."""
+"""Number of chunks per request when searching for states. The search starts at the end of the prefix."""
 
 
 class PrefixStates:
-    """The stored states of one identity's prefixes. A prefix is given by the keys of its chunks."""
+    """The stored states of one identity's prefixes. A prefix is identified by the keys of its chunks."""
 
     def __init__(self, backend: Backend, loader: Loader, cipher: Cipher | None, counters: Counters, reader: EntryReader) -> None:
         self._backend, self._loader, self._cipher, self._counters, self._reader = backend, loader, cipher, counters, reader
 
     def resumable_prefix(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the keys of the longest stored prefix whose last chunk is followed by states, so that a model can resume there."""
+        """Return the keys of the longest stored prefix from which a model can resume, because states follow its last chunk."""
         for stop in range(len(keys), 0, -_CHUNKS_PER_REQUEST):
             start = max(0, stop - _CHUNKS_PER_REQUEST)
             result = self._backend.contains_many([states_key(key) for key in keys[start:stop]])
@@ -60,16 +60,15 @@ class PrefixStates:
             elif len(states) == len(cache):
                 return replace(cache, layers=with_states(cache.layers, states))
             else:
-                error = NotConsecutive(f"the prefix has {len(cache)} layers, but the states after it have {len(states)}")
+                error = NotConsecutive(f"the prefix has {len(cache)} layers, but its states have {len(states)}")
                 self._counters.fault("load", error)
                 keys = keys[:-1]
         return None
 
     def save(self, states: StatesAt, chain: Sequence[bytes], indices_by_position: Mapping[int, int], now_ns: int) -> int:
-        """Store ``states``, which are keyed by position, after chunks that are already stored. Returns the last position with stored
-        states.
+        """Store ``states``, keyed by position, after chunks that are already stored. Returns the last position with stored states.
 
-        ``indices_by_position`` maps positions, ascending, to indices in ``chain``, in which states directly follow their chunk.
+        ``indices_by_position`` maps positions, in ascending order, to indices in ``chain``, where states directly follow their chunk.
         """
         can_open = self._loader.can_open_states([chain[place - 1] for place in indices_by_position.values()])
         last = 0
@@ -79,7 +78,7 @@ class PrefixStates:
         return last
 
     def _put(self, states: States, chain: Sequence[bytes], position: int, now_ns: int) -> bool:
-        """Store ``states`` under the last key of ``chain``, which follows the key of the states' chunk. Returns True if that succeeded."""
+        """Store ``states`` under the last key of ``chain``. It follows the key of the states' chunk. Returns True on success."""
         chunk, key = chain[-2:]
         try:
             pieces = state_entries.to_pieces(states, chunk, position, self._reader.model, self._reader.recipe)

@@ -1,4 +1,4 @@
-"""The backend for Redis and Valkey: entries are strings on a server, and Lua scripts on the server evict them.
+"""The backend for Redis and Valkey. Entries are strings on a server, and Lua scripts on the server evict them.
 
     {kvpack}:entry:<key>   an entry's bytes
     {kvpack}:used          a sorted set of keys by last use, in microseconds of the server's clock, less one for each ancestor
@@ -11,8 +11,8 @@
     {kvpack}:pins          a hash of chains pinned by an earlier version: all keys of a chain by its last key
 
 The braces keep all keys on one node of a cluster. Only the entries are authoritative. If the other keys are lost or inconsistent, the
-entries are counted again by scanning the server's keys. Until then, a put stores entries only if they certainly fit the budget: the server
-uses less memory than the budget, or older entries that are at least as large can be removed in exchange.
+entries are counted again by scanning the server's keys. Until then, a put stores an entry only if it certainly fits the budget: if the
+server uses less memory than the budget, or if older entries of at least the same size can be removed in exchange.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 SCHEMES = ("redis://", "rediss://", "unix://")
 _BYTES_AT_ONCE = BATCH_BYTES
-"""Maximum total size in bytes of the entries in one request or reply. A single larger entry gets its own request."""
+"""Maximum total size of the entries in one request or reply, in bytes. A larger entry is requested separately."""
 _SCRIPT_BYTES = 8 * 2**20
-"""Maximum total size in bytes of the entries that one script call stores, unless a single entry is larger.
+"""Maximum total size, in bytes, of the entries that one script call stores, unless a single entry is larger.
 
 The call blocks all other clients.
 """
@@ -63,7 +63,7 @@ _REFUSED, _STORED, _CROWDED = 0, 1, 3
 """Replies of the put script for one entry. If the entry exists, the script returns its front and size instead."""
 _NO_REPLY = object()
 NOTED_SECONDS = 5.0
-"""Time in seconds for which a put does not record the use of a chain again. It is shorter for a short ``ttl``.
+"""Time in seconds before a put records the use of a chain again. It is shorter for a short ``ttl``.
 
 This applies to a chain whose use has been recorded up to the entry before the new ones.
 """
@@ -85,7 +85,7 @@ class Redis(SingleTierBackend):
 
     ``max_bytes`` is a hard budget for the entries' bytes. ``ttl`` is the number of seconds after which an unused entry expires. ``timeout``
     is the maximum number of seconds per request, plus one second for each MiB of the reply. Raises InvalidParameter if the URL is invalid
-    or the server does not speak the Redis protocol, and MissingPackage if the package redis is not installed.
+    or the server does not speak the Redis protocol. Raises MissingPackage if the redis package is not installed.
     """
 
     is_private = False
@@ -106,9 +106,9 @@ class Redis(SingleTierBackend):
         self._count = EntryCount(self._client, counters)
         self._abouts = RedisDescriptions(self._client)
         self._front_bytes = FRONTS_BYTES
-        """Number of bytes with which a request for fronts begins, which is the size of the longest front in the last request."""
+        """Number of bytes that requests for fronts fetch first: the size of the longest front in the last request."""
         self._noted = b"", -math.inf
-        """The last key of a chain whose use was noted, and the time when the use of its first entry was noted."""
+        """The last key of a chain whose use was recorded, and the time when the use of the chain's first entry was recorded."""
 
     def count_present(self, keys: Sequence[bytes]) -> int:
         return next((index for index, is_present in enumerate(self.contains_many(keys)) if not is_present), len(keys))
@@ -231,7 +231,7 @@ class Redis(SingleTierBackend):
         return self._abouts.read(None if listed_kind is None else kind_text(listed_kind))
 
     def set_descriptions(self, texts: Sequence[tuple[bytes, str]]) -> None:
-        """Store descriptions of entries. ``texts`` contains (key, text) pairs."""
+        """Store descriptions of entries, passed as (key, text) pairs."""
         self._abouts.add(texts)
 
     def pin(self, keys: Sequence[bytes], terms: PinTerms) -> bool:
@@ -263,7 +263,7 @@ class Redis(SingleTierBackend):
         return NoLease() if reply is _NO_REPLY else _RedisLease(self._client, key, token) if reply else None
 
     def collect(self) -> None:
-        """Count the entries by scanning the server's keys, and evict entries until they fit the budget."""
+        """Recount the entries by scanning the server's keys, and evict entries until the rest fits the budget."""
         if self._count.collect() and self._max_bytes is not None:
             self._make_room((), ())
 
@@ -271,10 +271,7 @@ class Redis(SingleTierBackend):
         self._client.close()
 
     def _put(self, chain: Sequence[bytes], entries: Mapping[int, _NewEntry]) -> dict[int, bool]:
-        """Store the entries of one request. Returns for each of them True if it is stored now.
-
-        ``entries`` are keyed by their position in ``chain``.
-        """
+        """Store the entries of one request, keyed by their position in ``chain``. Returns True for each entry that is stored now."""
         results_by_position = {position: False for position, entry in entries.items() if len(entry.data) > self._form.max_bytes}
         self._counters.add("refused_chunks", len(results_by_position))
         replaced: set[int] = set()
@@ -333,7 +330,7 @@ class Redis(SingleTierBackend):
         return kind is Kind.READABLE
 
     def _group_for_script(self, positions: Sequence[int], entries: Mapping[int, _NewEntry], replaced: set[int]) -> Sequence[Sequence[int]]:
-        """Group the positions of entries. Each group is put by one script call, which must be short because it blocks all other clients."""
+        """Group the positions of entries. One script call puts each group. Calls must be short, because they block all other clients."""
         sizes = [(position, len(entries[position].data)) for position in positions]
         return [
             [*same]
@@ -343,7 +340,8 @@ class Redis(SingleTierBackend):
 
     def _touch_calls(self, chain: Sequence[bytes]) -> Sequence[Call]:
         """Return the script calls that record a use of ``chain``. Each call is short, because it blocks all other clients."""
-        # The server's clock is used, because clients' clocks may differ. A long chain's end goes first: its beginning must be newer.
+        # The server's clock is used, because clients' clocks may differ. The end of a long chain comes first, because its beginning must be
+        # newer.
         starts = range(0, len(chain), _KEYS_AT_ONCE)
         return [("touch", b"".join(chain[start : start + _KEYS_AT_ONCE]), _limit_argument(self._ttl), start) for start in reversed(starts)]
 
@@ -355,8 +353,8 @@ class Redis(SingleTierBackend):
         replaced: set[int],
         is_counted: bool,
     ) -> tuple[Sequence[Any], float]:
-        """Send the entries of ``groups``. Returns the replies, and the time at which a use of the preceding entries was last recorded."""
-        # The script gives an entry a use no later than that of the one before it, so that is noted first.
+        """Send the entries of ``groups``. Returns the replies, and the time of the last recorded use of the preceding entries."""
+        # The script gives an entry a use no later than its predecessor's, so the predecessor's use is recorded first.
         before = groups[0][0]
         key, noted = self._noted
         now = time.monotonic()
@@ -381,7 +379,7 @@ class Redis(SingleTierBackend):
         return ("put", b"".join(chain[: group[-1] + 1]), _limit_argument(self._max_bytes), _limit_argument(self._ttl), *settings, *added)
 
     def _make_room(self, chain: Sequence[bytes], sizes: Sequence[int]) -> bool:
-        """Evict entries until there is room for entries of ``sizes`` bytes. Returns True if there is.
+        """Evict entries until entries of ``sizes`` bytes fit. Returns True on success.
 
         If the budget is too small for all of them, there is room only for the first ones.
         """
@@ -416,7 +414,7 @@ class Redis(SingleTierBackend):
         return size > 0
 
     def _sizes_and_fronts(self, keys: Sequence[bytes], count: int = FRONT_BYTES) -> Sequence[tuple[int, bytes]]:
-        """Return the size and the first ``count`` bytes of the entry of each of ``keys``.
+        """Return, for each of ``keys``, the size of its entry and the entry's first ``count`` bytes.
 
         The size is 0, without bytes, if the key is missing or not a string, or if the server did not reply.
         """
@@ -435,8 +433,9 @@ class Redis(SingleTierBackend):
         return [*result, *[(0, b"")] * (len(keys) - len(result))]
 
     def _fetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:
-        """Return the bytes of entries, which must have the sizes in ``sizes``. Stops at the first entry of another size, and never fetches
-        more.
+        """Return the bytes of entries that have the sizes in ``sizes``. Stops at the first entry of a different size.
+
+        Never fetches more than these sizes.
         """
         ranges = [
             (index, begin, min(begin + _BYTES_AT_ONCE, size))
@@ -463,7 +462,7 @@ class Redis(SingleTierBackend):
 
 
 class _RedisLease:
-    """A lease on Redis: a key that contains a random token chosen by the holder, and that expires on its own."""
+    """A lease on Redis: a key that contains the holder's random token and expires on its own."""
 
     def __init__(self, client: Client, key: bytes, token: bytes) -> None:
         self._client, self._key, self._token = client, key, token
@@ -477,7 +476,7 @@ def is_redis(location: str | os.PathLike[str]) -> bool:
 
 
 def _limit_argument(limit: int | None) -> int | str:
-    """Return the script argument that represents ``limit``."""
+    """Return ``limit`` as a script argument. None becomes an empty string."""
     return "" if limit is None else limit
 
 
@@ -487,7 +486,7 @@ def _split_into_batches(items: Sequence[Any], count: int) -> Iterator[Sequence[A
 
 
 def _pad_with_zeros(parts: Sequence[bytes], size: int, end: int) -> Data | None:
-    """Join ``parts`` and append zeros up to ``size`` bytes. Returns None if ``parts`` have fewer than ``end`` bytes.
+    """Join ``parts`` and append zeros up to ``size`` bytes. Returns None if ``parts`` contain fewer than ``end`` bytes in total.
 
     The zeros use no memory until they are read.
     """

@@ -1,6 +1,6 @@
-"""A client of a Redis server. It pipelines requests, calls scripts by digest, checks each reply, and limits its size and duration.
+"""A client for a Redis server. It pipelines requests, calls scripts by digest, checks each reply, and limits its size and duration.
 
-The limits apply even if the server sends only a byte now and then.
+The limits apply even if the server sends only one byte from time to time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SCRIPTS = {
     **{"totals": TOTALS, "missing": MISSING, "describe": DESCRIBE},
 }
 FRONTS_BYTES = 64 * 1024
-"""Maximum number of bytes of an entry in a reply of the script that returns fronts. Most headers are smaller."""
+"""Maximum number of bytes of an entry in a reply from the script that returns fronts. Most headers are smaller."""
 _REPLY_CHECKS: dict[str, Callable[[Any], Any]] = {
     "put": put_results_check(FRONT_BYTES),
     "room": integers(4),
@@ -65,27 +65,27 @@ _REPLY_CHECKS: dict[str, Callable[[Any], Any]] = {
     "missing": parse_entry_page,
     "describe": integer,
 }
-"""The check of each script's reply."""
+"""The function that checks each script's reply."""
 _OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"][A-Za-z0-9<\\]""")
-"""Pattern of redis-py's message for a reply that begins like HTTP, TLS, SSH or memcached, and is not valid Redis."""
+"""Pattern of redis-py's message for a reply that is not valid Redis and begins like HTTP, TLS, SSH or memcached."""
 _UNKNOWN_OPTION = re.compile(r"unexpected keyword argument '(.*)'", re.DOTALL)
-"""Pattern of the end of Python's message for an option that a connection class does not have."""
+"""Pattern of the end of Python's message for a keyword argument that a connection class does not accept."""
 _FIXED_OPTIONS = {"decode_responses": False, "encoding": "utf-8", "encoding_errors": "strict", "protocol": 2}
-"""URL options that would change how replies are parsed, with the only supported values."""
+"""URL options that change how replies are parsed, with the only supported value of each."""
 _URL_OPTIONS = {
     *("client_name", "db", "health_check_interval", "lib_name", "lib_version", "max_connections", "password", "retry_on_timeout"),
     *("socket_connect_timeout", "socket_keepalive", "socket_timeout", "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path", "ssl_cert_reqs"),
     *("ssl_certfile", "ssl_check_hostname", "ssl_ciphers", "ssl_keyfile", "ssl_password", "username"),
 }
-"""Options that a URL may contain. Others that redis-py accepts have Python objects as values, so text for them would fail later."""
+"""Options that a URL may contain. redis-py accepts others, but their values are Python objects, so text would fail later."""
 _DATABASE = re.compile(r"/?[0-9]*")
 """Pattern of the path of a URL. redis-py would interpret any other path as database 0."""
 _UNKNOWN_COMMAND = "unknown command"
-"""Beginning of a server's error message for a command that it does not have."""
+"""Beginning of the error message of a server that does not support a command."""
 _CALLER_STACK_LEVEL = 8
 """Number of stack frames between the warning and the caller that opens a store."""
 BYTES_PER_SECOND = 2**20
-"""Number of bytes by which the timeout of a request and its reply grows by one second."""
+"""Number of bytes in a request and its reply that extend the timeout by one second."""
 _ANSWER_TYPES = b"+-:$*"
 """Possible first bytes of a reply in protocol version 2."""
 _MAX_LINE_BYTES = 2**16
@@ -94,11 +94,12 @@ _SHOWN_BYTES = 40
 
 
 class Client:
-    """A client of the server at ``url``. Replies have at most ``max_bytes`` bytes. ``timeout`` is the number of seconds for a request.
+    """A client for the server at ``url``.
 
-    ``uses_ttl`` is True if entries expire, because servers with some policies evict these first. Methods do not raise if the server fails,
-    but count the fault. The constructor raises InvalidParameter if the URL is invalid or the server does not speak the Redis protocol, and
-    MissingPackage if the package redis is not installed.
+    ``max_bytes`` limits the size of a reply, and ``timeout`` is the number of seconds for a request. ``uses_ttl`` is True if entries
+    expire. Some servers evict such entries first. If the server fails, methods do not raise, but count a fault. The constructor raises
+    InvalidParameter if the URL is invalid or the server does not speak the Redis protocol, and MissingPackage if the redis package is not
+    installed.
     """
 
     def __init__(self, url: str, counters: Counters, timeout: float, max_bytes: int, *, uses_ttl: bool) -> None:
@@ -110,7 +111,7 @@ class Client:
             raise MissingPackage("stores on Redis need the redis package: pip install 'kvpack[redis]'") from None
         self._counters = counters
         self.breaker = CircuitBreaker()
-        # With a server that is not Redis, the client may raise any error.
+        # If the server is not Redis, the client may raise any error.
         self._guard = RequestGuard(self.breaker, counters, (Exception,), (redis.ResponseError, MemoryError))
         _check_url(url)
         try:
@@ -132,7 +133,7 @@ class Client:
             check_seconds(f"{name} of the location", pool.connection_kwargs[name])
         for name, needed in _FIXED_OPTIONS.items():
             if (given := pool.connection_kwargs.get(name, needed)) != needed:
-                raise InvalidParameter(f"the location sets {name} to {given!r:.40}, but kvpack needs {needed!r}: remove it from the URL")
+                raise InvalidParameter(f"the Redis URL sets {name} to {given!r:.40}, but kvpack needs {needed!r}: remove it from the URL")
         pool.connection_class = limit_connection(pool.connection_class, max_bytes)
         # A store that is dropped unclosed releases its sockets before the garbage collector finds them.
         self.close = weakref.finalize(self, self._client.close)
@@ -141,25 +142,25 @@ class Client:
         self._check_server(uses_ttl)
 
     def send(self, operation: str, *command: Any, check: Callable[[Any], Any], default: Any = None) -> Any:
-        """Send one command and return its reply, after ``check`` has checked it. Returns ``default`` after a fault."""
+        """Send one command, check the reply with ``check``, and return its result. Returns ``default`` after a fault."""
         return self._guard.request(operation, lambda: check(self._client.execute_command(*command)), default)
 
     def send_all(self, operation: str, commands: Sequence[Command]) -> Sequence[Any]:
         """Send commands in one request and return the server's replies. Returns an empty list if the server does not reply.
 
         The first element of each command is the function that checks its reply. A reply is None if the server rejects the command, for
-        example because a key has another type.
+        example because a key has the wrong type.
         """
         return self._count_faults(operation, self._send_pipeline(operation, commands))
 
     def call(self, script: str, *arguments: Any) -> Any:
-        """Call one script and return its checked reply. Returns None after a fault."""
+        """Call one script and return the checked reply. Returns None after a fault."""
         return next(iter(self.call_each(script, [(script, *arguments)])), None)
 
     def call_each(self, operation: str, calls: Sequence[Call]) -> Sequence[Any]:
         """Call scripts in one request, or in two if the server has not cached all of them yet. Returns the replies as ``send_all`` does.
 
-        Each call consists of the name of a script and its arguments.
+        A call consists of a script's name and arguments.
         """
         commands: list[Command] = [
             (_REPLY_CHECKS[script], "EVALSHA", self._digests[script], len(KEYS), *KEYS, *arguments) for script, *arguments in calls
@@ -195,7 +196,7 @@ class Client:
     def _check_server(self, uses_ttl: bool) -> None:
         """Load the scripts, and warn if the server evicts entries on its own. Does nothing if the server does not answer.
 
-        Raises InvalidParameter if the server does not speak the Redis protocol, or rejects the URL's user or database.
+        Raises InvalidParameter if the server does not speak the Redis protocol, or rejects the user or database in the URL.
         """
         import redis
 
@@ -232,44 +233,44 @@ class Client:
 
 
 def _check_url(url: str) -> None:
-    """Raise InvalidParameter if the URL has an option that may not be set there, or a path that is not a database or a socket."""
+    """Raise InvalidParameter if the URL has an unsupported option, or a path that is neither a database nor a socket."""
     try:
         parts = urlsplit(url)
     except ValueError as error:
         raise InvalidParameter(f"the location is not the URL of a Redis server: {error}") from None
     if parts.scheme != "unix" and "@" in parts.path + parts.fragment + parts.query.partition("=")[0]:
-        # The rest of a password is not shown.
+        # Do not show the rest of a password.
         raise InvalidParameter("the user or the password of the location contains '/', '?' or '#': write %2F, %3F or %23 instead")
     for name in parse_qs(parts.query):
         if name not in _URL_OPTIONS and name not in _FIXED_OPTIONS:
             raise InvalidParameter(f"the Redis URL sets {name!r:.60}, which is not a connection option: remove it")
     if parts.scheme == "unix":
         if not parts.path:
-            raise InvalidParameter("the location names no socket, expected unix:///path/of/socket")
+            raise InvalidParameter("the location has no socket path, expected unix:///path/of/socket")
     elif not _DATABASE.fullmatch(parts.path):
         raise InvalidParameter(f"the path of the location is {parts.path!r:.60}, expected the number of a database, such as /0")
 
 
 def _check_not_refused(replies: Sequence[Any]) -> None:
-    """Raise InvalidParameter if no request can succeed: the server or its user lacks a command, or the keys are on another node."""
+    """Raise InvalidParameter if no request can succeed: the server or its user lacks a command, or another node has the keys."""
     from redis.exceptions import MovedError, NoPermissionError
 
     for reply in replies:
         if isinstance(reply, MovedError):
             host, port = reply.node_addr
             raise InvalidParameter(
-                f"the location is a node of a Redis Cluster, and kvpack's keys are on the node {host}:{port}: name that node, or a server "
-                "that is not in a cluster"
+                f"the location is a node of a Redis Cluster, but kvpack's keys are on the node {host}:{port}: use that node, or a server "
+                "outside of a cluster"
             )
         if isinstance(reply, NoPermissionError) or str(reply).startswith(_UNKNOWN_COMMAND):
             raise InvalidParameter(
-                f"the server at the location refuses commands that a store needs: {str(reply)!r:.100}; name a Redis or Valkey server, and "
-                "a user that may run scripts and use the keys {kvpack}:*"
+                f"the server at the location refuses commands that a store needs: {str(reply)!r:.100}; use a Redis or Valkey server, and "
+                "a user that may run scripts and access the keys {kvpack}:*"
             )
 
 
 def limit_connection(connection: type[Any], max_bytes: int) -> type[Any]:
-    """Return a subclass of redis-py's class ``connection`` that limits the duration of requests and the size of replies."""
+    """Return a subclass of the redis-py class ``connection`` that limits the duration of requests and the size of replies."""
 
     class LimitedConnection(connection):  # type: ignore[misc]
         def _connect(self) -> Any:
@@ -303,7 +304,7 @@ class _Exchange:
         """Send ``data`` as ``socket.sendall`` does, but with one time limit for the whole request. Raises TimeoutError."""
         view = memoryview(data).cast("B")
         while len(view):
-            self._apply_deadline(f"a request, of which {self._sent} bytes are sent,")
+            self._apply_deadline(f"a request, of which {self._sent} bytes were sent,")
             count = self._socket.send(view, *flags)
             self._sent += count
             view = view[count:]
@@ -312,17 +313,17 @@ class _Exchange:
         """Receive bytes as ``socket.recv`` does, within the limits. Raises TimeoutError, InvalidResponse, or OSError for too many bytes."""
         # With a timeout of 0, the client only checks whether an idle connection has something to read.
         if self._socket.gettimeout() != 0:
-            self._apply_deadline(f"a reply, of which {self._received} bytes have arrived,")
+            self._apply_deadline(f"a reply, of which {self._received} bytes were received,")
         data: bytes = self._socket.recv(count, *flags)
         if self._is_in_first_line and data:
             self._check_first_line(data)
         self._received += len(data)
         if self._received > self._max_bytes:
-            raise OSError(f"a reply has more than {self._max_bytes} bytes")
+            raise OSError(f"the reply is larger than {self._max_bytes} bytes")
         return data
 
     def _check_first_line(self, data: bytes) -> None:
-        """Raise InvalidResponse if the reply is in another protocol. Otherwise, its first line might never end and block the client."""
+        """Raise InvalidResponse if the reply is in another protocol. Its first line might never end and so block the client."""
         from redis.exceptions import InvalidResponse
 
         if not self._received and data[0] not in _ANSWER_TYPES:
@@ -332,7 +333,7 @@ class _Exchange:
             raise InvalidResponse(f"Protocol Error: 'a line of more than {_MAX_LINE_BYTES} bytes'")
 
     def _apply_deadline(self, description: str) -> None:
-        """Set the socket's timeout to the remaining time. If none remains, raises TimeoutError with ``description`` in the message."""
+        """Set the socket's timeout to the remaining time. Raises TimeoutError with ``description`` in the message if no time remains."""
         if self._seconds is not None:
             remaining = self._start + self._seconds + (self._sent + self._received) / BYTES_PER_SECOND - time.monotonic()
             if remaining <= 0:

@@ -1,15 +1,15 @@
 """Counts the entries on a Redis server page by page, so that no call takes long and other clients are served in between.
 
-All writers share one count, whose state is on the server: the keys counted so far, the sum of their sizes, and the cursor. Every script
-that changes a counted entry also changes the sum, so the sum is exact once the last page has been counted.
+All writers share one count. Its state is on the server: the keys counted so far, the sum of their sizes, and the cursor. Every script that
+changes a counted entry also changes the sum, so the sum is exact once the last page has been counted.
 
-Descriptions of the entries provide their totals by model and recipe without reading headers:
+Descriptions of the entries provide totals by model and recipe without reading headers:
 
     {kvpack}:about    a hash by key: 12 hexadecimal digits of the SHA-1 of the entry's descriptive text, a space, and the entry's size
     {kvpack}:abouts   a hash by those digits: the text, and the number and total size of the entries that it describes
 
-Every script that puts or removes an entry changes them (redis_scripts.py). They are only a hint, because earlier versions of kvpack do not
-change them. They are used only if they add up to the counts of all entries. Otherwise, they are corrected page by page.
+Every script that puts or removes an entry updates them (redis_scripts.py). They are only a hint, because earlier versions of kvpack do not
+update them. They are used only if they add up to the counts of all entries. Otherwise, they are corrected page by page.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from .redis_scripts import KEYS
 SUM_SECONDS = 600.0
 """Time in seconds after which sizes are summed again, because any user of the server may have changed the sum."""
 WAIT_SECONDS = 0.05
-"""Time in seconds for which one put continues a count. Until it is complete, a new entry replaces older ones (redis_scripts.py)."""
+"""Maximum time in seconds that a put spends on a count. Until the count is complete, a new entry replaces older ones (redis_scripts.py)."""
 TIME_SHARE = 0.25
-"""Maximum share of the time that a client spends on counting, so that a put with several requests does not wait in each of them."""
+"""Maximum share of its time that a client spends on counting, so that a put with several requests does not wait in each of them."""
 NAMES_AT_ONCE = 300
 SIZES_AT_ONCE = 250
 """Number of server keys, or of sizes, in one page."""
 MAX_PAGES = 2**20
 """Maximum number of pages in a scan, enough for a server with 300 million keys."""
 MIN_RECOUNT_SECONDS = 60.0
-"""Minimum time in seconds between counts for puts that find no room. Another program may have changed the sum."""
+"""Minimum time in seconds between two counts by puts that find no room. Another program may have changed the sum."""
 
 _PHASES = ("sizes", "used", "names")
-"""Phases of a complete count: check the entries with a size, check those with a last use, and add entries that have neither."""
+"""Phases of a complete count: check the entries with a size, check the entries with a last use, and add entries that have neither."""
 _BEGIN = b"0"
-"""Cursor of the first page. The last page returns it, too."""
+"""Cursor before the first page, and after the last."""
 _DONE, _UNSOUND = 1, -1
 """Results of the script that sums sizes: the sum is complete, or the counts on the server are inconsistent."""
 
 
 class EntryCount:
-    """The count of the entries on the server of ``client``. Safe to use from any thread. Only one thread at a time updates the count."""
+    """The count of the entries on the server. Safe to use from any thread. Only one thread at a time updates the count."""
 
     def __init__(self, client: Client, counters: Counters) -> None:
         self._client, self._counters = client, counters
@@ -88,9 +88,9 @@ class EntryCount:
             return self._step(self._sum)
 
     def recount(self) -> bool:
-        """Count the entries again by scanning the server's keys. Returns True if the sum of their sizes is known now.
+        """Recount the entries by scanning the server's keys. Returns True if the sum of their sizes is known now.
 
-        If the server does not answer or the time is up, it returns False, and later puts continue the count.
+        Returns False if the server does not answer or the time is up. Later puts then continue the count.
         """
         with self._lock:
             self._summed = None
@@ -160,7 +160,7 @@ class RedisDescriptions:
     def read(self, listed: str | None) -> Descriptions | None:
         """Return the totals by description, and the entries that have no description or the description ``listed``.
 
-        Returns None if the server has no valid counts.
+        Returns None if the server's counts are invalid.
         """
         missing: list[StoredEntry] | None = None
         for _ in range(_MAX_TRIES):
@@ -171,7 +171,7 @@ class RedisDescriptions:
             known = _parse_totals(fields)
             numbers, sizes = sum(count for _, count, _ in known or ()), sum(total for *_, total in known or ())
             are_all = entries == numbers and size == sizes
-            # Descriptions are corrected before their sizes are relied on.
+            # Descriptions are corrected before their sizes are used.
             if known is None or numbers != described or (missing is not None and entries == described and not are_all):
                 self._client.send("list", "UNLINK", *KEYS[8:], check=integer)
                 missing = None
@@ -182,21 +182,20 @@ class RedisDescriptions:
         return None
 
     def _missing(self, listed: str | None) -> list[StoredEntry]:
-        # The first pass corrects the texts of entries that are gone or have another size.
+        # The first pass corrects the texts of entries that no longer exist or have a different size.
         digits = "" if listed is None else hashlib.sha1(listed.encode(), usedforsecurity=False).hexdigest()[:_ID_DIGITS]
         return [
             entry for kind in ("about", "sizes") for entry in list_pages(self._client, "missing", kind, at_once=_AT_ONCE, after=[digits])
         ]
 
     def add(self, texts: Sequence[tuple[bytes, str]]) -> None:
-        """Store descriptions of entries. ``texts`` contains (key, text) pairs."""
+        """Store descriptions of entries, passed as (key, text) pairs."""
         for start in range(0, len(texts), _AT_ONCE):
             self._client.call_each("list", [("describe", *(word for pair in texts[start : start + _AT_ONCE] for word in pair))])
 
 
 def _parse_totals(fields: Mapping[bytes, bytes]) -> list[tuple[str, int, int]] | None:
-    """Return (text, number of entries, bytes) for each description in the hash ``fields``. Returns None if another program has damaged it.
-    """
+    """Return (text, number of entries, bytes) for each description in the hash ``fields``, or None if another program has damaged it."""
     result: list[tuple[str, int, int]] = []
     try:
         for field, value in fields.items():
@@ -209,7 +208,7 @@ def _parse_totals(fields: Mapping[bytes, bytes]) -> list[tuple[str, int, int]] |
 
 
 def list_pages(client: Client, script: str, *before: str, at_once: int, after: Sequence[str] = ()) -> Iterator[StoredEntry]:
-    """Scan the server's entries with ``script``, page by page, and yield each entry once."""
+    """Scan the server's entries page by page with ``script``, and yield each entry once."""
     listed: set[bytes] = set()
     cursor = b"0"
     for _ in range(_MAX_PAGES):

@@ -1,4 +1,4 @@
-"""The Lua scripts that count or describe (redis_count.py) all entries on a Redis server, one page per call."""
+"""Lua scripts that count or describe all entries on a Redis server, one page per call (redis_count.py)."""
 
 from .redis_scripts import BEGIN, SOUND
 
@@ -43,9 +43,9 @@ return {page[1], gone}
 """
 )
 
-# ARGV: 1 to start summing the sizes, 2 to start after a scan of all names, unless another client has started; 0 to continue; the page
-# size; 1 to accept a sum from the last minutes that only these scripts have changed since.
-# Returns 0 until all are summed, then 1; -1 if the counts are invalid.
+# ARGV: 1 to start summing the sizes, 2 to start after a scan of all names, unless another client has started; 0 to continue; the page size;
+# 1 to accept a sum from the last minutes that only these scripts have changed since. Returns 0 until all sizes are summed, then 1; -1 if
+# the counts are invalid.
 SUM = (
     BEGIN
     + SOUND
@@ -115,7 +115,8 @@ return 0
 """
 )
 
-# Returns the number of all entries and of those with a text, their bytes, and the fields and values of the totals; {} without valid counts.
+# Returns the number of all entries, the number of described entries, the bytes of all, and the fields and values of the totals. Returns {}
+# if the counts are invalid.
 TOTALS = (
     BEGIN
     + SOUND
@@ -129,9 +130,9 @@ return found
 """
 )
 
-# ARGV: what to scan ('about', then 'sizes'), the cursor, the page size, the digits of a text. The first corrects descriptions of entries
-# that are gone or have another size. The second returns the next cursor and, for each entry that is not described, or by that text, its
-# key, and its size and last use in 8 bytes each.
+# ARGV: what to scan ('about', then 'sizes'), the cursor, the page size, the digits of a text. The first scan corrects descriptions of
+# entries that no longer exist or have a different size. The second returns the next cursor and, for each entry without a description or
+# with that text, its key, and its size and last use in 8 bytes each.
 MISSING = (
     BEGIN
     + """

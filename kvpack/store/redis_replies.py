@@ -11,12 +11,12 @@ from typing import Any
 from .keys import KEY_BYTES
 
 _MAX_INTEGER = 2**53
-"""Largest integer up to which Lua's numbers, which are doubles, represent all integers exactly."""
+"""Largest integer up to which Lua's numbers (doubles) represent all integers exactly."""
 _MESSAGE_BYTES = 2**16
 _CURSOR_DIGITS = 20
 _PAGE_BYTES = 2**20
 LISTED_BYTES = KEY_BYTES + 16
-"""Size in bytes of an entry in a page: its key, and 8 bytes each for its size and its last use in microseconds."""
+"""Size in bytes of an entry in a page: its key, its size, and its last use in microseconds. The two numbers take 8 bytes each."""
 
 
 class NotRedis(Exception):
@@ -64,7 +64,7 @@ def member_list(reply: Any) -> list[bytes]:
 
 
 def fronts_check(max_bytes: int) -> Callable[[Any], list[Any]]:
-    """Return a check that accepts only a number, followed by a size and at most ``max_bytes`` bytes, or an error, for each entry."""
+    """Return a check that accepts only a number, followed for each entry by an error, or by its size and at most ``max_bytes`` bytes."""
     check_bytes = bytes_up_to(max_bytes)
 
     def check(reply: Any) -> list[Any]:
@@ -92,7 +92,7 @@ def sum_progress(reply: Any) -> int:
 
 
 def parse_count_page(reply: Any) -> tuple[bytes, int]:
-    """Check the reply of the script that counts entries. Returns the cursor and the number in it."""
+    """Check the reply of the script that counts entries. Returns its cursor and its number."""
     result = _check_list(reply, "a cursor and a number", 2)
     return _cursor(result[0]), integer(result[1])
 
@@ -127,7 +127,7 @@ def put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
 
 
 def parse_entry_page(reply: Any) -> tuple[bytes, bytes]:
-    """Check the reply of a script that lists a page of entries. Returns the cursor and the entries' bytes in it."""
+    """Check the reply of a script that lists a page of entries. Returns its cursor and the bytes of its entries."""
     result = _check_list(reply, "a cursor and entries", 2)
     entries = bytes_up_to(_PAGE_BYTES)(result[1])
     if len(entries) % LISTED_BYTES:
@@ -136,7 +136,7 @@ def parse_entry_page(reply: Any) -> tuple[bytes, bytes]:
 
 
 def parse_totals(reply: Any) -> tuple[int, int, int, dict[bytes, bytes]] | None:
-    """Check the reply of the script that returns totals. Returns the three numbers and the hash in it, or None for an empty reply."""
+    """Check the reply of the script that returns totals. Returns its three numbers and its hash, or None for an empty reply."""
     found = _check_list(reply, "three integers followed by field-value pairs")
     if not found:
         return None

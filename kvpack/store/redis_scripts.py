@@ -1,7 +1,7 @@
 """The Lua scripts that the Redis backend runs on the server. Each is atomic for all other clients. redis.py lists the keys.
 
-Only the entries are authoritative. Any user of the server may overwrite or remove the counts, so every script first removes values of the
-wrong type, and ``sound`` checks that the counts are consistent. If they are not, ``PUT`` requests a new count.
+Only the entries are authoritative. Any user of the server may overwrite or remove the counts. Every script therefore first removes values
+of the wrong type, and ``sound`` checks that the counts are consistent. If they are not, ``PUT`` requests a new count.
 """
 
 PREFIX = b"{kvpack}:"
@@ -175,8 +175,8 @@ end
 """
 
 # Evict the least recently used entries, except kept and pinned ones, until the total is at most ``most``: up to one page of entries.
-# ``first`` is the number of oldest entries known to be kept. Returns 1 if the total fits, 0 if nothing more can be evicted, 3 at the
-# end of the page, then the number of evicted entries, their bytes, and ``first``.
+# ``first`` is the number of oldest entries known to be kept. Returns 1 if the total fits, 0 if nothing more can be evicted, or 3 at the end
+# of the page, followed by the number of evicted entries, their bytes, and ``first``.
 EVICT = """
 local PAGE, STEP = 200, 20
 
@@ -202,11 +202,11 @@ local function evict(most, kept, first)
 end
 """
 
-# ARGV: chain, maximum bytes or '', seconds to live or '', '1' to replace existing entries, size of a front, '1' if the sum of the sizes
-# is unknown, then for each entry its position in the chain, from 1 on, its descriptive text or '', and its bytes. With an unknown sum, an
-# entry is stored if the server's memory has room for it, or in exchange for older entries that are as large together. Returns {-1} if the
-# counts are invalid and the sum is not said to be unknown, else {number of evicted entries, their bytes, the server's error or '', {result,
-# ...}}. A result is 1 for a stored entry, 0 for one that does not fit, 3 if more must be evicted first, and {front, size} for an existing
+# ARGV: chain, maximum bytes or '', seconds to live or '', '1' to replace existing entries, size of a front, '1' if the sum of the sizes is
+# unknown, then for each entry its position in the chain (from 1), its descriptive text or '', and its bytes. With an unknown sum, an entry
+# is stored if the server's memory has room for it, or in exchange for older entries with the same total size. Returns {-1} if the counts
+# are invalid and the sum was not passed as unknown, else {number of evicted entries, their bytes, the server's error or '', {result, ...}}.
+# A result is 1 for a stored entry, 0 for an entry that does not fit, 3 if more must be evicted first, and {front, size} for an existing
 # entry. The first 0 or 3 ends the call.
 PUT = (
     BEGIN
@@ -345,15 +345,15 @@ return removed
 """
 )
 
-# ARGV: a key, the token of its lease's holder. Ends the lease unless it has another holder.
+# ARGV: a key, the token of its lease's holder. Ends the lease unless someone else holds it.
 RELEASE = """
 local name = '{kvpack}:lease:' .. ARGV[1]
 if redis.call('TYPE', name).ok ~= 'string' or redis.call('GET', name) ~= ARGV[2] then return 0 end
 return redis.call('DEL', name)
 """
 
-# ARGV: concatenated keys, number of bytes. Returns the number of counted entries that are missing, which are removed from the counts, then
-# for each key the size of its entry, or 0, and its first bytes, or an error for a value of another type.
+# ARGV: concatenated keys, number of bytes. Returns the number of counted entries that are missing (and removes them from the counts), then
+# for each key the size of its entry (or 0), and its first bytes, or an error for a value of another type.
 FRONTS = (
     BEGIN
     + """
@@ -375,8 +375,8 @@ return found
 """
 )
 
-# ARGV: the cursor, the page size. Returns the next cursor and, for each entry of this page of the server's names, its key, and its size and
-# last use (0: unknown) in 8 bytes each. Changes nothing.
+# ARGV: the cursor, the page size. Returns the next cursor and, for each entry on this page of the server's names, its key, its size and its
+# last use (0: unknown). The two numbers take 8 bytes each. Changes nothing.
 LIST = (
     NAMES
     + """

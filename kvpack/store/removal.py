@@ -1,4 +1,4 @@
-"""Selects the entries to remove from a store: by model, recipe, age or tenant, based on their headers, and bases that no entry needs.
+"""Selects entries to remove from a store, by model, recipe, age or tenant, and bases that no entry needs. Reads only headers.
 
 Entries do not contain their tenant. They are found by the roots of their chains, whose hashes include the tenant.
 """
@@ -41,7 +41,7 @@ class EntryFilter:
     used_before_ns: int | None = None
 
     def keys(self, catalog: Catalog) -> set[bytes]:
-        """Return the keys of matching chunks and of the states after them. A filter by age alone also matches serving engines' pages."""
+        """Return the keys of matching chunks and of the states after them. A filter by age only also matches serving engines' pages."""
         candidates = catalog.entries.keys() if self.tenant is None else _tenant_keys(catalog, self.tenant)
         selected = {key for key in candidates if self._matches(catalog.entries[key])}
         selected |= {catalog.states[key].stored.key for key in selected & set(catalog.states)}
@@ -59,7 +59,7 @@ class EntryFilter:
 
 
 def chain_keys(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
-    """Return the keys of all chunks that descend from one of ``roots``. No ancestor may be missing."""
+    """Return the keys of all chunks that descend from one of ``roots``, with no ancestor missing."""
     children = defaultdict(list)
     for key, entry in catalog.entries.items():
         children[entry.fields.parent].append(key)
@@ -73,12 +73,12 @@ def chain_keys(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
 
 
 def roots_of(identity: Identity) -> tuple[bytes, bytes]:
-    """Return the two keys that first chunks of ``identity`` may have as their parent: for models without states, and with states."""
+    """Return the parent keys of the first chunks of ``identity``: for models without states, and with states."""
     return identity.digest, states_key(identity.digest)
 
 
 def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinned: bool) -> int:
-    """Remove the entries of ``keys`` and return how many were removed.
+    """Remove the entries of ``keys``. Returns how many were removed.
 
     Pinned entries are removed, with their pins, only if ``pinned`` is True.
     """
@@ -93,7 +93,7 @@ def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinne
 
 
 def unpin_chains(backend: Backend, keys: set[bytes]) -> None:
-    """Remove the pins of chains that contain any of the missing ``keys``. The rest of a chain is unreachable once an entry is missing."""
+    """Remove the pins of chains that contain any of the missing ``keys``. After a missing entry, the rest of a chain is unreachable."""
     for pin in backend.pins():
         if not keys.isdisjoint(pin.chain):
             backend.unpin([pin.key])
@@ -106,16 +106,16 @@ def _tenant_keys(catalog: Catalog, tenant: str) -> set[bytes]:
 
 
 _FRONT_BYTES = 2**16
-"""Number of bytes in which the name of a chunk's feature is searched. A match avoids parsing the header."""
+"""Number of bytes to search for the name of a chunk's feature. A match avoids parsing the header."""
 
 GRACE_NS = 3600 * 10**9
-"""Time in nanoseconds for which an unneeded basis is kept after its last use, because its writer may be about to put the first chunk."""
+"""Time in nanoseconds to keep an unneeded basis after its last use. Its writer may be about to put the first chunk."""
 
 
 def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
     """Remove bases that no entry has needed for an hour.
 
-    Nothing is removed if some entry is unreadable, is larger than ``max_entry_bytes``, or cannot be decrypted with ``cipher``.
+    Removes nothing if some entry is unreadable, is larger than ``max_entry_bytes``, or cannot be decrypted with ``cipher``.
     """
     fronts = read_fronts(backend, _possible_bases(backend, cipher), max_entry_bytes)
     bases = [stored for stored, front in fronts if front is not None and _is_basis(stored, front, cipher)]
@@ -126,7 +126,7 @@ def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, 
 
 
 def _possible_bases(backend: Backend, cipher: Cipher | None) -> Iterable[StoredEntry]:
-    """Return all entries except those described as chunks, states or pages. Any of them may be a basis."""
+    """Return all entries that may be a basis, because they are not described as chunks, states or pages."""
     described = describe_new(backend) if cipher is None else None
     return backend.list() if described is None else described
 
@@ -143,7 +143,7 @@ def _is_basis(stored: StoredEntry, front: Data, cipher: Cipher | None) -> bool:
 
 
 def _unused_bases(backend: Backend, bases: Sequence[StoredEntry], cipher: Cipher | None, max_entry_bytes: int) -> list[StoredEntry]:
-    """Return those ``bases`` that no entry needs and that have not been used for an hour.
+    """Return the ``bases`` that no entry needs and that have not been used for an hour.
 
     Returns none if some entry cannot be read.
     """
@@ -160,7 +160,7 @@ def _unused_bases(backend: Backend, bases: Sequence[StoredEntry], cipher: Cipher
         idle = {} if recipe is None else {key: digest for key, digest in idle.items() if digest not in recipe}
         if not idle:
             return []
-    # Look up the last uses again, because reading the entries may have taken long.
+    # Look up the last uses again, because reading the entries may have taken a long time.
     used = {stored.key: stored.used_ns for stored in backend.list()} if idle else {}
     return [stored for stored in bases if stored.key in idle and 0 < used.get(stored.key, 0) < limit]
 

@@ -1,4 +1,4 @@
-"""Conversion between the states after a chunk and an entry's bytes. The entry is a kvpack file without tokens (spec/store.md, States)."""
+"""Converts the states after a chunk to and from the bytes of an entry, a kvpack file without tokens (spec/store.md, States)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from .backend import Data
 
 FEATURE = "prefix-states"
-"""The ignorable feature of an entry with states: its key, the key of the chunk that the states follow, and the digest of its payload."""
+"""The ignorable feature of an entry with states: the entry's key, the key of the preceding chunk, and the digest of its payload."""
 
 
 @dataclass(frozen=True)
 class StatesFields:
-    """The fields in an entry's header that describe its states."""
+    """The fields of an entry's header that describe its states."""
 
     key: bytes
     chunk: bytes
@@ -37,7 +37,8 @@ class StatesFields:
     def of(cls, file: container.File) -> StatesFields:
         """Parse the header of an entry with states.
 
-        Raises InvalidHeader if the entry has keys or values, does not have states of one sequence, or is stored under the wrong key.
+        Raises InvalidHeader if the entry has keys or values, does not have the states of exactly one sequence, or is stored under the wrong
+        key.
         """
         header, where = file.header, file.where
         feature = header.ignorable.get(FEATURE, b"")
@@ -47,7 +48,7 @@ class StatesFields:
         if named.key != (key := states_key(named.chunk)):
             raise InvalidHeader(f"{where}: its header names the key {named.key.hex()}, but states after its chunk have {key.hex()}")
         if not header.states or any(True for layer in header.layers for _ in layer.sides()):
-            raise InvalidHeader(f"{where} has no states, or has keys and values, but an entry of states has only states")
+            raise InvalidHeader(f"{where} is not an entry of states: it has no states, or it has keys and values")
         for state in header.states:
             if state.shape[0] != 1:
                 raise InvalidHeader(f"{where}: {state.where} has {state.shape[0]} sequences, expected one")
@@ -58,12 +59,13 @@ class StatesFields:
 
 
 def is_states(file: container.File) -> bool:
-    """Return True if the header of an open entry shows that it contains states."""
+    """Return True if an open entry contains states, according to its header."""
     return FEATURE in file.header.ignorable
 
 
 def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, str], recipe: str) -> list[memoryview]:
-    """Return the pieces of the entry with the states after a chunk. ``chunk`` is the chunk's key, and ``position`` is where it ends."""
+    """Return the pieces of the entry with the states after a chunk. ``chunk`` is the chunk's key, and ``position`` is the end of the chunk.
+    """
     from kvpack.cache import files
     from kvpack.cache.cache import Cache
     from kvpack.cache.layer import Layer
@@ -78,7 +80,7 @@ def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, s
 def read(data: Data, chunk: bytes, position: int, model: Mapping[str, str], recipe: str) -> States:
     """Check the entry ``data`` and return its states, as views of it.
 
-    Raises InvalidHeader if they are not the states after ``chunk``, and the same errors as ``container.open_bytes``.
+    Raises InvalidHeader unless they are the states after ``chunk``, and the same errors as ``container.open_bytes``.
     """
     from kvpack.cache import files
     from kvpack.cache.states import collect_states
@@ -87,6 +89,6 @@ def read(data: Data, chunk: bytes, position: int, model: Mapping[str, str], reci
     check_header(file, position, model, recipe)
     named = StatesFields.of(file)
     if named.chunk != chunk:
-        raise InvalidHeader(f"{file.where} has the states after the chunk {named.chunk.hex()}, expected those after {chunk.hex()}")
+        raise InvalidHeader(f"{file.where} has the states after the chunk {named.chunk.hex()}, expected the states after {chunk.hex()}")
     check_payload_digest(named.payload, file_payload_digest(file, memoryview(data)), file.where)
     return collect_states(files.read(file))

@@ -1,4 +1,4 @@
-"""The class ``Store``: packed prefixes that processes share, split into chunks of tokens. Each chunk is one entry."""
+"""``Store``: packed prefixes that processes share, split into chunks of tokens. Each chunk is one entry."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Store:
     def keys(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> list[bytes]:
         """Return the keys of a prefix's whole chunks, first chunk first (spec/store.md). Raises InvalidParameter.
 
-        ``inputs`` contains, for every chunk, a digest (at most 64 bytes) of everything else that the chunk depends on, such as images or
+        ``inputs`` contains one digest (at most 64 bytes) per chunk of everything else that the chunk depends on, such as images or
         embeddings. The digest is b"" if the ids determine the chunk. It is part of the chunk's key, and so affects all later keys. All
         methods accept ``inputs`` in this form.
         """
@@ -155,8 +155,8 @@ class Store:
     def match(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> int:
         """Return the length in tokens of the longest stored prefix, a multiple of ``chunk``, without loading it.
 
-        For a model that keeps states, it is the longest prefix with stored states. As for all methods, ``token_ids`` is a list or an array
-        ``[token]`` or ``[1, token]`` of integers. Raises InvalidParameter.
+        For a model that keeps states, only prefixes with stored states count. As in all methods, ``token_ids`` is a list or an integer
+        array ``[token]`` or ``[1, token]``. Raises InvalidParameter.
         """
         ids = token_bytes(token_ids)
         keys = chunk_keys(self._root, ids, self.chunk, inputs)
@@ -170,7 +170,7 @@ class Store:
     def load(
         self, token_ids: Any, *, device: torch.device | str = "cpu", inputs: Sequence[bytes] | None = None
     ) -> tuple[int, Cache | None]:
-        """Return the longest stored prefix: its length in tokens and its cache, or (0, None).
+        """Load the longest stored prefix. Returns its length in tokens and its cache, or (0, None) if nothing is stored.
 
         Every digest is checked. The cache's pages are views of mapped files, or copies on ``device``. Pass all ids except the last, because
         a model needs a token to continue from. For a layer with a sliding window (``Identity.windows``), only the chunks within the window
@@ -200,18 +200,18 @@ class Store:
         return keys if self._states is None else self._states.resumable_prefix(keys)
 
     def save(self, token_ids: Any, cache: Cache, *, inputs: Sequence[bytes] | None = None) -> int:
-        """Store every whole packed chunk of the prefix in ``cache``, and return the number of tokens now stored.
+        """Store every whole packed chunk of the prefix in ``cache``. Returns the number of tokens now stored.
 
-        ``cache`` is a packed cache that starts at the first token, or an object that contains one as ``packed``. Tokens of a raw tail are
+        ``cache`` is a packed cache that starts at the first token, or an object with such a cache as ``packed``. Tokens of a raw tail are
         not stored. ``token_ids`` must have one id per token of the cache. If their lengths differ, truncate the longer one, for example
-        with ``token_ids[:-1]`` if the newest token has no key yet. A cache that contains all its own ids (``Cache.inputs``) is stored up to
-        the shorter length.
+        with ``token_ids[:-1]`` if the newest token has no key yet. A cache that contains all of its own ids (``Cache.inputs``) is stored up
+        to the shorter length.
 
         For layers that keep states, ``cache`` must have states at the end of some chunk (see ``kvpack.prefill`` and
         ``KvpackCache.snapshot_states``). Chunks after the last such state are not stored.
 
-        Raises InvalidParameter if there is a wrong number of ids, if they differ from the cache's own, or if the cache has another recipe
-        or model, does not start at position 0, has several sequences, or lacks states. Also raises it in the following cases:
+        Raises InvalidParameter if the number of ids is wrong, if they differ from the cache's own, or if the cache has another recipe or
+        model, does not start at position 0, has several sequences, or lacks states. Also raises it in the following cases:
 
         - A sliding window has dropped tokens whose chunks are not stored. ``KvpackCache(..., keep_all=True)`` keeps all tokens.
         - The cache depends on more than token ids (``Cache.inputs``), but ``inputs`` is missing.
@@ -253,12 +253,12 @@ class Store:
                 self._leases.release(requested)
 
     def _log_short_prefix(self, tokens: int) -> None:
-        """Log a warning if a prefix is too short to be stored, because lookups of it always miss. Only the first one is logged."""
+        """Log a warning, once per store, that a prefix is too short to be stored, so that lookups of it always miss."""
         if not self._has_logged_short_prefix:
             self._has_logged_short_prefix = True
             log.warning(
-                "nothing was stored: the prefix has %d tokens (of a chat: prompt and reply), but a store keeps whole chunks of %d: pass a "
-                "smaller chunk= to store shorter prefixes (logged once)",
+                "nothing was stored: the prefix has %d tokens (in a chat: prompt and reply), but only whole chunks of %d are stored: "
+                "pass a smaller chunk= to store shorter prefixes (logged once)",
                 tokens,
                 self.chunk,
             )
@@ -278,11 +278,11 @@ class Store:
             check_complete(cache, stored * self.chunk)
         self._counters.add("present_chunks", sum(readable.values()))
         if self._cipher is not None:
-            # Also check entries after a missing one: only decrypting shows whether an encrypted entry can be read here.
+            # Also check entries after a missing one: only decrypting an encrypted entry shows whether it can be read here.
             later = range(present_count + 1, len(keys))
             held = [n for n, present in zip(later, self._backend.contains_many(keys[present_count + 1 :]), strict=True) if present]
             readable |= zip(held, self._loader.can_open([keys[n] for n in held], held), strict=True)
-        # An entry that only other stores may be able to read stays, and no chunk after it is stored, because it would not be found.
+        # An entry that only other stores may be able to read is kept. No chunk after it is stored, because lookups would not find it.
         unreadable = [index for index, is_readable in readable.items() if not is_readable]
         still_present = zip(unreadable, self._backend.contains_many([keys[index] for index in unreadable]), strict=True)
         end = next((index for index, present in still_present if present), len(links))
@@ -303,7 +303,7 @@ class Store:
         return self._states.save(states, chain, ends, now)
 
     def _chain(self, keys: Sequence[bytes], states: StatesAt) -> tuple[list[bytes], list[int]]:
-        """Return the keys of all entries of a prefix, and the indices of its chunks in this list, followed by the list's length.
+        """Return the keys of all entries of a prefix, and the indices of its chunks in this list, followed by the length of the list.
 
         States follow their chunk. They are therefore evicted after the next chunk, but before their own chunk.
         """
@@ -314,7 +314,7 @@ class Store:
         return chain, [*places, len(chain)]
 
     def _batches(self, indices: Sequence[int], links: Sequence[ChunkLink], cache: Cache) -> Iterator[dict[int, list[memoryview]]]:
-        """Encode the entries of chunks and yield them in batches, one per request. Stops at the first chunk that cannot be encoded."""
+        """Encode the entries of chunks, and yield them in batches, one per request. Stops at the first chunk that cannot be encoded."""
 
         def encoded() -> Iterator[tuple[tuple[int, list[memoryview]], int]]:
             for index in indices:
@@ -326,7 +326,7 @@ class Store:
         return map(dict, batches(encoded(), BATCH_ENTRIES, BATCH_BYTES))
 
     def _pieces(self, cache: Cache, index: int, link: ChunkLink) -> list[memoryview] | None:
-        """Return the pieces of the entry of chunk ``index``. If it cannot be encoded, count a fault and return None."""
+        """Return the pieces of the entry of chunk ``index``. If the chunk cannot be encoded, count a fault and return None."""
         key, parent, chunk_ids, digest = link
         try:
             chunk = self._with_identity(cache[:, index * self.chunk : (index + 1) * self.chunk])
@@ -345,7 +345,7 @@ class Store:
         """Protect the longest stored prefix from eviction by any process. Returns its length in tokens.
 
         The pin lasts until ``unpin`` or ``delete``, but at most ``seconds`` seconds (by default, a day). It belongs to ``owner`` (by
-        default, the host and the process), and replaces the owner's earlier pin of the prefix. Raises InvalidParameter.
+        default, this host and process), and replaces the owner's earlier pin of the prefix. Raises InvalidParameter.
         """
         terms = make_pin_terms(owner, seconds)
         keys = self.keys(token_ids, inputs=inputs)
@@ -354,7 +354,8 @@ class Store:
         return len(usable) * self.chunk if usable and self._backend.pin([*before, *self._with_states(usable)], terms) else 0
 
     def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None) -> bool:
-        """Undo ``pin`` of the same prefix by ``owner`` (None for all owners). Returns True if it was pinned. Raises InvalidParameter."""
+        """Remove the pin that ``owner`` (None for all owners) has set on a prefix. Returns True if it was pinned. Raises InvalidParameter.
+        """
         keys, owner = self.keys(token_ids, inputs=inputs), validate_owner(owner)
         pinned = {pin.key for pin in self._backend.pins() if owner in (None, pin.owner)}
         chains = (self._with_states(keys[:count]) for count in range(len(keys), 0, -1))
@@ -365,7 +366,7 @@ class Store:
         return list(keys) if self._states is None else [*keys, states_key(keys[-1])]
 
     def delete(self, token_ids: Any, *, start: int = 0, inputs: Sequence[bytes] | None = None) -> int:
-        """Remove the stored chunks of a prefix from token ``start`` on, with their pins, and return how many chunks were removed.
+        """Remove a prefix's stored chunks from token ``start`` on, along with their pins. Returns how many chunks were removed.
 
         Longer prefixes that continue these chunks are no longer found or pinned, and are evicted when room is needed.
         """
@@ -381,10 +382,10 @@ class Store:
         return count
 
     def clear(self) -> int:
-        """Remove every stored prefix of this identity, with its pins, and return how many entries were removed.
+        """Remove every stored prefix of this identity, along with its pins. Returns how many entries were removed.
 
-        This reads the header of every entry. Neither this method nor ``load`` finds chunks with a missing ancestor. They are eventually
-        evicted.
+        Reads the header of every entry. Chunks with a missing ancestor are found neither by this method nor by ``load``. They are
+        eventually evicted.
         """
         catalog = read_catalog(self._backend, cipher=self._cipher, max_entry_bytes=self._max_entry_bytes)
         keys = chain_keys(catalog, [self._root])
@@ -392,27 +393,26 @@ class Store:
         return remove(self._backend, self._counters, keys, pinned=True)
 
     def basis(self) -> Basis | None:
-        """Return the recipe's basis, from the identity or from the store. Returns None if neither has it, or if the recipe needs no basis.
-        """
+        """Return the recipe's basis, from the identity or the store. Returns None if neither has it, or if the recipe needs no basis."""
         return None if self._stored_basis is None else self._stored_basis.get()
 
     def collect(self) -> None:
         """Remove files of dead writers, and bases that no entry has needed for an hour.
 
-        Afterward, the remaining entries are counted again, and entries are evicted until the rest fits the budget.
+        Then recount the remaining entries, and evict entries until the rest fits the budget.
         """
         reclaim(self._backend, self._counters, self._cipher, max_entry_bytes=self._max_entry_bytes)
         self._backend.collect()
 
     def counters(self) -> dict[str, Any]:
-        """Return the counters of this store since it was opened: counts by name, and ``faults``, a dict by operation and reason."""
+        """Return the counters of this store since it was opened, by name. ``faults`` is a dict keyed by operation and reason."""
         return self._counters.as_dict()
 
     def stats(self) -> dict[str, Any]:
         """Return ``counters``, plus the ``entries`` and ``bytes`` stored at its location.
 
-        They are counted by listing the location. In a folder, only subfolders that have changed since the last count are listed. A store
-        with tiers also returns ``tiers``, a list of each tier's stats.
+        The location is listed to count them. In a folder, only subfolders that have changed since the last count are listed. A store with
+        tiers also returns ``tiers``, a list of each tier's stats.
         """
         entries, size = self._backend.size()
         tiers = {"tiers": self._backend.stats()} if isinstance(self._backend, Tiers) else {}
@@ -438,7 +438,9 @@ class Store:
         return load() if self._leases is None else self._leases.load(keys, load, self.chunk)
 
     def _has_basis(self, keys: Sequence[bytes]) -> bool:
-        """Return True if the first entry exists and the basis is available, or not needed. The basis is read from the store if necessary.
+        """Return True if the first entry exists and the recipe's basis, if any, is available.
+
+        If necessary, the basis is read from the store.
         """
         if self._stored_basis is None or self._reader.basis is not None:
             return True
@@ -450,7 +452,7 @@ class Store:
         return self._reader.basis is not None
 
     def _has_fixed_frequencies(self, ids: bytes) -> bool:
-        """Return True if RoPE uses the same frequencies for ``ids`` and one more token as for any shorter sequence."""
+        """Return True if RoPE uses the same frequencies for ``ids`` plus one token as for any shorter sequence."""
         return self._max_sequence is None or len(ids) // ID_BYTES < self._max_sequence
 
     def _move_cache(self, cache: Cache, device: torch.device | str) -> Cache | None:
@@ -458,7 +460,7 @@ class Store:
         import torch
 
         try:
-            # Every chunk is a run, and kernels prepare, decode and copy each run by itself.
+            # Every chunk is a separate run, and kernels prepare, decode and copy each run separately.
             return replace(cache, layers=tuple(layer.merged().to(device) for layer in cache.layers))
         except (MemoryError, torch.OutOfMemoryError) as error:
             self._counters.fault("load", error)

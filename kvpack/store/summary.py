@@ -1,4 +1,4 @@
-"""Totals of a location by model and recipe. In a folder with an index, and on Redis, only the headers of new entries are read."""
+"""Totals of a location by model and recipe. In an indexed folder and on Redis, only the headers of new entries are read."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Summary:
         return self.unreadable + sum(count["entries"] for count in counts)
 
     def identities(self) -> list[tuple[dict[str, str], str, Counter[str]]]:
-        """Return (model, recipe, counts of entries, bytes and tokens) for each pair of a model and a recipe."""
+        """Return (model, recipe, counts of entries, bytes and tokens) for each model and recipe."""
         return [(dict(model), recipe, count) for (model, recipe), count in sorted(self.chunks.items())]
 
     def add(self, text: dict[str, Any], entries: int, size: int) -> None:
-        """Add ``entries`` entries to the totals. They have ``size`` bytes in total, and ``text`` describes them."""
+        """Add ``entries`` entries, with ``size`` bytes in total, to the totals. ``text`` is their description."""
         if text["kind"] != "chunk":
             self.kinds[text["kind"]].update(entries=entries, bytes=size)
             return
@@ -56,7 +56,7 @@ def summarize(
 ) -> Summary:
     """Return the totals of a location. See ``read_catalog`` for the parameters."""
     summary = Summary()
-    # Descriptions ignore encryption keys and size limits, so they are used only without them.
+    # Descriptions ignore encryption keys and size limits, so they are not used with either.
     known = backend.read_descriptions() if _has_descriptions(backend) and cipher is None and max_entry_bytes == MAX_ENTRY_BYTES else None
     for text, entries, size in known.totals if known is not None else ():
         summary.add(json.loads(text), entries, size)

@@ -1,8 +1,8 @@
 """A backend that combines several tiers, fastest first, such as memory, a folder and a server.
 
-An entry read from a slower tier is copied to the faster tiers once it has been checked. A saved entry is either written to all tiers before
-``save`` returns (write-through), or only to the first tier, and to the others in the background (write-back). Each tier evicts by its own
-budget.
+An entry read from a slower tier is checked, and then copied to the faster tiers. A saved entry is either written to all tiers before
+``save`` returns (write-through), or only to the first tier, and to the rest in the background (write-back). Each tier evicts entries to fit
+its own budget.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _MAX_NOTED = 4096
 
 
 class Tiers:
-    """A backend that combines several tiers. ``tiers`` contains (backend, its counters) pairs, fastest first.
+    """A backend that combines several tiers. ``tiers`` contains a (backend, counters) pair for each tier, fastest first.
 
-    ``counters`` are those of the whole store. With ``write_back``, tiers other than the first are written in the background.
+    ``counters`` belong to the whole store. With ``write_back``, tiers other than the first are written in the background.
     """
 
     def __init__(self, tiers: Sequence[tuple[Backend, Counters]], counters: Counters, *, write_back: bool = False) -> None:
@@ -94,7 +94,7 @@ class Tiers:
             lower = {first + index: [memoryview(entry.data)] for index, entry in enumerate(entries) if entry.tier > tier}
             promoted |= {position for position, ok in zip(lower, self._put_in([backend], keys, lower, now_ns), strict=True) if ok}
         self._counters.add("promoted_chunks", len(promoted))
-        # The whole chain is recorded at once: recording parts one by one would leave ancestors older than their descendants.
+        # The use of the whole chain is recorded at once. Part by part, ancestors would seem older than their descendants.
         self.touch(keys, now_ns, queried=max((entry.tier for entry in entries), default=-1))
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
@@ -122,7 +122,7 @@ class Tiers:
                     self._write_back.add(chain[: position + 1], b"".join(pieces), now_ns)
                 else:
                     refused[position] = pieces
-            # Entries that the first tier refused are written to the other tiers right away.
+            # Entries that the first tier rejected are written to the other tiers immediately.
             late = dict(zip(refused, self._put_in(self._backends[1:], chain, refused, now_ns), strict=True))
             stored = [ok or late.get(position, False) for position, ok in zip(entries, stored, strict=True)]
         sizes = [sum(map(len, pieces)) for pieces in entries.values()]
@@ -142,7 +142,7 @@ class Tiers:
         return set().union(*(backend.delete(keys) for backend in self._backends))
 
     def discard(self, key: bytes, entry: FoundEntry) -> None:
-        # Only this tier's copy is removed: other tiers' copies, and the queued one, may be good.
+        # Only this tier's copy is removed. Copies in other tiers and in the queue may be good.
         self._backends[entry.tier].discard(key, FoundEntry(entry.data, 0))
 
     def list(self) -> Iterator[StoredEntry]:
@@ -194,7 +194,7 @@ class Tiers:
         ]
 
     def histograms(self) -> str:
-        """Return histograms of the durations of loads and saves of every tier, in Prometheus' text format."""
+        """Return histograms of the duration of each tier's loads and saves, in Prometheus' text format."""
         name = "kvpack_store_tier_seconds"
         lines = [f"# HELP {name} Duration of calls to a tier in seconds, by operation.", f"# TYPE {name} histogram"]
         for tier, counts in enumerate(self._tier_counters):
@@ -215,7 +215,7 @@ class Tiers:
     def _put_in(
         self, backends: Sequence[Backend], chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int
     ) -> Sequence[bool]:
-        """Put entries into all ``backends``. Returns for each entry True if any backend has stored it."""
+        """Put entries into all ``backends``. Returns True for each entry that any backend has stored."""
         answers = []
         for backend in backends if entries else ():
             with self._time_operation(backend, "save"):
@@ -231,8 +231,8 @@ class Tiers:
     ) -> Iterator[tuple[int, Any]]:
         """Query the tiers for ``keys``, in order, and yield (tier, reply) pairs until no tier has the next key.
 
-        ``count_keys`` counts the keys in a reply. For each missing key, the fastest tier is queried first, and no tier is queried twice for
-        a key that it lacks. For the first key, only tiers slower than ``after_tier`` are queried.
+        ``count_keys`` counts the keys in a reply. For each missing key, the fastest tier is queried first. No tier is queried twice for a
+        key that it lacks. The first key is searched for only in tiers slower than ``after_tier``.
         """
         found = 0
         exhausted_at: dict[int, int] = dict.fromkeys(range(after_tier + 1), 0)
@@ -279,9 +279,9 @@ FLUSH_SECONDS = 30.0
 
 
 class WriteBack:
-    """A queue whose thread calls ``write(chain, entry, now_ns)`` in the order of ``add``. Safe to use from any thread.
+    """A queue. Its thread calls ``write(chain, entry, now_ns)`` in the order of ``add``. Safe to use from any thread.
 
-    After a fork, the child's queue is empty; the parent still writes its entries.
+    After a fork, the child's queue is empty, and the parent still writes its entries.
     """
 
     _queue: OrderedDict[bytes, tuple[Sequence[bytes], bytes, int]]
@@ -294,7 +294,7 @@ class WriteBack:
         self._reset()
 
     def add(self, chain: Sequence[bytes], data: bytes, now_ns: int) -> None:
-        """Queue an entry. If there is no room for it, it is dropped and counted."""
+        """Queue an entry. If there is no room, the entry is dropped and counted."""
         self._reset_in_child()
         with self._condition:
             if self._bytes + len(data) > QUEUE_BYTES:
@@ -310,7 +310,7 @@ class WriteBack:
             self._condition.notify_all()
 
     def cancel(self, keys: Iterable[bytes]) -> None:
-        """Drop the queued entries of ``keys``. If one of them is being written, wait until that is done."""
+        """Drop the queued entries of ``keys``. If one of them is being written, wait for that to finish."""
         self._reset_in_child()
         forgotten = set(keys)
         with self._condition:
@@ -321,7 +321,7 @@ class WriteBack:
             self._condition.notify_all()
 
     def close(self) -> None:
-        """Write queued entries for at most ``FLUSH_SECONDS``. What is left is dropped and counted."""
+        """Write queued entries for at most ``FLUSH_SECONDS``. The remaining ones are dropped and counted."""
         self._reset_in_child()
         deadline = time.monotonic() + FLUSH_SECONDS
         with self._condition:

@@ -1,4 +1,4 @@
-"""Exports and imports one prefix as a single kvpack file (spec/store.md, Exported prefixes)."""
+"""Exports a prefix as a single kvpack file, and imports it (spec/store.md, Exported prefixes)."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from .options import StoreOptions
 
 TOKEN_CHUNKS_FEATURE = "token-chunks"
-"""Feature used instead of ``IDS_FEATURE`` if a chunk has a digest of other inputs in addition to its token ids."""
+"""Feature that replaces ``IDS_FEATURE`` if a chunk has a digest of other inputs in addition to its token ids."""
 MAX_TOKENS_BYTES = 2**26
-"""Maximum size in bytes of a JSON file of token ids."""
+"""Maximum size of a JSON file of token ids, in bytes."""
 _CHUNK_BYTES = 4
-"""Size in bytes of the field before the chunks: the number of tokens per chunk, little-endian."""
+"""Size in bytes of the first field: the number of tokens per chunk, little-endian."""
 CHUNK_SIZE_FEATURE = "chunk-tokens"
-"""Feature with the number of tokens per chunk, in ``_CHUNK_BYTES`` bytes, of a file with ``IDS_FEATURE``."""
+"""Feature of a file with ``IDS_FEATURE``: the number of tokens per chunk, in ``_CHUNK_BYTES`` bytes."""
 
 
 @dataclass(frozen=True)
 class ExportedPrefix:
-    """An exported prefix with its identity, which contains the basis. ``inputs``, if set, has one digest for every ``chunk`` tokens.
+    """An exported prefix with its identity, which includes the basis. ``inputs``, if set, contains a digest for every ``chunk`` tokens.
 
-    ``chunk`` is None if the chunk size is not in the file.
+    ``chunk`` is None if the file does not contain the chunk size.
     """
 
     identity: Identity
@@ -63,9 +63,9 @@ def export_prefix(
     basis: Basis | None = None,
     states: StatesEntry | None = None,
 ) -> int:
-    """Write a prefix with its token ids to ``path`` as one unencrypted kvpack file. Returns the size in bytes.
+    """Write a prefix with its token ids to ``path`` as one unencrypted kvpack file. Returns the file's size in bytes.
 
-    ``states`` is the entry of the states after its last chunk, for a model that keeps states. The file refers to the ``basis`` that it
+    For a model that keeps states, ``states`` is the entry of the states after the last chunk. The file refers to the ``basis`` that it
     needs, but does not contain it. Raises InvalidParameter if the beginning of the prefix is missing, WriteFailed, and the errors of
     reading entries.
     """
@@ -75,7 +75,7 @@ def export_prefix(
 
     if not prefix.is_complete:
         raise InvalidParameter(
-            f"the prefix of {prefix.key.hex()} begins at token {prefix.entries[0].start}: entries before it no longer exist"
+            f"the prefix of {prefix.key.hex()} begins at token {prefix.entries[0].start}: earlier entries no longer exist"
         )
     chunks = []
     for entry, data in zip(prefix.entries, backend.peek_many([entry.stored.key for entry in prefix.entries]), strict=True):
@@ -83,7 +83,7 @@ def export_prefix(
         if data is None:
             raise MissingFile(f"entry {key.hex()} no longer exists")
         file = open_entry(decrypt_entry(key, data, cipher), key)
-        # A listed entry may have been replaced since.
+        # A listed entry may have been replaced in the meantime.
         if check_entry(file, entry.start, entry.model, entry.recipe) != entry.fields:
             raise InvalidHeader(f"{file.where} is not the entry that was listed")
         chunks.append(files.read(file, basis=basis))
@@ -114,7 +114,7 @@ def _features(prefix: Prefix) -> dict[str, bytes]:
 
 
 def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str, source: str | None = None) -> ExportedPrefix:
-    """Read the prefix in a kvpack file. For files without token ids, ``tokens`` is the path of a JSON file that contains them.
+    """Read the prefix in a kvpack file. For a file without token ids, ``tokens`` is the path of a JSON file that contains them.
 
     ``source`` is the path of the basis that the file needs, or of a folder that contains it. Raises InvalidParameter if there are no ids,
     MissingFile, MissingBasis, and the same errors as ``kvpack.load``.
@@ -152,9 +152,9 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
 
 
 def chunk_at(location: Any, exported: ExportedPrefix, options: StoreOptions) -> int | None:
-    """Return the chunk size, in tokens, of the entries that a location has of a prefix, or None if it has none.
+    """Return the chunk size, in tokens, with which a location stores a prefix, or None if it does not.
 
-    The location is not changed. Raises the errors of opening the location.
+    Does not change the location. Raises the errors of opening it.
     """
     backend = open_for_identity(location, exported.identity, Counters(), options, skip_sweep=True).backend
     try:
@@ -164,8 +164,9 @@ def chunk_at(location: Any, exported: ExportedPrefix, options: StoreOptions) -> 
 
 
 def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:
-    """Parse the feature ``TOKEN_CHUNKS_FEATURE``. Returns tokens per chunk, the digest of each chunk, and all token ids. Raises
-    InvalidHeader.
+    """Parse the feature ``TOKEN_CHUNKS_FEATURE``. Returns tokens per chunk, the digest of each chunk, and all token ids.
+
+    Raises InvalidHeader.
     """
     chunk = int.from_bytes(data[:_CHUNK_BYTES], "little")
     digests, ids, offset = [], [], _CHUNK_BYTES

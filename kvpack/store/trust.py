@@ -1,7 +1,7 @@
 """Checks that only the owner of a store's folder can have written its files (spec/store.md, Trust).
 
-Folders and files that belong to other users, or that the group or others may write, are not used unless the caller trusts the members of a
-group. Files that another user may change are copied before they are checked, so that they cannot change between check and use.
+Folders and files that belong to other users, or that the group or others may write to, are used only if the caller trusts the members of
+that group. Files that another user may change are copied before they are checked, so that they cannot change between check and use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PERMANENT_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errn
 
 
 class Untrusted(PermissionError):
-    """Raised if users other than the store's owner may have written a folder or file."""
+    """Raised if users other than the store's owner may have written to a folder or file."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.EPERM, message)
@@ -49,7 +49,7 @@ class Trust:
     """Checks which users may write to the folder ``root``. If it does not exist yet, this user becomes its ``owner``.
 
     ``trusted_group`` is the id or name of a group. Its members may write there and are trusted like the owner. Raises InvalidParameter if
-    this user is not in that group, or if ``root`` is not a folder, is not accessible, or may be written by others.
+    this user is not in that group, or if ``root`` is not a folder, is not accessible, or may be written to by others.
     """
 
     def __init__(self, root: str, trusted_group: int | str | None = None) -> None:
@@ -64,7 +64,7 @@ class Trust:
         except OSError as error:
             if error.errno in _PERMANENT_ERRORS:
                 raise InvalidParameter(f"{root} cannot be a store: {error.strerror}") from None
-            # Either the folder does not exist yet, or its disk fails, which later operations count as a fault.
+            # Either the folder does not exist yet, or its disk fails. Later operations count that as a fault.
             return
         if not stat.S_ISDIR(status.st_mode):
             raise InvalidParameter(f"{root} is not a folder: pass the path of a store's folder, which need not exist yet")
@@ -76,7 +76,7 @@ class Trust:
                 hint = f". Its group is {group}{trusted_hint}: trusted_group={group} trusts the members of this group to do so"
             raise InvalidParameter(
                 f"{root} has mode {mode:04o}, but neither group nor others may write to a store's folder, because anyone who can write "
-                f"entries decides what models read{hint}"
+                f"entries controls what models read{hint}"
             )
         self._group_writes = self.trusted_group is not None and bool(status.st_mode & stat.S_IWGRP)
         if not os.access(root, os.X_OK, effective_ids=True):
@@ -90,8 +90,9 @@ class Trust:
 
     @property
     def may_write(self) -> bool:
-        """True if this user may store entries. These users may: the owner, root (which gives files to the owner), and members of the
-        trusted group.
+        """True if this user may store entries.
+
+        Only the owner, root (which gives files to the owner), and members of the trusted group may do so.
         """
         return self._user in (self.owner, 0) or self._group_writes
 
@@ -135,7 +136,7 @@ class Trust:
             folder = os.path.dirname(folder)
 
     def assign_owner(self, descriptor: int) -> None:
-        """Assign a file or folder that this user has just created to the store's owner and, if set, to the trusted group.
+        """Transfer a file or folder that this user has just created to the store's owner and, if set, to the trusted group.
 
         Raises OSError, or Untrusted if the file or folder belongs to an untrusted user.
         """
@@ -191,12 +192,12 @@ class Trust:
             )
 
     def _forbidden_bits(self, status: os.stat_result) -> int:
-        """Return the mode bits that must be unset so that no untrusted user can write."""
+        """Return the mode bits that give untrusted users permission to write."""
         return stat.S_IWOTH if self.trusted_group is not None and status.st_gid == self.trusted_group else OTHERS_WRITE
 
 
 def _group_id(group: int | str) -> int:
-    """Return the id of a group to which this process belongs. Raises InvalidParameter."""
+    """Return the id of a group. Raises InvalidParameter unless this process belongs to it."""
     number: Any = group
     if isinstance(group, str):
         try:
@@ -207,7 +208,7 @@ def _group_id(group: int | str) -> int:
         raise InvalidParameter(f"trusted_group is {describe(group)}, expected the number or the name of a group")
     if os.geteuid() != 0 and number not in (os.getegid(), *os.getgroups()):
         user = os.geteuid()
-        raise InvalidParameter(f"trusted_group is {group!r:.80}, but user {user} is not a member of it: name a group of this user")
+        raise InvalidParameter(f"trusted_group is {group!r:.80}, but user {user} is not a member of it: pass a group of this user")
     return number
 
 
@@ -230,11 +231,11 @@ def read_whole(descriptor: int, size: int) -> bytearray | memoryview:
 
 
 def _truncated_error(size: int, done: int) -> OSError:
-    return OSError(errno.EIO, f"a file of {size} bytes was truncated to {done} while it was read")
+    return OSError(errno.EIO, f"a file of {size} bytes was truncated to {done} bytes while it was read")
 
 
 def read_beginning(descriptor: int, max_bytes: int) -> bytes:
-    """Return the first ``max_bytes`` bytes of an open file, or all if it has fewer. Raises OSError."""
+    """Return the first ``max_bytes`` bytes of an open file, or all bytes of a smaller file. Raises OSError."""
     data = b""
     while len(data) < max_bytes and (more := os.pread(descriptor, max_bytes - len(data), len(data))):
         data += more

@@ -1,4 +1,4 @@
-"""The parts of a prefix that sliding windows need. Older chunks are not loaded, and chunks that a layer has dropped are not saved."""
+"""The parts of a prefix that sliding windows need. Older chunks are not loaded. Chunks that a layer has dropped are not saved."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SlidingWindows:
-    """The sliding windows of a model's layers, in tokens (None for full attention), and the number of tokens per chunk."""
+    """The sliding windows of a model's layers. ``layers`` contains each window in tokens (None for full attention).
+
+    ``chunk`` is the number of tokens per chunk.
+    """
 
     layers: tuple[int | None, ...]
     chunk: int
 
     def first_chunk(self, chunks: int) -> int:
-        """Return the index of the first chunk that the token after ``chunks`` chunks needs in some layer."""
+        """Return the index of the first chunk needed, in some layer, by the token after ``chunks`` chunks."""
         if not self.layers or None in self.layers:
             return 0
         return min(self._first_token(chunks * self.chunk, window) for window in self.layers if window is not None) // self.chunk
 
     def crop(self, cache: Cache) -> Cache:
-        """Return ``cache`` without the chunks of each layer to which the next token does not attend."""
+        """Return ``cache`` without each layer's chunks to which the next token does not attend."""
         # If only later chunks were loaded, the cache is a prefix whose layers have skipped the earlier tokens.
         skipped = cache.start
         layers = [replace(layer, skipped=skipped) if layer.sides else layer for layer in cache]
@@ -44,7 +47,7 @@ class SlidingWindows:
 
 
 def check_complete(cache: Cache, stored: int) -> None:
-    """Check that every layer still has all tokens after the first ``stored`` ones, which the store already has.
+    """Check that every layer still has all tokens after the first ``stored`` tokens, which are already in the store.
 
     If tokens are missing, raises InvalidParameter if ``stored`` is 0. Otherwise, issues a KvpackWarning, because the missing chunks may
     have been stored earlier and then evicted.

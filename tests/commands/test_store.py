@@ -74,7 +74,7 @@ def test_a_prefix_without_its_beginning_is_marked(folder: Path, capsys: pytest.C
     rows = printed(capsys, "ls", folder)["prefixes"]
     assert [row["whole"] for row in rows] == [True, False, False]
     run("export", folder, rows[1]["key"], folder / "out", code=2)
-    assert "entries before it no longer exist" in capsys.readouterr().err
+    assert "earlier entries no longer exist" in capsys.readouterr().err
 
 
 def test_stat_prints_the_totals(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,7 +358,7 @@ def test_verify_exits_with_the_worst_code(folder: Path, capsys: pytest.CaptureFi
     monkeypatch.setattr(File, "verify", verify)
     capsys.readouterr()
     run("verify", folder, "--delete", code=3)
-    assert "too little memory for its" in capsys.readouterr().err
+    assert "not enough memory to read its" in capsys.readouterr().err
     assert os.path.exists(unread), "exhausted memory was reported as damage"
     assert not os.path.exists(damaged)
 

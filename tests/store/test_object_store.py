@@ -345,7 +345,7 @@ def test_wrong_replies_of_a_server_are_misses(server: Server) -> None:
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [
-        (404, "NoSuchBucket", "refuses the location with NoSuchBucket: check the name of the bucket"),
+        (404, "NoSuchBucket", "refuses the location with NoSuchBucket: check that the bucket exists"),
         (403, "InvalidAccessKeyId", "check the access key"),
         (403, "SignatureDoesNotMatch", "check the access key"),
         (400, "ExpiredToken", "check the session token"),
@@ -457,7 +457,7 @@ def test_every_hit_is_correct_while_the_server_is_killed_paused_and_started(serv
 def test_invalid_locations_are_refused(location: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         kvpack.Store(location, IDENTITY, chunk=CHUNK, **options)
-    with pytest.raises(InvalidParameter, match="storage_options is for URLs only"):
+    with pytest.raises(InvalidParameter, match="storage_options works only with URLs"):
         kvpack.Store(obstore.store.MemoryStore(), IDENTITY, chunk=CHUNK, storage_options={"region": "x"})
 
 

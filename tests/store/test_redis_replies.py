@@ -184,7 +184,7 @@ def test_an_endless_line_costs_little(first: bytes, serve: Callable[..., str]) -
     [
         (b"-NOPERM User x has no permissions to run the 'script|load' command\r\n", "a user that may run scripts"),
         (b"-ERR unknown command 'SCRIPT', with args beginning with: 'LOAD'\r\n", "refuses commands that a store needs: .*unknown command"),
-        (b"-MOVED 3999 10.1.2.3:6381\r\n", r"kvpack's keys are on the node 10\.1\.2\.3:6381: name that node"),
+        (b"-MOVED 3999 10.1.2.3:6381\r\n", r"kvpack's keys are on the node 10\.1\.2\.3:6381: use that node"),
     ],
 )
 def test_permanent_refusals_are_reported_when_opening(answer: bytes, message: str, serve: Callable[..., str]) -> None:
@@ -228,7 +228,7 @@ def test_url_options_that_change_replies_are_refused(query: str, message: str) -
     [
         ("redis://127.0.0.1:1/abc", "the path of the location is '/abc', expected the number of a database, such as /0"),
         ("redis://127.0.0.1:1/0/x", "the path of the location is '/0/x'"),
-        ("unix://?db=1", "names no socket, expected unix:///path/of/socket"),
+        ("unix://?db=1", "has no socket path, expected unix:///path/of/socket"),
         ("redis://[::1", "is not the URL of a Redis server"),
         ("REDIS://127.0.0.1:1", "has the scheme 'REDIS://', expected one of redis://"),
     ],
@@ -323,7 +323,7 @@ def test_a_long_reply_gets_time_in_proportion_to_its_bytes(monkeypatch: pytest.M
     found.begin()
     assert found.recv(1) == b"$"
     now[0] += 0.1
-    with pytest.raises(TimeoutError, match="a reply, of which 1 bytes have arrived, took more than"):
+    with pytest.raises(TimeoutError, match="a reply, of which 1 bytes were received, took more than"):
         found.recv(1)
 
 

@@ -188,7 +188,7 @@ def test_states_with_tokens_or_other_sequences_are_refused(tmp_path: Path) -> No
     with pytest.raises(InvalidHeader, match=r"the feature 'prefix-states' has 0 bytes, expected 80"):
         state_entries.StatesFields.of(file)
     file.header.ignorable[state_entries.FEATURE] = states_key(chunk) + chunk + bytes(16)  # type: ignore[index]
-    with pytest.raises(InvalidHeader, match="an entry of states has only states"):
+    with pytest.raises(InvalidHeader, match="is not an entry of states"):
         state_entries.StatesFields.of(file)
 
 

@@ -1,4 +1,4 @@
-"""LiveCache: a growing cache that packs keys and values while a model generates, and attends to them without unpacking."""
+"""``LiveCache``: a growing cache that packs keys and values while a model generates, and attends to them without unpacking."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .operators import Tickets
 from .steps import CpuSteps, Steps
 
 MAX_DEFERRED_TOKENS = 1024
-"""Maximum number of tokens in an update that may stay raw until the next update, so that the first output token is returned sooner.
+"""Maximum size, in tokens, of an update that may stay raw until the next update, so that the first output token is returned sooner.
 
 Longer updates are encoded right after their ``attend``.
 """
@@ -87,14 +87,14 @@ class LiveCache:
 
     @classmethod
     def of(cls, cache: Cache, *, sliding_windows: Sequence[int | None] | None = None) -> LiveCache:
-        """Create a live cache that continues ``cache`` and shares its bytes. Raises InvalidType if ``cache`` is not a packed cache."""
+        """Create a live cache that continues ``cache`` and shares its bytes. Raises InvalidType unless ``cache`` is a packed cache."""
         check_packed(cache, "LiveCache.of({})")
         cache.check_ends()
         for number, layer in enumerate(cache):
             if layer.states:
                 raise InvalidParameter(
                     f"layers[{number}] has the states {' and '.join(layer.states)}, but a LiveCache keeps only keys and values: "
-                    "KvpackCache.of(cache, model) keeps states, too"
+                    "use KvpackCache.of(cache, model), which also keeps states"
                 )
         return cls._of(cache, sliding_windows)
 
@@ -132,7 +132,7 @@ class LiveCache:
         return self._continue_with(self.snapshot())
 
     def _continue_with(self, cache: Cache) -> LiveCache:
-        """Return a live cache with the options of this one and the tokens of ``cache``."""
+        """Return a live cache with the tokens of ``cache`` and the options of this one."""
         copied = self._of(cache, self.sliding_windows)
         # Keep the basis, which layers without tokens need.
         copied._recipe = self._recipe
@@ -149,7 +149,7 @@ class LiveCache:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the layers have seen. During a forward pass, this is the number in the layer that has seen most."""
+        """Number of tokens that the layers have seen. During a forward pass, the largest such number of any layer."""
         self._count_replayed_tokens()
         return max((layer.seen_tokens for layer in self._layers if layer is not None), default=0)
 
@@ -174,14 +174,14 @@ class LiveCache:
         return 0 if live is None else live.skipped
 
     def batch(self, layer: int) -> int:
-        """Return the number of sequences of ``layer``, or 1 if it has no tokens. Raises OutOfBounds."""
+        """Return the number of sequences in ``layer``, or 1 if it has no tokens. Raises OutOfBounds."""
         live = self._layer_or_none(layer)
         return 1 if live is None or not live.seen_tokens else live.batch
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
         """Return (batch, heads, dim) of the keys and of the values of ``layer``, or an empty dict before its first tokens.
 
-        After ``reset``, a layer accepts another batch size. Raises OutOfBounds.
+        After ``reset``, a layer accepts a different batch size. Raises OutOfBounds.
         """
         live = self._layer_or_none(layer)
         return {} if live is None else {name: (side.batch, side.heads, side.dim) for name, side in live.sides.items()}
@@ -189,9 +189,9 @@ class LiveCache:
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
         """Add new tokens to ``layer``. ``k`` and ``v`` are ``[batch, kv_head, token, dim]``.
 
-        Tokens are added to the raw tail. If the tail has no room for them, the next ``attend`` encodes them. Raises OutOfBounds for a layer
-        that the cache does not have, InvalidType for an unsupported dtype, and InvalidParameter for values that do not continue the layer.
-        On a CUDA device, the next ``roll`` or ``freeze`` checks that the values are finite.
+        Tokens are added to the raw tail. If they do not fit, the next ``attend`` encodes them. On a CUDA device, the next ``roll`` or
+        ``freeze`` checks that the values are finite. Raises OutOfBounds if the cache has no such layer, InvalidType for an unsupported
+        dtype, and InvalidParameter for values that do not continue the layer.
         """
         if torch.compiler.is_dynamo_compiling():
             if v is not None:
@@ -209,7 +209,7 @@ class LiveCache:
         self._refresh_steps(layer)
 
     def try_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None, following: int | None = None) -> int | None:
-        """Add a few tokens quickly, if they need no further checks, and return the number of tokens that the layer has seen.
+        """Add a few tokens quickly, if they need no further checks. Returns the number of tokens that the layer has seen.
 
         Returns None, and adds nothing, if ``update`` must be called instead, or if layer ``following`` has seen fewer tokens.
         """
@@ -234,9 +234,9 @@ class LiveCache:
     ) -> torch.Tensor:
         """Attend to all tokens of ``layer``, as ``kvpack.attend`` does. The queries ``[batch, q_head, q_len, dim]`` are the last tokens.
 
-        ``starts`` count from the first token that the layer has seen, and are not copied from a CUDA device. If the tail had no room for
-        the last update, its tokens are attended to in raw form and then encoded. Raises the same errors as ``kvpack.attend``, and
-        OutOfBounds for a layer without tokens.
+        ``starts`` count from the first token that the layer has seen. If they are on a CUDA device, they are not copied to the host. If the
+        last update did not fit in the tail, its tokens are attended to in raw form and then encoded. Raises the same errors as
+        ``kvpack.attend``, and OutOfBounds for a layer without tokens.
         """
         if torch.compiler.is_dynamo_compiling():
             options = {"scale": scale, "causal": causal, "softcap": softcap, "sliding_window": sliding_window}
@@ -267,11 +267,11 @@ class LiveCache:
         return result
 
     def roll(self) -> bool:
-        """Encode whole windows of each layer's raw tail, except its newest tokens. Returns True if kernel launches changed.
+        """Encode whole windows of each layer's raw tail, except the newest tokens. Returns True if kernel launches changed.
 
         Call this between steps, at least once per window of tokens. If it returns True, capture CUDA graphs of ``update`` and ``attend``
-        again. The call synchronizes with a CUDA device. It raises InvalidParameter, with the layer's number, if a value added since the
-        last call is not finite.
+        again. The call synchronizes with a CUDA device. Raises InvalidParameter, with the layer's index, if a value added since the last
+        call is not finite.
         """
         self._count_replayed_tokens()
         self._check_finite()
@@ -283,21 +283,21 @@ class LiveCache:
 
     @property
     def room(self) -> int:
-        """Number of tokens that still fit in the raw tail of every layer, as far as the host knows.
+        """Number of tokens that still fit in the raw tail of every layer. Tokens of a graph replay count after ``record_replay``.
 
-        It is 0 while a long update waits to be encoded, or if some layer has packed more keys than values or the reverse.
+        It is 0 while a long update waits to be encoded, or if some layer has packed different numbers of keys and values.
         """
         rooms = (0 if layer.pending_tokens or layer.is_uneven else layer.room - layer.raw_tokens for layer in self._selected_layers(None))
         return min(rooms, default=0)
 
     @property
     def is_uneven(self) -> bool:
-        """True if some layer has packed more keys than values or the reverse. Decode steps then need work on the host."""
+        """True if some layer has packed different numbers of keys and values. Decode steps then need work on the host."""
         return any(layer.is_uneven for layer in self._layers if layer is not None)
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Return a context manager within which calls may be captured in a CUDA graph. Report each replay with ``record_replay``.
+        """Return a context manager for capturing calls in a CUDA graph. Report each replay with ``record_replay``.
 
         Calls that need work on the host raise InvalidParameter. The graph is valid as long as ``launches`` stays the same. A replay needs
         enough ``room``.
@@ -335,7 +335,7 @@ class LiveCache:
             self._refresh_steps(number)
 
     def layer(self, layer: int, packed: bool = False) -> Layer:
-        """Return all tokens of ``layer`` as an immutable layer that shares the packed bytes. ``packed`` is as for ``freeze``.
+        """Return all tokens of ``layer`` as an immutable layer that shares the packed bytes. ``packed`` is the same as for ``freeze``.
 
         Raises OutOfBounds.
         """
@@ -350,7 +350,7 @@ class LiveCache:
     def unpack(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the dense keys and values of ``layer``, each ``[batch, kv_head, token, dim]`` of ``dtype``, or None if absent.
 
-        Tokens that are still raw are returned exactly. Raises OutOfBounds.
+        Raw tokens are returned exactly. Raises OutOfBounds.
         """
         check_floating(dtype)
         live = self._layer_after_replays(layer)
@@ -359,7 +359,7 @@ class LiveCache:
     def freeze(self, *, packed: bool = False) -> Cache:
         """Return all tokens as an immutable ``Cache`` that shares the packed bytes and keeps the raw tail. This cache stays usable.
 
-        With ``packed=True``, the tail is packed as well, in whole token groups or, if the recipe sets a window, in whole windows. Files are
+        With ``packed=True``, the tail is packed too, in whole token groups or, if the recipe sets a window, in whole windows. Files are
         then smaller, and stores get all whole chunks. A layer that has not changed since ``of`` is returned unchanged. Raises
         InvalidParameter during a forward pass, or if a value is not finite.
         """
@@ -368,7 +368,7 @@ class LiveCache:
         return cache
 
     def snapshot(self, packed: bool = False) -> Cache:
-        """Return a ``Cache`` like ``freeze``, even if a forward pass was interrupted between two layers. Raises InvalidParameter."""
+        """Return a ``Cache`` like ``freeze``, but even after a forward pass was interrupted between two layers. Raises InvalidParameter."""
         check_flag(packed, "packed")
         self._count_replayed_tokens()
         self._check_finite()
@@ -391,14 +391,14 @@ class LiveCache:
         self._change_layers(lambda live: live.truncate(tokens), layer)
 
     def keep_past(self, layer: int) -> None:
-        """Make a sliding-window layer keep tokens outside its window until ``truncate``, which can then go further back."""
+        """Make a sliding-window layer keep tokens outside its window until ``truncate`` is called, which can then go further back."""
         live = self._layer_or_none(layer)
         self._kept.add(layer)
         if live is not None:
             live.keeps_past = True
 
     def share(self, layer: int) -> None:
-        """Allow other layers of the model to attend to the tokens of ``layer``. A long update then stays raw until the next update."""
+        """Let other layers of the model attend to the tokens of ``layer``. A long update then stays raw until the next update."""
         self._layer_or_none(layer)
         self._shared.add(layer)
 
@@ -442,20 +442,20 @@ class LiveCache:
         return changed
 
     def _check_captured(self, layer: int) -> None:
-        """Raise InvalidParameter during a capture if the layer's calls need work on the host."""
+        """Raise InvalidParameter if the layer's calls need work on the host while a graph is captured."""
         if self._captures:
             raise InvalidParameter(
                 f"layers[{layer}] needs work on the host in every step, so a CUDA graph cannot capture it: run its steps without a graph"
             )
 
     def _count_replayed_tokens(self) -> None:
-        """Read from the device how many tokens CUDA graph replays have appended, and add them to the layers' token counts."""
+        """Read from the device how many tokens CUDA graph replays have appended. Adds them to the layers' token counts."""
         for steps in self._steps:
             if steps is not None:
                 steps.read_replayed_tokens()
 
     def _layer_after_replays(self, layer: int) -> LiveLayer | None:
-        """Return layer ``layer``, or None before its first tokens. Tokens appended by CUDA graph replays are counted first."""
+        """Return the layer at index ``layer``, or None before its first tokens. Tokens appended by CUDA graph replays are counted first."""
         live, steps = self._layer_or_none(layer), self._steps[layer]
         if steps is not None and steps.captured:
             steps.read_replayed_tokens()
@@ -468,10 +468,10 @@ class LiveCache:
         result = torch.cat(list(flags.values())).tolist()
         lost = [number for number, flag in zip(flags, result, strict=True) if flag]
         if lost:
-            raise InvalidParameter(f"layers[{lost[0]}]: a value added since the last roll is not finite; lossy codecs need finite values")
+            raise InvalidParameter(f"layers[{lost[0]}]: a value added since the last roll is not finite: lossy codecs need finite values")
 
     def _layer_or_none(self, layer: int) -> LiveLayer | None:
-        """Return layer ``layer``, or None before its first tokens. Raises OutOfBounds if the cache has no such layer."""
+        """Return the layer at index ``layer``, or None before its first tokens. Raises OutOfBounds if the cache has no such layer."""
         if type(layer) is not int:
             as_integer(layer, "layer")
         if 0 <= layer < self._count:

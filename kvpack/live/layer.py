@@ -1,4 +1,4 @@
-"""One layer of a live cache: its keys and values, and its numbers of packed and raw tokens."""
+"""One layer of a live cache: its keys and values, and its counts of packed and raw tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LiveLayer:
         self.window, self.newest, self.sliding_window, self.name, self._start = window, newest, sliding_window, name, start
         self.skipped = layer.skipped
         self.raw_tokens = min((side.tail.shape[2] for side in layer.sides.values()), default=0)
-        """Number of tokens in the raw tail. It is the same for keys and values."""
+        """Number of tokens in the raw tail, the same for keys and values."""
         self._given: tuple[Layer | None, int] = layer, self.raw_tokens
         self.room = max(room, self.raw_tokens)
         self.sides = {
@@ -63,7 +63,7 @@ class LiveLayer:
 
     @property
     def older_tokens(self) -> int:
-        """Number of tokens before the tail. Includes raw tokens if the keys or the values end with an incomplete token group."""
+        """Number of tokens before the tail. It includes raw tokens if the keys or the values end with an incomplete token group."""
         return self._one_side.older_tokens
 
     @property
@@ -91,17 +91,16 @@ class LiveLayer:
         return sum(side.nbytes for side in self.sides.values()) + sum(x.nbytes for x in self._pending.values())
 
     def update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
-        """Add new tokens to the raw tail. If it has no room, they wait until ``commit`` encodes them.
+        """Add new tokens to the raw tail. If they do not fit, they wait until ``commit`` encodes them.
 
-        Raises InvalidParameter or InvalidType if the tokens do not continue the layer or, on the CPU, are not finite. Nothing is added
-        then.
+        Raises InvalidParameter or InvalidType, and adds nothing, if the tokens do not continue the layer or, on the CPU, are not finite.
         """
         given = self._check_tensors(k, v)
         self.commit()
         tokens = next((x.shape[2] for x in given.values()), 0)
         if self.raw_tokens + tokens > self.room:
             with float32_no_grad(self.device):
-                # Copy the tokens, which are encoded at the next update: the caller may reuse its memory.
+                # Copy the tokens, because they are encoded at the next update, and the caller may reuse its memory before then.
                 self._defer({name: x.clone(memory_format=torch.contiguous_format) for name, x in given.items()})
             return
         with float32_no_grad(self.device):
@@ -126,11 +125,11 @@ class LiveLayer:
         return self._layer({name: self._tail(name) for name in self.sides})
 
     def with_full_tail(self) -> Layer:
-        """Return a ``Layer`` that includes the complete tail buffers, with their room for new tokens."""
+        """Return a ``Layer`` that includes the complete tail buffers, with their free space."""
         return self._layer({name: side.tail for name, side in self.sides.items()})
 
     def freeze(self, packed: bool = False) -> Layer:
-        """Return all tokens as an immutable layer whose values never change.
+        """Return all tokens as an immutable layer.
 
         With ``packed=True``, the tail is packed in whole token groups or, if the recipe sets a window, in whole windows. If nothing has
         changed, returns the layer from which this one was created.
@@ -147,11 +146,11 @@ class LiveLayer:
         return Layer(sides.get("k"), sides.get("v"), skipped=self.skipped if sides else 0)
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Run ``kvpack.attend`` over all tokens. Tokens of a long update are encoded only afterward."""
+        """Run ``kvpack.attend`` over all tokens. Tokens of a long update are encoded only later."""
         return attend(q, self.layer(), **options)
 
     def commit(self) -> None:
-        """Encode the tail and the tokens of a long update, in whole windows. What remains becomes the new tail."""
+        """Encode the tail and the tokens of a long update, in whole windows. The remaining tokens become the new tail."""
         if not self._pending:
             return
         values = {name: self._tail(name) for name in self.sides}
@@ -164,7 +163,7 @@ class LiveLayer:
             raise
 
     def roll(self) -> bool:
-        """Encode whole windows of the tail, or just enough tokens to pack as many keys as values. Returns True if any were encoded."""
+        """Encode whole windows of the tail, or enough tokens to pack as many keys as values. Returns True if any were encoded."""
         self.commit()
         if not self.is_due:
             return False
@@ -172,7 +171,7 @@ class LiveLayer:
         return True
 
     def truncate(self, tokens: int) -> None:
-        """Keep the first ``tokens`` tokens that the layer has seen. Raises OutOfBounds if some of the tokens to keep have been dropped."""
+        """Keep the first ``tokens`` tokens that the layer has seen. Raises OutOfBounds if some of them have been dropped."""
         count = self.seen_tokens - tokens
         if not 0 <= count <= self.tokens:
             raise OutOfBounds(
@@ -181,7 +180,7 @@ class LiveLayer:
             )
         pending = min(count, self.pending_tokens)
         if pending:
-            # Drop pending tokens first: encoding them would drop older tokens that the remaining ones still see.
+            # Drop pending tokens first. Encoding them would drop older tokens that the remaining tokens still see.
             remaining = self.pending_tokens - pending
             self._defer({name: x[:, :, :remaining] for name, x in self._pending.items()} if remaining else {})
             count -= pending
@@ -207,7 +206,7 @@ class LiveLayer:
         self.version += 1
 
     def without_tokens(self, batch: int) -> Layer:
-        """Return a layer for ``batch`` sequences with the same codecs and no tokens."""
+        """Return a layer for ``batch`` sequences with the same codecs but no tokens."""
         with float32_no_grad(self.device):
             sides = {name: side.without_tokens(batch) for name, side in self.sides.items()}
         return Layer(sides.get("k"), sides.get("v"))
@@ -227,12 +226,12 @@ class LiveLayer:
         """Number of tokens in an update that did not fit in the tail and is not encoded yet."""
 
     def _encode(self, values: dict[str, torch.Tensor]) -> None:
-        """Encode whole windows of ``values``, the raw keys and values. What remains becomes the new tail."""
+        """Encode whole windows of ``values``, the raw keys and values. The remaining tokens become the new tail."""
         tokens = next(x.shape[2] for x in values.values())
         unseen = 0 if self.keeps_past else self._count_unseen(tokens)
-        # No later query sees these tokens, so they are dropped without being encoded.
+        # No later query sees these tokens, so they are dropped instead of encoded.
         dropped = min(tokens, max(0, unseen - self.older_tokens)) // self.window * self.window
-        # Dropped tokens include all tokens before the tail, so keys and values end at the same token.
+        # If tokens are dropped, all tokens before the tail are dropped, so that keys and values end at the same token.
         whole = max(dropped, self._tokens_in_whole_windows(tokens)) if dropped else self._encodable_tokens(tokens)
         with float32_no_grad(self.device), self._update_both_sides():
             firsts = {name: self.older_tokens + dropped if dropped else side.packed_tokens for name, side in self.sides.items()}
@@ -261,7 +260,7 @@ class LiveLayer:
         self.version += 1
 
     def _position_and_norms(self, first: int, values: Mapping[str, torch.Tensor]) -> tuple[int, dict[str, torch.Tensor]]:
-        """Return the position of token ``first``. If norms determine raw tokens, also return the norms from this token on.
+        """Return the position of token ``first``. If norms determine raw tokens, also return the norms starting with this token.
 
         ``values`` contains all keys and values that are not packed.
         """
@@ -271,9 +270,9 @@ class LiveLayer:
         return position, {name: self._norms(name, x, first) for name, x in values.items()}
 
     def _norms(self, name: str, x: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the norms of keys or values from token ``first`` on, ``[batch, kv_head, token]``.
+        """Return the norms of keys or values, starting with token ``first``, ``[batch, kv_head, token]``.
 
-        ``x`` contains those that are not packed.
+        ``x`` contains the keys or values that are not packed.
         """
         held = self.sides[name].side(0)
         before = held.norms(first) if first < held.tokens else x.new_zeros(*x.shape[:2], 0, dtype=torch.float32)
@@ -282,7 +281,7 @@ class LiveLayer:
     def _encode_side(
         self, name: str, x: torch.Tensor, position: int, norms: Mapping[str, torch.Tensor]
     ) -> tuple[Mapping[str, torch.Tensor], int, torch.Tensor]:
-        """Encode as many whole token groups at the beginning of ``x`` as possible.
+        """Encode as many whole token groups as possible from the beginning of ``x``.
 
         Returns their streams, the number of encoded tokens, and the remaining values.
         """
@@ -292,8 +291,9 @@ class LiveLayer:
         return streams, packed, x[:, :, packed:]
 
     def _encodable_tokens(self, tokens: int) -> int:
-        """Return how many of ``tokens`` raw tokens can be encoded: whole windows, or enough to complete the token groups of keys and
-        values.
+        """Return how many of ``tokens`` raw tokens can be encoded.
+
+        These are whole windows, or enough tokens to complete the token groups of keys and values.
         """
         if self.is_uneven:
             remainders = [(side.unfinished.shape[2], side.unit) for side in self.sides.values()]
@@ -309,7 +309,7 @@ class LiveLayer:
 
     @contextmanager
     def _update_both_sides(self) -> Iterator[None]:
-        """Return a context manager that undoes all changes to keys and values on failure, so that both keep the same tokens."""
+        """Return a context manager that undoes all changes to keys and values on failure, so that both have the same tokens."""
         states, counts = {name: side.state for name, side in self.sides.items()}, (self.skipped, self.raw_tokens)
         try:
             yield
@@ -336,9 +336,9 @@ class LiveLayer:
         self.version += 1
 
     def _last_boundary(self, token: int) -> int:
-        """Return the last token, at most ``token``, at which keys and values can both begin.
+        """Return the last token index, at most ``token``, at which keys and values can both begin.
 
-        Where possible, it is a whole number of windows after the beginning of a run, because kernels then stay the same.
+        If possible, it is a whole number of windows after the beginning of a run, so that kernels stay the same.
         """
         first = token
         for group in (self.window, 0):
@@ -393,7 +393,7 @@ class LiveLayer:
 
 
 def _aligned_start(side: LiveSide, start: int, group: int) -> int:
-    """Return the last token, at most ``start``, whose distance from the beginning of its run is a multiple of ``group`` tokens."""
+    """Return the last token index, at most ``start``, that is a multiple of ``group`` tokens after the beginning of its run."""
     first = 0
     for end in side.side(0).boundaries[1:-1]:
         if end > start:
@@ -446,7 +446,7 @@ def live_layer(layer: Layer, layer_index: int, sliding_window: int | None, start
 
 
 def check_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
-    """Return ``sliding_windows`` as a tuple. Raises InvalidParameter or InvalidType if they are not valid for ``layers`` layers."""
+    """Return the sliding window of each layer as a tuple. Raises InvalidParameter or InvalidType unless there is a valid one per layer."""
     if windows is None:
         return (None,) * layers
     if not isinstance(windows, list | tuple):
@@ -457,5 +457,5 @@ def check_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[in
         )
     for window in windows:
         if window is not None and as_integer(window, "sliding_windows") < 1:
-            raise InvalidParameter(f"sliding_windows contains {window}, expected positive integers or None")
+            raise InvalidParameter(f"sliding_windows contains {window}, expected a positive integer or None for each layer")
     return tuple(windows)

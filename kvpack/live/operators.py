@@ -1,7 +1,7 @@
-"""Custom operators by which compiled code updates live caches and attends to them. ``torch.compile`` sees only output shapes.
+"""Custom operators with which compiled code updates live caches and attends to them. ``torch.compile`` sees only output shapes.
 
 Each call receives a *ticket*, a tensor that contains the cache's number, and returns the layer's next ticket. Because each call depends on
-the last one, a compiler does not drop, merge or reorder calls, and code compiled for one cache works for another. Tickets are in CPU
+the previous one, a compiler does not drop, merge or reorder calls, and code compiled for one cache works for another. Tickets are in CPU
 memory, which keeps the operators out of CUDA graphs: a replay would not run their Python code.
 """
 
@@ -49,7 +49,7 @@ def find_cache(ticket: torch.Tensor) -> OperatorTarget:
     """Return the cache that a ticket refers to. Raises InvalidParameter if the cache no longer exists."""
     cache = _caches.get(int(ticket))
     if cache is None:
-        raise InvalidParameter("the live cache of this call no longer exists: keep a reference to it while compiled code uses it")
+        raise InvalidParameter("compiled code uses a live cache that no longer exists: keep a reference to the cache")
     return cache
 
 
@@ -61,13 +61,13 @@ class Tickets:
         self.tickets = [first.clone() for _ in range(layers)]
 
     def compiled_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
-        """Run the operator ``live_update`` for one layer, and store the new ticket."""
+        """Call the operator ``live_update`` for one layer, and store the new ticket."""
         self.tickets[layer] = live_update(self.tickets[layer], k, v, layer)
 
     def compiled_attend(
         self, layer: int, q: torch.Tensor, dim: int, sink_logits: torch.Tensor | None, starts: Any, **options: Any
     ) -> torch.Tensor:
-        """Run the operator ``live_attend`` for one layer, and store the new ticket. ``dim`` is the head dim of the values."""
+        """Call the operator ``live_attend`` for one layer, and store the new ticket. ``dim`` is the head dim of the values."""
         if starts is not None:
             starts = torch.as_tensor(starts, device=starts.device if isinstance(starts, torch.Tensor) else "cpu")
         out: torch.Tensor
@@ -75,10 +75,10 @@ class Tickets:
         return out
 
 
-# Schemas are explicit because annotations are strings in this module, which PyTorch cannot read.
+# The schemas are explicit because annotations are strings in this module, which PyTorch cannot read.
 @torch.library.custom_op("kvpack::live_update", mutates_args=(), schema="(Tensor ticket, Tensor? k, Tensor? v, SymInt layer) -> Tensor")
 def live_update(ticket: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: int) -> torch.Tensor:
-    """Call ``update`` of the ticket's cache, and return the next ticket."""
+    """Call ``update`` on the ticket's cache. Returns the next ticket."""
     find_cache(ticket).update(layer, k, v)
     return ticket.clone()
 
@@ -108,7 +108,7 @@ def live_attend(
     softcap: float | None,
     sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call ``attend`` of the ticket's cache. Returns its output and the next ticket. ``dim`` is the head dim of the values."""
+    """Call ``attend`` on the ticket's cache. Returns its output and the next ticket. ``dim`` is the head dim of the values."""
     out = find_cache(ticket).attend(
         layer, q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
     )

@@ -1,4 +1,4 @@
-"""The keys or the values (one *side*) of a live layer: packed runs, the last of which grows in place, and a raw tail buffer."""
+"""One *side* of a live layer (its keys or its values): packed runs, the last of which grows in place, and a raw tail buffer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIN_WINDOWS = 8
 
 @dataclass
 class OpenPage:
-    """A packed run that is still being filled. It has room for ``capacity`` tokens, of which the first ``filled`` are final."""
+    """A packed run that is still being filled. It has room for ``capacity`` tokens. The first ``filled`` tokens are final."""
 
     codec: Codec
     capacity: int
@@ -39,7 +39,7 @@ class OpenPage:
         return OpenPage(codec, capacity, streams)
 
     def write(self, streams: Mapping[str, torch.Tensor], start: int, tokens: int) -> None:
-        """Append tokens ``[start, start + tokens)`` of ``streams``. Both numbers must be multiples of the token group."""
+        """Append tokens ``[start, start + tokens)`` of ``streams``. ``start`` and ``tokens`` must be multiples of the token group."""
         for name, entry in self.codec.row_layouts.items():
             row, first, count = self.filled // entry.tokens_per_row, start // entry.tokens_per_row, -(-tokens // entry.tokens_per_row)
             self.streams[name][:, :, row : row + count] = streams[name][:, :, first : first + count]
@@ -72,9 +72,9 @@ class SideState(NamedTuple):
 class LiveSide:
     """The keys or the values of a live layer. They continue an immutable ``side`` and share its runs.
 
-    The tail is a buffer ``[batch, kv_head, room, dim]``. It begins with the newest ``raw_tokens`` tokens of the side's own tail, and the
-    layer counts its tokens. Tokens are encoded ``window`` at a time, a multiple of the codec's token group. Older tokens of the side's own
-    tail are ``unfinished``: the other side has packed them already, but here they stay raw until they fill a token group.
+    The tail is a buffer ``[batch, kv_head, room, dim]``. It begins with the newest ``raw_tokens`` tokens of the immutable side's tail. The
+    layer counts its tokens. Tokens are encoded ``window`` at a time, a multiple of the codec's token group. Older tokens of the immutable
+    side's tail are ``unfinished``: the layer's other side has already packed them, but here they stay raw until they fill a token group.
     """
 
     def __init__(self, side: Side, window: int, room: int, raw_tokens: int, in_place: bool) -> None:
@@ -84,13 +84,13 @@ class LiveSide:
         older = side.tail.shape[2] - raw_tokens
         self.unit = window if side.window else self.codec.group_tokens
         """Raw tokens are encoded in multiples of this number of tokens."""
-        # Leave inference mode: tensors created in it could not be written outside it.
+        # Leave inference mode, because tensors created in it can be written only in it.
         with float32_no_grad(side.device):
             self.tail = torch.zeros(side.batch, side.heads, room, side.dim, dtype=side.tail.dtype, device=side.device)
             if raw_tokens:
                 self.tail[:, :, :raw_tokens] = side.tail[:, :, older:]
             self.unfinished = side.tail[:, :, :older].clone()
-        # Streams with a row per entry or run have sizes that depend on the values: such runs are joined, not filled.
+        # Streams with a row per entry or run have sizes that depend on the values. Such runs are joined instead of filled.
         self._in_place = in_place and _has_rows_of_tokens(side.codec)
         self._open: list[OpenPage] = []
         self._joined: PackedRuns | None = None
@@ -129,7 +129,7 @@ class LiveSide:
         return Side(self.codec, self.runs, self.with_unfinished(tail), self._given_window)
 
     def without_tokens(self, batch: int) -> Side:
-        """Return a side for ``batch`` sequences with the same codec and no tokens."""
+        """Return a side for ``batch`` sequences with the same codec but no tokens."""
         return Side(self.codec, PackedRuns(), self.tail.new_empty(batch, self.heads, 0, self.dim), self._given_window)
 
     def with_unfinished(self, x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ class LiveSide:
             return torch.cat([self.unfinished, x], 2)
 
     def freeze(self, tokens: int, packed: bool, where: str, position: int, norms: Mapping[str, torch.Tensor]) -> Side:
-        """Return an immutable side that ends with the first ``tokens`` tokens of the tail. Its values never change.
+        """Return an immutable side that ends with the first ``tokens`` tokens of the tail.
 
         With ``packed=True``, the tail is packed in whole token groups or, if the recipe sets a window, in whole windows. ``position`` and
         ``norms`` are as in ``encode``, for the tokens after the packed ones. Raises the same errors as ``encode``.
@@ -154,12 +154,11 @@ class LiveSide:
         return replace(side, runs=self.runs.append(PackedRun(self.codec, whole, streams)))
 
     def encode(self, x: torch.Tensor, where: str, position: int, norms: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Encode ``x``, ``[batch, kv_head, token, dim]``, and return its streams. It contains whole token groups that follow the packed
-        tokens.
+        """Encode ``x``, ``[batch, kv_head, token, dim]``, the whole token groups after the packed tokens. Returns the streams.
 
-        ``position`` is the position of the first token. ``norms`` contains the norms of keys and values from this token on, ``[batch,
-        kv_head, token]``, by side, if they are known. Raises InvalidParameter or OutOfRange, with ``where`` in the message. A warning about
-        lost precision is issued only once.
+        ``position`` is the position of the first token. ``norms``, if known, contains the norms of keys and of values, starting with this
+        token, ``[batch, kv_head, token]`` each. Raises InvalidParameter or OutOfRange, with ``where`` in the message. A warning about lost
+        precision is issued only once.
         """
         runs, raw, chosen_by = self.runs, self.codec.raw_positions, None
         if raw is not None and "k" in norms:
@@ -174,7 +173,7 @@ class LiveSide:
         return streams
 
     def add(self, streams: Mapping[str, torch.Tensor], tokens: int) -> None:
-        """Append ``tokens`` tokens, whose codes are in ``streams``."""
+        """Append ``tokens`` tokens, encoded in ``streams``."""
         self._joined = None
         before = self.packed_tokens
         with float32_no_grad(self.tail.device):
@@ -199,7 +198,7 @@ class LiveSide:
 
     @property
     def state(self) -> SideState:
-        """A snapshot for ``restore``. It does not include the values in the tail buffer."""
+        """A snapshot for ``restore``, without the values in the tail buffer."""
         filled = tuple(page.filled for page in self._open)
         return SideState(self._runs, self.unfinished, tuple(self._open), filled, self._joined, self.tail)
 
@@ -231,7 +230,7 @@ class LiveSide:
             self.tail, self.unfinished = (x.index_select(0, rows) for x in (self.tail, self.unfinished))
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Convert the tail to a dtype that can represent its values and all values of ``dtype`` exactly."""
+        """Convert the tail to a dtype that represents its values and all values of ``dtype`` exactly."""
         with float32_no_grad(self.tail.device):
             wide = torch.promote_types(self.tail.dtype, dtype)
             self.tail, self.unfinished = self.tail.to(wide), self.unfinished.to(wide)
@@ -243,7 +242,7 @@ class LiveSide:
 
     @property
     def runs(self) -> PackedRuns:
-        """The packed tokens as runs. Until they change, this is always the same object, for which kernels cache tables."""
+        """The packed tokens as runs. Until they change, this is always the same object, because kernels cache tables for it."""
         if self._joined is None:
             self._joined = PackedRuns((*self._runs.stretches, *(page.page.stretch for page in self._open if page.filled)))
         return self._joined

@@ -42,7 +42,7 @@ class Steps:
         device, batch = layer.device, layer.batch
         self._checks = all(side.codec.exact_dtype is None for side in layer.sides.values())
         with float32_no_grad(device):
-            # All tensors are in one allocation, and each of them begins at an address that kernels treat as aligned.
+            # All tensors share one allocation, and each begins at an address with the alignment that kernels assume.
             numbers = torch.zeros(4 + -(-batch // ALIGNED), ALIGNED, dtype=torch.int32, device=device)
             self._packed, self._skipped, self._unchecked, self.not_finite = numbers[:4, :1].unbind()
             self._lengths = numbers[4:].view(-1)[:batch]
@@ -132,8 +132,9 @@ class Steps:
         return changed
 
     def read_replayed_tokens(self) -> None:
-        """Read from the device how many tokens CUDA graph replays have appended. Raises OutOfBounds if there were more than the tail had
-        room for.
+        """Read from the device how many tokens CUDA graph replays have appended.
+
+        Raises OutOfBounds if they did not fit in the tail.
         """
         if self.captured and not self._capturing:
             self._layer.raw_tokens = int(self._lengths[0]) - self._layer.older_tokens
@@ -186,11 +187,11 @@ class Steps:
 
 
 _NUMBER_TYPES = {type(None), bool, int, float}
-"""Types of numeric options. Prepared calls are cached by the values of their options."""
+"""Types of numeric options. Prepared calls are cached by the values of these options."""
 
 
 class CpuSteps:
-    """Prepared decode steps of one layer. For calls that they do not support, use the layer's ``update`` and ``kvpack.attend``."""
+    """Prepared decode steps of one layer. Calls that they do not support must use the layer's ``update`` and ``kvpack.attend``."""
 
     captured = False
 
@@ -204,7 +205,7 @@ class CpuSteps:
         return set(layer.sides) == {"k", "v"} and isinstance(q, torch.Tensor) and q.device == layer.device and dispatch.uses_c(q.device)
 
     def try_update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
-        """Append tokens to the raw tail and return True. If ``update`` must check or convert them or make room, return False instead."""
+        """Append tokens to the raw tail and return True. If ``update`` must check them, convert them or make room, return False instead."""
         layer = self._layer
         if self._version != layer.version:
             self._view()

@@ -1,7 +1,7 @@
 """Pages of serving engines: their geometry, their layout in an engine's memory, and the codec that converts them to rows and back.
 
-``PageGeometry`` describes a page's shape, ``PageBuffer`` an engine's memory of pages, and ``PageLayout`` the arrangement of keys and values
-in it. ``PageCodec`` encodes pages to rows (packed pages of one size), and ``Minifloats`` describes an engine's values of 8 or 4 bits.
+``PageGeometry`` describes the shape of a page, ``PageBuffer`` an engine's memory of pages, and ``PageLayout`` the arrangement of keys and
+values in it. ``PageCodec`` encodes pages to rows (packed pages of one size). ``Minifloats`` describes an engine's 8-bit or 4-bit values.
 ``kvpack.PageStore`` stores rows by the engine's own keys.
 """
 
@@ -22,11 +22,11 @@ _HOMES = {
     "PageGeometry": "kvpack.pages.geometry",
     "PageLayout": "kvpack.pages.layout",
 }
-"""Module that defines each public name."""
+"""The module that defines each public name."""
 
 __all__ = ["Minifloats", "PageBuffer", "PageCodec", "PageGeometry", "PageLayout"]
 
-# Type checkers see the imports above; a module's __getattr__ would hide misspelled names from them.
+# Type checkers see the imports above. A module's __getattr__ would hide misspelled names from them.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
@@ -41,5 +41,5 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    """Return the module's names, including public ones that have not been imported yet."""
+    """Return the module's names, including public names that have not been imported yet."""
     return sorted({*globals(), *__all__})

@@ -1,7 +1,7 @@
 """Encoding and decoding on a device for lanes that no page kernel supports.
 
-Pages are gathered and coded as one batch. This handles codecs with channel scales, with a basis or with two widths, 8-bit values, and head
-dims that the page kernels do not support. Codecs choose scales and raw tokens separately for each page of the batch.
+Pages are gathered and coded as one batch. This covers codecs with channel scales, a basis or two widths, 8-bit values, and head dims that
+the page kernels do not support. Codecs choose scales and raw tokens separately for each page of the batch.
 
 For lanes that page kernels encode, this module counts the tokens that lose precision.
 """
@@ -40,11 +40,11 @@ ALIGNED = 16
 """Alignment in bytes of each page in a batch, which kernels require (``kernels.encode.rows.STREAM_ALIGNMENT``)."""
 
 MAX_BYTES = 64 << 20
-"""Maximum number of bytes of values in one batch. Codecs need a few times as much memory, and engines leave little free."""
+"""Maximum number of bytes of values in one batch. Codecs need several times as much memory, and engines leave little free."""
 
 
 def supports(codec: Codec) -> bool:
-    """Return True if a device can decode a codec safely, which means that no damaged bits can make it read outside a table."""
+    """Return True if a device can decode a codec safely: no damaged bits can make it read outside a table."""
     if isinstance(codec, Opaque):
         return False
     return all(isinstance(sidecar, FrameMap | ChannelScale | KeyMean | RawPositions) for sidecar in codec.sidecars) and all(
@@ -84,13 +84,14 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
 
 
 def can_lose_precision(lane: Lane) -> bool:
-    """Return True if tokens of ``lane`` may lose precision, or cause others to lose it, so that its pages must be examined."""
+    """Return True if pages of ``lane`` must be examined, because tokens may lose precision or cause others to lose it."""
     return lane.may_lose_precision or lane.raw_rule is not None
 
 
 def allocate_errors(lane: Lane, pages: int, device: torch.device) -> torch.Tensor | None:
-    """Allocate a float32 tensor ``[page and layer, kv_head, token]`` for the errors of ``lanes.encode``. If they are not needed, return
-    None.
+    """Allocate a float32 tensor ``[page and layer, kv_head, token]`` for the errors of ``lanes.encode``.
+
+    Returns None if they are not needed.
     """
     if not lane.plain_codec.summary.direction_spread:
         return None
@@ -107,7 +108,8 @@ def suspect_pages(
     """Return a mask of the pages in which ``count_losses`` may find tokens, bool ``[page]``, without waiting for the device.
 
     ``rows`` contains the encoded streams of ``lane``, whose pages have no raw tokens. ``norms`` and ``key_norms`` return the norms of the
-    lane's vectors and of the keys, ``[page and layer, kv_head, token]``. ``errors`` are the errors that ``lanes.encode`` measured, or None.
+    lane's vectors and of the keys, ``[page and layer, kv_head, token]``. ``errors`` contains the errors that ``lanes.encode`` measured, or
+    is None.
     """
     codec, watched = lane.plain_codec, lane.raw_rule
     masks = []
@@ -131,7 +133,7 @@ def suspect_pages(
 def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
     """In pages without raw tokens, count the tokens that lose precision or cause others to lose it.
 
-    ``rows`` contains the pages in ``slots``, already encoded. Returns the counts of ``count_left_out``, int64 ``[2]``.
+    ``rows`` contains the encoded pages in ``slots``. Returns the counts of ``count_left_out``, int64 ``[2]``.
     """
     result = torch.zeros(2, dtype=torch.int64, device=rows.device)
     for first, some in _slot_batches(lane, slots, torch.float32):
@@ -171,7 +173,7 @@ def _gather_and_measure(
 def _encode(
     lane: Lane, x: torch.Tensor, codec_input: torch.Tensor, chosen: torch.Tensor | None, codec: Codec | None = None
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-    """Encode ``codec_input``, and return its streams and their ``excess_losses``.
+    """Encode ``codec_input``. Returns its streams and their ``excess_losses``.
 
     ``x`` contains the values of pages, and ``codec_input`` is ``x`` with raw tokens replaced. Losses of the tokens in ``chosen`` are
     ignored.
@@ -190,9 +192,9 @@ def _halve_means(
     encoded: dict[str, torch.Tensor],
     losses: torch.Tensor,
 ) -> torch.Tensor:
-    """With half of each mean, re-encode pages in which tokens lose precision into ``encoded``. Returns the remaining losses.
+    """Re-encode pages in which tokens lose precision, with half of each mean, into ``encoded``. Returns the remaining losses.
 
-    The other parameters are as for ``_encode``.
+    The other parameters are the same as for ``_encode``.
     """
     if lane.halved_codec is None or not (losses[0] > 1).any():
         return losses
@@ -227,8 +229,9 @@ def _lane_name(lane: Lane) -> str:
 
 
 def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[int], status: torch.Tensor) -> None:
-    """Decode the streams of ``lane`` in ``rows`` into the pages in ``slots``. Only pages whose ``status``, int32 ``[page]``, is 0 are
-    decoded.
+    """Decode the streams of ``lane`` in ``rows`` into the pages in ``slots``.
+
+    Only pages with ``status`` 0, int32 ``[page]``, are decoded.
     """
     from kvpack.kernels.pages.lanes import scatter
 
@@ -255,7 +258,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
 
 
 def _slot_batches(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, list[int]]]:
-    """Split ``slots`` into batches whose values have at most ``MAX_BYTES`` bytes. Yields (index of the first slot, slots) pairs."""
+    """Split ``slots`` into batches with at most ``MAX_BYTES`` bytes of values. Yields (index of the first slot, slots) pairs."""
     geometry = lane.geometry
     page = lane.count * geometry.heads * geometry.tokens * lane.codec.dim * dtype.itemsize
     at_once = max(1, MAX_BYTES // page)

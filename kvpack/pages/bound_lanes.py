@@ -1,4 +1,4 @@
-"""Lanes bound to an engine's memory. They encode pages in it to rows, and decode rows to pages."""
+"""Lanes bound to an engine's memory. They encode its pages to rows, and decode rows to pages."""
 
 from __future__ import annotations
 
@@ -48,14 +48,17 @@ _NONE = numpy.zeros((0, 0), numpy.int64), numpy.zeros(2, numpy.int64)
 
 
 class _RowStreams(Mapping[str, torch.Tensor]):
-    """The streams of a lane in one row, by name. Access to a stream copies its layers into a single tensor, with layers as the batch."""
+    """The streams of a lane in one row, by name.
+
+    Access to a stream copies all of its layers into a single tensor, with layers as the batch.
+    """
 
     def __init__(self, lane: Lane, row: memoryview) -> None:
         self._lane, self._row = lane, row
 
     def __getitem__(self, name: str) -> torch.Tensor:
         lane, layout = self._lane, self._lane.layouts[name]
-        # Copy the streams, because those of a row are not contiguous across layers.
+        # Copy the streams, because they are not contiguous across layers in a row.
         values = torch.from_numpy(numpy.ascontiguousarray(lane.stream_bytes(self._row, name))).view(TORCH_DTYPES[layout.dtype])
         return values.view(lane.count, *layout.shape[1:])
 
@@ -118,7 +121,7 @@ class BoundLane:
             kept = self._mask(used)
             if self._lane.halved_codec is not None and ((fit_errors[0] > 1) & ~kept).any():
                 fit_errors = self._halve_means(slot, row, self._lane.halved_codec, sizes, kept, rest, fit_errors)
-            # The same token may both lack room and fit badly.
+            # The same token may both fit badly and have no room.
             if watched is not None and left_out.any():
                 _, wanted = self._raw_choices(watched, slot)
             else:
@@ -135,7 +138,7 @@ class BoundLane:
     def _choose(self, raw: RawPositions, slot: int, threads: int) -> tuple[Counts, Counts]:
         """Return the raw tokens of each layer, and the counts of ``count_left_out``, int64 ``[2]``.
 
-        The raw tokens are ascending token indices, int64 ``[layer, raw_slot]``, padded with -1.
+        The raw tokens are token indices in ascending order, int64 ``[layer, raw_slot]``, padded with -1.
         """
         if self._choosers is not None:
             result = [self._choosers[stretch[1]].run(self._values(stretch, slot), threads) for stretch in self._stretches_of_keys]
@@ -160,7 +163,7 @@ class BoundLane:
     def _fit_errors(self, slot: int, row: memoryview, sizes: TokenSizes, raw_tokens: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
         """Return the ``excess_losses`` of tokens that are not raw, ``[2, layer, token]``, or None if no token loses precision.
 
-        ``sizes`` are from ``_encode``. ``raw_tokens`` maps layers to their raw tokens.
+        ``sizes`` comes from ``_encode``. ``raw_tokens`` maps layers to their raw tokens.
         """
         lane = self._lane
         if not lane.may_lose_precision:
@@ -182,7 +185,7 @@ class BoundLane:
         return excess_losses(EncodedRun(self._lane.plain_codec, x, streams, cache(partial(dispatch.norms, x)), sizes, kept))
 
     def _mask(self, raw_tokens: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return a mask of the raw tokens ``raw_tokens``, bool ``[layer, token]``."""
+        """Return a mask of ``raw_tokens``, bool ``[layer, token]``."""
         result = torch.zeros(self._lane.count, self._lane.geometry.tokens, dtype=torch.bool, device="cpu")
         for number, tokens in raw_tokens.items():
             result[number, tokens] = True
@@ -198,7 +201,7 @@ class BoundLane:
         encoded_values: Mapping[int, torch.Tensor],
         fit_errors: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Re-encode layers in which tokens that are not ``kept`` raw lose precision. ``halved`` is the codec with half of each mean.
+        """Re-encode layers in which tokens not ``kept`` raw lose precision, with ``halved``, the codec with half of each mean.
 
         Returns the remaining fit errors.
         """
@@ -209,7 +212,7 @@ class BoundLane:
         return self._exact_fit_errors(slot, _RowStreams(self._lane, row), sizes, kept)
 
     def _with_poorly_fitting(self, raw_tokens: Mapping[int, torch.Tensor], fit_errors: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Add the tokens with the largest fit errors to ``raw_tokens``, the raw tokens of each layer, as long as there is room."""
+        """Add the tokens with the largest fit errors to ``raw_tokens``, the raw tokens of each layer, while there is room."""
         result = dict(raw_tokens)
         for number in (fit_errors[0] > 1).any(1).nonzero()[:, 0].tolist():
             own = raw_tokens.get(number, torch.empty(0, dtype=torch.int64, device=fit_errors.device))
@@ -237,10 +240,10 @@ class BoundLane:
         streams[VALUES][0, 0, : len(tokens)] = values
 
     def _encode(self, slot: int, row: memoryview, threads: int, encoded_values: Mapping[int, torch.Tensor]) -> TokenSizes:
-        """Encode all layers of a page, and return the sizes of their tokens, with layers as the batch.
+        """Encode all layers of a page. Returns the sizes of their tokens, with layers as the batch.
 
-        For layers that have raw tokens, ``encoded_values`` contains the values to encode, with raw tokens replaced, ``[1, kv_head, token,
-        dim]``.
+        For layers with raw tokens, ``encoded_values`` contains the values to encode, ``[1, kv_head, token, dim]``, with raw tokens
+        replaced.
         """
         lane = self._lane
         if self._encoders is not None and not encoded_values:
@@ -255,7 +258,7 @@ class BoundLane:
     def _encode_layer(
         self, slot: int, row: memoryview, layer_index: int, encoded_values: Mapping[int, torch.Tensor], codec: Codec
     ) -> TokenSizes:
-        """Encode layer ``layer_index`` with ``codec``, and return the sizes of its tokens. Values in ``encoded_values`` take precedence."""
+        """Encode layer ``layer_index`` with ``codec``. Returns the sizes of its tokens. Values in ``encoded_values`` take precedence."""
         lane, streams = self._lane, self._streams(row, layer_index)
         x, sizes = encoded_values[layer_index][0] if layer_index in encoded_values else self._tensors[layer_index][slot], TokenSizes()
         if isinstance(codec, Opaque):
@@ -307,7 +310,7 @@ class BoundLane:
             for number in numpy.flatnonzero(self._lane.stream_bytes(row, POSITIONS).any(1)).tolist():
                 tensor, streams = self._tensors[number], self._streams(row, number)
                 token, _ = raw.token_positions(streams)
-                # Rows may be invalid even if their checksum is right, so check the positions.
+                # A row may be invalid even if its checksum is correct, so check the positions.
                 inside = token < self._lane.geometry.tokens
                 values = raw.kept_values(streams)[inside].transpose(0, 1)
                 if tensor.dtype.itemsize == 1:
@@ -316,7 +319,7 @@ class BoundLane:
                 tensor[slot][:, token[inside]] = values.to(tensor.dtype)
 
     def _streams(self, row: memoryview, layer_index: int) -> dict[str, torch.Tensor]:
-        """Return views of the streams of layer ``layer_index`` in a row, by name."""
+        """Return views of one layer's streams in a row, by name."""
         result = {}
         for name, layout in self._lane.layouts.items():
             begin, end = (place + layer_index * self._lane.stride for place in self._lane.places[name])
@@ -343,9 +346,9 @@ def _has_contiguous_channels(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int, tuple[int, int, int]]]:
-    """Return stretches of layers that are evenly spaced in memory, ideally a single one.
+    """Return groups of layers that are evenly spaced in memory, ideally a single one.
 
-    Each stretch is (first layer, number of layers, address, bytes per slot, (bytes per layer, per head, per token)).
+    Each group is (first layer, number of layers, address, bytes per slot, (bytes per layer, per head, per token)).
     """
     size = tensors[0].element_size()
     strides = {tuple(stride * size for stride in x.stride()[:3]) for x in tensors}
@@ -382,13 +385,13 @@ def _c_functions(lane: Lane) -> tuple[Any, Any, Any]:
 def _choosers(lane: Lane, keys: Sequence[torch.Tensor]) -> Any:
     """Return the C functions that choose raw tokens, by number of layers: one for a single layer, and one for all layers.
 
-    If the C kernels cannot choose the raw tokens, or if there are none, returns None.
+    Returns None if there are no raw tokens, or if the C kernels cannot choose them.
     """
     from kvpack.kernels.cpu import encode, pages
 
     geometry = lane.geometry
     shared = lane.shared_axes
-    # The C kernels compute norms only of original keys; other codecs with shared scales need the norms passed.
+    # The C kernels compute only norms of original keys. Other codecs with shared scales need the norms passed.
     needs_norms = shared and (lane.side != "k" or lane.plain_codec.changes_norms)
     if lane.raw_rule is None or geometry.computed_dtype not in encode.DTYPES or not _has_contiguous_channels(keys) or needs_norms:
         return None

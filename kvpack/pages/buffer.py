@@ -1,8 +1,8 @@
-"""PageBuffer: an engine's own memory, with arbitrary strides, viewed as slots that each contain a page.
+"""``PageBuffer``: an engine's own memory, with arbitrary strides, viewed as slots that each contain a page.
 
-Values of strided tensors that share bytes are found from sizes and strides, without comparing all addresses. Two values of tensors A and B
-begin at p + Σ a_k·s_k and q + Σ b_k·t_k. They share bytes if bounded integers a and b bring these addresses within an item of each other.
-The search starts with the largest stride, because the range of the smaller strides then leaves few choices.
+The search for strided tensors that share bytes uses sizes and strides, without comparing all addresses. Two values of tensors A and B begin
+at p + Σ a_k·s_k and q + Σ b_k·t_k. They share bytes if bounded integers a and b bring these addresses within an item of each other. The
+search starts with the largest stride, because the range of the smaller strides then leaves few choices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .geometry import PageGeometry
 class PageBuffer:
     """An engine's memory, viewed as slots that each contain a page. Nothing is copied.
 
-    ``k`` and ``v`` are lists of tensors ``[slot, head, token, channel]``, one for each layer, or one tensor ``[slot, layer, head, token,
+    ``k`` and ``v`` are lists of tensors ``[slot, head, token, channel]``, one per layer, or one tensor ``[slot, layer, head, token,
     channel]`` each. ``v`` is None for pages without values. Tensors may have arbitrary strides. Raises InvalidParameter or InvalidType if
     the tensors do not match ``geometry``.
     """
@@ -63,12 +63,12 @@ class PageBuffer:
         """
         check_flag(written, "written")
         if written and self._shared:
-            raise InvalidParameter(f"{self._shared}, so a page cannot be written there: use a tensor in which no values share memory")
+            raise InvalidParameter(f"{self._shared}, so pages cannot be written: use tensors in which no values share memory")
         return checked_slots(slots, self.slots, written)
 
     @cached_property
     def _shared(self) -> str:
-        """Describe tensors that share memory, such as an expanded tensor, for messages. If there are none, return an empty string."""
+        """A description of values that share memory, as in an expanded tensor, for messages. It is an empty string if there are none."""
         names = [f"layers[{number}].{side}" for side, tensors in self.sides.items() for number in range(len(tensors))]
         tensors = [tensor for tensors in self.sides.values() for tensor in tensors]
         shared = find_overlap([_strided(tensor) for tensor in tensors]) if self.slots else None
@@ -77,8 +77,8 @@ class PageBuffer:
         first, other = shared
         shape, strides = list(tensors[first].shape), list(tensors[first].stride())
         if first == other:
-            return f"{names[first]}: values of its shape {shape} share memory, by strides {strides}"
-        return f"{names[first]} and {names[other]}: values of their shapes {shape} and {list(tensors[other].shape)} share memory"
+            return f"{names[first]}: values share memory (shape {shape}, strides {strides})"
+        return f"{names[first]} and {names[other]} share memory (shapes {shape} and {list(tensors[other].shape)})"
 
     def _check(self, where: str, x: Any, dim: int) -> None:
         geometry = self.geometry
@@ -101,8 +101,8 @@ def _strided(x: torch.Tensor) -> Strided:
 def checked_slots(slots: Sequence[int], count: int, written: bool) -> list[int]:
     """Return ``slots`` as Python integers. Adding narrower integers to addresses would overflow.
 
-    Raises OutOfBounds if a slot is not from 0 to ``count`` - 1, and InvalidParameter if a slot is not an integer or, if the slots will be
-    ``written``, is repeated.
+    Raises OutOfBounds if a slot is not from 0 to ``count`` - 1. Raises InvalidParameter if a slot is not an integer or, if the slots will
+    be ``written``, is repeated.
     """
     result = [as_integer(slot, "a slot") for slot in as_list(slots, "slots", "slots, which are integers")]
     for slot in result:
@@ -119,7 +119,7 @@ _MAX_STEPS = 10_000
 
 
 class Strided(NamedTuple):
-    """A strided array whose items have ``item`` bytes each. The first item is at address ``begin``.
+    """A strided array of items with ``item`` bytes each. The first item is at address ``begin``.
 
     ``axes`` contains a (size, stride in bytes) pair for each axis. Sizes are at least 2, and strides at least 0.
     """
@@ -135,7 +135,7 @@ class Strided(NamedTuple):
 
 def overlaps_itself(x: Strided) -> bool:
     """Return True if two items of ``x`` share bytes. Also returns True if a bounded search cannot rule it out."""
-    # One of two items has the smaller index on the largest axis where they differ; call it the first.
+    # One of two items has the smaller index on the largest axis where they differ. Call it the first.
     axes = sorted(x.axes, key=lambda axis: -axis[1])
     for number, (size, stride) in enumerate(axes):
         rest = [(-(size - 1), size - 1, stride) for size, stride in axes[number + 1 :]]
@@ -175,8 +175,7 @@ def find_overlap(tensors: list[Strided]) -> tuple[int, int] | None:
 
 
 def _fold_pools(tensors: list[Strided]) -> Strided | None:
-    """Combine tensors of equal shape at equal distances, such as the layers of a pool, into one tensor. If that is impossible, return None.
-    """
+    """Combine tensors of equal shape and spacing, such as the layers of a pool, into one tensor. Returns None if that is impossible."""
     if len({tensor[1:] for tensor in tensors}) != 1:
         return None
     begins = sorted(tensor.begin for tensor in tensors)

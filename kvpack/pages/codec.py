@@ -1,4 +1,4 @@
-"""PageCodec: encodes pages from an engine's memory to rows of equal size, and decodes them back."""
+"""``PageCodec``: encodes pages from an engine's memory to rows of equal size, and decodes them back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .lanes import address_of, build_lanes
 class PageCodec:
     """Encodes pages of ``geometry`` with ``recipe`` to rows of exactly ``nbytes`` bytes, and decodes them (spec/row.md).
 
-    ``namespace`` is 32 bytes that all rows contain, such as ``Identity.digest``. The codec has its own ``threads`` threads, and does not
+    ``namespace`` is 32 bytes that all rows contain, such as ``Identity.digest``. The codec has ``threads`` threads of its own, and does not
     change the host's threads, random state or default dtype.
 
     Buffers are read and written in place. In host memory, C kernels need no extra memory for pages. PyTorch operations replace missing C
@@ -35,11 +35,11 @@ class PageCodec:
     page by page, all pages are coded together. Rows in host memory are copied to and from the device. Cases that the device does not
     support are copied to host memory and coded there.
 
-    A row has room for one raw token per 64 tokens of its page. Tokens whose norm is below ``raw_low_norm`` times the page's median are
-    stored there. Codecs that encode tokens together also store those above ``raw_high_norm``. ``raw_first`` is ignored, because a page has
-    no position in the sequence. Tokens that maps, means and scales represent poorly take the remaining room. Pages of fewer than 64 tokens
-    have no room, except for one token with the codec klt. ``raw_tokens_left_out`` counts tokens without room. If tokens lose precision for
-    lack of room, or cause others to lose it, one KvpackWarning per codec is issued.
+    A row has room for one raw token per 64 tokens of its page. Tokens with a norm below ``raw_low_norm`` times the page's median are stored
+    there. Codecs that encode tokens together also store tokens above ``raw_high_norm``. ``raw_first`` is ignored, because a page has no
+    position in the sequence. Tokens that maps, means and scales represent poorly get the remaining room. Pages of fewer than 64 tokens have
+    no room, except for one token with the codec klt. ``raw_tokens_left_out`` counts tokens without room. If tokens lose precision for lack
+    of room, or cause others to lose it, one KvpackWarning per codec is issued.
 
     Raises InvalidParameter, InvalidType or LimitExceeded if sizes depend on the values (lossless, transform, outliers, raw tokens by
     ``sinks``), or if the recipe keeps a raw tail. A klt recipe must include its basis (``Recipe("klt-2", basis)``). Raises MissingBasis
@@ -86,11 +86,11 @@ class PageCodec:
 
     @property
     def raw_tokens_left_out(self) -> int:
-        """Number of tokens so far for which pages had no room, although they should have been kept raw. Waits for all devices."""
+        """Number of tokens so far that should have been kept raw, but had no room in their page. Waits for all devices."""
         return self._left_out.count + sum(int(device.left_out[0]) for device in self._devices.values())
 
     def encode_into(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> list[Outcome]:
-        """Encode the pages in ``slots`` into ``rows``. Returns for each page None, or the error that prevented it.
+        """Encode the pages in ``slots`` into ``rows``. Returns None for each page, or the error that prevented it.
 
         ``rows`` are writable buffers of at least ``nbytes`` bytes, or one uint8 tensor ``[page, byte]``. Bytes after a row in its buffer
         are left unchanged. ``keys`` are the engine's names for the pages, as bytes. After an error, the page's buffer does not begin like a
@@ -112,12 +112,12 @@ class PageCodec:
     def decode_into(
         self, rows: Rows, pages: PageBuffer, slots: Sequence[int], *, keys: Sequence[bytes] | None = None, values: bool = False
     ) -> list[Outcome]:
-        """Decode ``rows`` into the pages in ``slots``. Returns for each page None, or the error that prevented it.
+        """Decode ``rows`` into the pages in ``slots``. Returns None for each page, or the error that prevented it.
 
-        A page with an error is left unchanged. Each row is checked before anything is written: its checksum, namespace, geometry, recipe
+        A page with an error is left unchanged. Before anything is written, each row's checksum, namespace, geometry and recipe are checked
         and, if ``keys`` are passed, the digest of its key. With ``values=True``, for rows from untrusted sources, the codecs' rules are
-        checked as well. Buffers in ``rows`` may be longer than a row. Raises InvalidParameter or OutOfBounds if an argument is invalid for
-        all pages.
+        checked too. Buffers in ``rows`` may be longer than a row. Raises InvalidParameter or OutOfBounds if an argument is invalid for all
+        pages.
         """
         return self.start_decode(rows, pages, slots, keys=keys, values=values).outcomes()
 
@@ -133,8 +133,9 @@ class PageCodec:
         return PageJob.of(self._host.decode(self._views(rows, len(slots), writable=False), pages, slots, digests, values))
 
     def check(self, rows: Rows, *, keys: Sequence[bytes] | None = None, values: bool = False) -> list[Outcome]:
-        """Return for each of ``rows``, which are in host memory, the error that ``decode_into`` would report, or None. Raises
-        InvalidParameter.
+        """Return, for each of ``rows``, the error that ``decode_into`` would report, or None. The rows are in host memory.
+
+        Raises InvalidParameter.
         """
         check_flag(values, "values")
         if not isinstance(rows, torch.Tensor) or not rows.dim():
@@ -143,7 +144,7 @@ class PageCodec:
         return self._host.check(views, _key_digests(keys, len(views), "rows"), values)
 
     def _get_device_pages(self, pages: PageBuffer) -> DevicePages | None:
-        """Return the implementation for the device of ``pages``. For host memory, return None, because ``HostPages`` handles it."""
+        """Return the implementation for the device of ``pages``, or None for host memory, where ``HostPages`` is used."""
         if pages.device == CPU and not dispatch.uses_triton(CPU):
             return None
         if pages.device not in self._devices:
@@ -153,7 +154,7 @@ class PageCodec:
     def validate_arguments(
         self, pages: Any, slots: Sequence[int], keys: Sequence[bytes] | None, *, written: bool = False
     ) -> tuple[list[int], list[bytes | None]]:
-        """Check ``pages``, ``slots`` and ``keys``, and return the slots as integers and the digests of the keys.
+        """Check ``pages``, ``slots`` and ``keys``. Returns the slots as integers and the digests of the keys.
 
         Raises InvalidParameter, InvalidType or OutOfBounds.
         """
@@ -173,7 +174,7 @@ class PageCodec:
         elif rows.dim() != 2 or rows.dtype != torch.uint8 or rows.shape[0] != count:
             raise InvalidParameter(f"rows is {rows.dtype} {list(rows.shape)}, expected uint8 [{count}, byte]")
         elif writable and rows.shape[1] < self.nbytes:
-            raise Truncated(f"rows has room for {rows.shape[1]} bytes per page, but a page takes {self.nbytes}")
+            raise Truncated(f"rows has room for {rows.shape[1]} bytes per page, but a page needs {self.nbytes}")
         elif writable and count > 1 and rows.stride(0) < self.nbytes:
             raise InvalidParameter(_overlapping(rows.stride(0), self.nbytes))
 
@@ -188,15 +189,15 @@ class PageCodec:
             views = [memoryview(row).cast("B") for row in rows]
         except TypeError as error:
             raise InvalidParameter(
-                f"rows does not contain only contiguous buffers ({error}): pass bytearrays or one uint8 tensor"
+                f"rows contains something other than contiguous buffers ({error}): pass bytearrays or one uint8 tensor"
             ) from None
         if len(views) != count:
             raise InvalidParameter(f"{len(views)} rows were passed for {count} slots: pass one row per slot")
         for number, view in enumerate(views):
             if writable and view.readonly:
-                raise InvalidParameter(f"row {number} is a read-only buffer, but a page must be written to it: pass a writable one")
+                raise InvalidParameter(f"row {number} is a read-only buffer: pass a writable one, because a page is written to it")
             if writable and len(view) < self.nbytes:
-                raise Truncated(f"row {number} has room for {len(view)} bytes, but a page takes {self.nbytes}")
+                raise Truncated(f"row {number} has room for {len(view)} bytes, but a page needs {self.nbytes}")
         if writable and len(views) > 1:
             nearest = min(after - before for before, after in pairwise(sorted(map(address_of, views))))
             if nearest < self.nbytes:
@@ -205,7 +206,7 @@ class PageCodec:
 
 
 def _overlapping(distance: int, nbytes: int) -> str:
-    return f"two rows begin {distance} bytes apart, but a page takes {nbytes}: pass a separate row for each page"
+    return f"two rows begin {distance} bytes apart, but a page needs {nbytes}: pass a separate row for each page"
 
 
 def _key_digests(keys: Sequence[bytes] | None, count: int, description: str) -> list[bytes | None]:
@@ -218,10 +219,10 @@ def _key_digests(keys: Sequence[bytes] | None, count: int, description: str) -> 
 
 
 def key_digest(key: bytes) -> bytes:
-    """Return the 32-byte digest of the engine's key of a page, as stored in the page's row.
+    """Return the 32-byte digest of the engine's key for a page, as stored in the page's row.
 
     Raises InvalidType unless ``key`` is bytes.
     """
     if not isinstance(key, bytes | bytearray | memoryview):
-        raise InvalidType(f"a key is a {type(key).__name__}, expected bytes, such as those of an engine's block hash")
+        raise InvalidType(f"a key is a {type(key).__name__}, expected bytes, such as an engine's block hash")
     return hashlib.sha256(key).digest()

@@ -1,8 +1,8 @@
-"""Conversion between pages in device memory and rows, with kernels.
+"""Converts between pages in device memory and rows, with kernels.
 
 The host only provides tables, and reads the outcomes afterward. Recipes that page kernels do not support are coded for all pages of a job
-together (``batched``). The host codes pages that kernels have rejected, so that it can report their errors. It also handles recipes whose
-digits must be checked before they are looked up in tables.
+together (``batched``). Pages that kernels reject are coded by the host, which can report their errors. So are recipes with digits that must
+be checked before they are looked up in tables.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Rows = Sequence[Any] | torch.Tensor
 _MAX_COUNT = 2**31 - 1
 
 _REFUSED, _SUSPECT = 1, 2
-"""Statuses of pages: one that kernels could not encode, and one in which tokens may lose precision or cause others to lose it."""
+"""Statuses of pages that kernels could not encode, and of pages in which tokens may lose precision or cause others to lose it."""
 
 
 class PageJob:
@@ -65,7 +65,7 @@ class PageJob:
         return self._event is None or bool(self._event.query())
 
     def outcomes(self) -> list[Outcome]:
-        """Wait for the device. Returns for each page None, or the error that prevented it."""
+        """Wait for the device. Returns None for each page, or the error that prevented it."""
         if self._finish is not None:
             if self._event is not None:
                 self._event.synchronize()
@@ -77,7 +77,7 @@ class _StartedEncoding(NamedTuple):
     """An encoding job that has been started but not awaited.
 
     ``status``, int32 ``[page]`` on the device, is 0, ``_REFUSED`` or ``_SUSPECT``. ``measured`` contains the lanes in which
-    ``batched.count_losses`` examines suspect pages. Each has its layers and their keys.
+    ``batched.count_losses`` examines suspect pages, each with its layers and their keys.
     """
 
     status: torch.Tensor
@@ -96,7 +96,7 @@ class DevicePages:
             self._pads = torch.tensor(pads, dtype=torch.int32, device=device) if pads else None
             self._padding = None if self._pads is None else self._pads.to(torch.int64)
             self._shared_left_out, self.left_out = left_out, torch.zeros(2, dtype=torch.int64, device=device)
-            """Numbers of tokens without a raw slot, and of those that are costly (see ``LeftOutTokens``), int64 ``[2]``."""
+            """Counts of tokens without a raw slot, and of costly tokens among them (see ``LeftOutTokens``), int64 ``[2]``."""
 
     def encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None]) -> PageJob:
         """Start encoding pages into ``rows``. This is fastest if the rows are in device memory."""
@@ -117,20 +117,20 @@ class DevicePages:
                     _store_row(rows, number, row)
             costly, states = statuses[-1], statuses[:-1]
             outcomes: list[Outcome] = [None] * len(slots)
-            # The codec encodes the pages that a kernel rejects, or raises an error that names the value.
+            # The host encodes the pages that a kernel rejects, or raises an error that names the value.
             refused = [number for number, state in enumerate(states) if state == _REFUSED]
             suspects = [number for number, state in enumerate(states) if state == _SUSPECT]
             try:
                 costly += self._count_losses(measured, slots, target, suspects)
             except torch.OutOfMemoryError:
-                # Encode suspects again on the host, which counts their tokens itself and needs its own memory.
+                # Encode suspect pages again on the host, which counts their tokens itself and needs its own memory.
                 refused += suspects
             self._shared_left_out.warn(costly)
             for number, outcome in zip(refused, self._encode_by_host(pages, slots, rows, digests, refused), strict=True):
                 outcomes[number] = outcome
             return outcomes
 
-        # Copy the count with the results, because the host waits for those anyway.
+        # Copy the counts together with the results, which the host waits for anyway.
         costly = self.left_out[1:].clamp_max(_MAX_COUNT).to(status.dtype)
         return PageJob(torch.cat([status, costly]), finish)
 
@@ -194,7 +194,7 @@ class DevicePages:
                     return None
                 batched.encode_lane(lane, given.layers, keys, slots, rows, self.left_out)
         except (KvpackError, torch.OutOfMemoryError):
-            # Fall back to the host, which reports the page and needs its own memory.
+            # Fall back to the host, which reports the page's error and needs its own memory.
             return None
         checksum.write(rows, self._nbytes, MULTIPLIER, status)
         status.clamp_max_(_REFUSED)
@@ -203,7 +203,7 @@ class DevicePages:
     def _count_losses(
         self, measured: Sequence[tuple[PageLane, Layers, Layers]], slots: Sequence[int], rows: torch.Tensor, page_indices: Sequence[int]
     ) -> int:
-        """In the pages ``page_indices``, count the tokens that lose precision or cause others to lose it. Adds them to ``left_out``.
+        """Count the tokens in some pages that lose precision or cause others to lose it. Adds them to ``left_out``.
 
         Returns the number of tokens to warn about.
         """

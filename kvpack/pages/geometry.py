@@ -1,4 +1,4 @@
-"""PageGeometry: the shape of an engine's pages, and the codecs that a recipe assigns to them."""
+"""``PageGeometry``: the shape of an engine's pages, and the codecs that a recipe assigns to them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
     "u8": torch.uint8,
 }
-"""torch dtypes of an engine's values, by name. "u8" is for pages whose bytes kvpack does not interpret."""
+"""torch dtypes of an engine's values, by name. "u8" is for pages of bytes that kvpack does not interpret."""
 ENCODING_DTYPES = {"fp8_e4m3": "bf16", "fp8_e5m2": "bf16"}
 """Dtypes to which 8-bit values are converted before encoding. The conversion is exact."""
 MAX_BYTES = 2**40
@@ -37,7 +37,7 @@ FEATURE = "page-dtype"
 
 @dataclass(frozen=True)
 class PageGeometry:
-    """The shape of a page: its numbers of layers, heads and tokens, the channels per head of keys and values, and their dtype.
+    """The shape of a page: the numbers of layers, heads and tokens, the channels per head of keys and of values, and the dtype.
 
     ``dim_v`` is None for a page without values, such as MLA latents that are stored with one codec. Latents of 512 channels with 64 RoPE
     channels have two sides, ``dim_k=512, dim_v=64``. A recipe such as "k=group:b=4;v=raw" then stores the RoPE channels exactly. ``dtype``
@@ -55,7 +55,7 @@ class PageGeometry:
     def of_bytes(cls, count: int, layers: int = 1) -> Self:
         """Return the geometry of opaque pages of ``count`` bytes per layer. Raises InvalidParameter."""
         if not 1 <= as_integer(count, "count") <= MAX_BYTES:
-            raise InvalidParameter(f"count is {describe(count)}, expected the bytes of a page, from 1 to {MAX_BYTES}")
+            raise InvalidParameter(f"count is {describe(count)}, expected the number of bytes per layer, from 1 to {MAX_BYTES}")
         dim = max((size for size in range(1, 1025) if count % size == 0), default=1)
         return cls(layers, 1, count // dim, dim, None, "u8")
 
@@ -102,7 +102,7 @@ class PageGeometry:
                 "use the 'raw' recipe"
             )
         if isinstance(codec.without_sidecars, Klt):
-            # A page with another number of heads could never be encoded.
+            # A page with a different number of heads could never be encoded.
             codec.without_sidecars.source_for(self.heads)
         slots = self.slots(codec)
         if not slots:
@@ -110,13 +110,13 @@ class PageGeometry:
         varying = [name for name, layout in codec.row_layouts.items() if layout.per == "entry" and name not in slots]
         if varying:
             raise InvalidParameter(
-                f"{where}: the sizes of the streams {', '.join(varying)} of {codec.id} depend on the values, but all rows of an engine "
+                f"{where}: the sizes of {codec.id}'s streams {', '.join(varying)} depend on the values, but all rows of an engine "
                 "must have the same size: omit lossless, transform, outliers, and all raw tokens except those of raw_low_norm"
             )
         return codec
 
     def slots(self, codec: Codec) -> dict[str, int]:
-        """Return how many raw tokens a page has room for, by stream. If there is no room, the dict is empty.
+        """Return the number of raw tokens that fit in a page, by stream. The dict is empty if there is no room.
 
         With a basis, there is room for at least one. A basis is calibrated without the tokens that recipes keep raw, and represents them
         poorly.

@@ -1,4 +1,4 @@
-"""Conversion between pages in host memory and rows, with the codec's own threads."""
+"""Converts between pages in host memory and rows, with the codec's own threads."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class LeftOutTokens:
-    """Counts tokens that should have been kept raw, but for which a page had no room. Safe to use from any thread.
+    """Counts tokens that should have been kept raw, but had no room in their page. Safe to use from any thread.
 
-    A token of low norm is harmless, because only its own error grows. A token is ``costly`` if it makes other tokens or heads lose
-    precision by a shared scale, or if its own channel map, mean or scale represents it poorly.
+    A token of low norm is harmless, because only its own error grows. A token is ``costly`` if tokens or heads that share a scale with it
+    lose precision, or if its own channel map, mean or scale represents it poorly.
     """
 
     def __init__(self, geometry: PageGeometry) -> None:
@@ -54,9 +54,9 @@ class LeftOutTokens:
                 return
             self._has_warned = True
         warnings.warn(
-            f"in pages of {self._tokens} tokens, {costly} tokens that differ too much from the others have no room among the raw tokens: "
+            f"in pages of {self._tokens} tokens, {costly} tokens that differ too much from the rest cannot be kept raw for lack of room: "
             "they, or tokens and heads that share scales with them, lose precision. To avoid this, use larger pages, of 64 tokens or more, "
-            f"with raw=0,0.6,4 in the recipe, or write token_scale=fp16{PER_HEAD} for the group codec and per=token for minifloat, and "
+            f"with raw=0,0.6,4 in the recipe, or set token_scale=fp16{PER_HEAD} for the group codec and per=token for minifloat, and "
             "omit mean= and channel_scale=. This warning is issued once; "
             "PageCodec.raw_tokens_left_out keeps counting",
             KvpackWarning,
@@ -65,13 +65,13 @@ class LeftOutTokens:
 
 
 Outcome = KvpackError | None
-"""Outcome for one page: None, or the error that prevented it."""
+"""The outcome for one page: None, or the error that prevented it."""
 
 CPU = torch.device("cpu")
 
 
 class RowPlan(NamedTuple):
-    """The layout that all rows of a page codec have, and a check of rows against it."""
+    """The layout of all rows of a page codec, and a check of rows against it."""
 
     geometry: PageGeometry
     contents: Contents
@@ -80,7 +80,7 @@ class RowPlan(NamedTuple):
     lanes: Sequence[Lane]
 
     def error_of(self, row: memoryview, digest: bytes | None, values: bool, where: str) -> Outcome:
-        """Return the error of an invalid row, or None if it is valid. With ``values``, the rules of its codecs are checked as well."""
+        """Return the error of an invalid row, or None if it is valid. With ``values``, the rules of its codecs are checked too."""
         try:
             frame = check_row(row, where)
             check_row_matches(row[: frame.length], frame, self.layout, self.namespace, digest, where)
@@ -109,9 +109,9 @@ class HostPages:
         digests: Sequence[bytes | None],
         names: Sequence[int] | None = None,
     ) -> list[Outcome]:
-        """Encode the pages in ``slots`` into ``targets``. Returns for each page an error or None.
+        """Encode the pages in ``slots`` into ``targets``. Returns None for each page, or an error.
 
-        Errors contain slot numbers from ``names``, if set, instead of ``slots``.
+        If ``names`` is set, errors contain its slot numbers instead of those in ``slots``.
         """
         plan = self._plan
         lanes = [BoundLane.of(lane, pages) for lane in plan.lanes]
@@ -137,13 +137,13 @@ class HostPages:
         return outcomes
 
     def check(self, sources: Sequence[memoryview], digests: Sequence[bytes | None], values: bool) -> list[Outcome]:
-        """Return for each row an error, or None if it is valid."""
+        """Return None for each valid row, or its error."""
         return self._map(lambda number, _: self._plan.error_of(sources[number], digests[number], values, f"row {number}"), len(sources))
 
     def decode(
         self, sources: Sequence[memoryview], pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool
     ) -> list[Outcome]:
-        """Check each row, and decode valid rows into their slots. Returns for each row an error, or None if it was decoded."""
+        """Check each row, and decode valid rows into their slots. Returns None for each decoded row, or an error."""
         plan = self._plan
         lanes = [BoundLane.of(lane, pages) for lane in plan.lanes]
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Lane:
     """The keys ("k") or values ("v") of ``count`` consecutive layers with the same codec, starting at layer ``first``.
 
-    ``places`` contains, for each stream of the first layer, its byte range in a row.
+    ``places`` contains the byte range in a row of each stream of the first layer.
     """
 
     geometry: PageGeometry
@@ -51,13 +51,13 @@ class Lane:
 
     @cached_property
     def raw(self) -> RawPositions | None:
-        """The rule that chooses a page's raw tokens. If pages store no raw tokens, it is None."""
+        """The rule that chooses a page's raw tokens, or None if pages store no raw tokens."""
         raw: RawPositions | None = self.codec.raw_positions
         return raw
 
     @cached_property
     def raw_rule(self) -> RawPositions | None:
-        """The rule that finds tokens that should be raw, even if pages have no room for them. If no tokens should be raw, it is None."""
+        """The rule that finds tokens that should be raw, even if pages have no room for them. None if no tokens should be raw."""
         # A token with a large norm shifts its page's mean.
         has_means = isinstance(self.plain_codec, CodecWithSidecars) and self.plain_codec.page_vectors
         if self.raw is not None or not (self.plain_codec.summary.shared_scales or has_means):
@@ -75,7 +75,7 @@ class Lane:
 
     @cached_property
     def shared_axes(self) -> frozenset[str]:
-        """The axes, tokens or heads, along which scales are shared.
+        """The axes (tokens or heads) along which scales are shared.
 
         Tokens are omitted if pages have no room for raw tokens. Such pages are so short that ordinary tokens would seem large compared with
         their median.
@@ -90,7 +90,7 @@ class Lane:
 
     @cached_property
     def slots(self) -> int:
-        """Number of raw tokens for which a page has room."""
+        """Number of raw tokens that fit in a page."""
         return next(iter(self.geometry.slots(self.codec).values()), 0)
 
     @cached_property

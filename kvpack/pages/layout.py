@@ -1,4 +1,4 @@
-"""PageLayout: the position of each value of a page in an engine's memory, detected by calling the engine's own writer."""
+"""``PageLayout``: the position of each value of a page in an engine's memory, detected by calling the engine's own writer."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class PageLayout:
     def detect(cls, geometry: PageGeometry, write: Writer, page: torch.Tensor) -> Self:
         """Detect the layout of a page by calling the engine's own writer.
 
-        ``write(k, v)`` writes tensors ``[layer, head, token, channel]`` in the geometry's dtype to ``page``; ``v`` is None for pages
-        without values. ``page`` is a contiguous scratch page, whose contents are lost. Values are numbered, and each bit of the numbers is
-        written once for each side. Afterward, arbitrary bits must be read back unchanged. A layout's name would not be enough, because
+        ``write(k, v)`` writes tensors ``[layer, head, token, channel]`` in the geometry's dtype to ``page``. ``v`` is None for pages
+        without values. ``page`` is a contiguous scratch page. Its contents are lost. Values are numbered, and each bit of the numbers is
+        written once for each side. Afterward, arbitrary bits must be read back unchanged. The name of a layout would not be enough, because
         pages of equal shape may be arranged differently. Raises InvalidParameter unless the writer is a permutation: it must not lose,
         repeat, overlap or change values.
         """
@@ -72,7 +72,7 @@ class PageLayout:
             if at.numel() != numbers.numel() or not torch.equal(result[at][order], numbers.flatten()):
                 raise InvalidParameter(
                     f"{side}: the writer put {numbers.numel()} values at {at.numel()} positions, which hold "
-                    f"{len(set(result[at].tolist()))} distinct values; the layout is not a permutation, so its pages cannot be packed"
+                    f"{len(set(result[at].tolist()))} distinct values: pages can be packed only if each value is stored once"
                 )
             if bool(taken[at].any()):
                 raise InvalidParameter(
@@ -83,7 +83,7 @@ class PageLayout:
             places[side] = at[order].view(shape)
         layout = cls(geometry, flat.numel(), places)
         random = {side: _random_bits(shape, page.dtype).to(page.device) for side, shape in shapes.items()}
-        # Write over the bits of another page, which reveals positions that the writer skips.
+        # Overwrite the bits of another page, which reveals positions that the writer skips.
         bits = as_integers(written(random, before=0x55))
         for side, place in places.items():
             if not torch.equal(bits[place], as_integers(random[side].to("cpu"))):
@@ -95,13 +95,15 @@ class PageLayout:
 
     @property
     def digest(self) -> str:
-        """Digest of the positions of all values, which identifies the layout. Pass it as ``layout`` to ``Identity.of_engine``."""
+        """Digest of the positions of all values. It identifies the layout. Pass it as ``layout`` to ``Identity.of_engine``."""
         data = b"".join(f"{side} {list(place.shape)}".encode() + place.numpy().tobytes() for side, place in self.places.items())
         return hashlib.sha256(data).hexdigest()
 
     @cached_property
     def offsets_and_strides(self) -> dict[str, tuple[int, tuple[int, int, int, int]]] | None:
-        """The offset of the first value and the stride of each axis, for keys and for values. None if strides cannot describe the layout.
+        """The offset of the first value and the stride of each axis, for keys and for values.
+
+        None if strides cannot describe the layout.
         """
         result = {}
         for side, place in self.places.items():
@@ -127,7 +129,7 @@ class PageLayout:
         self._check_pool(pool)
         if self.offsets_and_strides is None:
             raise InvalidParameter(
-                "the layout cannot be described by strides, because of its blocks of tokens within a head: use gather and scatter"
+                "strides cannot describe the layout, which has blocks of tokens within a head: use gather and scatter"
             )
         views = {}
         for side, (first, steps) in self.offsets_and_strides.items():
@@ -140,14 +142,14 @@ class PageLayout:
         """Allocate host memory for ``slots`` pages, for use with ``gather`` and ``scatter``."""
         slots = as_integer(slots, "slots")
         if not 0 <= slots * self.geometry.raw_bytes <= MAX_BYTES:
-            raise InvalidType(f"slots is {describe(slots)}, expected the number of pages that memory holds")
+            raise InvalidType(f"slots is {describe(slots)}, expected a number of pages that fits in memory")
         sides = [torch.empty(slots, *place.shape, dtype=self.geometry.torch_dtype, device="cpu") for place in self.places.values()]
         return PageBuffer(self.geometry, *sides)
 
     def gather(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer) -> None:
         """Copy the pages in ``slots`` of ``pool``, ``[slot, value]``, to the first slots of ``staging``.
 
-        Raises InvalidParameter or OutOfBounds if ``slots`` or ``staging`` do not match the pool.
+        Raises InvalidParameter or OutOfBounds if ``slots`` or ``staging`` does not match the pool.
         """
         for number, slot in enumerate(self._check_arguments(pool, slots, staging)):
             for side, place in self.places.items():
@@ -158,7 +160,7 @@ class PageLayout:
     def scatter(self, staging: PageBuffer, pool: torch.Tensor, slots: Sequence[int]) -> None:
         """Copy the first slots of ``staging`` to the pages in ``slots`` of ``pool``, ``[slot, value]``.
 
-        Raises InvalidParameter or OutOfBounds if ``slots`` or ``staging`` do not match the pool.
+        Raises InvalidParameter or OutOfBounds if ``slots`` or ``staging`` does not match the pool.
         """
         chosen = self._check_arguments(pool, slots, staging, written=True)
         with torch.inference_mode():
@@ -168,10 +170,10 @@ class PageLayout:
                     as_integers(pool)[slot].index_put_((place,), values)
 
     def _check_arguments(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer, written: bool = False) -> list[int]:
-        """Return the slots as integers, after checking that ``pool`` and ``staging`` have room for them."""
+        """Check that ``pool`` and ``staging`` have room for the slots. Returns the slots as integers."""
         self._check_pool(pool)
         if not isinstance(staging, PageBuffer):
-            raise InvalidType(f"staging is {describe(staging)}, expected a PageBuffer, such as one from PageLayout.staging")
+            raise InvalidType(f"staging is {describe(staging)}, expected a PageBuffer: create one with PageLayout.staging")
         slots = as_list(slots, "slots", "slots, which are integers")
         if staging.geometry != self.geometry or staging.slots < len(slots):
             raise InvalidParameter(
@@ -193,7 +195,7 @@ def _check_tensor(x: Any, name: str) -> None:
 
 
 def as_integers(x: torch.Tensor) -> torch.Tensor:
-    """Return a view of ``x`` as integers with the same bits. Not every dtype can be indexed, and NaN does not equal itself."""
+    """Return a view of ``x`` as integers with the same bits. Some dtypes cannot be indexed, and NaN does not equal itself."""
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 

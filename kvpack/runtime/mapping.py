@@ -19,20 +19,20 @@ _LIBC.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 _FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_READ = 22
-"""Value of MADV_POPULATE_READ, which maps all pages in one call (Linux 5.14 and later)."""
+"""Value of MADV_POPULATE_READ, which loads all pages in one call (Linux 5.14 and later)."""
 _UNKNOWN_ADVICE = 22
-"""EINVAL, the error for advice that older kernels do not know."""
+"""The error (EINVAL) for advice that an older kernel does not know."""
 _LOWEST_BITS = bytes(number & 1 for number in range(256))
 
 _DEFAULT_MAX_MAPPINGS = 65_530
 _MAPPING_DIVISOR = 4
-"""Divisor of the process's mapping limit. kvpack uses at most this share, because threads and allocators need mappings, too."""
+"""The process's mapping limit is divided by this number. The rest is left for threads and allocators, which also need mappings."""
 _MAPPED: set[int] = set()
-"""Addresses of the mappings in use. Changing a set needs no lock, for which a finalizer could not wait."""
+"""Addresses of the mappings in use. A set can be changed without a lock. A finalizer could not wait for one."""
 
 
 class _Mapping:
-    """A mapping of a file. When nothing references this object anymore, the file is unmapped."""
+    """A mapping of a file. The file is unmapped when nothing references this object anymore."""
 
     def __init__(self, address: int, size: int) -> None:
         self._address, self._size = address, size
@@ -45,7 +45,7 @@ class _Mapping:
 
 @functools.cache
 def max_mappings() -> int:
-    """Return how many files kvpack may map at the same time. This depends on the system's limit per process."""
+    """Return the number of files that kvpack may map at the same time, which depends on the system's limit per process."""
     try:
         with open("/proc/sys/vm/max_map_count", "rb") as file:
             return int(file.read(32)) // _MAPPING_DIVISOR
@@ -85,7 +85,7 @@ def populate(address: int, size: int) -> None:
 
 
 def is_cold(descriptor: int, begin: int, end: int) -> bool:
-    """Return True if less than half of bytes ``[begin, end)`` of an open file are in the page cache. If that is unknown, return False.
+    """Return True if less than half of bytes ``[begin, end)`` of an open file are in the page cache, or False if that is unknown.
 
     Linux reports cached pages only for files that the user owns or may write to.
     """

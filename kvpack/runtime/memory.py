@@ -1,8 +1,8 @@
-"""Memory for large tensors on the CPU, allocated outside the heap and in huge pages if the system has them.
+"""Memory for large tensors on the CPU, allocated outside the heap and, if available, in huge pages.
 
-Page faults take most of the time of writing to new memory: 0.4 to 0.7 ms per MiB with small pages, and 0.1 ms with huge ones. The heap uses
-huge pages only within a single tensor, and then keeps them for other allocations of the process. The memory of a freed pack is reused by
-the next one, unless the system has reclaimed it.
+Page faults take most of the time of writing to new memory: 0.4 to 0.7 ms per MiB with small pages, and 0.1 ms with huge pages. The heap
+uses huge pages only within a single tensor, and then keeps them for other allocations of the process. The next pack reuses the memory of a
+freed pack, unless the system has reclaimed it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Block:
     def __init__(self, nbytes: int) -> None:
         memory = _take_spare() if nbytes == _PIECE_BYTES else None
         if memory is None:
-            # Private, so that a forked child writes to its own pages. Pages that no result uses take no memory.
+            # Private, so that a forked child writes to its own pages. Unused pages take no memory.
             memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             memory.madvise(mmap.MADV_HUGEPAGE)
         # Results keep this array alive, and the array keeps the memory alive.
@@ -51,7 +51,7 @@ class _Block:
         self._end = self._at + nbytes
 
     def take(self, values: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Allocate a tensor with ``values`` values. If the block has no room for it, return None."""
+        """Allocate a tensor of ``values`` values. Returns None if it does not fit in the block."""
         nbytes = values * dtype.itemsize
         if nbytes > self._end - self._at:
             return None
@@ -79,8 +79,9 @@ _pieces: ContextVar[list[_Block] | None] = ContextVar("kvpack_pieces_of_memory",
 
 @contextlib.contextmanager
 def shared_arena(values: int) -> Iterator[None]:
-    """Return a context manager that allocates tensors next to each other, if ``values`` 16-bit values have ``MIN_OWN_MEMORY_BYTES`` or
-    more.
+    """Return a context manager that allocates tensors next to each other.
+
+    Has no effect if ``values`` 16-bit values take less than ``MIN_OWN_MEMORY_BYTES``.
     """
     if 2 * values < MIN_OWN_MEMORY_BYTES or _pieces.get() is not None:
         yield

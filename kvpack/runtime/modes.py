@@ -1,4 +1,4 @@
-"""PyTorch modes in which kvpack computes, regardless of the caller's modes."""
+"""PyTorch modes for kvpack's own computations, regardless of the caller's modes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def float32_no_grad(device: torch.device) -> AbstractContextManager[None]:
 
     Autocast would round rotations to bfloat16. Tensors created in inference mode cannot be used later by other threads or by autograd. A
     cache that requires gradients would keep its model's activations alive. The precision of matrix products is a global setting, which
-    ``formats.products`` handles.
+    ``formats.products`` controls.
     """
     if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type) or flushes_subnormals():
         return _set_modes(device)
@@ -23,15 +23,15 @@ def float32_no_grad(device: torch.device) -> AbstractContextManager[None]:
 
 
 def writable(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Return a context manager within which ``tensor``, which the caller owns, can be written to.
+    """Return a context manager in which the caller's ``tensor`` can be written to.
 
-    Tensors created in inference mode can be written to only in that mode.
+    A tensor created in inference mode can be written to only in that mode.
     """
     return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context manager that disables autocast, so that float32 products stay in float32, and flushing of subnormal numbers to 0."""
+    """Return a context manager that disables autocast, which would change float32 products, and the flushing of subnormal numbers to 0."""
     autocast = torch.is_autocast_enabled(device.type)
     if flushes_subnormals():
         return _keep_subnormals(torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext())
@@ -45,7 +45,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 def flushes_subnormals() -> bool:
     """Return True if the calling thread flushes subnormal numbers to 0, as after ``torch.set_flush_denormal(True)``.
 
-    The setting is per thread, and new threads inherit it. PyTorch has no function that returns it.
+    Each thread has its own setting, which new threads inherit. PyTorch has no function that returns it.
     """
     return _MIN_NORMAL * 0.5 == 0.0
 
@@ -55,7 +55,7 @@ _MIN_NORMAL = sys.float_info.min
 
 @contextlib.contextmanager
 def _keep_subnormals(inner_context: AbstractContextManager[None]) -> Iterator[None]:
-    """Return a context manager that keeps subnormal numbers, for a thread that flushes them."""
+    """Return a context manager that keeps subnormal numbers in a thread that otherwise flushes them."""
     torch.set_flush_denormal(False)
     try:
         with inner_context:

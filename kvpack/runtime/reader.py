@@ -13,21 +13,21 @@ from .mapping import is_cold
 from .threads import in_parallel
 
 MIN_DIRECT_BYTES = 2**24
-"""Minimum size in bytes of a file whose reads bypass the page cache. For smaller files, the page cache is as fast."""
+"""Minimum size, in bytes, of a file to read without the page cache. For smaller files, the page cache is as fast."""
 _PIECE_BYTES, _THREADS = 2**21, 8
-"""Size in bytes of one direct read, and number of threads. The threads mostly wait for the disk."""
+"""Size in bytes of one direct read, and the number of threads. The threads mostly wait for the disk."""
 _MILLISECONDS = 100
 """Maximum duration of one wait, in milliseconds. Between waits, Python can run signal handlers."""
 
 
 BLOCK = 4096
-"""Alignment in bytes of direct reads, in the file and in memory. Disks with larger blocks are rare; for them, the page cache is used."""
+"""Alignment of direct reads, in bytes, in the file and in memory. The rare disks with larger blocks are read through the page cache."""
 
 
 def open_direct(descriptor: int) -> int | None:
-    """Open the same file again for reads that bypass the page cache, and return the descriptor.
+    """Open the same file again for direct reads, which bypass the page cache. Returns the new descriptor.
 
-    If the file system, such as tmpfs, does not support such reads, returns None.
+    Returns None if the file system, such as tmpfs, does not support direct reads.
     """
     try:
         # Open it via /proc, because the file may have been renamed or removed.
@@ -46,15 +46,15 @@ def open_direct(descriptor: int) -> int | None:
 class ColdRead:
     """Reads the first ``size`` bytes of an open file into ``memory``, in order, with several threads. ``data`` is a view of these bytes.
 
-    Reads bypass the page cache by using ``direct``, a descriptor from ``open_direct``. If such a read fails, ``descriptor`` is used.
-    ``close`` waits for running reads and closes ``direct``. Until then, ``descriptor`` must stay open.
+    Direct reads use ``direct``, a descriptor from ``open_direct``. If one fails, ``descriptor`` is used. ``close`` waits for running reads
+    and closes ``direct``. Until then, ``descriptor`` must stay open.
     """
 
     def __init__(self, descriptor: int, size: int, direct: int, memory: memoryview) -> None:
         self._descriptor, self._direct, self._size, self._memory = descriptor, direct, size, memory
         self.data = memory[:size]
         pieces = range(0, len(self._memory), _PIECE_BYTES)
-        # All reads are queued, so that none waits while the caller checks bytes that have arrived.
+        # All reads are queued, so that they continue while the caller checks bytes that have arrived.
         self._ends = in_parallel(self._read, pieces, _THREADS, len(pieces))
         self._reached, self._is_short = 0, False
 
@@ -74,8 +74,9 @@ class ColdRead:
         return min(begin, self._size)
 
     def wait(self, end: int) -> int:
-        """Wait for the bytes before ``end``, and return where the bytes that have arrived end. If the file is shorter, this is before
-        ``end``.
+        """Wait for the bytes before ``end``.
+
+        Returns the end of the bytes that have arrived, which is less than ``end`` if the file is shorter.
 
         Raises OSError.
         """
@@ -98,7 +99,7 @@ class ColdRead:
 def read_cold(descriptor: int, size: int) -> ColdRead | None:
     """Start reading the first ``size`` bytes of an open file into new memory, bypassing the page cache.
 
-    Returns None if the page cache should be used instead, because the file is small, at least half of it is cached, or direct reads fail.
+    Returns None if the page cache should be used instead: the file is small, at least half of it is cached, or direct reads fail.
     """
     if size < MIN_DIRECT_BYTES or not is_cold(descriptor, 0, size) or (direct := open_direct(descriptor)) is None:
         return None
@@ -131,9 +132,9 @@ def declare(library: ctypes.CDLL) -> None:
 class Reader:
     """Reads ranges of an open file in order, with C threads.
 
-    Each read is (offset, number of bytes, target address). Threads share each read in pieces of up to ``piece_bytes``. With ``direct``, a
-    descriptor from ``open_direct``, reads bypass the page cache. Reads and pieces must then begin at multiples of ``BLOCK`` in the file and
-    in memory, and whole blocks are written.
+    Each read is (offset, number of bytes, target address). Threads split each read into pieces of at most ``piece_bytes``. With ``direct``,
+    a descriptor from ``open_direct``, reads bypass the page cache. Reads and pieces must then begin at multiples of ``BLOCK`` in the file
+    and in memory, and whole blocks are written.
 
     No read starts until ``allow`` is called. Use the reader as a context manager. Until it exits, the file's descriptor must stay open, and
     ``memory``, which contains the target addresses, is kept alive and written to. The reader closes ``direct``. Raises MemoryError if no
@@ -155,7 +156,7 @@ class Reader:
         source, block = (descriptor, 1) if direct is None else (direct, BLOCK)
         self._reader = library.kvpack_reader_start(source, self._reads, len(reads), piece_bytes, threads, block)
         if not self._reader:
-            raise MemoryError("no thread could be started")
+            raise MemoryError("cannot start a thread to read the file: not enough memory")
 
     def __enter__(self) -> Self:
         return self
@@ -174,11 +175,11 @@ class Reader:
     __del__ = _stop
 
     def allow(self, stop: int) -> None:
-        """Let all reads whose index is below ``stop`` start."""
+        """Allow all reads with an index below ``stop`` to start."""
         self._library.kvpack_reader_allow(self._reader, stop)
 
     def wait(self, read_index: int) -> bool:
-        """Wait for all reads up to index ``read_index``. Returns True if read ``read_index`` got all of its bytes."""
+        """Wait for all reads up to index ``read_index``. Returns True if read ``read_index`` was complete."""
         while not self._library.kvpack_reader_wait(self._reader, read_index + 1, _MILLISECONDS):
             continue
         return not self._reads[read_index].failed

@@ -3,7 +3,7 @@
 ``threading.Thread.start``, which ThreadPoolExecutor uses, waits for the new thread to run, and waits forever if memory runs out first.
 Here, the thread that requests a result makes the call itself if no other thread has started it.
 
-Locks can be acquired by a forked child even if a thread of its parent held them.
+Locks are free in a forked child even if a thread of its parent held them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Result = TypeVar("Result")
 def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: int, waiting: int = 0) -> Generator[Result, None, None]:
     """Yield ``call(item)`` for each item in order, with up to ``at_once`` concurrent calls.
 
-    Another ``waiting`` items are fetched ahead. If this is 0, idle threads wait until the caller requests another result. Closing the
-    iterator waits for running calls and cancels calls that have not started.
+    Another ``waiting`` items are fetched ahead. If ``waiting`` is 0, idle threads wait until the caller requests another result. Closing
+    the iterator waits for running calls and cancels calls that have not started.
     """
     remaining = iter(items)
     jobs = deque(map(_Job, islice(remaining, at_once + waiting)))
@@ -52,8 +52,9 @@ def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: 
 
 
 class StartedCalls(Generic[Item, Result]):
-    """Calls ``call(item)`` for each item in up to ``at_once`` threads. While a thread waits, it makes calls that no other thread has
-    started.
+    """Calls ``call(item)`` for each item in up to ``at_once`` threads.
+
+    A thread that waits for the results makes calls that no other thread has started.
     """
 
     def __init__(self, call: Callable[[Item], Result], items: Iterable[Item], at_once: int) -> None:
@@ -71,7 +72,7 @@ class StartedCalls(Generic[Item, Result]):
         return self._call(item)
 
     def wait(self) -> None:
-        """Wait for all calls. Their errors are not raised, and arguments that only the calls need are released."""
+        """Wait for all calls. Their errors are not raised. Arguments that only the calls need are released."""
         if self._call is not None:
             for job in self._jobs:
                 job.run(self._call_item)
@@ -124,7 +125,7 @@ class _Job:
 
 
 def _start_threads(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None], count: int) -> int:
-    """Start up to ``count`` threads that run jobs from ``queue``. Returns how many the system allowed."""
+    """Start up to ``count`` threads that run jobs from ``queue``. Returns how many were started."""
     for started in range(count):
         try:
             _thread.start_new_thread(_run_jobs, (call, queue))
@@ -166,7 +167,7 @@ class WorkerThreads:
 
 
 class Lock:
-    """A lock like ``threading.Lock``, but free in a forked child."""
+    """A lock like ``threading.Lock``, except that a forked child can always acquire it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -537,7 +537,7 @@ def test_invalid_arguments_are_refused() -> None:
     assert codec.encode_into(pages, [], torch.zeros(0, codec.nbytes, dtype=torch.uint8, device=DEVICE)) == []
     with pytest.raises(InvalidParameter, match="expected uint8"):
         codec.encode_into(pages, [0], torch.zeros(1, codec.nbytes, device=DEVICE))
-    with pytest.raises(Truncated, match=f"a page takes {codec.nbytes}"):
+    with pytest.raises(Truncated, match=f"a page needs {codec.nbytes}"):
         codec.encode_into(pages, [0], torch.zeros(1, 64, dtype=torch.uint8, device=DEVICE))
     with pytest.raises(InvalidParameter, match="two rows begin 0 bytes apart"):
         codec.encode_into(pages, [0, 1], torch.zeros(1, codec.nbytes, dtype=torch.uint8, device=DEVICE).expand(2, -1))

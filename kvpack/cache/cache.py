@@ -1,6 +1,6 @@
 """Packed caches (``Cache``), with one ``Layer`` per model layer, and ``concat``, which joins caches of consecutive tokens.
 
-Caches, layers, sides and packed runs are immutable. Slicing, appending and joining return new objects that share the packed bytes; copying
+Caches, layers, sides and packed runs are immutable. Slicing, appending and joining return new objects that share the packed bytes. Copying
 returns the same object. Objects compare by identity.
 """
 
@@ -81,7 +81,7 @@ class Cache(PackedObject):
     computed: int = 0
     """Number of tokens in the longest cache from which this one was sliced, or 0 if ``inputs`` is set. Files do not store it."""
     position_offsets: tuple[int, ...] | None = None
-    """Difference between the rotary position and the token index after the last token, for each sequence, or None if unknown.
+    """For each sequence, the rotary position minus the token index after the last token, or None if unknown.
 
     It is nonzero for multidimensional positions, because an image then has fewer positions than tokens.
     """
@@ -99,8 +99,8 @@ class Cache(PackedObject):
                 )
         if self.inputs is not None and self.inputs.first not in (None, self.start):
             raise InvalidParameter(
-                f"the cache starts at position {self.start}, but its inputs start at position {self.inputs.first}: pass inputs= for the "
-                f"tokens from position {self.start} on, or inputs=None"
+                f"the cache starts at position {self.start}, but its inputs start at position {self.inputs.first}: pass inputs= "
+                f"that start at position {self.start}, or inputs=None"
             )
         rows = () if self.inputs is None else self.inputs.rows
         if rows and (batch := self._batch()) and len(rows) != batch:
@@ -145,22 +145,21 @@ class Cache(PackedObject):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the cache covers, including any that sliding windows have dropped."""
+        """Number of tokens that the cache covers, including tokens that sliding windows have dropped."""
         return max((layer.seen_tokens for layer in self.layers), default=0)
 
     @property
     def token_ids(self) -> torch.Tensor:
         """Known ids of each sequence's first tokens, int64 ``[batch, token]`` on the CPU, or ``[batch, 0]`` if none are known.
 
-        If layers differ in their number of sequences, ``batch`` is the smallest. It is 0 for a cache without keys, values and states.
+        If layers have different numbers of sequences, ``batch`` is the smallest. It is 0 for a cache without keys, values and states.
         """
         known_ids = self.inputs.known_ids if self.inputs is not None else (b"",)
         ids = numpy.stack([numpy.frombuffer(row, "<u4") for row in known_ids]).astype(numpy.int64)
         return torch.from_numpy(ids).expand(self._batch(), -1)
 
     def _batch(self) -> int:
-        """Return the smallest number of sequences in any layer, or 0 for an empty cache. This is the number of rows of token ids in a file.
-        """
+        """Return the smallest number of sequences in any layer, or 0 for an empty cache. A file has this many rows of token ids."""
         sides = (side.batch for layer in self.layers for side in layer.sides.values())
         states = (state.shape[0] for layer in self.layers for state in layer.states.values())
         return min((*sides, *states), default=0)
@@ -171,17 +170,17 @@ class Cache(PackedObject):
         return self.start + self.tokens
 
     def positions(self, layer_index: int) -> tuple[int, int]:
-        """Return the half-open range of token positions that layer ``layer_index`` covers."""
+        """Return the half-open range of token positions covered by layer ``layer_index``."""
         layer = self[as_integer(layer_index, "layer_index")]
         return self.start + layer.skipped, self.start + layer.seen_tokens
 
     def check_ends(self) -> None:
-        """Raise NotConsecutive unless every layer ends at ``stop``. No token can follow a cache whose layers end at different positions."""
+        """Raise NotConsecutive unless every layer ends at ``stop``. Otherwise, no token can follow the cache."""
         tokens = self.tokens
         for number, layer in enumerate(self.layers):
             if layer.sides and layer.seen_tokens != tokens:
                 raise NotConsecutive(
-                    f"layers[{number}] ends before position {self.start + layer.seen_tokens}, but the cache ends before {self.stop}: "
+                    f"layers[{number}] ends at position {self.start + layer.seen_tokens}, but the cache ends at {self.stop}: "
                     "use a cache whose layers all end at the same token"
                 )
 
@@ -207,7 +206,7 @@ class Cache(PackedObject):
 
     @property
     def nominal_bits(self) -> float:
-        """Average bits per value as counted in the codecs' papers, which do not count file overhead."""
+        """Average bits per value as counted in the codecs' papers, without file overhead."""
         sides = [side for layer in self.layers for side in layer.sides.values()]
         weights = [side.batch * side.heads * side.tokens * side.dim for side in sides]
         total = sum(weights)
@@ -246,8 +245,8 @@ class Cache(PackedObject):
     def select(self, indices: Rows) -> Cache:
         """Return a cache with the sequences at ``indices`` of the batch, in that order. Indices may repeat. Codes are copied, not decoded.
 
-        ``indices`` is a list of integers or an integer tensor ``[row]``. Raises OutOfBounds for a sequence that a layer does not have, and
-        InvalidParameter if ``indices`` is anything else.
+        ``indices`` is a list of integers or an integer tensor ``[row]``. Raises OutOfBounds if a layer lacks one of the sequences, and
+        InvalidParameter for any other kind of ``indices``.
         """
         rows = row_numbers(indices)
         layers = []
@@ -263,10 +262,10 @@ class Cache(PackedObject):
         """Return a cache with new tokens appended. ``pairs`` contains (k, v) for each layer. Packed tokens are not encoded again.
 
         Raises InvalidParameter, InvalidType or OutOfRange if the cache cannot store the values, and NotConsecutive if a layer ends before
-        the cache.
+        the cache does.
         """
         if not isinstance(pairs, list | tuple) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-            raise InvalidParameter("append requires a list with one (k, v) per layer, such as [(k, v)] for a cache of one layer")
+            raise InvalidParameter("append needs a list with one (k, v) per layer, such as [(k, v)] for a cache with one layer")
         if len(pairs) != len(self):
             raise InvalidParameter(f"append got {len(pairs)} layers, but the cache has {len(self)}: pass one (k, v) per layer")
         self.check_ends()
@@ -278,7 +277,7 @@ class Cache(PackedObject):
         added = {layer.seen_tokens - self.tokens: number for number, layer in reversed([*enumerate(layers)]) if layer.sides}
         if len(added) > 1:
             counts = " and ".join(f"layers[{number}] {count}" for count, number in sorted(added.items(), key=operator.itemgetter(1)))
-            raise InvalidParameter(f"append got different numbers of tokens per layer ({counts}): pass the same tokens for every layer")
+            raise InvalidParameter(f"append got different numbers of tokens ({counts}): pass the same number of tokens for every layer")
         return replace(self, layers=layers)
 
     def convert(
@@ -287,11 +286,11 @@ class Cache(PackedObject):
         *,
         progress: Progress | None = None,
     ) -> Cache:
-        """Return the cache re-encoded with ``recipe``, which may have any form that ``pack`` accepts.
+        """Return the cache re-encoded with ``recipe``, in any form that ``pack`` accepts.
 
         Keys and values that already have the right codec share their packed bytes. A raw tail is encoded as ``pack`` would encode it.
-        Raises InvalidParameter if a codec does not support a layer's head dim or the basis belongs to another model, MissingFile for a
-        recipe file that does not exist, and MissingBasis.
+        Raises InvalidParameter if a codec does not support a layer's head dim or the basis belongs to another model, MissingFile if the
+        recipe file does not exist, and MissingBasis.
         """
         check_callback(progress)
         parsed = parse_recipe(recipe)
@@ -342,10 +341,10 @@ def concat(caches: Sequence[Cache]) -> Cache:
     """
     argument: Any = caches
     if not isinstance(argument, list | tuple):
-        raise InvalidType(f"concat requires a list of packed caches, but got a {type(argument).__name__}")
+        raise InvalidType(f"concat needs a list of packed caches, but got a {type(argument).__name__}")
     for number, cache in enumerate(argument):
         if not isinstance(cache, Cache):
-            remedy = "make one with kvpack.pack, or read one with kvpack.load"
+            remedy = "create one with kvpack.pack, or read one with kvpack.load"
             raise InvalidType(f"concat: caches[{number}] is a {type(cache).__name__}, expected a packed cache: {remedy}")
     if not caches:
         raise NotConsecutive("concat got no caches: pass at least one")
@@ -361,7 +360,7 @@ def concat(caches: Sequence[Cache]) -> Cache:
             )
         if model != dict(other.model) or len(first) != len(other):
             raise NotConsecutive(
-                f"a cache of {len(first)} layers of the model {model} cannot be joined with one of {len(other)} layers of "
+                f"a cache with {len(first)} layers for the model {model} cannot be joined with a cache with {len(other)} layers for "
                 f"{dict(other.model)}: join only caches of the same model"
             )
         other.check_ends()

@@ -1,4 +1,4 @@
-"""Checksums of each token's keys and values, by which recorded inputs are matched to a cache."""
+"""Checksums of each token's keys and values, which show whether recorded inputs belong to a cache."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 """Integer dtypes by element size in bytes. Checksums are computed on bit patterns, so that NaN equals itself."""
 
 _WORD_BYTES = 8
-"""Size in bytes of the integers that are summed. Elements are combined into such integers if a head's size is a multiple of it."""
+"""Size in bytes of the integers to sum. Elements are combined into such integers if a head's size is a multiple of it."""
 
 _WORDS_AT_ONCE = 1 << 20
-"""Maximum number of integers that are summed in one operation."""
+"""Maximum number of integers to sum in one operation."""
 
 _FACTOR = 0x9E3779B1
-"""Odd factor of the weights. The weight of integer i of a token, over all heads, is 2 * i + 1 times this factor."""
+"""Odd factor of the weights. The weight of a token's integer i, counted over all heads, is 2 * i + 1 times this factor."""
 
 
 def has_checksums(x: Any) -> TypeGuard[torch.Tensor]:

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from .layer import Layer
 
 VALUES_AT_ONCE = 1 << 24
-"""Maximum number of values that are decoded in one block, unless encoding needs all values of a layer."""
+"""Maximum number of values to decode in one block, unless encoding needs all values of a layer."""
 
 
 def convert_layers(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Progress | None) -> tuple[tuple[Layer, ...], str]:
     """Re-encode ``layers`` with ``recipe``. Returns the new layers and the recipe's canonical text.
 
-    ``start`` is the position of the first token. Keys and values that already have the right codec are reused. If only their bit layout
-    differs, their codes are repacked without decoding.
+    ``start`` is the position of the first token. Keys and values that already have the right codec are reused. If only the bit layout
+    differs, codes are repacked without decoding.
     """
     recipe.check_layers(len(layers))
     result = []
@@ -95,7 +95,7 @@ def _reencode(side: Side, codec: Codec, window: int, where: str, first: int, nor
 
     Values are decoded and encoded in blocks, unless a stream of the codec depends on more than one block.
     """
-    # Another dtype would change the bits of NaN.
+    # A different dtype would change the bits of NaN.
     dtype, tokens = RAW_DTYPES[_exact_dtype(side)], side.tokens
     multiple = math.lcm(128, codec.group_tokens, side.codec.group_tokens)
     step = max(1, VALUES_AT_ONCE // (side.batch * side.heads * side.dim) // multiple) * multiple
@@ -104,7 +104,7 @@ def _reencode(side: Side, codec: Codec, window: int, where: str, first: int, nor
     per_token = all(entry.per == "token" or name in raw_layout for name, entry in codec.layout(side.batch, side.heads, tokens).items())
     packed = tokens - tokens % window if window else tokens
     aligned = all(boundary % multiple == 0 for boundary in side.boundaries if boundary < packed) and packed % side.codec.group_tokens == 0
-    # Values of a raw side may be rejected, and the message needs their positions in the whole side.
+    # The codec may reject values of a raw side. The message needs their positions in the whole side.
     lossy = codec.exact_dtype is None and side.codec.exact_dtype is None
     if not (lossy and per_token and aligned and packed > step):
         return pack_side(side.unpack(dtype), codec, window, where, first, norms)

@@ -1,4 +1,4 @@
-"""Extraction of keys, values, token counts and states from a model's own cache. Caches that contain anything else are rejected.
+"""Extracts keys, values, token counts and states from a model's own cache. Rejects caches that contain anything else.
 
 Known transformers classes are accepted by name, so that transformers need not be imported. For any other class, every attribute is
 examined.
@@ -34,7 +34,7 @@ _LINEAR = {
 }
 _LAYERS = {"CacheLayerMixin", "DynamicLayer", "DummyLayer", *_SLIDING, *_STATIC, *_LINEAR}
 _STATES = {"conv": "conv_states", "recurrent": "recurrent_states"}
-"""Attributes of a layer that contain its states, by kind. Each attribute is a dict from numbers to tensors, or to None."""
+"""Attributes of a layer that contain its states, by kind. Each attribute is a dict that maps numbers to tensors or None."""
 _LAYER_TENSORS = {"keys", "values", "cumulative_length", "_sliding_window_tensor"}
 """Attributes of known layers that contain tensors: keys, values, token counts and the window."""
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, type, FunctionType, MethodType)
@@ -59,7 +59,7 @@ def extract_layers(past: Any) -> list[DenseLayer]:
     if "EncoderDecoderCache" in _classes(past):
         raise InvalidParameter(
             f"the {type(past).__name__} contains two caches, one for the decoder's tokens and one for the "
-            "encoder's: pack its self_attention_cache and its cross_attention_cache separately"
+            "encoder's tokens: pack its self_attention_cache and its cross_attention_cache separately"
         )
     if isinstance(getattr(past, "layers", None), Sequence):
         return _layers_of(past)
@@ -72,7 +72,7 @@ def extract_layers(past: Any) -> list[DenseLayer]:
         raise InvalidType(
             f"the {type(past).__name__} is from a transformers version before 4.56: pass list(zip(cache.key_cache, cache.value_cache))"
         )
-    raise InvalidType(f"a {type(past).__name__} is not a KV cache: pass a transformers Cache, a list of (k, v), or one (k, v)")
+    raise InvalidType(f"a {type(past).__name__} is not a KV cache: pass a transformers Cache, one (k, v), or a list of (k, v)")
 
 
 def _layers_of(past: Any) -> list[DenseLayer]:
@@ -97,7 +97,7 @@ def _layers_of(past: Any) -> list[DenseLayer]:
 
 
 def _dense_layer(layer: Any, where: str) -> DenseLayer:
-    """Return the contents of a cache layer. For a static layer, this is the filled part; for a sliding layer, the newest tokens."""
+    """Return the contents of a cache layer: the filled part of a static layer, or the newest tokens of a sliding layer."""
     linear = bool(_classes(layer) & _LINEAR)
     _refuse_other_contents(layer, where, _LAYERS, _LAYER_TENSORS | (set(_STATES.values()) if linear else set()))
     held = keys_and_values(layer, where)
@@ -111,7 +111,7 @@ def read_states(layer: Any, where: str) -> dict[str, torch.Tensor]:
         for number, state in getattr(layer, attribute).items():
             if state is None or not layer.has_previous_state[number]:
                 continue
-            # The layer may keep older columns, which the next token does not need.
+            # The layer may keep older columns that the next token does not need.
             newest = state[..., -layer.conv_kernel_size[number] :] if name == "conv" else state
             check_state(f"{where}.{attribute}[{number}]", STATE_DTYPES.get(newest.dtype), newest.shape)
             result[f"{name}.{number}"] = newest.clone()
@@ -119,7 +119,7 @@ def read_states(layer: Any, where: str) -> dict[str, torch.Tensor]:
 
 
 def keys_and_values(layer: Any, where: str) -> DenseLayer:
-    """Return the keys and values of a transformers cache layer, with the number of tokens that its window has dropped.
+    """Return the keys and values of a transformers cache layer, and the number of tokens that its window has dropped.
 
     Raises InvalidParameter if keys or values are missing.
     """
@@ -134,7 +134,7 @@ def keys_and_values(layer: Any, where: str) -> DenseLayer:
     if (seen > held and not classes & _SLIDING) or (seen < held and not classes & _STATIC):
         raise InvalidParameter(
             f"{where}: a {type(layer).__name__} that has seen {seen} tokens contains the keys of {held}: "
-            "pack a cache that keeps all of them, such as DynamicCache"
+            "pack a cache that keeps all tokens, such as DynamicCache"
         )
     return DenseLayer(k[:, :, :seen], v[:, :, :seen], max(0, seen - held))
 
@@ -144,12 +144,12 @@ def _is_dense(x: Any) -> bool:
 
 
 def _classes(value: Any) -> set[str]:
-    """Return the names of all transformers cache classes among the classes and base classes of ``value``."""
+    """Return the names of all transformers cache classes in the class hierarchy of ``value``."""
     return {cls.__name__ for cls in type(value).__mro__ if cls.__module__ == _MODULE}
 
 
 def _refuse_other_contents(value: Any, where: str, known_classes: set[str], expected: set[str]) -> None:
-    """Raise InvalidParameter if ``value`` is of an unknown transformers class, or has an unexpected attribute that may contain tensors."""
+    """Raise InvalidParameter if ``value`` has an unknown transformers class, or an unexpected attribute that may contain tensors."""
     states = [name for name, state in _attributes(value) if name not in expected and not _is_plain(state)]
     if known_classes is _LAYERS and not (hasattr(value, "keys") and hasattr(value, "values")) and not _classes(value) & _LINEAR:
         states = states or ["state"]
@@ -169,7 +169,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if ``value`` is a plain setting: not a tensor, and not an object that could contain one."""
+    """Return True if ``value`` is a plain setting: neither a tensor nor an object that could contain one."""
     if isinstance(value, dict):
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -36,12 +36,12 @@ class StreamBus:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Start copying ``source`` to ``target``, which has the same shape and dtype. One of the two must be staging memory.
 
-        Must be called within ``work``.
+        Call this only within ``work``.
         """
         target.copy_(source, non_blocking=True)
 
     def mark(self) -> Any:
-        """Return a mark of the current point in the queue."""
+        """Return a mark at the current end of the queue."""
         return self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
@@ -49,7 +49,7 @@ class StreamBus:
         mark.synchronize()
 
     def follow(self) -> None:
-        """Make later copies wait for all work that is now queued on the caller's stream."""
+        """Make later copies wait for all work already queued on the caller's stream."""
         self._stream.wait_stream(self._caller)
 
     def order(self, mark: Any) -> None:
@@ -57,7 +57,7 @@ class StreamBus:
         self._caller.wait_event(mark)
 
     def work(self) -> AbstractContextManager[Any]:
-        """Return a context manager that queues new device work in order with the copies."""
+        """Return a context manager in which new device work is queued in order with the copies."""
         stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return stream
 
@@ -68,7 +68,7 @@ class StreamBus:
 
 @cache
 def _copy_stream(device_index: int) -> Any:
-    """Return the copy stream of a device. It must never change, because memory freed on a stream can be reused only on that stream."""
+    """Return the copy stream of a device. It must never change: memory freed on a stream can be reused only on that stream."""
     return torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
 
 

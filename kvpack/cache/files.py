@@ -1,4 +1,4 @@
-"""Writing of caches to kvpack files, and reading of files into memory-mapped views or onto a device."""
+"""Writes caches to kvpack files, and reads files into memory-mapped views or onto a device."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def read_to_device(
     basis: Bases | None = None,
     progress: Progress | None = None,
 ) -> Cache:
-    """Read a cache, or part of it, from an open file onto the device of ``bus``, and close the file. Raises the same errors as ``load``."""
+    """Read a cache, or part of it, from an open file onto the device of ``bus``, and close the file. Raises the errors of ``load``."""
     with float32_no_grad(bus.device), file:
         _bind_header_bases(file, basis)
         part = _selected_part(file, layers, tokens)
@@ -229,7 +229,7 @@ def read(
     layers, cpu = [Layer(None, None)] * len(header.layers), torch.device("cpu")
     with float32_no_grad(cpu):
         selected = list(range(len(header.layers)) if layer_indices is None else layer_indices)
-        # A file of one piece is not worth reading ahead.
+        # A file with a single piece is not worth reading ahead.
         ready = selected if file.size <= PIECE_BYTES else file.read_ahead(selected)
         for done, number in enumerate(ready, 1):
             sides = {}

@@ -50,18 +50,18 @@ class Layer(PackedObject):
 
     @property
     def sides(self) -> dict[str, Side]:
-        """The layer's keys (under "k") and values (under "v"). Absent ones are omitted."""
+        """The layer's keys (under "k") and values (under "v"). Absent keys or values are omitted."""
         return {name: side for name, side in (("k", self.k), ("v", self.v)) if side is not None}
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in the layer, which is the same for keys and values."""
+        """Number of tokens in the layer. It is the same for keys and values."""
         side = self.v if self.k is None else self.k
         return 0 if side is None else side.tokens
 
     @property
     def seen_tokens(self) -> int:
-        """Number of tokens in the layer, including the skipped ones before them."""
+        """Number of tokens in the layer plus the skipped tokens before them."""
         return self.skipped + self.tokens
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> Pair:
@@ -82,8 +82,8 @@ class Layer(PackedObject):
             return self
         if self.states:
             raise OutOfBounds(
-                f"tokens [{start}:{stop}] were requested from a layer with states {_state_names(self)}, which belong to its last token: "
-                "use the whole layer"
+                f"tokens [{start}:{stop}] were requested from a layer with states {_state_names(self)}, which are known only after its "
+                "last token: use the whole layer"
             )
         if not self.sides:
             return self
@@ -105,8 +105,8 @@ class Layer(PackedObject):
     def append(self, k: torch.Tensor | None, v: torch.Tensor | None, where: str = "append", start: int | None = None) -> Layer:
         """Return the layer with the tokens of ``k`` and ``v`` appended.
 
-        ``start`` is the position of the cache's first token, if known. ``where`` names the layer in error messages. Raises InvalidParameter
-        if keys or values are missing, if they differ in their number of tokens, or if the layer has states.
+        ``start`` is the position of the cache's first token, if known. ``where`` identifies the layer in error messages. Raises
+        InvalidParameter if keys or values are missing, if they have different numbers of tokens, or if the layer has states.
         """
         if self.states:
             raise InvalidParameter(
@@ -126,7 +126,7 @@ class Layer(PackedObject):
             raise InvalidParameter(f"{where}: k has {k.shape[2]} tokens, but v has {v.shape[2]}: pass the same number")
         unit = None
         if any(side.codec.raw_positions for side in self.sides.values()):
-            # The same raw tokens are chosen for keys and values, so both encode the same tokens at once.
+            # The same raw tokens are chosen for keys and values, so both must encode the same tokens at the same time.
             unit = math.lcm(*(side.codec.group_tokens for side in self.sides.values()))
 
         @cache
@@ -146,7 +146,7 @@ class Layer(PackedObject):
         return replace(self, k=sides.get("k"), v=sides.get("v"))
 
     def merged(self) -> Layer:
-        """Return the layer with its keys and values in as few runs as possible (see ``Side.merged``)."""
+        """Return the layer with as few runs of keys and values as possible (see ``Side.merged``)."""
         return replace(self, k=self.k and self.k.merged(), v=self.v and self.v.merged())
 
     def to(self, device: torch.device | str) -> Layer:
@@ -156,7 +156,7 @@ class Layer(PackedObject):
 
 
 def _norms_between(side: Side, appended: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Append ``appended`` to ``side`` and return the norms of tokens ``[start, stop)``, float32 ``[batch, kv_head, token]``."""
+    """Return the norms of tokens ``[start, stop)`` of ``side`` followed by ``appended``, float32 ``[batch, kv_head, token]``."""
     older = side.norms(start) if start < side.tokens else appended.new_zeros(*appended.shape[:2], 0, dtype=torch.float32)
     return torch.cat([older, dispatch.norms(appended)], 2)[:, :, : stop - start]
 
@@ -168,8 +168,8 @@ def _state_names(layer: Layer) -> str:
 def slice_layer(layer: Layer, layer_index: int, tokens: tuple[int, int], first: int, count: int) -> Layer:
     """Return layer ``layer_index`` of ``cache[:, start:stop]``, where ``tokens`` is ``(start, stop)``.
 
-    The cache has ``count`` tokens and starts at position ``first``. Raises OutOfBounds if the layer lacks some of the tokens, or if
-    ``start`` is inside a token group. The message names the layer.
+    The cache has ``count`` tokens and starts at position ``first``. Raises OutOfBounds, with the layer's index in the message, if the layer
+    lacks some of the tokens or ``start`` is inside a token group.
     """
     start, stop = tokens
     whole = tokens == (0, count) and layer.seen_tokens == stop

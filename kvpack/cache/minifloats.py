@@ -97,7 +97,7 @@ class Minifloats:
         """The codec that stores these elements and scales unchanged."""
         if self.elements.dim() != 4:
             raise InvalidParameter(
-                f"elements has rank {self.elements.dim()} and shape {list(self.elements.shape)}, expected [batch, kv_head, token, dim]"
+                f"elements has shape {list(self.elements.shape)}, expected [batch, kv_head, token, dim]"
             )
         if not self.elements.shape[0] or not self.elements.shape[1] or not self.elements.shape[2]:
             raise InvalidParameter(
@@ -189,7 +189,7 @@ class Minifloats:
             raise InvalidParameter(f"global_scale has shape {list(scale.shape)}, expected one number or {[self.shape[0], 1, 1]}")
         if scale.device != self.elements.device:
             raise InvalidParameter(
-                f"global_scale is on {scale.device} and elements on {self.elements.device}: move them to the same device"
+                f"global_scale is on {scale.device}, but elements is on {self.elements.device}: move them to the same device"
             )
         return scale
 
@@ -215,7 +215,7 @@ class Minifloats:
     def side(self, window: int = 0) -> Side:
         """Return the packed keys or values. All bits of the elements and scales are preserved.
 
-        ``window`` is the number of appended tokens that are encoded together. Until there are that many, they stay raw.
+        Appended tokens stay raw until there are ``window`` of them, which are then encoded together.
         """
         batch, heads, tokens, dim = self.shape
         tail = torch.empty(batch, heads, 0, dim, dtype=torch.bfloat16, device=self.elements.device)
@@ -225,8 +225,8 @@ class Minifloats:
     def of(cls, side: Side) -> Self:
         """Return the elements and scales of packed keys or values, bit for bit.
 
-        e2m1 elements are returned as uint8, two per byte. Scales have all their axes, without broadcasting. Raises InvalidParameter if
-        ``side`` has another codec, a raw tail, runs with different scales, or e2m1 elements with an odd head dim, and InvalidType if
+        e2m1 elements are returned as uint8, two per byte. Scales have all of their axes, without broadcasting. Raises InvalidParameter if
+        ``side`` has another codec, a raw tail, runs with different scales, or e2m1 elements with an odd head dim. Raises InvalidType if
         ``side`` is not a Side.
         """
         untyped: Any = side
@@ -241,14 +241,14 @@ class Minifloats:
             )
         if side.tail.shape[2] or not side.runs:
             raise InvalidParameter(
-                f"expected only packed tokens, but got {side.packed_tokens} and a raw tail of {side.tail.shape[2]} more: slice off the tail"
+                f"expected only packed tokens, but got {side.packed_tokens} and a raw tail of {side.tail.shape[2]}: slice off the tail"
             )
         with float32_no_grad(side.device):
             runs = side.merged().runs
             if len(runs) > 1:
                 raise InvalidParameter(
-                    f"the tokens were packed in {len(runs)} runs with different scales, the first of {runs[0].tokens} tokens: slice the "
-                    "layer into these runs first"
+                    f"the tokens were packed in {len(runs)} runs with different scales: slice the layer into runs first. The first "
+                    f"run has {runs[0].tokens} tokens"
                 )
             streams = runs[0].streams
             codes = codec.digits(streams)[0].to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Check that an argument is a packed cache."""
+"""Checks that an argument is a packed cache."""
 
 from __future__ import annotations
 

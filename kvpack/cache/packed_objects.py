@@ -14,7 +14,7 @@ _CACHE_ATTRIBUTES = {"get_seq_length", "get_mask_sizes", "get_max_length", "upda
 
 
 class _NotATransformersCache(InvalidParameter, FrozenInstanceError):
-    """Raised when code accesses an attribute that only transformers caches have."""
+    """Raised on access to an attribute that only transformers caches have."""
 
 
 def explain_errors(cls: type[Class]) -> type[Class]:
@@ -43,7 +43,7 @@ _MESSAGE = (
 
 
 class PackedObject:
-    """Base class of immutable caches and their parts. Copying returns the same object, and pickling is not supported."""
+    """Base class of immutable caches and their parts. Copying returns the same object. Pickling is not supported."""
 
     def __copy__(self) -> Self:
         return self

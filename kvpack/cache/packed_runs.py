@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     Ends = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 _TOKENS_COUNTED = 1 << 12
-"""Number of tokens, over all sequences and heads, whose entries are counted in one operation."""
+"""Number of tokens, over all sequences and heads, for which entries are counted in one operation."""
 
 
 _MAX_SHOWN_RUNS = 4
-"""Maximum number of runs that a repr shows."""
+"""Maximum number of runs shown in a repr."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -53,23 +53,23 @@ class Stretch:
 
     @property
     def layout(self) -> Mapping[str, Layout]:
-        """The layout of each stream. Ignore the number of rows in these layouts."""
+        """The layout of each stream. The number of rows in these layouts has no meaning."""
         return self.codec.row_layouts
 
     def token_range(self, run_index: int) -> tuple[int, int]:
-        """Return the first token of run ``run_index`` and the token after its last."""
+        """Return the first token of run ``run_index``, and the token after its last token."""
         return int(self.ends[run_index - 1]) if run_index else 0, int(self.ends[run_index])
 
     @cached_property
     def _first_rows(self) -> dict[int, Ends]:
-        """Maps a number of tokens per row to the first row of each run, followed by the total number of rows."""
+        """Maps each number of tokens per row to the first row of each run, followed by the total number of rows."""
         steps = {layout.tokens_per_row for layout in self.layout.values() if layout.per == "token" and layout.tokens_per_row > 1}
         tokens = numpy.diff(self.ends, prepend=0)
         return {step: numpy.concatenate([[0], numpy.cumsum(-(-tokens // step))]) for step in steps}
 
     @cached_property
     def _first_entries(self) -> dict[str, torch.Tensor]:
-        """Maps a stream with one row per entry to the first row of each token, followed by the total number of rows.
+        """Maps each stream with one row per entry to the first row of each token, followed by the total number of rows.
 
         The tensors are int64 ``[token + 1]`` on the CPU, or ``[row + 1]`` if entries are counted per row of tokens.
         """
@@ -88,14 +88,14 @@ class Stretch:
 
     @cached_property
     def _entry_tokens(self) -> dict[str, torch.Tensor]:
-        """Maps a stream whose entries store token numbers to the token of each entry, ascending, as int64 on the CPU."""
+        """Maps each stream with entries that store token numbers to the token of each entry, in ascending order, as int64 on the CPU."""
         return {name: token.cpu() for name, token in self.codec.entry_tokens(self.streams).items()}
 
     def rows(self, start: int, stop: int, entries: bool = True) -> dict[str, torch.Tensor]:
         """Return the streams of tokens ``[start, stop)`` by name.
 
-        ``start`` must be the first token of a token group. Streams are returned as views. If entries store token numbers, their stream is a
-        renumbered copy, and is omitted if ``entries`` is False.
+        ``start`` must be the first token of a token group. Streams are returned as views. If a stream's entries store token numbers, it is
+        a renumbered copy, and is omitted if ``entries`` is False.
         """
         # An empty range at the end belongs to the last run.
         first = min(int(numpy.searchsorted(self.ends, start, "right")), len(self.ends) - 1)
@@ -107,8 +107,9 @@ class Stretch:
         return result | self.codec.shift_tokens(result, -start) if entries and self._entry_tokens and start else result
 
     def _row_range(self, name: str, layout: Layout, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
-        """Return the range of a stream's rows for tokens ``[start, stop)``. ``first`` and ``last`` are the first and last run with these
-        tokens.
+        """Return the range of a stream's rows for tokens ``[start, stop)``.
+
+        These tokens are in runs ``first`` to ``last``.
         """
         if layout.per == "run":
             return first, last + 1
@@ -147,7 +148,7 @@ class Stretch:
         return Stretch(self.codec, numpy.minimum(self.ends[first : last + 1], stop) - start, streams)
 
     def packed_run(self, run_index: int) -> PackedRun:
-        """Return run ``run_index``. For a stretch with only one run, every call returns the same object."""
+        """Return run ``run_index``. If the stretch has only one run, every call returns the same object."""
         if len(self.ends) == 1:
             return self._only_run
         start, stop = self.token_range(run_index)
@@ -192,9 +193,9 @@ class PackedRun:
         return self.stretch.rows(start, stop, entries)
 
     def frame(self, start: int, stop: int) -> torch.Tensor:
-        """Decode tokens ``[start, stop)`` without reversing the codec's rotation, to float32 ``[batch, kv_head, token, dim]``."""
+        """Decode tokens ``[start, stop)`` to float32 ``[batch, kv_head, token, dim]``, without reversing the codec's rotation."""
         aligned = start - start % self.codec.group_tokens
-        # A token group is decoded whole, so there may be more tokens than requested.
+        # Only whole token groups can be decoded, so there may be more tokens than requested.
         return decode_frame(self.codec, self.rows(aligned, stop))[:, :, start - aligned : stop - aligned]
 
     def slice(self, start: int, stop: int) -> PackedRun:
@@ -204,7 +205,7 @@ class PackedRun:
     def decode(self, start: int, stop: int) -> torch.Tensor:
         """Decode tokens ``[start, stop)`` to the original values, ``[batch, kv_head, token, dim]``.
 
-        They have the dtype that the codec stores exactly, or float32 if the codec is lossy.
+        The dtype is the one that the codec stores exactly, or float32 if the codec is lossy.
         """
         aligned = start - start % self.codec.group_tokens
         rows = self.rows(aligned, stop)
@@ -221,7 +222,7 @@ class PackedRun:
     def is_continued_by(self, other: PackedRun) -> bool:
         """Return True if ``other`` can be joined to the end of this run.
 
-        This run must end with a complete token group, and the streams with one row per run must be equal in both runs.
+        This run must end with a complete token group, and streams with one row per run must be equal in both runs.
         """
         if self.tokens % self.codec.group_tokens:
             return False
@@ -234,7 +235,7 @@ class PackedRun:
 
     @staticmethod
     def joined(runs: Sequence[PackedRun]) -> PackedRun:
-        """Join consecutive runs. Each run must be ``is_continued_by`` its successor. The streams of two or more runs are copied."""
+        """Join consecutive runs, each of which ``is_continued_by`` the next. The streams of two or more runs are copied."""
         first = runs[0]
         if len(runs) == 1:
             return first
@@ -245,7 +246,7 @@ class PackedRun:
 
 
 def _joined_streams(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> dict[str, torch.Tensor]:
-    """Join the streams of consecutive ``parts``, given as (number of tokens, streams), into one array per stream.
+    """Join the streams of consecutive ``parts``, which are (number of tokens, streams) pairs, into one array per stream.
 
     Token numbers in entries are changed to count from the first part's first token.
     """
@@ -268,7 +269,7 @@ class PackedRuns(Sequence[PackedRun]):
 
     @staticmethod
     def of(runs: Iterable[PackedRun]) -> PackedRuns:
-        """Return ``runs`` as ``PackedRuns`` with one stretch per run. If it already is ``PackedRuns``, return it unchanged."""
+        """Return ``runs`` as ``PackedRuns`` with one stretch per run, or unchanged if they already are ``PackedRuns``."""
         return runs if isinstance(runs, PackedRuns) else PackedRuns(tuple(run.stretch for run in runs))
 
     def __repr__(self) -> str:
@@ -309,7 +310,7 @@ class PackedRuns(Sequence[PackedRun]):
 
     @cached_property
     def _first_tokens(self) -> list[int]:
-        """The first token of each stretch, and then the total number of tokens."""
+        """The first token of each stretch, followed by the total number of tokens."""
         return [0, *accumulate(stretch.tokens for stretch in self.stretches)]
 
     @property
@@ -332,12 +333,11 @@ class PackedRuns(Sequence[PackedRun]):
         return PackedRuns(tuple(result))
 
     def mapped(self, codec: Codec, change: Callable[[Streams], Streams]) -> PackedRuns:
-        """Apply ``change`` to the streams of each stretch, and return the resulting runs, which have ``codec`` as their codec."""
+        """Apply ``change`` to the streams of each stretch. Returns the resulting runs, which have the codec ``codec``."""
         return PackedRuns(tuple(Stretch(codec, stretch.ends, change(stretch.streams)) for stretch in self.stretches))
 
     @cached_property
     def _joinable(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """One bool for each run except the first: True if it can be joined to the previous run (see ``PackedRun.is_continued_by``)."""
         if len(self) < 2:
             return numpy.empty(0, bool)
         codec = self.stretches[0].codec
@@ -360,7 +360,7 @@ class PackedRuns(Sequence[PackedRun]):
         return tuple(numpy.diff(self.ends[last], prepend=0).tolist())
 
     def merged(self) -> PackedRuns:
-        """Return the same tokens in one stretch, with as few runs as possible. If there are several stretches, their streams are copied."""
+        """Return the same tokens in one stretch, with as few runs as possible. The streams of two or more stretches are copied."""
         if not self.stretches or (len(self.stretches) == 1 and (len(self) == 1 or not self._joinable.any())):
             return self
         first, last = numpy.append(True, ~self._joinable), numpy.append(~self._joinable, True)
@@ -373,7 +373,7 @@ class PackedRuns(Sequence[PackedRun]):
         return PackedRuns((Stretch(template.codec, self.ends[last], streams),))
 
     def append(self, run: PackedRun) -> PackedRuns:
-        """Append ``run``. To keep the number of runs small, it is joined with each run before it that is no longer than the joined run."""
+        """Append ``run``. To keep the number of runs small, it is joined with each earlier run that is no longer than the joined run."""
         number, tokens, after = len(self), run.tokens, run
         while number:
             before = self[number - 1]

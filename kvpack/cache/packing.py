@@ -1,4 +1,4 @@
-"""Encoding of a model's KV cache (``pack``)."""
+"""Encodes a model's KV cache (``pack``)."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ MAX_CHANNEL_RATIO = 64.0
 SAMPLED_TOKENS = 128
 
 BATCHED_VALUES, DEVICE_BATCHED_VALUES = 1 << 19, 1 << 26
-"""Maximum number of keys in layers that are encoded together, on the CPU and on other devices, respectively."""
+"""Maximum number of keys in layers that are encoded together: on the CPU, and on other devices."""
 
 
 class OutlierChannel(NamedTuple):
-    """The channel of a layer's keys with the largest magnitude. ``ratio`` compares it with the median channel of its head."""
+    """The channel with the largest magnitude in a layer's keys. ``ratio`` compares it with the median channel of its head."""
 
     layer: int
     head: int
@@ -154,9 +154,9 @@ def pack(
 
 
 def dense_layers(past: Any) -> list[DenseLayer]:
-    """Return the layers of ``past``, which may have any form that ``pack`` accepts.
+    """Return the layers of ``past``, in any form that ``pack`` accepts.
 
-    Raises InvalidType if ``past`` is not a cache, and InvalidParameter if the cache is empty, contains anything except keys, values and
+    Raises InvalidType if ``past`` is not a cache. Raises InvalidParameter if the cache is empty, contains anything except keys, values and
     states, or has layers with different tokens.
     """
     if isinstance(past, Cache) or isinstance(getattr(past, "packed", None), Cache):
@@ -200,7 +200,7 @@ def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
         ):
             raise InvalidParameter(
                 f"states_at[{position}] differs in layers, names or shapes from the states after the last token: pass this cache's states, "
-                "as recording(model).states_at(past_key_values) returns them"
+                "as returned by recording(model).states_at(past_key_values)"
             )
     return MappingProxyType({position: tuple(mapping) for position, mapping in states_at.items() if cache.start < position < cache.stop})
 
@@ -217,7 +217,7 @@ def _bind_inputs(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
         )
     if inputs.tokens > tokens:
         raise InvalidParameter(
-            f"inputs have {inputs.tokens} token ids per sequence, but the cache has {tokens} tokens: if only its newest tokens were "
+            f"inputs have {inputs.tokens} token ids per sequence, but the cache has {tokens} tokens: if only the newest tokens were "
             f"dropped, pass inputs.slice(0, {tokens}, {start}); otherwise, omit inputs="
         )
     batch = min((side.batch for layer in layers for side in layer.sides.values()), default=1)
@@ -228,7 +228,7 @@ def _bind_inputs(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
 
 
 def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> None:
-    """Raise InvalidParameter if keys or values differ from those for which ``inputs`` were recorded.
+    """Raise InvalidParameter if keys or values differ from the values for which ``inputs`` were recorded.
 
     The check is skipped unless all keys and values are tensors that were recorded.
     """
@@ -245,15 +245,15 @@ def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> N
         actual, expected = checksums(x)[:, begin - position :].cpu().numpy(), recorded[:, begin - first :]
         if actual.shape != expected.shape or (actual != expected).any():
             raise InvalidParameter(
-                f"layers[{key[0]}].{key[1]}: inputs were recorded for different values (sequences or tokens moved, or values rounded): "
-                "record them after the last change to the cache, or omit inputs="
+                f"layers[{key[0]}].{key[1]}: inputs were recorded for different values (sequences or tokens were moved, or values were "
+                "rounded): record them after the last change to the cache, or omit inputs="
             )
 
 
 def _layers_together(states: Sequence[DenseLayer], recipe: Recipe) -> Iterator[tuple[range, Codecs]]:
-    """Split the layers into ranges that are encoded together, and yield the layer numbers and codecs of each range.
+    """Split the layers into ranges that are encoded together. Yields the layer indices and the codecs of each range.
 
-    Layers in one range have equal shapes. Raises the same errors as ``pack`` about shapes and codecs.
+    Layers in a range have equal shapes. Raises the same errors as ``pack`` about shapes and codecs.
     """
     begin, before = 0, None
     codecs: Codecs = (None, None)
@@ -304,17 +304,17 @@ class _Kind(NamedTuple):
 
 
 def _kind(layer: DenseLayer, codecs: Codecs, count: int) -> _Kind | None:
-    """Return the properties that other layers must share to be encoded together with ``layer``, or None if it is encoded by itself."""
+    """Return the properties that other layers must share to be encoded with ``layer``, or None if it must be encoded separately."""
     most, sides = count, []
     for x, codec in zip((layer.k, layer.v), codecs, strict=True):
         if codec is None or not isinstance(x, torch.Tensor):
             return None
         plain = codec.without_raw_positions.summary
-        # Exact values are only copied, and only entries of raw tokens can be divided among layers.
+        # Exact values are only copied. Of all entries, only those of raw tokens can be divided among layers.
         if plain.exact_dtype is not None or plain.entries:
             return None
         most = min(most, (BATCHED_VALUES if x.device.type == "cpu" else DEVICE_BATCHED_VALUES) // max(1, x.numel()))
-        # Equal codecs may have different options of encoders.
+        # Equal codecs may have different encoder options.
         sides.append((x.shape, x.dtype, x.device, id(codec)))
     return _Kind(max(1, most), layer.skipped, tuple(sides))
 
@@ -322,10 +322,10 @@ def _kind(layer: DenseLayer, codecs: Codecs, count: int) -> _Kind | None:
 def _pack_layers(
     layer_indices: range, states: Sequence[DenseLayer], codecs: Codecs, window: int, start: int
 ) -> tuple[list[tuple[Side | None, Side | None]], list[OutlierChannel]]:
-    """Encode the keys and values of the layers in ``layer_indices``. Returns their packed keys and values, and their outlier channels."""
+    """Encode the keys and values of the layers in ``layer_indices``. Returns packed keys and values, and the outlier channels."""
     if len(layer_indices) > 1:
         given = states[layer_indices.start : layer_indices.stop]
-        # Calls take longer than their work on small layers, so layers are encoded as sequences of one batch.
+        # On small layers, calls take longer than their work, so layers are encoded as sequences of one batch.
         with contextlib.suppress(InvalidParameter, OutOfRange, torch.OutOfMemoryError), collect_poor_fits() as poor_fits:
             k, v = (torch.cat([getattr(layer, side) for layer in given]) for side in "kv")
             pairs, outlier = _pack_pair(DenseLayer(k, v, given[0].skipped), layer_indices, codecs, window, start)
@@ -343,9 +343,9 @@ def _pack_layers(
 def _pack_pair(
     layer: DenseLayer, layer_indices: range, codecs: Codecs, window: int, start: int
 ) -> tuple[list[tuple[Side | None, Side | None]], OutlierChannel | None]:
-    """Encode the layers in ``layer_indices``, whose keys and values are joined as the batch of ``layer``.
+    """Encode the layers in ``layer_indices``. Their keys and values are joined as the batch of ``layer``.
 
-    Returns packed keys and values for each layer, and the outlier channel if there is one.
+    Returns packed keys and values for each layer, and the outlier channel, if any.
     """
     k, v, outlier = layer.k, layer.v, None
     norms = cache(dispatch.norms)
@@ -373,7 +373,9 @@ def _pack_pair(
 
 
 def _store_unchanged(x: EngineEncoded, codec: Codec, window: int, where: str) -> Side:
-    """Return values in an engine's format as a side that stores them bit for bit. Raises InvalidParameter if ``codec`` cannot store them.
+    """Return values in an engine's format as a side that stores them bit for bit.
+
+    Raises InvalidParameter if ``codec`` cannot store them.
     """
     # So no token has to be raw.
     codec = codec.without_raw_positions
@@ -404,13 +406,13 @@ def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChanne
 
 
 def _warn_of_outlier_channels(outliers: Sequence[OutlierChannel], layers: int) -> None:
-    """Issue one KvpackWarning, which names the worst of ``outliers``. ``layers`` is the number of layers in the cache."""
+    """Issue one KvpackWarning about ``outliers``, which names the worst channel. ``layers`` is the number of layers in the cache."""
     if outliers:
         worst = max(outliers, key=lambda channel: channel.ratio)
         warnings.warn(
             f"layers[{worst.layer}].k: channel {worst.channel} of head {worst.head} is {worst.ratio:.0f} times as large as the median "
             f"channel, as in the keys of {len(outliers)} of {layers} layers. The codec's rotation spreads it over all other channels, "
-            "which lose precision. To avoid this, pack with kvpack-4, kvpack-3 or kvpack-2, or add channel_scale=fp16 to the codec of keys",
+            "which lose precision. To avoid this, pack with kvpack-4, kvpack-3 or kvpack-2, or add channel_scale=fp16 to the keys' codec",
             KvpackWarning,
             stacklevel=3,
         )

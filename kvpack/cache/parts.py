@@ -18,7 +18,7 @@ Tokens = SupportsIndex | Sequence[SupportsIndex]
 
 @dataclass(frozen=True)
 class CachePart:
-    """A part of a cache that has ``tokens`` tokens: the layers in ``numbers``, ascending, and their tokens ``[start, stop)``."""
+    """Part of a cache with ``tokens`` tokens: tokens ``[start, stop)`` of the layers in ``numbers``, in ascending order."""
 
     numbers: tuple[int, ...]
     start: int
@@ -33,7 +33,7 @@ class CachePart:
     def of(cls, header: Header, layers: Layers | None, tokens: Tokens | None) -> CachePart:
         """Return the part of a file that the arguments of ``load`` select. None selects all layers or all tokens.
 
-        Raises InvalidParameter, or OutOfBounds for layers and tokens that the file lacks.
+        Raises InvalidParameter, or OutOfBounds if the file lacks a layer or a token.
         """
         count = len(header.layers)
         numbers = tuple(range(count)) if layers is None else _layer_numbers(layers, count)
@@ -55,7 +55,7 @@ def _layer_numbers(layers: Layers, count: int) -> tuple[int, ...]:
         numbers = [operator.index(number) for number in items]
     except TypeError:
         raise InvalidType(
-            f"layers is {layers!r:.80}, expected a number, a list of numbers or a slice, such as layers=[0, 1] or layers=slice(16, 32)"
+            f"layers is {layers!r:.80}, expected an integer, a list of integers or a slice, such as layers=[0, 1] or layers=slice(16, 32)"
         ) from None
     for number in numbers:
         if not -count <= number < count:

@@ -24,15 +24,15 @@ def row_numbers(indices: torch.Tensor | Iterable[SupportsIndex]) -> tuple[int, .
     rows = []
     for index in indices:
         if isinstance(index, bool | type) or not isinstance(index, SupportsIndex):
-            raise InvalidParameter(f"indices contain {describe(index)}, expected integers, such as select([0, 2])")
-        rows.append(as_integer(index, "a sequence number"))
+            raise InvalidParameter(f"indices contains {describe(index)}, expected integers, such as select([0, 2])")
+        rows.append(as_integer(index, "a sequence index"))
     if not rows:
-        raise InvalidParameter("indices is empty: pass at least one sequence number")
+        raise InvalidParameter("indices is empty: pass at least one sequence index")
     return tuple(rows)
 
 
 def check_rows(rows: Iterable[int], batch: int) -> None:
-    """Raise OutOfBounds unless all ``rows`` are indices in a batch of ``batch`` sequences."""
+    """Raise OutOfBounds unless all ``rows`` are valid indices in a batch of ``batch`` sequences."""
     for row in rows:
         if not 0 <= row < batch:
-            raise OutOfBounds(f"sequence {row} was requested from a batch of {batch}, expected a number from 0 to {batch - 1}")
+            raise OutOfBounds(f"sequence {row} was requested from a batch of {batch} sequences, expected an index from 0 to {batch - 1}")

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     Rows = torch.Tensor | Iterable[SupportsIndex]
 
 TILE_VALUES = 1 << 19
-"""Maximum number of values that are decoded in one tile on the CPU, and on any device for attention."""
+"""Maximum number of values to decode in one tile: on the CPU, and on any device for attention."""
 
 GROUP_VALUES = 1 << 24
-"""Maximum number of values of a token group that are decoded together, over all sequences, unless one sequence alone has more."""
+"""Maximum number of values of a token group to decode together, over all sequences, unless one sequence has more."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -95,7 +95,7 @@ class Side:
 
     @cached_property
     def boundaries(self) -> list[int]:
-        """The token positions, ascending, at which a run or the tail begins or ends."""
+        """The token positions, in ascending order, at which a run or the tail begins or ends."""
         return [0, *self.runs.ends.tolist(), self.tokens]
 
     def run_at(self, start: int, stop: int) -> tuple[PackedRun | None, int]:
@@ -117,8 +117,8 @@ class Side:
     def frame(self, start: int, stop: int) -> tuple[torch.Tensor, PackedRun | None]:
         """Decode tokens ``[start, stop)`` to float32 without reversing the codec's rotation. All tokens must be in one run or in the tail.
 
-        Also returns the run, or None for the tail, which is not rotated. The run can map queries to the rotated frame, and sums back from
-        it.
+        Also returns the run, which can map queries to the rotated frame and sums back to the original one. For the tail, which is not
+        rotated, the run is None.
         """
         run, first = self.run_at(start, stop)
         if run is None:
@@ -126,8 +126,7 @@ class Side:
         return run.frame(start - first, stop - first), run
 
     def tiles(self, per_tile: int, edges: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
-        """Split the tokens into ranges of at most ``per_tile`` tokens. No range crosses a run boundary or one of the positions ``edges``.
-        """
+        """Split the tokens into ranges of at most ``per_tile`` tokens that cross neither run boundaries nor the positions ``edges``."""
         marks = sorted({*self.boundaries, *edges})
         for first, last in pairwise(marks):
             for start in range(first, last, per_tile):
@@ -159,7 +158,7 @@ class Side:
         if tuple(out.shape) != expected:
             raise InvalidParameter(f"out has shape {list(out.shape)}, expected {list(expected)}")
         if out.device != self.device:
-            raise InvalidParameter(f"unpack_into: the tensor is on {out.device}, but must be on {self.device}, like the cache")
+            raise InvalidParameter(f"unpack_into: the tensor is on {out.device}, but the cache is on {self.device}: use the same device")
         with float32_no_grad(self.device):
             # Kernels write contiguous channels.
             rows = out.is_contiguous() or (out.device.type == "cpu" and out.stride(3) == 1)
@@ -187,7 +186,7 @@ class Side:
         for_each_block(unpack_tile, tiles, self.device)
 
     def norms(self, start: int = 0) -> torch.Tensor:
-        """Return the norms of the decoded tokens from ``start`` on, float32 ``[batch, kv_head, token]``."""
+        """Return the norms of the decoded tokens, starting with token ``start``, float32 ``[batch, kv_head, token]``."""
         if self.tokens and (at_once := sequences_at_once(self)) < self.batch:
             rows = (range(first, min(first + at_once, self.batch)) for first in range(0, self.batch, at_once))
             return torch.cat([self.select(part).norms(start) for part in rows])
@@ -222,7 +221,7 @@ class Side:
     def select(self, indices: Rows) -> Side:
         """Return a side with the sequences at ``indices`` of the batch, in that order. Indices may repeat. Codes are copied, not decoded.
 
-        Raises OutOfBounds for a sequence that the batch does not have, and InvalidParameter if ``indices`` is not a list of integers.
+        Raises OutOfBounds if the batch lacks one of the sequences, and InvalidParameter if ``indices`` is not a list of integers.
         """
         rows = row_numbers(indices)
         check_rows(rows, self.batch)
@@ -268,7 +267,7 @@ class Side:
         self.check_new_tokens(x, where)
         with float32_no_grad(self.device):
             if self.codec.exact_dtype is None:
-                # Checked now, because the message must name the new tokens, and encoding may happen later.
+                # Check values now, because the message must name the new tokens, and encoding may happen later.
                 check_finite(x, self.tokens, where)
             tail = self._tail_with(x, where)
             unit = self.window or unit or self.codec.group_tokens
@@ -303,15 +302,15 @@ class Side:
     def concat(self, *others: Side) -> Side:
         """Return this side followed by ``others``.
 
-        Raises NotConsecutive if the sides differ in codec or shape, or if a side other than the last one has a raw tail.
+        Raises NotConsecutive if the sides differ in codec or shape, or if any side except the last has a raw tail.
         """
         for side, other in pairwise((self, *others)):
             if side.codec is not other.codec and side.codec != other.codec:
                 raise NotConsecutive(f"codec {_codec_difference(side.codec, other.codec)}: convert one cache to the other's recipe first")
             if (side.batch, side.heads) != (other.batch, other.heads):
                 raise NotConsecutive(
-                    f"a cache of batch {side.batch} with {side.heads} heads cannot be followed by one of batch {other.batch} with "
-                    f"{other.heads}: join only caches of the same shape"
+                    f"a cache with batch {side.batch} and {side.heads} heads cannot be followed by a cache with batch {other.batch} and "
+                    f"{other.heads} heads: join only caches of the same shape"
                 )
             if side.tail.shape[2]:
                 raise NotConsecutive(
@@ -339,7 +338,7 @@ class Side:
         return replace(self, codec=codec, runs=self.runs.mapped(codec, lambda streams: self.codec.repack(streams, codec)))
 
     def with_run(self, run: PackedRun, tail: torch.Tensor) -> Side:
-        """Return the side with ``run`` appended to its runs and the tail replaced."""
+        """Return the side with ``run`` appended to its runs, and with the new ``tail``."""
         return replace(self, runs=PackedRuns((*self.runs.stretches, run.stretch)), tail=tail)
 
     def to(self, device: torch.device | str) -> Side:
@@ -348,13 +347,13 @@ class Side:
         return self.map_buffers(lambda tensor: tensor.to(device))
 
     def map_buffers(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Side:
-        """Return the side after applying ``change`` to each buffer."""
+        """Return the side with ``change`` applied to each buffer."""
         runs = self.runs.mapped(self.codec, lambda streams: {name: change(stream) for name, stream in streams.items()})
         return replace(self, runs=runs, tail=change(self.tail))
 
 
 def _codec_difference(codec: Codec, other: Codec) -> str:
-    """Describe how two codecs differ, for messages: by their ids or, if these are equal, by their parameters."""
+    """Describe how two codecs differ, for messages: by their ids or, if the ids are equal, by their parameters."""
     params, other_params = codec.params(), other.params()
     if params["id"] != other_params["id"]:
         return f"{params['id']} is followed by {other_params['id']}"
@@ -365,14 +364,14 @@ def _codec_difference(codec: Codec, other: Codec) -> str:
 
 
 def sequences_at_once(*sides: Side) -> int:
-    """Return the number of sequences, at least 1, for which one token group of each side has at most ``GROUP_VALUES`` values."""
+    """Return how many sequences, at least 1, fit in ``GROUP_VALUES`` values with one token group of each side."""
     return max(1, GROUP_VALUES // max(side.heads * side.dim * side.codec.group_tokens for side in sides))
 
 
 def tokens_at_once(values: int, multiple: int, group_tokens: int, device: torch.device) -> int:
-    """Return the number of tokens per tile if each token has ``values`` values.
+    """Return the number of tokens per tile, if each token has ``values`` values.
 
-    It is a multiple of ``multiple`` or, if even ``multiple`` tokens are too many, of ``group_tokens``.
+    It is a multiple of ``multiple``. If even ``multiple`` tokens are too many, it is a multiple of ``group_tokens``.
     """
     tokens = TILE_VALUES * block_factor(device) // max(1, values)
     return tokens // multiple * multiple or max(group_tokens, tokens // group_tokens * group_tokens)
@@ -384,7 +383,7 @@ def check_tensor(x: Any, where: str) -> None:
         hint = ": convert it with torch.from_numpy" if type(x).__module__ == "numpy" else ""
         raise InvalidType(f"{where}: expected a tensor or None, but got a {type(x).__name__}{hint}")
     if x.is_meta or x.layout != torch.strided:
-        raise InvalidType(f"{where}: expected a dense tensor in memory, but got one of layout {x.layout} on {x.device}")
+        raise InvalidType(f"{where}: expected a dense tensor in memory, but got a tensor with layout {x.layout} on {x.device}")
     if x.dim() != 4:
         raise InvalidParameter(f"{where} has shape {list(x.shape)}, expected [batch, kv_head, token, dim]")
     if x.dtype not in RAW_DTYPES.values():
@@ -410,10 +409,10 @@ def pack_sides(
     norms: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
 ) -> list[Side]:
-    """Encode several layers as ``pack_side`` does, and return their sides. The sequences of all layers follow each other in the batch of
-    ``x``.
+    """Encode several layers as ``pack_side`` does. Returns their sides.
 
-    ``chosen`` is a mask of the raw tokens, as in ``encode``.
+    In the batch of ``x``, the sequences of each layer follow those of the previous layer. ``chosen`` is a mask of the raw tokens, as in
+    ``encode``.
     """
     tokens = x.shape[2]
     # With a window, the newest tokens stay raw. Without one, all tokens are packed, including a partial last group.

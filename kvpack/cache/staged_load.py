@@ -1,4 +1,4 @@
-"""Loading of a file's layers to a device, through staging memory.
+"""Loads a file's layers to a device, through staging memory.
 
 Bytes are checked in staging memory and copied from there, so that the checked bytes are used even if the file changes.
 """
@@ -45,28 +45,28 @@ STAGING_BYTES = 1 << 29
 COPY_BYTES = 1 << 23
 """Maximum size of a copy in bytes. Small layers are copied together. Keys or values that the host checks as a whole may be larger."""
 PIECE_BYTES = 1 << 20
-"""Maximum number of bytes in one read of a C thread. Threads share the reads of a copy, so that it can start soon."""
+"""Maximum number of bytes in one read by a C thread. Threads share the reads of a copy, so that it can start soon."""
 READ_BYTES = 1 << 22
-"""Maximum number of bytes in one read of a Python thread. It is larger than in C, because each read needs the interpreter."""
+"""Maximum number of bytes in one read by a Python thread. It is larger than in C, because each read needs the interpreter."""
 _MAX_STAGED_COPIES = 5
-"""Maximum number of copies that have staging memory if C threads read, so that the memory fits in the processor's cache."""
+"""Maximum number of copies with staging memory if C threads read, so that the memory fits in the processor's cache."""
 _MAX_UNFINISHED_COPIES = 2
-"""Maximum number of copies that may be unfinished while the next one is read."""
+"""Maximum number of unfinished copies while the next one is read."""
 _MAX_READERS = 14
 """Maximum number of threads that only read."""
 _MIN_DIRECT_READERS = 8
-"""Minimum number of threads for reads that bypass the page cache, because a disk is fastest with many requests."""
+"""Minimum number of threads for reads that bypass the page cache. A disk is fastest with many requests."""
 _MAX_CHECKERS = 16
-"""Maximum number of threads that also check the bytes that they read."""
+"""Maximum number of threads that also check the bytes they read."""
 _MAX_WAITING_READS = 2
-"""Maximum number of reads that have memory but no Python thread yet."""
+"""Maximum number of reads with memory but without a Python thread."""
 
 
 @dataclass(frozen=True)
 class StagedCopy:
     """A copy of bytes ``[begin, end)`` of the group with index ``number``.
 
-    ``span`` is the group's byte range in the file. It is None if the host checks the bytes, which are then the keys or values ``side``.
+    ``span`` is the group's byte range in the file. If it is None, the host checks the bytes, which are the keys or values ``side``.
     """
 
     number: int
@@ -76,7 +76,7 @@ class StagedCopy:
     side: SideOffsets
 
     def reads(self, nbytes: int) -> list[tuple[int, int]]:
-        """Split the copy into reads of at most ``nbytes`` bytes, and return their byte ranges in the group."""
+        """Split the copy into reads of at most ``nbytes`` bytes. Returns their byte ranges in the group."""
         if self.span is None:
             return [(self.begin, self.end)]
         end = min(self.end, self.span.end - self.span.begin)
@@ -88,7 +88,7 @@ def staged(
 ) -> Generator[torch.Tensor, None, None]:
     """Yield the bytes of each copy in staging memory. The memory is reused after the caller's copies from it have finished.
 
-    Checks that the device makes are skipped: digests of spans, the rules of codecs in ``value_codecs``, and the chunks of codecs in
+    Skips the checks that the device makes: digests of spans, the rules of codecs in ``value_codecs``, and the chunks of codecs in
     ``chunk_codecs``. Codecs are identified by their index in the header.
     """
     if copies and all(copy.span for copy in copies) and file.descriptor is not None and (reader_library := library()) is not None:
@@ -111,7 +111,7 @@ def _read_by_library(
         direct = open_direct(descriptor)
     block = 1 if direct is None else BLOCK
     largest = max(copy.end - copy.begin for copy in copies)
-    # Direct reads include the rest of the first and of the last block.
+    # Direct reads include the rest of the first block and of the last block.
     slot = largest if direct is None else (largest // block + 2) * block
     slots = min(len(copies), max(2, min(_MAX_STAGED_COPIES, staging_bytes // slot)))
     memory = bus.allocate_staging(slots * slot + block - 1)
@@ -159,7 +159,7 @@ def _read_in_threads(
     reads = [copy.reads(READ_BYTES) for copy in copies]
     largest = max(1, *(copy.end - copy.begin for copy in copies))
     threads = min(usable_cores(), _MAX_READERS if all(copy.span for copy in copies) else _MAX_CHECKERS)
-    # Number of reads that have memory, and of copies to which they belong. One more copy is read and being copied.
+    # Number of reads with memory, and number of copies to which they belong. One more copy is being read and copied.
     owners = [number for number, ranges in enumerate(reads) for _ in ranges]
     ahead = min(threads + _MAX_WAITING_READS, len(owners))
     copies_ahead, max_copies = 1 + max(map(sub, owners[ahead - 1 :], owners)), max(1, staging_bytes // largest - 1)
@@ -167,7 +167,7 @@ def _read_in_threads(
         ahead = copies_ahead = max_copies
     threads = min(threads, ahead)
     memory = bus.allocate_staging((copies_ahead + 1) * largest)
-    # Create buffers before threads start, because each PyTorch operation would give way to them.
+    # Create buffers before threads start, because each PyTorch operation would yield to them.
     free = deque((slot, slot.numpy().data, bus.mark()) for slot in torch.split(memory, largest))
     started = deque[tuple[torch.Tensor, memoryview]]()
 
@@ -201,8 +201,8 @@ def _read_in_threads(
 class _LoadGroup:
     """Keys and values of consecutive layers that are loaded into one block of device memory.
 
-    ``sides`` contains the offset of each side in the block, which has ``nbytes`` bytes. If the device checks them, ``span`` is the block's
-    byte range in the file; otherwise it is None, and the host checks each side.
+    ``sides`` contains the offset of each side in the block, which has ``nbytes`` bytes. If the device checks the sides, ``span`` is the
+    block's byte range in the file. If it is None, the host checks each side.
     """
 
     sides: Sequence[tuple[SideOffsets, int]]
@@ -213,10 +213,10 @@ class _LoadGroup:
 def load_layers(
     file: File, part: CachePart, bus: Bus, *, staging_bytes: int = STAGING_BYTES, progress: Progress | None = None
 ) -> dict[int, Layer]:
-    """Load the layers of ``part`` onto the device of ``bus``, and return them by number. The caller's stream waits for the copies.
+    """Load the layers of ``part`` onto the device of ``bus``, and return them by index. The caller's stream waits for the copies.
 
-    Copying overlaps with reading. If all tokens are loaded, a layer's streams are views of one buffer. The host makes its checks before the
-    copies. Then the device checks what its kernels support, and the host waits for the outcome: digests, the codec's rules, and errors
+    Copying overlaps with reading. If all tokens are loaded, a layer's streams are views of one buffer. The host checks the file before the
+    copies. Then the device checks what its kernels support, and the host waits for the outcome: digests, the codecs' rules, and errors
     visible only after full decoding. ``progress`` counts copies.
 
     Raises the first error that ``File.read_side`` would raise in file order, then errors found on the device, digests first, and
@@ -225,7 +225,7 @@ def load_layers(
     header = file.header
     places = {number: [file.side_offsets(number, name) for name, _ in header.layers[number].sides()] for number in part.numbers}
     result: dict[int, dict[str, Side]] = {number: {} for number in places}
-    # Threads that check values on the host would wait for each other, so the device checks what it can.
+    # Threads that check values on the host would wait for each other, so the device checks as much as it can.
     value_codecs, chunk_codecs = (
         {number for number, codec in enumerate(header.codecs) if part.has_all_tokens and checks(codec, bus.device)}
         for checks in (dispatch.supports_value_checks, dispatch.supports_chunk_checks)
@@ -249,7 +249,7 @@ def load_layers(
         created: list[tuple[SideOffsets, Side]] = []
         if part.has_all_tokens:
             for group, target, copies_of_group in zip(groups, targets, group_copies, strict=True):
-                # Enter the context once per group, because that takes longer than starting a copy.
+                # Enter the context once per group, because entering takes longer than starting a copy.
                 with bus.work():
                     for copy in copies_of_group:
                         bus.copy(target[copy.begin : copy.end], next(arriving))
@@ -279,7 +279,7 @@ def _check(
     value_codecs: AbstractSet[int],
     chunk_codecs: AbstractSet[int],
 ) -> None:
-    """Check ``sides``, whose streams are in the memory of ``groups``, on the device, and wait for the outcome.
+    """Check ``sides`` on the device, and wait for the outcome. Their streams are in the memory of ``groups``.
 
     Raises DigestMismatch or InvalidPayload.
     """
@@ -311,7 +311,10 @@ def _check(
 def _group_sides(
     file: File, layers: Iterable[Sequence[SideOffsets]], value_codecs: AbstractSet[int], device: torch.device
 ) -> list[_LoadGroup]:
-    """Group the keys and values of ``layers``. A group has up to ``COPY_BYTES`` bytes of consecutive layers that the device checks."""
+    """Group the keys and values of ``layers``.
+
+    A group has up to ``COPY_BYTES`` bytes of consecutive layers, if the device checks them.
+    """
     groups: list[_LoadGroup] = []
     for sides in layers:
         starts = list(accumulate((side.nbytes for side in sides), initial=0))
@@ -347,7 +350,7 @@ def _copies(group_index: int, group: _LoadGroup) -> Iterator[StagedCopy]:
 
 
 def _view_side(file: File, offsets: SideOffsets, memory: torch.Tensor, start: int, views: dict[str, torch.Tensor]) -> Side:
-    """Return the keys or values at ``offsets`` as views of ``memory``, which is uint8 and contains the file from byte ``start``.
+    """Return the keys or values at ``offsets`` as views of ``memory``, which contains the file from byte ``start`` on (uint8).
 
     ``views`` caches one view of the memory per dtype.
     """
@@ -375,7 +378,10 @@ def _load_states(file: File, layer_index: int, part: CachePart, bus: Bus) -> dic
 
 
 def _copy_tokens(file: File, offsets: SideOffsets, memory: torch.Tensor, part: CachePart, bus: Bus) -> Side:
-    """Copy the tokens of ``part`` to the device. ``memory`` contains the whole keys or values. Raises OutOfBounds if tokens are missing."""
+    """Copy the tokens of ``part`` from ``memory``, which contains whole keys or values, to the device.
+
+    Raises OutOfBounds if tokens are missing.
+    """
     skipped = file.header.starts[offsets.layer] - file.header.start
     layer = Layer(_view_side(file, offsets, memory, 0, {}), None, skipped=skipped)
     side = slice_layer(layer, offsets.layer, (part.start, part.stop), file.header.start, part.tokens).k

@@ -1,7 +1,7 @@
-"""Saving of a cache from a device. Copies to staging memory, digests and writes overlap.
+"""Saves a cache from a device. Copies to staging memory, digests and writes overlap.
 
-Each piece is written at its final offset, and the header is written last. As in ``container.write``, the file has another name until it is
-complete.
+Each piece is written at its final offset, and the header is written last. As in ``container.write``, the file has a temporary name until it
+is complete.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WRITES_AT_ONCE = 3
 
 @dataclass(frozen=True)
 class Piece:
-    """The next bytes of tensor ``name``. ``release`` is called, possibly from another thread, when ``data`` is no longer needed."""
+    """The next bytes of the tensor ``name``. ``release`` is called, possibly from another thread, when ``data`` is no longer needed."""
 
     name: str
     data: memoryview
@@ -53,7 +53,7 @@ class Piece:
 def write_pieces(
     path: str | os.PathLike[str], contents: Contents, pieces: Iterable[Piece], *, durable: bool = False, progress: Progress | None = None
 ) -> int:
-    """Write an uncompressed file of ``contents`` atomically and return its size in bytes.
+    """Write an uncompressed file of ``contents`` atomically. Returns its size in bytes.
 
     ``pieces`` yields the bytes of each nonempty tensor of ``contents.layouts`` in order. It runs in the caller's thread, ahead of the
     writes. ``progress(done, total)`` counts bytes. Raises InvalidParameter if a tensor gets the wrong number of bytes, LimitExceeded, or
@@ -126,7 +126,7 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 _COPIES_AHEAD = 2
-"""Number of pieces that are copied ahead of the one being written."""
+"""Number of pieces to copy ahead of the one being written."""
 
 
 def save_from(
@@ -138,13 +138,13 @@ def save_from(
     progress: Progress | None = None,
     piece_bytes: int = PIECE_BYTES,
 ) -> int:
-    """Write ``cache``, which is on the device of ``bus``, to ``path``. Returns the number of bytes. Raises the same errors as ``save``."""
+    """Write ``cache``, which is on the device of ``bus``, to ``path``. Returns the file's size in bytes. Raises the errors of ``save``."""
     with float32_no_grad(bus.device), contextlib.closing(bus), contextlib.closing(_pieces(bus, cache, piece_bytes)) as pieces:
         return write_pieces(path, cache.contents, pieces, durable=durable, progress=progress)
 
 
 def _pieces(bus: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, None]:
-    """Yield the pieces of all tensors in order. Up to ``_COPIES_AHEAD`` later pieces are copied meanwhile."""
+    """Yield the pieces of all tensors in order. Meanwhile, up to ``_COPIES_AHEAD`` later pieces are copied."""
     count = WRITES_AT_ONCE + _COPIES_AHEAD + 1
     memory = bus.allocate_staging(count * piece_bytes)
     free: SimpleQueue[torch.Tensor] = SimpleQueue()

@@ -1,4 +1,4 @@
-"""States of recurrent and convolution layers at several positions, from which a model can resume in the middle of a prompt."""
+"""States of recurrent and convolution layers at several positions. A model can resume from them in the middle of a prompt."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from .layer import Layer
 
 States = tuple[Mapping[str, torch.Tensor], ...]
-"""For each layer, its states by name, or an empty mapping."""
+"""The states of each layer by name. The mapping is empty for a layer without states."""
 StatesAt = Mapping[int, States]
-"""States of all layers by position: the states at position p result from the tokens before p."""
+"""States of all layers by position. The states at position p result from the tokens before p."""
 
 
 def collect_states(layers: Iterable[Layer]) -> States:

@@ -1,4 +1,4 @@
-"""Conversion between caches and the tensors in a file.
+"""Converts between caches and the tensors in a file.
 
 A header's codecs do not store encoder options, such as norm_rule, which are needed to encode further tokens. These options are looked up in
 the header's recipe text. The text is searched instead of parsed, because parsing an untrusted text would create every codec in it.
@@ -42,7 +42,7 @@ def stored_streams(side: Side) -> dict[str, torch.Tensor]:
     """Return the streams of a merged side by name, as in a file. The stream "tail" contains the raw tail."""
     names = side.codec.layout(side.batch, side.heads, 0)
     if not side.runs:
-        # Without a run, a stream with one row per run has no rows.
+        # In a side without runs, a stream with one row per run has no rows.
         shapes = {name: (*entry.shape[:2], 0, *entry.shape[3:]) for name, entry in names.items()}
         streams = {name: torch.empty(shapes[name], dtype=TORCH_DTYPES[entry.dtype], device="cpu") for name, entry in names.items()}
     else:
@@ -54,7 +54,7 @@ def stored_streams(side: Side) -> dict[str, torch.Tensor]:
 def build_side(
     header: Header, layer_index: int, name: str, entry: SideEntry, tensors: dict[str, torch.Tensor], device: torch.device
 ) -> Side:
-    """Create one side of layer ``layer_index`` from the ``tensors`` that ``entry`` describes. ``name`` is "k" or "v"."""
+    """Create the keys ("k") or values ("v") of layer ``layer_index`` from the ``tensors`` that ``entry`` describes."""
     codec = header.codecs[entry.codec]
     tail = tensors.pop("tail", None)
     if tail is None:
@@ -64,7 +64,10 @@ def build_side(
 
 
 def build_layer(header: Header, layer_index: int, sides: Mapping[str, Side], states: Mapping[str, torch.Tensor]) -> Layer:
-    """Create layer ``layer_index``. ``sides`` and ``states`` must contain everything that the header lists for the layer, or be empty."""
+    """Create layer ``layer_index``.
+
+    ``sides`` and ``states`` must either contain everything that the header lists for the layer, or be empty.
+    """
     skipped = header.starts[layer_index] - header.start if sides else 0
     return Layer(sides.get("k"), sides.get("v"), skipped=skipped, states=MappingProxyType(dict(states)))
 
@@ -101,7 +104,7 @@ _WORDS = (raw_clause.PREFIX, *(f"{name}=" for name in sorted(frozenset(RawPositi
 def with_encoder_options(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:
     """Return ``codec``, from a header, with the encoder options that ``recipe`` sets for the keys ("k") or values ("v") of one layer.
 
-    The codec is returned unchanged if the text is not a valid recipe or selects another codec. The file format allows both.
+    Returns the codec unchanged if the text is not a valid recipe or selects another codec. The file format allows both.
     """
     key = recipe, layer, layers, side
     if key not in codec.derived_values:
@@ -127,7 +130,7 @@ def _apply_options(codec: Codec, recipe: str, layer: int, layers: int, side: str
 
 @lru_cache(maxsize=1024)
 def _options(recipe: str, layer: int, layers: int, side: str, codec_id: str) -> dict[str, str]:
-    """Return the codec options that apply to the keys or values of one layer. If the recipe selects another codec, the result is empty."""
+    """Return the codec options for the keys or values of one layer. The result is empty if the recipe selects a different codec."""
     result: dict[str, str] = {}
     for rule in _rules(recipe):
         if side in rule.sides and rule.covers(layer, layers):
@@ -137,8 +140,9 @@ def _options(recipe: str, layer: int, layers: int, side: str, codec_id: str) -> 
 
 @lru_cache(maxsize=16)
 def _rules(recipe: str) -> tuple[Rule, ...]:
-    """Return the rules of all clauses, with presets expanded. Options are not validated. If no clause has encoder options, the result is
-    empty.
+    """Return the rules of all clauses, with presets expanded. Options are not validated.
+
+    The result is empty if no clause has encoder options.
     """
     clauses: list[str] = []
     for text in recipe.split(";"):

@@ -1,4 +1,4 @@
-"""Reading and writing of other programs' safetensors files, with limits, and without copying the tensors to write.
+"""Reads and writes other programs' safetensors files, with limits. Tensors to write are not copied.
 
 The safetensors package maps files to read them, so another process could crash this one by truncating a file.
 """
@@ -54,7 +54,7 @@ _MAX_DIMS = 16
 
 
 class _TensorEntry(NamedTuple):
-    """A tensor in a file: its dtype and shape, and its bytes ``[begin, end)`` in the file."""
+    """A tensor in a file, with its dtype, its shape, and its byte range ``[begin, end)``."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ def read(
 
     ``check`` is called before any tensor is read. The tensors are copies, so the file may change afterward. Raises MissingFile, Truncated
     if the file becomes shorter during the read, InvalidParameter if it is not a safetensors file or has a tensor that PyTorch cannot
-    represent, and whatever ``check`` raises.
+    represent, and any error of ``check``.
     """
     source = DiskFile(open_regular(path))
     try:
@@ -81,7 +81,7 @@ def read(
 
 
 def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
-    """Return a safetensors file that contains the CPU tensors ``tensors``, as a list of byte buffers.
+    """Return a safetensors file of the CPU tensors ``tensors``, as a list of byte buffers.
 
     The buffers share the tensors' memory, which the safetensors package would copy.
     """
@@ -102,14 +102,14 @@ def _read_header(path: str, source: Source, max_header_bytes: int) -> tuple[dict
         raise InvalidParameter(f"{path} is not a safetensors file: it has only {source.size} bytes")
     first = bytes(_read(path, source, 0, 8))
     length = int.from_bytes(first, "little")
-    # The first bytes of a length can look like another format, so the size is checked first.
+    # The first bytes of a length can look like another format, so check the size first.
     if 8 + length > source.size and (other := other_format_name(first)):
         hint = ": save its tensors with safetensors.torch.save_file" if "PyTorch" in other or "pickle" in other else ""
         raise InvalidParameter(f"{path} is {other}, not a safetensors file{hint}")
     if 8 + length > source.size:
         raise InvalidParameter(f"{path} is not a safetensors file: it has {source.size} bytes, but its header would end at {8 + length}")
     if length > max_header_bytes:
-        raise InvalidParameter(f"{path}: its header has {length} bytes, but may have at most {max_header_bytes}")
+        raise InvalidParameter(f"{path}: the header has {length} bytes, but at most {max_header_bytes} are allowed")
     header = _parse_header(path, _read(path, source, 8, 8 + length))
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
@@ -119,7 +119,7 @@ def _read_header(path: str, source: Source, max_header_bytes: int) -> tuple[dict
     end = 0
     for name, entry in entries.items():
         if entry.begin != end:
-            fault = f"the tensor {name!r} begins at {entry.begin}, expected {end}"
+            fault = f"the tensor {name!r} begins at byte {entry.begin}, expected {end}"
             raise InvalidParameter(f"{path} is not a safetensors file: {fault}, where the previous tensor ends")
         end = entry.end
     if 8 + length + end != source.size:
@@ -133,7 +133,7 @@ def _parse_header(path: str, data: memoryview) -> dict[str, Any]:
     def check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) < len(pairs):
-            raise ValueError("a name occurs twice")
+            raise ValueError("it contains a name twice")
         return result
 
     try:
@@ -141,7 +141,7 @@ def _parse_header(path: str, data: memoryview) -> dict[str, Any]:
         header: dict[str, Any] = json.loads(text, object_pairs_hook=check_unique)
         if not text.startswith("{"):
             raise ValueError("it does not begin with an object")
-        # Half a surrogate pair cannot be encoded again.
+        # Half of a surrogate pair cannot be encoded again.
         metadata = header.get("__metadata__")
         for name in (*header, *(word for item in (metadata.items() if isinstance(metadata, dict) else ()) for word in item)):
             str(name).encode()
@@ -193,12 +193,12 @@ def _read_into(path: str, source: Source, begin: int, memory: memoryview) -> Non
 
 
 def _check_shape(path: str, name: str, shape: list[int]) -> None:
-    """Raise InvalidParameter if PyTorch cannot create a tensor of this shape, not even an empty one."""
+    """Raise InvalidParameter if PyTorch cannot create a tensor of this shape, even an empty one."""
     if len(shape) > _MAX_DIMS:
-        raise InvalidParameter(f"{path}: the tensor {name!r:.200} has {len(shape)} dimensions, but may have at most {_MAX_DIMS}")
+        raise InvalidParameter(f"{path}: the tensor {name!r:.200} has {len(shape)} dimensions, but at most {_MAX_DIMS} are supported")
     if shape and max(shape) > MAX_TOKENS:
         raise InvalidParameter(f"{path}: the tensor {name!r} has shape {shape}, but each dimension may be at most {MAX_TOKENS}")
-    # Empty tensors have strides, too.
+    # Empty tensors have strides too.
     if (values := math.prod(max(1, size) for size in shape)) > MAX_VALUES:
         fault = f"but the product of its nonzero dimensions may be at most {MAX_VALUES}, not {values}"
         raise InvalidParameter(f"{path}: the tensor {name!r} has shape {shape}, {fault}")

@@ -15,7 +15,7 @@ from kvpack.runtime.modes import float32_no_grad
 from .side import Side, sequences_at_once, tokens_at_once
 
 TILES_AT_A_TIME = 8
-"""Number of tiles in each part that a thread processes. It is fixed, so that outputs do not depend on the number of threads."""
+"""Number of tiles per part. Each thread processes one part at a time. It is fixed, so that outputs do not depend on the thread count."""
 
 
 def attend_chunk(
@@ -32,8 +32,8 @@ def attend_chunk(
 ) -> torch.Tensor:
     """Return attention outputs ``[batch, q_head, q_len, dim]`` for scaled float32 queries of the same shape.
 
-    The first query is at ``position``. The other arguments are as for ``kvpack.attend``. On the CPU, threads process different parts of the
-    tokens.
+    The first query is at ``position``. The other arguments are the same as for ``kvpack.attend``. On the CPU, threads process different
+    parts of the tokens.
     """
     batch, q_heads, q_len, _ = q.shape
     if (at_once := sequences_at_once(k, v)) < batch:
@@ -54,7 +54,7 @@ def attend_chunk(
     tiles = [(start, stop) for start, stop in k.tiles(per_tile, [*v.boundaries, begin, end]) if start < end and stop > begin]
     # Position of each row's query. The rows of a KV head are ordered by query head, so positions repeat.
     positions = (position + torch.arange(q_len, device=q.device)).repeat(q_heads // k.heads)
-    # Number of tokens, and first visible token, of each sequence.
+    # The number of tokens in each sequence, and its first visible token.
     lengths, starts = (None if limit is None else limit.to(q.device)[:, None, None, None] for limit in (lengths, starts))
     mask = partial(
         _hide_tokens, positions=positions, tokens=k.tokens, causal=causal, sliding_window=sliding_window, lengths=lengths, starts=starts
@@ -87,8 +87,8 @@ def attend_chunk(
 class _PartialSum(NamedTuple):
     """Attention over some of the tokens, before normalization.
 
-    ``largest`` is the largest score, and ``total`` the sum of the weights, both ``[batch, kv_head, row, 1]``. ``out`` is the weighted sum
-    of values.
+    ``largest`` is the largest score, and ``total`` is the sum of the weights, both ``[batch, kv_head, row, 1]``. ``out`` is the weighted
+    sum of values.
     """
 
     largest: torch.Tensor
@@ -97,7 +97,7 @@ class _PartialSum(NamedTuple):
 
 
 def _combine(parts: Sequence[_PartialSum], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Add up partial sums, and divide the result by the total weight. The result is zero for queries that see no token."""
+    """Add up partial sums, and divide the result by the total weight. Queries that see no token get zeros."""
     if not parts:
         return torch.zeros(shape, dtype=torch.float32, device=device)
     largest = torch.stack([part.largest for part in parts]).amax(0)
@@ -117,8 +117,9 @@ def _finite_shift(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _merge_short_runs(side: Side, per_tile: int) -> Side:
-    """Merge the runs of ``side`` if they are shorter than half a tile on average. A tile never extends beyond a run, and short tiles are
-    slow.
+    """Merge the runs of ``side`` if they are shorter than half a tile on average.
+
+    A tile never extends beyond a run, and short tiles are slow.
     """
     return side.merged() if 2 * side.packed_tokens < per_tile * len(side.runs) else side
 
@@ -175,7 +176,7 @@ def _hide_tokens(
     lengths: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> None:
-    """Set scores to -inf, in place, wherever a query at one of the ``positions`` does not see a token of ``[start, stop)``."""
+    """Set scores to -inf, in place, for each token of ``[start, stop)`` that a query at one of the ``positions`` does not see."""
     if starts is not None:
         scores.masked_fill_(torch.arange(start, stop, device=scores.device) < starts, -torch.inf)
     if lengths is None:
@@ -218,7 +219,7 @@ def _mask_by_sequence(
     causal: bool,
     sliding_window: int | None,
 ) -> None:
-    """Set scores ``[batch, head, row, token]`` to -inf, in place, for tokens that the queries of a sequence do not see.
+    """Set scores ``[batch, head, row, token]`` to -inf, in place, for tokens that a sequence's queries do not see.
 
     ``positions``, ``[batch, 1, row, 1]``, are the positions of the queries. ``lengths``, ``[batch, 1, 1, 1]``, are the lengths of the
     sequences.

@@ -1,1 +1,1 @@
-"""Reading and writing of kvpack files as arrays and bytes, without PyTorch."""
+"""Reads and writes kvpack files as arrays and bytes, without PyTorch."""

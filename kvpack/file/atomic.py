@@ -31,7 +31,7 @@ _ATTEMPTS = 100
 _PIECES_AT_ONCE = 64
 _PIECE_BYTES = 4 * 2**20
 _RESERVED_BYTES = 2**20
-"""Minimum size in bytes of a file whose blocks are reserved before it is written."""
+"""Minimum size, in bytes, of a file with blocks that are reserved before it is written."""
 _LOCAL_FILE_SYSTEMS = {
     0xEF53: "ext4",
     0x58465342: "xfs",
@@ -43,7 +43,7 @@ _LOCAL_FILE_SYSTEMS = {
     0xF2F52010: "f2fs",
     0xCA451A4E: "bcachefs",
 }
-"""Local file systems by ``f_type`` of statfs. On other file systems, locks of other hosts may be invisible."""
+"""Local file systems by ``f_type`` from statfs. On other file systems, locks of other hosts may be invisible."""
 _STATFS_BYTES = 512
 _FSTATFS = getattr(ctypes.CDLL(None), "fstatfs64", None) or getattr(ctypes.CDLL(None), "fstatfs", None)
 _FALLOCATE = getattr(ctypes.CDLL(None), "fallocate64", None)
@@ -61,7 +61,7 @@ def write_file(
     complete: Callable[[int], None] | None = None,
     rename: Callable[[str, str], None] | None = None,
 ) -> int:
-    """Replace the file ``path`` with the bytes of ``pieces``, as ``replace_file`` does, and return the number of bytes.
+    """Replace the file ``path`` with the bytes of ``pieces``, as ``replace_file`` does. Returns the number of bytes.
 
     ``progress(done, total)`` counts bytes. ``begin(descriptor)`` is called before the first byte is written, and ``complete(descriptor)``
     after the last. If ``rename`` is set, ``rename(unfinished, path)`` is called instead of renaming the file. An exception from any of
@@ -92,13 +92,13 @@ def replace_file(
     unfinished: str | None = None,
     rename: Callable[[str, str], None] | None = None,
 ) -> int:
-    """Replace the file ``path`` with a new one that ``write(descriptor)`` fills, and return what ``write`` returned.
+    """Replace the file ``path`` with a new one that ``write(descriptor)`` fills. Returns the result of ``write``.
 
     The new file has mode 0600, and is locked until it is renamed to ``path``, so that ``sweep`` can recognize the files of dead writers. By
-    default, it is created in the folder of ``path``, from which files of dead writers are removed first. As with ``open``, symbolic links
-    are followed, and the file gets the mode of the file that it replaces, or the umask's mode.
+    default, it is created in the folder of ``path``, and the files of dead writers in this folder are removed first. As with ``open``,
+    symbolic links are followed, and the file gets the mode of the file that it replaces, or the umask's mode.
 
-    If ``unfinished`` is set, ``path`` is an entry of a store. The new file is then created in the folder ``unfinished`` of the same file
+    If ``unfinished`` is set, ``path`` is an entry of a store. The new file is then created in the folder ``unfinished`` on the same file
     system, keeps mode 0600, and replaces a symbolic link. With ``durable=True``, the bytes and the rename are on disk before the function
     returns.
 
@@ -155,7 +155,7 @@ def replace_file(
 
 
 class UnfinishedFiles(NamedTuple):
-    """Paths of the unfinished files in a folder: those that were removed, and those that were kept."""
+    """Paths of the unfinished files in a folder: the removed files, and the files that were kept."""
 
     removed: list[str]
     kept: list[str]
@@ -164,9 +164,9 @@ class UnfinishedFiles(NamedTuple):
 def remove_dead(folder: str) -> UnfinishedFiles:
     """Remove the unfinished files of dead writers from ``folder``. Never raises.
 
-    A file is kept if its writer may be alive. This is so if the file is locked, has never been locked (older versions did not lock files),
-    belongs to another user, or is on a network file system, where locks of other hosts may be invisible. A folder that cannot be listed is
-    not changed.
+    A file is kept if its writer may be alive: the file is locked, has never been locked (older versions did not lock files), belongs to
+    another user, or is on a network file system, where locks of other hosts may be invisible. A folder that cannot be listed is not
+    changed.
     """
     result = UnfinishedFiles([], [])
     try:
@@ -203,7 +203,7 @@ def _link_target(path: str | os.PathLike[str]) -> str:
 
 
 def _check_writable(where: str, target: str) -> None:
-    """Raise WriteFailed if ``target`` is a read-only file. A rename would replace it anyway."""
+    """Raise WriteFailed if ``target`` is a read-only file. Otherwise, a rename would replace it."""
     try:
         status = os.stat(target)
     except OSError:
@@ -220,7 +220,7 @@ def _check_writable(where: str, target: str) -> None:
 
 
 def _set_mode(descriptor: int, target: str, folder: str) -> None:
-    """Give a new file the mode, owner and group of the file that it replaces. If there is none, use the umask's mode. Raises OSError."""
+    """Give a new file the mode, owner and group of the file that it replaces, or the umask's mode if there is none. Raises OSError."""
     try:
         old = os.stat(target)
     except OSError:
@@ -242,13 +242,13 @@ def _set_mode(descriptor: int, target: str, folder: str) -> None:
 
 
 def _new_mode(folder: str) -> int:
-    """Return the mode that the umask gives a new file in ``folder``. Raises OSError.
+    """Return the mode that the umask gives to a new file in ``folder``. Raises OSError.
 
-    A file is created and removed for this, because reading the umask would briefly change it for all threads.
+    This creates and removes a file. Reading the umask instead would briefly change it for all threads.
     """
     descriptor, path = _create(folder, mode=0o666)
     try:
-        # A sweep of another writer may remove the file first, because it is not locked.
+        # Another writer's sweep may remove the file first, because it is not locked.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         return stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o666
@@ -257,14 +257,14 @@ def _new_mode(folder: str) -> int:
 
 
 def _create(folder: str, *, mode: int = 0o600) -> tuple[int, str]:
-    """Create an unfinished file, and return its descriptor and path. Raises OSError."""
+    """Create an unfinished file. Returns its descriptor and path. Raises OSError."""
     path = os.path.join(folder, f"{TEMPORARY_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{LOCKED_SUFFIX}")
     # KV caches are as private as their prompts.
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), path
 
 
 def _create_locked(folder: str) -> tuple[int, str]:
-    """Create and lock an unfinished file, and return its descriptor and path. Raises OSError."""
+    """Create and lock an unfinished file. Returns its descriptor and path. Raises OSError."""
     for _ in range(_ATTEMPTS):
         descriptor, path = _create(folder)
         try:
@@ -282,8 +282,8 @@ def _create_locked(folder: str) -> tuple[int, str]:
 def sweep(path: str, *, old: bool, local_only: bool = False) -> bool:
     """Remove an unfinished file unless its writer holds its lock. Returns True if it was removed. Raises OSError.
 
-    If a file cannot be locked, or its name shows that it was never locked, it is removed only with ``old=True``. With ``local_only=True``,
-    files on network file systems are kept, because locks of other hosts may be invisible there.
+    A file that cannot be locked, or that was never locked according to its name, is removed only with ``old=True``. With
+    ``local_only=True``, files on network file systems are kept, because locks of other hosts may be invisible there.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -301,8 +301,9 @@ def sweep(path: str, *, old: bool, local_only: bool = False) -> bool:
 
 
 def try_lock(descriptor: int) -> bool | None:
-    """Lock a file until its descriptor is closed, and return True. Returns False if another process holds the lock, and None if the file
-    system does not support locks.
+    """Lock a file until its descriptor is closed. Returns True on success, and False if another process holds the lock.
+
+    Returns None if the file system does not support locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -340,8 +341,9 @@ def _is_path_of(path: str, descriptor: int) -> bool:
 
 
 def _write_all(descriptor: int, pieces: Sequence[memoryview], progress: Progress | None) -> int:
-    """Write ``pieces`` and return the number of bytes. Small pieces are written together, because one system call for each would take twice
-    as long.
+    """Write ``pieces``. Returns the number of bytes.
+
+    Small pieces are written together. One system call for each would take twice as long.
     """
     waiting = deque(piece[at : at + _PIECE_BYTES] for piece in pieces for at in range(0, len(piece), _PIECE_BYTES))
     total, done = sum(map(len, waiting)), 0
@@ -358,7 +360,7 @@ def _write_all(descriptor: int, pieces: Sequence[memoryview], progress: Progress
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    """Reserve all blocks of a new file, if the file system supports it.
+    """Reserve all blocks of a new file if the file system supports it.
 
     Otherwise, the system allocates blocks page by page, which takes 1.5x as long as writing them.
     """

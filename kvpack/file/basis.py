@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 FEATURE = "basis"
 SUFFIX = ".kvbasis"
 DTYPES = ("fp16", "fp32")
-"""Dtypes in which rows may be stored."""
+"""Dtypes in which the rows of a basis may be stored."""
 FREQUENCIES, VALUES = "table.frequencies", "table.values"
-"""Names of the first layer's states that store the coding tables, which the frames of all layers share."""
+"""Names of the states in layer 0 that store the coding tables shared by the frames of all layers."""
 KEY_FRAMES = {frame: f"k.{frame}" for frame in FRAMES}
 """Names of the states that store a layer's frames for keys, by kind: for whole keys, and for keys minus their mean."""
 MEAN, QUERIES = "k.mean", "k.queries"
@@ -111,7 +111,7 @@ def _check_frames_and_scales(where: str, side: BasisSide | None, dim: int, frame
 
 
 def _check_keys(layer_index: int, states: Sequence[StateEntry], side: BasisSide | None, codecs: Sequence[Codec]) -> None:
-    """Raise InvalidHeader unless the states that describe a layer's keys match the number of heads and the head dim of the keys."""
+    """Raise InvalidHeader unless the states that describe a layer's keys match the keys' number of heads and head dim."""
     frames = states[0]
     if frames.name not in KEY_FRAMES.values():
         raise InvalidHeader(f"{frames.where}: layer {layer_index} must also have {' or '.join(KEY_FRAMES.values())}")

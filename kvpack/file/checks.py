@@ -1,4 +1,4 @@
-"""Checks of a header's fields against tables of rules.
+"""Checks a header's fields against tables of rules.
 
 Error messages contain the position (``where``), the rule and the value.
 """
@@ -14,7 +14,7 @@ from .limits import MAX_BINARY_BYTES, MAX_NAMES, MAX_STRING_BYTES
 
 
 class Rule(NamedTuple):
-    """A rule for a value, which must have exactly the type ``kind``. A bool does not count as an integer.
+    """A rule for a value of exactly the type ``kind``. A bool does not count as an integer.
 
     An integer must be from ``low`` to ``high``. For other types, ``high`` limits the size: UTF-8 bytes of text, bytes, or entries of a
     container. If ``choices`` is not empty, text must be one of them. The rule ``each`` applies to the entries of a list or tuple, and to
@@ -35,7 +35,7 @@ BINARY_BY_NAME = Rule(dict, MAX_NAMES, each=BINARY)
 
 
 def check_fields(holder: object, rules: Mapping[str, Rule]) -> None:
-    """Check the attributes of ``holder`` that are keys of ``rules``. Raises the same errors as ``check``."""
+    """Check the attributes of ``holder`` for which ``rules`` has a rule. Raises the same errors as ``check``."""
     for name, rule in rules.items():
         check(name, getattr(holder, name), rule)
 
@@ -43,7 +43,7 @@ def check_fields(holder: object, rules: Mapping[str, Rule]) -> None:
 def check(where: str, value: Any, rule: Rule) -> None:
     """Check ``value`` against ``rule``. ``where`` is its position in the header, for messages.
 
-    Raises InvalidHeader if the type is wrong, an integer is too small, or text is not one of the choices, and LimitExceeded if the value
+    Raises InvalidHeader if the type is wrong, an integer is too small, or text is not one of the choices. Raises LimitExceeded if the value
     exceeds the maximum.
     """
     kind, high, low, choices, each = rule
@@ -74,7 +74,7 @@ def check(where: str, value: Any, rule: Rule) -> None:
 
 
 def check_argument(where: str, value: Any, rule: Rule) -> None:
-    """Check an argument that the caller passed against ``rule``. Raises InvalidParameter."""
+    """Check an argument from the caller against ``rule``. Raises InvalidParameter."""
     try:
         check(where, value, rule)
     except (InvalidHeader, LimitExceeded) as error:

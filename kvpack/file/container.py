@@ -51,7 +51,7 @@ def write(
     durable: bool = False,
     progress: Progress | None = None,
 ) -> int:
-    """Write a file atomically and return its size in bytes.
+    """Write a file atomically. Returns its size in bytes.
 
     ``arrays`` contains a C-contiguous buffer for each name in ``contents.layouts``. With ``compress=True``, a tensor is stored as a zstd
     frame if that saves 3% or more. With ``durable=True``, the file and its folder are synced to disk. ``progress(done, total)`` counts
@@ -120,7 +120,7 @@ def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", me
 
 @dataclass(frozen=True)
 class SideOffsets:
-    """Offsets of a layer's decoded keys or values in a block of memory of ``nbytes`` bytes.
+    """Offsets of a layer's decoded keys or values in a block of ``nbytes`` bytes of memory.
 
     ``streams`` contains the byte range of each stream by name. As in a file, each tensor begins at a multiple of 64 bytes. Uncompressed
     tensors therefore have the same layout in memory and in the file.
@@ -133,7 +133,7 @@ class SideOffsets:
 
 
 class File:
-    """An open kvpack file, from ``open_file`` or ``open_bytes``. Use it as a context manager, which closes the file.
+    """An open kvpack file, from ``open_file`` or ``open_bytes``. As a context manager, it closes the file.
 
     ``front`` contains the bytes before the payload, ``size`` is in bytes, and ``tensors`` are the header's tensor entries by name. Error
     messages begin with ``where``.
@@ -160,7 +160,7 @@ class File:
         self.close()
 
     def close(self) -> None:
-        """Close the file. Views from ``tensor`` stay valid and keep the file mapped until the last one is gone."""
+        """Close the file. Views from ``tensor`` remain valid and keep the file mapped until the last one is gone."""
         self._source.close()
 
     def tensor(self, name: str) -> memoryview:
@@ -186,8 +186,8 @@ class File:
     def read_side(self, layer: int, side: str, *, check_values: bool = True) -> dict[str, memoryview]:
         """Return the decoded bytes of a layer's keys ("k") or values ("v") by stream name.
 
-        Digests and padding are checked. The codec's rules are checked as well, unless ``check_values`` is False, for bytes from a trusted
-        writer. Raises DigestMismatch, InvalidPayload, or OutOfBounds if the file does not have these keys or values.
+        Checks digests and padding, and also the codec's rules, unless ``check_values`` is False (for bytes from a trusted writer). Raises
+        DigestMismatch, InvalidPayload, or OutOfBounds if the file does not have these keys or values.
         """
         data, arrays = {}, {}
         entry = self.side(layer, side)
@@ -201,11 +201,11 @@ class File:
         return data
 
     def read_ahead(self, layer_indices: Iterable[int]) -> Iterator[int]:
-        """Yield the number of each layer in ``layer_indices`` as soon as its bytes are in memory, while later layers are read from disk.
+        """Yield each index in ``layer_indices`` as soon as the layer's bytes are in memory, while later layers are read from disk.
 
         Raises MissingFile or Truncated.
         """
-        # Consecutive numbers differ from their indices by the same amount.
+        # The difference between consecutive indices and their positions in the list is constant.
         for _, group in groupby(enumerate(layer_indices), lambda one: one[1] - one[0]):
             extents = {number: self._layer_extent(number) for _, number in group}
             begin, end = min(begin for begin, _ in extents.values()), max(end for _, end in extents.values())
@@ -217,7 +217,7 @@ class File:
                     yield number
 
     def _layer_extent(self, layer_index: int) -> tuple[int, int]:
-        """Return the byte range from the beginning of a layer's first tensor to the end of its last tensor."""
+        """Return the byte range of a layer's tensors, from the beginning of the first to the end of the last."""
         names = [
             f"{layer_index}.{side}.{stream}"
             for side, entry in self.header.layers[layer_index].sides()
@@ -236,7 +236,7 @@ class File:
         return data
 
     def read_state_into(self, state: StateEntry, memory: memoryview) -> None:
-        """Copy the decoded bytes of a state into ``memory``, which has the state's size, and check the copy.
+        """Copy the decoded bytes of a state into ``memory``, which has the same size, and check the copy.
 
         Raises DigestMismatch, InvalidPayload, MissingFile or Truncated.
         """
@@ -259,11 +259,11 @@ class File:
         return SideOffsets(layer, side, *self._places[entry])
 
     def read_side_into(self, offsets: SideOffsets, memory: memoryview, *, check_values: bool = True, check_chunks: bool = True) -> None:
-        """Copy a layer's decoded keys or values into ``memory``, which has at least ``offsets.nbytes`` bytes, and check the copies.
+        """Copy a layer's decoded keys or values into ``memory``, at least ``offsets.nbytes`` bytes, and check the copies.
 
-        The checks and their order are as in ``read_side``. With ``check_values=False``, the caller must check the codec's rules instead;
-        with ``check_chunks=False``, only the rules of ``Codec.check_chunks``. Several threads may call this method for different keys or
-        values. Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
+        The checks and their order are the same as in ``read_side``. With ``check_values=False``, the caller must check the codec's rules
+        instead. With ``check_chunks=False``, the caller must check only the rules of ``Codec.check_chunks``. Several threads may call this
+        method for different keys or values. Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
         """
         entry, arrays, prefix = self.side(offsets.layer, offsets.side), {}, f"{offsets.layer}.{offsets.side}"
         layouts, tensors = self.header.streams[entry], self._tensors_at(offsets)
@@ -284,7 +284,8 @@ class File:
             self._check(entry, arrays, prefix, check_chunks)
 
     def span(self, sides: Sequence[SideOffsets]) -> Span | None:
-        """Return the byte range of ``sides`` if they have the same layout in the file as one after another in memory, or None otherwise."""
+        """Return the byte range of ``sides`` if they have the same layout in the file as in memory, one after another, or None otherwise.
+        """
         tensors, start = [], 0
         for places in sides:
             tensors += [(tensor, start + begin, start + end) for tensor, begin, end in self._tensors_at(places)]
@@ -298,7 +299,8 @@ class File:
 
     @property
     def descriptor(self) -> int | None:
-        """File descriptor of the file, or None if it is in memory. Bytes of spans read from it must be checked with ``check_pads``."""
+        """The file's descriptor, or None if the file is in memory. The caller must check bytes of spans read from it with ``check_pads``.
+        """
         return self._source.descriptor
 
     def check_pads(self, span: Span, first: int, last: int, memory: memoryview) -> None:
@@ -307,7 +309,7 @@ class File:
             check_pads(self._source, span, first, last, memory)
 
     def check_digests(self, digests: Iterable[tuple[str, bytes]]) -> None:
-        """Compare (tensor name, digest) pairs with the header. Raises DigestMismatch for the first that differs."""
+        """Compare (tensor name, digest) pairs with the header. Raises DigestMismatch for the first difference."""
         with prefix_errors(self.where):
             for name, digest in digests:
                 check_hash(name, self.tensors[name].stored_bytes, digest, self.tensors[name].digest)

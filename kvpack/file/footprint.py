@@ -1,4 +1,4 @@
-"""Upper bound of the memory for reading a file, which is compared with ``memory_limit``.
+"""An upper bound on the memory for reading a file, which is compared with ``memory_limit``.
 
 ``memory_limit`` covers the file's bytes, its decoded tensors, and everything else that is allocated by opening, verifying, attending,
 unpacking and slicing (tables, copies, Python objects), except the tensors that these return. Allocations of up to ``FREE_BYTES`` are not
@@ -13,14 +13,14 @@ from kvpack.formats.errors import LimitExceeded
 from .header import Header, SideEntry, layout_bytes
 
 FREE_BYTES = 1 << 24
-"""Total size in bytes of allocations that are not counted. Ordinary files need less."""
+"""Total size, in bytes, of allocations that are not counted. Ordinary files need less."""
 CONSTANT_BYTES = 1 << 26
-"""Maximum memory in bytes that reading takes in addition to ``memory_limit``, including ``FREE_BYTES``."""
+"""Maximum memory in bytes that reading takes beyond ``memory_limit``, including ``FREE_BYTES``."""
 THREAD_BYTES = 1 << 25
 """Memory in bytes for the tile of each PyTorch thread after the first."""
 
 HEADER_FACTOR = 48
-"""Maximum number of bytes of Python objects for each byte of kvpack.header."""
+"""Maximum size, in bytes, of the Python objects for one byte of kvpack.header."""
 JSON_FACTOR = 4
 """Number of copies of the JSON header in memory: as stored, as rebuilt, and as the strings from which it is rebuilt."""
 RUN_BYTES = 1024
@@ -46,7 +46,7 @@ def check_front(size: int, json_bytes: int, header_bytes: int, memory_limit: int
 
 
 def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, memory_limit: int) -> None:
-    """Raise LimitExceeded if reading a file could take more memory than ``memory_limit``. The message lists what takes most."""
+    """Raise LimitExceeded if reading a file could take more memory than ``memory_limit``. The message lists the largest parts."""
     sizes = {name: layout_bytes(layout) for name, layout in header.layouts.items()}
     if (decoded := sum(sizes.values())) > memory_limit:
         raise LimitExceeded(
@@ -71,7 +71,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
 
 
 def _values_at_once(header: Header, side: SideEntry) -> int:
-    """Return how many values per head are decoded together: those of a token group, and those in rows that are stored once per run."""
+    """Return how many values per head are decoded together: a token group, and all rows that are stored once per run."""
     codec, longest = header.codecs[side.codec], max(side.runs, default=0)
     return codec.dim * min(codec.group_tokens, longest) + (codec.without_sidecars.run_values if longest else 0)
 

@@ -1,7 +1,7 @@
 """The front of a kvpack file: its length, its JSON header and the tensor ``kvpack.header`` (spec/container.md).
 
-``kvpack.header`` is a Header as canonical msgpack, and determines the other two. Readers never parse the JSON. They find ``kvpack.header``
-by the fixed first bytes of the JSON, check its digest, rebuild the whole front from it, and compare.
+``kvpack.header`` is a Header as canonical msgpack. It determines the rest of the front. Readers never parse the JSON. They find
+``kvpack.header`` by the fixed first bytes of the JSON, check its digest, rebuild the whole front from it, and compare.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ LENGTH_BYTES = 8
 
 _PREFIX = b'{"__metadata__":{"format":"kvpack","kvpack":"'
 DIGEST_SLICE = slice(LENGTH_BYTES + len(_PREFIX) + 2, LENGTH_BYTES + len(_PREFIX) + 34)
-"""Position in a file of the digest of kvpack.header, stored as hexadecimal digits."""
+"""Position in a file of the digest of kvpack.header, which is stored as hexadecimal digits."""
 _VERSION = re.compile(re.escape(_PREFIX) + rb"([1-9][0-9]{0,8})[ \"]")
 _HEADER_TENSOR = re.compile(
     re.escape(_PREFIX) + rb'1 ([0-9a-f]{32})"},"kvpack\.header":\{"dtype":"U8","shape":\[([1-9][0-9]{0,6})\],"data_offsets":\[0,\2\]\}'
 )
 _BEGINNING_BYTES = 256
-"""Maximum number of JSON bytes up to the end of the entry of kvpack.header."""
+"""Maximum number of JSON bytes up to the end of the entry for kvpack.header."""
 _OTHER_FORMATS = {
     b"GGUF": "a GGUF file",
     b"PK\x03\x04": "a zip archive, such as a PyTorch checkpoint",
@@ -88,10 +88,10 @@ _SIDE_KEYS = tuple(field.name for field in dataclasses.fields(SideEntry) if fiel
 _LIST = Rule(list)
 _TENSOR_KEYS = tuple(field.name for field in dataclasses.fields(TensorEntry))
 _BYTES_PER_CONTAINER = 16
-"""Minimum number of bytes per array or map of a valid header, apart from the top-level keys and empty layers."""
+"""Minimum number of bytes per array or map in a valid header, apart from the top-level keys and empty layers."""
 _MAX_KEPT, _MAX_KEPT_BYTES = 256, 1 << 12
 _codecs: dict[tuple[bytes, tuple[type, ...]], Codec] = {}
-"""Cache of codecs, by their packed parameters and the registered codec classes. Files often have the same codecs."""
+"""Cache of codecs by their packed parameters and the registered codec classes. Files often have the same codecs."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def make_front(header: Header) -> Front:
 
 
 def _front_of(header: Header, tensor: bytes) -> Front:
-    """Return the front of a file with this header, of which ``tensor`` is the packed form."""
+    """Return the front of a file with this header. ``tensor`` is the packed header."""
     digest = xxhash.xxh3_128_hexdigest(tensor)
     rows = [
         f'"__metadata__":{{"format":"kvpack","kvpack":"{FORMAT} {digest}"}}',
@@ -151,7 +151,7 @@ def _front_of(header: Header, tensor: bytes) -> Front:
 
 
 def undigested_front(contents: Contents) -> Front:
-    """Return the front of an uncompressed file of ``contents`` with zeros as digests. Positions and sizes are final.
+    """Return the front of an uncompressed file of ``contents``, with zeros as digests. Positions and sizes are final.
 
     Raises LimitExceeded.
     """
@@ -163,7 +163,7 @@ def undigested_front(contents: Contents) -> Front:
 
 
 def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header, Front]:
-    """Read the header and the front of a file. Every byte of the front and the length of the file are checked.
+    """Read the header and the front of a file. Checks every byte of the front, and the length of the file.
 
     Raises NotKvpack, UnsupportedVersion, UnknownCodec, Truncated, DigestMismatch, InvalidHeader or LimitExceeded.
     """
@@ -213,18 +213,20 @@ def align_up(end: int) -> int:
 
 
 def is_file_start(first_bytes: bytes) -> bool:
-    """Return True if these bytes (at least 64) are the beginning of a kvpack file of any version."""
+    """Return True if these bytes (at least 64) begin a kvpack file of any version."""
     return first_bytes.startswith(_PREFIX, LENGTH_BYTES)
 
 
 def front_bytes(first_bytes: bytes | memoryview) -> int:
-    """Return the end of kvpack.header in a file that begins with these bytes (at least 4 KiB). If it is not a kvpack file, return 0."""
+    """Return the end of kvpack.header in a file that begins with these bytes (at least 4 KiB), or 0 if it is not a kvpack file."""
     entry = _HEADER_TENSOR.match(bytes(first_bytes[LENGTH_BYTES : LENGTH_BYTES + _BEGINNING_BYTES]))
     return LENGTH_BYTES + int.from_bytes(first_bytes[:LENGTH_BYTES], "little") + int(entry[2]) if entry else 0
 
 
 def _first_difference(a: bytes, b: bytes) -> int:
-    """Return the index of the first byte that differs. ``a`` and ``b`` have equal length. Comparing them as integers avoids a Python loop.
+    """Return the index of the first byte that differs. ``a`` and ``b`` have the same length.
+
+    Comparing them as integers avoids a Python loop.
     """
     return len(a) + (int.from_bytes(a) ^ int.from_bytes(b)).bit_length() // -8
 
@@ -263,7 +265,7 @@ def _not_kvpack(first: bytes, size: int, length: int) -> str:
 def pack_header(header: Contents) -> bytes:
     """Return the bytes of kvpack.header. For contents without tensors, return the description of a page in a row.
 
-    Raises LimitExceeded if there are more bytes than the format allows.
+    Raises LimitExceeded if the result is larger than the format allows.
     """
     tensors = header.tensors if isinstance(header, Header) else ()
     # Most layers have equal entries, which are packed once.
@@ -286,7 +288,7 @@ def pack_header(header: Contents) -> bytes:
 
 
 def parse_header(data: bytes) -> Header:
-    """Parse the bytes of kvpack.header, and reject any bytes that ``pack_header`` cannot create.
+    """Parse the bytes of kvpack.header. Rejects any bytes that ``pack_header`` cannot create.
 
     Raises UnsupportedVersion, UnknownCodec, InvalidHeader or LimitExceeded. Unknown versions, features and codecs are reported first.
     """
@@ -302,7 +304,7 @@ def parse_header(data: bytes) -> Header:
 
 
 def _refuse_unknown(data: bytes) -> None:
-    """Raise UnsupportedVersion if the format version or a required feature is unknown, and UnknownCodec if a codec is."""
+    """Raise UnsupportedVersion for an unknown format version or required feature, and UnknownCodec for an unknown codec."""
     unknown = unknown_features(data, FEATURES, CODECS)
     if unknown.format is not None and unknown.format > FORMAT:
         raise UnsupportedVersion(newer_format_message(unknown.format))
@@ -343,7 +345,7 @@ def _parse(data: bytes) -> Header:
 
 
 def _is_canonical(top: dict[str, Any], data: bytes) -> bool:
-    """Return True if ``data`` is the canonical encoding of ``top``, which is a valid header, possibly except for its codecs.
+    """Return True if ``data`` is the canonical encoding of ``top``, a header that is valid except possibly for its codecs.
 
     This is faster than encoding the Header again.
     """
@@ -384,7 +386,7 @@ def unpack_header(data: bytes) -> Any:
             max_bin_len=MAX_BINARY_BYTES,
             max_array_len=MAX_ENTRIES,
             max_map_len=MAX_NAMES,
-            # This format has no extension types, but headers of later formats may, and must be reported as newer.
+            # This format has no extension types. Headers of later formats may contain them, and must be reported as newer.
             max_ext_len=MAX_BINARY_BYTES,
             list_hook=count_container,
             object_hook=count_container,
@@ -397,7 +399,7 @@ def unpack_header(data: bytes) -> Any:
 
 
 def check_header_size(size: int) -> None:
-    """Raise LimitExceeded if ``size``, the size of kvpack.header in bytes, exceeds the format's maximum."""
+    """Raise LimitExceeded if kvpack.header is larger than the format allows. ``size`` is in bytes."""
     if size > MAX_HEADER_BYTES:
         raise LimitExceeded(f"kvpack.header has {size} bytes, but may have at most {MAX_HEADER_BYTES}")
 
@@ -408,7 +410,7 @@ def _parse_codec(where: str, params: Any) -> tuple[Codec, bool]:
     try:
         packed = msgpack.packb(params)
     except ValueError:
-        # It is nested more deeply than the parameters of any codec.
+        # The parameters are nested more deeply than those of any codec.
         return _new_codec(where, params), False
     key = packed, (*CODECS.values(), *SIDECARS.values())
     codec = _codecs.get(key)

@@ -1,7 +1,7 @@
 """The header of a kvpack file as frozen dataclasses (spec/container.md, Fields).
 
-Constructors check all rules, so every Header object is valid, whether it was read or will be written. Error messages name the position in
-the header, such as ``layers[3].k.codec``.
+Constructors check all rules, so every Header object is valid, whether it was read or will be written. Error messages contain the position
+in the header, such as ``layers[3].k.codec``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMAT = 1
 """Major version of the format."""
 
 CODEC_FEATURES = frozenset({FrameMap.feature, KeyMean.feature, LOG_NORMS_FEATURE, RawPositions.feature, TOKEN_SCALE_FEATURE})
-"""Required features that parameters and sidecars of codecs can have (``Codec.features``)."""
+"""Required features of codec parameters and sidecars (``Codec.features``)."""
 
 _FEATURES_WITH_DATA = (layer_positions.FEATURE, layer_states.FEATURE, hidden_tokens.FEATURE, position_offsets.FEATURE)
 """Required features that store data in ``ignorable``, in the order in which they are checked."""
@@ -93,7 +93,7 @@ class SideEntry:
 
     @property
     def packed(self) -> int:
-        """Number of packed tokens, which does not include the tail."""
+        """Number of packed tokens, without the tail."""
         return sum(self.runs)
 
     @property
@@ -105,7 +105,7 @@ class SideEntry:
 class LayerEntry:
     """The header entry for one layer. Absent keys or values are None.
 
-    Raises InvalidHeader if the keys and values differ in their number of sequences or tokens.
+    Raises InvalidHeader if keys and values have different numbers of sequences or tokens.
     """
 
     k: SideEntry | None
@@ -150,7 +150,7 @@ class TensorEntry:
             raise InvalidHeader(f"digest has {len(self.digest)} bytes, expected {DIGEST_BYTES}")
 
     def check_against(self, name: str, layout: Layout) -> None:
-        """Raise InvalidHeader or LimitExceeded unless this entry describes a tensor ``name`` with ``layout``."""
+        """Raise InvalidHeader or LimitExceeded unless this entry describes a tensor called ``name`` with ``layout``."""
         fields = (("name", self.name, name), ("dtype", self.dtype, layout.dtype), ("shape", self.shape, layout.shape))
         for field, actual, expected in fields:
             if actual != expected:
@@ -250,7 +250,7 @@ class Contents:
 
     @cached_property
     def offsets(self) -> tuple[int, ...] | None:
-        """For each sequence: position minus token index after the last token. None if the file does not record it."""
+        """For each sequence, its position minus its token index after the last token. None if the file does not record it."""
         data = self.ignorable.get(position_offsets.FEATURE)
         return None if data is None else position_offsets.position_offsets(data, self.layers, self.starts, self.states, self.start)
 
@@ -267,9 +267,9 @@ class Contents:
 
     @cached_property
     def _first_uses(self) -> dict[tuple[int, str], SideEntry]:
-        """For each distinct header entry of keys or values: the first (layer, side) that has it.
+        """For each distinct header entry of keys or values, the first (layer, side) that has this entry.
 
-        Most layers have equal entries, so that each of them needs to be checked only once.
+        Most layers have equal entries, so that each distinct entry is checked only once.
         """
         first: dict[SideEntry, tuple[int, str]] = {}
         for number, layer in enumerate(self.layers):
@@ -337,7 +337,7 @@ class Header(Contents):
 
 
 def side_tensors(codec: Codec, side: SideEntry, prefix: str = "") -> dict[str, Layout]:
-    """Return the layout of each tensor of a side in file order, by its name after ``prefix`` (spec/container.md, Runs and tail)."""
+    """Return the layout of each tensor of a side in file order. Names begin with ``prefix`` (spec/container.md, Runs and tail)."""
     result, entries, rows_by_size = {}, dict(side.entries), {1: sum(side.runs)}
     for stream, layout in codec.run_layouts(side.batch, side.heads).items():
         rows, size = len(side.runs), layout.tokens_per_row

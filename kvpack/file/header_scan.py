@@ -1,4 +1,4 @@
-"""Scan of a header's msgpack for unknown features, without building objects (spec/container.md, Header tensor).
+"""Scans a header's msgpack for unknown features, without building objects (spec/container.md, Header tensor).
 
 A newer header may contain anything: other types, other limits, or bytes that this version considers damaged. The scan looks only for
 ``format``, ``required`` and the ids of ``codecs``, and stops at the end of the bytes.
@@ -14,18 +14,18 @@ _INTEGER, _STRING, _ARRAY, _MAP, _OTHER = range(5)
 
 _OPENING = re.compile(rb"[\x81-\x8f\x91-\x9f]+")
 _SHORT = re.compile(rb"[\x00-\xa0\xc0-\xc3\xe0-\xff]+")
-"""Patterns of one-byte values. The first matches heads of containers with at least one entry, and the second all other values."""
+"""Patterns of one-byte values: the first bytes of containers with at least one entry, and all other values."""
 _CONTAINED_VALUES = bytes(2 * (byte & 15) if 0x80 <= byte < 0x90 else byte & 15 if 0x90 <= byte < 0xA0 else 0 for byte in range(256))
-"""Number of values in the container that each one-byte head starts, or 0 for other bytes."""
+"""Number of values in the container that begins with each byte, or 0 for bytes that do not begin a container."""
 
 _SIZED = {
     0xC4: (_OTHER, 1), 0xC5: (_OTHER, 2), 0xC6: (_OTHER, 4),
     0xD9: (_STRING, 1), 0xDA: (_STRING, 2), 0xDB: (_STRING, 4),
     0xDC: (_ARRAY, 2), 0xDD: (_ARRAY, 4), 0xDE: (_MAP, 2), 0xDF: (_MAP, 4),
 }  # fmt: skip
-"""Kind of value and number of length bytes, by the first byte, for values that store a length."""
+"""The kind of a value and its number of length bytes, by first byte, for values that store a length."""
 _EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
-"""Number of length bytes of extension values, by their first byte. One more byte contains the type."""
+"""Number of length bytes of extension values, by first byte. One more byte contains the type."""
 _INTEGERS = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 _FIXED = {0xCA: 4, 0xCB: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
 """Number of bytes after the first byte, for floats and fixed-length extension values."""
@@ -34,7 +34,7 @@ _FIXED = {0xCA: 4, 0xCB: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
 class UnknownFeatures(NamedTuple):
     """The format version of a header, its first unknown feature, and its first unknown codec.
 
-    Each is None if there is none; the version is also None if it is not an integer.
+    Each is None if there is none. The version is also None if it is not an integer.
     """
 
     format: int | None
@@ -82,13 +82,13 @@ def unknown_features(data: bytes, features: Collection[str], codecs: Collection[
 
 
 class _Scanner:
-    """A position in msgpack bytes. Methods raise ``_EndOfBytes`` if the bytes end in the middle of the value that they read."""
+    """A position in msgpack bytes. Methods raise ``_EndOfBytes`` if the bytes end in the middle of a value."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
     def read_value(self) -> tuple[int, int]:
-        """Read the start of the next value, and return its kind and a number.
+        """Read the start of the next value. Returns its kind and a number.
 
         The number is an integer's value, a container's number of entries, or the size in bytes of a string or any other value.
         """
@@ -109,7 +109,7 @@ class _Scanner:
         return _OTHER, _FIXED.get(first, 0)
 
     def skip_contents(self, kind: int, size: int) -> None:
-        """Skip the rest of a value whose ``kind`` and ``size`` were returned by ``read_value``."""
+        """Skip the rest of a value. ``kind`` and ``size`` come from ``read_value``."""
         if kind in (_STRING, _OTHER):
             self._take(size)
         elif kind != _INTEGER:
@@ -117,8 +117,8 @@ class _Scanner:
 
     def skip(self, values: int) -> None:
         """Skip ``values`` values with their contents. This does not recurse, because values may be nested to any depth."""
-        # Regular expressions handle many bytes per step. A container's first byte leaves at least as many values to skip as before, and
-        # n bytes of one-byte values complete at most n values.
+        # Regular expressions match many bytes per step. A container's first byte leaves at least as many values to skip as before, and n
+        # bytes of one-byte values complete at most n values.
         while values:
             values += self._skip_short(_OPENING, len(self._data))
             values += self._skip_short(_SHORT, self._at + values)
@@ -131,8 +131,9 @@ class _Scanner:
                     values += size if kind == _ARRAY else 2 * size
 
     def _skip_short(self, values: re.Pattern[bytes], end: int) -> int:
-        """Skip one-byte values that match a pattern, at most up to ``end``. Returns by how much the number of values left to skip has
-        changed.
+        """Skip one-byte values that match a pattern, up to ``end``.
+
+        Returns the change in the number of values left to skip.
         """
         match = values.match(self._data, self._at, end)
         if match is None:
@@ -141,7 +142,7 @@ class _Scanner:
         return sum(match[0].translate(_CONTAINED_VALUES)) - len(match[0])
 
     def read_string(self) -> str | None:
-        """Read the next value, and return it if it is a string, or None otherwise."""
+        """Read the next value. Returns it if it is a string, or None otherwise."""
         kind, size = self.read_value()
         if kind == _STRING:
             return self._take(size).decode("utf-8", "backslashreplace")
@@ -149,7 +150,7 @@ class _Scanner:
         return None
 
     def read_entry(self, key: str) -> str | None:
-        """Read the next value, which is a map. Returns the value of its first entry ``key`` if that is a string, or None otherwise."""
+        """Read the next value, a map. Returns the value of its first entry ``key`` if that is a string, or None otherwise."""
         kind, count = self.read_value()
         if kind != _MAP:
             self.skip_contents(kind, count)

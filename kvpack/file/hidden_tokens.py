@@ -17,7 +17,7 @@ _PLACE = f"ignorable[{FEATURE!r}]"
 
 
 class HiddenRange(NamedTuple):
-    """Positions ``[start, stop)`` of sequence ``row``, which an attention mask hides."""
+    """Positions ``[start, stop)`` of sequence ``row`` that an attention mask hides."""
 
     row: int
     start: int
@@ -36,7 +36,7 @@ def features_of(hidden: Iterable[HiddenRange]) -> tuple[tuple[str, ...], dict[st
 
 
 def hidden_tokens(data: bytes, batch: int, start: int, stop: int) -> tuple[HiddenRange, ...]:
-    """Parse the feature's data and return the hidden ranges. The file has ``batch`` sequences and positions ``[start, stop)``.
+    """Parse the feature's data. Returns the hidden ranges. The file has ``batch`` sequences and positions ``[start, stop)``.
 
     Raises InvalidHeader.
     """

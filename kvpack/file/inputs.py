@@ -18,12 +18,12 @@ from .sources import selected_text
 
 
 def split_feature(name: str, data: bytes) -> dict[str, bytes]:
-    """Split ``data`` into features of at most ``MAX_BINARY_BYTES`` bytes, by name. No data gives no features."""
+    """Split ``data`` into features of at most ``MAX_BINARY_BYTES`` bytes, by name. Empty data results in no features."""
     return {f"{name}.{number}": data[at : at + MAX_BINARY_BYTES] for number, at in enumerate(range(0, len(data), MAX_BINARY_BYTES))}
 
 
 def join_features(ignorable: Mapping[str, bytes], name: str) -> bytes:
-    """Join the features into which ``split_feature`` has divided data, up to the first one that is missing."""
+    """Join the features into which ``split_feature`` split data, up to the first missing one."""
     names = takewhile(ignorable.__contains__, (f"{name}.{number}" for number in count()))
     return b"".join(ignorable[feature] for feature in names)
 
@@ -31,9 +31,9 @@ def join_features(ignorable: Mapping[str, bytes], name: str) -> bytes:
 FEATURE = "inputs"
 """Name of the ignorable feature that stores a file's inputs."""
 IDS_FEATURE = "token-ids"
-"""Prefix of the names of the ignorable features that store all known ids, if these do not fit into ``inputs``."""
+"""Prefix of the names of the ignorable features that store all known ids if these do not fit into ``inputs``."""
 ROWS_FEATURE = "row-ids"
-"""Prefix of the names of the ignorable features that store each sequence's ids, if sequences differ."""
+"""Prefix of the names of the ignorable features that store each sequence's ids if sequences differ."""
 EARLIER_FEATURE = "earlier-ids"
 """Name of the ignorable feature that stores digests of the ids before a file's first token."""
 _DIGEST_BYTES = 32
@@ -53,7 +53,7 @@ UNREADABLE_INPUTS = "its inputs are recorded in an unknown form"
 MASKED = "were computed with an attention mask that hides tokens"
 """End of the clause for tokens computed with an unknown attention mask."""
 PADDED = "were computed with an attention mask that hides padding"
-"""End of the clause for tokens whose attention mask hides only ``hidden``. Their positions count only visible tokens."""
+"""End of the clause for tokens with an attention mask that hides only ``hidden``. Their positions count only visible tokens."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class Inputs:
     def of_rows(cls, rows: Sequence[bytes], undetermined: Iterable[tuple[str, int]], hidden: tuple[HiddenRange, ...], first: int) -> Inputs:
         """Create inputs from the ids of each sequence. All sequences must have the same number of ids.
 
-        The cache's first token is at position ``first``. ``undetermined`` contains (clause, position) pairs, where the position is that of
-        the first token that the input affects. If sequences differ, a clause that says so is added.
+        The cache's first token is at position ``first``. ``undetermined`` contains a (clause, position) pair for each such input. The
+        position is that of the first token that the input affects. If sequences differ, a clause that says so is added.
         """
         token_ids, known, result = _common_ids(rows, first)
         items = list(undetermined)
@@ -145,10 +145,9 @@ class Inputs:
         return any((not self.rows and text.endswith(ROWS_DIFFER)) or text.endswith(IDS_LEFT_OUT) for text in self.undetermined)
 
     def with_missing_ids(self, start: int, stop: int) -> Inputs:
-        """Return the inputs for a cache with tokens ``[start, stop)``. If ids are missing for no recorded reason, a clause that says so is
-        added.
+        """Return the inputs for a cache with tokens ``[start, stop)``. Adds a clause if ids are missing for no recorded reason.
 
-        No clause is added if no ids are known at all, because the caller is responsible for the ids of such caches.
+        If no ids are known at all, no clause is added, because the caller is responsible for the ids of such caches.
         """
         unknown = start + self.tokens
         if not start < unknown < stop or any(position <= unknown for position in self.starts):
@@ -159,8 +158,7 @@ class Inputs:
     def slice(self, start: int, stop: int, first: int) -> Inputs:
         """Return the inputs of tokens ``[start, stop)``, counted from the first token, which is at position ``first``.
 
-        Each token depends on all earlier tokens. Undetermined inputs are therefore dropped only if they first affect a token from ``stop``
-        on.
+        Each token depends on all earlier tokens. Undetermined inputs are therefore dropped only if they affect no token before ``stop``.
         """
         clauses = [(text, position) for text, position in zip(self.undetermined, self.starts, strict=True) if position < first + stop]
         cut = slice(start * ID_BYTES, stop * ID_BYTES)
@@ -196,7 +194,7 @@ class Inputs:
         if rows:
             rows = tuple(rows[index] for index in indices)
             differ = next((start for text, start in items if text.endswith(ROWS_DIFFER)), first)
-            # Sequences that differ before the first token have different values even if their ids are the same from there on.
+            # Sequences that differ before the first token have different values, even if all later ids are the same.
             if len(set(indices)) == 1 or differ >= first:
                 items = [(text, start) for text, start in items if not text.endswith(ROWS_DIFFER)]
                 token_ids, rows, result = _common_ids(rows, first)
@@ -216,8 +214,9 @@ class Inputs:
         return replace(selected, before=before, earlier=earlier)
 
     def to_bytes(self) -> bytes:
-        """Return the data of the feature ``inputs`` (spec/container.md): the undetermined inputs, followed by as many ids as it can
-        contain.
+        """Return the data of the feature ``inputs`` (spec/container.md).
+
+        It consists of the undetermined inputs, followed by as many ids as fit.
         """
         texts = [text.encode() for text in self.undetermined]
         items = b"".join(
@@ -229,7 +228,7 @@ class Inputs:
         return (len(ids) // ID_BYTES).to_bytes(8, "little") + ids + items
 
     def to_features(self, start: int = 0) -> tuple[tuple[str, ...], dict[str, bytes]]:
-        """Return the ``required`` and ``ignorable`` features of a file with these inputs, whose first token is at position ``start``.
+        """Return the ``required`` and ``ignorable`` features of a file with these inputs. Its first token is at position ``start``.
 
         The feature ``inputs`` is always present. If it cannot contain all ids, ``token-ids.0`` and following are added. If sequences
         differ, ``row-ids.0`` and following are added. If the ids before the first token are known, ``earlier-ids`` is added. Raises
@@ -249,13 +248,13 @@ class Inputs:
         return required, {FEATURE: stored, **split_feature(IDS_FEATURE, more), **split_feature(ROWS_FEATURE, rows), **earlier, **ignorable}
 
     def _digests_before(self, start: int) -> tuple[bytes, ...]:
-        """Return a digest of each sequence's ids before position ``start``. If some ids are unknown, return an empty tuple."""
+        """Return a digest of each sequence's ids before position ``start``, or an empty tuple if some ids are unknown."""
         if start in self.earlier or not start or not self.before or len(self.before[0]) != start * ID_BYTES:
             return self.earlier.get(start, ())
         return tuple(hashlib.sha256(ids).digest() for ids in self.before)
 
     def _without_ids_after(self, count: int) -> Inputs:
-        """Keep only the first ``count`` ids of each sequence, because a file cannot store more, and add a clause that says so."""
+        """Keep only the first ``count`` ids of each sequence, because a file cannot store more. Adds a clause that says so."""
         if not self.rows or count * ID_BYTES == len(self.rows[0]):
             return self
         differ = next(start for text, start in zip(self.undetermined, self.starts, strict=True) if text.endswith(ROWS_DIFFER))
@@ -272,10 +271,10 @@ class Inputs:
         start: int = 0,
         tokens: int | None = None,
     ) -> Inputs | None:
-        """Return the inputs recorded in a file's ``ignorable`` features, or None if it records none.
+        """Return the inputs recorded in a file's ``ignorable`` features, or None if there are none.
 
         The file has ``batch`` sequences. ``hidden`` are its hidden tokens, and ``start`` is the position of its first token. If ``tokens``
-        is not None, ids after that many tokens are ignored.
+        is set, ids after that many tokens are ignored.
         """
         stored, ids = ignorable.get(FEATURE), join_features(ignorable, IDS_FEATURE)
         inputs = cls() if stored is None else cls.from_bytes(stored)
@@ -305,7 +304,7 @@ class Inputs:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Inputs:
-        """Parse bytes from ``to_bytes``. If the bytes have any other form, return unknown inputs (``UNREADABLE_INPUTS``)."""
+        """Parse bytes from ``to_bytes``. Any other bytes result in unknown inputs (``UNREADABLE_INPUTS``)."""
         try:
             end = 8 + ID_BYTES * int.from_bytes(data[:8], "little")
             if len(data) < max(8, end):
@@ -324,9 +323,9 @@ class Inputs:
 
 
 def join_inputs(parts: Sequence[tuple[Inputs | None, int]], start: int) -> Inputs | None:
-    """Join the inputs of consecutive caches, given as (inputs, number of tokens). Returns None if all inputs are unknown.
+    """Join the inputs of consecutive caches, passed as (inputs, number of tokens) pairs. Returns None if all inputs are unknown.
 
-    The first token is at position ``start``. Raises InvalidParameter if a cache was computed after other tokens than those of the caches
+    The first token is at position ``start``. Raises InvalidParameter if a cache was computed after tokens other than those of the caches
     before it.
     """
     if all(inputs is None for inputs, _ in parts):
@@ -346,7 +345,7 @@ def join_inputs(parts: Sequence[tuple[Inputs | None, int]], start: int) -> Input
             ids += inputs.token_ids
             known = len(inputs.token_ids) == tokens * ID_BYTES
         if rows_known:
-            # If a part's sequences have the same ids, they apply to each sequence.
+            # If a part has the same ids for all sequences, they apply to each sequence.
             input_rows = inputs.rows or (inputs.token_ids,) * count
             rows = [row + more for row, more in zip(rows, input_rows, strict=True)]
             rows_known = len(input_rows[0]) == tokens * ID_BYTES
@@ -367,7 +366,7 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, ca
     """Raise InvalidParameter if a cache was computed after tokens other than those it is joined to.
 
     The cache has the index ``cache_index`` and the inputs ``inputs``, and begins at ``position``. ``ids`` are the known ids, by sequence,
-    of the tokens joined so far, and follow ``beginning.before``. ``beginning.earlier`` contains digests of all ids before some positions.
+    of the tokens joined so far. They follow ``beginning.before``. ``beginning.earlier`` contains digests of all ids before some positions.
     """
     joined_ids = _append_ids(beginning.before or (b"",), ids)
     before = inputs.before or (b"",)
@@ -383,7 +382,7 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, ca
                 f"{computed[-back]}, but here it is {here[-back]}: join only slices of the same cache"
             )
     for known, earlier in ((joined_ids, inputs.earlier), (before, beginning.earlier)):
-        # Digests are of all ids from position 0 on.
+        # A digest covers all ids from position 0.
         if len(known[0]) == position * ID_BYTES:
             all_known = _append_ids(known, inputs.known_ids)
             for end, digests in earlier.items():
@@ -394,19 +393,18 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, ca
 
 
 def _check_digests(expected: Sequence[bytes], digests: tuple[bytes, ...], cache_index: int, end: int) -> None:
-    """Raise InvalidParameter unless the ``digests`` of cache ``cache_index`` equal ``expected``. They are of the ids before ``end``."""
+    """Raise InvalidParameter unless the ``digests`` of cache ``cache_index`` equal ``expected``. They cover the ids before ``end``."""
     count = max(len(digests), len(expected))
     for row, pair in enumerate(zip(_for_rows(digests, count), _for_rows(tuple(expected), count), strict=True)):
         if len(set(pair)) > 1:
             raise InvalidParameter(
                 f"caches[{cache_index}] was computed after different tokens: the SHA-256 of the ids of sequence {row} before position "
-                f"{end} "
-                "differs: join only slices of the same cache"
+                f"{end} differs: join only slices of the same cache"
             )
 
 
 def _append_ids(first_ids: tuple[bytes, ...], ids: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """Append ``ids`` to ``first_ids``, separately for each sequence."""
+    """Append ``ids`` to ``first_ids``, sequence by sequence."""
     count = max(len(first_ids), len(ids))
     return tuple(a + b for a, b in zip(_for_rows(first_ids, count), _for_rows(ids, count), strict=True))
 
@@ -422,7 +420,7 @@ def _for_rows(ids: tuple[bytes, ...], count: int) -> tuple[bytes, ...]:
 
 
 def rows_differ(start: int, stop: int) -> str:
-    """Return the clause which says that the ids of tokens ``[start, stop)`` differ between sequences."""
+    """Return the clause for tokens ``[start, stop)`` with different ids in different sequences."""
     return f"{'tokens' if stop - start > 1 else 'token'} {start}{f' to {stop - 1}' if stop - start > 1 else ''} {ROWS_DIFFER}"
 
 
@@ -431,7 +429,7 @@ def _sequences_differ(inputs: Inputs) -> bool:
 
 
 def _common_ids(rows: Sequence[bytes], first: int) -> tuple[bytes, tuple[bytes, ...], list[tuple[str, int]]]:
-    """Return the ids that all ``rows`` share before they first differ. The first id is at position ``first``.
+    """Return the ids with which all ``rows`` begin, as far as they agree. The first id is at position ``first``.
 
     Also returns all rows, and a clause that says where they differ, with its position. Both are empty if all rows are equal.
     """

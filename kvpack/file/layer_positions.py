@@ -16,7 +16,7 @@ START_BYTES = 8
 
 
 class HasSides(Protocol):
-    """A layer whose ``k`` and ``v`` are None if absent."""
+    """A layer. ``k`` or ``v`` is None if absent."""
 
     @property
     def k(self) -> object: ...
@@ -26,7 +26,7 @@ class HasSides(Protocol):
 
 
 def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """Return the ``required`` and ``ignorable`` features of a file whose first token is at position ``start``. Raises LimitExceeded.
+    """Return the ``required`` and ``ignorable`` features of a file that starts at position ``start``. Raises LimitExceeded.
 
     ``starts`` contains the first position of each layer.
     """
@@ -38,14 +38,14 @@ def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dic
 
 
 def layer_starts(data: bytes, start: int, layers: Sequence[HasSides]) -> tuple[int, ...]:
-    """Parse the feature's data and return the first position of each layer. Raises InvalidHeader or LimitExceeded."""
+    """Parse the feature's data. Returns the first position of each layer. Raises InvalidHeader or LimitExceeded."""
     if len(data) != START_BYTES * len(layers):
         raise InvalidHeader(f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {START_BYTES * len(layers)} for {len(layers)} layers")
     starts = tuple(int.from_bytes(data[at : at + START_BYTES], "little") for at in range(0, len(data), START_BYTES))
     for number, (first, layer) in enumerate(zip(starts, layers, strict=True)):
         _check_start(number, first, start, layer)
     if all(first == start for first in starts):
-        raise InvalidHeader(f"{FEATURE} is present, but every layer starts at {start}, like the file, so the feature must be absent")
+        raise InvalidHeader(f"{FEATURE} is present, but every layer starts at {start}, the file's start: expected no such feature")
     return starts
 
 

@@ -17,7 +17,7 @@ from .limits import MAX_BATCH, MAX_BINARY_BYTES, MAX_TOKENS
 
 FEATURE = "layer-state"
 DTYPES = ("U8", "U16", "F16", "BF16", "F32")
-"""Dtypes that a state can have. A state's record stores an index into this tuple."""
+"""Dtypes of states. A state's record stores an index into this tuple."""
 MAX_SIZES = 8
 MAX_NAME_BYTES = 28
 _RECORD = struct.Struct(f"<HBB{MAX_SIZES}Q{MAX_NAME_BYTES}s")
@@ -26,7 +26,7 @@ _PLACE = f"ignorable[{FEATURE!r}]"
 
 
 class HasBatch(Protocol):
-    """Anything with a number of sequences, such as a layer's keys or values."""
+    """Anything that has a number of sequences, such as a layer's keys or values."""
 
     @property
     def batch(self) -> int: ...
@@ -86,15 +86,15 @@ def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str
 
 
 def layer_states(data: bytes, layers: Sequence[HasSides]) -> tuple[StateEntry, ...]:
-    """Parse the feature's data and return the states in file order. Raises InvalidHeader or LimitExceeded."""
+    """Parse the feature's data. Returns the states in file order. Raises InvalidHeader or LimitExceeded."""
     if not data or len(data) % _RECORD.size:
-        raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each state, and at least one state")
+        raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each of at least one state")
     states = tuple(_parse(at // _RECORD.size, data[at : at + _RECORD.size]) for at in range(0, len(data), _RECORD.size))
     last = (-1, "")
     batches: defaultdict[int, dict[str, int]] = defaultdict(dict)
     for state in states:
         if state.layer >= len(layers):
-            raise InvalidHeader(f"{_PLACE} has a state of layer {state.layer}, but the file has {len(layers)} layers")
+            raise InvalidHeader(f"{_PLACE} has a state for layer {state.layer}, but the file has {len(layers)} layers")
         if (state.layer, state.name) <= last:
             raise InvalidHeader(f"{_PLACE} has {state.where} after {last[0]}.state.{last[1]}, expected ascending layers and names")
         last = state.layer, state.name
@@ -125,7 +125,10 @@ def _parse(record_index: int, record: bytes) -> StateEntry:
 
 
 def check_state(where: str, dtype: str | None, shape: Sequence[int]) -> None:
-    """Raise InvalidParameter unless a file can store a state of this shape and dtype. ``dtype`` is None if the format has no such dtype."""
+    """Raise InvalidParameter unless a file can store a state of this shape and dtype.
+
+    ``dtype`` is None if the format does not support it.
+    """
     if dtype is None or not 1 <= len(shape) <= MAX_SIZES or not all(shape):
         raise InvalidParameter(
             f"{where} has shape {list(shape)} and dtype {dtype or 'of another kind'}, expected [batch, ...] of at most {MAX_SIZES} "

@@ -17,7 +17,7 @@ CHAT = "chat."
 CHAT_MESSAGES = f"{CHAT}messages"
 """Name under which a chat stores its number of messages."""
 MAX_NAME_BYTES = 255
-"""Maximum number of UTF-8 bytes of a name."""
+"""Maximum size of a name in UTF-8 bytes."""
 TEXT, INTEGER, NUMBER = range(3)
 
 Value = str | int | float
@@ -32,7 +32,7 @@ def to_bytes(metadata: Any) -> bytes:
         raise InvalidType(f"metadata is a {type(metadata).__name__}, expected a dict such as {{'title': 'a manual', 'version': 3}}")
     for name in metadata:
         if not isinstance(name, str) or not name:
-            raise InvalidParameter(f"a name in metadata is {name!r:.80}, expected a string that is not empty")
+            raise InvalidParameter(f"a name in metadata is {name!r:.80}, expected a nonempty string")
     _check_limit("metadata", len(metadata), "entries", MAX_NAMES)
     parts = []
     # Sorting by code points is the same as sorting by UTF-8 bytes.
@@ -45,7 +45,7 @@ def to_bytes(metadata: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> dict[str, Value]:
-    """Return the dict stored in the feature's data. If the bytes have any other form, return an empty dict."""
+    """Return the dict stored in the feature's data. Any other bytes result in an empty dict."""
     try:
         result = dict(_entries(data))
         return result if to_bytes(result) == data else {}
@@ -74,7 +74,7 @@ def _encode_value(where: str, value: Any) -> bytes:
     if isinstance(value, int) and not isinstance(value, bool):
         if not -(2**63) <= value < 2**63:
             raise InvalidParameter(
-                f"{where} is an integer of {value.bit_length()} bits, expected a signed 64-bit integer: write it as text"
+                f"{where} is an integer of {value.bit_length()} bits, expected a signed 64-bit integer: store it as text"
             )
         return bytes([INTEGER]) + struct.pack("<q", value)
     if isinstance(value, float) and math.isfinite(value):

@@ -1,4 +1,4 @@
-"""Reading of stored tensors as arrays, after checking their digests. Large tensors on disk are read in pieces, without mapping the file."""
+"""Reads stored tensors as arrays, and checks their digests. Large tensors on disk are read in pieces, without mapping the file."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from .user_files import Source
 
 PIECE_BYTES = 1 << 20
-"""Maximum size in bytes of a tensor that is read whole. Larger tensors are read in pieces."""
+"""Maximum size, in bytes, of a tensor that is read whole. Larger tensors are read in pieces."""
 _HASHED_BYTES = 1 << 18
-"""Number of bytes that are read and then hashed in one step, so that they fit in a core's cache."""
+"""Number of bytes to read and then hash in one step, so that they fit in a core's cache."""
 
 
 class LazyArray:
-    """An array whose values are read only on request. The first value is at byte ``begin`` of ``source``."""
+    """An array with values that are read only on request. The first value is at byte ``begin`` of ``source``."""
 
     def __init__(self, source: Source, begin: int, layout: Layout) -> None:
         self._source, self._begin, self._item = source, begin, DTYPE_BYTES[layout.dtype]
         self.shape, self.dtype = layout.shape, numpy.dtype(NUMPY_DTYPES[layout.dtype])
-        # The memory is reused, because allocating costs more than reading.
+        # The memory is reused, because allocating takes longer than reading.
         self._memory = bytearray()
 
     def flat(self, start: int, stop: int) -> numpy.ndarray[Any, Any]:
@@ -50,7 +50,7 @@ class LazyArray:
 
 
 def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Layout, *, checksums: bool) -> Array:
-    """Check the padding and the digest of a tensor, and return it as an array.
+    """Check the padding and the digest of a tensor. Returns the tensor as an array.
 
     Large tensors are read in pieces, but zstd frames are always read whole.
     """
@@ -73,7 +73,7 @@ def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Lay
 def read_checked(source: Source, front: Front, tensor: TensorEntry, layout: Layout, memory: memoryview, *, checksums: bool) -> None:
     """Copy a decoded tensor into ``memory``, which has the same size, and check its padding, digest and zstd frame.
 
-    The checks apply to the copy, so that it stays valid if the file changes.
+    The checks apply to the copy, which stays valid if the file changes.
     """
     start, place = len(front.text), front.places[tensor.name]
     begin, end = start + place.begin, start + place.end
@@ -131,8 +131,8 @@ def read_span(source: Source, span: Span, first: int, last: int, memory: memoryv
 def check_pads(source: Source, span: Span, first: int, last: int, memory: memoryview) -> None:
     """Check the padding in bytes ``[first, last)`` of ``span``. ``memory`` contains these bytes.
 
-    If ``first`` is 0, the padding before the span is checked as well. ``first`` and ``last`` must be multiples of ``TENSOR_ALIGNMENT``, or
-    ``last`` the end of the span, so that no padding is split. Raises InvalidPayload, MissingFile and Truncated.
+    If ``first`` is 0, the padding before the span is checked too. So that no padding is split, ``first`` and ``last`` must be multiples of
+    ``TENSOR_ALIGNMENT``, except that ``last`` may be the end of the span. Raises InvalidPayload, MissingFile and Truncated.
     """
     pads = span.pads
     if not first and pads and pads[0][2] == span.begin:

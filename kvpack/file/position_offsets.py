@@ -20,7 +20,7 @@ OFFSET_BYTES = 8
 
 
 class HasTokens(Protocol):
-    """An object with a batch size and a number of tokens, such as a layer's keys or values."""
+    """Anything that has a batch size and a number of tokens, such as a layer's keys or values."""
 
     @property
     def batch(self) -> int: ...
@@ -34,8 +34,7 @@ class HasSides(Protocol):
 
 
 def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """Return the ``required`` and ``ignorable`` features of a file with one offset per sequence. ``offsets`` is None if they are unknown.
-    """
+    """Return the ``required`` and ``ignorable`` features of a file with one offset per sequence, or None if they are unknown."""
     if offsets is None:
         return (), {}
     return (FEATURE,), {FEATURE: b"".join(offset.to_bytes(OFFSET_BYTES, "little", signed=True) for offset in offsets)}
@@ -44,10 +43,10 @@ def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[st
 def position_offsets(
     data: bytes, layers: Sequence[HasSides], starts: Sequence[int], states: Iterable[StateEntry], start: int
 ) -> tuple[int, ...]:
-    """Parse the feature's data and return the offset of each sequence. Raises InvalidHeader or LimitExceeded."""
+    """Parse the feature's data. Returns the offset of each sequence. Raises InvalidHeader or LimitExceeded."""
     if not data or len(data) % OFFSET_BYTES:
         raise InvalidHeader(
-            f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {OFFSET_BYTES} for each sequence, and at least one sequence"
+            f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {OFFSET_BYTES} for each of at least one sequence"
         )
     offsets = tuple(int.from_bytes(data[at : at + OFFSET_BYTES], "little", signed=True) for at in range(0, len(data), OFFSET_BYTES))
     sides = [(f"layers[{number}].{name}", first, side) for number, first in enumerate(starts) for name, side in layers[number].sides()]

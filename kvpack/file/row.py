@@ -1,4 +1,4 @@
-"""Rows of fixed size, which store pages of serving engines, with a checksum that any device can compute (spec/row.md).
+"""Rows: fixed-size storage for the pages of serving engines, with a checksum that any device can compute (spec/row.md).
 
 This module does not need PyTorch.
 """
@@ -20,21 +20,21 @@ MAGIC = b"kvpack-row 1\n\0\0\0"
 """First bytes of a row of version 1."""
 FRAME_BYTES = 128
 ALIGNMENT = 64
-"""Alignment in bytes of a row's description, of its streams and of its end."""
+"""Alignment, in bytes, of a row's description, of its streams and of its end."""
 NAMESPACE_BYTES = KEY_BYTES = 32
 NAMESPACE_AT, KEY_AT = 32, 64
-"""Offsets in bytes of the namespace and of the key in a row."""
+"""Offsets, in bytes, of the namespace and of the key in a row."""
 MULTIPLIER = 0x9E3779B97F4A7C15
 """Multiplier of the checksum. It is 5 modulo 8, so that its powers repeat only after 2^62 words."""
 MAX_ROW_BYTES = 2**32 - ALIGNMENT
-"""Maximum size of a row in bytes. Within this size, the checksum detects any two flipped bits."""
+"""Maximum size of a row in bytes. Up to this size, the checksum detects any two flipped bits."""
 
 _FRAME = struct.Struct("<16sQQ32s32sI28x")
 _MASK = 2**64 - 1
 _WORDS_AT_ONCE = 1 << 14
 
 compiled: Callable[[memoryview, int], int | None] = lambda data, sum_: None  # noqa: E731
-"""Function that adds words to a checksum in C, or returns None if it cannot. ``kvpack.coding.dispatch`` sets it."""
+"""Function that adds words to a checksum in C, or returns None if it cannot. Set by ``kvpack.coding.dispatch``."""
 
 
 class Frame(NamedTuple):
@@ -57,7 +57,7 @@ class RowLayout(NamedTuple):
 
     @property
     def payload(self) -> int:
-        """Offset of the first stream in bytes."""
+        """Offset of the first stream, in bytes."""
         return _align(FRAME_BYTES + len(self.description))
 
     @property
@@ -81,17 +81,17 @@ def row_layout(contents: Contents) -> RowLayout:
 
 
 def is_row_start(first_bytes: bytes) -> bool:
-    """Return True if these bytes are the beginning of a row of version 1."""
+    """Return True if these bytes begin a row of version 1."""
     return first_bytes.startswith(MAGIC)
 
 
 def namespace_of(first_bytes: bytes) -> bytes | None:
-    """Return the namespace in a row's first bytes, unchecked. Returns None if the bytes do not begin a row of version 1."""
+    """Return the namespace in a row's first bytes, unchecked, or None if the bytes do not begin a row of version 1."""
     return first_bytes[NAMESPACE_AT:KEY_AT] if is_row_start(first_bytes) else None
 
 
 def build_front(layout: RowLayout, namespace: bytes, key: bytes) -> bytes:
-    """Return the bytes of a row before its streams. The checksum is still 0.
+    """Return the bytes of a row before its streams, with a checksum of 0.
 
     Raises InvalidParameter if the namespace or the key has the wrong size.
     """
@@ -107,7 +107,7 @@ def write_checksum(row: memoryview) -> None:
 
 
 def checksum(row: memoryview) -> int:
-    """Return the checksum of a whole row. The 8 bytes in which it is stored count as zeros."""
+    """Return the checksum of a whole row. The 8 bytes that store it count as zeros."""
     return _add_words(row[32:], _add_words(row[:24], 0) * MULTIPLIER * MULTIPLIER & _MASK)
 
 
@@ -155,7 +155,7 @@ def frame_of(data: memoryview, where: str) -> Frame:
 
 
 def check_row(data: memoryview, where: str) -> Frame:
-    """Check the frame and the checksum of the row at the beginning of ``data``, and return the frame.
+    """Check the frame and the checksum of the row at the beginning of ``data``. Returns the frame.
 
     Raises NotKvpack, UnsupportedVersion, Truncated, InvalidHeader or DigestMismatch.
     """
@@ -167,7 +167,7 @@ def check_row(data: memoryview, where: str) -> Frame:
 
 
 def check_row_matches(row: memoryview, frame: Frame, layout: RowLayout, namespace: bytes, key: bytes | None, where: str) -> None:
-    """Raise InvalidHeader if a row differs from the expected layout, namespace or key. The row's checksum has been checked.
+    """Raise InvalidHeader if a row differs from the expected layout, namespace or key. The caller has checked the row's checksum.
 
     The message describes the first difference. If ``key`` is None, any key is accepted.
     """
@@ -199,7 +199,7 @@ def _description_difference(data: bytes, expected: bytes) -> str:
 
 
 def _difference(where: str, actual: Any, expected: Any) -> str:
-    """Describe the first difference between two unpacked values, for messages. If they are equal, return an empty string."""
+    """Describe the first difference between two unpacked values, for messages. Returns an empty string if they are equal."""
     if type(actual) is type(expected) is dict and [*actual] == [*expected]:
         parts = [(f"{where}.{name}".lstrip("."), actual[name], expected[name]) for name in expected]
     elif type(actual) is type(expected) is list and len(actual) == len(expected):

@@ -1,4 +1,4 @@
-"""Digests of an encoder's input and output, stored in the clause of an undetermined input (``kvpack.file.inputs``)."""
+"""Digests of an encoder's input and output. They are stored in the clause of an undetermined input (``kvpack.file.inputs``)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ FROM_ENCODER = "depend on what an encoder was given"
 """Middle or end of the clause for tokens of an encoder-decoder model."""
 _DIGESTS = f"{FROM_ENCODER}, by sequence sha256 of its input/output: "
 DIGEST = 32
-"""Number of hexadecimal digits in a digest: the first 128 bits of SHA-256."""
+"""Number of hexadecimal digits in a digest, which is the first 128 bits of SHA-256."""
 MAX_NAMED = 256
-"""Maximum number of sequences whose sources a clause lists. They then take half of the space for clauses."""
+"""Maximum number of sequences with sources listed in a clause. They then take up half of the space for clauses."""
 _SEQUENCE = re.compile(rf"((?:[0-9a-f]{{{DIGEST}}})?)/([0-9a-f]{{{DIGEST}}})", re.ASCII)
 
 
@@ -26,7 +26,7 @@ class Source(NamedTuple):
         return f"{self.input}/{self.output}"
 
     def is_same(self, other: Source) -> bool:
-        """Return True if at least one of the two digests is equal.
+        """Return True if the two sources have the same input digest or the same output digest.
 
         Outputs for the same input may differ by rounding, and embeddings have the same output as their token ids.
         """
@@ -34,18 +34,18 @@ class Source(NamedTuple):
 
 
 Sources = tuple[Source, ...]
-"""The source of each sequence of a batch, or a single element if all sequences have the same source."""
+"""The source of each sequence in a batch, or a single element if all sequences have the same source."""
 
 
 def clause(sources: Sources) -> str:
-    """Return the clause that lists ``sources``. If there are more than ``MAX_NAMED``, the clause does not list them."""
+    """Return the clause that lists ``sources``. A clause for more than ``MAX_NAMED`` sources does not list them."""
     if len(sources) > MAX_NAMED:
         return f"tokens {FROM_ENCODER}"
     return f"tokens {_DIGESTS}{' '.join(map(str, sources))}"
 
 
 def sources_in(text: str) -> Sources | None:
-    """Return the sources that a clause lists. For any other text, return None."""
+    """Return the sources listed in a clause, or None for any other text."""
     _, found, names = text.partition(_DIGESTS)
     sequences = [_SEQUENCE.fullmatch(name) for name in names.split(" ")] if found else [None]
     return tuple(Source(*sequence.groups()) for sequence in sequences if sequence) if all(sequences) else None
@@ -57,7 +57,7 @@ def select_sources(sources: Sources, indices: Sequence[int]) -> Sources:
 
 
 def selected_text(text: str, indices: Sequence[int]) -> str:
-    """Return the clause for the sequences at ``indices`` of a batch. A text that lists no sources is returned unchanged."""
+    """Return the clause for the sequences at ``indices`` of a batch. A text that does not list sources is returned unchanged."""
     sources = sources_in(text)
     if sources is None or max(indices, default=0) >= len(sources) > 1:
         return text
@@ -65,7 +65,7 @@ def selected_text(text: str, indices: Sequence[int]) -> str:
 
 
 def first_difference(expected: Sources, actual: Sources) -> int | None:
-    """Return the index of the first sequence whose source differs. If there is none, return None."""
+    """Return the index of the first sequence with a different source, or None if there is none."""
     count = max(len(expected), len(actual))
     if len(expected) not in (1, count) or len(actual) not in (1, count):
         return 0

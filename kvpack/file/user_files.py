@@ -1,4 +1,4 @@
-"""Reading of files that a user names: whole, in pieces, or mapped. Whole files have a size limit.
+"""Reads files at paths from the user: whole, in pieces, or mapped. Whole files have a size limit.
 
 FIFOs and devices are rejected, so that no read blocks or runs forever.
 """
@@ -42,20 +42,20 @@ def path_text(path: Any) -> str:
         raise InvalidType(f"a path must be a str or os.PathLike, such as 'prompt.kvpack', but got {_show_value(path)}")
     data = path.encode("utf-8", "surrogatepass") if isinstance(path, str) else os.fsencode(path)
     if len(data) > _MAX_PATH or (isinstance(path, bytes) and b"\0" in data):
-        raise InvalidType(f"got {len(data)} bytes in place of a path: pass the path of a file, such as 'prompt.kvpack', not its contents")
+        raise InvalidType(f"got {len(data)} bytes instead of a path: pass the path of a file, such as 'prompt.kvpack', not its contents")
     return os.fsdecode(path)
 
 
 def open_regular(path: str | os.PathLike[str], description: str = "a regular file") -> int:
-    """Open a regular file for reading and return its descriptor, which the caller must close.
+    """Open a regular file for reading. Returns its descriptor, which the caller must close.
 
-    ``description`` describes the file in messages. Raises MissingFile if the path cannot be opened. Folders, FIFOs, sockets and devices
-    also raise MissingFile, and are not opened.
+    ``description`` describes the file in messages. Raises MissingFile if the path cannot be opened, or is a folder, FIFO, socket or device,
+    which is not opened.
     """
     where = path_text(path)
     try:
         _check_kind(where, os.stat(where).st_mode, description)
-        # If a FIFO has replaced the file, opening it without O_NONBLOCK would wait for a writer.
+        # If a FIFO replaced the file, opening it without O_NONBLOCK would wait for a writer.
         descriptor = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except MissingFile:
         raise
@@ -72,7 +72,7 @@ def open_regular(path: str | os.PathLike[str], description: str = "a regular fil
 def read_bytes(path: str | os.PathLike[str], max_bytes: int, description: str = "a file") -> bytes:
     """Return the bytes of a regular file. ``description`` describes it in messages, such as "a recipe file".
 
-    Raises MissingFile if the file cannot be read, as ``open_regular`` does, and LimitExceeded if it has more than ``max_bytes`` bytes.
+    Raises MissingFile if the file cannot be read, as ``open_regular`` does, and LimitExceeded if it is larger than ``max_bytes``.
     """
     return _read(path, max_bytes, description)[0]
 
@@ -111,7 +111,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int, description: str = "
 
 
 def _read(path: str | os.PathLike[str], max_bytes: int, description: str) -> tuple[bytes, int]:
-    """Return the bytes and permission bits of a regular file. The size that the system reports is not used, because it is 0 in /proc."""
+    """Return the bytes and permission bits of a regular file. The system's file size is not used, because it is 0 in /proc."""
     where, descriptor = path_text(path), open_regular(path, description)
     pieces, remaining = [], max_bytes + 1
     try:
@@ -129,7 +129,7 @@ def _read(path: str | os.PathLike[str], max_bytes: int, description: str) -> tup
 
 
 def open_error(where: str, error: OSError | ValueError, operation: str = "a regular file") -> MissingFile:
-    """Return the MissingFile to raise for ``error``, which the system raised when the path ``where`` was opened."""
+    """Return the MissingFile to raise for ``error``, which the system raised while opening the path ``where``."""
     system = isinstance(error, OSError)
     reason = (error.strerror if system else None) or error  # type: ignore[union-attr]
     purpose = f" as {operation}" if operation != "a regular file" else ""
@@ -149,7 +149,7 @@ def _show_value(value: Any) -> str:
 
 
 class MemoryFile:
-    """A file whose bytes are in memory. Methods return views of these bytes."""
+    """A file with all bytes in memory. Methods return views of these bytes."""
 
     descriptor = None
 
@@ -175,7 +175,7 @@ class MemoryFile:
 
 
 class ArrivingFile(MemoryFile):
-    """A file that is being copied from disk to memory. Methods wait until the requested bytes have arrived, and return views.
+    """A file that is being copied from disk to memory. Methods wait for the requested bytes to arrive, and return views.
 
     They raise Truncated if another process truncates the file before it is copied.
     """
@@ -192,7 +192,7 @@ class ArrivingFile(MemoryFile):
     view = read
 
     def read_into(self, begin: int, memory: memoryview) -> None:
-        """Fill ``memory`` with bytes from ``begin`` on. Raises Truncated or MissingFile."""
+        """Fill ``memory`` with the bytes that start at ``begin``. Raises Truncated or MissingFile."""
         self._wait(begin + len(memory))
         super().read_into(begin, memory)
 
@@ -240,7 +240,7 @@ class DiskFile:
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
         """Return a copy of bytes ``[begin, end)`` of the file. Raises Truncated or MissingFile.
 
-        If ``into`` has room for the bytes, they are copied into it, so that callers can reuse memory.
+        If the bytes fit in ``into``, they are copied there, so that callers can reuse memory.
         """
         size = end - begin
         data = memoryview(bytearray(size) if into is None or len(into) < size else into)[:size]
@@ -260,7 +260,7 @@ class DiskFile:
         return result
 
     def read_into(self, begin: int, memory: memoryview) -> None:
-        """Read bytes from ``begin`` on until ``memory`` is full. Raises Truncated or MissingFile."""
+        """Read bytes, starting at ``begin``, until ``memory`` is full. Raises Truncated or MissingFile."""
         if self._descriptor < 0:
             raise ValueError(_RELEASED)
         done = 0

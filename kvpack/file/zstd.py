@@ -17,7 +17,7 @@ _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def compress_frame(raw: memoryview) -> bytes | None:
-    """Return ``raw`` as one zstd frame. If that saves less than 3%, or exceeds the format's maximum ratio, return None."""
+    """Return ``raw`` as one zstd frame, or None if that saves less than 3% or exceeds the format's maximum ratio."""
     import zstandard
 
     frame = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(raw)
@@ -38,7 +38,7 @@ def decompress_frame(name: str, stored: memoryview, size: int, *, checksums: boo
             raise InvalidPayload(f"{name}: begins with {stored[: len(_MAGIC)].hex()}, expected {_MAGIC.hex()}, as in any zstd frame")
         frame = zstandard.get_frame_parameters(stored)
         if frame.content_size != size:
-            raise InvalidPayload(f"{name}: the zstd frame declares {frame.content_size} bytes, but the shape takes {size}")
+            raise InvalidPayload(f"{name}: the zstd frame declares {frame.content_size} bytes, but the shape needs {size}")
         if frame.window_size > MAX_WINDOW_BYTES:
             window = frame.window_size
             raise InvalidPayload(f"{name}: the zstd frame has a window of {window} bytes, but may have at most {MAX_WINDOW_BYTES}")
@@ -48,7 +48,7 @@ def decompress_frame(name: str, stored: memoryview, size: int, *, checksums: boo
             raise InvalidPayload(f"{name}: the zstd frame has no content checksum, which {FEATURE!r} requires of every frame")
         if not size:
             return _decompress_empty(name, stored)
-        # The decompressor allocates the size in the frame's header, which is ``size``; max_output_size would not limit it.
+        # The decompressor allocates the size in the frame's header, which equals ``size``. max_output_size would not limit it.
         return memoryview(bytearray(zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)))
     except zstandard.ZstdError as error:
         raise InvalidPayload(f"{name}: expected a single complete zstd frame: {error}") from None
@@ -62,7 +62,7 @@ def _decompress_empty(name: str, stored: memoryview) -> memoryview:
     import zstandard
 
     stream = zstandard.ZstdDecompressor().decompressobj()
-    # A block with content raises an error, because it decodes to more than the frame's header says.
+    # A block with content raises an error, because it decodes to more than the header's size.
     stream.decompress(stored)
     if stream.unused_data or not stream.eof:
         raise InvalidPayload(f"{name}: expected a single complete zstd frame without content")

@@ -128,8 +128,8 @@ def require_input_digests(cache: Cache, digests: Sequence[bytes], chunk: int) ->
                     "use dataclasses.replace(cache, inputs=kvpack.Inputs(ids))"
                 )
             raise InvalidParameter(
-                f"{text}: token ids alone do not determine the cache's keys and values. Pass inputs= with one "
-                f"digest for each chunk of {chunk} tokens: the digest of its other inputs, or b'' if it has none. Chunk {index} needs one"
+                f"{text}: token ids alone do not determine the cache's keys and values. Pass inputs= with one digest "
+                f"for each chunk of {chunk} tokens: the digest of its other inputs, or b'' if it has none. Chunk {index} needs a digest"
             )
 
 

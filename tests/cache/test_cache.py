@@ -140,7 +140,7 @@ def test_concat_refuses_caches_that_are_not_consecutive() -> None:
         kvpack.concat([a, a])
     with pytest.raises(InvalidParameter, match="convert one cache to the other's recipe first"):
         kvpack.concat([a, b.convert("kivi-4")])
-    with pytest.raises(InvalidParameter, match="cannot be joined with one of 2 layers"):
+    with pytest.raises(InvalidParameter, match="cannot be joined with a cache with 2 layers"):
         kvpack.concat([a, kvpack.pack(random_pairs(2, 64), "kivi-2", start=64)])
     with pytest.raises(InvalidParameter, match="model"):
         kvpack.concat([a, kvpack.pack(pairs, "kivi-2", start=64, model={"name": "model"})])
@@ -463,7 +463,7 @@ def test_unsuitable_output_tensors_are_refused() -> None:
         (numpy.zeros((1, 2, 100, 64)), InvalidType, "expected a tensor, but got a ndarray"),
         (torch.zeros(1, 2, 100, 64, dtype=torch.int8), InvalidType, "torch.int8 cannot represent decoded values"),
         (torch.zeros(1, 2, 99, 64), InvalidParameter, r"shape \[1, 2, 99, 64\], expected \[1, 2, 100, 64\]"),
-        (torch.zeros(1, 2, 100, 64, device="meta"), InvalidParameter, "the tensor is on meta, but must be on cpu"),
+        (torch.zeros(1, 2, 100, 64, device="meta"), InvalidParameter, "the tensor is on meta, but the cache is on cpu"),
     ):
         with pytest.raises(error, match=message):
             side.unpack_into(out)  # type: ignore[arg-type]

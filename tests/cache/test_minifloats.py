@@ -164,7 +164,7 @@ def test_one_scale_is_per_token_if_declared_so() -> None:
 def test_runs_with_several_scales_are_given_as_slices() -> None:
     arguments, _ = engine_side("fp8 tensor", 1)
     side = kvpack.pages.Minifloats(**arguments).side().append(1000 * random_values(2)[:, :, :4])
-    with pytest.raises(InvalidParameter, match="2 runs with different scales, the first of 37 tokens: slice"):
+    with pytest.raises(InvalidParameter, match=r"2 runs with different scales: slice .* The first run has 37 tokens"):
         kvpack.pages.Minifloats.of(side)
     assert same_bits(kvpack.pages.Minifloats.of(side.slice(0, TOKENS)).elements, arguments["elements"])
     with pytest.raises(InvalidParameter, match="the codec is group with sidecars, expected minifloat"):
@@ -193,7 +193,7 @@ def with_code(name: str, part: str, code: int) -> dict[str, Any]:
     ("arguments", "error", "message"),
     [
         (changed("fp8 tensor", elements=torch.ones(1, 1, 1, 4)), InvalidType, "elements has dtype torch.float32, expected float8_e4m3fn"),
-        (changed("fp8 tensor", elements=torch.ones(2, 3, 4).to(torch.float8_e5m2)), InvalidParameter, "elements has rank 3"),
+        (changed("fp8 tensor", elements=torch.ones(2, 3, 4).to(torch.float8_e5m2)), InvalidParameter, "elements has shape"),
         (
             changed("mxfp4", element=None), InvalidParameter,
             "elements has dtype uint8: pass their format as element=, one of e4m3, e5m2, e2m1",

@@ -28,7 +28,7 @@ def pairs(factor: float, channel: int = 5, tokens: int = 300) -> list[tuple[torc
 def test_a_very_large_channel_is_named(recipe: str) -> None:
     message = (
         r"layers\[2\].k: channel (5|37) of head 1 is \d{3} times as large as the median channel, as in the keys of 1 of 3 layers"
-        r"\. .* add channel_scale=fp16 to the codec of keys"
+        r"\. .* add channel_scale=fp16 to the keys' codec"
     )
     with pytest.warns(kvpack.KvpackWarning, match=message) as found:
         kvpack.pack(pairs(300.0), recipe)

@@ -295,9 +295,9 @@ def test_only_the_requested_layers_are_read(tmp_path: Path) -> None:
     [
         ({"layers": 6}, OutOfBounds, r"a: layer 6 was requested from a cache of 6 layers"),
         ({"layers": [0, -7]}, OutOfBounds, r"a: layer -7 was requested from a cache of 6 layers"),
-        ({"layers": "12"}, InvalidParameter, r"layers is '12', expected a number, a list of numbers or a slice"),
-        ({"layers": 1.5}, InvalidParameter, r"layers is 1\.5, expected a number"),
-        ({"layers": [0, "1"]}, InvalidParameter, r"layers is \[0, '1'\], expected a number"),
+        ({"layers": "12"}, InvalidParameter, r"layers is '12', expected an integer, a list of integers or a slice"),
+        ({"layers": 1.5}, InvalidParameter, r"layers is 1\.5, expected an integer"),
+        ({"layers": [0, "1"]}, InvalidParameter, r"layers is \[0, '1'\], expected an integer"),
         ({"tokens": 142}, OutOfBounds, r"a: tokens \[0:142\] were requested from a cache of 141"),
         ({"tokens": -1}, OutOfBounds, r"a: tokens \[0:-1\] were requested from a cache of 141"),
         ({"tokens": (64, 32)}, OutOfBounds, r"a: tokens \[64:32\] were requested from a cache of 141"),

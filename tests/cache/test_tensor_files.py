@@ -89,8 +89,8 @@ def test_files_of_other_formats_are_refused(header: Any, body: bytes, tmp_path: 
     [
         ({"a": of(shape=(2**40, 0), end=0)}, b"", "each dimension may be at most"),
         ({"a": of(shape=(2**39, 2**39, 0), end=0)}, b"", "the product of its nonzero dimensions may be at most"),
-        ({"a": of(shape=tuple([1] * 17), end=1)}, b"x", "17 dimensions, but may have at most 16"),
-        (b"{" + b" " * tensor_files.MAX_HEADER_BYTES + b"}", b"", "its header has 4194306 bytes, but may have at most 4194304"),
+        ({"a": of(shape=tuple([1] * 17), end=1)}, b"x", "17 dimensions, but at most 16 are supported"),
+        (b"{" + b" " * tensor_files.MAX_HEADER_BYTES + b"}", b"", "the header has 4194306 bytes, but at most 4194304 are allowed"),
     ],
 )
 def test_sizes_are_bounded(header: Any, body: bytes, message: str, tmp_path: Path) -> None:

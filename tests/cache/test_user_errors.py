@@ -60,7 +60,7 @@ CALLS: dict[str, Call] = {
         f"device is '{ABSENT}', which this version of PyTorch cannot use .*: use another, such as 'cpu'",
     ),
     "load on the meta device": (lambda: kvpack.load("x", device="meta"), InvalidParameter, "meta', which has no values"),
-    "load the bytes of a file": (lambda: kvpack.load(b"\x80\0\0" * 99), InvalidType, "got 297 bytes in place of a path"),
+    "load the bytes of a file": (lambda: kvpack.load(b"\x80\0\0" * 99), InvalidType, "got 297 bytes instead of a path"),
     "load a limit of text": (lambda: kvpack.load("x", memory_limit="1GB"), InvalidType, "memory_limit is '1GB', expected an integer"),
     # pack
     "pack a path": (lambda: kvpack.pack("x.kvpack", "kivi-4"), InvalidType, "the path 'x.kvpack' is not a KV cache: open kvpack files"),
@@ -73,7 +73,7 @@ CALLS: dict[str, Call] = {
     "pack integers": (lambda: kvpack.pack([(K.int(), V)], "kivi-4"), InvalidType, "dtype torch.int32, expected bfloat16"),
     "pack fp8": (lambda: kvpack.pack([(K.to(torch.float8_e5m2), V)], "fp8"), InvalidType, r"kvpack.pages.Minifloats\(elements, scales\)"),
     "pack rank 3": (lambda: kvpack.pack([(K[0], V[0])], "kivi-4"), InvalidParameter, r"\[batch, kv_head, token, dim\]"),
-    "pack a meta tensor": (lambda: kvpack.pack([(K.to("meta"), V)], "kivi-4"), InvalidType, "of layout torch.strided on meta"),
+    "pack a meta tensor": (lambda: kvpack.pack([(K.to("meta"), V)], "kivi-4"), InvalidType, "with layout torch.strided on meta"),
     "pack a sparse tensor": (lambda: kvpack.pack([(K.to_sparse(), V)], "kivi-4"), InvalidType, "layout torch.sparse_coo"),
     "pack NaN": (lambda: kvpack.pack([(K * torch.nan, V)], "kivi-4"), InvalidParameter, "token 0, channel 0 is nan"),
     "pack an old DynamicCache": (
@@ -132,12 +132,12 @@ CALLS: dict[str, Call] = {
     "a cache in generate": (lambda: setattr(CACHE, "_is_user_defined", True), InvalidParameter, r"KvpackCache.load\(path, model\)"),
     "a layer in a model": (lambda: CACHE[0].update(0, K, V), InvalidParameter, "a packed Layer is not a transformers cache"),
     # concat, slices, append, unpack
-    "concat of a cache": (lambda: kvpack.concat(CACHE), InvalidType, "concat requires a list of packed caches, but got a Cache"),
+    "concat of a cache": (lambda: kvpack.concat(CACHE), InvalidType, "concat needs a list of packed caches, but got a Cache"),
     "concat of None": (lambda: kvpack.concat(None), InvalidType, "a list of packed caches, but got a NoneType"),
     "concat of tensors": (
         lambda: kvpack.concat([CACHE, K]),
         InvalidType,
-        r"caches\[1\] is a Tensor, expected a packed cache: make one with kvpack.pack",
+        r"caches\[1\] is a Tensor, expected a packed cache: create one with kvpack.pack",
     ),
     "concat of paths": (lambda: kvpack.concat(["a", "b"]), InvalidType, r"caches\[0\] is a str, .*kvpack.load"),
     "concat of nothing": (lambda: kvpack.concat([]), InvalidParameter, "at least one"),
@@ -246,7 +246,7 @@ def test_a_dense_file_with_a_long_or_deep_header_is_refused(tmp_path: Path, caps
     path = tmp_path / "in"
     deep = b'{"0.k":' + b"[" * 100_000
     for front, message in (
-        ((2**24 + 1).to_bytes(8, "little"), "its header has 16777217 bytes"),
+        ((2**24 + 1).to_bytes(8, "little"), "the header has 16777217 bytes"),
         (len(deep).to_bytes(8, "little") + deep, ""),
     ):
         with path.open("wb") as file:

@@ -629,7 +629,7 @@ DICTIONARY = zstandard.ZstdCompressionDict(RAW[:4096], dict_type=zstandard.DICT_
 FRAME = zstandard.ZstdCompressor().compress(RAW)
 STREAM = zstandard.ZstdCompressor().compressobj()
 BAD_FRAMES = {
-    "more than declared": (zstandard.ZstdCompressor().compress(RAW + b"a"), "declares 16385 bytes, but the shape takes 16384"),
+    "more than declared": (zstandard.ZstdCompressor().compress(RAW + b"a"), "declares 16385 bytes, but the shape needs 16384"),
     "less than declared": (zstandard.ZstdCompressor().compress(RAW[1:]), "declares 16383 bytes"),
     "a lie about more": (FRAME[:5] + struct.pack("<H", 16384 - 256 - 1) + FRAME[7:], "declares 16383 bytes"),
     "a lie about less": (

@@ -104,7 +104,7 @@ def test_every_operation_keeps_the_layer_positions() -> None:
 def test_a_layer_that_ends_before_the_cache_cannot_be_continued() -> None:
     cache = sliding()
     short = replace(cache, layers=(cache[0], replace(cache[1], skipped=40), cache[2]))
-    message = r"layers\[1\] ends before position 67.* the cache ends before 75"
+    message = r"layers\[1\] ends at position 67.* the cache ends at 75"
     pairs = random_pairs(3, 4, seed=1)
     with pytest.raises(InvalidParameter, match=message):
         short.append(pairs)
@@ -117,7 +117,7 @@ def test_a_layer_that_ends_before_the_cache_cannot_be_continued() -> None:
 
 def test_all_layers_must_be_given_the_same_tokens() -> None:
     pairs = random_pairs(3, 4)
-    with pytest.raises(InvalidParameter, match=r"different numbers of tokens per layer \(layers\[0\] 4 and layers\[2\] 3\)"):
+    with pytest.raises(InvalidParameter, match=r"different numbers of tokens \(layers\[0\] 4 and layers\[2\] 3\)"):
         sliding().append([pairs[0], pairs[1], tuple(x[:, :, :3] for x in pairs[2])])
 
 

@@ -61,8 +61,8 @@ def test_a_stored_chunk_has_no_metadata(tmp_path: Path) -> None:
     [
         (["title"], InvalidParameter, r"metadata is a list, expected a dict such as \{'title': 'a manual', 'version': 3\}"),
         ([], InvalidParameter, "metadata is a list"),
-        ({1: "a"}, InvalidParameter, "a name in metadata is 1, expected a string that is not empty"),
-        ({"": "a"}, InvalidParameter, "a name in metadata is '', expected a string that is not empty"),
+        ({1: "a"}, InvalidParameter, "a name in metadata is 1, expected a nonempty string"),
+        ({"": "a"}, InvalidParameter, "a name in metadata is '', expected a nonempty string"),
         ({"a": True}, InvalidParameter, r"metadata\['a'\] is True, expected a string, an integer or a finite float"),
         ({"a": None}, InvalidParameter, r"metadata\['a'\] is None"),
         ({"a": math.nan}, InvalidParameter, r"metadata\['a'\] is nan"),

@@ -196,7 +196,7 @@ def test_a_layer_without_its_oldest_tokens_requires_a_window() -> None:
 def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
     pairs = [layer.unpack(torch.float32) for layer in pack(prefill(small_model(), token_ids(1, 30)), "raw")]
     pairs[1] = (pairs[1][0][:, :, 10:], pairs[1][1][:, :, 10:])
-    with pytest.raises(InvalidParameter, match=r"layers\[1\] ends before position 20.* the cache ends before 30"):
+    with pytest.raises(InvalidParameter, match=r"layers\[1\] ends at position 20.* the cache ends at 30"):
         KvpackCache.of(pack(pairs, "raw"))
 
 

@@ -441,7 +441,7 @@ def test_invalid_updates_are_refused_without_losing_anything() -> None:
             call()
     assert live.freeze().tokens == 150
     live.update(0, k[:, :, :1], v[:, :, :1])
-    with pytest.raises(InvalidParameter, match=r"layers\[1\] ends before position 150"):
+    with pytest.raises(InvalidParameter, match=r"layers\[1\] ends at position 150"):
         live.freeze()
 
 

@@ -125,7 +125,7 @@ BAD = {
     "head dim": (Q[..., :32], {}, InvalidParameter, "does not match keys"),
     "heads": (Q[:, :3], {}, InvalidParameter, "multiple of the number of key heads"),
     "batch": (Q.expand(2, 4, 1, 64), {}, InvalidParameter, "does not match keys"),
-    "too many queries": (Q.expand(1, 4, 41, 64), {}, InvalidParameter, "41 queries over 40 tokens"),
+    "too many queries": (Q.expand(1, 4, 41, 64), {}, InvalidParameter, "q has 41 queries, but the layer has 40 tokens"),
     "window": (Q, {"sliding_window": 0}, InvalidParameter, "sliding_window is 0"),
     "softcap": (Q, {"softcap": -1.0}, InvalidParameter, "softcap is -1.0"),
     "infinite softcap": (Q, {"softcap": float("inf")}, InvalidParameter, "softcap is inf, expected a finite number"),
@@ -155,7 +155,7 @@ def test_attention_over_a_whole_cache_is_refused() -> None:
 
 
 def test_an_empty_or_one_sided_layer_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match="1 queries over 0 tokens"):
+    with pytest.raises(InvalidParameter, match="q has 1 queries, but the layer has 0 tokens"):
         kvpack.attend(Q, kvpack.pack(random_pairs(1, 0), "kivi-2")[0])
     with pytest.raises(InvalidParameter, match="has only k"):
         kvpack.attend(Q, kvpack.pack([(random_pairs(1, 8)[0][0], None)], "kivi-2")[0])

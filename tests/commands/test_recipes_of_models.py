@@ -17,6 +17,7 @@ import kvpack
 from kvpack import cli
 from kvpack.models import LayerShape, cache_shapes
 from support import hub_cache
+from support.klt_bases import balanced_basis
 
 TINYLM = Path(str(files("kvpack.demo") / "tinylm"))
 
@@ -91,6 +92,14 @@ def test_exact_recipes_lose_nothing_and_others_are_measured_or_unknown(capsys: p
     assert losses == {"lossless": "0", "bf16": "0", "fp16": "-", "kv=scalar:b=5": "-"}
     assert 0.001 < float(measured) < 0.01
     assert "-: not measured there" in shown
+
+
+def test_the_loss_without_a_basis_is_not_shown_with_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "x.kvbasis"
+    path.write_bytes(balanced_basis(dict.fromkeys(range(4), (2, 64)), 4))
+    for options, expected in (([], True), (["--basis", str(path)], False)):
+        found = rows(capsys, "kvpack-3", "octopus-3", *options)
+        assert [found[name]["kl_divergence"] is not None for name in ("kvpack-3", "octopus-3")] == [expected, True]
 
 
 def test_recipes_that_need_a_basis_show_their_measured_bits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,9 @@ class _Codecs(dict[str, type[CodecFamily]]):
     def __setitem__(self, codec_id: str, codec: type[CodecFamily]) -> None:
         known = self.get(codec_id, codec)
         if codec.id != codec_id:
-            raise InvalidParameter(f"codec {codec.__qualname__} is registered as {codec_id!r}, but its id is {codec.id!r}: use its id")
+            raise InvalidParameter(
+                f"codec {codec.__qualname__} is registered as {codec_id!r}, but its id is {codec.id!r}: register it as {codec.id!r}"
+            )
         if (known.__module__, known.__qualname__) != (codec.__module__, codec.__qualname__):
             raise InvalidParameter(
                 f"codec id {codec_id!r} already belongs to {known.__module__}.{known.__qualname__}: give {codec.__module__}."
@@ -56,10 +58,10 @@ class _Codecs(dict[str, type[CodecFamily]]):
         where, params = f"codec {codec_id}: class {codec.__qualname__}", getattr(codec, "__dataclass_params__", None)
         if not (params and params.frozen and "dim" in getattr(codec, "__dataclass_fields__", ())):
             raise InvalidParameter(
-                f"{where} is not a frozen dataclass with a field dim: write @dataclass(frozen=True) above it, and dim: int in it"
+                f"{where} must be a frozen dataclass with a field dim: decorate it with @dataclass(frozen=True), and declare dim: int in it"
             )
         if missing := sorted(codec.__abstractmethods__):
-            raise InvalidParameter(f"{where} lacks {', '.join(missing)}: define each of them in the class")
+            raise InvalidParameter(f"{where} does not define {', '.join(missing)}: define each of these in the class")
         super().__setitem__(codec_id, codec)
 
 

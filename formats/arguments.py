@@ -98,7 +98,7 @@ def checked_device(device: Any) -> torch.device:
     if parsed.type == "cpu":
         return parsed
     if parsed.type == "cuda" and (parsed.index or 0) >= (count := torch.cuda.device_count()):
-        raise InvalidParameter(f"device is {str(parsed)!r}, but the number of CUDA devices is {count}: use one that exists, or 'cpu'")
+        raise InvalidParameter(f"device is {str(parsed)!r}, but the number of CUDA devices is {count}: use an existing device, or 'cpu'")
     if parsed.type == "meta":
         raise InvalidParameter("device is 'meta', which has no values: use a device such as 'cpu' or 'cuda:0'")
     try:

@@ -51,7 +51,7 @@ class FrameMap(ValueMap):
 
     def __post_init__(self) -> None:
         if len(self.basis) != DIGEST_BYTES:
-            raise InvalidParameter(f"sidecar {self.name}: basis has {len(self.basis)} bytes, expected a SHA-256 digest of {DIGEST_BYTES}")
+            raise InvalidParameter(f"sidecar {self.name}: basis has {len(self.basis)} bytes, expected a {DIGEST_BYTES}-byte SHA-256 digest")
         if not 0 <= self.layer <= MAX_LAYER:
             raise InvalidParameter(f"sidecar {self.name}: layer is {self.layer}, expected 0 to {MAX_LAYER}")
         if self.frame not in FRAMES:

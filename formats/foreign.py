@@ -60,21 +60,21 @@ def check_layouts(codec: Any, layouts: Mapping[str, Layout]) -> None:
 
 def check_digits(codec: Any, stream: str, digits: Sequence[torch.Tensor]) -> None:
     """Raise InvalidParameter if ``digits`` cannot be packed into the code stream ``stream``."""
-    where, packing = f"codec {codec.id}: encode packs stream {stream!r}", codec.packings().get(stream)
+    where, packing = f"codec {codec.id}: encode packs", codec.packings().get(stream)
     if packing is None:
-        raise InvalidParameter(f"{where}, which is missing from packings: add it to packings")
+        raise InvalidParameter(f"{where} stream {stream!r}, which is missing from packings: add it to packings")
     shapes, expected = [list(digit.shape) for digit in digits], [packing.symbols] * len(packing.bases)
     if [shape[-1] for shape in shapes] != expected:
         raise InvalidParameter(
-            f"{where} from digits of shapes {shapes}, but their last axes must have the sizes {expected}: reshape the digits, or change "
-            "packings"
+            f"{where} digits of shapes {shapes} into stream {stream!r}, but their last axes must have the sizes {expected}: reshape the "
+            "digits, or change packings"
         )
     for digit, alphabet in zip(digits, packing.alphabets, strict=True):
         values = digit.to(torch.float64)
         if values.numel() and not (values.amin() >= 0 and values.amax() < alphabet and not values.frac().any()):
             raise InvalidParameter(
-                f"{where} from digits {values.amin().item():g} to {values.amax().item():g}, expected integers from 0 to {alphabet - 1}: "
-                "round or clamp the digits, or change packings"
+                f"{where} digits from {values.amin().item():g} to {values.amax().item():g} into stream {stream!r}, expected integers from "
+                f"0 to {alphabet - 1}: round or clamp the digits, or change packings"
             )
 
 

@@ -46,5 +46,5 @@ def check_decoded_range(largest: torch.Tensor, matrices: torch.Tensor, mean: tor
     if not result <= MAX_DECODED:
         raise OutOfRange(
             f"with {name}, a channel could decode to {result:.6g}, but the limit is {MAX_DECODED:.6g}. This basis can decode values, "
-            "but not encode them: make another with kvpack calibrate, which preserves the scale of the model's values"
+            "but not encode them: run kvpack calibrate to make another one, without rescaling the model's values"
         )

@@ -66,7 +66,7 @@ class KeyMean(PageVector):
         if not text:
             if bits:
                 raise InvalidParameter(
-                    f"codec {options.codec}: mean_bits={bits} has no effect without mean=<tokens>: add it, for example as mean=128"
+                    f"codec {options.codec}: mean_bits={bits} has no effect without mean=<tokens>: add mean=<tokens>, such as mean=128"
                 )
             return None
         if side == "v":

@@ -80,7 +80,7 @@ class Klt(CodecFamily):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.basis) != DIGEST_BYTES:
-            raise InvalidParameter(f"codec {self.id}: basis has {len(self.basis)} bytes, expected a SHA-256 digest of {DIGEST_BYTES}")
+            raise InvalidParameter(f"codec {self.id}: basis has {len(self.basis)} bytes, expected a {DIGEST_BYTES}-byte SHA-256 digest")
         if dict(self.fields).keys() == {CODES}:
             _check_head_widths(self.widths, self.dim)
             if dict(self.fields)[CODES] != HEAD_RUN_COLUMNS:

@@ -49,7 +49,7 @@ def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
         centroids = centroids + step
         if numpy.abs(step).max() < _TOLERANCE:
             return centroids
-    raise InvalidParameter(f"Lloyd-Max of {levels} levels does not converge to within {_TOLERANCE} in {_STEPS} steps: use fewer bits")
+    raise InvalidParameter(f"Lloyd-Max iteration for {levels} levels does not converge to {_TOLERANCE} in {_STEPS} steps: use fewer bits")
 
 
 def octahedral_density(magnitude: Array) -> Array:

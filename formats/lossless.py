@@ -74,8 +74,8 @@ class Lossless(CodecFamily):
         super().__post_init__()
         if self.chunk * self.dim > rans.MAX_SYMBOLS:
             raise InvalidParameter(
-                f"codec {self.id}: chunk is {self.chunk}, which makes {self.chunk * self.dim} symbols at head dim {self.dim}, but a chunk "
-                f"has at most {rans.MAX_SYMBOLS}: use a smaller chunk"
+                f"codec {self.id}: chunk is {self.chunk}, which gives {self.chunk * self.dim} symbols at head dim {self.dim}, but a chunk "
+                f"may have at most {rans.MAX_SYMBOLS}: use a smaller chunk"
             )
         check_fields(self.id, self.fields, ("signed_fractions",))
         self.packings()

@@ -40,7 +40,7 @@ def _paley_order(order: int) -> int:
     for paley in (1, *PALEY_ORDERS):
         if order > 0 and order % paley == 0 and is_power_of_two(order // paley):
             return paley
-    raise InvalidParameter(f"there is no Hadamard rotation of head dim {order}, expected 2^k, or 2^k times 12, 20 or 28")
+    raise InvalidParameter(f"there is no Hadamard rotation for {order} channels, expected 2^k, or 2^k times 12, 20 or 28")
 
 
 def _paley(order: int) -> tuple[tuple[int, ...], ...]:

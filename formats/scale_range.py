@@ -135,5 +135,5 @@ def check(arrays: Mapping[str, Array], where: str) -> None:
                 at = first_index(infinite, 2 * first, (*scale_range.shape[:-1], 2))
                 value = root.flat[infinite.argmax()]
                 raise InvalidPayload(
-                    f"{where}: code {code} of the range at {at} decodes to the square of {value}, but the largest float16 value is 65504"
+                    f"{where}: code {code} of the range at {at} has the root {value}, whose square exceeds the largest float16 value, 65504"
                 )

@@ -81,11 +81,11 @@ class Transform(CodecFamily):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.basis) != DIGEST_BYTES:
-            raise InvalidParameter(f"codec {self.id}: basis has {len(self.basis)} bytes, expected a SHA-256 digest of {DIGEST_BYTES}")
+            raise InvalidParameter(f"codec {self.id}: basis has {len(self.basis)} bytes, expected a {DIGEST_BYTES}-byte SHA-256 digest")
         if self.chunk * self.dim > rans.MAX_SYMBOLS:
             raise InvalidParameter(
-                f"codec {self.id}: chunk is {self.chunk}, which makes {self.chunk * self.dim} symbols at head dim {self.dim}, but a chunk "
-                f"has at most {rans.MAX_SYMBOLS}: use a smaller chunk"
+                f"codec {self.id}: chunk is {self.chunk}, which gives {self.chunk * self.dim} symbols at head dim {self.dim}, but a chunk "
+                f"may have at most {rans.MAX_SYMBOLS}: use a smaller chunk"
             )
 
     @classmethod

@@ -72,7 +72,7 @@ def tile_shape(packing: Columns) -> tuple[int, int]:
 def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> None:
     """Raise InvalidParameter unless ``tensor`` has the ``expected`` shape, because kernels would read out of bounds."""
     if tuple(tensor.shape) != expected:
-        raise InvalidParameter(f"{name}: the codec needs shape {list(expected)}, got {list(tensor.shape)}")
+        raise InvalidParameter(f"{name} has shape {list(tensor.shape)}, but the codec needs shape {list(expected)}")
 
 
 def device_table(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:

@@ -117,7 +117,7 @@ def test_rates_equal_those_of_a_packed_cache(recipe: str) -> None:
 def test_rates_refuse_impossible_shapes() -> None:
     with pytest.raises(OutOfBounds, match=r"names layer \d+, but the cache has only 4 layers"):
         bit_rates(Recipe("mixedkv-phi-1.5"), 4, 1, 1, 64)
-    with pytest.raises(InvalidParameter, match="no Hadamard rotation of head dim 72"):
+    with pytest.raises(InvalidParameter, match="no Hadamard rotation for 72 channels"):
         bit_rates(Recipe("octopus-3"), 1, 1, 1, 72)
 
 
@@ -189,7 +189,7 @@ def test_the_command_computes_rates_with_a_basis(capsys: pytest.CaptureFixture[s
 def test_presets_unsuitable_for_a_head_dim_without_a_rotation_are_named() -> None:
     x = torch.randn(1, 1, 40, 72)
     for make in (lambda: kvpack.pack([(x, x)], "octopus-3"), lambda: kvpack.pack([(x, x)], "kivi-2").convert("octopus-3")):
-        with pytest.raises(InvalidParameter, match=r"no Hadamard .* head dim 72.*; presets that support head dim 72 are ") as raised:
+        with pytest.raises(InvalidParameter, match=r"no Hadamard .* 72 channels.*; presets that support head dim 72 are ") as raised:
             make()
         named = str(raised.value).rpartition(" are ")[2].split(", ")
         assert "kivi-2" in named
@@ -209,7 +209,7 @@ def test_presets_that_do_not_support_a_shape_are_listed_without_bits(capsys: pyt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["octopus-3", "--dim", "72"], "no Hadamard rotation of head dim 72"),
+        (["octopus-3", "--dim", "72"], "no Hadamard rotation for 72 channels"),
         (["--layers", "0"], "--layers is 0, expected 1 to 4096"),
         (["--tokens", "-5"], "--tokens is -5, expected 1 to 1099511627775"),
         (["octopus-9"], "did you mean octopus-"),

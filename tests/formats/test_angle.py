@@ -384,7 +384,7 @@ def test_block_size_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> 
         ({"n": 65537}, "2 to 65536"),
         ({"dim": 127}, "dim is 127, expected an even number"),
         ({"dim": 0}, "2 to 1024"),
-        ({"dim": 66}, "no Hadamard rotation of head dim 66"),
+        ({"dim": 66}, "no Hadamard rotation for 66 channels"),
         ({"norm": "linear9"}, "expected one of fp32, linear1"),
         ({"norm": "log"}, "expected one of fp32, linear1"),
         ({"norm": "fp32", "arrangement": "direct"}, "arrangement is 'direct', expected one of dense"),

@@ -79,19 +79,19 @@ FAULTS: dict[str, tuple[Callable[[Largest, Streams], Streams], str]] = {
     ),
     "symbols above the alphabet": (
         lambda codec, streams: streams | codec.pack("codes", some_codes(256)),
-        "encode packs stream 'codes' from digits 0 to 256, expected integers from 0 to 255: round or clamp the digits",
+        "encode packs digits from 0 to 256 into stream 'codes', expected integers from 0 to 255: round or clamp the digits",
     ),
     "symbols below it": (
         lambda codec, streams: streams | codec.pack("codes", some_codes(-1)),
-        "encode packs stream 'codes' from digits -1 to 0, expected",
+        "encode packs digits from -1 to 0 into stream 'codes', expected",
     ),
     "fractions": (
         lambda codec, streams: streams | codec.pack("codes", some_codes(0.5)),
-        "encode packs stream 'codes' from digits 0 to 0.5, expected integers",
+        "encode packs digits from 0 to 0.5 into stream 'codes', expected integers",
     ),
     "too few symbols": (
         lambda codec, streams: streams | codec.pack("codes", some_codes()[..., :60]),
-        "encode packs stream 'codes' from digits of shapes [[1, 2, 10, 60]], but their last axes must have the sizes [64]",
+        "encode packs digits of shapes [[1, 2, 10, 60]] into stream 'codes', but their last axes must have the sizes [64]",
     ),
     "an unknown code stream": (
         lambda codec, streams: streams | codec.pack("code", some_codes()),
@@ -99,7 +99,7 @@ FAULTS: dict[str, tuple[Callable[[Largest, Streams], Streams], str]] = {
     ),
     "too many digits": (
         lambda codec, streams: streams | codec.pack("codes", some_codes(), some_codes()),
-        "encode packs stream 'codes' from digits of shapes [[1, 2, 10, 64], [1, 2, 10, 64]], but their last axes must have the sizes [64]",
+        "encode packs digits of shapes [[1, 2, 10, 64], [1, 2, 10, 64]] into stream 'codes', but their last axes must have the sizes [64]",
     ),
 }
 
@@ -245,8 +245,8 @@ def test_a_codec_class_must_be_a_complete_frozen_dataclass() -> None:
 
         dim: int
 
-    refused = r"is not a frozen dataclass with a field dim: write @dataclass\(frozen=True\) above it"
-    for codec, message in ((Plain, refused), (Mutable, refused), (Partial, r"Partial lacks .*nominal_bits.*: define each of them")):
+    refused = r"must be a frozen dataclass with a field dim: decorate it with @dataclass\(frozen=True\)"
+    for codec, message in ((Plain, refused), (Mutable, refused), (Partial, r"Partial does not define .*nominal_bits.*: define each")):
         with pytest.raises(InvalidParameter, match=message):
             CODECS["acme-faulty"] = codec
     assert "acme-faulty" not in CODECS

@@ -161,7 +161,7 @@ def test_attention_equals_that_of_raw_pages(tokens: int) -> None:
     ("words", "message"),
     [
         ({"chunk": "8"}, "chunk is '8', expected one of 16, 32, 64, 128, 256"),
-        ({"dim": 1024, "chunk": "128"}, "chunk is 128, which makes 131072 symbols at head dim 1024, but a chunk has at most 65536"),
+        ({"dim": 1024, "chunk": "128"}, "chunk is 128, which gives 131072 symbols at head dim 1024, but a chunk may have at most 65536"),
         ({"channel_scale": "fp16"}, "codec lossless does not support sidecars: omit channel_scale"),
     ],
 )

@@ -44,9 +44,9 @@ def test_hadamard_matrices_are_orthogonal_and_match_their_definition(order: int)
 
 @pytest.mark.parametrize("order", [order for order in range(-2, MAX_DIM + 2) if order not in ORDERS and order % 37 in (0, 3, 36)], ids=str)
 def test_unsupported_orders_are_refused(order: int) -> None:
-    with pytest.raises(InvalidParameter, match=rf"no Hadamard rotation of head dim {order}, expected 2\^k, or 2\^k times 12, "):
+    with pytest.raises(InvalidParameter, match=rf"no Hadamard rotation for {order} channels, expected 2\^k, or 2\^k times 12, "):
         hadamard(order)
-    with pytest.raises(InvalidParameter, match=f"head dim {order}"):
+    with pytest.raises(InvalidParameter, match=f"for {order} channels"):
         Rotation("signed-hadamard", order)
     assert Rotation("none", order).kind == "none"
 

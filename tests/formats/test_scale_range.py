@@ -142,8 +142,8 @@ def test_the_largest_values_are_encoded() -> None:
     ("place", "value", "message"),
     [
         ((0, 1, 0, 2), numpy.inf, r"^x\.scale_range: the value at \[0, 1, 0, 2\] is inf"),
-        ((0, 1, 0, 1), 256.0, r"^x\.scale_range: code 0 of the range at \[0, 1, 0, 0\] decodes to the square of 256"),
-        ((0, 0, 0, 2), -1.5, r"^x\.scale_range: code 255 of the range at \[0, 0, 0, 1\] decodes to the square of -38"),
+        ((0, 1, 0, 1), 256.0, r"^x\.scale_range: code 0 of the range at \[0, 1, 0, 0\] has the root 256"),
+        ((0, 0, 0, 2), -1.5, r"^x\.scale_range: code 255 of the range at \[0, 0, 0, 1\] has the root -38"),
     ],
     ids=["infinite", "minimum", "step"],
 )

@@ -119,7 +119,7 @@ def test_group_kernel_refuses_streams_that_are_too_short(stream: str) -> None:
     streams = random_streams(codec, 1, 2, 9, seed=0)
     shape = list(streams[stream].shape)
     streams[stream] = streams[stream][:, :, :8]
-    with pytest.raises(InvalidParameter, match=rf"{stream}: the codec needs shape \[{', '.join(map(str, shape))}\], got \["):
+    with pytest.raises(InvalidParameter, match=rf"{stream} has shape \[.*\], but the codec needs shape \[{', '.join(map(str, shape))}\]"):
         decode.decode_frame(codec, streams)
 
 
@@ -222,7 +222,7 @@ def test_table_kernel_refuses_streams_that_are_too_short() -> None:
 
     codec = create("scalar", 80, b="3")
     streams = codec.encode(torch.randn(1, 2, 9, 80))
-    with pytest.raises(InvalidParameter, match=r"norm: the codec needs shape \[1, 2, 9\], got \[1, 2, 8\]"):
+    with pytest.raises(InvalidParameter, match=r"norm has shape \[1, 2, 8\], but the codec needs shape \[1, 2, 9\]"):
         decode.decode_frame(codec, streams | {"norm": streams["norm"][:, :, :8]})
 
 
@@ -275,7 +275,7 @@ def test_unpack_kernel_refuses_planes_that_are_too_short() -> None:
 
     packing = Columns(32, (8,), 8)
     planes = packing.pack([torch.zeros(1, 1, 3, 32, dtype=torch.int32)])
-    with pytest.raises(InvalidParameter, match=r"plane: the codec needs shape \[1, 1, 3, 2\], got \[1, 1, 3, 1\]"):
+    with pytest.raises(InvalidParameter, match=r"plane has shape \[1, 1, 3, 1\], but the codec needs shape \[1, 1, 3, 2\]"):
         columns.unpack(packing, [planes[0], planes[1][..., :1]])
 
 

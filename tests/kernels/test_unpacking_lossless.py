@@ -105,5 +105,5 @@ def test_invalid_words_decode_to_arbitrary_values() -> None:
     out = torch.full((1, 2, 40, 32), -1, dtype=torch.bfloat16, device=DEVICE)
     assert decode.decode_into(codec, [PackedPart(there, 40, 0)], out, True)
     assert decode.decode_into(codec, [], out, True)
-    with pytest.raises(InvalidParameter, match=r"states: the codec needs shape \[1, 2, 3, 64\], got \[1, 2, 2, 64\]"):
+    with pytest.raises(InvalidParameter, match=r"states has shape \[1, 2, 2, 64\], but the codec needs shape \[1, 2, 3, 64\]"):
         decode.decode_into(codec, [PackedPart({**there, "states": there["states"][:, :, 1:]}, 40, 0)], out, True)

@@ -222,7 +222,7 @@ def test_invalid_streams_decode_to_arbitrary_values(monkeypatch: pytest.MonkeyPa
     assert decode.decode_into(codec, [PackedPart(there(streams), 40, 0)], out, True)
     assert not out.isnan().any()
     assert decode.decode_into(codec, [], out, True)
-    with pytest.raises(InvalidParameter, match=r"states: the codec needs shape \[1, 2, 3, 64\], got \[1, 2, 2, 64\]"):
+    with pytest.raises(InvalidParameter, match=r"states has shape \[1, 2, 2, 64\], but the codec needs shape \[1, 2, 3, 64\]"):
         decode.decode_into(codec, [PackedPart(there({**streams, "states": streams["states"][:, :, 1:]}), 40, 0)], out, True)
 
 

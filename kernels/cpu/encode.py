@@ -25,9 +25,10 @@ from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.polar import Polar
 from kvpack.formats.products import product
 from kvpack.formats.quaternion import Quaternion, secondary_quaternions
+from kvpack.formats.raw_positions import LOW_VALUE_SHARE, MAX_LOW_VALUES_PER_PAGE, RawPositions
 from kvpack.formats.scalar import Scalar
 from kvpack.formats.sidecars import CodecWithSidecars
-from kvpack.formats.token_norms import PAGE_TOKENS
+from kvpack.formats.token_norms import MAX_PER_PAGE, PAGE_TOKENS, drop_crowded_pages
 from kvpack.formats.trellis import Trellis
 from kvpack.runtime.memory import empty
 
@@ -63,6 +64,7 @@ _MAX_MEAN = 2.0**60
 _FLOATS, _PAIRS, _POWERS = range(3)
 _ROUNDING_MARGIN = 1 - 2.0**-10
 _CACHE_SIZE = 64
+_RAW_SLOTS = 64
 _TABLES, _ROTATION = "tables of the C encoder", "matrix of the rotation"
 """Keys of ``Codec.derived_values``. Each codec object has its own tables, because codecs that only search differently are equal."""
 
@@ -321,14 +323,44 @@ def norms(x: torch.Tensor) -> torch.Tensor | None:
     batch, heads, tokens, dim = x.shape
     if x.dtype not in DTYPES or not (x.stride(3) == 1 or dim == 1):
         return None
-    result, left_out = torch.zeros(batch, heads, tokens, dtype=torch.float32, device="cpu"), numpy.zeros((batch, 2), numpy.int64)
+    result = torch.empty(batch, heads, tokens, dtype=torch.float32, device="cpu")
     if x.numel():
+        threads = min(library.thread_count(None, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES)
+        sizes = {"layers": batch, "heads": heads, "tokens": tokens, "dim": dim, "threads": threads}
         values = library.Stream.describe(x)
-        sizes = {"layers": batch, "heads": heads, "tokens": tokens, "dim": dim, "page": PAGE_TOKENS}
-        pointers = {"norms": result.data_ptr(), "left_out": left_out.ctypes.data}
-        call = library.RawSlotsArguments(x=values, dtype=DTYPES.index(x.dtype), threads=1, **pointers, **sizes)
-        library.run("raw_slots", call, "choose raw tokens")
+        call = library.RawSlotsArguments(x=values, dtype=DTYPES.index(x.dtype), norms=result.data_ptr(), **sizes)
+        library.run("raw_slots", call, "measure norms")
     return result
+
+
+def choose_raw_tokens(
+    raw: RawPositions, key_norms: torch.Tensor, value_norms: torch.Tensor | None, packed: int, position: int
+) -> torch.Tensor:
+    """Choose raw tokens as ``raw.choose`` does by the result of ``raw.selection_norms``. Returns contiguous bool ``[batch, packed]``.
+
+    ``packed`` is the number of tokens to choose from, and ``position`` that of the first token. Raises MemoryError.
+    """
+    if value_norms is not None and raw.low_norm:
+        near_zero = _choose(value_norms, low=LOW_VALUE_SHARE * raw.low_norm)
+        if near_zero.any():
+            key_norms = key_norms.masked_fill(drop_crowded_pages(near_zero, MAX_LOW_VALUES_PER_PAGE)[:, None], 0.0)
+    first = min(packed, max(0, raw.first - position))
+    return _choose(key_norms[:, :, :packed].contiguous(), low=raw.low_norm, high=raw.high_norm, few=MAX_PER_PAGE, first=first)
+
+
+def _choose(norms: torch.Tensor, **rules: float) -> torch.Tensor:
+    """Return a mask of the tokens that ``kvpack_raw_slots`` chooses by ``norms`` ``[batch, kv_head, token]``, bool ``[batch, token]``."""
+    batch, heads, tokens = norms.shape
+    # Unused slots contain -1, the last column of the mask.
+    mask, left_out, slots = numpy.zeros((batch, tokens + 1), numpy.bool_), numpy.full((batch, 2), _RAW_SLOTS), 0
+    while tokens and (missing := int(left_out[:, 0].max())):
+        slots += missing
+        chosen = numpy.empty((batch, slots), numpy.int64)
+        pointers = {"norms": norms.data_ptr(), "chosen": chosen.ctypes.data, "left_out": left_out.ctypes.data}
+        sizes = {"layers": batch, "heads": heads, "tokens": tokens, "slots": slots, "page": PAGE_TOKENS, "threads": 1}
+        library.run("raw_slots", library.RawSlotsArguments(**sizes, **pointers, **rules), "choose raw tokens")
+        mask[numpy.arange(batch)[:, None], chosen] = True
+    return torch.from_numpy(numpy.ascontiguousarray(mask[:, :-1]))
 
 
 def scales_of_errors(codec: Codec, ratio: float) -> tuple[str, int, float] | None:

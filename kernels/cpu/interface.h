@@ -7,7 +7,7 @@
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Changes with every structure or function in this file. library.py refuses a library with another number. */
-#define KVPACK_INTERFACE 33
+#define KVPACK_INTERFACE 34
 
 enum { HEAD_RUN = 5 };
 enum { SIZE_FLOATS, SIZE_PAIRS, SIZE_POWERS };
@@ -254,13 +254,13 @@ typedef struct {
 /* A call of kvpack_raw_slots: chooses the tokens of each layer of a page that are stored raw, by the norms of its keys
    x [layer, kv_head, token, dim] (formats/raw_positions.py, store_in_slots). `low`, `high`, `shared` and `grouped` are 0 if they choose no
    tokens. `shared` bounds how many times too large for a head a scale shared by heads may be. If tokens share scales, `grouped` bounds the
-   norm of a token in a head, relative to the head's typical norm. A page may have up to `few` tokens that are large in only one head.
-   `chosen` [layer][slots] receives the tokens in ascending order, followed by -1. `left_out` [layer][2] receives the number of tokens
-   without a slot, and how many of them cost other tokens precision. `norms` [layer][kv_head][tokens] receives all norms; without slots and
-   bounds, nothing else is computed. */
+   norm of a token in a head, relative to the head's typical norm. A page may have up to `few` tokens that are large in only one head. The
+   first `first` tokens are chosen in any case. `chosen` [layer][slots] receives the tokens in ascending order, followed by -1. `left_out`
+   [layer][2] receives the number of tokens without a slot, and how many of them cost other tokens precision. `norms`
+   [layer][kv_head][tokens] receives all norms, or contains them if x.data is NULL; without slots and bounds, nothing else is computed. */
 typedef struct {
     Stream x;
-    int64_t dtype, layers, heads, tokens, dim, slots, page, few;
+    int64_t dtype, layers, heads, tokens, dim, slots, page, few, first;
     float low, high, shared, grouped;
     float *norms;
     int64_t *chosen, *left_out;

@@ -231,12 +231,13 @@ static int by_token(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* The lower median of `count` norms; NaN if one of them is. */
+/* The lower median of those of `count` norms that are not NaN; NaN if all of them are. */
 static float median_of(const float *norms, int64_t count, float *sorted) {
+    int64_t numbers = 0;
     for (int64_t i = 0; i < count; i++)
-        if ((sorted[i] = norms[i]) != norms[i]) return norms[i];
-    qsort(sorted, count, sizeof(float), by_value);
-    return sorted[(count - 1) / 2];
+        if (norms[i] == norms[i]) sorted[numbers++] = norms[i];
+    qsort(sorted, numbers, sizeof(float), by_value);
+    return numbers ? sorted[(numbers - 1) / 2] : NAN;
 }
 
 /* Compares the heads of tokens [first, stop) with the medians of tokens [begin, stop). `large` receives 1 if the norm of some head is above
@@ -251,15 +252,15 @@ static void relative_heads(const RawSlots *call, const float *norms, const float
     for (int64_t h = 0; h < call->heads; h++, norms += call->tokens) {
         /* Whether one norm is that large can be decided without the median: it exceeds `ratio` times more than half of them. */
         float largest = 0;
-        int64_t below = 0;
+        int64_t below = 0, numbers = 0;
         for (int64_t t = first; t < stop; t++) {
             largest = norms[t] > largest ? norms[t] : largest;
             if (call->shared && call->grouped && all[t] > 0 && norms[t] / (all[t] / median_of_all) > largest)
                 largest = norms[t] / (all[t] / median_of_all);
         }
         if (ratio)
-            for (int64_t t = begin; t < stop; t++) below += norms[t] * ratio < largest;
-        if (below <= (count - 1) / 2 && !shared) continue;
+            for (int64_t t = begin; t < stop; t++) below += norms[t] * ratio < largest, numbers += norms[t] == norms[t];
+        if (below <= (numbers - 1) / 2 && !shared) continue;
         float median = median_of(norms + begin, count, sorted);
         for (int64_t t = first; t < stop; t++) {
             if (call->high && norms[t] > call->high * median && median > 0) large[t - first] = 1;
@@ -285,32 +286,42 @@ static float misfit_of(const RawSlots *call, float norm, float median, float mos
 }
 
 static void choose_item(const void *context, int64_t layer, char *memory) {
-    const RawSlots *call = ((const Job *)context)->call;
+    const Job *job = context;
+    const RawSlots *call = job->call;
     const float *of_heads = call->norms + layer * call->heads * call->tokens;
     Candidate *wanted = (Candidate *)memory;
     float *norms = (float *)(wanted + call->tokens), *large = norms + call->tokens, *most = large + call->page, *least = most + call->page;
     float *sorted = least + call->page;
     int64_t count = 0, lows = 0, highs = 0, *chosen = call->chosen + layer * call->slots;
-    ((const Job *)context)->level->norms(call, layer);
-    if (!call->low && !call->high && !call->shared && !call->grouped) return;
-    for (int64_t t = 0; t < call->tokens; t++) {
-        float squares = 0;
-        for (int64_t h = 0; h < call->heads; h++) squares += of_heads[h * call->tokens + t] * of_heads[h * call->tokens + t];
-        norms[t] = sqrtf(squares);
-    }
+    if (call->x.data) job->level->norms(call, layer);
+    if (!call->slots && !call->low && !call->high && !call->shared && !call->grouped) return;
+    for (int64_t t = 0; t < call->tokens; t++) norms[t] = 0;
+    for (int64_t h = 0; h < call->heads; h++)
+        for (int64_t t = 0; t < call->tokens; t++) norms[t] += of_heads[h * call->tokens + t] * of_heads[h * call->tokens + t];
+    for (int64_t t = 0; t < call->tokens; t++) norms[t] = sqrtf(norms[t]);
+    Sizes sizes = {(const char *)of_heads, SIZE_FLOATS, 1, 0, call->heads, call->tokens, 1, call->page, call->high, 0};
+    int relative = call->shared || call->grouped, uneven = relative || (call->high && job->level->have_large(&sizes));
     for (int64_t first = 0; first < call->tokens; first += call->page) {
         /* If the last tokens do not fill a page, they are compared with the median of the last `page` tokens. */
         int64_t stop = first + call->page, begin = first;
         if (stop > call->tokens) stop = call->tokens, begin = stop > call->page ? stop - call->page : 0;
-        float median = median_of(norms + begin, stop - begin, sorted);
+        float least_norm = INFINITY, most_norm = 0;
+        for (int64_t t = begin; t < stop; t++) {
+            least_norm = norms[t] < least_norm ? norms[t] : least_norm;
+            most_norm = norms[t] > most_norm ? norms[t] : most_norm;
+        }
+        int differ = least_norm < call->low * most_norm || (call->high && most_norm > call->high * least_norm);
+        if (!uneven && !differ && first >= call->first) continue;
+        /* If norms differ little, any of them can replace the median. */
+        float median = differ || relative ? median_of(norms + begin, stop - begin, sorted) : least_norm;
         int shared = 0;
         for (int64_t t = first; t < stop; t++) shared |= call->shared && norms[t] > call->shared * median && median > 0;
         relative_heads(call, of_heads, norms, median, begin, first, stop, shared, large, most, least, sorted);
         int64_t by_head = 0;
         for (int64_t t = first; t < stop; t++)
-            by_head += large[t - first] > 0 && !is_low(call, norms[t], median) && !is_high(call, norms[t], median);
+            by_head += large[t - first] > 0 && t >= call->first && !is_low(call, norms[t], median) && !is_high(call, norms[t], median);
         for (int64_t t = first; t < stop; t++) {
-            int low = is_low(call, norms[t], median);
+            int low = is_low(call, norms[t], median) || t < call->first;
             int high = !low && (is_high(call, norms[t], median) || (by_head <= call->few && large[t - first] > 0));
             float misfit = misfit_of(call, norms[t], median, most[t - first], least[t - first]);
             lows += low, highs += high;

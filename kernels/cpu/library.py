@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 THREADS = "KVPACK_THREADS"
 """Name of the environment variable that sets the number of threads per call."""
 
-INTERFACE = 33
+INTERFACE = 34
 """Version of interface.h that the structures below mirror."""
 
 _OUT_OF_MEMORY = 1
@@ -172,7 +172,7 @@ class SplitArguments(Structure):
 class RawSlotsArguments(Structure):
     _fields_ = (
         ("x", Stream),
-        *((name, c_int64) for name in ("dtype", "layers", "heads", "tokens", "dim", "slots", "page", "few")),
+        *((name, c_int64) for name in ("dtype", "layers", "heads", "tokens", "dim", "slots", "page", "few", "first")),
         *((name, c_float) for name in ("low", "high", "shared", "grouped")),
         *((name, c_void_p) for name in ("norms", "chosen", "left_out")),
         *((name, c_int64) for name in ("threads", "level")),

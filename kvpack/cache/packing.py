@@ -361,8 +361,8 @@ def _pack_pair(
             if raw is not None and isinstance(k, torch.Tensor):
                 rule = raw.first, raw.low_norm, raw.high_norm
                 if rule not in chosen_by_rule:
-                    given = raw.selection_norms(norms(k), norms(v) if isinstance(v, torch.Tensor) else None)
-                    chosen_by_rule[rule] = raw.choose(given[:, :, : k.shape[2] - k.shape[2] % (window or 1)], start + layer.skipped)
+                    value_norms, packed = norms(v) if isinstance(v, torch.Tensor) else None, k.shape[2] - k.shape[2] % (window or 1)
+                    chosen_by_rule[rule] = dispatch.choose_raw_tokens(raw, norms(k), value_norms, packed, start + layer.skipped)
                 chosen = chosen_by_rule[rule]
             both.append(pack_sides(x, len(layer_indices), codec, window, where, start + layer.skipped, chosen=chosen))
             if side == "k":

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvpack.formats.base import Codec
+    from kvpack.formats.raw_positions import RawPositions
     from kvpack.kernels.cpu.sides import Side as _CSide
     from kvpack.kernels.tiles.layers import Side as _TritonSide
 
@@ -271,6 +272,21 @@ def norms(x: torch.Tensor) -> torch.Tensor:
         if compiled is not None:
             return compiled
     return norms_per_head(x)
+
+
+def choose_raw_tokens(
+    raw: RawPositions, key_norms: torch.Tensor, value_norms: torch.Tensor | None, packed: int, position: int
+) -> torch.Tensor:
+    """Return a mask of the raw tokens among the first ``packed`` tokens, bool ``[batch, packed]``, chosen in C if possible.
+
+    The norms of keys and, if known, of values are ``[batch, kv_head, token]``. ``position`` is that of the first token. See
+    ``RawPositions.choose``; C may differ for norms over heads that are within rounding of a bound.
+    """
+    if uses_c(key_norms.device):
+        from kvpack.kernels.cpu import encode as c_encode
+
+        return c_encode.choose_raw_tokens(raw, key_norms, value_norms, packed, position)
+    return raw.choose(raw.selection_norms(key_norms, value_norms)[:, :, :packed], position)
 
 
 def environment_key() -> tuple[str | None, str | None]:

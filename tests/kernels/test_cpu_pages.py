@@ -11,7 +11,7 @@ from kvpack.coding import dispatch
 from kvpack.file import row as rows_of
 from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, slot_mask
 from kvpack.formats.token_norms import HEADS, TOKENS, measure_fit_errors, norms_per_head
-from kvpack.kernels.cpu import checksum, library
+from kvpack.kernels.cpu import checksum, encode, library
 from kvpack.kernels.cpu.pages import RawTokenChooser
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry
 
@@ -84,6 +84,28 @@ def test_raw_tokens_of_pages_equal_those_of_formats(tokens: int, group: int, sha
         assert torch.equal(torch.from_numpy(chosen), expected.masked_fill(expected == tokens, -1))
         assert torch.equal(torch.from_numpy(left_out), (wanted & ~slot_mask(expected, tokens)).sum(2).T)
         assert len({int(count) for count in (chosen >= 0).sum(1)}) > 1
+
+
+@pytest.mark.parametrize("rules", [(4, 0.5, 4.0), (0, 0.6, 0.0), (9, 0.0, 4.0), (3, 0.0, 0.0), (0, 0.0, 0.0)], ids=str)
+@pytest.mark.parametrize("tokens", [0, 2, 128, 300])
+def test_raw_tokens_of_runs_equal_those_of_formats(tokens: int, rules: tuple[int, float, float]) -> None:
+    source = torch.Generator().manual_seed(tokens)
+    keys, values = (1 + 0.2 * torch.rand(40, 3, tokens, generator=source) for _ in range(2))
+    if tokens:
+        # Some pages have too many small values or large heads, and some sequences more raw tokens than C has slots for at first.
+        for number, factor in enumerate((0.1, 0.3, 3.0, 5.0)):
+            count = min(tokens, (3, 20, 5, 80)[number])
+            keys[number::5, 1, :count] *= factor
+            keys[number::7, :, tokens // 2] *= factor
+            values[number::3, :, tokens - count :] *= factor
+        keys[8, :, ::2] *= 0.2
+        keys[9, 0, 0] = torch.nan
+        keys[10, :, tokens - 1] = torch.inf
+    raw = RawPositions(32, "bf16", *rules)
+    for value_norms in (values, None):
+        for packed, position in ((tokens, 0), (tokens // 2, 2), (tokens, 1000)):
+            chosen = encode.choose_raw_tokens(raw, keys, value_norms, packed, position)
+            assert torch.equal(chosen, raw.choose(raw.selection_norms(keys, value_norms)[:, :, :packed], position))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

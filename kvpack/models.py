@@ -92,7 +92,7 @@ def load_tokenizer(folder: Path) -> Any | None:
 
 
 class LayerShape(NamedTuple):
-    """The number of heads, head dims and sliding window of a layer's keys and values. ``window`` is None for full attention."""
+    """The shape of a layer's keys and values: number of heads, head dims, and sliding window. ``window`` is None for full attention."""
 
     heads: int
     dim_k: int

@@ -48,7 +48,7 @@ def print_report(report: dict[str, Any], show: Callable[[dict[str, Any]], None] 
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: int = 1) -> None:
-    """Print a table whose first ``text_columns`` columns are text and whose other columns are numbers.
+    """Print a table. The first ``text_columns`` columns contain text, and the others contain numbers.
 
     On a terminal that is too narrow, text is wrapped between words. Cells are never truncated.
     """
@@ -92,10 +92,7 @@ def _shrink(widths: list[int], minimums: Sequence[int], available: int) -> None:
 
 @contextlib.contextmanager
 def progress(label: str, arguments: argparse.Namespace) -> Iterator[Progress | None]:
-    """Show progress on standard error, and yield the function that updates it. With ``--json``, yield None.
-
-    A terminal shows a bar. Otherwise, long work prints a few lines.
-    """
+    """Show a progress bar on standard error, and yield a function that updates it. With ``--json`` or without a terminal, yield None."""
     if arguments.json:
         yield None
         return

@@ -93,7 +93,7 @@ def evaluate(
         tokenizer: The model's tokenizer, or None if the model's tokens are bytes.
         texts: A text or a list of texts, which should not have been used for calibration.
         recipes: A recipe or a list of recipes. A recipe such as "klt-1.75" needs a basis: ``Recipe("klt-1.75", basis)``.
-        reference: Recipe with which the others are compared (``of_reference`` in the report), or None for no comparison.
+        reference: Recipe to compare the others with (``of_reference`` in the report), or None for no comparison.
         tokens: Tokens per window. Defaults to 1,024, or as many as the model supports.
         scored_tokens: Scored tokens per window. Defaults to 256.
         windows: Number of windows. Defaults to 4, or as many as fit in the texts.

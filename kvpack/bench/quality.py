@@ -158,7 +158,7 @@ def run(
         settings: Settings of the measurement.
         basis: Basis file for recipes such as klt-2, and for kvpack's own presets.
         default_basis: Basis file to use if ``basis`` is None, but only for recipes that need a basis.
-        reference: Recipe that is also measured, and with which the others are compared.
+        reference: Recipe to compare the others with, which is measured too.
         out: Folder for the plot and the report.
         progress: Called as ``progress(done, total)``.
         show_line: Called with a first line that names the texts, and with preliminary results after each window, prompt and generated text.

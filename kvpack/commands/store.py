@@ -322,7 +322,7 @@ def run_unpin(arguments: argparse.Namespace) -> int:
     if len(keys) != 1 or not digits:
         if not keys or not digits:
             raise InvalidParameter(f"no pinned key starts with {arguments.key!r:.100}: kvpack store stat lists the pinned keys")
-        raise InvalidParameter(f"{len(keys)} pinned keys start with {arguments.key!r:.100}: pass more digits of one of them")
+        raise InvalidParameter(f"{len(keys)} pinned keys start with {arguments.key!r:.100}: pass more digits to select one")
     (key,) = keys
     done = store.backend.unpin([key], owner)
     if not done and not store.faults:

@@ -27,7 +27,7 @@ def rope_text(config: Any) -> str:
 
 
 def max_uniform_length(config: Any) -> int | None:
-    """Return the length, in tokens, up to which all sequences of a model with ``config`` have the same RoPE frequencies.
+    """Return the number of tokens up to which the RoPE frequencies of a model with ``config`` do not depend on the sequence's length.
 
     None means that there is no limit.
     """
@@ -36,9 +36,10 @@ def max_uniform_length(config: Any) -> int | None:
 
 
 def longest_sequence(rope: str) -> int | None:
-    """Return the length, in tokens, up to which all sequences have the same RoPE frequencies. None means that there is no limit.
+    """Return the number of tokens up to which RoPE frequencies do not depend on the sequence's length, according to an identity's field
+    ``rope``.
 
-    ``rope`` is the field ``rope`` of an identity.
+    None means that there is no limit.
     """
     try:
         settings = json.loads(rope)

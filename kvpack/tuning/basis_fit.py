@@ -42,9 +42,9 @@ _SPREAD = 1.05
 
 
 def fit_rows(statistics: Statistics, step: Callable[[], None]) -> dict[tuple[int, str], torch.Tensor]:
-    """Return the rows ``[kv_head, row, dim]`` of all layers' keys and values. ``step`` is called after each layer's keys or values."""
+    """Return the rows ``[kv_head, row, dim]`` of all layers' keys and values. ``step`` is called after each tensor."""
     fitted = {}
-    for name, cost in costs_of(statistics, [name for name in statistics.sums if name.count(".") == 1], MIN_COST).items():
+    for name, cost in error_costs(statistics, [name for name in statistics.sums if name.count(".") == 1], MIN_COST).items():
         sums = statistics.sums[name]
         layer, side = name.split(".")
         samples = torch.cat(statistics.samples[name], 1).to(torch.float64)
@@ -62,10 +62,10 @@ def fit_rows(statistics: Statistics, step: Callable[[], None]) -> dict[tuple[int
     }
 
 
-def costs_of(statistics: Statistics, names: Sequence[str], minimum: float) -> dict[str, torch.Tensor]:
-    """Return the cost matrix of errors in each head or frame, float64 ``[part, dim, dim]``, for each name of statistics in ``names``.
+def error_costs(statistics: Statistics, names: Sequence[str], minimum: float) -> dict[str, torch.Tensor]:
+    """Return the cost matrices of errors, float64 ``[part, dim, dim]`` with one part per head or frame, for each of ``names``.
 
-    ``minimum`` is the minimum cost, as in ``MIN_COST``.
+    ``names`` contains names of statistics. ``minimum`` is the minimum cost, as in ``MIN_COST``.
     """
     # Each temperature gets the same share, and the proportions between layers are kept.
     shares = 1 / torch.stack([statistics.costs[name].diagonal(dim1=-2, dim2=-1).sum((1, 2)) for name in names]).sum(0)
@@ -86,7 +86,7 @@ def channel_costs(cost: torch.Tensor) -> torch.Tensor:
 
 
 def _cost_floors(statistics: Statistics, costs: dict[str, torch.Tensor], minimum: float) -> dict[str, torch.Tensor]:
-    """Return the cost to add to each channel, ``[part, channel]``, for each name of statistics in ``costs``."""
+    """Return the cost to add to each channel, ``[part, channel]``, for each of ``costs``."""
     shapes, sizes, losses = {}, {}, {}
     for name, cost in costs.items():
         mean = statistics.sums[name] / statistics.counts[name]
@@ -107,7 +107,7 @@ def _fit_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tu
     The first row is the mean, and the others are the transform matrix.
     """
     dim = len(mean)
-    matrix, back, deviations = transform_of(covariance, cost)
+    matrix, back, deviations = optimal_transform(covariance, cost)
     norms = numpy.linalg.norm(matrix, axis=1)
     coded_mean = mean @ back
     scales = numpy.maximum(deviations, numpy.abs(coded_mean) / MAX_MEAN)
@@ -119,7 +119,7 @@ def _fit_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tu
     return rows, deviations, flatten_tables([[torch.from_numpy(table).to(torch.float32) for table in run] for run in tables], dim)
 
 
-def transform_of(covariance: Array, cost: Array) -> tuple[Array, Array, Array]:
+def optimal_transform(covariance: Array, cost: Array) -> tuple[Array, Array, Array]:
     """Return the matrix from columns to channels, its inverse, and the columns' standard deviations in descending order.
 
     Columns are scaled so that an error in a column costs the square of the error.

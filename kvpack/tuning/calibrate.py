@@ -83,14 +83,12 @@ class Settings:
         tokens: Tokens per window.
         scored_tokens: Number of tokens per window that are predicted. The window's cache does not contain them.
         windows: Number of windows.
-        twin: Factor of the outlier channels in the model's twin, or None for the model itself.
+        twin: Factor that scales outlier channels in the model's twin, or None for the model itself.
         seed: Seed of the windows.
         scope: Scope of frames: "head", "layer" or, for a basis without frames, "none".
         balanced_only: Omit everything that only klt and transform need. Windows are then read once, and nothing is predicted.
-        widths: Number of windows that are read again for each layer's keys and values, for the widths of kvpack's own presets; 0 to omit
-            them.
-        positions: Number of positions of a context for which keys are described (``spread``), or None for ``POSITIONS`` and
-            ``ROWS_POSITIONS``.
+        widths: Number of windows in which the loss of each tensor is measured, for the bit widths of kvpack's own presets. 0 omits them.
+        positions: Number of positions over which statistics of keys are averaged, or None for ``POSITIONS`` and ``ROWS_POSITIONS``.
         device: Device of the model, whose dtype is float32.
     """
 
@@ -207,7 +205,7 @@ def _sizes(settings: Settings, text: Text, longest: int | None, max_positions: i
 
 
 def _position_counts(settings: Settings, longest: int | None, max_positions: int | None) -> tuple[int, int]:
-    """Return over how many positions balanced frames are averaged, and over how many klt's rows are."""
+    """Return the numbers of positions over which balanced frames and klt's rows are averaged."""
     if settings.positions is not None:
         return settings.positions, settings.positions
     limits = [limit for limit in (longest, max_positions) if limit is not None]
@@ -230,7 +228,7 @@ def _raw_fraction(statistics: Statistics, tokens: int, halves: Sequence[tuple[Ke
 
 
 def _frame_scope(model: Any, text: Text, scope: str | None, tokens: int, longest: int | None) -> tuple[Framing | None, str | None]:
-    """Return the scope of frames and None. If there are no frames, return None and the reason.
+    """Return (framing, None), or (None, reason) if there can be no frames. The reason is None if ``scope`` is "none".
 
     ``longest`` is the number of tokens up to which RoPE frequencies do not change, or None for no limit. Raises InvalidParameter if a layer
     has no keys, or if ``scope`` requests frames but the rotation of keys is unknown.
@@ -257,9 +255,9 @@ def _frame_scope(model: Any, text: Text, scope: str | None, tokens: int, longest
 
 
 def _ropes(model: Any, text: Text, tokens: int, longest: int | None) -> Sequence[Rope | None] | None:
-    """Return the RoPE of each layer's keys, or None if it is unknown.
+    """Return the RoPE of each layer's keys, or None if it is unknown or if ``tokens`` exceeds ``longest``.
 
-    ``longest`` is the number of tokens up to which RoPE frequencies do not change. If ``tokens`` exceeds it, the result is also None.
+    ``longest`` is the number of tokens up to which RoPE frequencies do not change.
     """
     if longest is not None and tokens > longest:
         return None
@@ -358,7 +356,7 @@ def folder_identity(folder: Path, dtype: str = "auto") -> dict[str, str]:
 
 
 def check_basis(basis: Basis, folder: Path) -> None:
-    """Raise InvalidParameter if ``basis`` is for another model than the one in ``folder``."""
+    """Raise InvalidParameter if ``basis`` is not for the model in ``folder``."""
     basis.check_model(identity_for(_load_weights(folder, "auto"), basis))
 
 
@@ -367,7 +365,7 @@ def _load_weights(folder: Path, dtype: str) -> Any:
 
 
 def _identity_in_any_dtype(folder: Path, network: Any) -> dict[str, str]:
-    """Return the identity in the checkpoint's dtype, with digests of the weights in each other dtype in which users load models.
+    """Return the identity of the model in ``folder``, with digests of its weights in each dtype in which users load models.
 
     ``network`` is the same model, loaded in one of these dtypes.
     """

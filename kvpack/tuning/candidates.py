@@ -66,7 +66,7 @@ SIDES = ("k", "v")
 
 
 def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Parse candidate codecs, such as ``k=scalar:b=3``, ``kv=...``, or only a codec for both. Returns lists of codecs by "k" and "v".
+    """Parse candidates such as ``k=scalar:b=3``, ``kv=...``, or a codec for keys and values. Returns lists of codecs by "k" and "v".
 
     Raises InvalidParameter if a codec is unknown, if a text has several clauses, or if keys or values have no candidate.
     """
@@ -108,7 +108,7 @@ class PackedCandidates:
         return list(self.packed)
 
     def file_bytes(self, allocation: Allocation) -> int:
-        """Return the size in bytes of a file that is packed by ``allocation``."""
+        """Return the size in bytes of a file of one window that is packed with ``allocation``."""
         layers = [Layer(*(self.packed[layer, side][allocation[layer, side]] for side in SIDES)) for layer in range(len(self.packed) // 2)]
         return self.length.file_bytes(Cache(tuple(layers), recipe_text(allocation)))
 

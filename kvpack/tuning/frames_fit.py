@@ -14,7 +14,7 @@ from kvpack.coding.bases import BalancedKeys
 from kvpack.formats import rans
 from kvpack.formats.frames import SCALES_PER_OCTAVE, SCALES_PER_TABLE, Frames, Rope, SymbolTables
 
-from .basis_fit import costs_of, transform_of
+from .basis_fit import error_costs, optimal_transform
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,16 +60,16 @@ _MIN_PART = 1e-5
 
 
 def fit_frames(statistics: Statistics, framing: Framing, step: Callable[[], None]) -> dict[tuple[int, str], Frames]:
-    """Return the frames of all layers' keys and values. ``step`` is called after each layer's keys or values."""
+    """Return the frames of all layers' keys and values. ``step`` is called after each tensor."""
     names = [name for name in statistics.sums if name.endswith(f".{SUFFIX}")]
     fitted: dict[tuple[int, str], list[tuple[Array, Array, Array, Array]]] = {}
-    for name, cost in costs_of(statistics, names, MIN_COST).items():
+    for name, cost in error_costs(statistics, names, MIN_COST).items():
         layer, side, _ = name.split(".")
         frames = []
         for number in range(len(statistics.sums[name])):
             mean = (statistics.sums[name][number] / statistics.counts[name]).numpy()
             covariance = (statistics.products[name][number] / statistics.counts[name]).numpy() - numpy.outer(mean, mean)
-            frames.append((mean, *transform_of(covariance, cost[number].numpy())))
+            frames.append((mean, *optimal_transform(covariance, cost[number].numpy())))
         fitted[int(layer), side] = frames
         step()
     unit = MAX_DEVIATION / max(deviations.max() for frames in fitted.values() for _, _, _, deviations in frames)
@@ -87,7 +87,7 @@ def fit_frames(statistics: Statistics, framing: Framing, step: Callable[[], None
 
 
 def _scales(deviations: Array) -> Array:
-    """Return the scales of columns with these standard deviations. Four columns share each table, so their scales are centered on it."""
+    """Return the scales of columns with these standard deviations. Several scales share a table, which suits their middle."""
     octaves = numpy.log2(numpy.maximum(deviations, numpy.finfo(float).tiny))
     middle = SCALES_PER_OCTAVE * MIN_OCTAVES - SCALES_PER_TABLE / 2
     result: Array = numpy.clip(numpy.round(middle - SCALES_PER_OCTAVE * octaves), 0, 255).astype(numpy.int64)
@@ -152,13 +152,13 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
 
 
 def _in_steps(columns: Array, step: int) -> Array:
-    """Return columns in units of the quantization step that the byte ``step`` stores."""
+    """Return columns in units of the quantization step that the byte ``step`` represents."""
     result: Array = columns * 2.0 ** (step / SCALES_PER_OCTAVE)
     return result
 
 
 def _bits_at(columns: Array, step: int) -> float:
-    """Return the bits per value that columns take at ``step``."""
+    """Return the bits per value of columns quantized with ``step``."""
     return _entropy(_round_to_levels(_in_steps(columns, step), 0.0))
 
 
@@ -231,7 +231,7 @@ def frame_cost(frames: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) 
 def compare_halves(halves: Sequence[tuple[KeyMoments, KeyMoments]]) -> dict[str, float] | None:
     """Fit frames to half of the text, and return their mean ``frame_cost`` on the same half ("own") and on the other half ("other").
 
-    Costs are averaged over layers and heads. A basis's own frames are fitted to both halves. Returns None if a half is empty.
+    Costs are averaged over layers and heads. The frames in a basis are fitted to both halves. Returns None if a half is empty.
     """
     own_costs, other = [], []
     for pair in halves:

@@ -23,9 +23,9 @@ Point = tuple[int, float, str]
 def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocation:
     """Return the allocation with the smallest total loss for a file of at most ``budget`` bytes.
 
-    Each tensor starts with its smallest codec. Steps to larger codecs follow, always the one that decreases the loss most per byte, as long
-    as it fits the budget (Lagrangian bit allocation: Shoham and Gersho, 1988). The remaining bytes are used for any codec that still fits.
-    Raises InvalidParameter if the smallest file exceeds the budget.
+    Each tensor starts with its smallest codec. Steps to larger codecs are taken in descending order of the loss that they save per byte, as
+    long as they fit the budget (Lagrangian bit allocation: Shoham and Gersho, 1988). The remaining bytes are used for any codec that still
+    fits. Raises InvalidParameter if the smallest file exceeds the budget.
     """
     hulls = {
         place: convex_hull((priced.stream_bytes(place, codec), loss, codec) for codec, loss in place_losses.items())

@@ -96,7 +96,7 @@ def window_positions(tokens: int, positions: int) -> list[int]:
 
 
 def spread_moments(statistics: KeyMoments, rope: Rope | None, starts: Sequence[int]) -> KeyMoments:
-    """Average a layer's moments over windows that start at the positions ``starts``. If ``rope`` is None, nothing changes."""
+    """Average a layer's moments over windows that start at the positions ``starts``. Without RoPE (None), they do not change."""
     if rope is None:
         return statistics
     rotations = _rotations(rope, statistics.keys.shape[-1], starts)
@@ -125,7 +125,6 @@ def _rotations(rope: Rope, dim: int, starts: Sequence[int]) -> torch.Tensor:
 
 
 def _average_rotated(moments: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
-    """Rotate rows with each of ``rotations``, and return the mean of their second moments. ``moments``, ``[..., dim, dim]``, are before
-    rotation.
+    """Return the second moments of rotated rows, averaged over ``rotations``. ``moments``, ``[..., dim, dim]``, are those before rotation.
     """
     return (rotations.mT @ moments[..., None, :, :] @ rotations).mean(-3)

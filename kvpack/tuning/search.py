@@ -67,10 +67,10 @@ def best_measurement(measured: list[Measurement]) -> Measurement:
 
 
 def thorough_search(search: Search) -> tuple[Measurement, Measurement | None]:
-    """Return the tuned allocation and the best uniform one. If no uniform recipe fits the budget, the second result is None.
+    """Return the tuned allocation and the best uniform one, or None if no uniform recipe fits the budget.
 
-    Losses of single tensors are measured with all others uncompressed, because they add up best in that case. They only predict the loss of
-    an allocation; the measured loss of the whole allocation decides. Raises InvalidParameter if no allocation fits the budget.
+    The loss of each tensor is measured while all others are uncompressed, because such losses add up best. They only predict the loss of an
+    allocation; the measured loss of the whole allocation decides. Raises InvalidParameter if no allocation fits the budget.
     """
     _check_budget(search)
     search.sensitivities = measure_sensitivities(search)
@@ -117,7 +117,7 @@ def _check_budget(search: Search) -> None:
 
 
 def measure_within_budget(search: Search, description: str, losses: Losses) -> Measurement:
-    """Among allocations whose files fit the budget in all windows, measure the one with the smallest predicted loss."""
+    """Measure the allocation with the smallest predicted loss among those whose files fit the budget in all windows."""
     budget = search.budget
     while True:
         result = search.measure(description, allocate(search.priced, losses, budget))
@@ -142,8 +142,8 @@ def _promising_uniforms(search: Search) -> list[Allocation]:
 def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
     """Move bytes between tensors, starting from ``tuned``. Returns the new allocation, or None if its measured loss is not lower.
 
-    The effect of each tensor is measured with all others as in ``tuned``. If the effects of many simultaneous changes do not add up, fewer
-    changes are tried, starting with the largest gains.
+    The effect of each tensor is measured with all others as in ``tuned``. Because effects of simultaneous changes may not add up, fewer
+    changes are tried if many do not reduce the loss, starting with the largest gains.
     """
     losses: Losses = {}
     for place, codec in tuned.allocation.items():

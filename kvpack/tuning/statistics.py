@@ -124,7 +124,7 @@ class QueryMoments:
         self.rows[layer] = q.shape[1]
 
     def of_layer(self, layer: int, heads: int) -> tuple[torch.Tensor, int] | None:
-        """Return the sums ``[kv_head, dim, dim]`` for a layer, and the number of queries in each. If there are no queries, return None."""
+        """Return the sums ``[kv_head, dim, dim]`` for a layer, and the number of queries in each, or None if there are no queries."""
         result = self._heads.get(layer)
         if result is None or len(result) % heads:
             return None
@@ -199,9 +199,7 @@ class Statistics:
                 _add_to_sum(self.moments, f"{number}.{window % 2}.{name}", getattr(key_moments, name))
 
     def halves(self) -> list[tuple[KeyMoments, KeyMoments]] | None:
-        """Return each layer's moments in even and in odd windows, or None if there are none. If there is only one window, the other half is
-        zero.
-        """
+        """Return each layer's moments in even and in odd windows, or None if there are none. After one window, the second half is zero."""
         if not self.moments:
             return None
         layers = 1 + max(int(name.partition(".")[0]) for name in self.moments)
@@ -276,7 +274,7 @@ def prefixes(count: int, predicted: int) -> list[tuple[int, int]]:
 
 
 def _check_depends(depends: bool, scored_tokens: int) -> None:
-    """Raise InvalidParameter if ``depends`` is False, which means that predictions do not depend on earlier keys or values."""
+    """Raise InvalidParameter if ``depends`` is False: predictions then do not depend on earlier keys or values."""
     if not depends:
         raise InvalidParameter(
             f"the {scored_tokens} predicted tokens of a window attend to no earlier tokens, as with chunked attention: "
@@ -313,9 +311,8 @@ def _outer_products(gradient: torch.Tensor, counted: torch.Tensor) -> torch.Tens
 
 
 def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.Generator) -> Pairs:
-    """Return the gradients of log-probabilities of sampled next tokens with respect to each of ``pairs``.
-
-    They are ``[temperature, kv_head, token, dim]``.
+    """Return the gradients of log-probabilities of sampled next tokens with respect to ``pairs``, each ``[temperature, kv_head, token,
+    dim]``.
     """
     from transformers import DynamicCache
 

@@ -51,8 +51,8 @@ from .journal import open_journal
 from .measurement import Windows, read_once
 from .results import recipe_file, results
 from .search import Search, recipe_count, thorough_search
-from .widths import by_widths
 from .widths import recipe_count as width_recipe_count
+from .widths import search_by_widths
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -179,7 +179,7 @@ def run(
         journal = open_journal(measurements, searched.exact, settings.file_tokens)
         searched.losses, searched.on_measured = dict(journal.losses), journal.add
         try:
-            tuned, uniform = (by_widths if widths else thorough_search)(search)
+            tuned, uniform = (search_by_widths if widths else thorough_search)(search)
         finally:
             journal.write()
         held_out_losses = read_once(

@@ -24,8 +24,8 @@ def recipe_count(layers: int) -> int:
     return 2 * layers + MAX_CHECKED_RECIPES
 
 
-def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
-    """Return the chosen allocation, and the largest uniform one within the budget. If no uniform one fits, the second result is None.
+def search_by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
+    """Return the chosen allocation, and the largest uniform one within the budget, or None if no uniform one fits.
 
     Raises InvalidParameter if even the smallest candidates exceed the budget.
     """
@@ -58,7 +58,7 @@ def _predict_losses(search: Search, measured: dict[tuple[int, str], tuple[str, f
 
 
 def average_bits(codec: str, side: str) -> float:
-    """Return the number of bits per value that the codes of a codec need. ``codec`` is written as in a recipe.
+    """Return the bits per value of a codec's codes. ``codec`` is written as in a recipe.
 
     Raises InvalidParameter if the codec has no fixed width.
     """

@@ -311,7 +311,7 @@ def test_no_layer_gets_almost_no_bits(suffix: str, least: float) -> None:
 
     total = sum(float(found.costs[name][0].diagonal(dim1=-2, dim2=-1).sum()) for name in names)
     before = losses({name: 3 * found.costs[name][0] / total for name in names})
-    after = losses(basis_fit.costs_of(found, names, least))
+    after = losses(basis_fit.error_costs(found, names, least))
     for side in "kv":
         mean = (before[f"0.{side}"] + before[f"1.{side}"]) / 2
         for layer in range(2):
@@ -333,10 +333,10 @@ def test_larger_keys_with_smaller_queries_change_nothing() -> None:
         scaled.products[name] = found.products[name] * sizes * sizes[:, None]
         scaled.costs[name] = found.costs[name] / sizes / sizes[:, None]
     for name in found.sums:
-        own, other = (basis_fit.costs_of(one, list(one.sums), basis_fit.MIN_COST)[name] for one in (found, scaled))
+        own, other = (basis_fit.error_costs(one, list(one.sums), basis_fit.MIN_COST)[name] for one in (found, scaled))
         for head in range(2):
             of = [
-                basis_fit.transform_of((one.products[name][head] / 100).numpy(), cost[head].numpy())
+                basis_fit.optimal_transform((one.products[name][head] / 100).numpy(), cost[head].numpy())
                 for one, cost in ((found, own), (scaled, other))
             ]
             (_, _, deviations), (_, _, same) = of
@@ -350,7 +350,7 @@ def test_a_side_whose_errors_cost_nothing_is_encoded() -> None:
         found.sums[name] = torch.zeros(1, 4, dtype=torch.float64)
         found.products[name] = 100 * torch.eye(4, dtype=torch.float64)[None]
         found.costs[name] = (name == "0.v") * torch.eye(4, dtype=torch.float64).expand(3, 1, -1, -1)
-    costs = basis_fit.costs_of(found, list(found.sums), 0.1)
+    costs = basis_fit.error_costs(found, list(found.sums), 0.1)
     assert costs["1.v"][0].diagonal() == pytest.approx(costs["1.v"][0, 0, 0].repeat(4))
     assert float(costs["1.v"][0, 0, 0]) > 0
 

@@ -51,7 +51,7 @@ class StoredObjects:
         self._lock = RLock()
 
     def report_stored(self, sizes: Mapping[Any, int]) -> None:
-        """Report newly stored objects, except those that have already been reported."""
+        """Report newly stored objects, unless they have already been reported."""
         with self._lock:
             new = {key: size for key, size in sizes.items() if key not in self._reported}
             self._reported |= new

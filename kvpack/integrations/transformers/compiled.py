@@ -171,7 +171,7 @@ def _(ticket: torch.Tensor, columns: torch.Tensor, layer: int, queries: int) -> 
 def begin_pass(tickets: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None], module: int, names: str) -> torch.Tensor:
     """Call ``Tracking.enter`` with the arguments ``values``, and return the next ticket of all layers.
 
-    ``names`` contains the names of further arguments, whose values are not passed.
+    ``names`` lists further arguments, without their values.
     """
     cache = _calls(tickets[0]).cache
     tensors = {name: tensor for name, tensor in zip(_TENSORS, values, strict=True) if tensor is not None}

@@ -129,17 +129,17 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def first_visible(self) -> int:
-        """The first token to which the next token can attend."""
+        """The first token that the next token can attend to."""
         return self._first_visible(self.live.seen_tokens(self.number))
 
     def decode(self, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return dense keys and values of the tokens to which the newest ``queries`` tokens may attend (see ``get_mask_sizes``)."""
+        """Return dense keys and values of the tokens that the newest ``queries`` tokens may attend to (see ``get_mask_sizes``)."""
         skipped = self._first_visible(self.live.seen_tokens(self.number) - queries) - self.skipped
         k, v = self.live.unpack(self.number, dtype)
         return None if k is None else k[:, :, skipped:], None if v is None else v[:, :, skipped:]
 
     def _first_visible(self, seen: int) -> int:
-        """Return the first token to which the token after ``seen`` tokens can attend.
+        """Return the first token that the next token can attend to after ``seen`` tokens.
 
         This depends only on the window, not on the tokens that the layer still has.
         """

@@ -175,7 +175,7 @@ def _applied_by_attention(
 
 
 def check_columns(columns: int, tokens: int, layer: int, queries: int) -> None:
-    """Raise InvalidParameter unless the mask has one column for each of the ``tokens`` tokens to which ``queries`` queries may attend."""
+    """Raise InvalidParameter unless the mask has one column for each of the ``tokens`` tokens that ``queries`` queries may attend to."""
     if columns != tokens:
         raise InvalidParameter(
             f"the attention mask has {columns} columns, but layers[{layer}] has {tokens} tokens for a pass of {queries}: "

@@ -114,7 +114,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return None if self._hooks is None else self._hooks.inside[module_index]()
 
     def decode(self, layer: int, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return dense keys and values of one layer, for a mask over the tokens to which ``queries`` queries may attend.
+        """Return dense keys and values of one layer, for a mask over the tokens that ``queries`` queries may attend to.
 
         Issues a KvpackWarning.
         """

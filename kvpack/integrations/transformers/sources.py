@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .record import Record
 
     class Tracker(Protocol):
-        """Interface of objects that track forward passes over one cache of an encoder-decoder model, which has two.
+        """Interface of objects that track forward passes over one of the two caches of an encoder-decoder model.
 
         ``is_continuing`` is True if the cache has tokens.
         """

@@ -26,7 +26,7 @@ class CapturedStep(NamedTuple):
 class PackedLength(int):
     """The number of keys for a mask, if the keys are packed and kvpack's attention does not need a mask.
 
-    ``first_visible`` returns the first token to which a layer with this mask attends. Layers may contain more tokens than the layer that
+    ``first_visible`` returns the first token that a layer with this mask attends to. Layers may contain more tokens than the layer that
     was queried. ``leave_to_attention`` records that the model's own attention would have a mask, although packed attention needs none.
     ``check_mask`` receives the attention mask of the pass. If a CUDA graph captures the step, ``captured`` is set.
     """

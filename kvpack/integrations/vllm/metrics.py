@@ -127,7 +127,7 @@ def add_scheduler_stats(stats: Any, manager: Any) -> Any:
     """
     result = _empty_stats()
     for tier in manager.secondary_tiers:
-        added, tier.damaged_told = tier.damaged_chunks - getattr(tier, "damaged_told", 0), tier.damaged_chunks
+        added, tier.damaged_reported = tier.damaged_chunks - getattr(tier, "damaged_reported", 0), tier.damaged_chunks
         if added:
             result.increase_counter(PACKED + "damaged_chunks", added, (str(tier.tier_type),))
     if stats is None and result.is_empty():

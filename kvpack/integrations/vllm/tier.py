@@ -145,7 +145,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups.cleanup(req_context.req_id)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Start encoding and storing chunks. Existing chunks are kept, and the store evicts on its own."""
+        """Start encoding and storing chunks. Existing chunks are kept. The store evicts entries itself."""
         # vLLM's keys are unordered, but a prefix must be evicted from its end, so sort the keys of a request by position.
         positions = getattr(job_metadata.req_context, "_offload_key_positions", {})
         chunks = dict(zip(job_metadata.keys, job_metadata.chunk_ids, strict=True))
@@ -183,7 +183,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         return result
 
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
-        """Do nothing. Loading a chunk records its use, and a request to a server here would block the scheduler."""
+        """Do nothing. Loading a chunk records its use, and a request to a server would block the scheduler here."""
 
     def has_pending_work(self) -> bool:
         return bool(self._running)
@@ -235,7 +235,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
 
 def _results(job: Job) -> list[bool]:
-    """Return a bool for each chunk: True if it was stored or loaded. If the job failed, all are False."""
+    """Return a bool for each chunk: True if it was stored or loaded. All are False if the job failed."""
     try:
         return job.results or [False] * len(job.keys)
     except Exception:
@@ -263,7 +263,7 @@ def _check_layout(config: Any, groups: Sequence[Group], layout: str) -> None:
 def _chunk_groups(config: Any, groups: Sequence[Group]) -> list[_ChunkGroup]:
     """Return the groups with the offsets of their blocks in a chunk. Raises InvalidParameter if the configuration does not match.
 
-    A chunk contains the blocks of every worker. A worker's blocks include those of every layer.
+    A chunk contains the blocks of every worker, each with the blocks of every layer.
     """
     blocks, workers, block_bytes = config.cache.blocks_per_chunk, config.parallel.world_size, config.worker_kv_bytes_per_block
     if config.canonical_layout or config.replicated_layout:

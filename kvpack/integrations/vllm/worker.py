@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GroupPart(NamedTuple):
-    """The blocks of one group in a transfer, with a row in host memory, uint8 ``[byte]``, and the row's key for each block.
+    """The blocks of one group in a transfer. Each block has a row in host memory, uint8 ``[byte]``, and a key.
 
     ``absent`` contains the rows of the same chunks that have no block.
     """
@@ -36,16 +36,17 @@ class GroupPart(NamedTuple):
 
 
 class _Transfer:
-    """A transfer: its page jobs, with rows on the device. ``land`` is called for each job once the device has finished it."""
+    """A transfer, which consists of page jobs with rows on the device. ``on_finished`` is called for each job that the device has finished.
+    """
 
     def __init__(
         self,
         job_id: int,
         parts: list[tuple[GroupPart, torch.Tensor, PageJob]],
-        land: Callable[[GroupPart, torch.Tensor, PageJob], None],
+        on_finished: Callable[[GroupPart, torch.Tensor, PageJob], None],
         stream: Any,
     ) -> None:
-        self.number, self._parts, self._land, self._stream = job_id, parts, land, stream
+        self.number, self._parts, self._on_finished, self._stream = job_id, parts, on_finished, stream
         self._begun, self._landed = time.perf_counter(), False
         self._event: Any = None
 
@@ -56,7 +57,7 @@ class _Transfer:
                 return False
             self._landed = True
             for part, rows, job in self._parts:
-                self._land(part, rows, job)
+                self._on_finished(part, rows, job)
             if self._stream is not None:
                 self._event = self._stream.record_event()
         if self._event is None:
@@ -94,7 +95,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         self._running: deque[_Transfer] = deque()
         self._failed: set[int] = set()
         self._counts: Counter[tuple[str, ...]] = Counter()
-        self._told: Counter[tuple[str, ...]] = Counter()
+        self._reported: Counter[tuple[str, ...]] = Counter()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         parts = []
@@ -131,7 +132,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
                 transfer.done(wait=True)
 
     def failed_blocks(self) -> set[int]:
-        """Return the blocks that could not be loaded since the last call, and forget them."""
+        """Return the blocks that could not be loaded since the last call."""
         failed, self._failed = self._failed, set()
         return failed
 
@@ -141,7 +142,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
 
     def pop_counts(self) -> Counter[tuple[str, ...]]:
         """Return the block counts since the last call, by name and, for refused and damaged blocks, by reason."""
-        added, self._told = self._counts - self._told, self._counts.copy()
+        added, self._reported = self._counts - self._reported, self._counts.copy()
         return added
 
     def shutdown(self) -> None:

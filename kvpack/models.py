@@ -119,10 +119,10 @@ def cache_shapes(path: str | os.PathLike[str]) -> list[LayerShape | None]:
             f"{path}: transformers cannot create a decoder from the configuration ({next(iter(str(error).splitlines()), '')}): pass "
             "--layers, --heads and --dim instead"
         ) from None
-    return [_shape(layer) for layer in cache.layers]
+    return [_layer_shape(layer) for layer in cache.layers]
 
 
-def _shape(layer: Any) -> LayerShape | None:
+def _layer_shape(layer: Any) -> LayerShape | None:
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if keys is None or values is None:
         return None

@@ -36,7 +36,7 @@ def decode_calls(
     if installed_version() is None:
         return
     for name, dtype in (("FlashInfer bf16", torch.bfloat16), ("FlashInfer fp8", torch.float8_e4m3fn)):
-        pages = [_pages(x).to(dtype) for x in kv]
+        pages = [_to_pages(x).to(dtype) for x in kv]
         size = sum(x.numel() * x.element_size() for x in kv) * dtype.itemsize // kv[0].element_size()
         caches = [tuple(pages), *(tuple(x.clone() for x in pages) for _ in range(copies(size) - 1))]
         try:
@@ -49,7 +49,7 @@ def decode_calls(
         yield name, size, calls
 
 
-def _pages(x: torch.Tensor) -> torch.Tensor:
+def _to_pages(x: torch.Tensor) -> torch.Tensor:
     """Return keys or values as pages ``[page, token, kv_head, dim]``, sequence by sequence."""
     heads, tokens, dim = x.shape[1:]
     padded = torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, -tokens % PAGE_TOKENS))

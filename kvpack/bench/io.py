@@ -82,11 +82,11 @@ def _synthetic_source(shape_text: str) -> Source:
         raise InvalidParameter(f"--synthetic is {shape_text!r}, expected layers x batch x heads x tokens x dim, such as 8x1x8x4096x128")
     layers, *shape = map(int, match.groups())
     generator = torch.Generator().manual_seed(0)
-    pairs = [(_gaussian(shape, generator), _gaussian(shape, generator)) for _ in range(layers)]
+    pairs = [(_random_normal(shape, generator), _random_normal(shape, generator)) for _ in range(layers)]
     return Source(f"Gaussian values, layers x batch x heads x tokens x dim = {shape_text}", pairs)
 
 
-def _gaussian(shape: list[int], generator: torch.Generator) -> torch.Tensor:
+def _random_normal(shape: list[int], generator: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(torch.bfloat16)
 
 
@@ -146,10 +146,10 @@ def run(
         paths: dict[str, str] = {}
         for number, peer in enumerate(dense.FORMATS):
             paths[peer.name] = os.path.join(temporary, f"dense-{number}")
-            ways += _dense(cache, peer, paths[peer.name])
+            ways += _dense_operations(cache, peer, paths[peer.name])
         for number, recipe in enumerate(dict.fromkeys(recipes)):
             paths[recipe] = os.path.join(temporary, f"packed-{number}.kvpack")
-            ways += _packed_file(cache, recipe, paths[recipe])
+            ways += _packed_operations(cache, recipe, paths[recipe])
         removals = [None if way.writes is None else partial(_remove, way.writes) for way in ways]
         seconds = time_interleaved([way.call for way in ways], repeats, before=removals, new_memory=True, progress=progress)
         sizes = {name: dense.stored_bytes(path) for name, path in paths.items()}
@@ -175,7 +175,7 @@ def run(
     return {"source": cache.label, "bf16_bytes": cache.nbytes, "repeats": repeats, "backend": kvpack.backends()["cpu"], "rows": rows}
 
 
-def _dense(cache: Source, dense_format: dense.DenseFormat, path: str) -> list[_Operation]:
+def _dense_operations(cache: Source, dense_format: dense.DenseFormat, path: str) -> list[_Operation]:
     tensors = cache.tensors
     queries = [_random_queries(k) for k, _ in cache.pairs]
     ways = [
@@ -191,7 +191,7 @@ def _dense(cache: Source, dense_format: dense.DenseFormat, path: str) -> list[_O
     return [*ways, _Operation(dense_format.name, ATTEND, attend)] if dense_format is dense.FORMATS[0] else ways
 
 
-def _packed_file(cache: Source, recipe: str, path: str) -> list[_Operation]:
+def _packed_operations(cache: Source, recipe: str, path: str) -> list[_Operation]:
     packed = kvpack.pack(cache.pairs, recipe)
     kvpack.save(packed, path)
     loaded = kvpack.load(path)
@@ -241,7 +241,7 @@ def show(report: dict[str, Any]) -> None:
     names = list(dict.fromkeys(row["name"] for row in report["rows"]))
     columns = ["what", "bits per\nvalue"]
     columns += [text for way in (WRITE, READ, ATTEND) for text in (f"{way},\nms", "x safe-\ntensors", "on the\nclock")]
-    rows = [[name, *_cells(by_place, name)] for name in names if (name, WRITE) in by_place]
+    rows = [[name, *_row_cells(by_place, name)] for name in names if (name, WRITE) in by_place]
     print_table(f"{report['source']}: {report['bf16_bytes']:,} bytes in bf16, median of {report['repeats']}", columns, rows)
     copy = by_place["memory", COPY]
     parts = [text for part in PARTS for text in (f"{part},\nGB/s", "of copy")]
@@ -262,7 +262,7 @@ def show(report: dict[str, Any]) -> None:
     print("safetensors' load_file maps the file, and its values are then copied.")
 
 
-def _cells(by_place: dict[tuple[str, str], dict[str, Any]], name: str) -> list[str]:
+def _row_cells(by_place: dict[tuple[str, str], dict[str, Any]], name: str) -> list[str]:
     cells = [f"{by_place[name, WRITE]['bits_per_value']:.2f}"]
     for way in (WRITE, READ, ATTEND):
         row = by_place.get((name, way))

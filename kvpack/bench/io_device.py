@@ -64,7 +64,7 @@ def _rows(
 
     def copy_and_write() -> None:
         pinned.copy_(buffer)
-        _write(plain, memoryview(pinned.numpy().data))
+        _write_file(plain, memoryview(pinned.numpy().data))
 
     calls: dict[str, Callable[[], object]] = {
         "save": lambda: kvpack.save(cache, path),
@@ -95,7 +95,7 @@ def _time_calls(call: Callable[[], object], device: torch.device, repeats: int) 
     return seconds
 
 
-def _write(path: str, data: memoryview) -> None:
+def _write_file(path: str, data: memoryview) -> None:
     """Write ``data`` to ``path`` in the same way as ``kvpack.save``: to a new file, which is then renamed."""
     descriptor = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:

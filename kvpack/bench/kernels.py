@@ -144,7 +144,7 @@ def run(
         "unpack": unpack, "queries": queries,
     }  # fmt: skip
     if out is not None:
-        _write(report, Path(out))
+        _write_report(report, Path(out))
     return report
 
 
@@ -163,15 +163,15 @@ def _rows(shape: QueryShape, recipes: Sequence[str], bandwidth: float, with_peer
         for _ in range(2)
     ]
     q = torch.randn(shape.batch, shape.q_heads, 1, shape.dim, device="cuda", generator=generator).to(torch.bfloat16)
-    rows = _libraries(q, kv)
+    rows = _library_rows(q, kv)
     for recipe in (kernels_plot.OWN_BF16, *recipes):
-        rows.append(_row(q, kv, recipe))
+        rows.append(_recipe_row(q, kv, recipe))
         torch.cuda.empty_cache()
     peers = rows[: len(rows) - len(recipes)]
     best, best_eager = (min(row[name] for row in peers) for name in ("whole_seconds", "eager_seconds"))
     if with_peers:
         # Ratios are those to the best bf16 of PyTorch's libraries.
-        peer_calls = flashinfer_pages.decode_calls(q, kv, _copies)
+        peer_calls = flashinfer_pages.decode_calls(q, kv, _copy_count)
         rows[:0] = [_peer_row(name, size, calls, graph_seconds(calls)) for name, size, calls in peer_calls]
     for row in rows:
         row["eager_of_bf16"] = row["eager_seconds"] / best_eager
@@ -181,12 +181,12 @@ def _rows(shape: QueryShape, recipes: Sequence[str], bandwidth: float, with_peer
     return rows
 
 
-def _libraries(q: torch.Tensor, kv: list[torch.Tensor]) -> list[dict[str, Any]]:
+def _library_rows(q: torch.Tensor, kv: list[torch.Tensor]) -> list[dict[str, Any]]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
     size = sum(x.nbytes for x in kv)
-    copies = [kv, *([x.clone() for x in kv] for _ in range(_copies(size) - 1))]
+    copies = [kv, *([x.clone() for x in kv] for _ in range(_copy_count(size) - 1))]
     rows = []
     for name, backend in (("SDPA flash", SDPBackend.FLASH_ATTENTION), ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
         with sdpa_kernel(backend):
@@ -207,7 +207,7 @@ def _peer_row(name: str, size: int, calls: Sequence[Callable[[], object]], secon
     }  # fmt: skip
 
 
-def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]:
+def _recipe_row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]:
     layer = synthetic_basis.pack(kv[0], kv[1], recipe)
     kernels = attention_kernels(q, layer)
     size = sum(stream.nbytes for side in layer.sides.values() for page in side.runs for stream in page.streams.values())
@@ -215,13 +215,13 @@ def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]
         # PyTorch operations, which a graph cannot capture.
         seconds = whole = eager = median_seconds(lambda: kvpack.attend(q, layer))
     else:
-        layers = [layer, *(_copy_layer(layer) for _ in range(_copies(size) - 1))]
+        layers = [layer, *(_copy_layer(layer) for _ in range(_copy_count(size) - 1))]
         seconds = graph_seconds([_after_rotation(q, one_layer) for one_layer in layers])
         calls = [partial(kvpack.attend, q, one_layer) for one_layer in layers]
         whole, eager = graph_seconds(calls), eager_seconds(calls)
     return {
         "recipe": recipe, "decoded_first": kernels is None, "bytes": size, "seconds": seconds, "whole_seconds": whole,
-        "eager_seconds": eager, "error": _error(q, layer), "unpack_seconds": median_seconds(lambda: layer.unpack(torch.bfloat16)),
+        "eager_seconds": eager, "error": _relative_error(q, layer), "unpack_seconds": median_seconds(lambda: layer.unpack(torch.bfloat16)),
     }  # fmt: skip
 
 
@@ -233,7 +233,7 @@ def _after_rotation(q: torch.Tensor, layer: Layer) -> Callable[[], object]:
     return attention.prepare(q, layer, Options(q.shape[-1] ** -0.5)).after_rotation(q)
 
 
-def _copies(size: int) -> int:
+def _copy_count(size: int) -> int:
     """Return how many buffers of ``size`` bytes together exceed the L2 cache."""
     return max(1, min(_MAX_COPIES, math.ceil(_COLD_BYTES / size)))
 
@@ -246,7 +246,7 @@ def _copy_layer(layer: Layer) -> Layer:
     return kvpack.Layer(*sides)
 
 
-def _error(q: torch.Tensor, layer: Layer) -> float:
+def _relative_error(q: torch.Tensor, layer: Layer) -> float:
     """Return the relative 2-norm error of ``kvpack.attend``, compared with float64 attention over the decoded values."""
     k, v = layer.unpack(torch.float32)
     assert k is not None
@@ -259,7 +259,7 @@ def _error(q: torch.Tensor, layer: Layer) -> float:
     return float((output - exact).norm() / exact.norm())
 
 
-def _write(report: dict[str, Any], folder: Path) -> None:
+def _write_report(report: dict[str, Any], folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "kernels.json").write_text(json.dumps(report, indent=2) + "\n")

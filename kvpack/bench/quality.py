@@ -172,7 +172,7 @@ def run(
     given = None if file is None else Basis.load(file)
     recipes = list(dict.fromkeys([*recipes, *([] if reference is None else [reference])]))
     parsed = [Recipe(recipe, given if basis is not None or Recipe(recipe).needs_basis else None) for recipe in recipes]
-    _check(settings, given)
+    _check_settings(settings, given)
     if out is not None:
         quality_plot.library()
         _make_folder(out)
@@ -188,12 +188,12 @@ def run(
     inserted = None if settings.inserted is None else _token_id(words, settings.inserted)
     most = positions(network)
     long = others[-1] if is_own else words
-    sizes = _sizes(settings, words, long, most)
+    sizes = _choose_sizes(settings, words, long, most)
     parts = [_TextWindows(words, sizes)]
     for other in others:
         whole = other is long
         its = replace(settings, tokens=min(LONG_TOKENS, most or LONG_TOKENS), windows=1, scored_tokens=None) if whole else settings
-        parts.append(_TextWindows(other, _sizes(replace(its, needles=0), other, other, most)))
+        parts.append(_TextWindows(other, _choose_sizes(replace(its, needles=0), other, other, most)))
     sample = window(words, 0, _TWIN_SAMPLE).to(network.device)
     measurement = _Measurement(
         network, parts, long, tuple(recipes), tuple(parsed), reference, settings.seed, inserted, progress, show_line
@@ -205,17 +205,17 @@ def run(
         "inserted": settings.inserted,
         "basis": None if given is None else {"file": given.where, "digest": given.digest.hex()},
         "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
-        "precision": _precision(network),
+        "precision": _precision_text(network),
         "uncompressed_bits": 8 * network.dtype.itemsize,
         **measurement.run(),
     }
     report["cpu_seconds"] = time.process_time() - began
     if out is not None:
-        _write(report, Path(out))
+        _write_report(report, Path(out))
     return report
 
 
-def _check(settings: Settings, basis: Basis | None) -> None:
+def _check_settings(settings: Settings, basis: Basis | None) -> None:
     """Raise InvalidParameter if the options conflict, or if the device is missing."""
     if settings.offset is not None and basis is not None:
         raise InvalidParameter("--offset changes the keys, but the basis was calibrated without it: omit --offset or --basis")
@@ -243,19 +243,19 @@ def _token_id(text: Text, token: str) -> int:
     return ids[0]
 
 
-def _precision(model: Any) -> str:
+def _precision_text(model: Any) -> str:
     """Return the model's dtype and device as text. Results with different texts are not comparable."""
     if model.device.type == "cuda":
         return f"bf16 on one {torch.cuda.get_device_name(model.device)}"
     return "fp32 on a CPU"
 
 
-def _sizes(settings: Settings, text: Text, long: Text, max_positions: int | None) -> _MeasuredSizes:
+def _choose_sizes(settings: Settings, text: Text, long: Text, max_positions: int | None) -> _MeasuredSizes:
     tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, text, max_positions)
     scored_tokens = min(DEFAULT_SCORE, tokens // 2) if settings.scored_tokens is None else settings.scored_tokens
     room = len(text.ids) // window_ids(tokens, text)
     windows = min(DEFAULT_WINDOWS, room) if settings.windows is None else settings.windows
-    lengths = _lengths(tokens, long, max_positions)
+    lengths = _needle_lengths(tokens, long, max_positions)
     prompts = min((len(long.ids) // length for length in lengths), default=0)
     count = min(DEFAULT_NEEDLES, prompts) if settings.needles is None else settings.needles
     check_size("--score", scored_tokens, 1, tokens - 1, f"in a window of {tokens} tokens")
@@ -270,7 +270,7 @@ def _sizes(settings: Settings, text: Text, long: Text, max_positions: int | None
     return _MeasuredSizes(tokens, scored_tokens, windows, count, settings.step, written)
 
 
-def _lengths(tokens: int, text: Text, max_positions: int | None) -> tuple[int, ...]:
+def _needle_lengths(tokens: int, text: Text, max_positions: int | None) -> tuple[int, ...]:
     """Return the lengths of needle prompts: the window's length for a byte-level model, otherwise several lengths up to the limits."""
     if text.is_byte_level:
         return (tokens,) if tokens >= _MIN_BYTES else ()
@@ -313,7 +313,7 @@ class _Measurement:
             self.show_line(f"reading {count} {'window' if count == 1 else 'windows'} of {words}; results follow after each")
         with tempfile.TemporaryDirectory(prefix="kvpack-bench-") as folder:
             path = os.path.join(folder, "window.kvpack")
-            read = [self._windows(part, path) for part in self.parts]
+            read = [self._measure_windows(part, path) for part in self.parts]
             exact_answers, answers = self._answer_needles(path)
             written = self._generated_divergences(path)
         (begun, exact_losses, forgotten, measured), *others = read
@@ -332,7 +332,7 @@ class _Measurement:
         result["generated"] = None if written is None else generation_summary(self.names, written)
         return result
 
-    def _windows(self, part: _TextWindows, path: str) -> tuple[list[int], list[float], list[Comparison], list[list[RecipeResult]]]:
+    def _measure_windows(self, part: _TextWindows, path: str) -> tuple[list[int], list[float], list[Comparison], list[list[RecipeResult]]]:
         exact_losses: list[float] = []
         forgotten: list[Comparison] = []
         measured: list[list[RecipeResult]] = [[] for _ in self.recipes]
@@ -345,19 +345,19 @@ class _Measurement:
             exact = read_uncompressed(self.model, self._on_device(ids), part.sizes.score)
             exact_losses.append(exact.loss)
             forgotten.append(read_forgotten(self.model, exact))
-            self._step()
+            self._count_step()
             for recipe, rows in zip(self.recipes, measured, strict=True):
                 rows.append(measure(self.model, exact, recipe, path, part.sizes.step, errors=part is self.parts[0]))
-                self._step()
+                self._count_step()
             so_far = (f"{fmean(row.kl_divergence for row in rows):.5f}" for rows in measured)
-            self._show(f"{part.text.name}, window {len(exact_losses)} of {len(begun)}, mean KL", so_far)
+            self._show_results(f"{part.text.name}, window {len(exact_losses)} of {len(begun)}, mean KL", so_far)
         return begun, exact_losses, forgotten, measured
 
-    def _prompts(self) -> Iterator[needles.NeedlePrompt]:
+    def _needle_prompts(self) -> Iterator[needles.NeedlePrompt]:
         """Yield the needle prompts for each length and depth. Texts overlap only between prompts of different lengths."""
         generator = torch.Generator().manual_seed(self.seed)
         count = self.sizes.needles
-        for length in _lengths(self.sizes.tokens, self.long, positions(self.model)) if count else ():
+        for length in _needle_lengths(self.sizes.tokens, self.long, positions(self.model)) if count else ():
             size = length - needles.QUESTION_TOKENS - len(self.long.start)
             for number, start in enumerate(window_starts(len(self.long.ids), size, count, self.seed + 1)):
                 ids = self.long.ids[start : start + size]
@@ -369,7 +369,7 @@ class _Measurement:
     def _answer_needles(self, path: str) -> tuple[list[NeedleAnswer], list[list[NeedleAnswer]]]:
         exact_answers: list[NeedleAnswer] = []
         result: list[list[NeedleAnswer]] = [[] for _ in self.recipes]
-        for prompt in self._prompts():
+        for prompt in self._needle_prompts():
             tokens = self._on_device(torch.tensor([[*self.long.start, *prompt.ids]]))
             pairs = prefill(self.model, tokens)
             length = tokens.shape[1]
@@ -377,13 +377,15 @@ class _Measurement:
             # Copy the cache for each question, because it may grow in place.
             new_cache = partial(_new_cache, self.model, pairs)
             exact_answers += make_asked(needles.grade_answers(self.model, prompt, new_cache))
-            self._step()
+            self._count_step()
             for recipe, right in zip(self.recipes, result, strict=True):
                 packed = packed_file(pairs, recipe, path)
                 right += make_asked(needles.grade_answers(self.model, prompt, partial(Bf16Cache.from_cache, self.model, packed)))
-                self._step()
+                self._count_step()
             rights = [sum(answer.right for answer in answers) for answers in (exact_answers, *result)]
-            self._show(f"needles ({rights[0]} of {len(exact_answers)} found without packing) found with packing", map(str, rights[1:]))
+            self._show_results(
+                f"needles ({rights[0]} of {len(exact_answers)} found without packing) found with packing", map(str, rights[1:])
+            )
         return exact_answers, result
 
     def _generated_divergences(self, path: str) -> list[generated.GenerationEffect] | None:
@@ -391,15 +393,15 @@ class _Measurement:
             return None
         prompt = self._on_device(window(self.long, 0, generated.PROMPT - len(self.long.start)))
         exact = generated.generate(self.model, prompt, self.sizes.generated, self.seed)
-        self._step()
+        self._count_step()
         written = []
         for recipe in self.recipes:
             written.append(generated.measure_generation(self.model, exact, recipe, path, self.sizes.step, self.seed))
-            self._step()
-        self._show("share of generated tokens that changed", (f"{100 * effect.changed:.1f} %" for effect in written))
+            self._count_step()
+        self._show_results("share of generated tokens that changed", (f"{100 * effect.changed:.1f} %" for effect in written))
         return written
 
-    def _show(self, label: str, results: Iterable[str]) -> None:
+    def _show_results(self, label: str, results: Iterable[str]) -> None:
         """Show a preliminary result of each recipe, if ``show_line`` is set."""
         if self.show_line:
             self.show_line(f"{label}: " + ", ".join(f"{name} {text}" for name, text in zip(self.names, results, strict=True)))
@@ -407,10 +409,10 @@ class _Measurement:
     def _on_device(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens.to(self.model.device)
 
-    def _step(self) -> None:
+    def _count_step(self) -> None:
         self.done += 1
         if self.progress:
-            lengths = len(_lengths(self.sizes.tokens, self.long, positions(self.model)))
+            lengths = len(_needle_lengths(self.sizes.tokens, self.long, positions(self.model)))
             read = sum(part.sizes.windows for part in self.parts) + self.sizes.needles * lengths + bool(self.sizes.generated)
             self.progress(self.done, read * (1 + len(self.recipes)))
 
@@ -439,7 +441,7 @@ def round_numbers(value: Any) -> Any:
     return [round_numbers(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
-def _write(report: dict[str, Any], folder: Path) -> None:
+def _write_report(report: dict[str, Any], folder: Path) -> None:
     try:
         (folder / "quality.json").write_text(json.dumps(round_numbers(report), indent=2) + "\n")
         quality_plot.draw(report, folder / "quality")

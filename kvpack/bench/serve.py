@@ -142,7 +142,7 @@ def random_model(shape: str, layers: int | None, device: str, dtype: str | None,
     With ``random_weights``, all layers must have full or sliding attention, because their keys and values will be random.
     """
     library = transformers_library()
-    config = _config(shape, layers)
+    config = _load_config(shape, layers)
     if random_weights and (others := {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}):
         raise InvalidParameter(
             f"{shape} has layers of {', '.join(sorted(others))}, but this benchmark draws random keys and values only for full and sliding "
@@ -158,7 +158,7 @@ def random_model(shape: str, layers: int | None, device: str, dtype: str | None,
         return library.AutoModelForCausalLM.from_config(config, dtype=weights_dtype).eval()
 
 
-def _config(shape: str, layers: int | None) -> Any:
+def _load_config(shape: str, layers: int | None) -> Any:
     library = transformers_library()
     if shape in SHAPES:
         name, settings = SHAPES[shape]
@@ -188,11 +188,11 @@ def _tokens_in_layers(config: Any, tokens: int) -> list[int]:
     return [tokens if kind == "full_attention" else min(tokens, config.sliding_window - 1) for kind in types]
 
 
-def _states(model: Any, batch: int, tokens: int, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [_layer_states(model, batch, stored_tokens, device) for stored_tokens in _tokens_in_layers(model.config, tokens)]
+def _random_states(model: Any, batch: int, tokens: int, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [_random_layer_states(model, batch, stored_tokens, device) for stored_tokens in _tokens_in_layers(model.config, tokens)]
 
 
-def _layer_states(model: Any, batch: int, tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _random_layer_states(model: Any, batch: int, tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -223,7 +223,7 @@ def _decode_rows(
 ) -> list[dict[str, Any]]:
     row: dict[str, Any] = {"batch": batch, "tokens": tokens}
     if device == "cpu":
-        states = _states(model, batch, tokens, device)
+        states = _random_states(model, batch, tokens, device)
         packed = {recipe: kvpack.pack(_add_skipped(states, tokens), recipe) for recipe in recipes}
         dense = _dynamic_cache(model, states, tokens)
         others = peer_caches(model, states, tokens, spare_tokens())
@@ -235,7 +235,7 @@ def _decode_rows(
     free_memory(device)
     count()
     for recipe in recipes:
-        packed_row = {**row, **measured_row(recipe, partial(_packed_steps, model, batch, tokens, recipe, device))}
+        packed_row = {**row, **measured_row(recipe, partial(_packed_row, model, batch, tokens, recipe, device))}
         free_memory(device)
         taken, _ = try_measure(partial(_alternating_step_seconds, model, batch, tokens, recipe, device))
         free_memory(device)
@@ -249,7 +249,7 @@ def _decode_rows(
 def _dense_rows(model: Any, batch: int, tokens: int, device: str) -> list[dict[str, Any]]:
     """Return the rows of transformers' own caches: DynamicCache with PyTorch's choice of attention or with FlashAttention, and others."""
     try:
-        states = _states(model, batch, tokens, device)
+        states = _random_states(model, batch, tokens, device)
     except torch.OutOfMemoryError:
         return [{"cache": name, **dict.fromkeys(TIMES), "error": OUT_OF_MEMORY_ERROR} for name in (DYNAMIC, FLASH, STATIC)]
     dense_bytes = sum(x.nbytes for pair in states for x in pair)
@@ -268,7 +268,7 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str) -> list[dict[s
             "step_seconds": step,
             "generate_seconds": generated,
             "cache_bytes": dense_bytes if make is dynamic else cache_bytes(past),
-            "peak_bytes": _peak(device),
+            "peak_bytes": _peak_bytes(device),
         }
 
     def dynamic() -> Any:
@@ -294,7 +294,7 @@ def _alternating_step_seconds(model: Any, batch: int, tokens: int, recipe: str, 
     from kvpack.integrations.transformers import KvpackCache
 
     plain = with_plain_attention(model)
-    dense = _dynamic_cache(plain, _states(plain, batch, tokens, device), tokens)
+    dense = _dynamic_cache(plain, _random_states(plain, batch, tokens, device), tokens)
     with KvpackCache.of(_random_packed_cache(model, batch, tokens, recipe, device), model) as past:
         runs = [Steps(DYNAMIC, plain, dense), Steps(FLASH, plain, dense, flash=True)]
         runs += [Steps(_WITHOUT_GRAPHS, model, past, graphs=False), Steps(recipe, model, past)]
@@ -305,12 +305,12 @@ def _random_packed_cache(model: Any, batch: int, tokens: int, recipe: str, devic
     """Return a packed cache of random keys and values. To save memory, each layer is packed before the next one is created."""
     layers = []
     for stored_tokens in _tokens_in_layers(model.config, tokens):
-        pair = _layer_states(model, batch, stored_tokens, device)
+        pair = _random_layer_states(model, batch, stored_tokens, device)
         layers.append(kvpack.pack([(*pair, tokens - stored_tokens)], recipe)[0])
     return kvpack.Cache(tuple(layers), recipe)
 
 
-def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, Any]:
+def _packed_row(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, Any]:
     from kvpack.integrations.transformers import KvpackCache
 
     cache = _random_packed_cache(model, batch, tokens, recipe, device)
@@ -336,7 +336,7 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
         "generate_seconds": generated,
         "graph_seconds": graph,
         "cache_bytes": size,
-        "peak_bytes": _peak(device),
+        "peak_bytes": _peak_bytes(device),
     }
 
 
@@ -390,7 +390,7 @@ def _first_token_rows(
     }
     loads: dict[str, Callable[[], None]] = {}
     sizes: dict[str, int] = {}
-    states = _states(model, 1, tokens, device)
+    states = _random_states(model, 1, tokens, device)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         dense = Path(place, "dense.safetensors")
         save_file({f"{number}.{name}": x for number, pair in enumerate(states) for name, x in zip("kv", pair, strict=True)}, dense)
@@ -433,7 +433,7 @@ def _reset_peak(device: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _peak(device: str) -> int | None:
+def _peak_bytes(device: str) -> int | None:
     return torch.cuda.max_memory_allocated() if device == "cuda" else None
 
 
@@ -445,10 +445,10 @@ def call_seconds(calls: Sequence[Callable[[], None]], device: str) -> list[tuple
     """Return a (seconds, error) pair for each call: its time and None, or None and the text of the error that it raised."""
     if device == "cpu":
         return [(measured.process, None) for measured in time_interleaved(calls, REPEATS)]
-    return [try_measure(partial(_median, call, device)) for call in calls]
+    return [try_measure(partial(_median_seconds, call, device)) for call in calls]
 
 
-def _median(call: Callable[[], None], device: str) -> float:
+def _median_seconds(call: Callable[[], None], device: str) -> float:
     result = []
     for _ in range(REPEATS + 1):
         begin = time.perf_counter()

@@ -42,10 +42,10 @@ def show(report: dict[str, Any]) -> None:
         f"{report['recipe']}, {shape}",
         ["what", "measured", "target", ""],
         [
-            _row(f"match {match['tokens']:,} tokens in {match['chunks']} chunks", match["ms"], match["target_ms"], " ms", False),
-            _row(f"load {load['tokens']:,} tokens, relative to a read", load["of_read_and_digest"], load["target"], " x", True),
+            _target_row(f"match {match['tokens']:,} tokens in {match['chunks']} chunks", match["ms"], match["target_ms"], " ms", False),
+            _target_row(f"load {load['tokens']:,} tokens, relative to a read", load["of_read_and_digest"], load["target"], " x", True),
             *(
-                _row(
+                _target_row(
                     f"{name} among {most['entries']:,} entries, relative to {fewest['entries']:,}",
                     most[us] / fewest[us],
                     FLAT_TARGET,
@@ -81,7 +81,7 @@ def show(report: dict[str, Any]) -> None:
     print("A read copies each file to the same memory and computes its digest.")
 
 
-def _row(name: str, measured: float, target: float, unit: str, is_minimum: bool) -> list[str]:
+def _target_row(name: str, measured: float, target: float, unit: str, is_minimum: bool) -> list[str]:
     met = measured >= target if is_minimum else measured <= target
     return [name, f"{measured:.2f}{unit}", f"{'at least' if is_minimum else 'at most'} {target:g}{unit}", "met" if met else "missed"]
 
@@ -128,22 +128,22 @@ def run(
     identity = Identity("bench", recipe)
     report: dict[str, Any] = {"recipe": recipe, "layers": layers, "heads": HEADS, "dim": DIM, "chunk": CHUNK, "repeats": repeats}
     with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as temporary:
-        report["match"] = _match(os.path.join(temporary, "match"), identity)
+        report["match"] = _measure_match(os.path.join(temporary, "match"), identity)
         step()
-        report["load"] = _load(os.path.join(temporary, "load"), identity, layers, chunks, repeats)
+        report["load"] = _measure_load(os.path.join(temporary, "load"), identity, layers, chunks, repeats)
         step()
         report["operations"] = []
         for count in PROCESSES:
-            report["operations"].append(_operations(os.path.join(temporary, f"operations-{count}"), identity, count))
+            report["operations"].append(_measure_operations(os.path.join(temporary, f"operations-{count}"), identity, count))
             step()
         report["entries"] = []
         for count in sorted(entries):
-            report["entries"].append(_cost_among(os.path.join(temporary, "entries"), identity, count))
+            report["entries"].append(_measure_costs(os.path.join(temporary, "entries"), identity, count))
             step()
     return report
 
 
-def _prefix(recipe: str, layers: int, heads: int, dim: int, chunks: int) -> kvpack.Cache:
+def _create_prefix(recipe: str, layers: int, heads: int, dim: int, chunks: int) -> kvpack.Cache:
     """Return a cache of Gaussian values, in which all chunks are the same. The values do not affect the measurements."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, heads, CHUNK, dim, generator=generator).to(torch.bfloat16)
@@ -162,27 +162,27 @@ def _median(run: Callable[[], object], repeats: int) -> float:
     return statistics.median(seconds)
 
 
-def _match(folder: str, identity: Identity) -> dict[str, Any]:
+def _measure_match(folder: str, identity: Identity) -> dict[str, Any]:
     chunks = MATCHED_TOKENS // CHUNK
     ids = torch.arange(MATCHED_TOKENS) % 100_000
     with Store(folder, identity) as store:
-        saved = store.save(ids, _prefix(identity.recipe, 1, 1, 64, chunks))
+        saved = store.save(ids, _create_prefix(identity.recipe, 1, 1, 64, chunks))
         seconds = _median(lambda: store.match(ids), _MATCHES)
     return {"tokens": saved, "chunks": chunks, "ms": 1000 * seconds, "target_ms": MATCH_TARGET_MS}
 
 
-def _load(folder: str, identity: Identity, layers: int, chunks: int, repeats: int) -> dict[str, Any]:
+def _measure_load(folder: str, identity: Identity, layers: int, chunks: int, repeats: int) -> dict[str, Any]:
     ids = list(range(CHUNK * chunks))
     with Store(os.path.join(folder, "store"), identity) as store:
-        store.save(ids, _prefix(identity.recipe, layers, HEADS, DIM, chunks))
-        paths = [_path(store, key) for key in store.keys(ids)]
+        store.save(ids, _create_prefix(identity.recipe, layers, HEADS, DIM, chunks))
+        paths = [_entry_path(store, key) for key in store.keys(ids)]
         dense = _save_dense(folder, layers, chunks)
         memory = memoryview(bytearray(max(map(os.path.getsize, paths))))
         # Measure in turn, so that other load on the machine affects all equally.
         times: dict[str, list[float]] = {}
         ways: dict[str, Callable[[], object]] = {
             "load": lambda: store.load(ids),
-            "read and digest": lambda: [xxhash.xxh3_128_digest(_read(path, memory)) for path in paths],
+            "read and digest": lambda: [xxhash.xxh3_128_digest(_read_into(path, memory)) for path in paths],
             "bf16 safetensors, mapped and read": lambda: [_read_dense(path) for path in dense],
         }
         for number in range(repeats + 1):
@@ -213,12 +213,12 @@ def _load(folder: str, identity: Identity, layers: int, chunks: int, repeats: in
     }
 
 
-def _path(store: Store, key: bytes) -> str:
+def _entry_path(store: Store, key: bytes) -> str:
     name = key.hex()
     return os.path.join(os.fspath(store.location), name[0], name[1], name)
 
 
-def _read(path: str, memory: memoryview) -> memoryview:
+def _read_into(path: str, memory: memoryview) -> memoryview:
     """Read a file into ``memory``, which is already in use. Returns the part of ``memory`` that was filled."""
     with open(path, "rb", buffering=0) as file:
         done = 0
@@ -243,11 +243,11 @@ def _read_dense(path: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _operations(folder: str, identity: Identity, processes: int) -> dict[str, Any]:
+def _measure_operations(folder: str, identity: Identity, processes: int) -> dict[str, Any]:
     """Put chunks of 4 layers and then get them, in several processes with different prompts. Returns the results."""
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(processes), context.Queue()
-    cache = _prefix(identity.recipe, 4, HEADS, DIM, 1)
+    cache = _create_prefix(identity.recipe, 4, HEADS, DIM, 1)
     workers = []
     for number in range(processes):
         workers.append(context.Process(target=_put_and_get, args=(folder, identity, cache, number, barrier, results)))
@@ -278,11 +278,11 @@ def _put_and_get(folder: str, identity: Identity, cache: kvpack.Cache, process_i
         again = time.monotonic()
         failed += sum(store.load(ids)[0] != CHUNK for ids in prompts)
         got = time.monotonic()
-        size = os.path.getsize(_path(store, store.keys(prompts[0])[0]))
+        size = os.path.getsize(_entry_path(store, store.keys(prompts[0])[0]))
     results.put((started, put, again, got, size, failed))
 
 
-def _cost_among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
+def _measure_costs(folder: str, identity: Identity, count: int) -> dict[str, Any]:
     """Fill a store with ``count`` small entries, and return the cost of a chunk in it."""
     backend = Directory(folder, Counters())
     present = backend.size()[0]
@@ -290,7 +290,7 @@ def _cost_among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
     for number in range(present, count):
         key = xxhash.xxh3_128_digest(number.to_bytes(8, "little"))
         backend.put([key + key], [memoryview(_ENTRY_BYTES)], now)
-    cache = _prefix(identity.recipe, 1, 1, 64, 1)
+    cache = _create_prefix(identity.recipe, 1, 1, 64, 1)
     prompts = [torch.full((CHUNK,), count + turn) for turn in range(_MATCHES_PER_SIZE)]
     with Store(folder, identity) as store:
         calls = (lambda ids: store.save(ids, cache), store.match, store.load)

@@ -147,7 +147,7 @@ class _ScaleBenchmark:
 
     def _entries(self, template: Sequence[_EntryTemplate], prefix_index: int) -> Iterator[tuple[bytes, list[memoryview]]]:
         """Yield the keys and the pieces of the entries of one prefix."""
-        links = chunk_links(self._identity.digest, token_bytes(_ids(prefix_index)), CHUNK, [b""] * CHUNKS)
+        links = chunk_links(self._identity.digest, token_bytes(_prefix_ids(prefix_index)), CHUNK, [b""] * CHUNKS)
         for at, (key, parent, ids, _) in enumerate(links):
             yield key, template[at].pieces(key, parent, ids)
 
@@ -235,7 +235,7 @@ class _ScaleBenchmark:
         return replace(self._chunk(prefix_index), model=self._identity.header_model, recipe=self._identity.recipe)
 
     def _time_lookups(self, look: Callable[[Any], int], count: int) -> float:
-        prompts = [_ids(number)[: CHUNK * count] for number in range(LOOKUPS)]
+        prompts = [_prefix_ids(number)[: CHUNK * count] for number in range(LOOKUPS)]
         taken = [_milliseconds(partial(look, ids)) for ids in prompts if look(ids) == len(ids)]
         if not taken:
             raise InvalidParameter(
@@ -254,7 +254,7 @@ class _ScaleBenchmark:
         taken = []
         with self._store(max_bytes=self._budget() if budget is None else budget) as store:
             for turn in range(SAVES):
-                ids = _ids(self._new + worker * 10**6 + turn)[: 10 * CHUNK]
+                ids = _prefix_ids(self._new + worker * 10**6 + turn)[: 10 * CHUNK]
                 taken.append(_milliseconds(partial(store.save, ids, self._ten)))
             refused = store.counters()["refused_chunks"]
         self._new += SAVES
@@ -283,7 +283,7 @@ class _ScaleBenchmark:
         return 1000 * sum(cpus) / processes, sum(refused)
 
 
-def _ids(prefix_index: int) -> list[int]:
+def _prefix_ids(prefix_index: int) -> list[int]:
     return [prefix_index % 2**31, prefix_index // 2**31, *range(CHUNK * CHUNKS - 2)]
 
 

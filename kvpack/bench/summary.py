@@ -54,7 +54,7 @@ def summary(
     Each recipe is compared with the recipe ``reference`` window by window. Intervals are Student's t intervals over the windows.
     """
     exact_loss = fmean(exact_losses)
-    rows = [_row(recipe, measured, exact_losses, recalled) for recipe, measured, recalled in recipes]
+    rows = [_recipe_row(recipe, measured, exact_losses, recalled) for recipe, measured, recalled in recipes]
     mark_pareto_front(rows)
     add_ratios(rows, reference)
     return {
@@ -119,7 +119,7 @@ def mark_pareto_front(rows: Sequence[dict[str, Any]]) -> None:
     """
     front: list[list[float]] = []
     for row in sorted(rows, key=lambda row: (row["bits_per_value"], row["kl_divergence"])):
-        logarithms = _logarithms(row)
+        logarithms = _log_divergences(row)
         row["on_front"] = not front or significantly_less(logarithms, front[-1])
         if row["on_front"]:
             front.append(logarithms)
@@ -127,17 +127,17 @@ def mark_pareto_front(rows: Sequence[dict[str, Any]]) -> None:
 
 def add_ratios(rows: Sequence[dict[str, Any]], reference: str | None) -> None:
     """Set ``of_reference`` in each row: the ratio of its divergence to that of the recipe ``reference``, with an interval, or None."""
-    compared = next((_logarithms(row) for row in rows if row["recipe"] == reference), None)
+    compared = next((_log_divergences(row) for row in rows if row["recipe"] == reference), None)
     for row in rows:
         row["of_reference"] = None
         if compared is not None:
-            differences = [value - other for value, other in zip(_logarithms(row), compared, strict=True)]
+            differences = [value - other for value, other in zip(_log_divergences(row), compared, strict=True)]
             interval = student_t_interval(differences)
             ends = None if interval is None else [math.exp(end) for end in interval]
             row["of_reference"] = {"ratio": math.exp(fmean(differences)), "interval": ends}
 
 
-def _logarithms(row: dict[str, Any]) -> list[float]:
+def _log_divergences(row: dict[str, Any]) -> list[float]:
     return [math.log(max(window["kl_divergence"], _SMALLEST)) for window in row["windows"]]
 
 
@@ -155,7 +155,9 @@ def _prediction_results(windows: Sequence[Comparison | RecipeResult], exact_loss
     }
 
 
-def _row(recipe: str, measured: Sequence[RecipeResult], exact_losses: Sequence[float], needles: dict[str, Any] | None) -> dict[str, Any]:
+def _recipe_row(
+    recipe: str, measured: Sequence[RecipeResult], exact_losses: Sequence[float], needles: dict[str, Any] | None
+) -> dict[str, Any]:
     by_layer = {
         name: [fmean(values) for values in zip(*(getattr(window, name) for window in measured), strict=True)]
         for name in ("k_cosine", "v_cosine", "attention_error")
@@ -189,14 +191,14 @@ def summarize_recall(answers: Sequence[NeedleAnswer]) -> dict[str, Any]:
         parts[int(question.depth * DEPTHS)].append(question.right)
         lengths.setdefault(question.tokens, []).append(question.right)
     return {
-        **_counts([question.right for question in answers]),
+        **_recall_counts([question.right for question in answers]),
         "answers": [asdict(question) for question in answers],
-        "by_depth": [{"from": number / DEPTHS, "to": (number + 1) / DEPTHS, **_counts(part)} for number, part in enumerate(parts)],
-        "by_length": [{"tokens": tokens, **_counts(part)} for tokens, part in sorted(lengths.items())],
+        "by_depth": [{"from": number / DEPTHS, "to": (number + 1) / DEPTHS, **_recall_counts(part)} for number, part in enumerate(parts)],
+        "by_length": [{"tokens": tokens, **_recall_counts(part)} for tokens, part in sorted(lengths.items())],
     }
 
 
-def _counts(answers: Sequence[bool]) -> dict[str, Any]:
+def _recall_counts(answers: Sequence[bool]) -> dict[str, Any]:
     return {"right": sum(answers), "asked": len(answers), "interval": wilson_interval(sum(answers), len(answers)) if answers else None}
 
 
@@ -288,7 +290,7 @@ def show(report: dict[str, Any]) -> None:
     print("Attention error is the relative error of a layer with exact input, averaged over layers.")
     print("Encode and load are the median times for the tokens before the scored ones.")
     for other in report["others"]:
-        _show_other(other, reference, report["uncompressed_bits"])
+        _show_other_text(other, reference, report["uncompressed_bits"])
     if exact["needles"] is not None:
         _show_needles(report)
     if report["generated"] is not None:
@@ -314,7 +316,7 @@ def sizes_text(settings: dict[str, Any]) -> str:
     return f"{format_count(settings['windows'], 'window')} of {settings['tokens']:,} tokens, the last {settings['score']:,} scored"
 
 
-def _show_other(other: dict[str, Any], reference: str | None, bits: int) -> None:
+def _show_other_text(other: dict[str, Any], reference: str | None, bits: int) -> None:
     columns = ["recipe", "bits per\nvalue", "smaller\nthan bf16", "perplexity", "change in log\nperplexity", "95 %\n+-"]
     columns += ["KL\n(nats)", "95 %\n+-", f"x {reference or ''}", "95 %\ninterval", "same\nchoice"]
     rows = [["uncompressed", f"{bits:.2f}", "", f"{other['uncompressed']['perplexity']:.4f}", *[""] * 7]]

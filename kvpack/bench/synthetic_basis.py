@@ -50,9 +50,9 @@ _MIN_TABLE, _TABLES, _MAX_LEVEL = -4, 41, 63
 def check(recipe: str) -> None:
     """Raise InvalidParameter unless ``recipe`` is a recipe or names a synthetic basis."""
     if recipe.startswith(NAME):
-        _widths(recipe)
+        _parse_widths(recipe)
     elif recipe.startswith(TRANSFORM):
-        _parse_recipe(recipe)
+        _parse_transform(recipe)
     else:
         parse_recipe(recipe)
 
@@ -63,10 +63,10 @@ def resolve_recipe(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[str,
     The model has ``heads`` KV heads. ``dims`` are the head dims of keys and values.
     """
     if recipe.startswith(TRANSFORM):
-        rate, scope = _parse_recipe(recipe)
+        rate, scope = _parse_transform(recipe)
         return f"kv=transform:bits={rate}", _frames_basis(scope, heads, dims)
     if recipe.startswith(NAME):
-        basis, bits = _basis(recipe, heads, dims)
+        basis, bits = _create_basis(recipe, heads, dims)
         # Slightly more than the widths need, and less than the next larger widths.
         return f"kv=klt:bits={bits + 1e-4:.4f}", basis
     return recipe, None
@@ -82,7 +82,7 @@ def pack(k: torch.Tensor, v: torch.Tensor, recipe: str) -> Layer:
     return layer
 
 
-def _widths(recipe: str) -> tuple[list[int], list[int]]:
+def _parse_widths(recipe: str) -> tuple[list[int], list[int]]:
     match = re.fullmatch(rf"{NAME}([0-{MAX_WIDTH}]+):([0-{MAX_WIDTH}]+)", recipe)
     if match is None or not all(text.strip("0") for text in match.groups()):
         raise InvalidParameter(
@@ -92,21 +92,21 @@ def _widths(recipe: str) -> tuple[list[int], list[int]]:
 
 
 @lru_cache(maxsize=4)
-def _basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float]:
+def _create_basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float]:
     """Return the basis that ``recipe`` names, for one layer, and the bits per value at which its runs get the named widths.
 
     A head with fewer runs uses the first widths. Additional runs have width 0.
     """
     rows, all_widths = {}, {}
-    for side, run_widths, dim in zip(SIDES, _widths(recipe), dims, strict=True):
+    for side, run_widths, dim in zip(SIDES, _parse_widths(recipe), dims, strict=True):
         widths = (run_widths + [0] * run_count(dim))[: run_count(dim)]
-        rows[0, side] = torch.stack([_rows(widths, dim, seed) for seed in range(heads)])
+        rows[0, side] = torch.stack([_random_rows(widths, dim, seed) for seed in range(heads)])
         all_widths[0, side] = bytes(widths)
     basis = Basis.from_bytes(basis_bytes(rows, 1, {}), where=recipe)
     return basis, basis.average_bits(all_widths)
 
 
-def _rows(widths: list[int], dim: int, seed: int) -> torch.Tensor:
+def _random_rows(widths: list[int], dim: int, seed: int) -> torch.Tensor:
     """Return one head's rows of a basis: a random rotation, a small mean, and tables for a normal distribution."""
     generator = torch.Generator("cpu").manual_seed(seed)
     matrix = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64)).Q
@@ -128,7 +128,7 @@ def _weight_for_width(width: int) -> float:
     return _SLOPE / math.sqrt(last * following)
 
 
-def _parse_recipe(recipe: str) -> tuple[str, str]:
+def _parse_transform(recipe: str) -> tuple[str, str]:
     """Return the bits per value and the scope of frames in ``recipe``."""
     match = re.fullmatch(rf"{TRANSFORM}([0-9.]+):({'|'.join(SCOPES)})", recipe)
     if match is None:
@@ -143,16 +143,16 @@ def _frames_basis(scope: str, heads: int, dims: tuple[int, int]) -> Basis:
     """Return a basis for one layer. Its frames are random rotations, and its keys use RoPE."""
     rows, frames, tables = {}, {}, _normal_tables()
     for side, dim in zip(SIDES, dims, strict=True):
-        rows[0, side] = torch.stack([_rows([1] * run_count(dim), dim, seed) for seed in range(heads)])
+        rows[0, side] = torch.stack([_random_rows([1] * run_count(dim), dim, seed) for seed in range(heads)])
         count, channels = (heads, dim) if scope == "head" else (1, heads * dim)
         scales = numpy.arange(channels) * _OCTAVES * SCALES_PER_OCTAVE // channels
         rope = Rope(tuple(10000.0 ** (-2 * pair / dim) for pair in range(dim // 2)), "halves") if side == "k" else None
-        frame = torch.stack([_frame(channels, seed) for seed in range(count)])
+        frame = torch.stack([_random_frame(channels, seed) for seed in range(count)])
         frames[0, side] = Frames(frame, numpy.broadcast_to(scales, (count, channels)), tables, rope)
     return Basis.from_bytes(basis_bytes(rows, 1, {}, frames=frames), where=f"{TRANSFORM}{scope}")
 
 
-def _frame(channels: int, seed: int) -> torch.Tensor:
+def _random_frame(channels: int, seed: int) -> torch.Tensor:
     """Return a frame with a small random mean and a random rotation."""
     generator = torch.Generator("cpu").manual_seed(seed)
     matrix = torch.linalg.qr(torch.randn(channels, channels, generator=generator, dtype=torch.float64)).Q

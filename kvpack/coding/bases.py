@@ -197,7 +197,7 @@ class Basis:
 
         Raises InvalidHeader.
         """
-        return MappingProxyType({(layer, side): loss for side in SIDES for layer, loss in enumerate(_losses(self, side))})
+        return MappingProxyType({(layer, side): loss for side in SIDES for layer, loss in enumerate(_parse_losses(self, side))})
 
     def _key_statistics(self, arrays: Mapping[int, torch.Tensor], layer: int, description: str) -> torch.Tensor:
         if layer not in arrays:
@@ -409,7 +409,7 @@ def basis_bytes(
             arrays[f"{layer}.{side}.values"] = codec.encode(padded)["values"].contiguous().numpy()
             sides[side] = SideEntry(codecs.setdefault(codec, len(codecs)), 1, values.shape[0], (count,), 0, dtype, 0)
         entries.append(LayerEntry(sides.get("k"), sides.get("v")))
-    states = _states(frames or {}, balanced or {}, dtype)
+    states = _frame_states(frames or {}, balanced or {}, dtype)
     arrays |= {state.where: array for state, array in states.items()}
     ropes = [*(part.rope for part in (frames or {}).values()), *(part.rope for part in (balanced or {}).values())]
     limits = [rope.longest for rope in ropes if rope is not None and rope.longest is not None]
@@ -422,7 +422,7 @@ def basis_bytes(
     return container.to_bytes(contents, arrays)
 
 
-def _states(frames: Mapping[tuple[int, str], Frames], balanced: Mapping[int, BalancedKeys], dtype: str) -> dict[StateEntry, Any]:
+def _frame_states(frames: Mapping[tuple[int, str], Frames], balanced: Mapping[int, BalancedKeys], dtype: str) -> dict[StateEntry, Any]:
     """Return the arrays of all frames, keyed by their entries in the file's header."""
     result: dict[StateEntry, Any] = {}
 
@@ -455,7 +455,7 @@ def _states(frames: Mapping[tuple[int, str], Frames], balanced: Mapping[int, Bal
     return result
 
 
-def _losses(basis: Basis, side: str) -> list[float]:
+def _parse_losses(basis: Basis, side: str) -> list[float]:
     name = LOSSES.format(side=side)
     texts = basis.model[name].split(",") if name in basis.model else []
     if (texts and len(texts) != basis.described_layer_count) or not all(_LOSS_PATTERN.fullmatch(text) for text in texts):

@@ -86,7 +86,7 @@ def read_frames(file: container.File) -> dict[tuple[int, str], Frames]:
     if (0, FREQUENCIES) not in states:
         return {}
     tables = SymbolTables(array(0, FREQUENCIES), torch.from_numpy(array(0, VALUES).astype(numpy.float32)))
-    longest = _longest_positions(file)
+    longest = _read_rope_limit(file)
     result = {}
     for layer, name in states:
         side, _, kind = name.partition(".")
@@ -112,7 +112,7 @@ def states_named(file: container.File, name: str) -> Iterator[tuple[StateEntry, 
             yield state, torch.from_numpy(array.astype(numpy.float32))
 
 
-def _longest_positions(file: container.File) -> int | None:
+def _read_rope_limit(file: container.File) -> int | None:
     text = file.header.model.get(LONGEST_ROPE)
     if text is None:
         return None

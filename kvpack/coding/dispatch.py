@@ -351,7 +351,7 @@ def _add_words(data: memoryview, sum_: int) -> int | None:
 row.compiled = _add_words
 
 
-def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
+def _has_large_size(sizes: torch.Tensor, ratio: float) -> bool | None:
     """Compare sizes in C, as ``token_norms.has_large_size`` does. Returns None if the C kernels are unavailable or disabled."""
     if not uses_c(sizes.device):
         return None
@@ -378,7 +378,7 @@ def _runs_c() -> bool:
     return os.environ.get(VARIABLE, "") in ("", "cpu") and c_is_built()
 
 
-token_norms.compiled_has_large_size = _has_large
+token_norms.compiled_has_large_size = _has_large_size
 
 
 def uses_triton(device: torch.device) -> bool:

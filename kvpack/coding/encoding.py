@@ -100,7 +100,7 @@ def encode(
         if shared and raw.high_norm and not plain.summary.changes_norms:
             chosen = mark_poor_fits(chosen, measure_fit_errors(given(), shared))
         try:
-            streams = _encode_others(codec, raw, x, chosen, where, previous, position, sizes)
+            streams = _encode_with_raw(codec, raw, x, chosen, where, previous, position, sizes)
         except OutOfRange:
             # Raw tokens are selected by the keys, so values may still include a token whose norm is too large for its width.
             large = large_size_mask(given(), raw.high_norm) if raw.high_norm else None
@@ -108,7 +108,7 @@ def encode(
             if layers > 1 or more is None or not more.any():
                 raise
             chosen = chosen | more
-            streams = _encode_others(codec, raw, x, chosen, where, previous, position, sizes)
+            streams = _encode_with_raw(codec, raw, x, chosen, where, previous, position, sizes)
         losses = measure_losses(EncodedRun(plain, x, streams, given, sizes, chosen))
         if not losses:
             return streams
@@ -117,7 +117,7 @@ def encode(
             kept = mark_poor_fits(chosen, torch.stack([loss.factors / loss.ratio for loss in losses]).amax(0))
         report_poor_fit(losses, where, kept, raw.high_norm > 0)
         # Few runs have such tokens, so encoding them twice is faster than measuring all runs before.
-        return streams if kept is chosen or torch.equal(kept, chosen) else _encode_others(codec, raw, x, kept, where, previous, position)
+        return streams if kept is chosen or torch.equal(kept, chosen) else _encode_with_raw(codec, raw, x, kept, where, previous, position)
 
 
 def scale_fit_errors(codec: Codec, x: torch.Tensor, shared: Collection[str], where: str) -> torch.Tensor:
@@ -132,7 +132,7 @@ def _coded_norms(codec: Codec, x: torch.Tensor, where: str, previous: Mapping[st
     """Return the norms of ``x`` as ``codec.coded_norms`` does. Raises the same errors as ``encode``."""
     if not codec.changes_norms:
         return dispatch.norms(x)
-    blocks = _blocks(codec, x)
+    blocks = _split_blocks(codec, x)
     with prefix_errors(where, OutOfRange):
         return codec.coded_norms(
             Run((*x.shape,), x.device, lambda: (_encodable_values(codec, x, *block, where) for block in blocks)), previous
@@ -162,7 +162,7 @@ def encode_all(
     return streams
 
 
-def _encode_others(
+def _encode_with_raw(
     codec: Codec,
     raw: RawPositions,
     x: torch.Tensor,
@@ -240,7 +240,7 @@ def _encode_in_blocks(
 ) -> dict[str, torch.Tensor]:
     batch, heads, tokens, dim = x.shape
     layout = codec.layout(batch, heads, tokens)
-    blocks = _blocks(codec, x)
+    blocks = _split_blocks(codec, x)
     entries: dict[int, dict[str, torch.Tensor]] = {}
     measured: set[int] = set()
 
@@ -291,7 +291,7 @@ def _encode_in_blocks(
     return {name: streams[name] for name in layout}
 
 
-def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
+def _split_blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
     batch, heads, tokens, _ = x.shape
     row = max(1, batch * heads * codec.dim)
     multiple = max(_GROUP_MULTIPLE, codec.summary.group_tokens)

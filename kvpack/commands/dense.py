@@ -75,9 +75,9 @@ def unpack(arguments: argparse.Namespace) -> int:
     # Read a copy, because truncating a mapped file would kill this process.
     cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis)
     with progress("decode", arguments) as callback:
-        tensors = _dense(cache, arguments.dtype, callback)
+        tensors = _dense_tensors(cache, arguments.dtype, callback)
     with progress("write", arguments) as callback:
-        size = write_file(arguments.output, tensor_files.pieces(tensors, _metadata(cache)), progress=callback)
+        size = write_file(arguments.output, tensor_files.pieces(tensors, _dense_metadata(cache)), progress=callback)
     report = {"file": arguments.output, "bytes": size, "dtype": arguments.dtype, "layers": len(cache), "tokens": cache.tokens}
     return print_report(report, f"{arguments.output}: {size:,} bytes", arguments)
 
@@ -100,7 +100,7 @@ def pack(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _dense(cache: Cache, dtype: str, callback: Progress | None) -> dict[str, torch.Tensor]:
+def _dense_tensors(cache: Cache, dtype: str, callback: Progress | None) -> dict[str, torch.Tensor]:
     import torch
 
     from kvpack.coding.encoding import RAW_DTYPES
@@ -119,7 +119,7 @@ def _dense(cache: Cache, dtype: str, callback: Progress | None) -> dict[str, tor
     return tensors
 
 
-def _metadata(cache: Cache) -> dict[str, str]:
+def _dense_metadata(cache: Cache) -> dict[str, str]:
     """Return the metadata of the dense file (see the module docstring)."""
     starts = [cache.positions(number)[0] for number in range(len(cache))]
     whole = all(layer.sides and not layer.skipped for layer in cache)
@@ -158,7 +158,7 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], _UnpackedInfo, Inputs | No
         raise InvalidParameter(
             f"{path}: {IDS} has shape {list(ids.shape)}, but the layers have {batch} sequences: store one row per sequence"
         )
-    inputs = _inputs(path, ids, note)
+    inputs = _parse_inputs(path, ids, note)
     for name, tensor in tensors.items():
         number, _, state = name.partition(".state.")
         if state:
@@ -171,7 +171,7 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], _UnpackedInfo, Inputs | No
     )
 
 
-def _inputs(path: str, ids: torch.Tensor | None, info: _UnpackedInfo) -> Inputs | None:
+def _parse_inputs(path: str, ids: torch.Tensor | None, info: _UnpackedInfo) -> Inputs | None:
     """Return the inputs that a dense file records, or None. Raises InvalidParameter unless the ids are integers ``[row, token]``."""
     from kvpack.store.keys import token_bytes
 
@@ -245,7 +245,7 @@ def _parse_unpacked_info(path: str, text: str) -> _UnpackedInfo:
             except KvpackError as error:
                 raise InvalidParameter(f"{path}: its metadata kvpack.unpacked: {error}") from None
             undetermined = _parse_undetermined(path, note.get("undetermined"))
-            offsets = _offsets(path, note.get("position_offsets"))
+            offsets = _parse_offsets(path, note.get("position_offsets"))
             hidden = _parse_hidden(path, note.get("hidden", []))
             match start:
                 case int() if type(start) is int:
@@ -256,7 +256,7 @@ def _parse_unpacked_info(path: str, text: str) -> _UnpackedInfo:
     raise InvalidParameter(f"{path}: its metadata kvpack.unpacked is {text!r:.200}, expected {expected}")
 
 
-def _offsets(path: str, listed: Any) -> tuple[int, ...] | None:
+def _parse_offsets(path: str, listed: Any) -> tuple[int, ...] | None:
     """Return the position offsets in the metadata. Raises InvalidParameter if they are malformed."""
     if listed is None:
         return None

@@ -64,7 +64,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the packages, the kernels and the results of the checks. Returns 1 if a check failed."""
     packages = [_package_status(package) for package in PACKAGES]
-    engines = {name: version for name in ENGINES if (version := _version(name)) is not None}
+    engines = {name: version for name in ENGINES if (version := _installed_version(name)) is not None}
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith("KVPACK_")}
     with progress("doctor", arguments) as callback:
         kernels, checks = _run_checks(callback)
@@ -73,11 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
         "kvpack": __version__, "python": platform.python_version(), "system": platform.platform(),
         "packages": packages, "engines": engines, "variables": variables, "kernels": kernels, "checks": checks, "advice": advice,
     }  # fmt: skip
-    print_report(report, _print, arguments)
+    print_report(report, _print_report, arguments)
     return FAILED if any(not check["ok"] for check in checks) else 0
 
 
-def _version(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -85,7 +85,7 @@ def _version(name: str) -> str | None:
 
 
 def _package_status(package: Package) -> dict[str, Any]:
-    version = _version(package.name)
+    version = _installed_version(package.name)
     recent = version is not None and _version_numbers(version) >= _version_numbers(package.oldest)
     return {**package._asdict(), "version": version, "ok": recent}
 
@@ -109,7 +109,7 @@ def _run_checks(callback: Callable[[int, int], None] | None) -> tuple[dict[str, 
     if torch.cuda.is_available():
         checks.append((f"{_FILES_ON}{torch.cuda.get_device_name()}", lambda: _check_files("cuda")))
     checks += [("a damaged file is refused", _check_damage), ("a store in a folder", _check_store)]
-    if _version("transformers") is not None:
+    if _installed_version("transformers") is not None:
         checks.append(("a model continues a file", _check_model))
     results = []
     for number, (name, check) in enumerate(checks):
@@ -156,20 +156,20 @@ def _check_files(device: str) -> str:
             assert keys is not None
             assert values is not None
             for name, decoded, original in (("keys", keys, pair[0]), ("values", values, pair[1])):
-                error = _difference(decoded.cpu(), original.float())
+                error = _relative_error(decoded.cpu(), original.float())
                 # The coarsest recipe has 2 bits.
                 limit = 0 if recipe == "lossless" else 0.7
                 if error > limit:
                     raise ValueError(f"{recipe}: the decoded {name} have a relative error of {error:.2g}, but at most {limit} is expected")
             expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-            error = _difference(kvpack.attend(query, layer), expected)
+            error = _relative_error(kvpack.attend(query, layer), expected)
             if not error <= MAX_ERROR:
                 raise ValueError(f"{recipe}: attention has a relative error of {error:.2g}, expected at most {MAX_ERROR}")
             largest = max(largest, error)
     return f"{len(RECIPES)} recipes, attention exact to {largest:.1e}"
 
 
-def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
@@ -248,7 +248,7 @@ def _advice(packages: list[dict[str, Any]], kernels: dict[str, str], checks: lis
     return advice
 
 
-def _print(report: dict[str, Any]) -> None:
+def _print_report(report: dict[str, Any]) -> None:
     print(f"kvpack {report['kvpack']}, Python {report['python']}, {report['system']}")
     for device, words in report["kernels"].items():
         print(f"{device}: {words}")

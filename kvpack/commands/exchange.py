@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--recipe", default="raw", help=f"{RECIPE_HELP} (default: raw, which keeps every bit)")
     add_basis(parser)
     parser.add_argument("--kv-heads", metavar="N[,N...]", help="slots only: the number of KV heads, one for all layers or one per layer")
-    _add_window(parser, "of slots: ")
+    _add_window_option(parser, "of slots: ")
     parser.add_argument("--latents", action="store_true", help="slots only: the model has multi-head latent attention (MLA)")
     add_writing(parser)
     add_json(parser)
@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
     )
     add_basis(parser)
     parser.add_argument("--dtype", choices=list(DTYPES), help="round values to this dtype (default: their stored dtype)")
-    _add_window(parser, "")
+    _add_window_option(parser, "")
     parser.add_argument(
         "--transposed",
         action=argparse.BooleanOptionalAction,
@@ -62,7 +62,7 @@ def import_(arguments: argparse.Namespace) -> int:
     from kvpack.integrations.llama_cpp import import_slot, is_state_file
     from kvpack.integrations.mlx_lm import import_prompt_cache
 
-    windows = _windows(arguments)
+    windows = _parse_window_options(arguments)
     check_output(arguments, arguments.output, arguments.input, arguments.basis, arguments.recipe)
     recipe = parse_recipe_option(arguments, reads_cache=False)
     slot = is_state_file(arguments.input)
@@ -89,7 +89,7 @@ def export(arguments: argparse.Namespace) -> int:
     from kvpack.integrations.llama_cpp import export_slot
     from kvpack.integrations.mlx_lm import export_prompt_cache
 
-    windows, slot = _windows(arguments), arguments.to == "llama.cpp"
+    windows, slot = _parse_window_options(arguments), arguments.to == "llama.cpp"
     check_output(arguments, arguments.output, arguments.input, arguments.basis)
     if not slot and (arguments.transposed is not None or arguments.streams is not None):
         raise InvalidParameter("--transposed and --streams require --to llama.cpp: add it, or omit them")
@@ -105,7 +105,7 @@ def export(arguments: argparse.Namespace) -> int:
     return print_report({"file": arguments.output, "bytes": size, "layers": len(cache), "tokens": cache.tokens}, text, arguments)
 
 
-def _add_window(parser: argparse.ArgumentParser, prefix: str) -> None:
+def _add_window_option(parser: argparse.ArgumentParser, prefix: str) -> None:
     parser.add_argument(
         "--window",
         metavar="LAYERS=TOKENS",
@@ -115,7 +115,7 @@ def _add_window(parser: argparse.ArgumentParser, prefix: str) -> None:
     )
 
 
-def _windows(arguments: argparse.Namespace) -> dict[int, int]:
+def _parse_window_options(arguments: argparse.Namespace) -> dict[int, int]:
     windows: dict[int, int] = {}
     for text in arguments.window:
         if (match := _WINDOW.fullmatch(text)) is None:

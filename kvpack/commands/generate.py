@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from .cache import read_prompt
 
-    options = _options(arguments)
+    options = _generate_options(arguments)
     if arguments.output is not None:
         check_output(arguments, arguments.output, arguments.file, arguments.basis)
     prompt = read_prompt("-") if arguments.prompt == "-" else arguments.prompt
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     chat = Chat.load(arguments.file, model, tokenizer, basis=arguments.basis)
     torch.manual_seed(arguments.seed)
     before = len(chat.cache.token_ids[0])
-    reply = chat.send(prompt, **options, **({} if arguments.json else {"streamer": _streamer(tokenizer)}))
+    reply = chat.send(prompt, **options, **({} if arguments.json else {"streamer": _create_streamer(tokenizer)}))
     path = arguments.file if arguments.update else arguments.output
     saved = None if path is None else chat.save(path, compact=arguments.compact)
     if arguments.json:
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+def _generate_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.max_tokens < 1:
         raise InvalidParameter(f"--max-tokens is {arguments.max_tokens}, expected at least 1")
     if arguments.update and arguments.output is not None:
@@ -107,7 +107,7 @@ def hub_name(path: str) -> str:
     return name
 
 
-def _streamer(tokenizer: Any) -> Any:
+def _create_streamer(tokenizer: Any) -> Any:
     """Return a streamer that prints new text as it arrives, without control characters."""
     from transformers import TextStreamer
 

@@ -134,13 +134,13 @@ def _print_layers(summary: dict[str, Any]) -> None:
 
 def _group_layers(layers: list[dict[str, Any]]) -> Iterator[tuple[int, int, str, dict[str, Any], int]]:
     """Group consecutive layers that differ only in size. Yields (first, last, "k" or "v", side, bytes) for each group."""
-    for _, run in groupby(enumerate(layers), key=lambda numbered: {name: _shape(side) for name, side in numbered[1].items()}):
+    for _, run in groupby(enumerate(layers), key=lambda numbered: {name: _without_sizes(side) for name, side in numbered[1].items()}):
         numbered = list(run)
         for name, side in numbered[0][1].items():
             yield numbered[0][0], numbered[-1][0], name, side, sum(layer[name]["stored_bytes"] for _, layer in numbered)
 
 
-def _shape(side: dict[str, Any]) -> dict[str, Any]:
+def _without_sizes(side: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in side.items() if name not in ("stored_bytes", "bits_per_value", "nominal_bits")}
 
 

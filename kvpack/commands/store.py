@@ -111,7 +111,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
     if arguments.json:
         unreadable = {key.hex(): str(error) for key, error in catalog.unreadable.items()}
         undecryptable = [key.hex() for key in catalog.undecryptable]
-        print_json({"prefixes": rows, "unreadable": unreadable, "undecryptable": undecryptable, "bases": _bases(catalog)})
+        print_json({"prefixes": rows, "unreadable": unreadable, "undecryptable": undecryptable, "bases": _basis_rows(catalog)})
         return store.exit_code()
     print_table(
         f"{store.name}: {format_count(len(rows), 'prefix', 'prefixes')} in {_entry_count_text(len(catalog.entries))}",
@@ -120,7 +120,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
             [
                 row["key"][:16],
                 printable(row["model"].get("name", "")),
-                _recipe(row),
+                _recipe_label(row),
                 f"{row['tokens']:,}",
                 str(row["chunks"]),
                 bytes_text(row["bytes"]),
@@ -137,7 +137,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
     return store.exit_code()
 
 
-def _recipe(row: dict[str, Any]) -> str:
+def _recipe_label(row: dict[str, Any]) -> str:
     """Return the name of the preset in a row, or its recipe if it is not a preset."""
     from kvpack.coding.recipes import preset_name
 
@@ -163,7 +163,7 @@ def _notes(catalog: Catalog, *, keys: bool) -> list[str]:
     if catalog.states:
         size = sum(states.stored.size for states in catalog.states.values())
         lines.append(f"{_entry_count_text(len(catalog.states))} of states after chunks, {bytes_text(size)} bytes")
-    for basis in _bases(catalog):
+    for basis in _basis_rows(catalog):
         needed = f"needed by {format_count(basis['entries'], 'chunk')}"
         lines.append(
             f"basis {basis['digest'][:16]} of {printable(basis['model'].get('name', ''))}, {bytes_text(basis['bytes'])} bytes, {needed}"
@@ -179,7 +179,7 @@ def _notes(catalog: Catalog, *, keys: bool) -> list[str]:
     return lines
 
 
-def _bases(catalog: Catalog) -> list[dict[str, Any]]:
+def _basis_rows(catalog: Catalog) -> list[dict[str, Any]]:
     """Return the bases in the store, each with the number of entries that need it."""
     return [
         {
@@ -247,7 +247,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
                 [
                     printable(row["model"].get("name", "")),
                     printable(row["model"].get("weights", ""))[:20],
-                    _recipe(row),
+                    _recipe_label(row),
                     f"{row['entries']:,}",
                     f"{row['tokens']:,}",
                     bytes_text(row["bytes"]),

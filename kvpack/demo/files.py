@@ -63,7 +63,7 @@ def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | 
         step = step_counter(progress, 2 * len(recipes) + 1)
 
         pairs = prefill(demo_text()[: PROMPT_BYTES - 1])
-        plain = continue_from(_dense(pairs))
+        plain = continue_from(_as_cache(pairs))
         step()
         rows = []
         for number, recipe in enumerate(recipes):
@@ -134,14 +134,14 @@ def continue_from(past: Cache | Any) -> dict[str, Any]:
     prompt, continuation = text[:PROMPT_BYTES], text[PROMPT_BYTES:]
 
     def new_cache() -> Any:
-        return KvpackCache.of(past) if isinstance(past, kvpack.Cache) else _dense([(layer.keys, layer.values) for layer in past.layers])
+        return KvpackCache.of(past) if isinstance(past, kvpack.Cache) else _as_cache([(layer.keys, layer.values) for layer in past.layers])
 
     answers = []
     with torch.inference_mode():
         for key, value in _KEY_LINE.findall(prompt):
-            answer = _greedy(model, new_cache(), prompt[-1:] + b"\n[[key " + key + b" = ", len(value))
+            answer = _generate_greedy(model, new_cache(), prompt[-1:] + b"\n[[key " + key + b" = ", len(value))
             answers.append({"key": key.decode(), "value": value.decode(), "answer": answer, "right": answer == value.decode()})
-        sample = _greedy(model, new_cache(), prompt[-1:], SAMPLE_BYTES)
+        sample = _generate_greedy(model, new_cache(), prompt[-1:], SAMPLE_BYTES)
         logits = model(torch.tensor([[*prompt[-1:], *continuation[:-1]]]), **cache_names.cache_argument(model, new_cache())).logits[0]
         loss = functional.cross_entropy(logits.float(), torch.tensor([*continuation])).item()
     return {
@@ -197,7 +197,7 @@ def _read_in_process(path: str) -> dict[str, Any]:
     return report
 
 
-def _greedy(model: Any, cache: Any, prompt: bytes, count: int) -> str:
+def _generate_greedy(model: Any, cache: Any, prompt: bytes, count: int) -> str:
     """Return the ``count`` bytes that the model generates after ``prompt`` with greedy decoding."""
     tokens, result = torch.tensor([[*prompt]]), []
     for _ in range(count):
@@ -213,7 +213,7 @@ def _mean_cosine(originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tens
     return sum(cosines) / len(cosines)
 
 
-def _dense(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+def _as_cache(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     return transformers_library().DynamicCache(pairs)
 
 

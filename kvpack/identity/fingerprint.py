@@ -234,7 +234,7 @@ def config_digest(config: Any, model_parts: Iterable[ModelPart]) -> str:
     It covers the model's configuration and its modules. For every module, these are its class, its plain attributes, its current buffers,
     and the types, dtypes and shapes of its parameters. Raises InvalidParameter.
     """
-    return json_digest([_settings(config), [_describe_module(part) for part in _model_modules(model_parts)]])
+    return json_digest([_config_settings(config), [_describe_module(part) for part in _model_modules(model_parts)]])
 
 
 def dtype_text(model: Any) -> str:
@@ -334,7 +334,7 @@ def _has_default_state(kind: type[torch.nn.Module]) -> bool:
     return kind.get_extra_state is usual.get_extra_state
 
 
-def _settings(config: Any) -> Any:
+def _config_settings(config: Any) -> Any:
     def kept(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: kept(item) for key, item in value.items() if key not in _IGNORED_SETTINGS}
@@ -346,7 +346,7 @@ def _settings(config: Any) -> Any:
 def _describe_module(part: ModelPart) -> list[Any]:
     module = part.module
     where = part.name or "the model"
-    attributes = _attributes(where, vars(module)) + _constants(where, module)
+    attributes = _setting_attributes(where, vars(module)) + _constants(where, module)
     parameters, buffers = (
         [(name, tensor) for name, tensor in sorted(tensors.items()) if tensor is not None] if tensors else ()
         for tensors in (module._parameters, module._buffers)
@@ -355,7 +355,7 @@ def _describe_module(part: ModelPart) -> list[Any]:
         part.name,
         class_name(type(module)),
         attributes,
-        [[name, _parameter_kind(f"{where}.{name}", tensor)] for name, tensor in parameters],
+        [[name, _describe_parameter(f"{where}.{name}", tensor)] for name, tensor in parameters],
         [[name, tensor_digest(f"{where}.{name}", _short_sequence_frequencies(module, name, tensor))] for name, tensor in buffers],
     ]
 
@@ -376,7 +376,7 @@ def _short_sequence_frequencies(module: torch.nn.Module, name: str, buffer: torc
     return first if "dynamic" in kind and longest > getattr(module, "original_max_seq_len", longest) else buffer
 
 
-def _attributes(where: str, values: Mapping[str, Any]) -> list[Any]:
+def _setting_attributes(where: str, values: Mapping[str, Any]) -> list[Any]:
     """Return the attributes of a module that are settings, as (name, value) pairs."""
     attributes = []
     for name in _setting_names(tuple(values)):
@@ -402,7 +402,7 @@ def _constants(where: str, module: torch.nn.Module) -> list[Any]:
     for name in _constant_names(tuple(attributes), is_home_made):
         value = attributes[name]
         kind = type(value)
-        # Private integers often count calls; _attributes has the public scalars.
+        # Private integers often count calls; _setting_attributes has the public scalars.
         if name.startswith("_") if kind is float else kind not in SCALARS and not _is_plain(value) and is_constant(value):
             constants.append([name, to_json_value(f"{where}.{name}", value)])
     return constants
@@ -440,11 +440,11 @@ def _is_plain(value: Any) -> bool:
     return issubclass(kind, (int, float, str))
 
 
-def _parameter_kind(where: str, tensor: torch.Tensor) -> list[Any]:
+def _describe_parameter(where: str, tensor: torch.Tensor) -> list[Any]:
     """Return a parameter's class, dtype, shape and attributes, which describe how it is quantized."""
-    attributes = _attributes(where, getattr(tensor, "__dict__", {}))
+    attributes = _setting_attributes(where, getattr(tensor, "__dict__", {}))
     kinds = [class_name(type(tensor)), str(tensor.dtype), list(tensor.shape), attributes]
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        kinds.append([[name, _parameter_kind(f"{where}.{name}", getattr(tensor, name))] for name in names])
+        kinds.append([[name, _describe_parameter(f"{where}.{name}", getattr(tensor, name))] for name in names])
     return kinds

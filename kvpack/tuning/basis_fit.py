@@ -57,7 +57,7 @@ def fit_rows(statistics: Statistics, step: Callable[[], None]) -> dict[tuple[int
         step()
     largest = max(deviations.max() for heads in fitted.values() for _, deviations, _ in heads)
     return {
-        place: torch.stack([torch.cat([rows, _row(deviations / largest), tables]) for rows, deviations, tables in heads])
+        place: torch.stack([torch.cat([rows, _tensor_row(deviations / largest), tables]) for rows, deviations, tables in heads])
         for place, heads in fitted.items()
     }
 
@@ -114,8 +114,8 @@ def _fit_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tu
     scales = numpy.maximum(scales, MIN_ROW * (deviations * norms).max() / norms)
     columns = (samples - mean) @ back / scales
     runs = [_training_values(columns[:, run_columns(run, dim)].ravel()) for run in range(run_count(dim))]
-    tables = [[_table(values, width) for width in range(1, MAX_WIDTH + 1)] for values in runs]
-    rows = torch.cat([_row(coded_mean / scales / MEAN_UNIT), torch.from_numpy(matrix * scales[:, None]).to(torch.float32)])
+    tables = [[_fit_table(values, width) for width in range(1, MAX_WIDTH + 1)] for values in runs]
+    rows = torch.cat([_tensor_row(coded_mean / scales / MEAN_UNIT), torch.from_numpy(matrix * scales[:, None]).to(torch.float32)])
     return rows, deviations, flatten_tables([[torch.from_numpy(table).to(torch.float32) for table in run] for run in tables], dim)
 
 
@@ -135,7 +135,7 @@ def optimal_transform(covariance: Array, cost: Array) -> tuple[Array, Array, Arr
     return rotated.T @ inverse_root, root @ rotated, deviations
 
 
-def _row(values: Array) -> torch.Tensor:
+def _tensor_row(values: Array) -> torch.Tensor:
     return torch.from_numpy(values).to(torch.float32)[None]
 
 
@@ -147,7 +147,7 @@ def _training_values(values: Array) -> Array:
     return ordered
 
 
-def _table(values: Array, width: int) -> Array:
+def _fit_table(values: Array, width: int) -> Array:
     """Return the Lloyd-Max table with 2^``width`` ascending entries for ascending ``values``. Its scale makes products unbiased.
 
     For large widths, the search starts from uniform steps over the whole range.

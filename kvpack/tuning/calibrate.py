@@ -121,7 +121,7 @@ def run(
         words = read_text(text, folder, vocabulary(network))
     longest = max_uniform_length(network.config.get_text_config())
     only = settings.balanced_only
-    tokens, scored_tokens, windows = _sizes(settings, words, longest, positions(network))
+    tokens, scored_tokens, windows = _choose_sizes(settings, words, longest, positions(network))
     read_again = _windows_for_widths(network, words, settings) if settings.widths else []
     if settings.twin is not None:
         make_twin(network, settings.twin, _sample_tokens(network, words), settings.seed)
@@ -131,7 +131,7 @@ def run(
     framing, reason = (None, None) if only else _frame_scope(network, words, settings.scope, tokens, longest)
     sizes["scope"] = "balanced only" if only else "none" if framing is None else framing.scope
     layer_ropes = _ropes(network, words, tokens, longest) if framing is None else framing.ropes
-    report = _gather(network, words, sizes, out + PROGRESS_SUFFIX, framing, layer_ropes, progress)
+    report = _gather_statistics(network, words, sizes, out + PROGRESS_SUFFIX, framing, layer_ropes, progress)
     halves = report.halves()
     for_frames, for_rows = _position_counts(settings, longest, positions(network))
     if layer_ropes is not None:
@@ -182,7 +182,7 @@ def run(
     }
 
 
-def _sizes(settings: Settings, text: Text, longest: int | None, max_positions: int | None) -> tuple[int, int, int]:
+def _choose_sizes(settings: Settings, text: Text, longest: int | None, max_positions: int | None) -> tuple[int, int, int]:
     """Return tokens per window, predicted tokens per window, and the number of windows.
 
     Raises InvalidParameter if a setting exceeds the limits of the model or the text.
@@ -297,7 +297,7 @@ def _columns_with_symbols(frames: Frames, step: int, chunk: int) -> float:
     return float((used * numpy.arange(1, frames.columns + 1)).max(1).mean())
 
 
-def _gather(
+def _gather_statistics(
     model: Any,
     text: Text,
     sizes: dict[str, Any],

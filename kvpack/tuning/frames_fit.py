@@ -74,7 +74,7 @@ def fit_frames(statistics: Statistics, framing: Framing, step: Callable[[], None
         step()
     unit = MAX_DEVIATION / max(deviations.max() for frames in fitted.values() for _, _, _, deviations in frames)
     scales = {place: numpy.stack([_scales(deviations * unit) for *_, deviations in frames]) for place, frames in fitted.items()}
-    tables = _tables(_columns(statistics, fitted, unit), scales)
+    tables = _train_tables(_to_columns(statistics, fitted, unit), scales)
     return {
         place: Frames(
             torch.from_numpy(numpy.stack([numpy.concatenate([mean[None], matrix / unit]) for mean, matrix, _, _ in frames])).float(),
@@ -94,7 +94,7 @@ def _scales(deviations: Array) -> Array:
     return result
 
 
-def _columns(
+def _to_columns(
     statistics: Statistics, fitted: dict[tuple[int, str], list[tuple[Array, Array, Array, Array]]], unit: float
 ) -> dict[tuple[int, str], Array]:
     """Return the samples transformed to columns, ``[frame, token, column]``, by (layer, side)."""
@@ -107,7 +107,7 @@ def _columns(
     return columns
 
 
-def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str], Array]) -> SymbolTables:
+def _train_tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str], Array]) -> SymbolTables:
     """Return the coding tables, one for each range of standard deviations. They are trained on all columns, at all usual step sizes."""
     levels = 2 * MAX_LEVEL + 1
     # The last entry counts levels that have no symbol.

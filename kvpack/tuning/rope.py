@@ -46,8 +46,8 @@ def find_ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
     single_tokens = tokens[0, :_TOKENS, None]
     limit = positions(model)
     test_positions = [position for position in _POSITIONS if limit is None or position < limit]
-    first = _keys(model, single_tokens, 0)
-    others = {position: _keys(model, single_tokens, position) for position in test_positions}
+    first = _keys_at(model, single_tokens, 0)
+    others = {position: _keys_at(model, single_tokens, position) for position in test_positions}
     longest = max_uniform_length(model.config.get_text_config())
     candidates = [rope._replace(longest=longest) for rope in _rope_candidates(model)]
     return [
@@ -56,7 +56,7 @@ def find_ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
     ]
 
 
-def _keys(model: Any, tokens: torch.Tensor, position: int) -> list[torch.Tensor]:
+def _keys_at(model: Any, tokens: torch.Tensor, position: int) -> list[torch.Tensor]:
     """Return each layer's keys, ``[sequence, kv_head, 1, dim]``. Each token of ``tokens`` is a sequence of its own at ``position``."""
     return [k for k, _ in prefill(model, tokens, torch.full_like(tokens, position))]
 

@@ -155,7 +155,7 @@ def run(
         raise InvalidParameter(f"--bits is {bits}, expected a number above 0 and at most {MAX_BITS}")
     check_size("--file-tokens", settings.file_tokens, 1, MAX_TOKENS, "in a file")
     loaded_basis = None if basis is None else Basis.load(basis)
-    codecs = _codecs(candidates or _default_candidates(loaded_basis, widths=widths, only_attendable=only_attendable), only_attendable)
+    codecs = _parse_codecs(candidates or _default_candidates(loaded_basis, widths=widths, only_attendable=only_attendable), only_attendable)
     for path in (out, measurements):
         if path is not None:
             _check_folder(path)
@@ -171,7 +171,7 @@ def run(
         layers = network.config.get_text_config().num_hidden_layers
         length = FileLength(settings.file_tokens, Model(network).windows(layers))
         searched = Windows(network, folder_name, length, counter, basis=loaded_basis)
-        search_windows, held_out_windows = _windows(words, sizes, settings)
+        search_windows, held_out_windows = _choose_windows(words, sizes, settings)
         runs = width_recipe_count(layers) if widths else recipe_count(layers, codecs)
         counter.total = sizes.windows * (1 + runs) + 3 * sizes.held_out
         priced = pack_candidates(searched.read(search_windows, sizes.score), codecs, length, loaded_basis)
@@ -211,7 +211,7 @@ def run(
     return report
 
 
-def _codecs(candidates: Sequence[str], only_attendable: bool) -> dict[str, list[str]]:
+def _parse_codecs(candidates: Sequence[str], only_attendable: bool) -> dict[str, list[str]]:
     """Parse ``candidates`` into codecs by "k" and "v".
 
     Raises InvalidParameter if ``only_attendable`` is set and attention would have to decode a codec.
@@ -261,7 +261,7 @@ def _choose_window_sizes(settings: Settings, text: Text, max_positions: int | No
     return _WindowSizes(tokens, scored_tokens, windows, held_out_windows)
 
 
-def _windows(text: Text, sizes: _WindowSizes, settings: Settings) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _choose_windows(text: Text, sizes: _WindowSizes, settings: Settings) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the windows of the search, which are spread over the text, and the held-out windows between them."""
     size, count = window_ids(sizes.tokens, text), sizes.windows + sizes.held_out
     every = [window(text, start, size).to(settings.device) for start in window_starts(len(text.ids), size, count, settings.seed)]

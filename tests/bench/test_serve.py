@@ -204,9 +204,9 @@ def test_every_shape_except_hybrids_has_layers_that_can_be_drawn() -> None:
         with pytest.raises(InvalidParameter, match=r"linear_attention, but .*: run make bench-resume in a clone of kvpack"):
             serve.random_model(shape, None, "cpu", None)
     for shape in serve.SHAPES.keys() - hybrids:
-        config = serve._config(shape, None)
+        config = serve._load_config(shape, None)
         assert len(serve._tokens_in_layers(config, 4096)) == config.num_hidden_layers
-    kept = serve._tokens_in_layers(serve._config("gemma-3-12b", None), 4096)
+    kept = serve._tokens_in_layers(serve._load_config("gemma-3-12b", None), 4096)
     assert kept[:7] == [1023] * 5 + [4096, 1023]
 
 

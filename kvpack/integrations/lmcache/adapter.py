@@ -285,7 +285,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             new.update({keys[number]: store.codec.nbytes for number, is_new in zip(indices, put_now, strict=True) if is_new})
             return stored
 
-        stored = self._map_objects("store", keys, lambda number: self._page_of(keys[number], objects[number]), put)
+        stored = self._map_objects("store", keys, lambda number: self._find_page(keys[number], objects[number]), put)
         self._accounts.report_stored(new)
         if self._max_bytes is not None:
             self._accounts.report_next_missing(OBJECTS_PER_LOOK * len(new))
@@ -301,18 +301,18 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
         result = self._map_objects("lookup", keys, store_of, find)
         self._accounts.report_missing([key for key, present in zip(keys, result, strict=True) if not present])
-        return _bitmap(result)
+        return _to_bitmap(result)
 
     def _load_objects(self, keys: list[Any], objects: list[Any]) -> Any:
         def load(store: PageStore, indices: list[int], pages: list[PageBuffer]) -> list[bool]:
             return store.get_into([key_bytes(keys[number]) for number in indices], pages, [0] * len(indices))
 
-        loaded = self._map_objects("load", keys, lambda number: self._page_of(keys[number], objects[number]), load)
+        loaded = self._map_objects("load", keys, lambda number: self._find_page(keys[number], objects[number]), load)
         self._notify_keys_accessed([key for key, success in zip(keys, loaded, strict=True) if success])
         self._accounts.report_missing([key for key, success in zip(keys, loaded, strict=True) if not success])
-        return _bitmap(loaded)
+        return _to_bitmap(loaded)
 
-    def _page_of(self, key: Any, item: Any) -> tuple[PageStore, PageBuffer]:
+    def _find_page(self, key: Any, item: Any) -> tuple[PageStore, PageBuffer]:
         """Return the store of an object, and a view of the object as a page. Raises InvalidParameter."""
         check_model(self._recipe, key)
         store = self._get_store(item.tensor.shape, item.tensor.dtype)
@@ -369,7 +369,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return done
 
 
-def _bitmap(flags: list[bool]) -> Any:
+def _to_bitmap(flags: list[bool]) -> Any:
     bitmap = Bitmap(len(flags))
     for number, flag in enumerate(flags):
         if flag:

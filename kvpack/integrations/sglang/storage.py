@@ -235,7 +235,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         options = {**self._options, "recipe": packed if recipe is None else recipe}
         store = PageStore(
             options["location"],
-            _identity(self._config, options, pool, name, arranged=recipe is not None),
+            _page_identity(self._config, options, pool, name, arranged=recipe is not None),
             geometry,
             threads=int(options.get("threads", 1)),
             max_bytes=options.get("max_bytes"),
@@ -280,28 +280,28 @@ class Pool:
             self._calls[kind].append((pages, pages * self.store.codec.geometry.raw_bytes / seconds / 1e9))
 
     def _get(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
-        starts = self._starts(keys, host_indices)
+        starts = self._page_starts(keys, host_indices)
         if self._pages is not None:
             return self.store.get_into(_key_bytes(keys), self._pages, [start // self._size for start in starts])
         flat = [self._pool.get_dummy_flat_data_page() for _ in keys]
-        loaded = self.store.get_into(_key_bytes(keys), [self._slot(page) for page in flat], [0] * len(flat))
+        loaded = self.store.get_into(_key_bytes(keys), [self._as_slot(page) for page in flat], [0] * len(flat))
         for is_loaded, start, page in zip(loaded, starts, flat, strict=True):
             if is_loaded:
                 self._pool.set_from_flat_data_page(start, page)
         return loaded
 
     def _set(self, keys: Sequence[str], host_indices: torch.Tensor, ancestors: Sequence[bytes]) -> list[bool]:
-        starts = self._starts(keys, host_indices)
+        starts = self._page_starts(keys, host_indices)
         if self._pages is not None:
             return self.store.put(_key_bytes(keys), self._pages, [start // self._size for start in starts], ancestors=ancestors)
         flat = [self._pool.get_data_page(start, flat=True).contiguous() for start in starts]
-        return self.store.put(_key_bytes(keys), [self._slot(page) for page in flat], [0] * len(flat), ancestors=ancestors)
+        return self.store.put(_key_bytes(keys), [self._as_slot(page) for page in flat], [0] * len(flat), ancestors=ancestors)
 
-    def _slot(self, page: torch.Tensor) -> PageBuffer:
+    def _as_slot(self, page: torch.Tensor) -> PageBuffer:
         geometry = self.store.codec.geometry
         return PageBuffer(geometry, page.view(torch.uint8).view(1, 1, 1, geometry.tokens, geometry.dim_k))
 
-    def _starts(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[int]:
+    def _page_starts(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[int]:
         starts: list[int] = host_indices[:: self._size].tolist()
         if len(starts) != len(keys) or (self._pages is not None and any(start % self._size for start in starts)):
             raise InvalidParameter(f"{len(keys)} keys were passed for indices of {len(starts)} pages, which begin at {starts[:8]}")
@@ -341,7 +341,7 @@ def _check_only_keys_and_values(pool: Any, geometry: PageGeometry) -> None:
         )
 
 
-def _settings(pool: Any, name: str) -> list[str]:
+def _relevant_settings(pool: Any, name: str) -> list[str]:
     """Return the SGLang settings that affect the pages of the pool ``name``.
 
     Raises InvalidParameter if a setting is needed but unknown.
@@ -381,7 +381,7 @@ def _layer_views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: 
     raise InvalidParameter(f"the host pool has layout {layout!r}, expected layer_first, page_first, page_first_direct or page_head")
 
 
-def _identity(config: Any, options: dict[str, Any], pool: Any, name: str, arranged: bool) -> Identity:
+def _page_identity(config: Any, options: dict[str, Any], pool: Any, name: str, arranged: bool) -> Identity:
     """Return the identity of pages, which covers everything that they depend on except tokens and salt.
 
     With ``arranged``, pages are raw bytes in the order of the pool's layout. The layout is then part of the identity. Rows of packed values
@@ -396,7 +396,7 @@ def _identity(config: Any, options: dict[str, Any], pool: Any, name: str, arrang
     names += [] if config.is_mla_model else ["tp_rank", "dp_rank"]
     parallel = {name: getattr(config, name, None) for name in names}
     arrangement = [str(getattr(pool, "layout", "")), str(tag)] if arranged else [] if tag is None else [str(tag)]
-    shape = [parallel, pool.page_size, *([name] if name else []), *arrangement, *_settings(pool, name)]
+    shape = [parallel, pool.page_size, *([name] if name else []), *arrangement, *_relevant_settings(pool, name)]
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
     kept: Any = getattr(pool, "dtype", None)
     recipe, dtype = options["recipe"], _NAMES.get(kept, "u8")

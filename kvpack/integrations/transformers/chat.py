@@ -261,7 +261,7 @@ class Chat:
         text, _ = self._render(self.messages, reply=False)
         tokens = _TokenRanges(self.tokenizer, text, cache.token_ids[0].tolist(), special=not self._has_template)
         try:
-            digest = _digest(self.messages)
+            digest = _messages_digest(self.messages)
             stored = json.dumps([_store_message(message, tokens) for message in self.messages], ensure_ascii=False)
             parts = _split_text(stored, MAX_STRING_BYTES)
         except (TypeError, ValueError) as error:
@@ -310,7 +310,7 @@ def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
         messages = [_restore_message(message, ids, tokenizer) for message in json.loads("".join(str(metadata[name]) for name in names))]
     except (ValueError, TypeError, LookupError, AttributeError):
         messages = []
-    if _digest(messages) != metadata.get(_DIGEST):
+    if _messages_digest(messages) != metadata.get(_DIGEST):
         raise InvalidParameter(
             "the messages of the chat cannot be read from the file: load all of its tokens with the tokenizer that it was saved with, or "
             "pass the messages that the cache was computed from as messages="
@@ -347,7 +347,7 @@ class _TokenRanges:
         last = next((n for n in reversed(count) if self._ends[n] <= self.at), None)
         if first is None or last is None or last < first:
             return [content]
-        middle = _decode(self.tokenizer, self.ids[first : last + 1])
+        middle = _decode_ids(self.tokenizer, self.ids[first : last + 1])
         offset = content.find(middle, max(0, len(content) - kept)) if middle else -1
         return [content] if offset < 0 else [*filter(None, (content[:offset], [first, last + 1], content[offset + len(middle) :]))]
 
@@ -373,15 +373,15 @@ def _restore_message(message: Message, ids: list[int], tokenizer: Any) -> Messag
     content = message.get("content")
     if not isinstance(content, dict):
         return message
-    parts = (part if isinstance(part, str) else _decode(tokenizer, ids[slice(*part)]) for part in content[_SPANS])
+    parts = (part if isinstance(part, str) else _decode_ids(tokenizer, ids[slice(*part)]) for part in content[_SPANS])
     return {**message, "content": "".join(parts)}
 
 
-def _decode(tokenizer: Any, ids: list[int]) -> str:
+def _decode_ids(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _digest(messages: list[Message]) -> str:
+def _messages_digest(messages: list[Message]) -> str:
     return hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()
 
 

@@ -51,7 +51,7 @@ class ComputedChecksums:
 
     def add(self, past: TransformersCache, tokens: int) -> None:
         """Record the checksums of ``past`` from token ``self.tokens`` up to token ``tokens``."""
-        sides = list(_sides(past))
+        sides = list(_readable_sides(past))
         self._seen = [weakref.ref(x) for _, _, x in sides]
         sums = _all_checksums([x[:, :, max(first, self.tokens) - first : tokens - first] for _, first, x in sides])
         for (place, first, x), side_sums in zip(sides, sums, strict=True):
@@ -64,7 +64,7 @@ class ComputedChecksums:
 
     def unchanged(self, past: TransformersCache) -> bool:
         """Return True if ``past`` still has the tensor objects whose checksums were last recorded. Their values may have changed."""
-        now = [x for _, _, x in _sides(past)]
+        now = [x for _, _, x in _readable_sides(past)]
         return len(now) == len(self._seen) and all(seen() is x for seen, x in zip(self._seen, now, strict=True))
 
     def rows(self, past: TransformersCache, tokens: int) -> list[int] | None:
@@ -74,7 +74,7 @@ class ComputedChecksums:
         """
         noted: list[list[bytes]] = []
         result: list[list[bytes]] = []
-        for place, first, x in _sides(past):
+        for place, first, x in _readable_sides(past):
             line = self._lines.get(place)
             if line is None:
                 return None
@@ -129,7 +129,7 @@ def _row_sums(sums: torch.Tensor) -> list[bytes]:
     return [row.tobytes() for row in sums.cpu().numpy()]
 
 
-def _sides(past: TransformersCache) -> Iterator[tuple[tuple[int, str], int, torch.Tensor]]:
+def _readable_sides(past: TransformersCache) -> Iterator[tuple[tuple[int, str], int, torch.Tensor]]:
     """Yield ((layer number, side), position of the first token, values) for each layer's keys and values that can be read."""
     for number, layer in enumerate(past.layers):
         if isinstance(layer, PackedLayer):

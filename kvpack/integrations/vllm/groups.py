@@ -78,7 +78,7 @@ class Group:
 
 def groups_of(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
     """Return the groups that vLLM offloads, in vLLM's order. Raises InvalidParameter if the layers of a group have different sizes."""
-    return [_group(vllm_config, group) for group in _groups_of(kv_cache_config)]
+    return [_describe_group(vllm_config, group) for group in _offloaded(kv_cache_config)]
 
 
 def check_groups(recipe: Recipe, groups: Sequence[Group], names: Sequence[str]) -> None:
@@ -111,7 +111,7 @@ def block_offsets(kv_cache_config: Any) -> list[list[int]]:
         for number, layer in enumerate(tensor.layers)
     }
     groups = [
-        [(placed[name], page) for name, page in _page_bytes(group).items() if name in placed] for group in _groups_of(kv_cache_config)
+        [(placed[name], page) for name, page in _page_bytes(group).items() if name in placed] for group in _offloaded(kv_cache_config)
     ]
     if any(stride != page for layers in groups for (_, stride), page in layers):
         return [[address for (address, _), _ in layers] for layers in groups]
@@ -137,7 +137,7 @@ def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_
     ``kv_caches`` maps layer names to vLLM's tensors. Their axes are ``[block, head, token, channel]``, with the channels of V after those
     of K, or ``[block, K or V, token, head, channel]``. If attention uses smaller blocks than the cache, tensors have the strides of these.
     """
-    for group, kept in zip(groups, _groups_of(kv_cache_config), strict=True):
+    for group, kept in zip(groups, _offloaded(kv_cache_config), strict=True):
         if group.kind != "attention":
             continue
         heads, tokens, dim, row = group.heads, group.tokens, group.dim, 2 * group.dim
@@ -159,14 +159,14 @@ def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_
                 )
 
 
-def _groups_of(kv_cache_config: Any) -> list[Any]:
+def _offloaded(kv_cache_config: Any) -> list[Any]:
     """Return the groups that vLLM offloads as vLLM's own objects, in vLLM's order."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 
     return [kv_cache_config.kv_cache_groups[number] for number in get_offloading_group_ids(kv_cache_config)]
 
 
-def _group(vllm_config: Any, group: Any) -> Group:
+def _describe_group(vllm_config: Any, group: Any) -> Group:
     from vllm.v1.kv_cache_interface import (
         AttentionSpec,
         ChunkedLocalAttentionSpec,

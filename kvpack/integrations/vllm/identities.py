@@ -51,11 +51,11 @@ def relevant_settings(vllm_config: Any) -> str:
         "load_config": (vllm_config.load_config, _LOAD), "attention_config": (vllm_config.attention_config, _ATTENTION),
         "multimodal_config": (model.multimodal_config, _MEDIA), "speculative_config": (vllm_config.speculative_config, _DRAFT),
     }  # fmt: skip
-    result = {name: _fields(name, part, fields) for name, (part, fields) in parts.items()}
+    result = {name: _read_fields(name, part, fields) for name, (part, fields) in parts.items()}
     return hashlib.sha256(json.dumps([settings, longest, result], sort_keys=True, default=_to_json_value).encode()).hexdigest()
 
 
-def _fields(name: str, part: Any, fields: Sequence[str]) -> dict[str, Any] | None:
+def _read_fields(name: str, part: Any, fields: Sequence[str]) -> dict[str, Any] | None:
     if part is None:
         return None
     unknown = [field for field in fields if not hasattr(part, field)]

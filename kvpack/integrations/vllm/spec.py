@@ -48,7 +48,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         self._groups = groups
         given = recipe_with_basis(_required_text(options, "recipe"), options.get("basis"), config.model.name)
         self._recipe, self._layout = given.text, str(options.get("layout", ""))
-        _check(config, groups)
+        _check_config(config, groups)
         require_layout(groups, self._layout)
         check_groups(given, groups, config.groups[0].layer_names)
         shape = {"groups": [repr(group) for group in groups], "layers": [g.layer_names for g in config.groups], "layout": self._layout}
@@ -163,7 +163,7 @@ def _required_text(options: Any, name: str) -> str:
     return value
 
 
-def _check(config: Any, groups: list[Group]) -> None:
+def _check_config(config: Any, groups: list[Group]) -> None:
     parallel = config.parallel
     if len(groups) != len(config.groups):
         raise InvalidParameter(

@@ -172,7 +172,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         result = []
         for metadata, parts in done:
             del self._running[metadata.job_id]
-            stored = {key for _, job, keys in parts for key in compress(keys, _results(job))}
+            stored = {key for _, job, keys in parts for key in compress(keys, _chunk_results(job))}
             size = sum(store.codec.nbytes * sum(key in stored for key in keys) for store, _, keys in parts)
             good = [key for key in metadata.keys if bytes(key) in stored]
             failed = [key for key in metadata.keys if bytes(key) not in stored]
@@ -234,7 +234,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         return [present.get(bytes(key), False) for key in keys]
 
 
-def _results(job: Job) -> list[bool]:
+def _chunk_results(job: Job) -> list[bool]:
     """Return a bool for each chunk: True if it was stored or loaded. All are False if the job failed."""
     try:
         return job.results or [False] * len(job.keys)

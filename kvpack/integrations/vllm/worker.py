@@ -100,7 +100,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         parts = []
         with self._on_stream():
-            for part in self._parts(src_spec, dst_spec):
+            for part in self._group_parts(src_spec, dst_spec):
                 codec = self._codecs[part.group]
                 rows = torch.empty(len(part.blocks), codec.nbytes, dtype=torch.uint8, device=self._device)
                 parts.append((part, rows, codec.start_encode(self._pages[part.group], part.blocks, rows, keys=part.keys)))
@@ -110,7 +110,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
         parts = []
         with self._on_stream():
-            for part in self._parts(dst_spec, src_spec):
+            for part in self._group_parts(dst_spec, src_spec):
                 codec = self._codecs[part.group]
                 rows = torch.empty(len(part.blocks), codec.nbytes, dtype=torch.uint8, device=self._device)
                 for row, source in zip(rows, part.rows, strict=True):
@@ -181,7 +181,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         for outcome in outcomes:
             self._counts[(success,) if outcome is None else (failure, type(outcome).__name__)] += 1
 
-    def _parts(self, on_device: Any, on_host: Any) -> list[GroupPart]:
+    def _group_parts(self, on_device: Any, on_host: Any) -> list[GroupPart]:
         """Return the blocks of each group with their rows. A transfer may start and end in the middle of a chunk."""
         chunks = numpy.asarray(on_host.chunk_ids if hasattr(on_host, "chunk_ids") else on_host.block_ids).tolist()
         blocks = on_device.block_ids.tolist()

@@ -234,7 +234,7 @@ def test_options_are_checked(opened: Callable[..., Any], tmp_path: Path) -> None
     (tmp_path / "a file").write_bytes(b"")
     with pytest.raises(InvalidParameter, match="a file is not a folder: pass the path of a store"):
         opened(location=str(tmp_path / "a file"))
-    with pytest.raises(InvalidParameter, match="of lossless depend on the values"):
+    with pytest.raises(InvalidParameter, match="lossless's streams words depend on the values"):
         opened(recipe="lossless")
 
 
@@ -388,7 +388,7 @@ def test_lmcache_is_notified_of_evictions(opened: Callable[..., Any], tmp_path: 
     # All that is there and was told of, and one of another process.
     adapter.delete([*(ObjectKey(bytes([1, number])) for number in range(64)), KEYS[0]])
     assert adapter.used == 0
-    assert not adapter._accounts._told
+    assert not adapter._accounts._reported
     adapter.close()
 
 

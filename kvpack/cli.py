@@ -91,7 +91,10 @@ def _commands(parser: Parser) -> Any:
 
 
 def _similar_words(word: str, candidates: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(word, list(candidates), 1)
+    """Return a list of the most similar candidate, if any. One that contains all words of ``word``, or the reverse, is preferred."""
+    parts = set(word.split("-"))
+    nested = [other for other in candidates if parts <= (others := set(other.split("-"))) or others <= parts]
+    return difflib.get_close_matches(word, nested or list(candidates), 1, 0.0 if nested else 0.6)
 
 
 COMMANDS = (cache, generate, inspect, view, verify, convert, dense, exchange, recipes, doctor, warm, demo, bench, calibrate, tune, store)

@@ -45,6 +45,8 @@ def complaint(capsys: pytest.CaptureFixture[str], words: Sequence[str]) -> str:
         (["cache", "--model", "M", "--prompt", "x", "--out", "y"], "cache", "pass --prompt-file FILE, or --prompt-file -"),
         (["export", "x", "y", "--format", "llama.cpp"], "export", "unknown option --format; --to names the program that will read it"),
         (["store", "gc", "x", "--max-byts", "1"], "store gc", "unknown option --max-byts; did you mean --max-bytes?"),
+        (["recipes", "--head-dim", "64"], "recipes", "unknown option --head-dim; did you mean --dim?"),
+        (["generate", "x", "--tokens", "20"], "generate", "unknown option --tokens; did you mean --max-tokens?"),
         (["bench", "quality", "--recip", "x"], "bench quality", "unknown option --recip; did you mean --recipe?"),
     ],
 )

@@ -52,7 +52,7 @@ def parse_rule(clause: str, written: str, text: str, presets: Mapping[str, str])
         if word.startswith("@"):
             expected = "text: kvpack.pack, kvpack.load and Cache.convert read a recipe file, as '@FILE' or as a Path"
         elif "," in word and word.partition(",")[0] in presets:
-            expected = f"a semicolon between clauses, as in {clause.replace(',', ';')!r}"
+            refuse(text, word, clause, f"unknown word {word!r}; semicolons separate clauses: write {clause.replace(',', ';')!r}")
         elif body.partition(":")[0] in CODECS:
             refuse(text, body, clause, f"{body!r} is a codec, which needs the side that it encodes: write 'kv={body}', or k= or v=")
         refuse(text, word, clause, f"unknown word {word!r}; expected {expected}", [*PUBLISHED, *ADDITIONS, "raw", "tail", "layers"])

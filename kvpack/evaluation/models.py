@@ -109,6 +109,8 @@ def window_tokens(requested: int | None, default: int, text: Text, max_positions
     """
     # A window needs one id more than it has tokens, because the prediction after the last one is scored too.
     limit = min(len(text.ids) + len(text.start) - 1, max_positions or len(text.ids))
+    if limit < 2:
+        raise InvalidParameter(f"{text.name} has {len(text.ids)} tokens, which is less than a window: pass a longer text")
     tokens = min(default, limit) if requested is None else requested
     if not 2 <= tokens <= limit:
         raise InvalidParameter(

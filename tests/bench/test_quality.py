@@ -548,6 +548,12 @@ def test_invalid_arguments_are_refused(words: list[str], code: int, message: str
     assert capsys.readouterr().err.startswith(f"kvpack: {message}")
 
 
+def test_an_empty_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").touch()
+    assert cli.main(["bench", "quality", "--model", "demo", "--text", str(tmp_path / "text")]) == 2
+    assert "text has 0 tokens, which is less than a window: pass a longer text" in capsys.readouterr().err
+
+
 def test_the_default_recipes_are_at_most_18_presets() -> None:
     assert set(quality.RECIPES) <= set(PRESETS)
     assert len(quality.RECIPES) <= 18

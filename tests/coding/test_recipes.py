@@ -120,6 +120,7 @@ REFUSED = [
     ("kivi-2;k=grp:b=2", "grp", "expected one of"),
     ("kivi-2;k=GROUP:b=2", "GROUP", "did you mean group?"),
     ("k=octahedral:b=3,v=group:b=3,g=32", "v=group:b=3", "semicolons separate clauses: write 'k=octahedral:b=3;v=group:b=3,g=32'"),
+    ("octopus-3,tail=32", "octopus-3,tail", "semicolons separate clauses: write 'octopus-3;tail=32'"),
     ("k=octahedral:b=3;v=group:b=3,raw=4", "raw=4", "raw= begins a clause, and semicolons separate clauses"),
     ("kv=kvpack-4", "kvpack-4", "selects the codecs of keys and values: write 'kvpack-4' as a clause"),
     ("kivi-2;layers=0:v=octopus-3", "octopus-3", "write layers=0:v=group:b=3,g=32, and add the clause 'raw=4,0.5,4'"),

@@ -1,7 +1,7 @@
 """Measures needle recall: facts are inserted into a text, and the model is then asked for them.
 
 A prompt for a byte-level model contains LINES key lines, such as ``[[key QWERTY = 8J2K9XPL]]``, with 6 and 8 random characters from A-Z and
-0-9. A prompt for a model with a tokenizer contains one pass key of 5 digits at some depth. An answer is right if all of its tokens are the
+0-9. A prompt for a model with a tokenizer contains one passkey of 5 digits at some depth. An answer is right if all of its tokens are the
 model's top choice after the true tokens before them.
 """
 
@@ -29,7 +29,7 @@ QUESTION_TOKENS = 32
 """Number of tokens reserved in a prompt for a question and its answer."""
 
 LENGTHS = (1024, 2048)
-"""Lengths, in tokens, of the prompts with a pass key."""
+"""Lengths, in tokens, of the prompts with a passkey."""
 
 _CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _DIGITS = "0123456789"
@@ -59,7 +59,7 @@ def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Nee
 
 
 def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Generator) -> NeedlePrompt:
-    """Insert a pass key into ``ids`` at ``depth``, a fraction of the length. The result is truncated to the original length."""
+    """Insert a passkey into ``ids`` at ``depth``, a fraction of the length. The result is truncated to the original length."""
     key = _random_word(5, _DIGITS, generator)
     line = text.encode(f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n")
     question = text.encode("\nWhat is the pass key? The pass key is")

@@ -4,7 +4,7 @@ A window of ``tokens`` tokens is read in two parts. The uncompressed model prefi
 loaded. The model then reads the last ``scored_tokens`` tokens over the packed layers, at most ``step`` at a time, and appends and packs
 their keys and values. These predictions are compared with those of the uncompressed model at the same positions.
 
-Unless the user passes a text, a language model reads windows of prose and of code and one long window. It is also asked for pass keys in
+Unless the user passes a text, a language model reads windows of prose and of code and one long window. It is also asked for passkeys in
 prompts of several lengths, and generates a text, which is then read over the packed caches token by token.
 """
 

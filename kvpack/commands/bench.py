@@ -99,7 +99,7 @@ def _add_quality(subparsers: Any) -> None:
         "--needles",
         type=int,
         metavar="N",
-        help="number of prompts of 1,024 and of 2,048 tokens, each with a pass key, or with 5 key lines for a byte-level model (default: "
+        help="number of prompts of 1,024 and of 2,048 tokens, each with a passkey, or with 5 key lines for a byte-level model (default: "
         "8, or as many as fit)",
     )
     quality.add_argument(

@@ -72,7 +72,7 @@ class Angle(CodecFamily):
             check_choice(self.id, "arrangement", self.arrangement, ("dense",))
             check_choice(self.id, "range", self.range, ("fp16",))
         check_range(self.id, "norm_bits", self.norm_bits, *((1, 8) if self.norm != "fp32" else (0, 0)))
-        check_fields(self.id, self.fields, tuple(_streams(self.dim, self.bins, self.norm_bits, self.arrangement)))
+        check_fields(self.id, self.fields, tuple(_stream_digits(self.dim, self.bins, self.norm_bits, self.arrangement)))
         self.packings()
         _ = self.rotation
 
@@ -88,7 +88,7 @@ class Angle(CodecFamily):
         rule = read_norm_rule(options)
         options.finish()
         cls.check_value("dim", dim)
-        streams = _streams(dim, bins, norm_bits, arrangement)
+        streams = _stream_digits(dim, bins, norm_bits, arrangement)
         fields = tuple((name, 1 if arrangement == "direct" else default_fields(dim // 2, bases)) for name, (bases, _) in streams.items())
         return cls(dim, bins, norm, norm_bits, arrangement, range_dtype, rotation, seed, fields, rule)
 
@@ -140,12 +140,12 @@ class Angle(CodecFamily):
         # Codes are rounded against the stored range; a zero step gives zero codes.
         codes = (norms - minimum).div_(torch.where(step > 0, step, torch.inf)).round_().clamp_(0, 2**self.norm_bits - 1)
         if projected is not None:
-            factor = _unbiased_factor(measured, projected, self._norms(step, minimum, codes))
+            factor = _unbiased_factor(measured, projected, self._decode_norms(step, minimum, codes))
             step, minimum = (step, minimum + factor.log2()) if self.norm == "log" else (step * factor, minimum * factor)
             unrounded_range = torch.cat([step, minimum], -1).to(stored.dtype)
             # Check the largest norm too, because the factor may make it infinite in binary32.
             step_wanted, minimum_wanted = unrounded_range.to(torch.float32)[..., None].unbind(-2)
-            largest = self._norms(step_wanted, minimum_wanted, codes.amax(-1, keepdim=True))
+            largest = self._decode_norms(step_wanted, minimum_wanted, codes.amax(-1, keepdim=True))
             is_finite = torch.isfinite(torch.cat([unrounded_range, largest], -1)).all(-1, keepdim=True)
             if self.norm == "linear":
                 # The codes compensate for the rounding of the old step, and a subnormal step is rounded coarsely.
@@ -174,10 +174,10 @@ class Angle(CodecFamily):
             norms = streams["norm"]
         else:
             step, minimum = streams["range"].to(torch.float32)[..., None].unbind(-2)
-            norms = self._norms(step, minimum, codes[0].to(torch.float32))
+            norms = self._decode_norms(step, minimum, codes[0].to(torch.float32))
         return functional.embedding(bins, bin_directions(self.bins, norms.device)).mul_(norms[..., None]).flatten(3)
 
-    def _norms(self, step: torch.Tensor, minimum: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    def _decode_norms(self, step: torch.Tensor, minimum: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
         """Return the decoded norm of each pair, float32 ``[batch, kv_head, token, pair]``."""
         norms = torch.addcmul(minimum, step, codes)
         return norms.exp2_() if self.norm == "log" else norms
@@ -202,7 +202,7 @@ StreamDigits = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @lru_cache(MAX_CACHED_TABLES)
-def _streams(dim: int, bins: int, norm_bits: int, arrangement: str) -> dict[str, StreamDigits]:
+def _stream_digits(dim: int, bins: int, norm_bits: int, arrangement: str) -> dict[str, StreamDigits]:
     """Return the digits of each code stream by name (spec/codecs/angle.md, Layout)."""
     rounded, norm = next_power_of_two(bins), 1 << norm_bits
     if arrangement == "direct":
@@ -222,7 +222,7 @@ def _streams(dim: int, bins: int, norm_bits: int, arrangement: str) -> dict[str,
 
 @lru_cache(MAX_CACHED_TABLES)
 def _packings(dim: int, bins: int, norm_bits: int, arrangement: str, fields: Fields) -> dict[str, Columns]:
-    streams = _streams(dim, bins, norm_bits, arrangement)
+    streams = _stream_digits(dim, bins, norm_bits, arrangement)
     return {name: Columns(dim // 2, streams[name][0], count, streams[name][1]) for name, count in fields}
 
 

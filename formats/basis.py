@@ -103,14 +103,14 @@ class BasisRows:
         return self.rows[:, :, 1 + self.dim, None].to(torch.float32)
 
     @cached_property
-    def _tables(self) -> torch.Tensor:
+    def _run_tables(self) -> torch.Tensor:
         runs = run_count(self.dim)
         values = self.rows[:, :, 2 + self.dim :].to(torch.float32).flatten(2)
         return values[..., : TABLE_VALUES * runs].reshape(*values.shape[:2], runs, TABLE_VALUES)
 
     def table(self, run: int, width: int) -> torch.Tensor:
         """Return the decoded value of each code of ``width`` bits in a run, float32 ``[batch, kv_head, code]``."""
-        return self._tables[:, :, run, (1 << width) - 2 : (2 << width) - 2]
+        return self._run_tables[:, :, run, (1 << width) - 2 : (2 << width) - 2]
 
     def head_tables(self, heads: Sequence[int], runs: Sequence[int], width: int) -> torch.Tensor:
         """Return the decoded value of each code of ``width`` bits, for runs of 8 columns: float32 ``[batch, run, code]``.
@@ -118,7 +118,7 @@ class BasisRows:
         A run is given by its head in ``heads`` and its index in ``runs``. Two runs of 8 columns share the tables of one run of
         ``RUN_COLUMNS``.
         """
-        result = self._tables[:, list(heads), [run // 2 for run in runs]]
+        result = self._run_tables[:, list(heads), [run // 2 for run in runs]]
         return result[..., (1 << width) - 2 : (2 << width) - 2]
 
     @cached_property
@@ -127,7 +127,7 @@ class BasisRows:
 
         Raises OutOfRange if a token could decode to infinity, or if the inverse is not accurate.
         """
-        largest = self._tables.abs().amax(-1).repeat_interleave(RUN_COLUMNS, -1)[..., : self.dim]
+        largest = self._run_tables.abs().amax(-1).repeat_interleave(RUN_COLUMNS, -1)[..., : self.dim]
         check_decoded_range(MAX_GAIN * largest.to(torch.float64) + self.mean[:, :, 0].abs(), self.matrix, None, "the rows of the basis")
         return invert_for_encoding(self.matrix, "a matrix of the basis").to(self.rows.device)
 

@@ -247,7 +247,7 @@ class Columns:
         column = None
         for digit, base, places in zip(digits, self.bases, self.place_values, strict=True):
             exact = digit.dtype == torch.float32 and self.column_values <= _MAX_EXACT_FLOAT32
-            part = _fold(self._split_into_fields(digit if exact else digit.to(dtype)), base).to(dtype)
+            part = _combine_fields(self._split_into_fields(digit if exact else digit.to(dtype)), base).to(dtype)
             column = part if column is None else torch.add(column, part, alpha=places[0])
         assert column is not None
         words = (self.column_bytes + 1) // 2
@@ -386,7 +386,7 @@ def _join_words(words: Sequence[torch.Tensor]) -> torch.Tensor:
     return column
 
 
-def _fold(fields: torch.Tensor, base: int) -> torch.Tensor:
+def _combine_fields(fields: torch.Tensor, base: int) -> torch.Tensor:
     """Return sum_k base^k fields[..., k, :].
 
     Fields are combined in pairs until one is left, so that every pass runs over long contiguous rows.
@@ -395,9 +395,9 @@ def _fold(fields: torch.Tensor, base: int) -> torch.Tensor:
     if count == 1:
         return fields[..., 0, :]
     if count % 2:
-        return torch.add(_fold(fields[..., :-1, :], base), fields[..., -1, :], alpha=base ** (count - 1))
+        return torch.add(_combine_fields(fields[..., :-1, :], base), fields[..., -1, :], alpha=base ** (count - 1))
     half = count // 2
-    return _fold(torch.add(fields[..., :half, :], fields[..., half:, :], alpha=base**half), base)
+    return _combine_fields(torch.add(fields[..., :half, :], fields[..., half:, :], alpha=base**half), base)
 
 
 def _bits_at(words: Sequence[numpy.ndarray[Any, Any]], position: int) -> numpy.ndarray[Any, Any]:

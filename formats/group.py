@@ -140,7 +140,7 @@ class Group(CodecFamily):
             return RunEncoder({}, lambda block, _: self._encode(block, None))
         empty = torch.zeros(*run.shape[:2], 1, 4, dtype=torch.float16, device=run.device)
         last = previous["scale_range"] if previous else None
-        chosen = scale_range.choose_range(self._scales_and_centers(run), last, empty, self._middle)
+        chosen = scale_range.choose_range(self._scales_and_centers(run), last, empty, self._middle_code)
         return RunEncoder({"scale_range": chosen}, lambda block, _: self._encode(block, chosen))
 
     def _scales_and_centers(self, run: Run) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -148,8 +148,8 @@ class Group(CodecFamily):
             if block.numel():
                 grouped = self._group_values(self._divide_by_token_scale(block)[0])
                 low, high = grouped.amin(self._member_axis), grouped.amax(self._member_axis)
-                center = self._center(low, high)
-                yield self._scale(low, high, center), center
+                center = self._group_center(low, high)
+                yield self._group_scale(low, high, center), center
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         batch, heads, tokens, dim = x.shape
@@ -162,15 +162,15 @@ class Group(CodecFamily):
         low, high = grouped.amin(dim), grouped.amax(dim)
         # The scale is measured from the stored center, so that rounding the center costs range and not accuracy.
         if chosen_range is None:
-            stored_center = stored_norm(self._center(low, high), "F16", "center of a group")
+            stored_center = stored_norm(self._group_center(low, high), "F16", "center of a group")
             center = stored_center.to(torch.float32)
-            stored_scale = stored_norm(self._scale(low, high, center), "F16", "scale of a group")
+            stored_scale = stored_norm(self._group_scale(low, high, center), "F16", "scale of a group")
             scale = stored_scale.to(torch.float32)
         else:
-            stored_center, center = scale_range.encode_nearest(self._center(low, high), chosen_range, scale_range.CENTER)
-            stored_scale, scale = scale_range.encode_nearest(self._scale(low, high, center), chosen_range, scale_range.SCALE)
+            stored_center, center = scale_range.encode_nearest(self._group_center(low, high), chosen_range, scale_range.CENTER)
+            stored_scale, scale = scale_range.encode_nearest(self._group_scale(low, high, center), chosen_range, scale_range.SCALE)
         per_step = scale.clamp_min(MIN_HALF).reciprocal()
-        offset = self._middle - center * per_step
+        offset = self._middle_code - center * per_step
         codes = (grouped * per_step.unsqueeze(dim)).add_(offset.unsqueeze(dim)).round_().clamp_(0, 2**self.bits - 1)
         codes = codes.flatten(2, 3)[:, :, : u.shape[2]] if self.axis == "token" else codes.flatten(3, 4)[..., : self.dim]
         if streams and self.norm_rule == "unbiased":
@@ -200,11 +200,11 @@ class Group(CodecFamily):
         """Axes of the values that share a token scale."""
         return (3,) if self.scale_per_head else (1, 3)
 
-    def _center(self, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    def _group_center(self, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
         return (low + high) / 2 if self.centre == "middle" else torch.zeros_like(low)
 
-    def _scale(self, low: torch.Tensor, high: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
-        return torch.maximum(high - center, center - low) * (1.0 / self._middle)
+    def _group_scale(self, low: torch.Tensor, high: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(high - center, center - low) * (1.0 / self._middle_code)
 
     @property
     def _member_axis(self) -> int:
@@ -242,7 +242,7 @@ class Group(CodecFamily):
         return (scale_range.check,) if self.scale_dtype == "u8" else ()
 
     @property
-    def _middle(self) -> float:
+    def _middle_code(self) -> float:
         return ((1 << self.bits) - 1) / 2
 
     def _group_values(self, u: torch.Tensor) -> torch.Tensor:
@@ -265,7 +265,7 @@ class Group(CodecFamily):
     def _values(self, codes: torch.Tensor, scale: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
         """Decode ``codes`` with their scales and centers, without applying the token scale."""
         dim = self._member_axis
-        grouped = self._group_values(codes.to(torch.float32, copy=True).sub_(self._middle))
+        grouped = self._group_values(codes.to(torch.float32, copy=True).sub_(self._middle_code))
         grouped = grouped.mul_(scale.unsqueeze(dim)).add_(center.unsqueeze(dim))
         return grouped.flatten(dim - 1, dim).narrow(dim - 1, 0, codes.shape[dim - 1])
 

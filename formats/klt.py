@@ -86,7 +86,7 @@ class Klt(CodecFamily):
             if dict(self.fields)[CODES] != HEAD_RUN_COLUMNS:
                 raise InvalidParameter(f"codec {self.id}: fields[{CODES!r}] is {dict(self.fields)[CODES]}, expected {HEAD_RUN_COLUMNS}")
         else:
-            _check_widths(self.widths, self.dim)
+            _check_shared_widths(self.widths, self.dim)
             check_fields(self.id, self.fields, tuple(f"codes_{width}" for width in used_widths(self.widths)))
         self.packings()
 
@@ -263,7 +263,7 @@ class Klt(CodecFamily):
             if width:
                 columns = run_columns(run, self.dim)
                 values = centered[..., columns]
-                digit, decoded = _nearest(values, rows.table(run, width))
+                digit, decoded = _nearest_entries(values, rows.table(run, width))
                 codes[width].append(digit)
                 squares = rows.weights[..., columns].square()
                 squared_length += (values.square() * squares).sum(-1)
@@ -271,7 +271,7 @@ class Klt(CodecFamily):
                 decoded_length += (decoded.square() * squares).sum(-1)
         streams = self.pack_digits(*(torch.cat(digits, -1) for digits in codes.values()))
         if self.gain != "none":
-            streams["gain"] = _gains(squared_length, product_sum, decoded_length).to(torch.float16)
+            streams["gain"] = _compute_gains(squared_length, product_sum, decoded_length).to(torch.float16)
         return streams
 
     def _encode_heads(self, x: torch.Tensor, rows: BasisRows) -> dict[str, torch.Tensor]:
@@ -294,7 +294,7 @@ class Klt(CodecFamily):
             )
             # [batch, run, token, column]
             values = centered[:, head, :, run].transpose(0, 1)
-            digit, decoded = _nearest(values, rows.head_tables(part.heads, part.runs, part.width))
+            digit, decoded = _nearest_entries(values, rows.head_tables(part.heads, part.runs, part.width))
             # Missing columns have zeros as codes.
             digit[..., part.columns :] = 0
             codes[:, :, places.flatten()] = _pack_codes(digit, part.width)[..., : places.shape[1]].permute(0, 2, 1, 3).flatten(2)
@@ -305,7 +305,7 @@ class Klt(CodecFamily):
             decoded_length.index_add_(1, head, (decoded.square() * squares).sum(-1))
         streams = {CODES: codes[:, None]}
         if self.gain != "none":
-            streams["gain"] = _gains(squared_length, product_sum, decoded_length).to(torch.float16)
+            streams["gain"] = _compute_gains(squared_length, product_sum, decoded_length).to(torch.float16)
         return streams
 
     def head_codes(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[RunsOfWidth, torch.Tensor]]:
@@ -341,7 +341,7 @@ class Klt(CodecFamily):
         rows = self.basis_rows(streams)
         if self.fixed_heads is not None:
             values = self._decode_heads(streams, rows)
-            return self._with_gain(values, streams).add_(rows.mean)
+            return self._apply_gain(values, streams).add_(rows.mean)
         batch, heads, tokens, _ = digits[0].shape
         values = torch.zeros(batch, heads, tokens, self.dim, dtype=torch.float32, device=digits[0].device)
         remaining = dict(zip(used_widths(self.widths), digits, strict=True))
@@ -352,9 +352,9 @@ class Klt(CodecFamily):
                 codes, remaining[width] = remaining[width][..., :count], remaining[width][..., count:]
                 table = rows.table(run, width).expand(batch, heads, -1)
                 values[..., columns] = table.gather(2, codes.flatten(2).to(torch.int64)).view(codes.shape)
-        return self._with_gain(values, streams).add_(rows.mean)
+        return self._apply_gain(values, streams).add_(rows.mean)
 
-    def _with_gain(self, values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _apply_gain(self, values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return values if self.gain == "none" else values.mul_(streams["gain"].to(torch.float32)[..., None])
 
     def coded_frame(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -447,25 +447,25 @@ def _check_head_widths(widths: bytes, dim: int) -> None:
             f"codec klt: widths has {len(widths)} bytes, expected a multiple of {count}, one for each run of columns in a head of {dim} "
             "channels"
         )
-    _check_sizes(widths)
+    _check_width_values(widths)
 
 
-def _check_sizes(widths: bytes) -> None:
+def _check_width_values(widths: bytes) -> None:
     if max(widths) > MAX_WIDTH:
         raise InvalidParameter(f"codec klt: widths is {widths.hex()}, expected bytes from 0 to {MAX_WIDTH}: bits per column of each run")
     if not any(widths):
         raise InvalidParameter("codec klt: widths is zero for every run, expected a nonzero width in at least one")
 
 
-def _check_widths(widths: bytes, dim: int) -> None:
+def _check_shared_widths(widths: bytes, dim: int) -> None:
     if len(widths) != run_count(dim):
         raise InvalidParameter(
             f"codec klt: widths has {len(widths)} bytes, expected {run_count(dim)}, one for each run of columns in {dim} channels"
         )
-    _check_sizes(widths)
+    _check_width_values(widths)
 
 
-def _nearest(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _nearest_entries(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the code of the table entry nearest to each of ``values``, int32, and the entry itself.
 
     ``table`` is ``[batch or 1, kv_head, code]``. A stable sort breaks ties between equal entries, so that all devices return the same
@@ -478,7 +478,7 @@ def _nearest(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, t
     return codes.gather(2, places).view(values.shape).to(torch.int32), ordered.gather(2, places).view(values.shape)
 
 
-def _gains(squared_length: torch.Tensor, product_sum: torch.Tensor, decoded_length: torch.Tensor) -> torch.Tensor:
+def _compute_gains(squared_length: torch.Tensor, product_sum: torch.Tensor, decoded_length: torch.Tensor) -> torch.Tensor:
     """Return the gain of each token, float32.
 
     For a token x that decodes to d, ``squared_length`` is |x|^2, ``decoded_length`` is |d|^2, and ``product_sum`` is <x, d>, all weighted.

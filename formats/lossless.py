@@ -167,9 +167,9 @@ class Lossless(CodecFamily):
         symbols = symbols.reshape(batch * heads, rows, self.chunk * dim)
         # Words are ordered by chunk, then by sequence, then by head.
         in_order = symbols.transpose(1, 0, 2).reshape(-1, self.chunk * dim)
-        lengths = numpy.repeat(self._lengths((tokens,)), batch * heads)
+        lengths = numpy.repeat(self._chunk_lengths((tokens,)), batch * heads)
         chunks = rans.encode(in_order, lengths, tables, numpy.tile(numpy.arange(batch * heads), rows))
-        return self.pack("signed_fractions", self._fractions(bits)) | self.chunk_streams(chunks, batch, heads, x.device)
+        return self.pack("signed_fractions", self._signed_fractions(bits)) | self.chunk_streams(chunks, batch, heads, x.device)
 
     def chunk_streams(self, chunks: rans.Chunks, batch: int, heads: int, device: torch.device) -> dict[str, torch.Tensor]:
         """Convert encoded chunks to streams. They must be ordered by token group, sequence and head."""
@@ -188,12 +188,12 @@ class Lossless(CodecFamily):
         fraction, exponent = FLOAT_FORMATS[self.dtype]
         return _to_numpy((bits >> fraction & (1 << exponent) - 1).to(torch.uint8))
 
-    def _fractions(self, bits: torch.Tensor) -> torch.Tensor:
+    def _signed_fractions(self, bits: torch.Tensor) -> torch.Tensor:
         """Return one digit per value, int32, that combines the sign and the fraction."""
         fraction, exponent = FLOAT_FORMATS[self.dtype]
         return (bits >> exponent & 1 << fraction | bits & (1 << fraction) - 1).to(torch.int32)
 
-    def _lengths(self, runs: Sequence[int]) -> Numbers:
+    def _chunk_lengths(self, runs: Sequence[int]) -> Numbers:
         """Return the number of symbols in each chunk of a head, int64. ``runs`` contains the number of tokens in each run."""
         tokens = [min(self.chunk, run - first) for run in runs for first in range(0, run, self.chunk)]
         return numpy.array(tokens, numpy.int64) * self.dim
@@ -218,7 +218,7 @@ class Lossless(CodecFamily):
         tables = flat["frequencies"].reshape(batch * heads, -1)
         decoded = rans.decode(
             rans.Chunks(flat["words"].reshape(-1), counts, _join_states(states)),
-            numpy.repeat(self._lengths((tokens,)), batch * heads),
+            numpy.repeat(self._chunk_lengths((tokens,)), batch * heads),
             tables,
             numpy.tile(numpy.arange(batch * heads), rows),
         )
@@ -276,7 +276,7 @@ class Lossless(CodecFamily):
     def _check_chunks(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
         """Raise InvalidPayload for chunks that read a wrong number of words or end in a wrong state. No encoder produces such chunks."""
         heads, rows = arrays["word_counts"].shape[1:]
-        lengths = self._lengths(runs)
+        lengths = self._chunk_lengths(runs)
         table = numpy.repeat(numpy.arange(len(runs)), [-(-run // self.chunk) for run in runs])
         counts = read_values(arrays["word_counts"], 0, batch * heads * rows).reshape(batch * heads, rows).T.astype(numpy.int64)
         ends = numpy.cumsum(counts)

@@ -183,18 +183,18 @@ class Minifloat(CodecFamily):
     def _encode(self, x: torch.Tensor, run_scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
         streams = {}
         if self.granularity == "block":
-            grouped = self._in_blocks(x)
+            grouped = self._split_into_blocks(x)
             largest = grouped.abs().amax(-1)
             if run_scale is None:
                 scales = block_exponents(largest, self.element)
                 # 2^(127 - code): the reciprocal of a power of two is also a power of two.
                 inverse = (2 * E8M0_BIAS - scales << 23).view(torch.float32)
-                scaled = self._from_blocks(grouped * inverse[..., None])
+                scaled = self._join_blocks(grouped * inverse[..., None])
             else:
                 factor = run_scale.unsqueeze(-1)
-                scales = encode_elements(_quotient(_divide(largest, ELEMENTS["e2m1"].largest), factor), "e4m3").to(torch.int32)
+                scales = encode_elements(_divide_by_scale(_divide(largest, ELEMENTS["e2m1"].largest), factor), "e4m3").to(torch.int32)
                 scale = element_values("e4m3", x.device).index_select(0, scales.reshape(-1)).view(scales.shape) * factor
-                scaled = self._from_blocks(_quotient(grouped, scale[..., None]))
+                scaled = self._join_blocks(_divide_by_scale(grouped, scale[..., None]))
             streams["block_scales"] = scales.to(torch.uint8)
         else:
             if run_scale is None:
@@ -202,17 +202,17 @@ class Minifloat(CodecFamily):
                 dtype = NORMS[self.scale_dtype]
                 _ = stored_norm(_divide(largest, self.format.largest), dtype, "scale")
                 run_scale = streams["scale"] = _scale_for(largest, self.format.largest, dtype == "F16")
-            scaled = _quotient(x, run_scale.to(torch.float32).unsqueeze(-1))
+            scaled = _divide_by_scale(x, run_scale.to(torch.float32).unsqueeze(-1))
         return self.pack("codes", encode_elements(scaled, self.element)) | streams
 
-    def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
+    def _split_into_blocks(self, values: torch.Tensor) -> torch.Tensor:
         """Reshape ``[..., dim]`` to ``[..., block, channel of the block]``. A partial last block is padded with zeros."""
         spare = self.blocks * self.block - self.dim
         whole = functional.pad(values, (0, spare)) if spare else values
         return whole.reshape(*values.shape[:-1], self.blocks, self.block)
 
-    def _from_blocks(self, grouped: torch.Tensor) -> torch.Tensor:
-        """Invert ``_in_blocks``."""
+    def _join_blocks(self, grouped: torch.Tensor) -> torch.Tensor:
+        """Invert ``_split_into_blocks``."""
         return grouped.flatten(-2)[..., : self.dim]
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -220,15 +220,15 @@ class Minifloat(CodecFamily):
         values = element_values(self.element, codes.device).index_select(0, codes.reshape(-1)).view(codes.shape)
         if self.granularity != "block":
             return values.mul_(streams["scale"].to(torch.float32).unsqueeze(-1))
-        grouped, scales = self._in_blocks(values), streams["block_scales"].to(torch.int32)
+        grouped, scales = self._split_into_blocks(values), streams["block_scales"].to(torch.int32)
         if self.run_scale is not None:
             # The product of element and scale is exact: it has at most six significant bits.
             scale = element_values("e4m3", codes.device).index_select(0, scales.reshape(-1)).view(scales.shape)
-            return self._from_blocks(grouped.mul_(scale[..., None])).mul_(streams["global_scale"].unsqueeze(-1))
+            return self._join_blocks(grouped.mul_(scale[..., None])).mul_(streams["global_scale"].unsqueeze(-1))
         # 2^(code - 127) as a product of two normal numbers, because a device may flush the smallest, a subnormal number, to zero.
         half = scales >> 1
         first, second = (half + 64 << 23).view(torch.float32), (scales - half + 63 << 23).view(torch.float32)
-        return self._from_blocks(grouped.mul_(first[..., None]).mul_(second[..., None]))
+        return self._join_blocks(grouped.mul_(first[..., None]).mul_(second[..., None]))
 
     @property
     def error_spread(self) -> float:
@@ -399,7 +399,7 @@ def _divide(x: torch.Tensor, divisor: float) -> torch.Tensor:
     return x / x.new_full((), divisor)
 
 
-def _quotient(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _divide_by_scale(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return x / torch.where(scale > 0, scale, torch.inf)
 
 

@@ -77,7 +77,7 @@ class Octahedral(CodecFamily):
         super().__post_init__()
         check_magnitudes(self.id, "direction_table", self.direction_table, 2 ** (self.b_dir - 1))
         check_magnitudes(self.id, "norm_table", self.norm_table, 2**self.b_norm)
-        check_fields(self.id, self.fields, tuple(_bases(self.b_dir, self.b_norm, self.arrangement)))
+        check_fields(self.id, self.fields, tuple(_stream_bases(self.b_dir, self.b_norm, self.arrangement)))
         self.packings()
         _ = self.rotation
 
@@ -142,20 +142,20 @@ class Octahedral(CodecFamily):
             norm = unbiased_factor(norm, product_sum, decoded.square().sum(-1), TOKEN_NORMS[self.norm])
         digit = index.to(torch.float32)
         if norm_extends_index(self.b_dir, self.b_norm):
-            digit.add_(norm_index, alpha=self._directions)
+            digit.add_(norm_index, alpha=self._direction_count)
         else:
             sign.add_(norm_index, alpha=_SIGN_PATTERNS)
         return self.pack_digits(digit, sign) | {"norm": norm}
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         index, sign = digits
-        carrier, place = (index, self._directions) if norm_extends_index(self.b_dir, self.b_norm) else (sign, _SIGN_PATTERNS)
+        carrier, place = (index, self._direction_count) if norm_extends_index(self.b_dir, self.b_norm) else (sign, _SIGN_PATTERNS)
         # Every base is a power of two.
         norm_index = carrier >> place.bit_length() - 1
-        symbol = (index & self._directions - 1) + (sign & _SIGN_PATTERNS - 1) * self._directions
-        if _SIGN_PATTERNS * self._directions << self.b_norm <= _MAX_SCALED_DIRECTIONS:
+        symbol = (index & self._direction_count - 1) + (sign & _SIGN_PATTERNS - 1) * self._direction_count
+        if _SIGN_PATTERNS * self._direction_count << self.b_norm <= _MAX_SCALED_DIRECTIONS:
             scaled = _scaled_directions(self.direction_table, self.norm_table, symbol.device)
-            triplet = functional.embedding(symbol + norm_index * (_SIGN_PATTERNS * self._directions), scaled)
+            triplet = functional.embedding(symbol + norm_index * (_SIGN_PATTERNS * self._direction_count), scaled)
         else:
             triplet = functional.embedding(symbol, signed_directions(self.direction_table, symbol.device))
             triplet *= functional.embedding(norm_index, _table_column(self.norm_table, symbol.device))
@@ -178,7 +178,7 @@ class Octahedral(CodecFamily):
                 raise InvalidPayload(f"{where}.{name}: the word at {at} has bits {digit:#x} set in padding triplets, which must be zero")
 
     @property
-    def _directions(self) -> int:
+    def _direction_count(self) -> int:
         """Number of directions in the quarter square, which is also the place value of the bits above the direction in a digit."""
         return int(4 ** (self.b_dir - 1))
 
@@ -218,7 +218,7 @@ def _digit_bits(b_dir: int, b_norm: int) -> tuple[int, int]:
     return (index + b_norm, 2) if norm_extends_index(b_dir, b_norm) else (index, 2 + b_norm)
 
 
-def _bases(b_dir: int, b_norm: int, arrangement: str) -> dict[str, tuple[int, ...]]:
+def _stream_bases(b_dir: int, b_norm: int, arrangement: str) -> dict[str, tuple[int, ...]]:
     """Return the bases of every code stream by name. A digit of zero bits has no base."""
     index, sign = _digit_bits(b_dir, b_norm)
     if arrangement == "dense":
@@ -237,12 +237,12 @@ def _default_fields(dim: int, b_dir: int, b_norm: int, arrangement: str) -> Fiel
     if arrangement == "direct":
         return (("symbol", _DIRECT_FIELDS),)
     symbols = _symbol_count(dim, arrangement)
-    return tuple((stream, default_fields(symbols, bases)) for stream, bases in _bases(b_dir, b_norm, arrangement).items())
+    return tuple((stream, default_fields(symbols, bases)) for stream, bases in _stream_bases(b_dir, b_norm, arrangement).items())
 
 
 @lru_cache(MAX_CACHED_TABLES)
 def _packings(dim: int, b_dir: int, b_norm: int, arrangement: str, fields: Fields) -> dict[str, Columns]:
-    bases = _bases(b_dir, b_norm, arrangement)
+    bases = _stream_bases(b_dir, b_norm, arrangement)
     return {stream: Columns(_symbol_count(dim, arrangement), bases[stream], count) for stream, count in fields}
 
 

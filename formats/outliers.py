@@ -91,7 +91,7 @@ class Outliers(FramePart):
 
     def threshold(self, run: Run) -> torch.Tensor:
         """Return the norm ``[kv_head, 1, 1]`` above which a chunk of the coded frame is an outlier."""
-        norms = torch.cat([_chunk_norms(_chunks(block)).transpose(0, 1).flatten(1) for block in run.blocks()], 1)
+        norms = torch.cat([_chunk_norms(_as_chunks(block)).transpose(0, 1).flatten(1) for block in run.blocks()], 1)
         if not norms.shape[1]:
             return norms.new_full((norms.shape[0], 1, 1), torch.inf)
         median = norms.masked_fill(norms == 0, torch.nan).nanmedian(1).values
@@ -102,7 +102,7 @@ class Outliers(FramePart):
 
         Raises OutOfRange if an outlier does not fit in float16.
         """
-        chunks = _chunks(u)
+        chunks = _as_chunks(u)
         flagged = _chunk_norms(chunks) > threshold
         values = chunks.permute(2, 0, 1, 3, 4)[flagged.permute(2, 0, 1, 3)]
         if not (values.abs() < HALF_LIMIT).all():
@@ -113,7 +113,7 @@ class Outliers(FramePart):
 
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Put the outliers back into ``frame``, float32 ``[batch, kv_head, token, dim]``."""
-        chunks = _chunks(frame).clone()
+        chunks = _as_chunks(frame).clone()
         chunks.permute(2, 0, 1, 3, 4)[self.flags(streams).permute(2, 0, 1, 3)] = streams[VALUES][0, 0].to(torch.float32)
         return chunks.flatten(3)
 
@@ -145,7 +145,7 @@ def _reject_too_large(chunks: torch.Tensor, flagged: torch.Tensor) -> NoReturn:
     )
 
 
-def _chunks(u: torch.Tensor) -> torch.Tensor:
+def _as_chunks(u: torch.Tensor) -> torch.Tensor:
     return u.reshape(*u.shape[:-1], u.shape[-1] // CHUNK, CHUNK)
 
 

@@ -81,7 +81,7 @@ class Polar(CodecFamily):
         super().__post_init__()
         _check_dim(self.dim)
         _check_tables(self.levels, self.angle_table)
-        check_fields(self.id, self.fields, tuple(_streams(self.levels)))
+        check_fields(self.id, self.fields, tuple(_levels_by_stream(self.levels)))
         self.packings()
         _ = self.rotation
 
@@ -95,9 +95,9 @@ class Polar(CodecFamily):
         options.finish()
         _check_dim(dim)
         bits = ".".join(map(str, words * _max_levels(dim) if len(words) == 1 else words))
-        levels = _levels(dim, bits)
+        levels = _parse_levels(dim, bits)
         table = b"".join(polar_angle_table(*pair, 2**level.bits) for level in levels[1:] for pair in level.pairs)
-        fields = tuple((name, default_fields(_symbol_count(run), (2 ** run[0].bits,))) for name, run in _streams(levels).items())
+        fields = tuple((name, default_fields(_symbol_count(run), (2 ** run[0].bits,))) for name, run in _levels_by_stream(levels).items())
         return cls(dim, bits, norm, rotation, seed, table, fields, rule)
 
     @property
@@ -114,7 +114,7 @@ class Polar(CodecFamily):
     @property
     def levels(self) -> tuple[Level, ...]:
         """Levels of the tree, starting with the pairs of channels."""
-        return _levels(self.dim, self.bits)
+        return _parse_levels(self.dim, self.bits)
 
     @property
     def radii(self) -> int:
@@ -124,7 +124,7 @@ class Polar(CodecFamily):
     @property
     def stream_levels(self) -> dict[str, tuple[Level, ...]]:
         """Levels that each code stream contains."""
-        return _streams(self.levels)
+        return _levels_by_stream(self.levels)
 
     @property
     def tables(self) -> tuple[tuple[bytes, ...], ...]:
@@ -160,12 +160,12 @@ class Polar(CodecFamily):
             radii = unbiased_factor(radii, products / torch.where(radii > 0, radii, ones), ones, NORMS[self.norm])
         stored = stored_norm(radii, NORMS[self.norm], f"a radius (token {start} or later)")
         remaining_codes = iter(codes)
-        digits = [torch.cat(list(islice(remaining_codes, len(run))), -1) for run in _streams(self.levels).values()]
+        digits = [torch.cat(list(islice(remaining_codes, len(run))), -1) for run in _levels_by_stream(self.levels).values()]
         return self.pack_digits(*digits) | {"radius": stored}
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         radii = streams["radius"].to(torch.float32)
-        runs = zip(_streams(self.levels).values(), digits, strict=True)
+        runs = zip(_levels_by_stream(self.levels).values(), digits, strict=True)
         codes = [code for run, digit in runs for code in torch.split(digit, [level.angles for level in run], -1)]
         for level, tables, code in reversed(list(zip(self.levels, self.tables, codes, strict=True))):
             pairs = _pair_directions(level, tables, code).mul_(radii[..., : level.angles, None]).flatten(-2)
@@ -198,7 +198,7 @@ def _max_levels(dim: int) -> int:
 
 
 @lru_cache(MAX_CACHED_TABLES)
-def _levels(dim: int, bits: str) -> tuple[Level, ...]:
+def _parse_levels(dim: int, bits: str) -> tuple[Level, ...]:
     words = bits.split(".")
     if len(words) > _max_levels(dim) or not set(words) <= set(map(str, range(1, MAX_BITS + 1))):
         raise InvalidParameter(
@@ -229,7 +229,7 @@ def _symbol_count(run: tuple[Level, ...]) -> int:
 
 
 @lru_cache(MAX_CACHED_TABLES)
-def _streams(levels: tuple[Level, ...]) -> dict[str, tuple[Level, ...]]:
+def _levels_by_stream(levels: tuple[Level, ...]) -> dict[str, tuple[Level, ...]]:
     """Return the levels of each code stream by its name, which contains the number of its first level.
 
     Consecutive levels with the same number of bits share a stream.
@@ -243,7 +243,7 @@ def _streams(levels: tuple[Level, ...]) -> dict[str, tuple[Level, ...]]:
 
 @lru_cache(MAX_CACHED_TABLES)
 def _packings(levels: tuple[Level, ...], fields: Fields) -> dict[str, Columns]:
-    streams = _streams(levels)
+    streams = _levels_by_stream(levels)
     return {name: Columns(_symbol_count(streams[name]), (2 ** streams[name][0].bits,), count) for name, count in fields}
 
 

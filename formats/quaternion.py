@@ -109,7 +109,7 @@ class Quaternion(CodecFamily):
         return {"scale": Layout(self._norm_dtype, (batch, heads, tokens))}
 
     def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunEncoder:
-        _search(self.seed, self.secondary).announce(math.prod(run.shape) // 4, run.device)
+        _codebook_search(self.seed, self.secondary).announce(math.prod(run.shape) // 4, run.device)
         return super().begin(run, previous)
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -135,7 +135,7 @@ class Quaternion(CodecFamily):
         stored_norm(stored / highest * highest, "F32", f"the decoded largest radius of a token (token {start} or later)")
         # Codes are rounded against the stored scale; a zero scale gives zero codes.
         codes = (radius / torch.where(stored > 0, stored, torch.inf)).mul_(highest).round_().clamp_max_(highest)
-        codeword = _search(self.seed, self.secondary).nearest([plane.flatten() for plane in planes]).view_as(codes)
+        codeword = _codebook_search(self.seed, self.secondary).nearest([plane.flatten() for plane in planes]).view_as(codes)
         if self.norm_rule == "unbiased":
             # Chunks relative to the scale, and the radii and codewords to which they decode relative to it.
             relative = power / torch.where(stored > 0, stored, torch.inf)
@@ -240,5 +240,5 @@ def codewords(seed: int, count: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=4)
-def _search(seed: int, count: int) -> Search:
+def _codebook_search(seed: int, count: int) -> Search:
     return Search(secondary_quaternions(seed, count, "cpu"), codewords(seed, count, "cpu"))

@@ -185,7 +185,7 @@ class RawPositions(WholeTokens):
 
     def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int | torch.Tensor) -> dict[str, torch.Tensor]:
         words = _position_words(streams[POSITIONS])
-        token = _token_numbers(words)
+        token = _token_indices(words)
         used = (token >= 0).nonzero()[:, 0]
         positions = encode_positions((token + tokens)[used], words[used, -1])
         return {POSITIONS: positions[None, None], VALUES: streams[VALUES].index_select(2, used)}
@@ -220,7 +220,7 @@ class RawPositions(WholeTokens):
         tokens, last, used = sum(runs), -1, 0
         for first, (block,) in row_blocks(arrays[POSITIONS]):
             words = block.astype(numpy.int64)
-            token, sequence = _token_numbers(words), words[:, -1]
+            token, sequence = _token_indices(words), words[:, -1]
             unused = token < 0
             wrong = (token >= tokens) | (sequence >= batch) | (unused & (sequence > 0))
             if wrong.any():
@@ -352,7 +352,7 @@ def restore_slot_tokens(values: torch.Tensor, streams: Mapping[str, torch.Tensor
     """
     tokens = values.shape[2]
     words = streams[POSITIONS].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
-    token = _token_numbers(words.flatten(0, 1)).view(words.shape[:2])
+    token = _token_indices(words.flatten(0, 1)).view(words.shape[:2])
     # Ignore invalid positions: rows are decoded after only their checksum was verified.
     token = torch.where((token < 0) | (token > tokens), tokens, token)
     padded = torch.cat([values, values[:, :, :1]], 2)
@@ -418,7 +418,7 @@ def _replace_in_run(run: Run, chosen: torch.Tensor, group_tokens: int) -> Run:
     return replace(run, blocks=blocks)
 
 
-def _token_numbers(words: Any) -> Any:
+def _token_indices(words: Any) -> Any:
     """Return the token indices in positions ``[entry, word]``, int64. Unused entries get -1."""
     return (words[:, 0] | words[:, 1] << 16 | words[:, 2] << 32) - 1
 
@@ -426,7 +426,7 @@ def _token_numbers(words: Any) -> Any:
 def _entry_positions(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token index and the sequence index of each raw token, int64. Unused entries are skipped."""
     words = _position_words(positions)
-    token = _token_numbers(words)
+    token = _token_indices(words)
     used = token >= 0
     return token[used], words[used, -1]
 

@@ -24,7 +24,7 @@ def hadamard(order: int) -> tuple[tuple[int, ...], ...]:
     The order must be 2^k, or 2^k times 12, 20 or 28.
     """
     paley = _paley_order(order)
-    rows = _paley(paley)
+    rows = _paley_matrix(paley)
     while len(rows) < order:
         rows = (*(row + row for row in rows), *(row + tuple(-value for value in row) for row in rows))
     return rows
@@ -43,7 +43,7 @@ def _paley_order(order: int) -> int:
     raise InvalidParameter(f"there is no Hadamard rotation for {order} channels, expected 2^k, or 2^k times 12, 20 or 28")
 
 
-def _paley(order: int) -> tuple[tuple[int, ...], ...]:
+def _paley_matrix(order: int) -> tuple[tuple[int, ...], ...]:
     if order == 1:
         return ((1,),)
     if order == 28:
@@ -51,14 +51,14 @@ def _paley(order: int) -> tuple[tuple[int, ...], ...]:
     return _paley_first(order - 1)
 
 
-def _character(prime: int) -> list[int]:
+def _quadratic_character(prime: int) -> list[int]:
     squares = {i * i % prime for i in range(1, prime)}
     return [0] + [1 if i in squares else -1 for i in range(1, prime)]
 
 
 def _paley_first(prime: int) -> tuple[tuple[int, ...], ...]:
     """Return Paley's first construction for a ``prime`` = 3 mod 4: I + S with S = [[0, 1], [-1, Q]] and Q_ij = chi(i - j)."""
-    chi = _character(prime)
+    chi = _quadratic_character(prime)
     rows = [(1,) * (prime + 1)]
     rows += [(-1, *(chi[(i - j) % prime] + (i == j) for j in range(prime))) for i in range(prime)]
     return tuple(rows)
@@ -69,7 +69,7 @@ def _paley_second(prime: int) -> tuple[tuple[int, ...], ...]:
 
     Each entry c = +1 or -1 of C becomes c x [[1, 1], [1, -1]], and 0 becomes [[1, -1], [-1, -1]].
     """
-    chi = _character(prime)
+    chi = _quadratic_character(prime)
     conference = [[0, *[1] * prime], *([1, *(chi[(i - j) % prime] for j in range(prime))] for i in range(prime))]
     blocks = {0: ((1, -1), (-1, -1)), 1: ((1, 1), (1, -1)), -1: ((-1, -1), (-1, 1))}
     return tuple(tuple(value for entry in row for value in blocks[entry][half]) for row in conference for half in (0, 1))
@@ -107,7 +107,7 @@ class Rotation:
 
     def matrix(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """Return the matrix R, where u = R x, float32 ``[dim, dim]``."""
-        return _matrix(self.kind, self.dim, self.seed, device)
+        return _rotation_matrix(self.kind, self.dim, self.seed, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate float32 ``[..., dim]`` into the coded frame."""
@@ -125,7 +125,7 @@ def rotation_of(kind: str, dim: int, seed: int = 0) -> Rotation:
 
 
 @cache_per_device
-def _matrix(kind: str, dim: int, seed: int) -> torch.Tensor:
+def _rotation_matrix(kind: str, dim: int, seed: int) -> torch.Tensor:
     if kind == "none":
         return torch.eye(dim, dtype=torch.float32)
     matrix = torch.tensor(hadamard(dim), dtype=torch.float32)

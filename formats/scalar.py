@@ -148,9 +148,9 @@ class Scalar(CodecFamily):
     def _nearest_codes(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return the codes nearest to ``values`` ``[row, dim]``: for each width, float32 or int32 ``[row, channel]``."""
         codes = []
-        for part, table in zip(self.channel_sets, self._tables, strict=True):
-            own = values if self.bits_high == 0 else values.index_select(-1, _channels(part, values.device))
-            level = _nearest(own.abs(), table)
+        for part, table in zip(self.channel_sets, self._magnitude_tables, strict=True):
+            own = values if self.bits_high == 0 else values.index_select(-1, _channel_indices(part, values.device))
+            level = _nearest_levels(own.abs(), table)
             negative = torch.lt(own, 0, out=torch.empty_like(level))
             codes.append(level.add_(negative, alpha=2 ** (part.bits - 1)))
         return codes
@@ -192,12 +192,12 @@ class Scalar(CodecFamily):
         """Decode ``digits`` at norm 1: float32 ``[row, dim]``."""
         # Use a matrix, because PyTorch selects its columns ten times as fast as those of a four-axis tensor.
         values = []
-        for codes, table in zip(digits, self._tables, strict=True):
+        for codes, table in zip(digits, self._magnitude_tables, strict=True):
             values.append(signed_values(table, codes.device).index_select(0, codes.reshape(-1)).view(-1, codes.shape[-1]))
         return values[0] if self.bits_high == 0 else torch.cat(values, -1).index_select(-1, _positions(self.channel_sets, values[0].device))
 
     @property
-    def _tables(self) -> tuple[bytes, ...]:
+    def _magnitude_tables(self) -> tuple[bytes, ...]:
         return (self.magnitude_table, self.high_magnitude_table) if self.bits_high else (self.magnitude_table,)
 
 
@@ -230,13 +230,13 @@ def _packings(parts: tuple[ChannelSet, ...], fields: Fields) -> dict[str, Column
     return {name: Columns(len(part.channels), (2**part.bits,), count) for part, (name, count) in zip(parts, fields, strict=True)}
 
 
-def _nearest(magnitudes: torch.Tensor, table: bytes) -> torch.Tensor:
+def _nearest_levels(magnitudes: torch.Tensor, table: bytes) -> torch.Tensor:
     """Return the index of the table entry nearest to each magnitude, as float32 or int32."""
     bounds = midpoints(table)
     if len(bounds) <= _MAX_COMPARISONS:
         return nearest_level(magnitudes, bounds)
     # Bisection with one lookup per step is several times as fast as searchsorted.
-    values, stored = magnitudes.view(-1), _bounds(table, magnitudes.device)
+    values, stored = magnitudes.view(-1), _level_bounds(table, magnitudes.device)
     level = torch.zeros_like(values, dtype=torch.int32)
     above, bound = torch.empty_like(level), torch.empty_like(values)
     step = len(table) // 8
@@ -248,7 +248,7 @@ def _nearest(magnitudes: torch.Tensor, table: bytes) -> torch.Tensor:
 
 
 @cache_per_device
-def _bounds(table: bytes) -> torch.Tensor:
+def _level_bounds(table: bytes) -> torch.Tensor:
     return torch.tensor(midpoints(table), dtype=torch.float32)
 
 
@@ -260,7 +260,7 @@ def signed_values(table: bytes) -> torch.Tensor:
 
 
 @cache_per_device
-def _channels(part: ChannelSet) -> torch.Tensor:
+def _channel_indices(part: ChannelSet) -> torch.Tensor:
     return torch.tensor(part.channels, dtype=torch.int64)
 
 

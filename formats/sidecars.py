@@ -219,7 +219,7 @@ class CodecWithSidecars(Codec):
             streams = inner.encode(block, start) if result is None else result
             if watch:
                 watch(block, start, {**inner.streams, **streams})
-            streams |= self._sketches(block, {**inner.streams, **streams}, run_streams | taken) | taken
+            streams |= self._sketch_error(block, {**inner.streams, **streams}, run_streams | taken) | taken
             if x.numel() and not x.abs().amax().item() < _SAFE_MAGNITUDE:
                 _require_finite(self.decode({**inner.streams, **run_streams, **streams}), "decoded")
             return streams
@@ -260,7 +260,7 @@ class CodecWithSidecars(Codec):
             run = replace(run, blocks=partial(_map_blocks, vector.without_vectors, run.blocks))
         return run
 
-    def _sketches(self, block: torch.Tensor, streams: Streams, subtracted: Streams) -> dict[str, torch.Tensor]:
+    def _sketch_error(self, block: torch.Tensor, streams: Streams, subtracted: Streams) -> dict[str, torch.Tensor]:
         """Return the streams that sketch the error of the codec's ``streams`` for ``block``.
 
         ``subtracted`` contains the streams of the parts that were removed from the block.

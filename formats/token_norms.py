@@ -55,12 +55,12 @@ def norm_features(norm: str) -> frozenset[str]:
     return frozenset({LOG_NORMS_FEATURE} if norm == LOG8 else ())
 
 
-def _code_norm(code: float) -> float:
+def _decode_log8(code: float) -> float:
     return float(2.0 ** (MIN_LOG2 + code / STEPS_PER_OCTAVE))
 
 
-MAX_LOG8 = _code_norm(_CODES - 2)
-LOG8_LIMIT = _code_norm(_CODES - 1.5)
+MAX_LOG8 = _decode_log8(_CODES - 2)
+LOG8_LIMIT = _decode_log8(_CODES - 1.5)
 """The smallest norm that is too large for a byte: it would round to a code above 255."""
 
 LIMITS = {"F16": HALF_LIMIT, "F32": float("inf"), "U8": LOG8_LIMIT}
@@ -73,7 +73,7 @@ MAX_STORED = {"F16": 65504.0, "F32": 3.4028234663852886e38, "U8": MAX_LOG8}
 @cache_per_device
 def log8_values() -> torch.Tensor:
     """Return the decoded norm of each code, float32 ``[256]``."""
-    return torch.tensor([0.0, *(_code_norm(place) for place in range(_CODES - 1))], dtype=torch.float32)
+    return torch.tensor([0.0, *(_decode_log8(place) for place in range(_CODES - 1))], dtype=torch.float32)
 
 
 @cache_per_device
@@ -82,7 +82,7 @@ def log8_bounds() -> torch.Tensor:
 
     The first bound is half of the smallest nonzero norm; the other bounds are midpoints between neighboring codes.
     """
-    return torch.tensor([_code_norm(0) / 2, *(_code_norm(place - 0.5) for place in range(1, _CODES - 1))], dtype=torch.float32)
+    return torch.tensor([_decode_log8(0) / 2, *(_decode_log8(place - 0.5) for place in range(1, _CODES - 1))], dtype=torch.float32)
 
 
 def stored_norm(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
@@ -148,7 +148,7 @@ def norms_over_heads(norms: torch.Tensor) -> torch.Tensor:
 def median_norms(norms: torch.Tensor) -> torch.Tensor:
     """Return the median of ``norms`` ``[..., token]`` over the page of each token. NaN norms are ignored."""
     tokens, medians = norms.shape[-1], []
-    for pages, count in _pages(norms):
+    for pages, count in _norm_pages(norms):
         median = pages.nanmedian(-1).values
         medians.append(median.repeat_interleave(PAGE_TOKENS, -1) if count == PAGE_TOKENS else median.expand(*norms.shape[:-1], count))
     return torch.cat([norms[..., tokens:], *medians], -1)
@@ -225,7 +225,7 @@ def drop_crowded_pages(chosen: torch.Tensor, max_per_page: int = MAX_PER_PAGE) -
     return chosen & (counts <= max_per_page).repeat_interleave(PAGE_TOKENS, 1)[:, :tokens]
 
 
-def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
+def _norm_pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield blocks of norms ``[..., page, token]``, and the number of tokens at the end of each page that are compared with its median."""
     tokens = norms.shape[-1]
     whole = tokens // PAGE_TOKENS * PAGE_TOKENS
@@ -243,7 +243,7 @@ def has_large_size(sizes: torch.Tensor, ratio: float) -> bool:
     answer = compiled_has_large_size(sizes, ratio)
     if answer is not None:
         return answer
-    for pages, count in _pages(sizes):
+    for pages, count in _norm_pages(sizes):
         # This is also True for a page with NaN.
         may_exceed = ~(pages[..., -count:].amax(-1) <= ratio * pages.amin(-1))
         if may_exceed.any():

@@ -248,19 +248,19 @@ class Transform(CodecFamily):
         rope = self.side_rope(source)
         positions = None if rope is None else _join_positions(streams["positions"])
         for first, part in self.symbols(streams):
-            values = self._values(part, source)
+            values = self._decode_values(part, source)
             for begin in range(0, len(values), heads):
                 row, b = divmod((first + begin) // heads, batch)
                 heads_slice, count = slice(begin, begin + heads), int(tokens[row])
                 to = out[b, :, int(ends[row]) - count : int(ends[row])]
-                x = self._token_group(values[heads_slice], part.columns[heads_slice], count, source, device)
+                x = self._decode_token_group(values[heads_slice], part.columns[heads_slice], count, source, device)
                 if positions is not None and rope is not None:
                     rope.rotate(x, int(positions[b, row]), out=to)
                 else:
                     to.copy_(x)
         return out
 
-    def _values(self, symbols: Symbols, source: Frames) -> list[torch.Tensor]:
+    def _decode_values(self, symbols: Symbols, source: Frames) -> list[torch.Tensor]:
         """Return the decoded values of each chunk, float32 ``[column, token]``."""
         tables = source.tables
         by_symbol = (tables.symbol_values * self.step_size).numpy()
@@ -272,7 +272,7 @@ class Transform(CodecFamily):
         parts = zip(values, symbols.columns, symbols.tokens, strict=True)
         return [torch.from_numpy(row[: columns * tokens].reshape(columns, tokens)) for row, columns, tokens in parts]
 
-    def _token_group(
+    def _decode_token_group(
         self, values: Sequence[torch.Tensor], columns: Numbers, tokens: int, source: Frames, device: torch.device
     ) -> torch.Tensor:
         """Return the first ``tokens`` tokens of a sequence's token group, without RoPE: float32 ``[kv_head, token, dim]``."""

@@ -131,7 +131,7 @@ class WorkTables:
             self._ends.append(numpy.cumsum([page.tokens for page in side.runs]))
             # Indices of the streams that the loader reads, among all streams of a layer: ``[page, stream]``.
             self._streams.append(numpy.array(indices, numpy.int64))
-        self._source_addresses = _addresses(*(side.runs for side in keys_and_values(layer)))
+        self._source_addresses = _stream_addresses(*(side.runs for side in keys_and_values(layer)))
         self._rows = numpy.zeros(0, numpy.int64)
         """All work tables, with 0 in place of stream addresses."""
         self._address_positions = self._stream_indices = self._rows
@@ -165,11 +165,11 @@ class WorkTables:
         k, v = (side.runs for side in keys_and_values(layer))
         table = self._device_tables.get(k)
         if table is None or table[0]() is not v:
-            kinds = _kinds_of(k, v)
+            kinds = _kind_ids(k, v)
             others = ((first(), other()) for first, other in _model_layers.get(k, ()))
-            layers = [(k, v), *((x, y) for x, y in others if x is not None and y is not None and x is not k and _kinds_of(x, y) == kinds)]
+            layers = [(k, v), *((x, y) for x, y in others if x is not None and y is not None and x is not k and _kind_ids(x, y) == kinds)]
             rows = numpy.tile(self._rows, (len(layers), 1))
-            rows[:, self._address_positions] += numpy.stack([_addresses(*pages) for pages in layers])[:, self._stream_indices]
+            rows[:, self._address_positions] += numpy.stack([_stream_addresses(*pages) for pages in layers])[:, self._stream_indices]
             tables = torch.from_numpy(rows.ravel()).to(device, non_blocking=True)
             for index, (x, y) in enumerate(layers):
                 self._device_tables[x] = ref(y), tables, index * len(self._rows)
@@ -177,13 +177,13 @@ class WorkTables:
         return table[1:]
 
 
-def _kinds_of(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> tuple[int, int] | None:
+def _kind_ids(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> tuple[int, int] | None:
     """Return the kind ids of a layer's key pages ``k`` and value pages ``v``, or None if the layer cannot share calls."""
     known = _page_list_key(k), _page_list_key(v)
     return None if known[0] is None or known[1] is None else (known[0].kind, known[1].kind)
 
 
-def _addresses(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> Integers:
+def _stream_addresses(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> Integers:
     """Return the addresses of all page streams of a layer, first of keys, then of values. The layer must be able to share calls."""
     known = _page_list_key(k), _page_list_key(v)
     assert known[0] is not None

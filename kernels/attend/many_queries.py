@@ -141,7 +141,7 @@ class ManyQueriesCall:
         self._sides: tuple[Side, ...] = k, v
         self._tables: layer_sharing.WorkTables | None = None
         self._table: tuple[torch.Tensor, int] | None = None
-        self._frames = scratch.frame_of(k), scratch.frame_of(v)
+        self._frames = scratch.decoded_frame(k), scratch.decoded_frame(v)
         self._shape, self._dtype, self._device, self._options = q.shape, q.dtype, q.device, options
         self._tokens, self._batch, self._heads, self._dim_v = k.tokens, k.batch, k.heads, v.dim
         self._map_queries, factor = self._frames[0].query_map(k.heads, q.dtype, q.device)
@@ -152,7 +152,7 @@ class ManyQueriesCall:
         )
         token_bytes = 2 * k.batch * k.heads * (k.dim + v.dim)
         self._block_tokens = max(MIN_TOKENS, SCRATCH_BYTES // token_bytes // MIN_TOKENS * MIN_TOKENS)
-        self._passes = [self._pass(first, k, v) for first in range(0, q.shape[2], MAX_QUERIES)]
+        self._passes = [self._plan_pass(first, k, v) for first in range(0, q.shape[2], MAX_QUERIES)]
         self._elements = max(part.keys.elements + part.values.elements for pass_ in self._passes for part in pass_.parts)
         self._single_call: dict[bool, bool] = {}
         """Cached results of ``_fits_single_call``. The key is True if PyTorch's settings allow FlashAttention."""
@@ -216,11 +216,11 @@ class ManyQueriesCall:
                 out[:, :, own] = self._attend_pass(q[:, :, own], pass_, sink_logits, *given)
             return out
 
-    def _pass(self, first: int, k: Side, v: Side) -> _Pass:
+    def _plan_pass(self, first: int, k: Side, v: Side) -> _Pass:
         count = min(MAX_QUERIES, self._shape[2] - first)
         position = k.tokens - self._shape[2] + first
         parts = []
-        for start, stop in self._blocks(position, count):
+        for start, stop in self._token_blocks(position, count):
             sides = zip((k, v), self._frames, strict=True)
             keys, values = (scratch.DecodedBlock(side, frame, start, stop, self._dtype) for side, frame in sides)
             seen = stop - start if not self._options.causal else max(0, min(stop, position) - start)
@@ -233,7 +233,7 @@ class ManyQueriesCall:
             parts.append(_TokenBlock(start, stop, keys, values, seen // splits * splits, splits, own))
         return _Pass(first, count, position, parts)
 
-    def _blocks(self, position: int, queries: int) -> Iterator[tuple[int, int]]:
+    def _token_blocks(self, position: int, queries: int) -> Iterator[tuple[int, int]]:
         """Yield the blocks ``[start, stop)`` of tokens that at least one of ``queries`` queries sees.
 
         The first query is at token ``position``. For causal attention, a block also starts at ``position`` if there are several sequences,
@@ -258,13 +258,13 @@ class ManyQueriesCall:
         memory = torch.empty(self._elements, dtype=self._dtype, device=self._device)
         if self._fits_single_call(rotated, pass_, memory):
             (part,) = pass_.parts
-            self._decode(part, memory)
+            self._decode_block(part, memory)
             return attend_lower_right(rotated, *_decoded_tokens(part, memory, 0, part.stop), self._scale)
         sums = torch.empty(*q.shape[:3], self._columns, dtype=torch.float32, device=self._device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=self._device)
         empty = True
         for part in pass_.parts:
-            self._decode(part, memory)
+            self._decode_block(part, memory)
             if part.start + part.seen < part.own:
                 k, v = _decoded_tokens(part, memory, part.seen, part.own - part.start)
                 output = flash.attend(
@@ -294,7 +294,7 @@ class ManyQueriesCall:
             sums *= torch.where(lse > -torch.inf, torch.sigmoid(lse - sink), 0.0)[..., None]
         return self._map_sums(sums)
 
-    def _decode(self, part: _TokenBlock, memory: torch.Tensor) -> None:
+    def _decode_block(self, part: _TokenBlock, memory: torch.Tensor) -> None:
         k, v = self._sides
         part.keys.decode(k, self._table, memory, 0)
         part.values.decode(v, self._table, memory, part.keys.elements)

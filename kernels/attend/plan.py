@@ -141,11 +141,11 @@ def plan_launches(
             result = segments.decode_segments(result, frame_columns.key_columns(kernel.k.codec, dual), "k")
         if kernel.v_decoded:
             result = segments.decode_segments(result, frame_columns.columns(kernel.v.codec, dual), "v")
-        launches.append(_launch(result, kernel.k, kernel.v, whole, sequences, dual, k.device, fast, growing))
+        launches.append(_plan_launch(result, kernel.k, kernel.v, whole, sequences, dual, k.device, fast, growing))
     return launches
 
 
-def _launch(
+def _plan_launch(
     segments: list[Segment],
     k: Frame,
     v: Frame,

@@ -340,7 +340,7 @@ class PreparedCall:
             )  # fmt: skip
             mean_q = self._rotated_offsets[launch.k] + shape.sequences * shape.padded * launch.constants["K"].columns
             arguments: list[tuple[int | torch.Tensor, int]] = [
-                *self._partials, (SCRATCH, self._rotated_offsets[launch.k]), (SCRATCH, self._scales[launch.k]), (SCRATCH, products),
+                *self._part_locations, (SCRATCH, self._rotated_offsets[launch.k]), (SCRATCH, self._scales[launch.k]), (SCRATCH, products),
                 (SCRATCH, mean_q if means else 0), (launch.work, 0), (iota, 0), (launch.tables[0], 0), (launch.tables[1], 0),
                 (LENGTHS if options.lengths else launch.work, 0),
             ]  # fmt: skip
@@ -349,7 +349,7 @@ class PreparedCall:
         return result
 
     @property
-    def _partials(self) -> list[tuple[int, int]]:
+    def _part_locations(self) -> list[tuple[int, int]]:
         """Locations of the sums, largest scores and totals of partial results: a tensor index and an element offset each."""
         return [(SCRATCH, self._sums), (SCRATCH, self._largest), (SCRATCH, self._total)]
 
@@ -374,7 +374,7 @@ class PreparedCall:
             },
             {"num_warps": ROW_WARPS if self._rotated else min(ROW_WARPS, block_parts // ORDERED_WARP_PARTS), **self._overlap},
         )  # fmt: skip
-        return launch, [(OUT, 0), *self._partials, (matrix, 0), (SINKS, 0)]
+        return launch, [(OUT, 0), *self._part_locations, (matrix, 0), (SINKS, 0)]
 
     def _prepare_frame_merges(self) -> list[_LaunchTensors]:
         """Return one launch of ``merge.merge`` per value frame, which writes the sums in that frame."""
@@ -434,7 +434,7 @@ class PreparedCall:
             },
             {"num_warps": 1 if fits_warp else 4, **self._overlap},
         )  # fmt: skip
-        return launch, [(out, 0), *self._partials, (channels, 0), (SINKS, 0)]
+        return launch, [(out, 0), *self._part_locations, (channels, 0), (SINKS, 0)]
 
 
 class _ScratchAllocator:

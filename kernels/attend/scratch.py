@@ -59,7 +59,7 @@ class DecodedFrame(NamedTuple):
         """
         if self.codec is not None and self.page is not None:
             return partial(_page_queries, self.codec, self.page, heads), 1.0
-        matrix, factor = (None, 1.0) if self.codec is None else _matrix(self.codec, dtype, str(device))
+        matrix, factor = (None, 1.0) if self.codec is None else _column_matrix(self.codec, dtype, str(device))
         return _dense_channels if matrix is None else lambda q: torch.matmul(q, matrix), factor
 
     def sum_map(self, heads: int, dtype: torch.dtype, device: torch.device) -> TensorFunction:
@@ -83,7 +83,7 @@ class DecodedFrame(NamedTuple):
                 mapped = value_map.forward(mapped, self.page.streams)
             turned = torch.nn.functional.pad(self.codec.rotation.forward(mapped), (0, 1))
             return turned.index_select(3, _column_channels(self.codec, str(x.device))).to(x.dtype)
-        matrix, factor = _matrix(self.codec, x.dtype, str(x.device))
+        matrix, factor = _column_matrix(self.codec, x.dtype, str(x.device))
         if matrix is None:
             return x
         # The factor is applied before the product is rounded.
@@ -95,7 +95,7 @@ class DecodedFrame(NamedTuple):
         """Return a function (x, out) that maps values ``x`` ``[batch, kv_head, token, dim]`` to this frame and stores them in ``out``."""
         matrix = None
         if self.codec is not None and self.page is None:
-            matrix, factor = _matrix(self.codec, dtype, str(device))
+            matrix, factor = _column_matrix(self.codec, dtype, str(device))
         if matrix is None or batch != 1:
             return lambda x, out: out.copy_(self.map_values(x))
         by_head = matrix.expand(heads, *matrix.shape)
@@ -138,7 +138,7 @@ def _column_channels(codec: Codec, device: str) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor | None, float]:
+def _column_matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor | None, float]:
     """Return the matrix from channels to columns as its signs, ``[dim, column]`` in ``dtype``, and the magnitude of all nonzero entries.
 
     The signs are None if the matrix is the identity.
@@ -157,7 +157,7 @@ def _is_in_order(codec: Codec) -> bool:
     return codec.rotation.kind == "none" and frame_columns.columns(codec, 0) == tuple(range(codec.dim))
 
 
-def frame_of(side: Side) -> DecodedFrame:
+def decoded_frame(side: Side) -> DecodedFrame:
     """Return the frame to which ``side`` is decoded: the coded frame if a tile loader decodes all packed tokens to the same one.
 
     Otherwise, return the original frame.

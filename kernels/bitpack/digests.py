@@ -59,14 +59,14 @@ PRIME64, OTHER_PRIME64 = tl.constexpr(0x9E3779B185EBCA87), tl.constexpr(0xC2B2AE
 AVALANCHE = tl.constexpr(0x165667919E3779F9)
 
 SCRAMBLE, LAST, LOW, HIGH, BEGIN = (tl.constexpr(at) for at in (16, 24, 32, 40, 48))
-"""Offsets of groups of 8 words in ``_constants``.
+"""Offsets of groups of 8 words in ``_hash_constants``.
 
 The groups are the secrets for the end of a block, for the last stripe and for the two digest halves, and the initial accumulators.
 """
 
 
 @lru_cache(maxsize=16)
-def _constants(device: str) -> torch.Tensor:
+def _hash_constants(device: str) -> torch.Tensor:
     """Return the constants of XXH3 as int64.
 
     They are the secret's 24 words, 8 words at each of three unaligned offsets, and the initial accumulators.
@@ -116,7 +116,7 @@ def _launch_streams(device: torch.device, groups: int) -> Iterator[list[Abstract
     caller = torch.cuda.current_stream(device)
     launch_streams = _device_streams(device)[:groups]
     # Create the constants before any of the streams starts.
-    _constants(str(device))
+    _hash_constants(str(device))
     for stream in launch_streams:
         stream.wait_stream(caller)
     try:
@@ -137,7 +137,7 @@ def _device_streams(device: torch.device) -> list[torch.cuda.Stream]:
 
 def _launch(result: torch.Tensor, rows: Sequence[tuple[int, int, int]], blocks: int) -> None:
     device = result.device
-    table, constants = device_table(rows, device), _constants(str(device))
+    table, constants = device_table(rows, device), _hash_constants(str(device))
     sums = torch.empty(blocks, 2 * PAIRS.value, dtype=torch.int64, device=device)
     parts = -(-max(size for _, size, _ in rows) // (BLOCK_BYTES.value * BLOCKS))
     launch(_sum_blocks, len(rows) * parts, device, sums, table, constants, parts, BLOCKS=BLOCKS, warps=WARPS)

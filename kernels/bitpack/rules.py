@@ -66,7 +66,7 @@ def find_invalid_sides(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor]]]
     for rule, rows in streams.items():
         parts = -(-max(values for _, values, _ in rows) // (LANES * STEPS))
         word, exponent = FLOATS[rule] if isinstance(rule, str) else (tl.int16, 0)
-        bounds, width = (status, 1) if isinstance(rule, str) else (_bounds(rule, str(device)), len(rule.limits))
+        bounds, width = (status, 1) if isinstance(rule, str) else (_word_bounds(rule, str(device)), len(rule.limits))
         launch(
             _check_values, len(rows) * parts, device, status, table, bounds, first, parts, width,
             WORD=word, EXPONENT=exponent, LANES=LANES, STEPS=STEPS, warps=WARPS,
@@ -76,7 +76,7 @@ def find_invalid_sides(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor]]]
 
 
 @lru_cache(maxsize=256)
-def _bounds(rule: WordRule, device: str) -> torch.Tensor:
+def _word_bounds(rule: WordRule, device: str) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.tensor([rule.spare, rule.limits], dtype=torch.int32, device=device)
 

@@ -53,7 +53,7 @@ class PreparedAttention:
         """Create the call. Returns None if the C kernels do not support the codecs, sidecars or strides of ``k`` or ``v``."""
         if library.library() is None or (k_parts := sides.side_parts(k)) is None or (v_parts := sides.side_parts(v)) is None:
             return None
-        return PreparedAttention(k, v, [_describe(part) for part in k_parts], [_describe(part) for part in v_parts])
+        return PreparedAttention(k, v, [_describe_part(part) for part in k_parts], [_describe_part(part) for part in v_parts])
 
     def __call__(
         self,
@@ -108,7 +108,7 @@ class PreparedAttention:
             return out.reshape(batch, q_heads, q_len, v_dim).to(q.dtype)
 
 
-def _describe(part: SidePart) -> _DescribedPart:
+def _describe_part(part: SidePart) -> _DescribedPart:
     description = part.describe()
     return _DescribedPart(part, description, part.to_struct(description))
 

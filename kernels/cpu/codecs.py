@@ -119,7 +119,7 @@ def _plane_streams(codec: Codec) -> list[str]:
     return [f"{stream}.{plane}" for stream, packing in codec.packings().items() for plane in range(len(packing.planes))]
 
 
-def _finish(
+def _complete_description(
     result: library.Codec, codec: Codec, streams: list[str], tables: list[torch.Tensor], *keep_alive: Any
 ) -> CodecDescription | None:
     """Add the names of all streams and the tables to the struct ``result``. Returns None if the tables are too large for C."""
@@ -136,7 +136,7 @@ def _finish(
 
 
 def _describe_raw(codec: Raw) -> CodecDescription | None:
-    return _finish(_create_struct(codec, {"values": (codec.dim, RAW_DTYPES[codec.dtype])}), codec, ["values"], [])
+    return _complete_description(_create_struct(codec, {"values": (codec.dim, RAW_DTYPES[codec.dtype])}), codec, ["values"], [])
 
 
 SCALE_TABLE = "scale_table"
@@ -158,7 +158,7 @@ def _describe_group(codec: Group) -> CodecDescription | None:
     if codec.scale_dtype == "u8":
         result.table_stream = planes + len(streams)
         streams.append(SCALE_TABLE)
-    return _finish(result, codec, streams, [])
+    return _complete_description(result, codec, streams, [])
 
 
 def _describe_scalar(codec: Scalar) -> CodecDescription | None:
@@ -167,7 +167,7 @@ def _describe_scalar(codec: Scalar) -> CodecDescription | None:
     channel_array = (ctypes.c_int32 * len(channels))(*channels)
     result.channels = channel_array
     tables = [signed_values(table, "cpu") for table in (codec.magnitude_table, codec.high_magnitude_table) if table]
-    return _finish(result, codec, ["norm"], tables, channel_array)
+    return _complete_description(result, codec, ["norm"], tables, channel_array)
 
 
 def _describe_octahedral(codec: Octahedral) -> CodecDescription | None:
@@ -178,7 +178,7 @@ def _describe_octahedral(codec: Octahedral) -> CodecDescription | None:
     directions = signed_directions(codec.direction_table, "cpu")[: 1 << result.index_bits]
     norms = torch.tensor(struct.unpack(f"<{len(codec.norm_table) // 4}f", codec.norm_table), dtype=torch.float32, device="cpu")
     padded_directions = torch.nn.functional.pad(directions, (0, 1)).flatten()
-    return _finish(result, codec, ["norm"], [*directions.T, norms, padded_directions])
+    return _complete_description(result, codec, ["norm"], [*directions.T, norms, padded_directions])
 
 
 def _describe_angle(codec: Angle) -> CodecDescription | None:
@@ -193,7 +193,7 @@ def _describe_angle(codec: Angle) -> CodecDescription | None:
     if is_power_of_two(codec.bins) and codec.bins > MIN_ENTRIES:
         # Correctly rounded directions repeat every quarter turn.
         directions, result.quarter_bits = directions[: codec.bins // 4], codec.bins.bit_length() - 3
-    return _finish(result, codec, [name], list(directions.T))
+    return _complete_description(result, codec, [name], list(directions.T))
 
 
 def _describe_polar(codec: Polar) -> CodecDescription | None:
@@ -212,7 +212,7 @@ def _describe_polar(codec: Polar) -> CodecDescription | None:
             tables += [column for kind in (kinds[0], kinds[-1]) for column in kind.T]
             first += level.angles
             index += 1
-    return _finish(result, codec, ["radius"], tables)
+    return _complete_description(result, codec, ["radius"], tables)
 
 
 def _describe_quaternion(codec: Quaternion) -> CodecDescription | None:
@@ -222,7 +222,7 @@ def _describe_quaternion(codec: Quaternion) -> CodecDescription | None:
     result.highest = 2**codec.radius_bits - 1
     book = codewords(codec.seed, codec.secondary, "cpu")
     base = book.shape[0] if result.factored else next(iter(packings.values())).bases[0]
-    return _finish(result, codec, ["scale"], [torch.nn.functional.pad(book, (0, 0, 0, base - book.shape[0])).flatten()])
+    return _complete_description(result, codec, ["scale"], [torch.nn.functional.pad(book, (0, 0, 0, base - book.shape[0])).flatten()])
 
 
 def _describe_minifloat(codec: Minifloat) -> CodecDescription | None:
@@ -233,7 +233,7 @@ def _describe_minifloat(codec: Minifloat) -> CodecDescription | None:
         result.size, result.scale_kind = codec.block, 1 + (codec.run_scale is not None)
     element = codec.format
     result.fraction_bits, result.bias, result.finite = element.fraction_bits, element.bias, element.finite
-    return _finish(result, codec, [*names, *([] if scale is None else [scale])], [])
+    return _complete_description(result, codec, [*names, *([] if scale is None else [scale])], [])
 
 
 BASIS = "basis"
@@ -259,7 +259,7 @@ def _describe_klt(codec: Klt) -> CodecDescription | None:
         numbers = _head_run_table(codec, offsets)
     number_tensor = torch.tensor(numbers, dtype=torch.int32, device="cpu")
     result.channels = ctypes.cast(number_tensor.data_ptr(), ctypes.POINTER(ctypes.c_int32))
-    return _finish(result, codec, streams, [], number_tensor)
+    return _complete_description(result, codec, streams, [], number_tensor)
 
 
 def _head_run_table(codec: Klt, offsets: dict[tuple[int, int], int]) -> list[int]:
@@ -333,13 +333,13 @@ CHUNK_RANGES = "chunk_places"
 def _describe_lossless(codec: Lossless) -> CodecDescription | None:
     result = _create_struct(codec, {})
     result.fraction_bits, result.chunk_stream = FLOAT_FORMATS[codec.dtype].fraction_bits, len(_plane_streams(codec))
-    return _finish(result, codec, ["frequencies", "states", CHUNK_RANGES, "words"], [])
+    return _complete_description(result, codec, ["frequencies", "states", CHUNK_RANGES, "words"], [])
 
 
 def _describe_trellis(codec: Trellis) -> CodecDescription | None:
     result = _create_struct(codec, {"norm": (1, _NORMS[codec.norm])})
     result.index_bits, result.digit_bits = codec.state_bits, codec.bits
-    return _finish(result, codec, ["norm"], [window_values(codec.table, "cpu")])
+    return _complete_description(result, codec, ["norm"], [window_values(codec.table, "cpu")])
 
 
 def _describe_sidecars(codec: CodecWithSidecars) -> CodecDescription | None:

@@ -270,13 +270,13 @@ def _encoder_tables(codec: Codec) -> tuple[int, tuple[torch.Tensor, ...]]:
         lengths = _padded_table(_reciprocal_lengths(magnitudes).tolist(), 0.0)
         return candidates, (*bounds, _padded_table(magnitudes.tolist(), 0.0), lengths)
     if isinstance(codec, Polar):
-        return 0, (_tangents(codec),)
+        return 0, (_angle_tangents(codec),)
     if isinstance(codec, Quaternion):
         return 0, (secondary_quaternions(codec.seed, codec.secondary, "cpu").flatten().contiguous(),)
     return 0, ()
 
 
-def _tangents(codec: Polar) -> torch.Tensor:
+def _angle_tangents(codec: Polar) -> torch.Tensor:
     """Return the tangents of the bounds between angles, for each level above the first: one table for each of the two kinds of pairs."""
     tables = [torch.empty(0, dtype=torch.float32, device="cpu")]
     for level in codec.tables[1:]:
@@ -363,7 +363,7 @@ def _choose(norms: torch.Tensor, **rules: float) -> torch.Tensor:
     return torch.from_numpy(numpy.ascontiguousarray(mask[:, :-1]))
 
 
-def scales_of_errors(codec: Codec, ratio: float) -> tuple[str, int, float] | None:
+def error_scales(codec: Codec, ratio: float) -> tuple[str, int, float] | None:
     """Return a replacement for ``codec.error_sizes`` that the C kernels support: a stream, its kind, and the ratio to use for it.
 
     Returns None if they do not support this check for the codec.
@@ -379,7 +379,7 @@ def scales_of_errors(codec: Codec, ratio: float) -> tuple[str, int, float] | Non
 
 def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, level: int = 0) -> bool | None:
     """Return ``has_large(codec.error_sizes(streams), ratio)``, computed in C. Returns None if the codec is not supported."""
-    source = scales_of_errors(codec, ratio)
+    source = error_scales(codec, ratio)
     return None if source is None else has_large(streams[source[0]], source[2], level, source[1])
 
 

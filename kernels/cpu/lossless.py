@@ -76,7 +76,7 @@ def encode(
         lengths = numpy.diff(numpy.append(numpy.arange(start, stop, codec.chunk), stop)) * dim
         table = numpy.tile(numpy.arange(batch * heads), len(lengths))
         symbols = exponents[: len(table)]
-        parts.append(c_rans.encode_apart(symbols, numpy.repeat(lengths, batch * heads), tables, table, threads, level))
+        parts.append(c_rans.encode_separately(symbols, numpy.repeat(lengths, batch * heads), tables, table, threads, level))
     chunks = c_rans.join_chunks(parts)
     frequencies = torch.from_numpy(tables.astype(numpy.uint16)).view(batch, heads, 1, 256)
     streams = codec.chunk_streams(chunks, batch, heads, x.device) | {"signed_fractions.0": plane, "frequencies": frequencies}
@@ -96,12 +96,12 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
     for page in side.runs:
         for start in range(0, page.tokens, block_tokens):
             stop = min(start + block_tokens, page.tokens)
-            _join(codec, page.rows(start, stop), out[:, :, first + start : first + stop], threads, level)
+            _join_values(codec, page.rows(start, stop), out[:, :, first + start : first + stop], threads, level)
         first += page.tokens
     out[:, :, first:] = side.tail
 
 
-def _join(codec: Lossless, streams: dict[str, torch.Tensor], out: torch.Tensor, threads: int | None, level: int) -> None:
+def _join_values(codec: Lossless, streams: dict[str, torch.Tensor], out: torch.Tensor, threads: int | None, level: int) -> None:
     batch, heads, tokens, dim = out.shape
     exponents, plane = codec.exponents(streams), streams["signed_fractions.0"]
     threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + out.numel() // MIN_VALUES)

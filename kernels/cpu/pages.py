@@ -80,14 +80,14 @@ class Encoder:
         return library.run("encode", call, "encode") != encode.REFUSED
 
 
-class LargeErrors:
+class LargeErrorCheck:
     """Check of an encoded page for tokens with large errors, in ``layers`` layers.
 
     Consecutive layers are ``stride`` bytes apart in the page's row.
     """
 
     def __init__(self, codec: Codec, layers: int, heads: int, tokens: int, streams: Mapping[str, StreamLocation], stride: int) -> None:
-        source = encode.scales_of_errors(codec, codec.summary.error_spread)
+        source = encode.error_scales(codec, codec.summary.error_spread)
         assert source is not None
         name, kind, ratio = source
         self._offset, members = streams[name].offset, codec.row_layouts[name].shape[3]
@@ -100,8 +100,8 @@ class LargeErrors:
         return encode.run_sizes(call)
 
 
-def finds_large_errors(codec: Codec) -> bool:
-    return codec.summary.error_spread > 0 and encode.scales_of_errors(codec, 1.0) is not None
+def supports_error_check(codec: Codec) -> bool:
+    return codec.summary.error_spread > 0 and encode.error_scales(codec, 1.0) is not None
 
 
 def supports_encoding(codec: Codec, dtype: torch.dtype) -> bool:

@@ -58,10 +58,10 @@ def decode(
 
 def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0) -> rans.Chunks:
     """Encode symbols in C as ``formats.rans.encode`` does. The library must be loaded, and ``level`` is an index into its ``levels()``."""
-    return join_chunks([encode_apart(symbols, lengths, tables, table, threads, level)])
+    return join_chunks([encode_separately(symbols, lengths, tables, table, threads, level)])
 
 
-class ChunksApart(NamedTuple):
+class SeparateChunks(NamedTuple):
     """Encoded chunks as in ``rans.Chunks``, except that each chunk has its own array of words."""
 
     words: list[Numbers]
@@ -69,7 +69,7 @@ class ChunksApart(NamedTuple):
     states: Numbers
 
 
-def join_chunks(parts: Sequence[ChunksApart]) -> rans.Chunks:
+def join_chunks(parts: Sequence[SeparateChunks]) -> rans.Chunks:
     """Concatenate the chunks of all ``parts`` into one ``rans.Chunks``."""
     words = [row for part in parts for row in part.words]
     # Use memory in huge pages, as for other large results, so that page faults are rare.
@@ -79,9 +79,9 @@ def join_chunks(parts: Sequence[ChunksApart]) -> rans.Chunks:
     return rans.Chunks(joined, *(numpy.concatenate([part[index] for part in parts]) for index in (1, 2)))
 
 
-def encode_apart(
+def encode_separately(
     symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0
-) -> ChunksApart:
+) -> SeparateChunks:
     """Encode symbols as ``encode`` does, but leave the words of each chunk in their own array."""
     count, alphabet = len(lengths), tables.shape[1]
     symbols = numpy.ascontiguousarray(symbols, numpy.uint8)
@@ -104,7 +104,7 @@ def encode_apart(
         symbols.ctypes.data, lengths.ctypes.data, _address(chunk_tables), _address(symbol_tables), *addresses, count, stride, threads, level
     )
     library.run("rans_encode", call, "encode")
-    return ChunksApart([row[stride - word_count :] for row, word_count in zip(words, written, strict=True)], written, states)
+    return SeparateChunks([row[stride - word_count :] for row, word_count in zip(words, written, strict=True)], written, states)
 
 
 def _split_table(table: Numbers, count: int, shape: tuple[int, ...]) -> tuple[Numbers | None, Numbers | None]:

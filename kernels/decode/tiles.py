@@ -67,7 +67,7 @@ class PageTable(NamedTuple):
     copied: bool
     rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
-    def token_of(self, block: int) -> int:
+    def first_token(self, block: int) -> int:
         """Return the first output token of ``block``. The index after the last block stands for ``end``."""
         if block == self.blocks:
             return self.end
@@ -79,7 +79,7 @@ class PageTable(NamedTuple):
         blocks_per_part = max(1, tokens // self.block_tokens)
         for first in range(0, self.blocks, blocks_per_part):
             blocks = range(first, min(first + blocks_per_part, self.blocks))
-            yield blocks, self.token_of(blocks.start), self.token_of(blocks.stop)
+            yield blocks, self.first_token(blocks.start), self.first_token(blocks.stop)
 
 
 @lru_cache(maxsize=256)
@@ -170,7 +170,7 @@ def prepare(
     launch, table = _launch(
         codec,
         work.streams,
-        (*strides[:3], pages, blocks.start, len(blocks), work.token_of(blocks.start), heads, work.block_tokens, factor_stride or 0),
+        (*strides[:3], pages, blocks.start, len(blocks), work.first_token(blocks.start), heads, work.block_tokens, factor_stride or 0),
         batch,
         dtype,
         factor_stride is not None,

@@ -195,7 +195,7 @@ def _launch(
     tokens, (blocks, heads) = tiles.tokens_per_tile(loader), arguments[4:6]
     # Larger tables would come after the compiler's shared memory, and there is no room for them.
     shared, tables, table_offsets = device_tables.load_tables(loader, loader, torch.device(device), fast, MAX_STATIC_BYTES)
-    matrix, size = _matrix(codec, shape.joined, device)
+    matrix, size = _column_matrix(codec, shape.joined, device)
     # Blocks begin at whole tiles, and pages at the start of a token group.
     whole_tiles = loader.whole_groups % tokens == 0
     launch = CachedLaunch(
@@ -215,7 +215,7 @@ def _launch(
 
 
 @lru_cache(maxsize=256)
-def _matrix(codec: Codec, in_order_of_joined: bool, device: str) -> tuple[torch.Tensor, float]:
+def _column_matrix(codec: Codec, joined_order: bool, device: str) -> tuple[torch.Tensor, float]:
     """Return the matrix from columns to channels as its signs, float16 ``[column, channel]``, and the magnitude of all nonzero entries.
 
     Both axes are padded with zeros to powers of two. Columns are in the order of tiles, or of ``join_tiles``.
@@ -225,7 +225,7 @@ def _matrix(codec: Codec, in_order_of_joined: bool, device: str) -> tuple[torch.
     with torch.inference_mode(False):
         signs, size = frame_columns.column_signs(codec)
         padded = torch.nn.functional.pad(signs, (0, channels - codec.dim, 0, count * width - len(signs)))
-        if in_order_of_joined:
+        if joined_order:
             bits = count.bit_length() - 1
             # There, the bits of the tile index come after the column, lowest bit first.
             padded = padded.view(*[2] * bits, width, channels).permute(bits, *reversed(range(bits)), bits + 1).reshape(-1, channels)

@@ -74,7 +74,7 @@ def encode(codec: Lossless, x: torch.Tensor, output: Output) -> bool:
     # Zeros, because ``kvpack warm`` launches nothing, but allocates the words.
     counts = torch.zeros(len(scratch), dtype=torch.int64, device=x.device)
     launch(
-        _encode_chunk, len(scratch), x.device, x, *x.stride(), heads, tokens, torch.from_numpy(_entries(tables)).to(x.device),
+        _encode_chunk, len(scratch), x.device, x, *x.stride(), heads, tokens, torch.from_numpy(_symbol_entries(tables)).to(x.device),
         streams["states"].view(torch.int16), word_counts, counts, scratch, output.flag,
         DIM=dim, CHUNK=codec.chunk, FORMAT=form, CHUNK_LANES=LANES, STEPS=STEPS, warps=1,
     )  # fmt: skip
@@ -89,7 +89,7 @@ def _digit_terms(codec: Lossless) -> dict[str, list[Term]]:
     return {"signed_fractions": [Term(0, 1 + FLOAT_FORMATS[codec.dtype].fraction_bits)]}
 
 
-def _entries(tables: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
+def _symbol_entries(tables: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
     """Return the data of each symbol for ``_encode_chunk``, int64 ``[table, symbol]``: its frequency, first slot and reciprocal."""
     first_slots, reciprocals = numpy.cumsum(tables, 1) - tables, _MAX_UINT32 // numpy.maximum(tables, 1)
     result: numpy.ndarray[Any, Any] = tables | first_slots << _FREQUENCY_BITS.value | reciprocals << 32

@@ -66,14 +66,14 @@ class KltConstants(NamedTuple):
 
 def table_unit(codec: Klt) -> float:
     """Return the power of two that tables are multiplied by, and the matrix divided by, so that coded queries are at most about 1."""
-    matrix = _source(codec).matrix[:, :, _coded_columns(codec)]
+    matrix = _required_source(codec).matrix[:, :, _coded_columns(codec)]
     exponent = int(torch.frexp(matrix.norm(dim=-1).max()).exponent)
     return float(2.0 ** min(max(exponent, -MAX_TABLE_POWER), MAX_TABLE_POWER))
 
 
 def tiles(codec: Klt) -> Tiles | None:
     """Return the loader of ``codec``, or None if float16 is not accurate enough for its tables or its frame. Raises MissingBasis."""
-    source, unit = _source(codec), table_unit(codec)
+    source, unit = _required_source(codec), table_unit(codec)
     own = codec.fixed_heads is not None
     tables = {} if own else {run: source.table(run, width).flatten(0, 1) * unit for run, width in enumerate(codec.widths) if width}
     every = [source.head_tables(part.heads, part.runs, part.width) * unit for part in codec.runs] if own else [*tables.values()]
@@ -118,7 +118,7 @@ def _build_tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Til
     )
 
 
-def _source(codec: Klt) -> BasisRows:
+def _required_source(codec: Klt) -> BasisRows:
     if codec.source is None:
         raise missing_basis_error(codec.basis_location)
     return codec.source.on_device(torch.device("cpu"))

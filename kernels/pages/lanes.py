@@ -94,14 +94,14 @@ def supports_rows(rows: torch.Tensor) -> bool:
     return not (rows.data_ptr() % STREAM_ALIGNMENT or rows.stride(0) % STREAM_ALIGNMENT or rows.stride(1) != 1)
 
 
-def encode(lane: PageSide, job: PageJob, errors: torch.Tensor | None = None) -> bool:
-    """Encode the values of ``lane``, and write the streams to all rows of ``job``. Returns False if the kernels do not support the call.
+def encode(side: PageSide, job: PageJob, errors: torch.Tensor | None = None) -> bool:
+    """Encode the values of ``side``, and write the streams to all rows of ``job``. Returns False if the kernels do not support the call.
 
     Unless ``errors`` is None, the relative error of each token is written to it, float32 ``[page and layer, kv_head, token]``.
     """
-    codec, first = lane.codec, lane.layers.first
-    streams = _streams(lane, job)
-    moves = lane.offsets(job)
+    codec, first = side.codec, side.layers.first
+    streams = _streams(side, job)
+    moves = side.offsets(job)
     if moves is None:
         return False
     x = first[:1].expand(len(moves), *first.shape[1:])
@@ -116,11 +116,11 @@ def encode(lane: PageSide, job: PageJob, errors: torch.Tensor | None = None) -> 
     return encoder(codec, x, create_output(codec, streams, job.status, origins, errors))
 
 
-def decode(lane: PageSide, job: PageJob) -> bool:
-    """Decode the streams of ``lane`` in all rows of ``job`` with status 0. Returns False if the kernels do not support the call."""
-    codec, first = lane.codec, lane.layers.first
-    streams = _streams(lane, job)
-    moves = lane.offsets(job)
+def decode(side: PageSide, job: PageJob) -> bool:
+    """Decode the streams of ``side`` in all rows of ``job`` with status 0. Returns False if the kernels do not support the call."""
+    codec, first = side.codec, side.layers.first
+    streams = _streams(side, job)
+    moves = side.offsets(job)
     if moves is None:
         return False
     if _is_copied(codec, first.dtype):
@@ -175,12 +175,12 @@ def _batch_offsets(moves: Offsets, x: torch.Tensor) -> BatchOffsets:
     return BatchOffsets(copy_to_device(moves, x.device), aligned)
 
 
-def _streams(lane: PageSide, job: PageJob) -> dict[str, torch.Tensor]:
+def _streams(side: PageSide, job: PageJob) -> dict[str, torch.Tensor]:
     """Return the streams of the first layer as views of the first row of ``job``."""
     row = job.rows[0, : job.rows.shape[1] // STREAM_ALIGNMENT * STREAM_ALIGNMENT]
     as_dtype: dict[torch.dtype, torch.Tensor] = {}
     result = {}
-    for name, dtype, begin, shape, strides in lane.streams:
+    for name, dtype, begin, shape, strides in side.streams:
         if dtype not in as_dtype:
             as_dtype[dtype] = row.view(dtype)
         values = as_dtype[dtype]

@@ -378,7 +378,8 @@ def _c_functions(lane: Lane) -> tuple[Any, Any, Any]:
     arguments = {count: (codec, count, heads, tokens, dtype, streams, lane.stride) for count in counts}
     encoders = {n: pages.Encoder(*arguments[n]) for n in counts} if pages.supports_encoding(codec, dtype) else None
     decoders = {n: pages.Decoder(*arguments[n]) for n in counts} if pages.supports_decoding(codec, dtype) else None
-    large_errors = pages.LargeErrors(codec, lane.count, heads, tokens, streams, lane.stride) if pages.finds_large_errors(codec) else None
+    checked = pages.supports_error_check(codec)
+    large_errors = pages.LargeErrorCheck(codec, lane.count, heads, tokens, streams, lane.stride) if checked else None
     return encoders, decoders, large_errors
 
 

@@ -44,13 +44,13 @@ recipes = [
     kvpack.Recipe("klt-2", basis), "lossless",
 ]
 with context:
-    from kvpack.formats.quaternion import _search
+    from kvpack.formats.quaternion import _codebook_search
     for recipe in recipes:
         if recipe == "lossless":
             k, v = k.bfloat16(), v.bfloat16()
         cache = kvpack.pack([(k, v)], recipe)
         if recipe == "kv=quaternion:s=6,r=3":
-            _search(cache[0].k.codec.without_sidecars.seed, 6)._build_grid(torch.device("cpu"))
+            _codebook_search(cache[0].k.codec.without_sidecars.seed, 6)._build_grid(torch.device("cpu"))
         cache = cache.append([(k[:, :, :5], v[:, :, :5])])
         kvpack.save(cache, path)
         cache = kvpack.load(path, basis=basis)

@@ -56,7 +56,7 @@ def test_every_loader_decodes_like_its_codec(codec: str, dtype: torch.dtype) -> 
     # Pages that end within a tile, sequences that do not follow one another, and tokens of the tail.
     side = random_side(made, 2, (64, 33, 98), 9, 3, batch=2)
     there = side.to(DEVICE)
-    frame = scratch.frame_of(there)
+    frame = scratch.decoded_frame(there)
     assert frame.codec is not None
     found = decoded(there, frame, 0, side.tokens, dtype).cpu().float()
     channels = scratch._channels(frame.codec)
@@ -73,7 +73,7 @@ def test_parts_of_a_side_are_decoded() -> None:
 
     made, _ = codecs("group:b=4,g=32", "raw", (64, 64))
     side = random_side(made, 2, (128, 96), 9, 3).to(DEVICE)
-    frame = scratch.frame_of(side)
+    frame = scratch.decoded_frame(side)
     whole = decoded(side, frame, 0, side.tokens, torch.float16)
     for start, stop in ((0, 40), (37, 150), (128, 224), (200, 233), (226, 230)):
         assert torch.equal(decoded(side, frame, start, stop, torch.float16), whole[:, :, start:stop])
@@ -88,7 +88,7 @@ def test_layers_share_a_launch() -> None:
     tiles._launch.cache_clear()
     for seed in range(3):
         side = random_side(made, 2, (128,), 0, seed).to(DEVICE)
-        decoded(side, scratch.frame_of(side), 0, 128, torch.float16)
+        decoded(side, scratch.decoded_frame(side), 0, 128, torch.float16)
     assert tiles._launch.cache_info().misses == 1
 
 
@@ -99,4 +99,4 @@ def test_codecs_without_a_loader_are_decoded_otherwise() -> None:
     for codec in ("raw:dtype=fp16", "scalar:b=3,qjl=fp16", "group:b=4,g=32,outliers=3"):
         made, _ = codecs(codec, codec, (64, 64))
         side = random_side(made, 2, (96,), 0, 3).to(DEVICE)
-        assert scratch.frame_of(side) == scratch.DecodedFrame()
+        assert scratch.decoded_frame(side) == scratch.DecodedFrame()

@@ -175,7 +175,7 @@ def test_tokens_per_block_and_splits_follow_the_device() -> None:
     side = layer_of("group:b=4,g=32", "group:b=4,g=32", (32,), 13, batch=2, heads=3).k
     assert side is not None
     there = side.to(DEVICE)
-    block = scratch.DecodedBlock(there, scratch.frame_of(side), 5, 45, torch.float16)
+    block = scratch.DecodedBlock(there, scratch.decoded_frame(side), 5, 45, torch.float16)
     memory = torch.zeros(64 + block.elements, dtype=torch.float16, device=DEVICE)
     block.decode(there, None, memory, 64)
     assert not memory[:64].any()

@@ -35,7 +35,7 @@ def test_every_product_of_nvfp4_is_exact(dim: int, dtype: torch.dtype, run_scale
 
     side = every_product(dim, run_scale)
     there = side.to(DEVICE)
-    frame = scratch.frame_of(there)
+    frame = scratch.decoded_frame(there)
     assert frame.codec is not None
     block = scratch.DecodedBlock(there, frame, 0, side.tokens, dtype)
     memory = torch.empty(block.elements, dtype=dtype, device=DEVICE)

@@ -147,7 +147,7 @@ def test_factors_equal_those_of_formats_bit_for_bit(dim: int, chunk: int, held: 
     assert into.counts.any()
     factors = factors.view(-1, dim, heads, chunk).transpose(1, 2).reshape(count, dim, chunk)
     # Of steps of 1.
-    expected_factors = replace(codec, step=0)._values(found, source)
+    expected_factors = replace(codec, step=0)._decode_values(found, source)
     for own, used, expected in zip(factors, chunks.used.tolist(), expected_factors, strict=True):
         columns, tokens = expected.shape
         assert torch.equal(own[:columns, :tokens].view(torch.int32), expected.view(torch.int32))

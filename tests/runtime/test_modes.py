@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpack
-from kvpack.formats.quaternion import _search
+from kvpack.formats.quaternion import _codebook_search
 from kvpack.runtime.modes import float32_no_grad, flushes_subnormals, without_autocast
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def test_no_float32_product_uses_reduced_precision(recipe: str, kernels: str, tm
 
 def test_the_quaternion_search_does_not_use_reduced_precision() -> None:
     planes = [torch.randn(4000, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
-    search = _search(0, 24)
+    search = _codebook_search(0, 24)
     expected = search.search_products(planes)
     with precision("medium"), Products() as products:
         found = search.search_products(planes)

@@ -91,11 +91,11 @@ def _shrink(widths: list[int], minimums: Sequence[int], available: int) -> None:
 
 
 @contextlib.contextmanager
-def progress(label: str, arguments: argparse.Namespace) -> Iterator[Progress | None]:
-    """Show a progress bar on standard error, and yield a function that updates it. With ``--json`` or without a terminal, yield None."""
-    if arguments.json:
-        yield None
-        return
+def progress(label: str) -> Iterator[Progress]:
+    """Show progress on standard error, and yield a function that updates it.
+
+    A terminal shows a bar. Otherwise, long work prints a few lines.
+    """
     if not sys.stderr.isatty():
         yield _progress_lines(printable(label))
         return

@@ -234,7 +234,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
             if not (batch.isdecimal() and tokens.isdecimal()):
                 raise InvalidParameter(f"--decode is {text!r}, expected a batch size and a number of tokens, such as 8x16384")
             contexts.append((int(batch), int(tokens)))
-    with progress("bench serve", arguments) as callback:
+    with progress("bench serve") as callback:
         report = serve.run(
             arguments.shape, arguments.recipe, contexts, arguments.prefix, arguments.layers, arguments.folder, arguments.out, callback,
             dtype=arguments.dtype,
@@ -280,12 +280,12 @@ def run_store(arguments: argparse.Namespace) -> int:
         if more:
             raise InvalidParameter("--entries is set more than once: with --location, pass it only once")
         recipe = arguments.recipe or store_scale.RECIPE
-        with progress("put entries", arguments) as callback:
+        with progress("put entries") as callback:
             scale = store_scale.run(arguments.location, entries, recipe, arguments.row, callback)
         return print_report(scale, store_scale.show, arguments)
     if arguments.row is not None:
         raise InvalidParameter("--row is set without --location: add --location with the store to measure")
-    with progress("bench store", arguments) as callback:
+    with progress("bench store") as callback:
         report = store.run(
             arguments.recipe or store.RECIPE,
             layers=arguments.layers,
@@ -305,7 +305,7 @@ def run_io(arguments: argparse.Namespace) -> int:
     if arguments.cold:
         for recipe in arguments.recipe or ():
             parse_recipe(recipe)
-        with progress("bench io --cold", arguments) as callback:
+        with progress("bench io --cold") as callback:
             cache = io.read_source(arguments.model, arguments.text, arguments.tokens, arguments.synthetic)
             report = io_cold.run(
                 cache, arguments.recipe, repeats=arguments.repeats, folder=arguments.folder, device=arguments.device, progress=callback
@@ -314,7 +314,7 @@ def run_io(arguments: argparse.Namespace) -> int:
     recipes = arguments.recipe or list(io.RECIPES)
     for recipe in recipes:
         parse_recipe(recipe)
-    with progress("bench io", arguments) as callback:
+    with progress("bench io") as callback:
         report = io.run(
             io.read_source(arguments.model, arguments.text, arguments.tokens, arguments.synthetic),
             recipes,
@@ -345,7 +345,7 @@ def run_quality(arguments: argparse.Namespace) -> int:
         arguments.offset, arguments.generate, arguments.device, arguments.insert,
         tuple(name for name in quality.OTHER_TEXTS if name != arguments.calibrated_on),
     )  # fmt: skip
-    with progress("bench quality", arguments) as callback:
+    with progress("bench quality") as callback:
         bases = {"basis": arguments.basis, "default_basis": default_basis}
         recipes = arguments.recipe or [*quality.RECIPES, *(quality.CALIBRATED if any(bases.values()) else ())]
         inputs = (model, arguments.text, recipes, settings)
@@ -358,7 +358,7 @@ def run_kernels(arguments: argparse.Namespace) -> int:
     """Run ``bench kernels`` and print one table per shape, and one for encoding."""
     from kvpack.bench import kernels
 
-    with progress("bench kernels", arguments) as callback:
+    with progress("bench kernels") as callback:
         report = kernels.run(
             arguments.shape or list(kernels.SHAPES),
             arguments.recipe,
@@ -374,7 +374,7 @@ def run_kernels(arguments: argparse.Namespace) -> int:
 def run_attend(arguments: argparse.Namespace) -> int:
     from kvpack.bench import attend
 
-    with progress("bench attend", arguments) as callback:
+    with progress("bench attend") as callback:
         report = attend.run(
             arguments.tokens or attend.TOKENS, arguments.recipe or attend.RECIPES, repeats=arguments.repeats, progress=callback
         )

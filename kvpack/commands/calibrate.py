@@ -80,6 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.positions,
         chosen_device(arguments),
     )
-    with progress("calibrate", arguments) as callback:
+    with progress("calibrate") as callback:
         report = calibrate.run(arguments.model, arguments.text, arguments.out, settings, dtype=arguments.rows, progress=callback)
     return print_report(report, calibrate.show, arguments)

@@ -49,7 +49,7 @@ class CommandStore:
         return not entries and bool(self.faults)
 
     def catalog(self) -> Catalog:
-        with progress("read", self.arguments) as callback:
+        with progress("read") as callback:
             return read_catalog(self.backend, callback, self.cipher, max_entry_bytes=self.max_entry_bytes)
 
     def basis(self, entry: ChunkEntry) -> Basis | None:

@@ -73,9 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_output(arguments, arguments.output, arguments.input, arguments.basis, arguments.recipe)
     # Read a copy, because truncating a mapped file would kill this process.
     recipe = parse_recipe_option(arguments)
-    with progress("read", arguments) as callback:
+    with progress("read") as callback:
         cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis, progress=callback)
-    with progress("encode", arguments) as callback:
+    with progress("encode") as callback:
         converted = cache.convert(recipe, progress=callback)
     if arguments.compress is None:
         arguments.compress = _is_compressed(arguments.input)
@@ -108,7 +108,7 @@ def save(cache: Cache, arguments: argparse.Namespace) -> None:
     """Write ``cache`` to ``arguments.output`` and report its size."""
     import kvpack
 
-    with progress("write", arguments) as callback:
+    with progress("write") as callback:
         size = kvpack.save(cache, arguments.output, compress=bool(arguments.compress), durable=arguments.durable, progress=callback)
     report_saved(cache, size, arguments)
 

@@ -24,6 +24,6 @@ def run(arguments: argparse.Namespace) -> int:
     from kvpack.demo import files as demo
 
     recipes = arguments.recipe or list(demo.RECIPES)
-    with progress("demo", arguments) as callback:
+    with progress("demo") as callback:
         report = demo.run(recipes, arguments.out, progress=callback)
     return print_report(report, demo.show, arguments)

@@ -74,9 +74,9 @@ def unpack(arguments: argparse.Namespace) -> int:
     check_output(arguments, arguments.output, arguments.input, arguments.basis)
     # Read a copy, because truncating a mapped file would kill this process.
     cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis)
-    with progress("decode", arguments) as callback:
+    with progress("decode") as callback:
         tensors = _dense_tensors(cache, arguments.dtype, callback)
-    with progress("write", arguments) as callback:
+    with progress("write") as callback:
         size = write_file(arguments.output, tensor_files.pieces(tensors, _dense_metadata(cache)), progress=callback)
     report = {"file": arguments.output, "bytes": size, "dtype": arguments.dtype, "layers": len(cache), "tokens": cache.tokens}
     return print_report(report, f"{arguments.output}: {size:,} bytes", arguments)
@@ -94,7 +94,7 @@ def pack(arguments: argparse.Namespace) -> int:
     tokens = max((skipped + x.shape[2] for skipped, x in sides), default=known)
     if known > tokens:
         raise InvalidParameter(f"{arguments.input}: {IDS} has {known} ids, but the layers have {tokens} tokens: remove the extra ids")
-    with progress("encode", arguments) as callback:
+    with progress("encode") as callback:
         cache = kvpack.pack(layers, recipe, model=note.model, start=note.start, inputs=inputs, progress=callback)
     save(replace(cache, metadata=MappingProxyType(note.metadata), position_offsets=note.offsets), arguments)
     return 0

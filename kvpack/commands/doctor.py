@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     packages = [_package_status(package) for package in PACKAGES]
     engines = {name: version for name in ENGINES if (version := _installed_version(name)) is not None}
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith("KVPACK_")}
-    with progress("doctor", arguments) as callback:
+    with progress("doctor") as callback:
         kernels, checks = _run_checks(callback)
     advice = _advice(packages, kernels, checks)
     report = {

@@ -73,7 +73,7 @@ def import_(arguments: argparse.Namespace) -> int:
         )
     if not slot and (arguments.kv_heads or windows or arguments.latents):
         raise InvalidParameter(f"{arguments.input} is not a sequence state of llama.cpp: omit --kv-heads, --window and --latents")
-    with progress("encode", arguments) as callback:
+    with progress("encode") as callback:
         if slot:
             heads = [int(count) for count in arguments.kv_heads.split(",")]
             options = {"kv_heads": heads[0] if len(heads) == 1 else heads, "windows": windows, "latents": arguments.latents}
@@ -95,7 +95,7 @@ def export(arguments: argparse.Namespace) -> int:
         raise InvalidParameter("--transposed and --streams require --to llama.cpp: add it, or omit them")
     # Read a copy, because truncating a mapped file would kill this process.
     cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis)
-    with progress("decode", arguments) as callback:
+    with progress("decode") as callback:
         if slot:
             layout = {"transposed": arguments.transposed, "streams": arguments.streams}
             size = export_slot(cache, arguments.output, dtype=arguments.dtype, windows=windows, progress=callback, **layout)

@@ -216,7 +216,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
     from .command_store import CommandStore
 
     store = CommandStore(arguments)
-    with progress("read", arguments) as callback:
+    with progress("read") as callback:
         summary = summarize(store.backend, callback, store.cipher, max_entry_bytes=store.max_entry_bytes)
     entries, size = store.backend.size()
     pinned, unreadable, closed = len(store.backend.pinned_keys()), summary.unreadable, summary.undecryptable
@@ -347,7 +347,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     unopened: list[str] = []
     codes: list[int] = []
     count = 0
-    with progress("verify", arguments) as callback:
+    with progress("verify") as callback:
         for stored, why in verify(store.backend, callback, store.cipher, max_entry_bytes=store.max_entry_bytes):
             count += 1
             if why is None:
@@ -462,7 +462,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     """Run the processes and print their table. Returns 1 if their tokens differ."""
     from kvpack.demo import store as demo
 
-    with progress("demo", arguments) as callback:
+    with progress("demo") as callback:
         report = demo.run(arguments.store, arguments.recipe, progress=callback)
     print_report(report, demo.show, arguments)
     return 0 if report["same"] else 1

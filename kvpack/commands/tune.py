@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.tokens, arguments.score, arguments.windows, arguments.held_out, arguments.seed, chosen_device(arguments),
         arguments.file_tokens,
     )  # fmt: skip
-    with progress("tune", arguments) as callback:
+    with progress("tune") as callback:
         result = tune.run(
             arguments.model,
             arguments.text,

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
             if is_folder:
                 continue
         try:
-            with progress(path, arguments) as callback:
+            with progress(path) as callback:
                 report = verify(path, basis=arguments.basis, progress=callback)
             results.append({"file": path, "ok": True, "bytes": report["bytes"], "needs_basis": report["needs_basis"]})
             checked = "all checked except what needs the basis" if report["needs_basis"] else "all checked"

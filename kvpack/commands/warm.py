@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         basis = load_basis(arguments.basis)
         requested = shape_with_basis(basis, requested)
     shape = compile_ahead.Shape(*({name: default for name, (default, _) in OPTIONS.items()} | requested).values())
-    with progress("warm", arguments) as callback:
+    with progress("warm") as callback:
         report = compile_ahead.run(arguments.recipes, shape, basis, arguments.capability, arguments.processes, callback)
     print_report(report, _show, arguments)
     return FAILED if any(kernel["error"] for recipe in report["recipes"] for kernel in recipe["kernels"]) else 0

@@ -48,7 +48,7 @@ def run_fidelity(arguments: argparse.Namespace) -> int:
     from . import fidelity
 
     settings = fidelity.Settings(arguments.seed, arguments.quick)
-    with progress("fidelity", arguments) as callback:
+    with progress("fidelity") as callback:
         report = fidelity.run(arguments.only or (), settings, progress=callback)
     print_report(report, fidelity.show, arguments)
     return int("differs" in report["verdicts"])
@@ -118,7 +118,7 @@ def run_pages(arguments: argparse.Namespace) -> int:
     from . import device_pages, pages
 
     count, recipes = arguments.pages, arguments.recipe
-    with progress("pages", arguments) as callback:
+    with progress("pages") as callback:
         if arguments.device == "cuda":
             report = device_pages.run(
                 device_pages.PAGES if count is None else count,
@@ -151,7 +151,7 @@ def run_decode(arguments: argparse.Namespace) -> int:
     """Measure and print the table."""
     from . import decode
 
-    with progress("decode", arguments) as callback:
+    with progress("decode") as callback:
         report = decode.run(arguments.basis, arguments.bits or decode.BITS, arguments.tokens, repeats=arguments.repeats, progress=callback)
     print_report(report, decode.show, arguments)
     return 0
@@ -193,7 +193,7 @@ def run_presets(arguments: argparse.Namespace) -> int:
         arguments.twin,
         arguments.offset,
     )
-    with progress("presets", arguments) as callback:
+    with progress("presets") as callback:
         report = presets.run(settings, arguments.processes, progress=callback)
     print_report(report, presets.show, arguments)
     return 0
@@ -229,7 +229,7 @@ def run_resume(arguments: argparse.Namespace) -> int:
     """Measure, and print one table per shape."""
     from . import resume
 
-    with progress("resume", arguments) as callback:
+    with progress("resume") as callback:
         report = resume.run(
             arguments.shape, arguments.recipe, arguments.prefix, every=arguments.every, layers=arguments.layers, dtype=arguments.dtype,
             folder=arguments.folder, progress=callback,
@@ -257,7 +257,7 @@ def run_weights(arguments: argparse.Namespace) -> int:
     """Measure and print the tables."""
     from . import weights
 
-    with progress("weights", arguments) as callback:
+    with progress("weights") as callback:
         report = weights.run(arguments.model, arguments.shape, arguments.device, repeats=arguments.repeats, progress=callback)
     print_report(report, weights.show, arguments)
     return 0
@@ -279,7 +279,7 @@ def run_viewer(arguments: argparse.Namespace) -> int:
     """Measure and print the table. Return 1 if decoding keys or values takes too long."""
     from . import viewer
 
-    with progress("viewer", arguments) as callback:
+    with progress("viewer") as callback:
         report = viewer.run(arguments.recipe or viewer.RECIPES, arguments.tokens, progress=callback)
     print_report(report, viewer.show, arguments)
     return int(bool(viewer.slow(report)))

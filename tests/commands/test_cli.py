@@ -758,8 +758,7 @@ def test_a_demo_folder_that_is_a_file_is_refused(file: Path, capsys: pytest.Capt
 
 def test_a_progress_label_is_not_interpreted_as_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with progress("[/b] [red]\x1b", argparse.Namespace(json=False)) as callback:
-        assert callback is not None
+    with progress("[/b] [red]\x1b") as callback:
         callback(1, 2)
     assert "[/b] [red]\\x1b" in capsys.readouterr().err
 
@@ -767,16 +766,13 @@ def test_a_progress_label_is_not_interpreted_as_markup(monkeypatch: pytest.Monke
 def test_progress_without_a_terminal_is_a_few_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     clock = [0.0]
     monkeypatch.setattr("kvpack.output.time", argparse.Namespace(monotonic=lambda: clock[0]))
-    with progress("tune", argparse.Namespace(json=False)) as callback:
-        assert callback is not None
+    with progress("tune") as callback:
         for done in range(1, 101):
             clock[0] += 1.0
             callback(done, 100)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(",")[0] for line in lines] == [f"tune: {n} % after 0:{n // 60:02}:{n % 60:02}" for n in (10, 15, 23, 35, 53, 80)]
     assert lines[0] == "tune: 10 % after 0:00:10, about 0:01:30 left"
-    with progress("tune", argparse.Namespace(json=True)) as callback:
-        assert callback is None
 
 
 def test_a_terminal_without_unicode_is_supported(file: Path) -> None:

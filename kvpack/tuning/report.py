@@ -33,7 +33,7 @@ def show(report: dict[str, Any]) -> None:
     decoded = [] if report["attendable"] else ["attended"]
     layers = _layer_rows(report["layers"], attended=bool(decoded))
     print_table("codecs", ["layers", "keys", "values", *decoded], layers, text_columns=3 + len(decoded))
-    print(f"Bits per value count every byte of a file of {settings['file_tokens']:,} tokens, with as many raw tokens as in the windows.")
+    print(f"Bits per value count every byte of a file of {settings['file_tokens']:,} tokens, with the windows' share of raw tokens.")
     print("KL is KL(uncompressed || packed) of the next token, in nats.")
     print("Perplexity is per token; the change in its log is against the uncompressed cache.")
     print(_verdict(report))

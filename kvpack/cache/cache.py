@@ -159,7 +159,7 @@ class Cache(PackedObject):
         return torch.from_numpy(ids).expand(self._batch(), -1)
 
     def _batch(self) -> int:
-        """Return the smallest number of sequences in any layer, or 0 for an empty cache. A file has this many rows of token ids."""
+        """Return the smallest number of sequences in any layer, or 0 for an empty cache. Files store this many rows of token ids."""
         sides = (side.batch for layer in self.layers for side in layer.sides.values())
         states = (state.shape[0] for layer in self.layers for state in layer.states.values())
         return min((*sides, *states), default=0)
@@ -175,7 +175,7 @@ class Cache(PackedObject):
         return self.start + layer.skipped, self.start + layer.seen_tokens
 
     def check_ends(self) -> None:
-        """Raise NotConsecutive unless every layer ends at ``stop``. Otherwise, no token can follow the cache."""
+        """Raise NotConsecutive unless every layer ends at ``stop``, because no token can follow a cache with other ends."""
         tokens = self.tokens
         for number, layer in enumerate(self.layers):
             if layer.sides and layer.seen_tokens != tokens:

@@ -62,14 +62,14 @@ class Stretch:
 
     @cached_property
     def _first_rows(self) -> dict[int, Ends]:
-        """Maps each number of tokens per row to the first row of each run, followed by the total number of rows."""
+        """For each number of tokens per row: the first row of each run, followed by the total number of rows."""
         steps = {layout.tokens_per_row for layout in self.layout.values() if layout.per == "token" and layout.tokens_per_row > 1}
         tokens = numpy.diff(self.ends, prepend=0)
         return {step: numpy.concatenate([[0], numpy.cumsum(-(-tokens // step))]) for step in steps}
 
     @cached_property
     def _first_entries(self) -> dict[str, torch.Tensor]:
-        """Maps each stream with one row per entry to the first row of each token, followed by the total number of rows.
+        """For each stream with one row per entry: the first row of each token, followed by the total number of rows.
 
         The tensors are int64 ``[token + 1]`` on the CPU, or ``[row + 1]`` if entries are counted per row of tokens.
         """
@@ -88,7 +88,7 @@ class Stretch:
 
     @cached_property
     def _entry_tokens(self) -> dict[str, torch.Tensor]:
-        """Maps each stream with entries that store token numbers to the token of each entry, in ascending order, as int64 on the CPU."""
+        """For each stream whose entries store token numbers: the token of each entry, in ascending order, as int64 on the CPU."""
         return {name: token.cpu() for name, token in self.codec.entry_tokens(self.streams).items()}
 
     def rows(self, start: int, stop: int, entries: bool = True) -> dict[str, torch.Tensor]:
@@ -235,7 +235,7 @@ class PackedRun:
 
     @staticmethod
     def joined(runs: Sequence[PackedRun]) -> PackedRun:
-        """Join consecutive runs, each of which ``is_continued_by`` the next. The streams of two or more runs are copied."""
+        """Join consecutive runs. Each run must pass ``is_continued_by`` for the next run. The streams of two or more runs are copied."""
         first = runs[0]
         if len(runs) == 1:
             return first

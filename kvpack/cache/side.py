@@ -99,7 +99,7 @@ class Side:
         return [0, *self.runs.ends.tolist(), self.tokens]
 
     def run_at(self, start: int, stop: int) -> tuple[PackedRun | None, int]:
-        """Return the run that contains tokens ``[start, stop)``, and the index of the run's first token. For the tail, the run is None.
+        """Return the run that contains tokens ``[start, stop)``, and the index of the run's first token. The run is None for the tail.
 
         Raises OutOfBounds if the tokens are not in one run.
         """
@@ -364,7 +364,7 @@ def _codec_difference(codec: Codec, other: Codec) -> str:
 
 
 def sequences_at_once(*sides: Side) -> int:
-    """Return how many sequences, at least 1, fit in ``GROUP_VALUES`` values with one token group of each side."""
+    """Return the number of sequences, at least 1, for which one token group of each side has at most ``GROUP_VALUES`` values."""
     return max(1, GROUP_VALUES // max(side.heads * side.dim * side.codec.group_tokens for side in sides))
 
 

@@ -313,7 +313,7 @@ def _group_sides(
 ) -> list[_LoadGroup]:
     """Group the keys and values of ``layers``.
 
-    A group has up to ``COPY_BYTES`` bytes of consecutive layers, if the device checks them.
+    Consecutive layers that the device checks share a group of up to ``COPY_BYTES`` bytes.
     """
     groups: list[_LoadGroup] = []
     for sides in layers:
@@ -350,7 +350,7 @@ def _copies(group_index: int, group: _LoadGroup) -> Iterator[StagedCopy]:
 
 
 def _view_side(file: File, offsets: SideOffsets, memory: torch.Tensor, start: int, views: dict[str, torch.Tensor]) -> Side:
-    """Return the keys or values at ``offsets`` as views of ``memory``, which contains the file from byte ``start`` on (uint8).
+    """Return the keys or values at ``offsets`` as views of ``memory``, uint8, which contains the file from byte ``start`` on.
 
     ``views`` caches one view of the memory per dtype.
     """

@@ -50,7 +50,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
     sizes = {name: layout_bytes(layout) for name, layout in header.layouts.items()}
     if (decoded := sum(sizes.values())) > memory_limit:
         raise LimitExceeded(
-            f"its tensors, decoded, take {decoded} bytes, but memory_limit is {memory_limit}: pass a higher limit to load it"
+            f"its decoded tensors take up {decoded} bytes, but memory_limit is {memory_limit}: pass a higher limit to load it"
         )
     frames = [sizes[tensor.name] for tensor in header.tensors if tensor.filter == "zstd"]
     sides = [side for layer in header.layers for _, side in layer.sides()]
@@ -71,7 +71,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
 
 
 def _values_at_once(header: Header, side: SideEntry) -> int:
-    """Return how many values per head are decoded together: a token group, and all rows that are stored once per run."""
+    """Return how many values per head are decoded together: one token group, plus all rows that are stored once per run."""
     codec, longest = header.codecs[side.codec], max(side.runs, default=0)
     return codec.dim * min(codec.group_tokens, longest) + (codec.without_sidecars.run_values if longest else 0)
 

@@ -267,9 +267,9 @@ class Contents:
 
     @cached_property
     def _first_uses(self) -> dict[tuple[int, str], SideEntry]:
-        """For each distinct header entry of keys or values, the first (layer, side) that has this entry.
+        """For each distinct header entry of keys or values: the first (layer, side) that has it.
 
-        Most layers have equal entries, so that each distinct entry is checked only once.
+        Most layers have equal entries, so each distinct entry is checked only once.
         """
         first: dict[SideEntry, tuple[int, str]] = {}
         for number, layer in enumerate(self.layers):
@@ -306,7 +306,7 @@ class Contents:
 
     @cached_property
     def streams(self) -> dict[SideEntry, dict[str, Layout]]:
-        """The layouts of the tensors of each distinct header entry of keys or values, by stream name in file order."""
+        """For each distinct header entry of keys or values: the layouts of its tensors by stream name, in file order."""
         result = {}
         for side in self._first_uses.values():
             result[side] = side_tensors(self.codecs[side.codec], side)

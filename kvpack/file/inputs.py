@@ -120,8 +120,8 @@ class Inputs:
     def of_rows(cls, rows: Sequence[bytes], undetermined: Iterable[tuple[str, int]], hidden: tuple[HiddenRange, ...], first: int) -> Inputs:
         """Create inputs from the ids of each sequence. All sequences must have the same number of ids.
 
-        The cache's first token is at position ``first``. ``undetermined`` contains a (clause, position) pair for each such input. The
-        position is that of the first token that the input affects. If sequences differ, a clause that says so is added.
+        The cache's first token is at position ``first``. ``undetermined`` contains (clause, position) pairs. The position is that of the
+        first token that the input affects. If sequences differ, a clause that says so is added.
         """
         token_ids, known, result = _common_ids(rows, first)
         items = list(undetermined)
@@ -393,7 +393,10 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, ca
 
 
 def _check_digests(expected: Sequence[bytes], digests: tuple[bytes, ...], cache_index: int, end: int) -> None:
-    """Raise InvalidParameter unless the ``digests`` of cache ``cache_index`` equal ``expected``. They cover the ids before ``end``."""
+    """Raise InvalidParameter unless the ``digests`` of cache ``cache_index`` equal ``expected``.
+
+    The digests cover the ids before position ``end``.
+    """
     count = max(len(digests), len(expected))
     for row, pair in enumerate(zip(_for_rows(digests, count), _for_rows(tuple(expected), count), strict=True)):
         if len(set(pair)) > 1:

@@ -130,7 +130,8 @@ def check_state(where: str, dtype: str | None, shape: Sequence[int]) -> None:
     ``dtype`` is None if the format does not support it.
     """
     if dtype is None or not 1 <= len(shape) <= MAX_SIZES or not all(shape):
+        kind = f"dtype {dtype}" if dtype else "an unsupported dtype"
         raise InvalidParameter(
-            f"{where} has shape {list(shape)} and dtype {dtype or 'of another kind'}, expected [batch, ...] of at most {MAX_SIZES} "
-            f"dimensions above 0, of {', '.join(DTYPES)}"
+            f"{where} has shape {list(shape)} and {kind}, expected [batch, ...] with at most {MAX_SIZES} nonzero dimensions and dtype "
+            f"{' or '.join(DTYPES)}"
         )

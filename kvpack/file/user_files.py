@@ -49,8 +49,8 @@ def path_text(path: Any) -> str:
 def open_regular(path: str | os.PathLike[str], description: str = "a regular file") -> int:
     """Open a regular file for reading. Returns its descriptor, which the caller must close.
 
-    ``description`` describes the file in messages. Raises MissingFile if the path cannot be opened, or is a folder, FIFO, socket or device,
-    which is not opened.
+    ``description`` describes the file in messages. Raises MissingFile if the path cannot be opened. Folders, FIFOs, sockets and devices are
+    not opened, and also raise MissingFile.
     """
     where = path_text(path)
     try:

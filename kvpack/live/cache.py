@@ -149,7 +149,7 @@ class LiveCache:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the layers have seen. During a forward pass, the largest such number of any layer."""
+        """Number of tokens that the layers have seen. During a forward pass, layers may differ, and this is the largest number."""
         self._count_replayed_tokens()
         return max((layer.seen_tokens for layer in self._layers if layer is not None), default=0)
 
@@ -391,7 +391,7 @@ class LiveCache:
         self._change_layers(lambda live: live.truncate(tokens), layer)
 
     def keep_past(self, layer: int) -> None:
-        """Make a sliding-window layer keep tokens outside its window until ``truncate`` is called, which can then go further back."""
+        """Make a sliding-window layer keep tokens outside its window until ``truncate`` is called, so that it can go further back."""
         live = self._layer_or_none(layer)
         self._kept.add(layer)
         if live is not None:

@@ -321,7 +321,7 @@ class LiveLayer:
             raise
 
     def _count_unseen(self, raw: int) -> int:
-        """Return how many of the layer's tokens no later query sees. ``raw`` is the number of tokens in the tail."""
+        """Return the number of tokens in the layer that no later query sees. ``raw`` is the number of tokens in the tail."""
         return 0 if self.sliding_window is None else max(0, self.older_tokens + raw - self.sliding_window)
 
     def _drop_unseen(self) -> None:
@@ -336,7 +336,7 @@ class LiveLayer:
         self.version += 1
 
     def _last_boundary(self, token: int) -> int:
-        """Return the last token index, at most ``token``, at which keys and values can both begin.
+        """Return the last token index, at most ``token``, at which both keys and values can begin.
 
         If possible, it is a whole number of windows after the beginning of a run, so that kernels stay the same.
         """
@@ -446,7 +446,7 @@ def live_layer(layer: Layer, layer_index: int, sliding_window: int | None, start
 
 
 def check_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer as a tuple. Raises InvalidParameter or InvalidType unless there is a valid one per layer."""
+    """Return the sliding window of each layer as a tuple. Raises InvalidParameter or InvalidType if ``windows`` are invalid."""
     if windows is None:
         return (None,) * layers
     if not isinstance(windows, list | tuple):

@@ -201,9 +201,9 @@ class BoundLane:
         encoded_values: Mapping[int, torch.Tensor],
         fit_errors: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Re-encode layers in which tokens not ``kept`` raw lose precision, with ``halved``, the codec with half of each mean.
+        """Re-encode layers in which tokens that are not ``kept`` raw lose precision. Returns the remaining fit errors.
 
-        Returns the remaining fit errors.
+        ``halved`` is the codec with half of each mean.
         """
         for number in ((fit_errors[0] > 1) & ~kept).any(1).nonzero()[:, 0].tolist():
             for target, source in zip(sizes, self._encode_layer(slot, row, number, encoded_values, halved), strict=True):

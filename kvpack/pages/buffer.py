@@ -193,9 +193,9 @@ def _fold_pools(tensors: list[Strided]) -> Strided | None:
 
 
 def _can_reach(terms: list[tuple[int, int, int]], target: int, item: int) -> bool:
-    """Return True if some Σ c·stride is less than ``item`` away from ``target``, where c is from low to high for each term.
+    """Return True if some Σ c·stride is less than ``item`` away from ``target``. Each c is from low to high.
 
-    Each term is (low, high, stride). Also returns True if a bounded search cannot rule it out.
+    ``terms`` contains a (low, high, stride) triple for each c. Also returns True if a bounded search cannot rule it out.
     """
     below = [(0, 0)]
     for low, high, stride in reversed(terms):

@@ -71,7 +71,7 @@ CPU = torch.device("cpu")
 
 
 class RowPlan(NamedTuple):
-    """The layout of all rows of a page codec, and a check of rows against it."""
+    """The layout of all rows of a page codec. Checks rows against it."""
 
     geometry: PageGeometry
     contents: Contents
@@ -111,7 +111,7 @@ class HostPages:
     ) -> list[Outcome]:
         """Encode the pages in ``slots`` into ``targets``. Returns None for each page, or an error.
 
-        If ``names`` is set, errors contain its slot numbers instead of those in ``slots``.
+        Errors contain the slot numbers in ``names``, if set, instead of ``slots``.
         """
         plan = self._plan
         lanes = [BoundLane.of(lane, pages) for lane in plan.lanes]

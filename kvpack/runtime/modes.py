@@ -31,7 +31,10 @@ def writable(tensor: torch.Tensor) -> AbstractContextManager[None]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context manager that disables autocast, which would change float32 products, and the flushing of subnormal numbers to 0."""
+    """Return a context manager that disables autocast and the flushing of subnormal numbers to 0.
+
+    Autocast would change float32 products.
+    """
     autocast = torch.is_autocast_enabled(device.type)
     if flushes_subnormals():
         return _keep_subnormals(torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext())

@@ -74,11 +74,9 @@ class ColdRead:
         return min(begin, self._size)
 
     def wait(self, end: int) -> int:
-        """Wait for the bytes before ``end``.
+        """Wait for the bytes before ``end``. Returns the end of the bytes that have arrived.
 
-        Returns the end of the bytes that have arrived, which is less than ``end`` if the file is shorter.
-
-        Raises OSError.
+        It is less than ``end`` if the file is shorter. Raises OSError.
         """
         while self._reached < end and not self._is_short:
             expected = min(self._reached + _PIECE_BYTES, self._size)

@@ -137,7 +137,7 @@ class Backend(Protocol):
         """
 
     def peek_many(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
-        """Return what ``peek`` returns for each of ``keys``. The caller must limit the total size of the entries."""
+        """Return the result of ``peek`` for each of ``keys``. The caller must limit the total size of the entries."""
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         """Store the last entry of ``chain`` unless it exists. Returns True if a readable entry exists now.
@@ -154,7 +154,7 @@ class Backend(Protocol):
         """
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
-        """Record a use of ``chain``, which starts with its first chunk."""
+        """Record a use of ``chain``, which begins with the first chunk of a prefix."""
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
         """Remove entries, last key first. Returns the keys that had an entry."""

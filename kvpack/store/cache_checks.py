@@ -88,9 +88,9 @@ def check_ids(cache: Cache, ids: bytes) -> None:
 
 
 def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
-    """Return the states in ``cache`` at the ends of whole chunks, by position, within its first ``packed`` tokens.
+    """Return the states of ``cache`` at chunk boundaries within its first ``packed`` tokens, by position.
 
-    Raises InvalidParameter if there are whole chunks, but no states at the end of any.
+    Raises InvalidParameter if there are whole chunks, but no states at any boundary.
     """
     from kvpack.cache.cache import all_states
 
@@ -106,7 +106,7 @@ def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
 
 
 def check_length(cache: Cache, longest: int | None) -> None:
-    """Raise InvalidParameter if ``cache`` has more than ``longest`` tokens, where RoPE uses different frequencies."""
+    """Raise InvalidParameter if ``cache`` has more than ``longest`` tokens, because RoPE uses different frequencies for such a cache."""
     if longest is not None and max(cache.tokens, cache.computed) > longest:
         held = f"holds {cache.tokens} tokens" if cache.tokens > longest else f"was cut from one of {cache.computed} tokens, without inputs="
         raise InvalidParameter(

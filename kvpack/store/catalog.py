@@ -236,9 +236,10 @@ def _chunk_like(templates: HeaderTemplates[ChunkEntry], stored: StoredEntry, dat
 
 
 def corrected_times(catalog: Catalog) -> dict[bytes, int]:
-    """Return corrected last-use times, by key, for entries that seem less recently used than an entry that depends on them.
+    """Return corrected last-use times by key.
 
-    Chunks and states depend on the preceding chunk, and on the basis that their recipe names.
+    An entry needs one if it seems less recently used than an entry that depends on it. Chunks and states depend on the preceding chunk, and
+    on the basis that their recipe names.
     """
     used = {key: entry.stored.used_ns for key, entry in catalog.entries.items()}
     listed = dict(used)
@@ -353,7 +354,7 @@ def _peek_all(
 
 
 class _EntryGone(Exception):
-    """Raised if a listed entry no longer exists, or if the backend failed to return it (a fault that it has counted)."""
+    """Raised if a listed entry no longer exists. Also raised if the backend failed to return it, which it counts as a fault."""
 
 
 def _read(backend: Backend, stored: StoredEntry, cipher: Cipher | None, max_entry_bytes: int) -> Data:

@@ -20,9 +20,9 @@ MAX_SEARCHES = 3
 
 
 def stored_sizes(backend: Backend, root: bytes, ids: bytes, inputs: bytes = b"", sizes: Sequence[int] = SIZES) -> list[int]:
-    """Return the chunk sizes in ``sizes`` with which the first chunk of ``ids`` is stored.
+    """Return the chunk sizes with which the first chunk of ``ids`` is stored. Only ``sizes`` are tried.
 
-    ``inputs`` is that chunk's digest of other inputs.
+    ``inputs`` is the digest of that chunk's other inputs.
     """
     possible = [size for size in sizes if size * ID_BYTES <= len(ids)]
     present = backend.contains_many([chunk_key(root, ids[: size * ID_BYTES], inputs) for size in possible])
@@ -37,7 +37,7 @@ class ChunkSizeSearch:
         self._tries_left = MAX_SEARCHES
 
     def search(self, ids: bytes, inputs: bytes) -> None:
-        """Count and log entries of ``ids`` in chunks of a different size. ``inputs`` is the first chunk's digest of other inputs."""
+        """Count and log entries of ``ids`` in chunks of a different size. ``inputs`` is the digest of the first chunk's other inputs."""
         sizes = [size for size in SIZES if size != self._chunk]
         if not self._tries_left or len(ids) < sizes[0] * ID_BYTES:
             return

@@ -73,7 +73,7 @@ class Counters:
         self._lock = Lock()
 
     def add(self, name: str, amount: int = 1) -> None:
-        """Add ``amount`` to the counter ``name`` of ``NAMES``."""
+        """Add ``amount`` to the counter ``name``, one of ``NAMES``."""
         with self._lock:
             self._counts[name] += amount
 

@@ -119,9 +119,8 @@ class Directory(SingleTierBackend):
     def _reads_at_once(self, keys: Sequence[bytes]) -> int:
         """Return the number of threads to use for reading entries.
 
-        It is 1 if the last entry is in the page cache, where threads do not help.
-
-        The threads wait for the disk, so their number does not depend on the number of cores.
+        It is 1 if the last entry is in the page cache, where threads do not help. The threads wait for the disk, so their number does not
+        depend on the number of cores.
         """
         if len(keys) > 1:
             with contextlib.suppress(OSError, KvpackError), self.trust.open_checked(self._folder.path(keys[-1])) as (descriptor, status):

@@ -122,7 +122,7 @@ class DiskUsage:
             _write(descriptor, replacement)
 
     def is_copy(self) -> bool:
-        """Return True if the folder may be a copy of another folder. Its entries may then have the time of copying as their time of use."""
+        """Return True if the folder may be a copy of another folder. The times of its entries may then be the times of copying."""
         with self._open() as descriptor:
             previous = None if descriptor is None else _read(descriptor, 0, any_boot=True)
         return previous is None or previous.node not in (0, self._node())

@@ -252,7 +252,7 @@ def check_entry(
 
 
 def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
-    """Raise InvalidHeader unless every layer has ``tokens`` tokens of one sequence, as stores write them.
+    """Raise InvalidHeader unless every layer has ``tokens`` tokens of one sequence, as in entries that stores write.
 
     Without this check, a small malicious entry could decode to any size. Raises LimitExceeded if a layer's values would take more than
     ``max_bytes`` at 16 bits each.

@@ -54,10 +54,7 @@ def parse_text(text: str) -> dict[str, Any] | None:
 
 
 def entry_text(pieces: Sequence[memoryview]) -> str | None:
-    """Return the description of an entry that this process wrote, or None if ``pieces`` do not reveal it.
-
-    For example, they do not if the entry is encrypted.
-    """
+    """Return the description of an entry that this process wrote, or None if ``pieces`` hide it because they are encrypted."""
     if is_row_start(bytes(pieces[0][:FRONT_BYTES])):
         return kind_text("pages")
     if len(pieces) < 2:

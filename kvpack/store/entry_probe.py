@@ -19,7 +19,7 @@ _MAX_KEYS = 65_536
 
 
 def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Callable[[container.File], None] | None = None) -> None:
-    """Raise an error unless ``data`` begins like the entry ``key``. If there is a ``cipher``, it decrypts ``data`` first.
+    """Raise an error unless ``data`` looks like the beginning of the entry ``key``. A ``cipher``, if any, decrypts ``data`` first.
 
     Without a cipher, an encrypted entry with a valid digest raises Undecryptable. ``extra_check`` is called with a chunk's open file.
     """

@@ -159,7 +159,7 @@ class Evictor:
                 self._futile_until = time.monotonic() + _FUTILE_SECONDS
 
     def _exceeds_larger_budget(self, size: int) -> bool:
-        """Return True if this store must not evict entries, because a store with a larger budget is in effect.
+        """Return True if this store must not evict entries, because another store has a larger budget.
 
         This is the case only if ``size`` more bytes would exceed this store's budget.
         """
@@ -359,8 +359,8 @@ class Evictor:
 def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generator[tuple[bytes, int], None, None]:
     """Yield the keys and sizes of entries, least recently used first. Entries last used after ``latest_ns`` come before all others.
 
-    Uses change only a file's time, so it may be later than the time in the file's row. If the two are equal, the entry precedes all entries
-    that follow. Otherwise, the later time is written to the index.
+    Uses change only a file's time, so it may be later than the time in the file's row. If the two are equal, the entry is the next in
+    order. Otherwise, the later time is written to the index.
     """
     latest_ns = min(latest_ns, _MAX_INT64)
     heap: list[tuple[bool, int, int, tuple[bytes, int]]] = []

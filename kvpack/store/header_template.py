@@ -113,7 +113,7 @@ def _template_key(size: int, text: bytes) -> tuple[int, bytes]:
 def _start_range(header: Header, packed: bytes) -> slice:
     """Return the range of bytes in the packed header that encodes the start.
 
-    The range is found by packing the header again with a different start whose encoding has the same size.
+    The range is found by packing the header again with a different start that needs as many bytes.
     """
     last = _differing_bytes(packed, pack_header(dataclasses.replace(header, start=header.start ^ 1)))[-1]
     return slice(last - len(msgpack.packb(header.start)) + 1, last + 1)

@@ -47,7 +47,7 @@ def create(connection: sqlite3.Connection, run: int) -> None:
 
 
 def rows_of(connection: sqlite3.Connection, folder: int) -> dict[int, tuple[bytes, int, int]]:
-    """Return the other fields of a subfolder's rows by row number, as in ``FolderListing``."""
+    """Return a subfolder's rows: for each row number, the other fields, as in ``FolderListing``."""
     query = "SELECT id, rest, size, used FROM entries WHERE id BETWEEN ? AND ?"
     return {number: (key_rest, size, used) for number, key_rest, size, used in connection.execute(query, row_id_range(folder))}
 

@@ -246,7 +246,7 @@ class Loader:
 
 
 def refuse(backend: Backend, counters: Counters, key: bytes, entry: FoundEntry, error: Exception) -> bool:
-    """Count an entry that could not be used as a miss. A damaged entry is removed. Returns True if it is damaged.
+    """Count a miss for an entry that could not be used. A damaged entry is removed. Returns True if it is damaged.
 
     An entry that is not damaged is kept, because other stores may be able to read it.
     """

@@ -269,7 +269,7 @@ class ObjectStore(SingleTierBackend):
         return None if kind is None else self._form.kind(*kind)
 
     def _reserve(self, sizes: Sequence[int], chain: Sequence[bytes]) -> int:
-        """Reserve room for entries of ``sizes`` bytes, evicting others if necessary. Returns how many of the first entries have room."""
+        """Reserve room for entries of ``sizes`` bytes, evicting others if necessary. Returns the number of leading entries that fit."""
         fitting = next((index for index, size in enumerate(sizes) if size > self._form.max_bytes), len(sizes))
         if self._max_bytes is None:
             return fitting

@@ -129,7 +129,7 @@ class Objects:
         return None if data is None else data[0]
 
     def read_front(self, name: str) -> Data | None:
-        """Return an object's bytes as ``read`` does, but in a kvpack file, with zeros after the header."""
+        """Return an object's bytes as ``read`` does. In a kvpack file, zeros replace the bytes after the header."""
         result = self._read_beginning(name, _FRONT_BYTES)
         if result is None:
             return None

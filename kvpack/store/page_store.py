@@ -81,7 +81,7 @@ class PageStore:
         **options: As for ``Store``.
 
     Raises:
-        InvalidParameter: An argument can never work, such as a basis of another model.
+        InvalidParameter: An argument is invalid, such as a basis for another model.
 
     >>> geometry = kvpack.pages.PageGeometry(layers=1, heads=2, tokens=64, dim_k=64, dim_v=64)
     >>> identity = kvpack.Identity("llama", "octopus-4", weights="revision-1")

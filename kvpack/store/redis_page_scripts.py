@@ -3,7 +3,7 @@
 from .redis_scripts import BEGIN, SOUND
 
 # ARGV: what to scan ('sizes', then 'used', then the server's 'names'), the cursor, the page size. Counts the current sizes of these
-# entries and removes missing ones. Returns the next cursor, and the numbers of counted and of missing entries.
+# entries and removes missing ones. Returns the next cursor and the number of missing entries.
 RECOUNT = (
     BEGIN
     + """

@@ -92,7 +92,7 @@ def sum_progress(reply: Any) -> int:
 
 
 def parse_count_page(reply: Any) -> tuple[bytes, int]:
-    """Check the reply of the script that counts entries. Returns its cursor and its number."""
+    """Check the reply of the script that counts entries. Returns the cursor and the number of missing entries."""
     result = _check_list(reply, "a cursor and a number", 2)
     return _cursor(result[0]), integer(result[1])
 

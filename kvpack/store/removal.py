@@ -41,7 +41,8 @@ class EntryFilter:
     used_before_ns: int | None = None
 
     def keys(self, catalog: Catalog) -> set[bytes]:
-        """Return the keys of matching chunks and of the states after them. A filter by age only also matches serving engines' pages."""
+        """Return the keys of matching chunks and of the states after them. A filter with only an age also matches serving engines' pages.
+        """
         candidates = catalog.entries.keys() if self.tenant is None else _tenant_keys(catalog, self.tenant)
         selected = {key for key in candidates if self._matches(catalog.entries[key])}
         selected |= {catalog.states[key].stored.key for key in selected & set(catalog.states)}

@@ -46,7 +46,7 @@ class StatesFields:
             raise InvalidHeader(f"{where}: the feature {FEATURE!r} has {len(feature)} bytes, expected {2 * KEY_BYTES + DIGEST_BYTES}")
         named = cls(feature[:KEY_BYTES], feature[KEY_BYTES : 2 * KEY_BYTES], feature[2 * KEY_BYTES :])
         if named.key != (key := states_key(named.chunk)):
-            raise InvalidHeader(f"{where}: its header names the key {named.key.hex()}, but states after its chunk have {key.hex()}")
+            raise InvalidHeader(f"{where}: its header names the key {named.key.hex()}, expected {key.hex()} for states after its chunk")
         if not header.states or any(True for layer in header.layers for _ in layer.sides()):
             raise InvalidHeader(f"{where} is not an entry of states: it has no states, or it has keys and values")
         for state in header.states:

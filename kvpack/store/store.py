@@ -48,7 +48,7 @@ class Store:
     """A prefix store: packed prefixes of one identity, shared by every process that opens the same location.
 
     Prefixes are stored in chunks. Faults such as full disks, dead servers and damaged entries count as misses in ``stats``. The store
-    never returns wrong data, and after it has opened, a fault never raises.
+    never returns wrong data. Once it is open, faults do not raise errors.
 
     Args:
         location: A folder, created with the first entry (in /dev/shm, entries are in memory); ``"memory://"``; the URL of a Redis or Valkey
@@ -56,14 +56,14 @@ class Store:
             list of these as *tiers*, fastest first, such as ``["memory://", "/var/cache/kvpack", "s3://..."]``. Use ``Tier`` to set the
             options of one location. Hits in a slower tier are verified and copied up. Saves go to every tier.
         identity: Everything that the values depend on, except the tokens. The basis of its recipe is stored before the first chunk. If the
-            recipe lacks the basis that it needs, the store's own is used, and if the store has none, nothing is loaded or saved.
+            recipe needs a basis but does not contain it, the store's copy is used. Without a copy, nothing is loaded or saved.
         chunk: Tokens per chunk, a multiple of the recipe's token groups.
-        lease: Seconds for which a ``load`` that does not find the whole prefix leases the first missing chunk, so that several workers
-            compute a prefix only once. Others that request it wait until this store saves it or is closed. Use the time that the longest
-            prompt takes. A holder that dies delays the others by at most ``lease``, and in a folder not at all. By default, there is no
-            waiting.
+        lease: Maximum number of seconds that other workers wait for a missing chunk. A ``load`` that does not find the whole prefix leases
+            the first missing chunk. Other workers that request the chunk wait until this store saves it or is closed, so that a prefix is
+            computed only once. Choose the time that the longest prompt takes. If the holder dies, the others wait at most ``lease``
+            seconds, and in a folder not at all. By default, nobody waits.
         max_bytes: Budget for the entries of all writers at the location. The least recently used entries are evicted first. In folders,
-            sizes are rounded up to disk blocks. While another store uses the folder with a larger budget, this one evicts nothing.
+            sizes are rounded up to disk blocks. While another store uses the folder with a larger budget, this store evicts nothing.
         ttl: Seconds after which an entry expires unless a store saves or loads it. The ``ttl`` of the last user applies. Pinned entries do
             not expire. ``save`` and ``collect`` remove expired entries from folders and object stores.
         min_free: Number of bytes to leave free on a folder's disk.
@@ -81,7 +81,7 @@ class Store:
             nor read.
 
     Raises:
-        InvalidParameter: An argument can never work, such as a chunk that is not a multiple of the recipe's token groups.
+        InvalidParameter: An argument is invalid, such as a chunk that is not a multiple of the recipe's token groups.
 
     >>> store = kvpack.Store("store", kvpack.Identity("llama", "octopus-3"), chunk=32)
     >>> store.save(list(range(64)), kvpack.pack(past, "octopus-3"))
@@ -146,8 +146,8 @@ class Store:
     def keys(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> list[bytes]:
         """Return the keys of a prefix's whole chunks, first chunk first (spec/store.md). Raises InvalidParameter.
 
-        ``inputs`` contains one digest (at most 64 bytes) per chunk of everything else that the chunk depends on, such as images or
-        embeddings. The digest is b"" if the ids determine the chunk. It is part of the chunk's key, and so affects all later keys. All
+        ``inputs`` contains one digest (at most 64 bytes) per chunk. It covers everything else that the chunk depends on, such as images or
+        embeddings, and is b"" if the ids determine the chunk. The digest is part of the chunk's key, and so affects all later keys. All
         methods accept ``inputs`` in this form.
         """
         return chunk_keys(self._root, token_bytes(token_ids), self.chunk, inputs)

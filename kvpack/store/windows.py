@@ -23,13 +23,13 @@ class SlidingWindows:
     chunk: int
 
     def first_chunk(self, chunks: int) -> int:
-        """Return the index of the first chunk needed, in some layer, by the token after ``chunks`` chunks."""
+        """Return the index of the first chunk that any layer needs for the token after the first ``chunks`` chunks."""
         if not self.layers or None in self.layers:
             return 0
         return min(self._first_token(chunks * self.chunk, window) for window in self.layers if window is not None) // self.chunk
 
     def crop(self, cache: Cache) -> Cache:
-        """Return ``cache`` without each layer's chunks to which the next token does not attend."""
+        """Return ``cache`` without the chunks, in each layer, that the next token does not attend to."""
         # If only later chunks were loaded, the cache is a prefix whose layers have skipped the earlier tokens.
         skipped = cache.start
         layers = [replace(layer, skipped=skipped) if layer.sides else layer for layer in cache]
@@ -42,7 +42,7 @@ class SlidingWindows:
         return replace(cache, layers=tuple(layers))
 
     def _first_token(self, tokens: int, window: int) -> int:
-        """Return the first token of the first chunk to which the token at position ``tokens`` attends."""
+        """Return the first token of the first chunk that the token at position ``tokens`` attends to."""
         return max(0, tokens - window + 1) // self.chunk * self.chunk
 
 

@@ -595,7 +595,7 @@ def test_a_memory_limit_covers_the_file_and_its_decoded_size(tmp_path: Path) -> 
         container.open_file(tmp_path / "a", memory_limit=size - 1)
     assert container.write(tmp_path / "a", made, arrays, compress=True) < 2**16
     container.open_file(tmp_path / "a", memory_limit=2**18).verify()
-    with pytest.raises(LimitExceeded, match="a: its tensors, decoded, take 262144 bytes, but memory_limit is 262143"):
+    with pytest.raises(LimitExceeded, match="a: its decoded tensors take up 262144 bytes, but memory_limit is 262143"):
         container.open_file(tmp_path / "a", memory_limit=2**18 - 1)
 
 

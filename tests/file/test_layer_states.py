@@ -132,7 +132,7 @@ def test_pack_keeps_the_states_of_a_models_cache() -> None:
     assert packed[0].states["conv.0"].any()
     past.layers[0].conv_states[1] = past.layers[0].conv_states[0].double()
     past.layers[0].has_previous_state[1], past.layers[0].conv_kernel_size[1] = True, 4
-    with pytest.raises(InvalidParameter, match=r"layers\[0\].conv_states\[1\] has shape \[1, 6, 4\] and dtype of another kind"):
+    with pytest.raises(InvalidParameter, match=r"layers\[0\].conv_states\[1\] has shape \[1, 6, 4\] and an unsupported dtype"):
         kvpack.pack(past, "bf16")
 
     class Other(DynamicLayer):  # type: ignore[misc]

@@ -12,7 +12,7 @@ from fuzz.byte_mutator import mutate_bytes
 from kvpack.formats.errors import InvalidHeader
 from kvpack.store.backend import PinTerms
 from kvpack.store.keys import KEY_BYTES
-from kvpack.store.last_used import eviction_order, last_uses_in, merge_records
+from kvpack.store.last_used import eviction_order, merge_records, parse_last_uses
 from kvpack.store.pins import encode_pin, is_active, parse_old_pin, parse_pin
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ def _check_pin(pin: Pin) -> None:
 def _check_uses(data: bytes) -> bool:
     name, _, record = data.partition(b"\n")
     text = name.decode("latin-1")
-    last = last_uses_in([(_PUT_NS, "", b"".join(_KEYS[:2])), (_PUT_NS + 1, text, record)])
+    last = parse_last_uses([(_PUT_NS, "", b"".join(_KEYS[:2])), (_PUT_NS + 1, text, record)])
     keys = {record[at : at + KEY_BYTES] for at in range(0, len(record) - KEY_BYTES + 1, KEY_BYTES)} | {*_KEYS[:2]}
     assert {*last} == keys
     assert all(0 <= use.used_ns <= _PUT_NS + 1 for use in last.values())
-    again = last_uses_in([(_NOW_NS, name, body) for name, body in merge_records(last, _NOW_NS).items()])
+    again = parse_last_uses([(_NOW_NS, name, body) for name, body in merge_records(last, _NOW_NS).items()])
     assert {key: use.ttl for key, use in again.items()} == {key: use.ttl for key, use in last.items()}
     entries = [(key, _PUT_NS) for key in (*_KEYS, *last)]
     order = eviction_order(dict(entries).items(), last, _NOW_NS)

@@ -30,7 +30,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive,
 from .conversion import convert_layers
 from .layer import Layer, Pair, slice_layer
 from .packed_objects import PackedObject, explain_errors
-from .rows import row_numbers
+from .rows import row_indices
 from .states import States, StatesAt, collect_states, select_states, with_states
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ class Cache(PackedObject):
         ``indices`` is a list of integers or an integer tensor ``[row]``. Raises OutOfBounds if a layer lacks one of the sequences, and
         InvalidParameter for any other kind of ``indices``.
         """
-        rows = row_numbers(indices)
+        rows = row_indices(indices)
         layers = []
         for number, layer in enumerate(self.layers):
             with prefix_errors(f"layers[{number}]", OutOfBounds):

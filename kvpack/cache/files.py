@@ -149,7 +149,7 @@ def load(
         return loaded if recipe is None else _convert(loaded, recipe, basis)
     file = container.open_file(path, memory_limit=memory_limit, copy=copy)
     part = None if layers is None and tokens is None else _selected_part(file, layers, tokens)
-    cache = read(file, None if part is None else part.numbers, basis=basis, progress=progress)
+    cache = read(file, None if part is None else part.layer_indices, basis=basis, progress=progress)
     if part is not None and not part.has_all_tokens:
         with prefix_errors(file.where, OutOfBounds):
             cache = cache[:, part.start : part.stop]

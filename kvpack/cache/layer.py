@@ -17,7 +17,7 @@ from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
 
 from .packed_objects import PackedObject, explain_errors
-from .rows import check_rows, row_numbers
+from .rows import check_rows, row_indices
 
 if TYPE_CHECKING:
     from .side import Rows, Side
@@ -96,7 +96,7 @@ class Layer(PackedObject):
 
     def select(self, indices: Rows) -> Layer:
         """Return a layer with the sequences at ``indices``, as ``Cache.select`` does. Raises OutOfBounds or InvalidParameter."""
-        rows = row_numbers(indices)
+        rows = row_indices(indices)
         for state in self.states.values():
             check_rows(rows, state.shape[0])
         k, v = self.k.select(rows) if self.k else None, self.v.select(rows) if self.v else None

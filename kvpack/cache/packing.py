@@ -259,8 +259,8 @@ def _layers_together(states: Sequence[DenseLayer], recipe: Recipe) -> Iterator[t
     codecs: Codecs = (None, None)
     for number, layer in enumerate(states):
         its = _codecs(layer, recipe, number, len(states))
-        kind = _kind(layer, its, len(states))
-        if number and (kind is None or kind != before or number - begin == kind.most):
+        kind = _layer_properties(layer, its, len(states))
+        if number and (kind is None or kind != before or number - begin == kind.max_layers):
             yield range(begin, number), codecs
             begin = number
         before, codecs = kind, its
@@ -295,17 +295,17 @@ def _codecs(layer: DenseLayer, recipe: Recipe, layer_index: int, count: int) -> 
     return codecs[0], codecs[1]
 
 
-class _Kind(NamedTuple):
-    """The properties that layers must share to be encoded together. ``most`` is the maximum number of such layers."""
+class _LayerProperties(NamedTuple):
+    """The properties that layers must share to be encoded together. ``max_layers`` is the maximum number of such layers."""
 
-    most: int
+    max_layers: int
     skipped: int
     sides: tuple[Any, ...]
 
 
-def _kind(layer: DenseLayer, codecs: Codecs, count: int) -> _Kind | None:
+def _layer_properties(layer: DenseLayer, codecs: Codecs, count: int) -> _LayerProperties | None:
     """Return the properties that other layers must share to be encoded with ``layer``, or None if it must be encoded separately."""
-    most, sides = count, []
+    max_layers, sides = count, []
     for x, codec in zip((layer.k, layer.v), codecs, strict=True):
         if codec is None or not isinstance(x, torch.Tensor):
             return None
@@ -313,10 +313,10 @@ def _kind(layer: DenseLayer, codecs: Codecs, count: int) -> _Kind | None:
         # Exact values are only copied. Of all entries, only those of raw tokens can be divided among layers.
         if plain.exact_dtype is not None or plain.entries:
             return None
-        most = min(most, (BATCHED_VALUES if x.device.type == "cpu" else DEVICE_BATCHED_VALUES) // max(1, x.numel()))
+        max_layers = min(max_layers, (BATCHED_VALUES if x.device.type == "cpu" else DEVICE_BATCHED_VALUES) // max(1, x.numel()))
         # Equal codecs may have different encoder options.
         sides.append((x.shape, x.dtype, x.device, id(codec)))
-    return _Kind(max(1, most), layer.skipped, tuple(sides))
+    return _LayerProperties(max(1, max_layers), layer.skipped, tuple(sides))
 
 
 def _pack_layers(

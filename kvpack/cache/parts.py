@@ -18,9 +18,9 @@ Tokens = SupportsIndex | Sequence[SupportsIndex]
 
 @dataclass(frozen=True)
 class CachePart:
-    """Part of a cache with ``tokens`` tokens: tokens ``[start, stop)`` of the layers in ``numbers``, in ascending order."""
+    """Part of a cache with ``tokens`` tokens: tokens ``[start, stop)`` of the layers in ``layer_indices``, in ascending order."""
 
-    numbers: tuple[int, ...]
+    layer_indices: tuple[int, ...]
     start: int
     stop: int
     tokens: int
@@ -36,16 +36,16 @@ class CachePart:
         Raises InvalidParameter, or OutOfBounds if the file lacks a layer or a token.
         """
         count = len(header.layers)
-        numbers = tuple(range(count)) if layers is None else _layer_numbers(layers, count)
-        ends = [header.starts[number] - header.start + side.tokens for number in numbers for _, side in header.layers[number].sides()]
+        layer_indices = tuple(range(count)) if layers is None else _layer_indices(layers, count)
+        ends = [header.starts[number] - header.start + side.tokens for number in layer_indices for _, side in header.layers[number].sides()]
         last = max(ends, default=0)
         start, stop = (0, last) if tokens is None else _token_range(tokens)
         if not 0 <= start <= stop <= last:
             raise OutOfBounds(f"tokens [{start}:{stop}] were requested from a cache of {last} tokens")
-        return cls(numbers, start, stop, last)
+        return cls(layer_indices, start, stop, last)
 
 
-def _layer_numbers(layers: Layers, count: int) -> tuple[int, ...]:
+def _layer_indices(layers: Layers, count: int) -> tuple[int, ...]:
     if isinstance(layers, slice):
         return tuple(sorted(range(count)[layers]))
     items = [layers] if isinstance(layers, SupportsIndex) else layers

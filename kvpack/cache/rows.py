@@ -11,7 +11,7 @@ from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 
 
-def row_numbers(indices: torch.Tensor | Iterable[SupportsIndex]) -> tuple[int, ...]:
+def row_indices(indices: torch.Tensor | Iterable[SupportsIndex]) -> tuple[int, ...]:
     """Return ``indices`` as integers. Raises InvalidParameter unless they are a list or a rank-1 tensor of at least one integer."""
     if isinstance(indices, torch.Tensor):
         if indices.dim() != 1:

@@ -28,7 +28,7 @@ from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import float32_no_grad
 
 from .packed_runs import PackedRun, PackedRuns, Stretch
-from .rows import check_rows, row_numbers
+from .rows import check_rows, row_indices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -223,7 +223,7 @@ class Side:
 
         Raises OutOfBounds if the batch lacks one of the sequences, and InvalidParameter if ``indices`` is not a list of integers.
         """
-        rows = row_numbers(indices)
+        rows = row_indices(indices)
         check_rows(rows, self.batch)
         if len(rows) == self.batch and rows == tuple(range(self.batch)):
             return self

@@ -64,12 +64,12 @@ _MAX_WAITING_READS = 2
 
 @dataclass(frozen=True)
 class StagedCopy:
-    """A copy of bytes ``[begin, end)`` of the group with index ``number``.
+    """A copy of bytes ``[begin, end)`` of the group with index ``group_index``.
 
     ``span`` is the group's byte range in the file. If it is None, the host checks the bytes, which are the keys or values ``side``.
     """
 
-    number: int
+    group_index: int
     begin: int
     end: int
     span: Span | None
@@ -223,7 +223,7 @@ def load_layers(
     OutOfBounds as ``Cache.slice`` does.
     """
     header = file.header
-    places = {number: [file.side_offsets(number, name) for name, _ in header.layers[number].sides()] for number in part.numbers}
+    places = {number: [file.side_offsets(number, name) for name, _ in header.layers[number].sides()] for number in part.layer_indices}
     result: dict[int, dict[str, Side]] = {number: {} for number in places}
     # Threads that check values on the host would wait for each other, so the device checks as much as it can.
     value_codecs, chunk_codecs = (

@@ -58,13 +58,13 @@ class CommandStore:
         The store is not changed. Raises DigestMismatch, Undecryptable, or the same errors as ``Basis.from_bytes``.
         """
         from kvpack.coding.recipes import Recipe, basis_digest
-        from kvpack.store.bases import basis_in
+        from kvpack.store.bases import parse_basis_entry
         from kvpack.store.keys import basis_keys
 
         digest = basis_digest(Recipe.from_recorded(entry.recipe))
         keys = [] if digest is None else basis_keys(digest, self.cipher)
         result = ((key, data) for key in keys if (data := self.backend.peek(key)) is not None)
-        return next((basis_in(key, data, digest, self.cipher) for key, data in result if digest is not None), None)
+        return next((parse_basis_entry(key, data, digest, self.cipher) for key, data in result if digest is not None), None)
 
     def exit_code(self, *codes: int) -> int:
         """If there were faults, print the first one. Returns the worst exit code of the faults and ``codes``."""

@@ -14,7 +14,7 @@ from kvpack.attention import warm_up
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
 from kvpack.cache.packed_argument import check_packed
-from kvpack.cache.rows import check_rows, row_numbers
+from kvpack.cache.rows import check_rows, row_indices
 from kvpack.coding.recipes import SIDES, Recipe, parse_recipe
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.formats.arguments import as_integer, check_flag, check_floating, checked_device, describe
@@ -96,10 +96,10 @@ class LiveCache:
                     f"layers[{number}] has the states {' and '.join(layer.states)}, but a LiveCache keeps only keys and values: "
                     "use KvpackCache.of(cache, model), which also keeps states"
                 )
-        return cls._of(cache, sliding_windows)
+        return cls._from_cache(cache, sliding_windows)
 
     @classmethod
-    def _of(cls, cache: Cache, sliding_windows: Sequence[int | None] | None) -> LiveCache:
+    def _from_cache(cls, cache: Cache, sliding_windows: Sequence[int | None] | None) -> LiveCache:
         live = cls.__new__(cls)
         live._recipe = Recipe.from_recorded(cache.recipe)
         live._text = live._recipe.canonical
@@ -133,7 +133,7 @@ class LiveCache:
 
     def _continue_with(self, cache: Cache) -> LiveCache:
         """Return a live cache with the tokens of ``cache`` and the options of this one."""
-        copied = self._of(cache, self.sliding_windows)
+        copied = self._from_cache(cache, self.sliding_windows)
         # Keep the basis, which layers without tokens need.
         copied._recipe = self._recipe
         for layer in self._kept:
@@ -411,7 +411,7 @@ class LiveCache:
 
         Raises OutOfBounds or InvalidParameter.
         """
-        rows = row_numbers(indices)
+        rows = row_indices(indices)
         for live in self._selected_layers(layer):
             check_rows(rows, live.batch)
         self._change_layers(lambda live: live.select(torch.tensor(rows, dtype=torch.int64, device=live.device)), layer)

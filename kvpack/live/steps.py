@@ -197,7 +197,7 @@ class CpuSteps:
 
     def __init__(self, layer: LiveLayer) -> None:
         self._layer = layer
-        self._view()
+        self._prepare()
 
     @staticmethod
     def supports(layer: LiveLayer, q: torch.Tensor) -> bool:
@@ -208,7 +208,7 @@ class CpuSteps:
         """Append tokens to the raw tail and return True. If ``update`` must check them, convert them or make room, return False instead."""
         layer = self._layer
         if self._version != layer.version:
-            self._view()
+            self._prepare()
         if not self._is_even or layer.pending_tokens or not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor) or k.dim() != 4:
             return False
         first, tokens = layer.raw_tokens, k.shape[2]
@@ -241,7 +241,7 @@ class CpuSteps:
         """Return the same outputs as ``LiveCache.attend``, or None if ``kvpack.attend`` must be called instead."""
         layer = self._layer
         if self._version != layer.version:
-            self._view()
+            self._prepare()
         if not self._is_even or not isinstance(q, torch.Tensor) or q.requires_grad or q.layout != torch.strided:
             return None
         tokens, queries = self._older + layer.raw_tokens, q.shape[2] if q.dim() == 4 else 0
@@ -269,7 +269,7 @@ class CpuSteps:
     def read_replayed_tokens(self) -> None:
         """Do nothing, because steps on the CPU are never captured in a graph."""
 
-    def _view(self) -> None:
+    def _prepare(self) -> None:
         layer = self._layer
         self._version, self._is_even, self._older = layer.version, not layer.is_uneven, layer.older_tokens
         self._calls: dict[Any, Callable[..., torch.Tensor] | None] = {}

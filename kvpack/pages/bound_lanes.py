@@ -33,7 +33,7 @@ from kvpack.formats.raw_positions import (
 )
 from kvpack.formats.token_norms import norms_per_head
 
-from .lanes import Lane, address_of
+from .lanes import Lane, row_address
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -168,7 +168,7 @@ class BoundLane:
         lane = self._lane
         if not lane.may_lose_precision:
             return None
-        if self._large_errors is not None and not self._large_errors.run(address_of(row)):
+        if self._large_errors is not None and not self._large_errors.run(row_address(row)):
             return None
         streams = _RowStreams(lane, row)
         # The exact computation needs a copy of the page.
@@ -247,7 +247,7 @@ class BoundLane:
         """
         lane = self._lane
         if self._encoders is not None and not encoded_values:
-            address = address_of(row)
+            address = row_address(row)
             shape = lane.count, lane.geometry.heads, lane.geometry.tokens
             errors = torch.from_numpy(numpy.empty(shape, numpy.float32)) if lane.plain_codec.summary.direction_spread else None
             if all(self._run_encoder(stretch, slot, address, threads, errors) for stretch in self._stretches):
@@ -275,7 +275,7 @@ class BoundLane:
     def decode(self, row: memoryview, slot: int, threads: int) -> None:
         """Decode a checked row into the page in ``slot``. Raises MemoryError."""
         if self._decoders is not None:
-            address = address_of(row)
+            address = row_address(row)
             for stretch in self._stretches:
                 self._run_decoder(stretch, slot, address, threads)
             self._put_raw(slot, row)

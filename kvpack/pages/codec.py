@@ -20,7 +20,7 @@ from .buffer import PageBuffer
 from .device import DevicePages, PageJob, Rows
 from .geometry import PageGeometry
 from .host import CPU, HostPages, LeftOutTokens, Outcome, RowPlan
-from .lanes import address_of, build_lanes
+from .lanes import build_lanes, row_address
 
 
 class PageCodec:
@@ -199,7 +199,7 @@ class PageCodec:
             if writable and len(view) < self.nbytes:
                 raise Truncated(f"row {number} has room for {len(view)} bytes, but a page needs {self.nbytes}")
         if writable and len(views) > 1:
-            nearest = min(after - before for before, after in pairwise(sorted(map(address_of, views))))
+            nearest = min(after - before for before, after in pairwise(sorted(map(row_address, views))))
             if nearest < self.nbytes:
                 raise InvalidParameter(_overlapping(nearest, self.nbytes))
         return views

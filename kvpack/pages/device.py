@@ -154,7 +154,7 @@ class DevicePages:
             if errors:
                 return errors
             assert isinstance(rows, torch.Tensor)
-            return [self._error_of(rows, number, digests[number]) if value else None for number, value in enumerate(statuses)]
+            return [self._row_error(rows, number, digests[number]) if value else None for number, value in enumerate(statuses)]
 
         return PageJob(status, finish)
 
@@ -271,9 +271,9 @@ class DevicePages:
         ]
         return result
 
-    def _error_of(self, rows: torch.Tensor, page_index: int, digest: bytes | None) -> Outcome:
+    def _row_error(self, rows: torch.Tensor, page_index: int, digest: bytes | None) -> Outcome:
         where = f"row {page_index}"
-        error = self._plan.error_of(_row_view(rows[page_index].to(CPU)), digest, False, where)
+        error = self._plan.row_error(_row_view(rows[page_index].to(CPU)), digest, False, where)
         return error or DigestMismatch(f"{where}: its bytes changed while it was decoded")
 
     def _encode_by_host(

@@ -79,7 +79,7 @@ class RowPlan(NamedTuple):
     namespace: bytes
     lanes: Sequence[Lane]
 
-    def error_of(self, row: memoryview, digest: bytes | None, values: bool, where: str) -> Outcome:
+    def row_error(self, row: memoryview, digest: bytes | None, values: bool, where: str) -> Outcome:
         """Return the error of an invalid row, or None if it is valid. With ``values``, the rules of its codecs are checked too."""
         try:
             frame = check_row(row, where)
@@ -138,7 +138,7 @@ class HostPages:
 
     def check(self, sources: Sequence[memoryview], digests: Sequence[bytes | None], values: bool) -> list[Outcome]:
         """Return None for each valid row, or its error."""
-        return self._map(lambda number, _: self._plan.error_of(sources[number], digests[number], values, f"row {number}"), len(sources))
+        return self._map(lambda number, _: self._plan.row_error(sources[number], digests[number], values, f"row {number}"), len(sources))
 
     def decode(
         self, sources: Sequence[memoryview], pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool
@@ -149,7 +149,7 @@ class HostPages:
 
         def decode(page_index: int, threads: int) -> Outcome:
             row = sources[page_index]
-            error = plan.error_of(row, digests[page_index], values, f"row {page_index}")
+            error = plan.row_error(row, digests[page_index], values, f"row {page_index}")
             if error is None:
                 for lane in lanes:
                     lane.decode(row[: plan.layout.nbytes], slots[page_index], threads)

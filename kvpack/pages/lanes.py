@@ -132,5 +132,5 @@ def check_values(row: memoryview, contents: Contents, layout: RowLayout, where: 
             codec.check_chunks(arrays, f"{where}: {prefix}")
 
 
-def address_of(row: memoryview) -> int:
+def row_address(row: memoryview) -> int:
     return int(numpy.frombuffer(row, numpy.uint8).ctypes.data)

@@ -19,7 +19,7 @@ from .keys import basis_keys, check_basis
 from .loading import FAULTS, refuse
 
 
-def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Basis:
+def parse_basis_entry(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Basis:
     """Parse the basis in ``data``, the bytes of the entry ``key``. Its SHA-256 must be ``digest``.
 
     Raises DigestMismatch for a different basis, and the same errors as ``decrypt_entry`` and ``Basis.from_bytes``.
@@ -120,7 +120,7 @@ class StoredBasis:
         after_tier = -1
         while entries := self._backend.find([key], after_tier=after_tier):
             try:
-                basis = basis_in(key, entries[0].data, self._digest, self._cipher)
+                basis = parse_basis_entry(key, entries[0].data, self._digest, self._cipher)
                 basis.check_model(self._model, self._digests)
             except FAULTS as error:
                 refuse(self._backend, self._counters, key, entries[0], error)

@@ -27,7 +27,7 @@ from .counters import Counters
 from .disk_usage import DiskUsage, UsageCount
 from .entry_descriptions import Descriptions, entry_text
 from .entry_kind import FRONT_BYTES, UNENCRYPTED, EntryFormat, Kind, check_size
-from .entry_probe import kind_of
+from .entry_probe import probe_kind
 from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
 from .expiry import Expiry, file_times, has_expired
 from .folder import ENTRY_FOLDERS, Folder
@@ -107,7 +107,7 @@ class Directory(SingleTierBackend):
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         result: list[Data] = []
-        with contextlib.closing(in_parallel(self._read, keys, self._reads_at_once(keys))) as entries:
+        with contextlib.closing(in_parallel(self._read, keys, self._reader_count(keys))) as entries:
             try:
                 result.extend(entries)
             except FileNotFoundError:
@@ -116,7 +116,7 @@ class Directory(SingleTierBackend):
                 self._counters.fault("get", error)
         return result
 
-    def _reads_at_once(self, keys: Sequence[bytes]) -> int:
+    def _reader_count(self, keys: Sequence[bytes]) -> int:
         """Return the number of threads to use for reading entries.
 
         It is 1 if the last entry is in the page cache, where threads do not help. The threads wait for the disk, so their number does not
@@ -375,7 +375,7 @@ class Directory(SingleTierBackend):
             return None
         except (Untrusted, NotAnEntry, LimitExceeded):
             return Kind.JUNK
-        return kind_of(key, data, self._form)
+        return probe_kind(key, data, self._form)
 
     def _remove_junk(self, path: str) -> None:
         """Remove a file at an entry's path that is not an entry. A folder is moved aside instead. Raises OSError."""

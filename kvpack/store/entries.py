@@ -194,7 +194,7 @@ class EntryReader:
         """
         if self.shape is None:
             return
-        shape = shape_of(file)
+        shape = side_shapes(file)
         if shape != self.shape:
             numbers = range(min(len(shape), len(self.shape)))
             at = next((index for index in numbers if shape[index] != self.shape[index]), len(numbers))
@@ -228,7 +228,7 @@ def open_entry(data: Data, key: bytes) -> container.File:
         raise Truncated(f"{where}: the entry has {len(data)} bytes, but its JSON header ends at byte {end}") from error
 
 
-def shape_of(file: container.File) -> SideShapes:
+def side_shapes(file: container.File) -> SideShapes:
     """Return the heads and head dims of each layer's keys and values."""
     codecs = file.header.codecs
     return tuple(tuple((name, side.heads, codecs[side.codec].dim) for name, side in layer.sides()) for layer in file.header.layers)

@@ -39,7 +39,7 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Call
             extra_check(file)
 
 
-def kind_of(key: bytes, data: Data, entry_format: EntryFormat) -> Kind:
+def probe_kind(key: bytes, data: Data, entry_format: EntryFormat) -> Kind:
     """Return the kind of ``data``, the complete entry ``key``, in a store that uses ``entry_format``."""
     kind = entry_format.kind(memoryview(data)[:FRONT_BYTES], len(data))
     if kind is not Kind.READABLE:

@@ -20,7 +20,7 @@ from .counters import Counters
 from .disk_usage import DiskUsage, UsageCount
 from .folder import Folder
 from .index import MIN_ENTRIES, Index
-from .index_tables import IndexRow, key_of
+from .index_tables import IndexRow, key_from_row
 from .pins import Pins
 
 WAIT_SECONDS = 1.0
@@ -370,7 +370,7 @@ def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generat
             sort_key = (recorded <= latest_ns, recorded, number)
             while heap and heap[0][:3] < sort_key:
                 yield heapq.heappop(heap)[3]
-            key = key_of(number, key_rest)
+            key = key_from_row(number, key_rest)
             try:
                 used = os.stat(folder.path(key), follow_symlinks=False).st_mtime_ns
             except OSError:

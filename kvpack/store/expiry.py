@@ -80,7 +80,7 @@ class Expiry:
             self._remove_expired_in(folder_index)
 
     def _remove_expired_in(self, folder_index: int) -> None:
-        expired = [key for key, status in self._folder.entries_of(folder_index) if has_expired(status)]
+        expired = [key for key, status in self._folder.entries_starting_with(folder_index) if has_expired(status)]
         if not expired:
             return
         try:

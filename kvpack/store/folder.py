@@ -140,18 +140,18 @@ class Folder:
             if _ENTRY_NAME.fullmatch(name) and folder == f"{name[0]}/{name[1]}":
                 yield bytes.fromhex(name), status
 
-    def entries_of(self, first_byte: int) -> Iterator[tuple[bytes, os.stat_result]]:
+    def entries_starting_with(self, first_byte: int) -> Iterator[tuple[bytes, os.stat_result]]:
         """Yield (key, status) for every entry whose key begins with this byte."""
         return self.entries(ENTRY_FOLDERS[first_byte])
 
-    def keys_in(self, first_byte: int) -> list[bytes]:
+    def keys_starting_with(self, first_byte: int) -> list[bytes]:
         """Return the keys of all entries whose key begins with this byte. Raises OSError."""
         try:
             with os.scandir(self.entry_folders[first_byte]) as listing:
-                keys_in = [entry.name for entry in listing if entry.is_file(follow_symlinks=False)]
+                names = [entry.name for entry in listing if entry.is_file(follow_symlinks=False)]
         except FileNotFoundError:
             return []
-        return [bytes.fromhex(name) for name in keys_in if _ENTRY_NAME.fullmatch(name) and int(name[:2], 16) == first_byte]
+        return [bytes.fromhex(name) for name in names if _ENTRY_NAME.fullmatch(name) and int(name[:2], 16) == first_byte]
 
     def unfinished(self) -> Iterator[tuple[str, os.stat_result]]:
         for folder in (self.unfinished_folder, self.pins_folder, self.holds_folder):

@@ -187,7 +187,7 @@ class Index:
                     return
                 folder = tables.read_note(connection, "next") % 256
                 tables.set_note(connection, "next", folder + 1)
-            state, names = self._folder_state(folder), {tables.row_id(key) for key in self._folder.keys_in(folder)}
+            state, names = self._folder_state(folder), {tables.row_id(key) for key in self._folder.keys_starting_with(folder)}
             query = "SELECT id FROM entries WHERE id BETWEEN ? AND ?"
             rows = {number for (number,) in connection.execute(query, tables.row_id_range(folder))}
             # A subfolder that has changed since then is checked again when its turn comes.
@@ -244,8 +244,8 @@ class Index:
                 return connection.execute(query).fetchall()
         return None
 
-    def entries_without_description(self, also_like: str = "") -> list[StoredEntry]:
-        """Return the entries without a description, and those whose description matches the SQL pattern ``also_like``."""
+    def entries_without_description(self, pattern: str = "") -> list[StoredEntry]:
+        """Return the entries without a description, and those whose description matches the SQL pattern ``pattern``."""
         query = (
             "SELECT id, rest, size, used FROM entries "
             "WHERE about IS NULL OR about IN (SELECT about FROM abouts WHERE text LIKE ?)"
@@ -254,8 +254,8 @@ class Index:
             connection = self._open()
             if connection is not None:
                 return [
-                    StoredEntry(tables.key_of(number, key_rest), size, used)
-                    for number, key_rest, size, used in connection.execute(query, (also_like,))
+                    StoredEntry(tables.key_from_row(number, key_rest), size, used)
+                    for number, key_rest, size, used in connection.execute(query, (pattern,))
                 ]
         return []
 
@@ -422,7 +422,7 @@ class Index:
         state = self._folder_state(folder)
         rows = {
             tables.row_id(key): (key[tables.NUMBER_BYTES :], status.st_size, status.st_mtime_ns)
-            for key, status in self._folder.entries_of(folder)
+            for key, status in self._folder.entries_starting_with(folder)
         }
         return tables.FolderListing(state, rows)
 
@@ -434,12 +434,12 @@ class Index:
         """
         for attempts_left in reversed(range(_MAX_LISTINGS if wait else 1)):
             listing = self._list_folder(folder)
-            rows = None if (connection := self._open()) is None else tables.rows_of(connection, folder)
+            rows = None if (connection := self._open()) is None else tables.folder_rows(connection, folder)
             with self._transaction() as connection:
                 if connection is None or rows is None:
                     return False
                 if wait and not attempts_left and listing.state != self._folder_state(folder):
-                    listing, rows = self._list_folder(folder), tables.rows_of(connection, folder)
+                    listing, rows = self._list_folder(folder), tables.folder_rows(connection, folder)
                 if listing.state == self._folder_state(folder):
                     return tables.write_listing(connection, folder, listing, rows, self._folder.block)
         return False

@@ -46,7 +46,7 @@ def create(connection: sqlite3.Connection, run: int) -> None:
     connection.execute(f"PRAGMA user_version = {VERSION}")
 
 
-def rows_of(connection: sqlite3.Connection, folder: int) -> dict[int, tuple[bytes, int, int]]:
+def folder_rows(connection: sqlite3.Connection, folder: int) -> dict[int, tuple[bytes, int, int]]:
     """Return a subfolder's rows: for each row number, the other fields, as in ``FolderListing``."""
     query = "SELECT id, rest, size, used FROM entries WHERE id BETWEEN ? AND ?"
     return {number: (key_rest, size, used) for number, key_rest, size, used in connection.execute(query, row_id_range(folder))}
@@ -110,7 +110,7 @@ def set_note(connection: sqlite3.Connection, name: str, value: int) -> None:
     connection.execute("REPLACE INTO notes VALUES (?, ?)", (name, value))
 
 
-def key_of(row_number: int, key_rest: bytes) -> bytes:
+def key_from_row(row_number: int, key_rest: bytes) -> bytes:
     """Return the key of a row. ``key_rest`` contains the key's bytes that are not in the row number."""
     return (row_number + 2**63).to_bytes(NUMBER_BYTES, "big") + key_rest
 

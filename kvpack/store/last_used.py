@@ -86,7 +86,7 @@ def record_name(ttl: int | None = None, merged_ns: int | None = None) -> str:
     return f"{time.time_ns() if merged_ns is None else merged_ns:020d}-{os.urandom(8).hex()}{expires}{merged}"
 
 
-def last_uses_in(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, LastUse]:
+def parse_last_uses(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, LastUse]:
     """Return the last use of each key in ``records``, least recently used first.
 
     ``records`` are (time of the put, name, bytes) triples. An incomplete key at the end of a record is ignored.

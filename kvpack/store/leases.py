@@ -79,7 +79,7 @@ class Leases:
         released = set(keys)
         now = time.monotonic()
         with self._lock:
-            self._forget_parents()
+            self._forget_parent_leases()
             ended = [key for key, (_, _, since) in self._held.items() if key in released or now - since > self._seconds]
             leases = [self._held.pop(key)[0] for key in ended]
         for lease in leases:
@@ -94,7 +94,7 @@ class Leases:
         with self._lock:
             return key in self._held and self._held[key][1] == threading.get_ident()
 
-    def _forget_parents(self) -> None:
+    def _forget_parent_leases(self) -> None:
         if self._pid != os.getpid():
             self._held, self._pid = {}, os.getpid()
 

@@ -79,7 +79,7 @@ class Loader:
                 keys = keys[:count]
                 continue
             if cache is not None:
-                self._remember(keys[first:count])
+                self._mark_readable(keys[first:count])
                 chain, entries = [*self._before, *keys[:count]], result[: len(chunks)]
                 if states_entry is not None and count == whole:
                     chain, entries = [*chain, states_entry[0]], [*entries, states_entry[1]]
@@ -155,7 +155,7 @@ class Loader:
                 if data is not None:
                     check_front(keys[at], data, self._cipher)
                     result[at] = True
-        self._remember([key for key, opens in zip(keys, result, strict=True) if opens])
+        self._mark_readable([key for key, opens in zip(keys, result, strict=True) if opens])
         return result
 
     def can_open(self, keys: Sequence[bytes], chunk_indices: Sequence[int]) -> list[bool]:
@@ -170,7 +170,7 @@ class Loader:
             part = requested[begin : begin + at_once]
             for at, data in zip(part, self._backend.peek_many([keys[at] for at in part], front=True), strict=True):
                 result[at] = data is not None and self._can_open(keys[at], chunk_indices[at], data)
-        self._remember([keys[at] for at in requested if result[at]])
+        self._mark_readable([keys[at] for at in requested if result[at]])
         return result
 
     def _can_open(self, key: bytes, chunk_index: int, data: Data) -> bool:
@@ -181,7 +181,7 @@ class Loader:
             return self._can_read(key, chunk_index)
         return True
 
-    def _remember(self, keys: Sequence[bytes]) -> None:
+    def _mark_readable(self, keys: Sequence[bytes]) -> None:
         self._readable_keys.add(keys)
         self._suspect_keys.remove(keys)
 

@@ -45,7 +45,7 @@ def open_backend(
     if isinstance(location, (list, tuple)):
         _check_options("a list of tiers", keywords, _TIER_LIST_OPTIONS, ": each Tier has its own")
         return _open_tiers(location, counters, entry_format, skip_sweep=skip_sweep, **keywords)
-    kind = _kind_of(location)
+    kind = _location_kind(location)
     _check_options(kind.name, keywords, kind.options)
     return kind.open(location, counters, entry_format, skip_sweep=skip_sweep, **keywords)
 
@@ -75,7 +75,7 @@ def open_existing(
     location: str, counters: Counters, entry_format: EntryFormat, options: LocationOptions, *, skip_sweep: bool = False
 ) -> Backend:
     """Open the backend at an existing location, as ``open_backend`` does. Raises MissingFile for a missing folder."""
-    if _kind_of(location) is FOLDER and not os.path.isdir(path := os.path.expanduser(_folder(location))):
+    if _location_kind(location) is FOLDER and not os.path.isdir(path := os.path.expanduser(_folder(location))):
         why = "is not a folder" if os.path.lexists(path) else "does not exist; a store creates its folder when it stores its first chunk"
         raise MissingFile(f"{shown_location(location)}: {why}")
     return open_backend(location, counters, entry_format, options, skip_sweep=skip_sweep)
@@ -125,7 +125,7 @@ FOLDER = LocationKind(
 )
 
 
-def _kind_of(location: Any) -> LocationKind:
+def _location_kind(location: Any) -> LocationKind:
     """Return the kind of a location that is not a list of tiers. Raises InvalidParameter for an unknown URL scheme."""
     if isinstance(location, Tier):
         raise InvalidParameter("the location is a Tier, expected a list of tiers: pass [tier]")

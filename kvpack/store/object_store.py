@@ -27,7 +27,7 @@ from .counters import Counters
 from .entry_kind import UNENCRYPTED, EntryFormat, Kind
 from .expiry import limit_ttl, pass_seconds
 from .keys import KEY_BYTES
-from .last_used import INTERVAL_SECONDS, LastUse, UseLog, eviction_order, last_uses_in, merge_records, record_name
+from .last_used import INTERVAL_SECONDS, LastUse, UseLog, eviction_order, merge_records, parse_last_uses, record_name
 from .objects import SCHEMES, Objects
 from .pins import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
 
@@ -111,7 +111,7 @@ class ObjectStore(SingleTierBackend):
                 result.append(data)
         return result
 
-    def find_many(self, keys: Sequence[bytes], after_tier: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
+    def find_many(self, keys: Sequence[bytes], after_tiers: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
         expired = self._expired_keys()
 
         def find(request: tuple[bytes, int]) -> FoundEntry | None:
@@ -121,7 +121,7 @@ class ObjectStore(SingleTierBackend):
             data = self._guard.request("get", lambda: self._objects.read_beginning(_object_name(key), max_bytes), None)
             return None if data is None else FoundEntry(data, 0)
 
-        return [*in_parallel(find, zip(keys, after_tier, strict=True), MAX_CONCURRENT_REQUESTS)]
+        return [*in_parallel(find, zip(keys, after_tiers, strict=True), MAX_CONCURRENT_REQUESTS)]
 
     def peek_many(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
         return [*in_parallel(lambda key: self.peek(key, front=front), keys, MAX_CONCURRENT_REQUESTS)]
@@ -381,7 +381,7 @@ class ObjectStore(SingleTierBackend):
 
     def _last_uses(self, listed: Listing) -> dict[bytes, LastUse]:
         records = zip(listed, self._read_all(listed), strict=True)
-        return last_uses_in([(used_ns, name, bytes(record)) for (name, _, used_ns), record in records if record])
+        return parse_last_uses([(used_ns, name, bytes(record)) for (name, _, used_ns), record in records if record])
 
     def _entries(self) -> ListedEntries | None:
         result: ListedEntries = []

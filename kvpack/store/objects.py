@@ -83,7 +83,7 @@ class Objects:
             # "forbidden" instead of "not found".
             self._read_beginning(_NO_OBJECT, 1)
         except (*self.errors, ValueError) as error:
-            if what := _REFUSALS.get(code := _code_of(error)):
+            if what := _REFUSALS.get(code := _error_code(error)):
                 raise InvalidParameter(f"the object store refuses the location with {code}: check {what}") from None
 
     def size(self, name: str) -> int | None:
@@ -212,7 +212,7 @@ class Objects:
             raise Forked("the process was forked with an open store, but obstore does not work after a fork: use spawn instead")
 
 
-def _code_of(error: BaseException) -> str:
+def _error_code(error: BaseException) -> str:
     """Return the error code in a service's reply, or an empty string if there is none."""
     code = _CODE.search(str(error))
     return "" if code is None else code[1] or code[2]
@@ -220,7 +220,7 @@ def _code_of(error: BaseException) -> str:
 
 def _check_missing(error: FileNotFoundError) -> None:
     """Raise ``error`` if the bucket itself is missing. Otherwise, every object would count as a miss."""
-    if _code_of(error) in _REFUSALS:
+    if _error_code(error) in _REFUSALS:
         raise error
 
 

@@ -133,9 +133,9 @@ class Redis(SingleTierBackend):
                 break
         return result
 
-    def find_many(self, keys: Sequence[bytes], after_tier: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
+    def find_many(self, keys: Sequence[bytes], after_tiers: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
         result: list[FoundEntry | None] = [None] * len(keys)
-        requested = [index for index, tier in enumerate(after_tier) if tier < 0]
+        requested = [index for index, tier in enumerate(after_tiers) if tier < 0]
         at_once = min(_KEYS_AT_ONCE, max(1, _BYTES_AT_ONCE // (max_bytes + 1)))
         for part in _split_into_batches(requested, at_once):
             values = self._client.send_all(

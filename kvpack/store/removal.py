@@ -73,7 +73,7 @@ def chain_keys(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
     return result
 
 
-def roots_of(identity: Identity) -> tuple[bytes, bytes]:
+def root_keys(identity: Identity) -> tuple[bytes, bytes]:
     """Return the parent keys of the first chunks of ``identity``: for models without states, and with states."""
     return identity.digest, states_key(identity.digest)
 
@@ -103,7 +103,7 @@ def unpin_chains(backend: Backend, keys: set[bytes]) -> None:
 def _tenant_keys(catalog: Catalog, tenant: str) -> set[bytes]:
     identities = {(tuple(sorted(entry.model.items())), entry.recipe) for entry in catalog.entries.values() if entry.start == 0}
     named = [Identity.of_header(dict(model), recipe, tenant) for model, recipe in identities]
-    return chain_keys(catalog, (root for identity in named for root in roots_of(identity)))
+    return chain_keys(catalog, (root for identity in named for root in root_keys(identity)))
 
 
 _FRONT_BYTES = 2**16
@@ -157,7 +157,7 @@ def _unused_bases(backend: Backend, bases: Sequence[StoredEntry], cipher: Cipher
     known = {stored.key for stored in bases}
     others = (stored for stored in backend.list() if stored.size and stored.key not in known)
     for stored, front in read_fronts(backend, others, max_entry_bytes) if idle else ():
-        recipe = _recipe_of(stored, front, cipher, max_entry_bytes)
+        recipe = _entry_recipe(stored, front, cipher, max_entry_bytes)
         idle = {} if recipe is None else {key: digest for key, digest in idle.items() if digest not in recipe}
         if not idle:
             return []
@@ -175,7 +175,7 @@ def _basis_digest(backend: Backend, stored: StoredEntry, cipher: Cipher | None) 
         return None
 
 
-def _recipe_of(stored: StoredEntry, front: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> str | None:
+def _entry_recipe(stored: StoredEntry, front: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> str | None:
     """Return the recipe of an entry, or None if it is unknown.
 
     Returns an empty string if the entry is damaged, or if it cannot need an unencrypted basis.

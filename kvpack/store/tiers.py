@@ -42,7 +42,7 @@ class Tiers:
         self._backends = [backend for backend, _ in tiers]
         self._tier_counters = [counts for _, counts in tiers]
         self._counters = counters
-        self._write_back = WriteBack(self._put_below, counters) if write_back else None
+        self._write_back = WriteBack(self._put_in_slower_tiers, counters) if write_back else None
         self._noted: OrderedDict[tuple[int, bytes], float] = OrderedDict()
         self._lock = Lock()
 
@@ -76,10 +76,10 @@ class Tiers:
     def find(self, keys: Sequence[bytes], *, after_tier: int = -1) -> list[FoundEntry]:
         return [FoundEntry(data, tier) for tier, entries in self._query_in_turn(keys, self._time_get, len, after_tier) for data in entries]
 
-    def find_many(self, keys: Sequence[bytes], after_tier: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
+    def find_many(self, keys: Sequence[bytes], after_tiers: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
         result: list[FoundEntry | None] = [None] * len(keys)
         for tier, backend in enumerate(self._backends):
-            missing = [index for index, entry in enumerate(result) if entry is None and after_tier[index] < tier]
+            missing = [index for index, entry in enumerate(result) if entry is None and after_tiers[index] < tier]
             with self._time_operation(backend, "load") if missing else nullcontext():
                 entries = backend.find_many([keys[index] for index in missing], [-1] * len(missing), max_bytes) if missing else ()
             for index, entry in zip(missing, entries, strict=True):
@@ -209,7 +209,7 @@ class Tiers:
         with self._time_operation(backend, "load"):
             return backend.get(keys)
 
-    def _put_below(self, chain: Sequence[bytes], data: Data, now_ns: int) -> bool:
+    def _put_in_slower_tiers(self, chain: Sequence[bytes], data: Data, now_ns: int) -> bool:
         return self._put_in(self._backends[1:], chain, {len(chain) - 1: [memoryview(data)]}, now_ns)[0]
 
     def _put_in(

@@ -396,7 +396,7 @@ def test_changes_missed_by_a_busy_index_are_indexed_later(tmp_path: Path, monkey
         assert put(backend, 4, 300)
     assert put(backend, 22)
     assert opened(tmp_path).size() == backend.size() == truth(tmp_path)
-    rows = {index_tables.key_of(number, rest): size for number, rest, size, _ in backend._index.oldest(100, (-1, -1), 2**62)}
+    rows = {index_tables.key_from_row(number, rest): size for number, rest, size, _ in backend._index.oldest(100, (-1, -1), 2**62)}
     assert rows == {bytes.fromhex(path.name): path.stat().st_size for path in tmp_path.glob("?/?/*")}
     with other._index._transaction():
         assert put(backend, 23)

@@ -89,7 +89,7 @@ MUTANTS: dict[str, tuple[str, str, Any]] = {
     "errors are raised": ("errno", "kvpack.store.counters.Counters.fault", _raise),
     "no sync of folders": ("power loss", "kvpack.file.atomic.sync_folder", lambda folder: None),
     "exhausted memory raises an error": ("memory limit", "kvpack.store.counters.Counters.fault", _raise),
-    "what is there is right": ("two users", "kvpack.store.directory.kind_of", lambda *_: Kind.READABLE),
+    "what is there is right": ("two users", "kvpack.store.directory.probe_kind", lambda *_: Kind.READABLE),
     "no locks": ("PID namespaces", "kvpack.store.eviction.sweep", _remove),
     "no tenant in the key": ("isolation", "kvpack.identity.identity.Identity.digest", property(_without_tenant)),
 }

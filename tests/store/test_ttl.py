@@ -195,7 +195,7 @@ def test_merged_records_keep_times_and_ends() -> None:
     records = last_used.merge_records(last, now)
     assert all(name.endswith("-merged") for name in records)
     # Put now, by the store's clock; those of about one age and of one ttl are together.
-    found = last_used.last_uses_in([(now, f"uses/{name}", record) for name, record in records.items()])
+    found = last_used.parse_last_uses([(now, f"uses/{name}", record) for name, record in records.items()])
     assert len(records) < len(keys) + 1
     assert [*found] == keys
     for key, use in found.items():
@@ -203,12 +203,12 @@ def test_merged_records_keep_times_and_ends() -> None:
         assert 0 <= use.used_ns - last[key].used_ns <= (now - last[key].used_ns) // 4
     # A time to come is that of a clock that was wrong.
     (name,) = last_used.merge_records({keys[0]: last_used.LastUse(now + 10**15, None)}, now)
-    assert last_used.last_uses_in([(now, name, keys[0])])[keys[0]].used_ns == now
+    assert last_used.parse_last_uses([(now, name, keys[0])])[keys[0]].used_ns == now
 
 
 @pytest.mark.parametrize("name", ["x", "1-ttl5", f"{1:020d}-{'0' * 16}-ttl99999999999", f"{1:020d}-{'0' * 16}-merged-ttl5"])
 def test_records_without_an_end_are_recognized_by_name(name: str) -> None:
-    assert last_used.last_uses_in([(5, f"uses/{name}", bytes(32))]) == {bytes(32): last_used.LastUse(5, None)}
+    assert last_used.parse_last_uses([(5, f"uses/{name}", bytes(32))]) == {bytes(32): last_used.LastUse(5, None)}
 
 
 def test_pinned_entries_on_redis_do_not_expire(tmp_path: Path) -> None:

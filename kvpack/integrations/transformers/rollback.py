@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpack.cache.cache import Cache, all_states
-from kvpack.cache.rows import row_numbers
+from kvpack.cache.rows import row_indices
 from kvpack.cache.states import SelectedStates, States
 from kvpack.formats.errors import OutOfBounds
 from kvpack.live.cache import LiveCache
@@ -93,5 +93,5 @@ class Rollback:
 
     def select(self, indices: Any) -> None:
         if self._states:
-            rows = row_numbers(indices)
+            rows = row_indices(indices)
             self._states = {position: states.select(rows) for position, states in self._states.items()}

@@ -10,7 +10,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from kvpack.cache.cache import Cache
 from kvpack.cache.dense_states import read_states
-from kvpack.cache.rows import row_numbers
+from kvpack.cache.rows import row_indices
 from kvpack.cache.states import States
 from kvpack.formats.errors import InvalidParameter
 from kvpack.live.cache import LiveCache
@@ -51,7 +51,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             self.has_previous_state[index] = True
 
     def select_states(self, indices: Any) -> None:
-        rows = torch.tensor(row_numbers(indices), dtype=torch.int64, device="cpu")
+        rows = torch.tensor(row_indices(indices), dtype=torch.int64, device="cpu")
         for states in (self.conv_states, self.recurrent_states):
             for index, state in states.items():
                 if state is not None:

@@ -65,8 +65,8 @@ def extract_layers(past: Any) -> list[DenseLayer]:
         return _layers_of(past)
     if isinstance(past, str | bytes | os.PathLike):
         raise InvalidType(
-            f"the path {path_text(past)!r} is not a KV cache: open kvpack files with kvpack.load, and safetensors files with the command "
-            "kvpack pack"
+            f"the path {path_text(past)!r} is not a KV cache: open kvpack files with kvpack.load, and safetensors files with the kvpack "
+            "pack command"
         )
     if isinstance(getattr(past, "key_cache", None), list):
         raise InvalidType(

@@ -132,7 +132,7 @@ def _check_rope(ropes: Sequence[StateEntry], dim: int) -> None:
         raise InvalidHeader(f"{ropes[0].where} and {ropes[1].where} are both present, expected only one of them")
     (rope,) = ropes
     if rope.dtype != "F32" or len(rope.shape) != 2 or 2 * rope.shape[1] > dim:
-        raise InvalidHeader(f"{rope.where} is {rope.dtype} {list(rope.shape)}, expected F32 [1, pairs] of at most {dim // 2} pairs")
+        raise InvalidHeader(f"{rope.where} is {rope.dtype} {list(rope.shape)}, expected F32 [1, pairs] with at most {dim // 2} pairs")
 
 
 def _check_tables(frequencies: StateEntry | None, values: StateEntry | None) -> None:
@@ -142,8 +142,8 @@ def _check_tables(frequencies: StateEntry | None, values: StateEntry | None) -> 
     valid = frequencies.dtype == "U16" and len(shape) == 3 and shape[1] <= MAX_TABLES and shape[2] in range(4, MAX_ALPHABET + 1, 2)
     if not valid:
         raise InvalidHeader(
-            f"{frequencies.where} is {frequencies.dtype} {list(shape)}, expected U16 [1, tables, symbols] of at most {MAX_TABLES} tables "
-            f"and an even number of 4 to {MAX_ALPHABET} symbols"
+            f"{frequencies.where} is {frequencies.dtype} {list(shape)}, expected U16 [1, tables, symbols] with at most {MAX_TABLES} tables "
+            f"and an even number of symbols from 4 to {MAX_ALPHABET}"
         )
     if values.dtype != "F16" or values.shape != (1, shape[1], shape[2] - 1):
         raise InvalidHeader(f"{values.where} is {values.dtype} {list(values.shape)}, expected F16 {[1, shape[1], shape[2] - 1]}")

@@ -197,7 +197,7 @@ class Contents:
                 raise prefix_error(f"layers[{number}].{name}", error) from None
         for number, layer in enumerate(self.layers):
             if layer.v is not None and self.codecs[layer.v.codec].summary.keys_only:
-                raise InvalidHeader(f"layers[{number}].v: its codec has {KeyMean.name}, which is only for keys")
+                raise InvalidHeader(f"layers[{number}].v: its codec has {KeyMean.name}, which is allowed only for keys")
         if (listed := CODEC_FEATURES.intersection(self.required)) != (used := frozenset().union(*map(_features, self.codecs))):
             names, uses = (", ".join(sorted(codec_names)) or "none" for codec_names in (listed, used))
             raise InvalidHeader(f"required lists the codec features {names}, but the codecs use {uses}")

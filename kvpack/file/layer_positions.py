@@ -45,7 +45,7 @@ def layer_starts(data: bytes, start: int, layers: Sequence[HasSides]) -> tuple[i
     for number, (first, layer) in enumerate(zip(starts, layers, strict=True)):
         _check_start(number, first, start, layer)
     if all(first == start for first in starts):
-        raise InvalidHeader(f"{FEATURE} is present, but every layer starts at {start}, the file's start: expected no such feature")
+        raise InvalidHeader(f"{FEATURE} is present, but every layer starts at {start}, the file's start: omit the feature")
     return starts
 
 

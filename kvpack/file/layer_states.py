@@ -88,7 +88,7 @@ def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str
 def layer_states(data: bytes, layers: Sequence[HasSides]) -> tuple[StateEntry, ...]:
     """Parse the feature's data. Returns the states in file order. Raises InvalidHeader or LimitExceeded."""
     if not data or len(data) % _RECORD.size:
-        raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each of at least one state")
+        raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected a positive multiple of {_RECORD.size}")
     states = tuple(_parse(at // _RECORD.size, data[at : at + _RECORD.size]) for at in range(0, len(data), _RECORD.size))
     last = (-1, "")
     batches: defaultdict[int, dict[str, int]] = defaultdict(dict)

@@ -46,7 +46,7 @@ def position_offsets(
     """Parse the feature's data. Returns the offset of each sequence. Raises InvalidHeader or LimitExceeded."""
     if not data or len(data) % OFFSET_BYTES:
         raise InvalidHeader(
-            f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {OFFSET_BYTES} for each of at least one sequence"
+            f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected a positive multiple of {OFFSET_BYTES}"
         )
     offsets = tuple(int.from_bytes(data[at : at + OFFSET_BYTES], "little", signed=True) for at in range(0, len(data), OFFSET_BYTES))
     sides = [(f"layers[{number}].{name}", first, side) for number, first in enumerate(starts) for name, side in layers[number].sides()]

@@ -73,7 +73,7 @@ class StoredBasis:
         self._counters.fault(
             operation,
             MissingBasis(
-                f"the basis {self._digest.hex()} is needed, but the store does not have it: pass a Recipe(text, basis) to the identity"
+                f"the basis {self._digest.hex()} is needed, but the store does not have it: create the identity with Recipe(text, basis)"
             ),
         )
 

@@ -58,8 +58,8 @@ def check_cache(cache: Any, identity: Identity) -> None:
                 )
         if layer.states and not identity.keeps_states:
             raise InvalidParameter(
-                f"layers[{index}] has the states {' and '.join(layer.states)}, but the store's identity is of a model without states: "
-                "make it with kvpack.Identity.of(model, recipe), or pass keeps_states=True"
+                f"layers[{index}] has the states {' and '.join(layer.states)}, but the store's identity is for a model without states: "
+                "create it with kvpack.Identity.of(model, recipe), or pass keeps_states=True"
             )
         if layer.sides and layer.seen_tokens != cache.tokens:
             raise InvalidParameter(
@@ -108,7 +108,7 @@ def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
 def check_length(cache: Cache, longest: int | None) -> None:
     """Raise InvalidParameter if ``cache`` has more than ``longest`` tokens, because RoPE uses different frequencies for such a cache."""
     if longest is not None and max(cache.tokens, cache.computed) > longest:
-        held = f"holds {cache.tokens} tokens" if cache.tokens > longest else f"was cut from one of {cache.computed} tokens, without inputs="
+        held = f"holds {cache.tokens} tokens" if cache.tokens > longest else f"was sliced from {cache.computed} tokens without inputs="
         raise InvalidParameter(
             f"the cache {held}: the model's rotary embedding uses different frequencies for sequences of more than "
             f"{longest} tokens, so keys depend on the length of the whole sequence and cannot be stored by token ids"

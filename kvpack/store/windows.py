@@ -57,7 +57,7 @@ def check_complete(cache: Cache, stored: int) -> None:
             first, last = cache.positions(number)
             text = (
                 f"layers[{number}] holds {layer.tokens} of {cache.tokens} tokens, positions {first} to {last - 1}, but the store has the "
-                f"first {stored}: a sliding window has dropped tokens in between. Run the prompt through kvpack.prefill, or with a "
+                f"first {stored} tokens: a sliding window has dropped tokens in between. Run the prompt through kvpack.prefill, or with a "
                 "KvpackCache(..., keep_all=True), whose layers keep all tokens"
             )
             if not stored:

@@ -405,7 +405,7 @@ def test_the_beginning_of_a_long_sequence_is_not_a_prefix_of_a_short_one(kind: s
         kvpack.save(unknown, tmp_path / "long.kvpack")
         part = kvpack.load(tmp_path / "long.kvpack", tokens=32)
         for cache in (unknown[:, :32], unknown[:, :70][:, :32], part, kvpack.concat([part[:, :16], part[:, 16:]])):
-            with pytest.raises(InvalidParameter, match="the cache was cut from one of 100 tokens, without inputs=: the model's rotary"):
+            with pytest.raises(InvalidParameter, match="the cache was sliced from 100 tokens without inputs=: the model's rotary"):
                 store.save(ids[:32], cache)
     with torch.no_grad(), KvpackCache(model, "raw") as past:
         model(torch.tensor([ids[:32]]), past_key_values=past)

@@ -14,7 +14,7 @@ from kvpack.formats.errors import InvalidParameter
 from . import hidden_tokens
 from .hidden_tokens import HiddenRange
 from .limits import MAX_BINARY_BYTES
-from .sources import selected_text
+from .sources import select_in_clause
 
 
 def split_feature(name: str, data: bytes) -> dict[str, bytes]:
@@ -189,7 +189,7 @@ class Inputs:
 
     def select(self, indices: Sequence[int], first: int) -> Inputs:
         """Return the inputs of the sequences at ``indices``, in that order. The cache's first token is at position ``first``."""
-        items = [(selected_text(text, indices), start) for text, start in zip(self.undetermined, self.starts, strict=True)]
+        items = [(select_in_clause(text, indices), start) for text, start in zip(self.undetermined, self.starts, strict=True)]
         token_ids, rows = self.token_ids, self.rows
         if rows:
             rows = tuple(rows[index] for index in indices)
@@ -373,7 +373,7 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, ca
     # Both end just before the part's first token.
     size = min(len(before[0]), len(joined_ids[0]))
     count = max(len(before), len(joined_ids))
-    for row, pair in enumerate(zip(_for_rows(before, count), _for_rows(joined_ids, count), strict=True)):
+    for row, pair in enumerate(zip(_repeat_for_rows(before, count), _repeat_for_rows(joined_ids, count), strict=True)):
         computed, here = (memoryview(one[len(one) - size :]).cast("I") for one in pair)
         if computed != here:
             back = next(back for back in range(1, len(computed) + 1) if computed[-back] != here[-back])
@@ -398,7 +398,7 @@ def _check_digests(expected: Sequence[bytes], digests: tuple[bytes, ...], cache_
     The digests cover the ids before position ``end``.
     """
     count = max(len(digests), len(expected))
-    for row, pair in enumerate(zip(_for_rows(digests, count), _for_rows(tuple(expected), count), strict=True)):
+    for row, pair in enumerate(zip(_repeat_for_rows(digests, count), _repeat_for_rows(tuple(expected), count), strict=True)):
         if len(set(pair)) > 1:
             raise InvalidParameter(
                 f"caches[{cache_index}] was computed after different tokens: the SHA-256 of the ids of sequence {row} before position "
@@ -409,7 +409,7 @@ def _check_digests(expected: Sequence[bytes], digests: tuple[bytes, ...], cache_
 def _append_ids(first_ids: tuple[bytes, ...], ids: tuple[bytes, ...]) -> tuple[bytes, ...]:
     """Append ``ids`` to ``first_ids``, sequence by sequence."""
     count = max(len(first_ids), len(ids))
-    return tuple(a + b for a, b in zip(_for_rows(first_ids, count), _for_rows(ids, count), strict=True))
+    return tuple(a + b for a, b in zip(_repeat_for_rows(first_ids, count), _repeat_for_rows(ids, count), strict=True))
 
 
 def _select_rows(values: tuple[bytes, ...], indices: Sequence[int]) -> tuple[bytes, ...]:
@@ -417,12 +417,12 @@ def _select_rows(values: tuple[bytes, ...], indices: Sequence[int]) -> tuple[byt
     return values if len(values) == 1 else tuple(values[index] for index in indices)
 
 
-def _for_rows(ids: tuple[bytes, ...], count: int) -> tuple[bytes, ...]:
+def _repeat_for_rows(ids: tuple[bytes, ...], count: int) -> tuple[bytes, ...]:
     """Return the ids of each of ``count`` sequences. A single element applies to all sequences and is repeated."""
     return ids * count if len(ids) == 1 else ids
 
 
-def rows_differ(start: int, stop: int) -> str:
+def differing_ids_clause(start: int, stop: int) -> str:
     """Return the clause for tokens ``[start, stop)`` with different ids in different sequences."""
     return f"{'tokens' if stop - start > 1 else 'token'} {start}{f' to {stop - 1}' if stop - start > 1 else ''} {ROWS_DIFFER}"
 
@@ -441,7 +441,7 @@ def _common_ids(rows: Sequence[bytes], first: int) -> tuple[bytes, tuple[bytes, 
     words = [memoryview(row).cast("I") for row in rows]
     same = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*words, strict=True)))
     start = first + same
-    return rows[0][: same * ID_BYTES], tuple(rows), [(rows_differ(start, first + len(words[0])), start)]
+    return rows[0][: same * ID_BYTES], tuple(rows), [(differing_ids_clause(start, first + len(words[0])), start)]
 
 
 def _joined_inputs(

@@ -44,7 +44,7 @@ def clause(sources: Sources) -> str:
     return f"tokens {_DIGESTS}{' '.join(map(str, sources))}"
 
 
-def sources_in(text: str) -> Sources | None:
+def parse_sources(text: str) -> Sources | None:
     """Return the sources listed in a clause, or None for any other text."""
     _, found, names = text.partition(_DIGESTS)
     sequences = [_SEQUENCE.fullmatch(name) for name in names.split(" ")] if found else [None]
@@ -56,9 +56,9 @@ def select_sources(sources: Sources, indices: Sequence[int]) -> Sources:
     return sources if len(sources) == 1 else tuple(sources[index] for index in indices)
 
 
-def selected_text(text: str, indices: Sequence[int]) -> str:
+def select_in_clause(text: str, indices: Sequence[int]) -> str:
     """Return the clause for the sequences at ``indices`` of a batch. A text that does not list sources is returned unchanged."""
-    sources = sources_in(text)
+    sources = parse_sources(text)
     if sources is None or max(indices, default=0) >= len(sources) > 1:
         return text
     return clause(select_sources(sources, indices))

@@ -85,12 +85,12 @@ class BoundLane:
         self._lane, self._tensors, self._keys, self._encoders, self._decoders = lane, tensors, keys, encoders, decoders
         self._large_errors = large_errors
         self._choosers = choosers
-        self._stretches: list[tuple[int, int, int, int, tuple[int, int, int]]] = []
+        self._layer_groups: list[tuple[int, int, int, int, tuple[int, int, int]]] = []
         if not _has_contiguous_channels(tensors):
             self._encoders = self._decoders = None
         elif encoders or decoders:
-            self._stretches = _stretches(tensors)
-        self._stretches_of_keys = [] if choosers is None else _stretches(keys)
+            self._layer_groups = _layer_groups(tensors)
+        self._key_groups = [] if choosers is None else _layer_groups(keys)
 
     @classmethod
     def of(cls, lane: Lane, pages: PageBuffer) -> Self:
@@ -102,7 +102,7 @@ class BoundLane:
     def encode(self, slot: int, row: memoryview, threads: int) -> Counts:
         """Encode the page in ``slot`` into ``row``. Returns the counts of ``count_left_out``, int64 ``[2]``."""
         raw, watched = self._lane.raw, self._lane.raw_rule
-        chosen, left_out = _NONE if watched is None else self._choose(watched, slot, threads)
+        chosen, left_out = _NONE if watched is None else self._choose_raw_tokens(watched, slot, threads)
         used = {number: torch.from_numpy(tokens[tokens >= 0]) for number, tokens in enumerate(chosen) if len(tokens) and tokens[0] >= 0}
         # Replace a raw token only if it shares scales with others.
         rest = (
@@ -135,13 +135,13 @@ class BoundLane:
             self._store_raw(raw, slot, row, number, tokens)
         return left_out
 
-    def _choose(self, raw: RawPositions, slot: int, threads: int) -> tuple[Counts, Counts]:
+    def _choose_raw_tokens(self, raw: RawPositions, slot: int, threads: int) -> tuple[Counts, Counts]:
         """Return the raw tokens of each layer, and the counts of ``count_left_out``, int64 ``[2]``.
 
         The raw tokens are token indices in ascending order, int64 ``[layer, raw_slot]``, padded with -1.
         """
         if self._choosers is not None:
-            result = [self._choosers[stretch[1]].run(self._values(stretch, slot), threads) for stretch in self._stretches_of_keys]
+            result = [self._choosers[group[1]].run(self._values(group, slot), threads) for group in self._key_groups]
             return numpy.concatenate([chosen for chosen, _ in result]), numpy.concatenate([left_out for _, left_out in result]).sum(0)
         token, wanted = self._raw_choices(raw, slot)
         tokens = self._lane.geometry.tokens
@@ -250,7 +250,7 @@ class BoundLane:
             address = row_address(row)
             shape = lane.count, lane.geometry.heads, lane.geometry.tokens
             errors = torch.from_numpy(numpy.empty(shape, numpy.float32)) if lane.plain_codec.summary.direction_spread else None
-            if all(self._run_encoder(stretch, slot, address, threads, errors) for stretch in self._stretches):
+            if all(self._run_encoder(group, slot, address, threads, errors) for group in self._layer_groups):
                 return TokenSizes(errors=errors)
         result = [self._encode_layer(slot, row, number, encoded_values, lane.plain_codec) for number in range(lane.count)]
         return TokenSizes(*(torch.cat(parts) if parts[0] is not None else None for parts in zip(*result, strict=True)))
@@ -276,8 +276,8 @@ class BoundLane:
         """Decode a checked row into the page in ``slot``. Raises MemoryError."""
         if self._decoders is not None:
             address = row_address(row)
-            for stretch in self._stretches:
-                self._run_decoder(stretch, slot, address, threads)
+            for group in self._layer_groups:
+                self._run_decoder(group, slot, address, threads)
             self._put_raw(slot, row)
             return
         lane = self._lane
@@ -326,26 +326,26 @@ class BoundLane:
             result[name] = _tensor(row[begin:end], layout)
         return result
 
-    def _values(self, stretch: tuple[int, int, int, int, tuple[int, int, int]], slot: int) -> Any:
+    def _values(self, group: tuple[int, int, int, int, tuple[int, int, int]], slot: int) -> Any:
         from kvpack.kernels.cpu.pages import PageValues
 
-        _, _, address, per_slot, strides = stretch
+        _, _, address, per_slot, strides = group
         return PageValues(address + slot * per_slot, *strides)
 
-    def _run_encoder(self, stretch: Any, slot: int, address: int, threads: int, errors: torch.Tensor | None) -> bool:
-        at = 0 if errors is None else errors[stretch[0]].data_ptr()
-        result: bool = self._encoders[stretch[1]].run(self._values(stretch, slot), address + stretch[0] * self._lane.stride, threads, at)
+    def _run_encoder(self, group: Any, slot: int, address: int, threads: int, errors: torch.Tensor | None) -> bool:
+        at = 0 if errors is None else errors[group[0]].data_ptr()
+        result: bool = self._encoders[group[1]].run(self._values(group, slot), address + group[0] * self._lane.stride, threads, at)
         return result
 
-    def _run_decoder(self, stretch: Any, slot: int, address: int, threads: int) -> None:
-        self._decoders[stretch[1]].run(address + stretch[0] * self._lane.stride, self._values(stretch, slot), threads)
+    def _run_decoder(self, group: Any, slot: int, address: int, threads: int) -> None:
+        self._decoders[group[1]].run(address + group[0] * self._lane.stride, self._values(group, slot), threads)
 
 
 def _has_contiguous_channels(tensors: Sequence[torch.Tensor]) -> bool:
     return all(x.stride(3) == 1 or x.shape[3] == 1 for x in tensors)
 
 
-def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int, tuple[int, int, int]]]:
+def _layer_groups(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int, tuple[int, int, int]]]:
     """Return groups of layers that are evenly spaced in memory, ideally a single one.
 
     Each group is (first layer, number of layers, address, bytes per slot, (bytes per layer, per head, per token)).

@@ -132,13 +132,13 @@ class HostPages:
             self._left_out.add(*left_out.tolist())
             return None
 
-        outcomes = self._map(encode, len(slots))
+        outcomes = self._run_all(encode, len(slots))
         self._left_out.warn(self._left_out.costly)
         return outcomes
 
     def check(self, sources: Sequence[memoryview], digests: Sequence[bytes | None], values: bool) -> list[Outcome]:
         """Return None for each valid row, or its error."""
-        return self._map(lambda number, _: self._plan.row_error(sources[number], digests[number], values, f"row {number}"), len(sources))
+        return self._run_all(lambda index, _: self._plan.row_error(sources[index], digests[index], values, f"row {index}"), len(sources))
 
     def decode(
         self, sources: Sequence[memoryview], pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool
@@ -155,9 +155,9 @@ class HostPages:
                     lane.decode(row[: plan.layout.nbytes], slots[page_index], threads)
             return error
 
-        return self._map(decode, len(slots))
+        return self._run_all(decode, len(slots))
 
-    def _map(self, work: Callable[[int, int], Outcome], count: int) -> list[Outcome]:
+    def _run_all(self, work: Callable[[int, int], Outcome], count: int) -> list[Outcome]:
         workers = min(self._threads, count)
         # Use all threads for a single page, and one thread per page for several.
         run = partial(_run_isolated, work, self._threads if count == 1 else 1)

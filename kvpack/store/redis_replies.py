@@ -55,7 +55,7 @@ def byte_strings(reply: Any) -> list[bytes]:
     return result
 
 
-def member_list(reply: Any) -> list[bytes]:
+def key_list(reply: Any) -> list[bytes]:
     """Return the reply, which must be a list of keys."""
     result = byte_strings(reply)
     if any(len(key) != KEY_BYTES for key in result):

@@ -14,7 +14,7 @@ import kvpack
 from kvpack.cache.cache import Cache, concat
 from kvpack.cache.packing import pack
 from kvpack.file.inputs import WITHOUT_IDS, Inputs
-from kvpack.file.sources import MAX_NAMED, Source, clause, first_difference, sources_in
+from kvpack.file.sources import MAX_NAMED, Source, clause, first_difference, parse_sources
 from kvpack.formats.errors import InvalidParameter
 
 EMBEDDINGS = "tokens 8 to 11 came from embeddings, not from token ids"
@@ -60,21 +60,21 @@ def test_ids_of_joined_caches_are_known_up_to_the_first_gap() -> None:
 def test_a_selected_sequence_keeps_its_source() -> None:
     one, two = Source("1" * 32, "a" * 32), Source("", "b" * 32)
     inputs = Inputs(ids(1, 2), (EMBEDDINGS, clause((one, two))), (8, 0))
-    assert [sources_in(text) for text in inputs.select([1, 0, 1], 0).undetermined] == [None, (two, one, two)]
+    assert [parse_sources(text) for text in inputs.select([1, 0, 1], 0).undetermined] == [None, (two, one, two)]
     assert inputs.select([0], 0).undetermined == (EMBEDDINGS, clause((one,)))
     shared = Inputs(b"", (clause((one,)),))
     assert shared.select([2, 0], 0) == shared
     # Of fewer sequences than the batch, nobody knows which are meant.
     assert inputs.select([2], 0).undetermined == inputs.undetermined
-    assert sources_in(clause((one, two))[:-1]) is None
-    assert sources_in(EMBEDDINGS) is None
+    assert parse_sources(clause((one, two))[:-1]) is None
+    assert parse_sources(EMBEDDINGS) is None
 
 
 def test_sources_leave_room_for_other_inputs() -> None:
     sources = tuple(Source(f"{number:032x}", f"{number:032x}") for number in range(MAX_NAMED + 1))
     inputs = Inputs(ids(1, 2), (EMBEDDINGS, clause(sources[1:])), (8, 0))
     assert Inputs.from_bytes(inputs.to_bytes()) == inputs
-    assert sources_in(inputs.undetermined[1]) == sources[1:]
+    assert parse_sources(inputs.undetermined[1]) == sources[1:]
     assert clause(sources) == "tokens depend on what an encoder was given"
 
 

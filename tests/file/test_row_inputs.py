@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import kvpack
 from kvpack.cache.cache import Cache, concat
 from kvpack.file.hidden_tokens import FEATURE, HiddenRange, features_of, hidden_tokens
-from kvpack.file.inputs import IDS_LEFT_OUT, MAX_IDS, PADDED, ROWS_DIFFER, Inputs, rows_differ, split_feature
+from kvpack.file.inputs import IDS_LEFT_OUT, MAX_IDS, PADDED, ROWS_DIFFER, Inputs, differing_ids_clause, split_feature
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def of_rows(*rows: list[int], hidden: tuple[Any, ...] = ()) -> Inputs:
     same = next((n for n, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1), len(rows[0]))
     told = [(PADDING, 0)] if hidden else []
     if same < len(rows[0]):
-        told.append((rows_differ(same, len(rows[0])), same))
+        told.append((differing_ids_clause(same, len(rows[0])), same))
     known = tuple(ids(*row) for row in rows) if same < len(rows[0]) else ()
     return Inputs(ids(*rows[0][:same]), tuple(text for text, _ in told), tuple(start for _, start in told), known, hidden)
 
@@ -115,13 +115,13 @@ def test_ids_of_sequences_are_known_without_an_explicit_clause() -> None:
     _, features = of_rows(*ROWS).to_features()
     features["inputs"] = Inputs(of_rows(*ROWS).token_ids).to_bytes()
     assert Inputs.from_features(features, batch=3) == of_rows(*ROWS)
-    assert Inputs.from_features(features, batch=3, start=5).undetermined == (rows_differ(7, 17),)  # type: ignore[union-attr]
+    assert Inputs.from_features(features, batch=3, start=5).undetermined == (differing_ids_clause(7, 17),)  # type: ignore[union-attr]
 
 
 def test_ids_that_do_not_fit_in_a_header_are_unknown(tmp_path: Path) -> None:
     tokens = MAX_IDS // 4 + 10
     rows = tuple(numpy.full(tokens, row, "<u4").tobytes() for row in range(4))
-    inputs = Inputs(b"", (rows_differ(0, tokens),), (0,), rows)
+    inputs = Inputs(b"", (differing_ids_clause(0, tokens),), (0,), rows)
     k = torch.zeros(4, 1, tokens, 4, dtype=torch.bfloat16)
     kvpack.save(kvpack.pack([(k, None)], "k=group:b=2,g=4;v=raw", inputs=inputs), tmp_path / "file")
     found = kvpack.load(tmp_path / "file").inputs

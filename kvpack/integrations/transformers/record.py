@@ -10,8 +10,8 @@ import numpy
 import torch
 
 from kvpack.file.hidden_tokens import HiddenRange
-from kvpack.file.inputs import MASKED, PADDED, ROWS_DIFFER, Inputs, rows_differ
-from kvpack.file.sources import Sources, clause, first_difference, select_sources, sources_in
+from kvpack.file.inputs import MASKED, PADDED, ROWS_DIFFER, Inputs, differing_ids_clause
+from kvpack.file.sources import Sources, clause, first_difference, parse_sources, select_sources
 
 if TYPE_CHECKING:
     from .passes import Pass
@@ -58,7 +58,7 @@ class Record:
         inputs = inputs or Inputs()
         self._ids = ids_of(inputs)
         self._visible = visible_tokens(inputs, batch, tokens)
-        named = {text: sources for text in inputs.undetermined if (sources := sources_in(text)) and len(sources) in (1, batch)}
+        named = {text: sources for text in inputs.undetermined if (sources := parse_sources(text)) and len(sources) in (1, batch)}
         self.sources: list[Sources] = list(named.values())
         """The encoder inputs on which the tokens depend. Empty if unknown; several if tokens depend on different inputs."""
         # Omit notes that are computed again from the ids and masks of the rows.
@@ -176,7 +176,7 @@ class Record:
         texts += ((str(finding), finding.start) for finding in self._findings)
         rows: list[bytes] = []
         if same < self._ids.shape[1]:
-            texts.append((rows_differ(same, self._ids.shape[1]), same))
+            texts.append((differing_ids_clause(same, self._ids.shape[1]), same))
             rows = [row.tobytes() for row in self._ids.numpy().astype("<u4")]
         token_ids = self._ids[0, :same].numpy().astype("<u4").tobytes()
         notes, starts = tuple(text for text, _ in texts), tuple(start for _, start in texts)

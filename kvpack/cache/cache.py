@@ -57,12 +57,12 @@ class Cache(PackedObject):
         model: Fields that identify the model.
         start: Position of the first token.
         inputs: The inputs from which the values were computed, or None if unknown.
-        metadata: Texts and numbers that the caller attached, by name. Slices and conversions keep them. ``concat`` keeps those of the first
-            cache.
+        metadata: Texts and numbers that the caller attached, by name. Slices and conversions keep them. ``concat`` keeps the first cache's
+            metadata.
 
     Raises:
-        InvalidParameter: The positions or the number of sequences of the inputs differ from the cache's, or a layer's ``skipped`` is
-            negative, or is not 0 in a layer without keys and values.
+        InvalidParameter: The inputs do not match the cache's positions or number of sequences, or a layer's ``skipped`` is negative (or
+            not 0 in a layer without keys and values).
 
     >>> cache = kvpack.pack(past, "octopus-3")
     >>> cache.tokens, len(cache), cache[:, :32].tokens
@@ -175,7 +175,7 @@ class Cache(PackedObject):
         return self.start + layer.skipped, self.start + layer.seen_tokens
 
     def check_ends(self) -> None:
-        """Raise NotConsecutive unless every layer ends at ``stop``, because no token can follow a cache with other ends."""
+        """Raise NotConsecutive unless every layer ends at ``stop``. Tokens can follow a cache only in this case."""
         tokens = self.tokens
         for number, layer in enumerate(self.layers):
             if layer.sides and layer.seen_tokens != tokens:
@@ -331,8 +331,8 @@ def concat(caches: Sequence[Cache]) -> Cache:
         One cache of all tokens.
 
     Raises:
-        InvalidParameter: The caches differ in model, layers, codec or shape; tokens are missing between two caches; or a cache was sliced
-            from one whose earlier token ids differ.
+        InvalidParameter: The caches differ in model, layers, codec or shape, tokens are missing between two caches, or a cache was
+            computed after different token ids.
         InvalidType: An element is not a packed cache.
 
     >>> cache = kvpack.pack(past, "octopus-3")

@@ -127,7 +127,7 @@ def load(
 
     Raises:
         MissingFile: The file does not exist or cannot be read.
-        NotKvpack, Truncated, DigestMismatch, InvalidHeader, InvalidPayload: The file is damaged or another kind of file.
+        NotKvpack, Truncated, DigestMismatch, InvalidHeader, InvalidPayload: The file is damaged or is not a kvpack file.
         UnsupportedVersion, UnknownCodec: A newer kvpack wrote the file.
         MissingBasis: The file needs a basis.
         LimitExceeded: The file exceeds ``memory_limit`` or a limit of the format.

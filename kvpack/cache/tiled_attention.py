@@ -32,7 +32,7 @@ def attend_chunk(
 ) -> torch.Tensor:
     """Return attention outputs ``[batch, q_head, q_len, dim]`` for scaled float32 queries of the same shape.
 
-    The first query is at ``position``. The other arguments are the same as for ``kvpack.attend``. On the CPU, threads process different
+    The first query is at ``position``. For the other arguments, see ``kvpack.attend``. On the CPU, threads process different
     parts of the tokens.
     """
     batch, q_heads, q_len, _ = q.shape

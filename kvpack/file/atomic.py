@@ -203,7 +203,7 @@ def _link_target(path: str | os.PathLike[str]) -> str:
 
 
 def _check_writable(where: str, target: str) -> None:
-    """Raise WriteFailed if ``target`` is a read-only file. Otherwise, a rename would replace it."""
+    """Raise WriteFailed if ``target`` is a read-only file, which a rename would replace."""
     try:
         status = os.stat(target)
     except OSError:

@@ -23,7 +23,7 @@ def split_feature(name: str, data: bytes) -> dict[str, bytes]:
 
 
 def join_features(ignorable: Mapping[str, bytes], name: str) -> bytes:
-    """Join the features into which ``split_feature`` split data, up to the first missing one."""
+    """Reverse ``split_feature``: join the features called ``name``, up to the first missing one."""
     names = takewhile(ignorable.__contains__, (f"{name}.{number}" for number in count()))
     return b"".join(ignorable[feature] for feature in names)
 

@@ -335,7 +335,7 @@ class LiveCache:
             self._refresh_steps(number)
 
     def layer(self, layer: int, packed: bool = False) -> Layer:
-        """Return all tokens of ``layer`` as an immutable layer that shares the packed bytes. ``packed`` is the same as for ``freeze``.
+        """Return all tokens of ``layer`` as an immutable layer that shares the packed bytes. For ``packed``, see ``freeze``.
 
         Raises OutOfBounds.
         """

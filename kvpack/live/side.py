@@ -142,8 +142,8 @@ class LiveSide:
     def freeze(self, tokens: int, packed: bool, where: str, position: int, norms: Mapping[str, torch.Tensor]) -> Side:
         """Return an immutable side that ends with the first ``tokens`` tokens of the tail.
 
-        With ``packed=True``, the tail is packed in whole token groups or, if the recipe sets a window, in whole windows. ``position`` and
-        ``norms`` are as in ``encode``, for the tokens after the packed ones. Raises the same errors as ``encode``.
+        With ``packed=True``, the tail is packed in whole token groups or, if the recipe sets a window, in whole windows. For ``position``
+        and ``norms`` of the tokens after the packed ones, and for errors, see ``encode``.
         """
         raw = self.with_unfinished(self.tail[:, :, :tokens])
         whole = raw.shape[2] // self.unit * self.unit if packed else 0

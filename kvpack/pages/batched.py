@@ -194,7 +194,7 @@ def _halve_means(
 ) -> torch.Tensor:
     """Re-encode pages in which tokens lose precision, with half of each mean, into ``encoded``. Returns the remaining losses.
 
-    The other parameters are the same as for ``_encode``.
+    For the other parameters, see ``_encode``.
     """
     if lane.halved_codec is None or not (losses[0] > 1).any():
         return losses

@@ -90,7 +90,7 @@ class PageCodec:
         return self._left_out.count + sum(int(device.left_out[0]) for device in self._devices.values())
 
     def encode_into(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> list[Outcome]:
-        """Encode the pages in ``slots`` into ``rows``. Returns None for each page, or the error that prevented it.
+        """Encode the pages in ``slots`` into ``rows``. Returns a list with None for each encoded page, and an error for each other page.
 
         ``rows`` are writable buffers of at least ``nbytes`` bytes, or one uint8 tensor ``[page, byte]``. Bytes after a row in its buffer
         are left unchanged. ``keys`` are the engine's names for the pages, as bytes. After an error, the page's buffer does not begin like a
@@ -112,7 +112,7 @@ class PageCodec:
     def decode_into(
         self, rows: Rows, pages: PageBuffer, slots: Sequence[int], *, keys: Sequence[bytes] | None = None, values: bool = False
     ) -> list[Outcome]:
-        """Decode ``rows`` into the pages in ``slots``. Returns None for each page, or the error that prevented it.
+        """Decode ``rows`` into the pages in ``slots``. Returns a list with None for each decoded page, and an error for each other page.
 
         A page with an error is left unchanged. Before anything is written, each row's checksum, namespace, geometry and recipe are checked
         and, if ``keys`` are passed, the digest of its key. With ``values=True``, for rows from untrusted sources, the codecs' rules are
@@ -133,9 +133,9 @@ class PageCodec:
         return PageJob.of(self._host.decode(self._views(rows, len(slots), writable=False), pages, slots, digests, values))
 
     def check(self, rows: Rows, *, keys: Sequence[bytes] | None = None, values: bool = False) -> list[Outcome]:
-        """Return, for each of ``rows``, the error that ``decode_into`` would report, or None. The rows are in host memory.
+        """Return a list with None for each valid row, and the error that ``decode_into`` would report for each other row.
 
-        Raises InvalidParameter.
+        The rows are in host memory. Raises InvalidParameter.
         """
         check_flag(values, "values")
         if not isinstance(rows, torch.Tensor) or not rows.dim():

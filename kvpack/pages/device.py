@@ -65,7 +65,7 @@ class PageJob:
         return self._event is None or bool(self._event.query())
 
     def outcomes(self) -> list[Outcome]:
-        """Wait for the device. Returns None for each page, or the error that prevented it."""
+        """Wait for the device. Returns a list with None for each finished page, and an error for each other page."""
         if self._finish is not None:
             if self._event is not None:
                 self._event.synchronize()

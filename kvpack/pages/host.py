@@ -109,7 +109,7 @@ class HostPages:
         digests: Sequence[bytes | None],
         names: Sequence[int] | None = None,
     ) -> list[Outcome]:
-        """Encode the pages in ``slots`` into ``targets``. Returns None for each page, or an error.
+        """Encode the pages in ``slots`` into ``targets``. Returns a list with None for each encoded page, and an error for each other page.
 
         Errors contain the slot numbers in ``names``, if set, instead of ``slots``.
         """
@@ -137,13 +137,16 @@ class HostPages:
         return outcomes
 
     def check(self, sources: Sequence[memoryview], digests: Sequence[bytes | None], values: bool) -> list[Outcome]:
-        """Return None for each valid row, or its error."""
+        """Return a list with None for each valid row, and an error for each invalid row."""
         return self._run_all(lambda index, _: self._plan.row_error(sources[index], digests[index], values, f"row {index}"), len(sources))
 
     def decode(
         self, sources: Sequence[memoryview], pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool
     ) -> list[Outcome]:
-        """Check each row, and decode valid rows into their slots. Returns None for each decoded row, or an error."""
+        """Check each row, and decode valid rows into their slots.
+
+        Returns a list with None for each decoded row, and an error for each other row.
+        """
         plan = self._plan
         lanes = [BoundLane.of(lane, pages) for lane in plan.lanes]
 

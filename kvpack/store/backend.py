@@ -142,8 +142,8 @@ class Backend(Protocol):
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         """Store the last entry of ``chain`` unless it exists. Returns True if a readable entry exists now.
 
-        ``now_ns`` is the time of use. An existing entry is replaced only if it is junk (``entry_kind.Kind.JUNK``). Otherwise, other stores
-        may be able to read it.
+        ``now_ns`` is the time of use. An existing entry is replaced only if it is junk (``entry_kind.Kind.JUNK``), because other stores may
+        be able to read any other entry.
         """
 
     def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:

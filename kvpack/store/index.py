@@ -245,7 +245,7 @@ class Index:
         return None
 
     def entries_without_description(self, pattern: str = "") -> list[StoredEntry]:
-        """Return the entries without a description, and those whose description matches the SQL pattern ``pattern``."""
+        """Return the entries without a description, or with a description that matches the SQL pattern ``pattern``."""
         query = (
             "SELECT id, rest, size, used FROM entries "
             "WHERE about IS NULL OR about IN (SELECT about FROM abouts WHERE text LIKE ?)"

@@ -219,7 +219,7 @@ def _error_code(error: BaseException) -> str:
 
 
 def _check_missing(error: FileNotFoundError) -> None:
-    """Raise ``error`` if the bucket itself is missing. Otherwise, every object would count as a miss."""
+    """Raise ``error`` if the bucket itself is missing. Without this check, every object would count as a miss."""
     if _error_code(error) in _REFUSALS:
         raise error
 

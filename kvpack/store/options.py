@@ -87,8 +87,8 @@ class Tier(LocationOptions):
     """One location of a store with several tiers, with its own options.
 
     Args:
-        location: A location, as for ``Store``. For memory, ``max_bytes`` is required.
-        max_bytes, min_free, durable, trusted_group, ttl, timeout, storage_options: As for ``Store``.
+        location: Any location that ``Store`` supports, except a list. For memory, ``max_bytes`` is required.
+        max_bytes, min_free, durable, trusted_group, ttl, timeout, storage_options: See ``Store``.
 
     >>> tiers = [kvpack.Tier("memory://", max_bytes=10**9), kvpack.Tier("store")]
     >>> with kvpack.Store(tiers, kvpack.Identity("llama", "octopus-3"), chunk=32) as store:

@@ -72,13 +72,13 @@ class PageStore:
     Pages that are missing, damaged, or of another identity or geometry are misses. Damage and system faults are counted, not raised.
 
     Args:
-        location: As for ``Store``.
+        location: Any location that ``Store`` supports.
         identity: Everything that the values depend on, except the keys. A recipe with the codec klt needs its basis:
             ``Identity.of_engine(folder, Recipe("klt-2", basis), ...)``.
         geometry: Layers, heads, tokens, dims and dtype of a page.
         threads: Number of threads that encode and decode.
         jobs: Maximum number of puts, and of gets, that run at the same time.
-        **options: As for ``Store``.
+        **options: See ``Store``.
 
     Raises:
         InvalidParameter: An argument is invalid, such as a basis for another model.
@@ -208,7 +208,7 @@ class PageStore:
     def get_into(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int]) -> list[bool]:
         """Load the pages of ``keys`` into ``slots``. Returns a bool for each page: True if it was loaded. All other slots are unchanged.
 
-        ``pages`` is as for ``put``. If pages continue one another, the first one is evicted last. At most 64 MiB of rows are in memory at a
+        For ``pages``, see ``put``. If pages continue one another, the first one is evicted last. At most 64 MiB of rows are in memory at a
         time. Raises the same errors as ``PageCodec.decode_into``.
         """
         keys, slots = self._check_keys_and_slots(keys, slots)

@@ -250,7 +250,8 @@ class Codec(EntryStreams, ABC):
         return self.rotation.forward(x)
 
     def original(self, u: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map float32 ``[batch, kv_head, row, dim]`` from the run's coded frame to the original frame. ``streams`` are those of the run."""
+        """Map float32 ``[batch, kv_head, row, dim]`` from the run's coded frame to the original frame. ``streams`` are the run's streams.
+        """
         return self.rotation.inverse(u)
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -178,7 +178,10 @@ class Group(CodecFamily):
         return self.pack("codes", codes) | {"scales": torch.stack([stored_scale, stored_center], -1)} | streams
 
     def _unbiased_scales(self, factor: torch.Tensor, u: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        """Return the token scales for norm_rule=unbiased. ``u`` contains the values divided by ``factor``, and decodes to ``decoded``."""
+        """Return the token scales for norm_rule=unbiased.
+
+        ``u`` is the values divided by the root mean squares ``factor``, and ``decoded`` is what its codes decode to.
+        """
         pairs = ((u, u), (u, decoded), (decoded, decoded))
         squares, product, length = ((a * b).sum(self._token_scale_axes, keepdim=True)[..., 0] for a, b in pairs)
         return unbiased_factor(factor.to(torch.float32), product, length, TOKEN_SCALE_DTYPES[self.token_scale], squares).to(factor.dtype)

@@ -443,10 +443,7 @@ def _unpack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
 def _check_head_widths(widths: bytes, dim: int) -> None:
     count = head_run_count(dim)
     if not widths or len(widths) % count:
-        raise InvalidParameter(
-            f"codec klt: widths has {len(widths)} bytes, expected a multiple of {count}, one for each run of columns in a head of {dim} "
-            "channels"
-        )
+        raise InvalidParameter(f"codec klt: widths has {len(widths)} bytes, expected a multiple of {count}, one per run of a head")
     _check_width_values(widths)
 
 
@@ -460,7 +457,7 @@ def _check_width_values(widths: bytes) -> None:
 def _check_shared_widths(widths: bytes, dim: int) -> None:
     if len(widths) != run_count(dim):
         raise InvalidParameter(
-            f"codec klt: widths has {len(widths)} bytes, expected {run_count(dim)}, one for each run of columns in {dim} channels"
+            f"codec klt: widths has {len(widths)} bytes, expected {run_count(dim)}, one for each run of {dim} columns"
         )
     _check_width_values(widths)
 

@@ -79,9 +79,10 @@ def coordinate_masses(edges: Array, dim: int) -> Array:
 
 
 def polar_angle_masses(edges: Array, first: int, second: int) -> Array:
-    """Return the relative mass between ``edges`` of atan(|b| / |a|), for Gaussian vectors a of ``first`` and b of ``second`` values.
+    """Return the relative mass between ``edges`` of the angle atan(|b| / |a|).
 
-    Source: PolarQuant, the polar form of a Gaussian vector; with ``first`` = ``second``: sin^(first - 1) of twice the angle.
+    a and b are Gaussian vectors with ``first`` and ``second`` values. Source: PolarQuant, the polar form of a Gaussian vector; with
+    ``first`` = ``second``: sin^(first - 1) of twice the angle.
     """
     angle = (edges[1:] + edges[:-1]) / 2
     masses: Array = numpy.cos(angle) ** (first - 1) * numpy.sin(angle) ** (second - 1) * numpy.diff(edges)

@@ -41,7 +41,7 @@ _HEAD_TOKENS_PER_BLOCK = 1 << 11
 class Level:
     """One level of the tree. An angle has ``bits`` bits, and ``counts`` contains the number of angles for each kind of pair in ``pairs``.
 
-    A kind of pair is given by the numbers of channels below its two radii. Only an unequal last pair is of a different kind.
+    A kind of pair is given by the number of channels below each of its two radii. Only an unequal last pair is of a different kind.
     """
 
     bits: int
@@ -188,7 +188,7 @@ def _check_tables(levels: tuple[Level, ...], angle_table: bytes) -> None:
             values = struct.unpack(f"<{len(table) // 4}f", table)
             if not all(0 <= value <= pi / 2 for value in values) or any(low >= high for low, high in pairwise(values)):
                 raise InvalidParameter(
-                    f"codec polar: level {number} in angle_table must be strictly ascending within [0, pi / 2], but is {values}"
+                    f"codec polar: the angle_table of level {number} must be strictly ascending within [0, pi / 2], but is {values}"
                 )
 
 

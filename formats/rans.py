@@ -33,7 +33,7 @@ class Chunks(NamedTuple):
     """Encoded chunks.
 
     ``words``, uint16 ``[word]``, contains the words of all chunks. ``counts``, int64 ``[chunk]``, is the number of words in each chunk.
-    ``states``, uint32 ``[chunk, LANES]``, are the states with which decoding begins.
+    ``states``, uint32 ``[chunk, LANES]``, are the states at the start of decoding.
     """
 
     words: Numbers

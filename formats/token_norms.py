@@ -180,7 +180,7 @@ def measure_fit_errors(norms: torch.Tensor, shared: Collection[str]) -> torch.Te
 
 
 def widening_factors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
-    """Return the largest factor by which each token widens its group's typical range in any head, float32 ``[batch, token]``.
+    """Return the factor by which each token widens the typical range of its group, in the worst head: float32 ``[batch, token]``.
 
     A scale that heads share is divided out first. The factor is 0 for tokens whose norm is below ``GROUP_RATIO`` times the typical norm in
     every head.
@@ -198,7 +198,7 @@ def widening_factors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tens
 
 
 def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:
-    """Return the factor by which each token's shared scale is too large for the head that it fits worst, float32 ``[batch, token]``.
+    """Return the factor by which each token's shared scale exceeds what its worst-fitting head needs, float32 ``[batch, token]``.
 
     ``norms`` are the norms per head. The shared scale is proportional to the norm over all heads. A head needs the typical scale, or a
     larger one in proportion to its norm if that exceeds the typical norm. The factor is 0 for tokens whose shared scale is at most

@@ -37,8 +37,7 @@ _without_device = INTERPRETER
 
 
 def gpu(device: torch.device | str) -> Gpu:
-    """Return the properties of ``device``. For the CPU, return those of Triton's interpreter, or of the GPU that was passed to ``assume``.
-    """
+    """Return the properties of ``device``. The CPU stands for Triton's interpreter, or for the GPU that was passed to ``assume``."""
     device = torch.device(device)
     return _properties(device) if device.type == "cuda" else _without_device
 

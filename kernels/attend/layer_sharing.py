@@ -158,7 +158,7 @@ class WorkTables:
         return offset
 
     def bind(self, layer: Layer, device: torch.device) -> tuple[torch.Tensor, int]:
-        """Return an int64 tensor on ``device`` that contains the work tables of ``layer``, and the element at which they begin.
+        """Return the work tables of ``layer`` in an int64 tensor on ``device``, and the index of their first element in it.
 
         The tables of all layers of the same model and kind are built and copied together.
         """

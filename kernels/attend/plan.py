@@ -51,7 +51,7 @@ MIN_MEAN_PAGES, MAX_MEAN_PAGES = 32, 64
 
 
 class LaunchKey(NamedTuple):
-    """Key by which segments are grouped into launches: both frames, and whether each side is decoded before the launch."""
+    """Segments with the same key form one launch. The key is both frames, and whether each side is decoded before the launch."""
 
     k: Frame
     v: Frame

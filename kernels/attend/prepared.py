@@ -350,7 +350,7 @@ class PreparedCall:
 
     @property
     def _part_locations(self) -> list[tuple[int, int]]:
-        """Locations of the sums, largest scores and totals of partial results: a tensor index and an element offset each."""
+        """Locations of the sums, of the largest scores and of the totals of partial results, as (tensor index, element offset) pairs."""
         return [(SCRATCH, self._sums), (SCRATCH, self._largest), (SCRATCH, self._total)]
 
     def _prepare_merge(self) -> _LaunchTensors:

@@ -35,7 +35,7 @@ ALIGNMENT = 64
 
 
 class DecodedFrame(NamedTuple):
-    """The frame to which keys or values are decoded: the coded frame of ``codec``, or the original frame if ``codec`` is None.
+    """Frame of decoded keys or values: the coded frame of ``codec``, or the original frame if ``codec`` is None.
 
     ``page`` is the page that stores the value maps of this frame, or None if there are none.
     """
@@ -53,7 +53,7 @@ class DecodedFrame(NamedTuple):
         return dim if self.codec is None else len(frame_columns.columns(self.codec, 0))
 
     def query_map(self, heads: int, dtype: torch.dtype, device: torch.device) -> tuple[TensorFunction, float]:
-        """Return a function that maps queries to this frame, and the factor by which to multiply their scores.
+        """Return a function that maps queries to this frame, and a factor for their scores.
 
         Queries are 16-bit ``[batch, q_head, query, dim]``. ``heads`` is the number of KV heads.
         """
@@ -158,7 +158,7 @@ def _is_in_order(codec: Codec) -> bool:
 
 
 def decoded_frame(side: Side) -> DecodedFrame:
-    """Return the frame to which ``side`` is decoded: the coded frame if a tile loader decodes all packed tokens to the same one.
+    """Return the frame that ``side`` is decoded to: the coded frame if all packed tokens share one and a tile loader decodes them.
 
     Otherwise, return the original frame.
     """

@@ -71,7 +71,7 @@ class SideSegment(NamedTuple):
 
     @property
     def frame(self) -> Frame:
-        """Frame to which queries (for keys) or sums (for values) of this segment belong."""
+        """Frame of this segment's queries (if it contains keys) or sums (if it contains values)."""
         return Frame(self.codec, self.frame_page)
 
 

@@ -135,9 +135,9 @@ def extract_field(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, F
 def load_column_fields(iota: tl.tensor, PACKINGS: tl.constexpr) -> tl.tuple:
     """Load the per-column constants that ``expand_planes`` and ``select_by_field`` need: two tensors per code stream.
 
-    The first tensor is the bit at which a column's byte begins in a plane of bytes. The second is the index of the field that the column
-    shows in a tile wider than a row. ``PACKINGS`` contains two integers per stream: the number of columns with words, and the number of
-    tile columns. The constants are loaded from ``iota`` (int16 0, 1, 2, ...) instead of being computed, because loaded values have the
+    The first tensor contains the bit where a column's byte begins in a plane of bytes. The second contains the index of the field that the
+    column shows in a tile wider than a row. ``PACKINGS`` contains two integers per stream: the number of columns with words, and the number
+    of tile columns. The constants are loaded from ``iota`` (int16 0, 1, 2, ...) instead of being computed, because loaded values have the
     layout of matrix operands even before words are decoded.
     """
     column_fields = ()

@@ -37,7 +37,7 @@ def count_lanes(lanes: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def count_lanes_before(lanes: tl.tensor, lane: tl.tensor) -> tl.tensor:
-    """Return, for each ``lane``, how many lanes in the ``lane_mask`` precede it."""
+    """Return the number of lanes in the ``lane_mask`` that precede each ``lane``."""
     return count_lanes(lanes & (1 << lane.to(tl.uint32)) - 1)
 
 

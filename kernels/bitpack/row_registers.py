@@ -95,7 +95,7 @@ class CodeRegisters(NamedTuple):
 
 
 def byte_selectors(positions: Sequence[Sequence[RegisterByte]], registers: Sequence[int]) -> list[list[int]]:
-    """Return the selectors with which ``permute_bytes`` gathers the bytes of each column from ``registers``.
+    """Return the selectors that ``permute_bytes`` needs to gather the bytes of each column from ``registers``.
 
     There is a list for each register after the first, with one selector per column. ``positions`` lists the positions of each column's
     bytes, which become the lowest bytes of the gathered word. Its other bytes are undefined.
@@ -171,7 +171,7 @@ def _load_register(
 
 @triton.jit
 def load_parities(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOADS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Return, for each 16-bit load, the bit at which each token's half-word begins in its word (0 or 16), int32 ``[1, token]``.
+    """Return the bit where each token's half-word begins in its word (0 or 16), int32 ``[1, token]`` for each 16-bit load.
 
     These bits are the same for all tiles, because tiles begin an even number of rows after row ``first``, and rows have an odd number of
     half-words. If ``TOKENS`` is 0, only the first token's bit is returned. ``halves`` points to 0, 16, 0, 16, ...

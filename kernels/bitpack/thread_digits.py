@@ -268,9 +268,10 @@ def _spread_bytes(word: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
 def symbol_pair_digits(
     words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, SYMBOLS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """Return the digits of two neighboring symbols: that of the even-numbered symbol in the low 16 bits, and that of the next one above.
+    """Return the digits of two neighboring symbols.
 
-    ``SYMBOL`` is either of the two symbols. If the even-numbered symbol is the last one, its digit is repeated.
+    The digit of the even-numbered symbol is in the low 16 bits, the next one in the high 16. ``SYMBOL`` is either of the two symbols. If
+    the even-numbered symbol is the last one, its digit is repeated.
     """
     EVEN: tl.constexpr = SYMBOL // 2 * 2
     ODD: tl.constexpr = EVEN + (EVEN + 1 < SYMBOLS)

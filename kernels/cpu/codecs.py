@@ -280,7 +280,7 @@ def _head_run_table(codec: Klt, offsets: dict[tuple[int, int], int]) -> list[int
 
 
 def _basis_offsets(codec: Klt) -> tuple[dict[tuple[int, int], int], int]:
-    """Return offsets in the result of ``basis_numbers``: those of the tables, by head and run of columns, and that of the matrix.
+    """Return the offsets of each head's tables, by head and run of columns, and the offset of the matrix, in ``basis_numbers``.
 
     If heads share widths, only head 0 has entries.
     """

@@ -209,7 +209,7 @@ def _compute_run_scale(
 def _encode_centered(
     codec: CodecWithSidecars, x: torch.Tensor, threads: int | None, level: int, norms: torch.Tensor | None, errors: torch.Tensor | None
 ) -> dict[str, torch.Tensor] | None:
-    """Encode ``x`` with a codec whose only sidecar is ``KeyMean``. The streams equal those of ``formats/``."""
+    """Encode ``x`` with a codec whose only sidecar is ``KeyMean``, to the same streams as ``formats/``."""
     (key_mean,) = codec.sidecars
     assert isinstance(key_mean, KeyMean)
     mean = _measure_pages(codec.codec, x, key_mean.tokens, codec.dim, threads, level).mul_(key_mean.share)
@@ -286,7 +286,7 @@ def _angle_tangents(codec: Polar) -> torch.Tensor:
 
 
 def _candidate_rule(codec: Octahedral) -> int:
-    """Return C's id of the rule by which an octahedral codec selects candidate directions (see ``_CANDIDATES``)."""
+    """Return C's id of the rule that an octahedral codec uses to select candidate directions (see ``_CANDIDATES``)."""
     levels = 1 << codec.b_dir - 1
     exact = codec.rounding == "local3x3" and levels <= MAX_LEVELS
     single = levels == 1 and codec.rounding != "scalar"

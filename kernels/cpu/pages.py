@@ -68,8 +68,8 @@ class Encoder:
     def run(self, values: PageValues, row: int, threads: int, errors: int = 0) -> bool:
         """Encode ``values`` into the packed row at address ``row``. Returns False if ``formats/`` must encode them or reject some values.
 
-        If ``errors`` is not 0, it is the address to which the errors of tokens (see ``encode.encode``) are written, one layer after
-        another. Raises MemoryError.
+        If ``errors`` is not 0, the errors of tokens (see ``encode.encode``) are written to this address, one layer after another. Raises
+        MemoryError.
         """
         call = library.EncodeArguments.from_buffer_copy(self._call)
         call.x = library.Stream(*values)

@@ -281,7 +281,7 @@ def _raw_token_streams(stretch: Stretch, batch: int) -> dict[str, torch.Tensor] 
 def _outlier_streams(stretch: Stretch) -> dict[str, torch.Tensor] | None:
     """Return the derived streams ``codecs.OUTLIER_FIRST`` and ``codecs.OUTLIER_CHUNKS``.
 
-    Returns None if the number of flags differs from the number of outlier chunks.
+    Returns None if the number of flagged chunks differs from the number of stored chunks.
     """
     codec = stretch.codec
     assert isinstance(codec, CodecWithSidecars)

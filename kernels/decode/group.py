@@ -38,7 +38,7 @@ def prepare(
 ) -> PreparedDecode | None:
     """Prepare the launch that decodes the group codec, as ``decode.prepare`` does.
 
-    Float32 values equal those of ``Group.decode_frame`` bit for bit. In narrower dtypes, near-ties may be rounded differently.
+    Float32 values equal the result of ``Group.decode_frame`` bit for bit. In narrower dtypes, near-ties may be rounded differently.
     """
     names = list(codec.row_layouts)
     along_tokens = codec.axis == "token"

@@ -272,7 +272,7 @@ def channels_per_tile(dim: int, rotated: bool) -> int:
 
 
 class RowBlock(NamedTuple):
-    """The tokens of one program: how many there are, pointers to the first token's row in each stream, and a pointer to its output."""
+    """The tokens of one program: their count, pointers to the first token's row in each stream, and a pointer to its output."""
 
     count: Any
     streams: Any

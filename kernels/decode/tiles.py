@@ -144,7 +144,7 @@ class TileDecodeLaunch(NamedTuple):
     ) -> None:
         """Decode into ``out``, beginning at element ``first``.
 
-        Unless ``table`` is None, it replaces the work table: a tensor, and the element at which the table begins.
+        Unless it is None, ``table`` replaces the work table: a tensor, and the index of the table's first element.
         """
         if self.launch is not None:
             work = (self.work.table, 0) if table is None else table

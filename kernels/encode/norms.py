@@ -64,7 +64,7 @@ def create_norms(codec: Scalar | Octahedral, tables: list[torch.Tensor], device:
 
 @triton.jit
 def begin_norms(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the initial ``NormState``, to which no block has been added."""
+    """Return the initial ``NormState``, before any block is added."""
     norm = compute_norms(block.rows, block.flag, CONSTANTS.norms.limit, _MIN_SQUARE, _MAX_SQUARE)
     factor = SHAPE.scale / tl.maximum(norm, 1e-37)
     return NormState(norm, factor, tl.zeros(norm.shape, tl.float32), tl.zeros(norm.shape, tl.float32))

@@ -122,7 +122,7 @@ def _range_as_float32(words: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def _divisor_exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
-    """Return the exponent field of the power of two by which norms with a linear range are divided, for each token.
+    """Return the exponent field of each token's norm divisor, a power of two, for linear ranges.
 
     For float16 ranges, it is the exponent of the largest step or of 1/256 of the largest minimum, so that divided norms are below 2^11. For
     float32 ranges, the power exceeds all norms except the very largest.
@@ -146,7 +146,7 @@ def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.
 
 @triton.jit
 def range_factor(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return the token factors: the number by which each token's norms are divided. ``words`` are the tokens' ranges.
+    """Return the token factors: the divisor of each token's norms. ``words`` are the tokens' ranges.
 
     It is a power of two or, if norms are logarithms, the largest norm that the range can represent.
     """

@@ -217,7 +217,7 @@ def load(
 
 @triton.constexpr_function
 def _scales_per_load(scales: int, scales_per_step: int) -> int:
-    """Return how many of a token's ``scales`` one load reads: few enough to limit the shared-memory bank conflicts of eight tokens."""
+    """Return the number of scales that one load reads. It is small enough to limit the shared-memory bank conflicts of eight tokens."""
     return min(scales, max(scales_per_step, MAX_SCALES_PER_LOAD))
 
 

@@ -318,8 +318,8 @@ def _load_codes(
 ) -> tl.tuple:
     """Return three tensors for ``COUNT`` columns: the word that contains a code, the bit where it begins, and its table's first entry.
 
-    With a nonzero ``STRIDE``, the second tensor instead says how to turn the code into a byte offset: by rotating the word right by this
-    amount or, if ``_uses_multiplication``, by multiplying it by this factor.
+    With a nonzero ``STRIDE``, the second tensor instead contains the right rotation, or the factor (``_uses_multiplication``), that turns
+    the word's code into a byte offset.
     """
     SELECTORS: tl.constexpr = TILE.selectors
     ODD_SELECTORS: tl.constexpr = TILE.odd_selectors

@@ -314,7 +314,7 @@ def _element_exponent(element: str) -> int:
 def decode(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the elements of step ``STEP`` times those parts of their scales that are not in ``factor``.
+    """Return the elements of step ``STEP`` times the part of their scales that is not in ``factor``.
 
     The result is one float16 tile, ``[warp, token, column]`` or transposed.
     """
@@ -357,7 +357,7 @@ def step_factor(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, F
 
 @triton.jit
 def scale_elements(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Multiply float32 ``x`` by the power of two by which elements are too small in tiles."""
+    """Multiply float32 ``x`` by 2^``_element_exponent``, because elements in tiles are too small by this factor."""
     ELEMENT: tl.constexpr = CONSTANTS.element
     LOWERED: tl.constexpr = _element_exponent(ELEMENT)
     return x * 2.0**LOWERED

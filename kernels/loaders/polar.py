@@ -56,7 +56,7 @@ def step_blocks(angles: int, width: int) -> int:
 
 @triton.constexpr_function
 def step_angles(tree: tuple[int, int], step: int, level: int) -> tuple[int, ...]:
-    """Return the indices of the angles of ``level`` from which the channels of ``step`` are computed, in ascending order.
+    """Return the indices of those angles of ``level`` that the channels of ``step`` depend on, in ascending order.
 
     ``tree`` is (number of first-level angles, number of blocks per step).
     """

@@ -41,9 +41,11 @@ class Layers:
     def offsets(self, slots: Sequence[int], row_bytes: int, layer_bytes: int) -> Offsets | None:
         """Return three offsets for each page and layer, int64 ``[page and layer, 3]``, or None if the tensors are not supported.
 
-        The offsets are that of the layer's values, in elements from the first layer's first slot, that of its streams, in bytes from the
-        first page's row, and the page index. Rows are ``row_bytes`` apart, and the layers in a row are ``layer_bytes`` apart. The tensors
-        must have equal strides, and their addresses must be a whole number of values apart.
+        - The offset of the layer's values from the first layer's first slot, in elements.
+        - The offset of the layer's streams from the first page's row, in bytes. Rows are ``row_bytes`` apart, and layers ``layer_bytes``.
+        - The index of the page.
+
+        The tensors must have equal strides, and their addresses must be a whole number of values apart.
         """
         size = self.first.element_size()
         # The engine may have moved its memory since the last job.

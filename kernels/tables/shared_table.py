@@ -131,7 +131,7 @@ def look_up(
 
 @triton.constexpr_function
 def halve_entries(shared: SharedTable, first: int, values: int) -> SharedTable:
-    """Describe the table from entry ``first`` on as a table of half entries, of which there are twice as many copies.
+    """Describe the table from entry ``first`` on as a table of half entries, with twice as many copies of each.
 
     An entry has ``values`` float16 values.
     """
@@ -189,10 +189,10 @@ def look_up_repeated(
 
 @triton.jit
 def look_up_pairs(words: tl.tuple, POSITION: tl.constexpr, BITS: tl.constexpr, SHARED: tl.constexpr) -> tl.tuple:
-    """Look up entries of two values with ``word_lookup_ptx``.
+    """Look up two entries of two values per register (``word_lookup_ptx``).
 
-    Returns the entries of the registers' lower words and those of the upper words. ``words`` contains an int16 tile. For words of 24 bits,
-    a tile with their upper bytes and the first bit of each word's byte follow.
+    Returns the lower words' entries, then the upper words' entries. ``words`` contains an int16 tile. For words of 24 bits, a tile with
+    their upper bytes and the first bit of each word's byte follow.
     """
     ASSEMBLY: tl.constexpr = word_lookup_ptx(POSITION, BITS, SHARED.offset, SHARED.copies, len(words) == 1)
     REGISTERS: tl.constexpr = register_constraints(2, len(words))

@@ -38,9 +38,9 @@ class Mode(NamedTuple):
 class BoundLoader(NamedTuple):
     """A codec's loader (``loaders.tiles.Tiles``) bound to the streams of one launch.
 
-    ``widths`` are the numbers of columns of all tiles, and ``stream_widths`` is the argument of ``bitfields.load_column_fields``. Sequences
-    and heads use ``tables`` tables in turn, with ``table_values`` values each. ``columns`` counts the columns of all tiles, plus one if
-    there is an ``offset``.
+    ``widths`` contains the number of columns of each tile, and ``stream_widths`` is the argument of ``bitfields.load_column_fields``.
+    Sequences and heads use ``tables`` tables in turn, with ``table_values`` values each. ``columns`` counts the columns of all tiles, plus
+    one if there is an ``offset``.
     """
 
     load: Any

@@ -101,7 +101,7 @@ def within_length(
     SPAN: tl.constexpr,
     TILES: tl.constexpr,
 ) -> tl.tuple:
-    """Limit ``work`` to a sequence of ``length`` tokens. Also returns how many of its tokens precede the first query's window.
+    """Limit ``work`` to a sequence of ``length`` tokens. Also returns the number of its tokens before the first query's window.
 
     The first query is at ``position``. A query sees tokens up to ``ahead`` positions after its own. The number of preceding tokens is
     rounded down to whole tiles of ``SPAN`` tokens, and ``work.whole`` to a multiple of ``TILES`` tiles.

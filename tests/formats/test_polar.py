@@ -468,7 +468,7 @@ SECOND = numpy.array([0.2, 0.6, 0.9, 1.3], "<f4")
         ({"bits": "2.3"}, "angle_table has 16 bytes, expected 32 for 8 float32 angles"),
         ({"dim": 6, "bits": "2.2.2"}, "angle_table has 16 bytes, expected 32 for 8 float32 angles"),
         ({"angle_table": b""}, "angle_table has 0 bytes, expected 16 for 4 float32 angles"),
-        ({"angle_table": SECOND[[0, 1, 1, 2]].tobytes()}, "level 2 in angle_table must be strictly ascending"),
+        ({"angle_table": SECOND[[0, 1, 1, 2]].tobytes()}, "the angle_table of level 2 must be strictly ascending"),
         ({"angle_table": (SECOND - numpy.float32(0.3)).tobytes()}, "within"),
         ({"angle_table": (SECOND + numpy.float32(0.3)).tobytes()}, "within"),
         ({"angle_table": numpy.array([0.2, numpy.nan, 0.9, 1.3], "<f4").tobytes()}, "within"),

@@ -24,20 +24,6 @@ from support import compile_kernels
 sys.exit(compile_kernels.main(sys.argv[1:]))
 """
 
-LAYOUTS = """
-import json, re, torch, kvpack
-from kvpack.bench import compile_ahead
-shape = compile_ahead.Shape()
-layer = kvpack.pack(compile_ahead.random_pairs(shape, 2048), "kv=scalar:b=3")[0]
-q = torch.zeros(1, shape.q_heads, 1, shape.dim, dtype=torch.bfloat16)
-with compile_ahead.collect_kernels(compile_ahead.representative_gpu(90)) as found:
-    kvpack.attend(q, layer)
-(split,) = [found[key] for key in found if found[key].kernel == "attend_split"]
-lines = split.compile().asm["ttgir"].splitlines()
-print(json.dumps([re.findall("tensor<[^>]*#([a-z_.]*)", line) for line in lines if "movmatrix" in line]))
-"""
-"""Program that prints the layouts of the operands and results of ``softmax.pair_weights``."""
-
 KERNELS = {
     "oscar-2;raw=0": {"attend_split", "merge_originals", "_decode", "_encode"},
     "nvfp4;raw=0": {"attend_split", "decode_tiles", "_encode"},
@@ -64,25 +50,29 @@ OTHER_CHIPS = {
 LAUNCHING = tuple(f"kvpack.kernels.{name}" for name in ("attend.many_queries", "attend.growing", "decode.sides", "encode.encode"))
 """Modules that every process of these tests imports."""
 
+LAYOUTS = {
+    "k=octahedral:b=2,qjl=fp16;v=group:b=4,g=128,axis=channel,outliers=3": "reads of outliers",
+    "k=octahedral:b=3;v=group:b=3": "lookups of triplets",
+    "kv=trellis:b=3": "tiles of rows in registers",
+    "kv=quaternion:s=24,r=3": "tiles of rows in registers",
+    "kv=scalar:b=3": "exchanges of weights",
+}
+"""Inline PTX of these recipes that needs the layout of a matrix product, or neighbors in a register. Other layouts are failures."""
+
 EVERY_CALL = ("nvfp4;raw=0",)
 """Recipes for which calls with every option are compiled. Options change how tiles are processed, not how they are loaded."""
 
 
 def compiled(folder: Path, *arguments: str) -> Any:
     """Compile in a process without the interpreter, and return the output."""
-    found = run(folder, PROGRAM, "--json", *arguments)
-    assert found["failed"] == {}
-    return found
-
-
-def run(folder: Path, program: str, *arguments: str) -> Any:
-    """Run a program in a process without the interpreter, and return the JSON value that it prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
-    command = [warm_python.python(*LAUNCHING), "-c", program, *arguments]
+    command = [warm_python.python(*LAUNCHING), "-c", PROGRAM, "--json", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["failed"] == {}
+    return found
 
 
 @pytest.mark.scenario
@@ -91,6 +81,7 @@ def run(folder: Path, program: str, *arguments: str) -> Any:
 def test_kernels_compile_without_the_device(recipe: str, tmp_path: Path) -> None:
     found = compiled(tmp_path, "--quick", *(["--every"] if recipe in EVERY_CALL else []), recipe)
     assert KERNELS[recipe] <= set(found["kernels"])
+    assert recipe not in LAYOUTS or found["layouts"][LAYOUTS[recipe]]
 
 
 @pytest.mark.scenario
@@ -98,7 +89,9 @@ def test_kernels_compile_without_the_device(recipe: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("recipe", OTHER_CHIPS)
 def test_kernels_fit_on_other_chips(recipe: str, tmp_path: Path) -> None:
     """Kernels that exceed a chip's registers, shared memory or maximum number of instructions count as failures."""
-    assert compiled(tmp_path, "--quick", "--capability", str(OTHER_CHIPS[recipe]), recipe)["used"]
+    found = compiled(tmp_path, "--quick", "--capability", str(OTHER_CHIPS[recipe]), recipe)
+    assert found["used"]
+    assert recipe not in LAYOUTS or found["layouts"][LAYOUTS[recipe]]
 
 
 @pytest.mark.scenario
@@ -112,16 +105,9 @@ def test_the_default_recipe_compiles(tmp_path: Path) -> None:
 @pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels were not tested with this Triton version")
 def test_kernels_fit_on_chips_with_less_shared_memory(tmp_path: Path) -> None:
     """The chips tested here have the least shared memory. ``make gpu-compile`` also compiles for others."""
-    found = compiled(tmp_path, "--quick", "--capability", "89", "k=octahedral:b=3;v=group:b=3")
+    recipe = "k=octahedral:b=3;v=group:b=3"
+    found = compiled(tmp_path, "--quick", "--capability", "89", recipe)
+    assert found["layouts"][LAYOUTS[recipe]]
     assert {"attend_split", "decode_tiles", "_decode", "_encode"} <= set(found["kernels"])
     assert found["used"]["_attend"]["instructions"] > 0
     assert found["used"]["_attend"]["shared"] <= found["shared_memory"]
-
-
-@pytest.mark.scenario
-@pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels were not tested with this Triton version")
-def test_weights_of_pairs_are_in_the_layout_of_products(tmp_path: Path) -> None:
-    """Both loops exchange the registers of weights, which is only correct in the layout of scores."""
-    layouts = run(tmp_path, LAYOUTS)
-    assert len(layouts) == 2
-    assert all(set(names) == {"mma"} for names in layouts)

@@ -7,7 +7,8 @@ variables that change shape. Here, launches only compile kernels, so results are
 with the most options are compiled. ``--every`` compiles all calls whose code differs. With ``--quick``, only the first launch of each
 kernel is compiled to machine code, including the loaders' assembly, and the others up to Triton's layouts. For each kernel, the program
 prints the maximum number of registers per thread, bytes of shared memory per program, instructions, and stack bytes per thread (spilled
-registers), next to the device's limits. It also prints all failures.
+registers), next to the device's limits. It also prints all failures, which include inline PTX that gets other elements in a register than
+it expects.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 import kvpack
 from kvpack.bench import compile_ahead
+from support import register_layouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,9 +77,14 @@ class CompiledKernels:
         self.failed: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
         self.used: dict[str, Usage] = {}
+        self.layouts: dict[str, int] = {}
 
     def note(self, name: str, kernel: Any) -> None:
-        """Update the maximum usage of the kernels called ``name``."""
+        """Update the maximum usage of the kernels called ``name``, and check the layouts of its inline PTX."""
+        counts, faults = register_layouts.find_faults(kernel.asm["ttgir"])
+        self.layouts = {what: counts.get(what, 0) + self.layouts.get(what, 0) for what in {*counts, *self.layouts}}
+        if faults:
+            self.failed[f"{name}: layouts of inline PTX"] = "; ".join(faults)
         cubin = kernel.asm["cubin"]
         if not cubin:
             return
@@ -199,6 +206,7 @@ def main(arguments: list[str]) -> int:
         "shared_memory": room,
         "kernels": sorted(compiled.kernels),
         "used": {name: usage._asdict() for name, usage in compiled.used.items()},
+        "layouts": compiled.layouts,
         "failed": compiled.failed,
         "seconds": compiled.seconds,
     }

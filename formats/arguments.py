@@ -44,7 +44,7 @@ def prefix_errors(where: str, kind: type[KvpackError] = KvpackError) -> Iterator
 
 
 def as_integer(value: Any, name: str) -> int:
-    """Return ``value`` as an int. Raises InvalidType if it is not an integer. ``name`` is its name in the message."""
+    """Return ``value`` as an int. Raises InvalidType if it is not an integer; the message calls it ``name``."""
     if type(value) is int:
         return value
     try:
@@ -120,7 +120,7 @@ def check_floating(dtype: Any) -> None:
 
 
 def check_number(value: Any, name: str) -> None:
-    """Raise InvalidType unless ``value`` is None or a number, and InvalidParameter unless it is finite. ``name`` is for the message."""
+    """Raise InvalidType unless ``value`` is None or a number, and InvalidParameter if it is not finite. Messages call it ``name``."""
     number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64)
     if value is not None and not number:
         raise InvalidType(f"{name} is {describe(value)}, expected a number")

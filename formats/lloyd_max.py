@@ -81,7 +81,7 @@ def coordinate_masses(edges: Array, dim: int) -> Array:
 def polar_angle_masses(edges: Array, first: int, second: int) -> Array:
     """Return the relative mass between ``edges`` of the angle atan(|b| / |a|).
 
-    a and b are Gaussian vectors with ``first`` and ``second`` values. Source: PolarQuant, the polar form of a Gaussian vector; with
+    The vectors a and b are Gaussian, with ``first`` and ``second`` values. Source: PolarQuant, the polar form of a Gaussian vector; with
     ``first`` = ``second``: sin^(first - 1) of twice the angle.
     """
     angle = (edges[1:] + edges[:-1]) / 2

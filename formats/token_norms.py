@@ -78,7 +78,7 @@ def log8_values() -> torch.Tensor:
 
 @cache_per_device
 def log8_bounds() -> torch.Tensor:
-    """Return the smallest norm that is encoded as each code from 1 on, float32 ``[255]``.
+    """Return the smallest norm that is rounded to each code from 1 to 255, float32 ``[255]``.
 
     The first bound is half of the smallest nonzero norm; the other bounds are midpoints between neighboring codes.
     """
@@ -115,8 +115,7 @@ def stored_norm(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
 
 
 def encode_norms(values: torch.Tensor, norm: str, name: str) -> torch.Tensor:
-    """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange if a value does not fit. ``name`` is its name in the message.
-    """
+    """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange if a value does not fit; the message calls it ``name``."""
     if norm != LOG8:
         return stored_norm(values, NORMS[norm], name)
     if values.numel() and not values.amax().item() < LOG8_LIMIT:

@@ -102,7 +102,7 @@ def first_index(wrong: numpy.ndarray[Any, Any], first: int, shape: Sequence[int]
 def check_finite(where: str, array: Array, name: str) -> None:
     """Raise InvalidPayload unless all float16 or float32 values are finite.
 
-    The message contains the position of the value. ``name`` is the name of the values in the message.
+    The message contains the position of the value, and calls the values ``name``.
     """
     if isinstance(array, numpy.ndarray) and _all_finite(array):
         return

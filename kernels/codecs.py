@@ -65,11 +65,11 @@ if TYPE_CHECKING:
 
 
 def unsupported(*_: Any) -> None:
-    """Entry for codecs without this kernel: support no parameters. Returns None."""
+    """Placeholder for a kernel that a codec lacks. Returns None."""
 
 
 def reject_call(*_: Any) -> bool:
-    """Entry for codecs without this kernel. Returns False."""
+    """Placeholder for a kernel that a codec lacks. Returns False."""
     return False
 
 
@@ -96,7 +96,7 @@ class CodecKernels(NamedTuple):
 
 
 def supports_all(*_: Any) -> bool:
-    """Entry for codecs of which all parameters are supported. Returns True."""
+    """Placeholder for a check that always passes. Returns True."""
     return True
 
 

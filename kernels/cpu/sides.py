@@ -46,7 +46,7 @@ class Stretch(Protocol):
 
 
 class Frame(Protocol):
-    """The coded frame of some tokens: maps of queries to this frame, and of sums from it."""
+    """Coded frame of some tokens, with a map of queries into the frame and a map of sums out of it."""
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
         """Map queries ``[batch, kv_head, row, dim]`` to this frame, so that they can be multiplied by coded keys."""

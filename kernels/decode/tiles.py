@@ -86,7 +86,7 @@ class PageTable(NamedTuple):
 def find_loader(codec: Codec) -> Tiles | None:
     """Return the tile loader for ``codec``, or None if ``decode`` does not support it.
 
-    Not supported are codecs without a loader, the raw codec, and sidecars that add to tiles.
+    The raw codec, codecs without a loader, and sidecars that add to tiles are not supported.
     """
     tiles = loaders.tiles_of(codec)
     if tiles is None or type(codec) is Raw or tiles.signs or tiles.means or tiles.outliers or tiles.dtype != "fp16":

@@ -47,7 +47,7 @@ class PolarConstants(NamedTuple):
 def encode(codec: Polar, x: torch.Tensor, output: Output) -> bool:
     """Encode ``x`` into ``output``. Returns False if the codec is not supported.
 
-    Not supported are levels with an odd number of radii, and head dims above ``MAX_PRODUCTS``.
+    Every level must have an even number of radii, and the head dim must not exceed ``MAX_PRODUCTS``.
     """
     radii = [codec.dim, *(level.angles for level in codec.levels)]
     if codec.dim > MAX_PRODUCTS or any(2 * half != whole for whole, half in pairwise(radii)):

@@ -164,7 +164,7 @@ class PolarConstants(NamedTuple):
 def tiles(codec: Polar) -> Tiles | None:
     """Return the loader of ``codec``, or None if it is not supported.
 
-    Not supported are levels with an unpaired radius, several float32 radii, and large head dims.
+    Every level must pair all of its radii, several radii must not be float32, and the head dim must not be too large.
     """
     levels = codec.levels
     steps, rest = divmod(codec.dim, 2 * F16X2_PER_TILE.value)

@@ -34,8 +34,8 @@ QUERY_FACTOR = tl.constexpr(0.25)
 class QjlConstants(NamedTuple):
     """Compile-time constants of QJL signs.
 
-    ``first_stream`` and ``packing_index`` are the indices of the signs' first stream and of their packing. ``unit`` is the factor of the
-    estimator.
+    ``first_stream`` and ``packing_index`` are the indices of the signs' first stream and of their packing. ``unit`` is the constant factor
+    of the QJL estimator.
     """
 
     packing: TilePacking

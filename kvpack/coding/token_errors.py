@@ -21,6 +21,7 @@ from kvpack.formats.group import PER_HEAD
 from kvpack.formats.token_norms import (
     GROUP_RATIO,
     HEADS,
+    MIN_LOG2,
     PAGE_TOKENS,
     SHARED_RATIO,
     TOKENS,
@@ -68,8 +69,11 @@ MANY_OWN_RATIO = 3.0
 In prose and code read by SmolLM2, up to ten tokens per page have 1.8 to 2.5 times the typical error, so such pages are ordinary.
 """
 
-_OWN, _RUN = "own", "run"
-"""Kinds of poor fit: a token loses precision itself, or makes a scale of its run too large for other tokens."""
+_LOST_ERROR = 0.45
+"""Typical error, relative to the norms of a head that are too small for their stored form, above which its values count as lost."""
+
+_OWN, _RUN, _SMALL = "own", "run", "small"
+"""Kinds of poor fit: a token loses precision itself, makes a scale of its run too large for other tokens, or has too small a norm."""
 
 
 @dataclass(frozen=True)
@@ -114,16 +118,18 @@ class Loss(NamedTuple):
 
 
 _EFFECTS = {
-    HEADS: ("other heads, which share its token scale", "makes the scale {:.3g} times too large for another"),
-    TOKENS: ("other tokens, which share scales of a group with it", "is {:.3g} times as large as usual"),
-    _OWN: ("its own values, which the codec fits badly", "has {:.3g} times the typical error"),
-    _RUN: ("other tokens, which share a scale of the run with it", "makes the scale {:.3g} times too large for another"),
+    HEADS: ("large", "other heads, which share its token scale", "makes the scale {:.3g} times too large for another"),
+    TOKENS: ("large", "other tokens, which share scales of a group with it", "is {:.3g} times as large as usual"),
+    _OWN: ("large", "its own values, which the codec fits badly", "has {:.3g} times the typical error"),
+    _RUN: ("large", "other tokens, which share a scale of the run with it", "makes the scale {:.3g} times too large for another"),
+    _SMALL: ("small", "its own values, whose norms round to 0 in 8 bits", "has a norm {:.3g} times too small"),
 }
-"""For each kind of poor fit, a phrase about what loses precision, and a phrase about the worst token."""
+"""For each kind of poor fit: the size of the head, a phrase about what loses precision, and a phrase about the worst token."""
 
 _REMEDIES = dict.fromkeys((HEADS, TOKENS), f"write token_scale=fp16{PER_HEAD} in the recipe, which gives every head a scale") | {
     _OWN: "use a codec with a rotation, such as octahedral, and omit mean=, channel_scale= and frame= from the recipe",
     _RUN: "give each token its own scale (per=token for minifloat, scales=fp16 for group)",
+    _SMALL: "write norm=fp16 in place of norm=log8 in the recipe",
 }
 """Advice on how to avoid each kind of poor fit."""
 
@@ -170,6 +176,10 @@ def measure_losses(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
         losses.append(Loss(_OWN, factors, OWN_RATIO, OWN_WARNING_RATIO, errors))
     if summary.has_run_rows and (sizes := scale_inflation(run)) is not None:
         losses.append(Loss(_RUN, sizes.amax(1), 1.0, 1.0, sizes))
+    stored = run.streams.get("norm") if of_scales else None
+    if stored is not None and stored.dtype == torch.uint8 and (2 * (stored <= 1).sum(2) > stored.shape[2]).any():
+        sizes = measure_small_norms(run)
+        losses.append(Loss(_SMALL, sizes.amax(1), math.inf, 0.0, sizes))
     return losses
 
 
@@ -237,12 +247,13 @@ def warn_of_poor_fits(poor_fits: Sequence[PoorFit], stacklevel: int = 2) -> None
     worst = max(poor_fits, key=lambda one: one.factor)
     others = f"; the same is true of tokens in {len(poor_fits) - 1} more of the layers' keys and values" if len(poor_fits) > 1 else ""
     remedy = _REMEDIES[worst.shared]
-    which, effect = _EFFECTS[worst.shared]
+    size, which, effect = _EFFECTS[worst.shared]
     if all(one.rare for one in poor_fits):
         remedy += ", or add raw=4,0.5,4, which keeps such tokens raw"
     warnings.warn(
-        f"{worst.where}: in {worst.count} of {worst.tokens} tokens, one head is so large that {which}, lose precision. In the worst, token "
-        f"{worst.token} of sequence {worst.sequence}, head {worst.head} {effect.format(worst.factor)}{others}. To avoid this, {remedy}",
+        f"{worst.where}: in {worst.count} of {worst.tokens} tokens, one head is so {size} that {which}, lose precision. "
+        f"In the worst, token {worst.token} of sequence {worst.sequence}, head {worst.head} {effect.format(worst.factor)}{others}. "
+        f"To avoid this, {remedy}",
         KvpackWarning,
         stacklevel=stacklevel + 1,
     )
@@ -358,6 +369,19 @@ def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
         top = largest.amax(2, keepdim=True)
     factors: torch.Tensor = largest / top * lost
     return factors.nan_to_num(0.0)
+
+
+def measure_small_norms(run: EncodedRun) -> torch.Tensor:
+    """Return how many times too small for 8 bits the norm of each token is, float32 ``[batch, kv_head, token]``.
+
+    The result is 0 in heads that keep some of their values, and for raw tokens and zeros.
+    """
+    codec, given = run.codec, run.norms()
+    decoded = dispatch.decode(codec, _slice_streams(codec, run.streams, 0, run.x.shape[2]))
+    excluded = given <= 0 if run.kept is None else (given <= 0) | run.kept[:, None]
+    errors = (dispatch.norms(decoded.sub_(run.x)) / given).masked_fill(excluded, torch.nan)
+    is_lost = errors.nanmedian(2, keepdim=True).values > _LOST_ERROR
+    return torch.where(is_lost & ~excluded, 2.0**MIN_LOG2 / given, 0.0)
 
 
 def sample_stride(tokens: int) -> int:

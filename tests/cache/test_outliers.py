@@ -371,6 +371,31 @@ def test_ordinary_keys_and_zero_keys_do_not_warn(tokens: int) -> None:
     kvpack.pack([(x * 0, x)], SHARED)
 
 
+@pytest.mark.parametrize("recipe", ["kvpack-4", "kvpack-3", "v=octahedral:b=3,norm=log8;k=raw"])
+def test_a_head_whose_norms_round_to_zero_is_named(recipe: str) -> None:
+    x = torch.randn(2, 3, 300, 64, generator=torch.Generator().manual_seed(0))
+    x[:, 1] *= 1e-4
+    # Zeros, such as padding, lose nothing, and neither do heads of which only a few tokens are small.
+    x[0, :, :200] = 0
+    x[:, 2, 210:240] *= 1e-4
+    with pytest.warns(KvpackWarning, match=r"one head is so small that .* round to 0 in 8 bits.* head 1 has a norm .*write norm=fp16"):
+        packed = kvpack.pack([(x, x)], recipe)[0]
+    kept, lost = (packed.unpack(torch.float32)[1][:, head, 250:] - x[:, head, 250:] for head in (0, 1))
+    assert kept.norm() < 0.3 * x[:, 0, 250:].norm()
+    assert lost.norm() > 0.9 * x[:, 1, 250:].norm()
+    live = kvpack.LiveCache(recipe, layers=1)
+    live.update(0, x, x)
+    with pytest.warns(KvpackWarning, match="one head is so small"):
+        live.snapshot(packed=True)
+
+
+@pytest.mark.usefixtures("no_warnings")
+def test_small_norms_with_enough_bits_do_not_warn() -> None:
+    x = torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(0))
+    kvpack.pack([(x * 0.002, x * 0.002)], "kvpack-3")
+    kvpack.pack([(x * 1e-4, x * 1e-4)], "kv=scalar:b=3,norm=fp16")
+
+
 @pytest.mark.usefixtures("no_warnings")
 def test_keys_of_a_real_model_do_not_warn_and_few_are_raw() -> None:
     """The test covers all presets that share scales between tokens. The same keys determine the raw tokens of the other presets."""

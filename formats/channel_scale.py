@@ -161,15 +161,15 @@ def _span_squares(run: Run, blocks: Callable[[], Iterator[torch.Tensor]]) -> tor
     return squares
 
 
-def _mean_factors(rest: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def _mean_factors(centered: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """Return factors for keys whose page means are subtracted. The smallest factor is 1.
 
-    ``rest`` contains the mean squares of keys without their page means, and ``whole`` those of whole keys, ``[batch, kv_head, 1, dim]``
-    each. Queries are unknown, but in each pair of channels that RoPE rotates, they are about as large as whole keys. Balanced factors are
-    therefore proportional to (``rest`` / ``whole``)^(1/4).
+    ``centered`` contains the mean squares of keys without their page means, and ``whole`` the mean squares of whole keys, ``[batch,
+    kv_head, 1, dim]`` each. Queries are unknown, but in each pair of channels that RoPE rotates, they are about as large as whole keys.
+    Balanced factors are therefore proportional to (``centered`` / ``whole``)^(1/4).
     """
-    rest, whole = (torch.stack(squares.chunk(2, 3)).sum(0).repeat(1, 1, 1, 2) for squares in (rest, whole))
-    share = torch.where(whole > 0, rest / whole, 1.0).clamp(1 / _MAX_MEAN_RATIO, 1.0)
+    centered, whole = (torch.stack(squares.chunk(2, 3)).sum(0).repeat(1, 1, 1, 2) for squares in (centered, whole))
+    share = torch.where(whole > 0, centered / whole, 1.0).clamp(1 / _MAX_MEAN_RATIO, 1.0)
     return (share / share.amin(3, keepdim=True)) ** 0.25
 
 

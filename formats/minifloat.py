@@ -362,20 +362,20 @@ def max_quotient(codec: Minifloat) -> float:
     return codec.format.largest * (ELEMENTS["e4m3"].largest if codec.granularity == "block" else 1)
 
 
-def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
+def run_scales(codec: Minifloat, largest: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
     """Choose the scales of a run with the largest values ``largest``, ``[batch, kv_head or 1, 1]``. Scales that do not fit are infinite.
 
-    The scales of the preceding run, ``last``, are kept unless they are too small or far too large, because runs with equal scales can be
-    joined. A new scale leaves room to grow, so that later runs seldom need another one. A scale of 0 means that all values so far are 0.
+    The scales of the ``previous`` run are kept unless they are too small or far too large, because runs with equal scales can be joined. A
+    new scale leaves room to grow, so that later runs seldom need another one. A scale of 0 means that all values so far are 0.
     """
     quotient_limit = max_quotient(codec)
     half = codec.scale_dtype == "fp16"
     scale = _scale_for(largest, quotient_limit, half)
-    if last is None:
+    if previous is None:
         return scale
-    fits = (scale <= last) & ((last.to(torch.float32) <= _MAX_HEADROOM * scale.to(torch.float32)) | (scale == 0))
+    fits = (scale <= previous) & ((previous.to(torch.float32) <= _MAX_HEADROOM * scale.to(torch.float32)) | (scale == 0))
     grown = _scale_for(largest * _GROWTH_FACTOR, quotient_limit, half)
-    return torch.where(fits, last, torch.where((scale > last) & (last > 0) & torch.isfinite(grown), grown, scale))
+    return torch.where(fits, previous, torch.where((scale > previous) & (previous > 0) & torch.isfinite(grown), grown, scale))
 
 
 def _scale_for(largest: torch.Tensor, quotient_limit: float, half: bool) -> torch.Tensor:

@@ -39,14 +39,15 @@ class Symbols(NamedTuple):
     states: Numbers
 
 
-def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, numbers: Numbers, shape: tuple[int, int]) -> dict[str, Numbers]:
+def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, table_indices: Numbers, shape: tuple[int, int]) -> dict[str, Numbers]:
     """Encode levels to all streams except ``positions``.
 
-    ``groups`` contains, for each token group, the levels, int64 ``[batch, kv_head, column of the block, token]``. ``numbers`` ``[kv_head,
-    column]`` are the table indices of the columns. ``shape`` is (batch, kv_head). Raises OutOfRange for levels that a table cannot encode.
+    ``groups`` contains, for each token group, the levels, int64 ``[batch, kv_head, column of the block, token]``. ``table_indices``
+    ``[kv_head, column]`` selects a table for each column. ``shape`` is (batch, kv_head). Raises OutOfRange for levels that a table cannot
+    encode.
     """
     batch, heads = shape
-    chunks = [(levels[b, h], numbers[h]) for levels in groups for b in range(batch) for h in range(heads)]
+    chunks = [(levels[b, h], table_indices[h]) for levels in groups for b in range(batch) for h in range(heads)]
     columns = numpy.array([_used_columns(levels) for levels, _ in chunks], numpy.int64)
     sizes = numpy.array([levels.shape[1] for levels, _ in chunks], numpy.int64)
     longest = int((columns * sizes).max(initial=0))
@@ -121,17 +122,17 @@ class ChunkList(NamedTuple):
 
 
 def decode_symbols(
-    columns: Numbers, tokens: Numbers, counts: Numbers, states: Numbers, words: Numbers, numbers: Numbers, tables: SymbolTables
+    columns: Numbers, tokens: Numbers, counts: Numbers, states: Numbers, words: Numbers, table_indices: Numbers, tables: SymbolTables
 ) -> Symbols:
     """Decode chunks to symbols. ``words`` contains the words of all chunks.
 
     ``columns``, ``tokens`` and ``counts`` are the column, token and word counts of each chunk. ``states`` are words ``[chunk, 2 · LANES]``,
-    and ``numbers`` ``[chunk, column]`` are the table indices of the columns.
+    and ``table_indices`` ``[chunk, column]`` selects a table for each column.
     """
     lengths = columns * tokens
     table = numpy.zeros((len(columns), int(lengths.max(initial=0))), numpy.uint8)
     for number, size in enumerate(lengths):
-        table[number, :size] = numpy.repeat(numbers[number, : columns[number]], tokens[number])
+        table[number, :size] = numpy.repeat(table_indices[number, : columns[number]], tokens[number])
     first = numpy.ascontiguousarray(states.reshape(-1, 2 * rans.LANES), "<u2").view("<u4")
     decoded = rans.decode(rans.Chunks(words, counts, first), lengths, tables.frequencies, table)
     symbols = decoded.symbols

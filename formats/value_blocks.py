@@ -85,12 +85,12 @@ def read_values(array: Array, start: int, stop: int) -> numpy.ndarray[Any, Any]:
     return array.reshape(-1)[start:stop] if isinstance(array, numpy.ndarray) else array.flat(start, stop)
 
 
-def take_rows(array: Array, width: int, numbers: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
-    """Copy the rows with the indices ``numbers``, in that order. A row has ``width`` values."""
+def take_rows(array: Array, width: int, indices: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
+    """Copy the rows at ``indices``, in that order. A row has ``width`` values."""
     if isinstance(array, numpy.ndarray):
-        result: numpy.ndarray[Any, Any] = array.reshape(-1, width)[numbers]
+        result: numpy.ndarray[Any, Any] = array.reshape(-1, width)[indices]
         return result
-    return numpy.stack([array.flat(number * width, (number + 1) * width).copy() for number in numbers.tolist()])
+    return numpy.stack([array.flat(number * width, (number + 1) * width).copy() for number in indices.tolist()])
 
 
 def first_index(wrong: numpy.ndarray[Any, Any], first: int, shape: Sequence[int]) -> list[int]:

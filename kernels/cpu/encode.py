@@ -192,7 +192,7 @@ def _measure_pages(
 
 
 def _compute_run_scale(
-    codec: Minifloat, x: torch.Tensor, last: torch.Tensor | None, threads: int | None, level: int, skipped: torch.Tensor | None
+    codec: Minifloat, x: torch.Tensor, previous: torch.Tensor | None, threads: int | None, level: int, skipped: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Return the run scale of ``x`` (see ``Minifloat.begin``), or None if there are no values or if some are too large or not finite."""
     if not x.shape[2]:
@@ -202,7 +202,7 @@ def _compute_run_scale(
         largest = largest.amax(1, keepdim=True)
     if not torch.isfinite(largest).all():
         return None
-    scale = run_scales(codec, largest, last)
+    scale = run_scales(codec, largest, previous)
     return scale if torch.isfinite(scale).all() else None
 
 

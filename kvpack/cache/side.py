@@ -98,7 +98,7 @@ class Side:
         """The token positions, in ascending order, at which a run or the tail begins or ends."""
         return [0, *self.runs.ends.tolist(), self.tokens]
 
-    def run_at(self, start: int, stop: int) -> tuple[PackedRun | None, int]:
+    def run_containing(self, start: int, stop: int) -> tuple[PackedRun | None, int]:
         """Return the run that contains tokens ``[start, stop)``, and the index of the run's first token. The run is None for the tail.
 
         Raises OutOfBounds if the tokens are not in one run.
@@ -120,7 +120,7 @@ class Side:
         Also returns the run, which can map queries to the rotated frame and sums back to the original one. For the tail, which is not
         rotated, the run is None.
         """
-        run, first = self.run_at(start, stop)
+        run, first = self.run_containing(start, stop)
         if run is None:
             return self.tail[:, :, start - first : stop - first].to(torch.float32), None
         return run.frame(start - first, stop - first), run
@@ -176,7 +176,7 @@ class Side:
             return
 
         def unpack_tile(start: int, stop: int) -> None:
-            run, first = self.run_at(start, stop)
+            run, first = self.run_containing(start, stop)
             source = self.tail[:, :, start - first : stop - first] if run is None else run.decode(start - first, stop - first)
             out[:, :, start:stop] = source
 
@@ -194,7 +194,7 @@ class Side:
         per_tile = tokens_at_once(self.batch * self.heads * self.dim, 128, self.codec.group_tokens, self.device)
         for first, stop in self.tiles(per_tile, (start,) if start < self.tokens else ()):
             if first >= start:
-                run, begin = self.run_at(first, stop)
+                run, begin = self.run_containing(first, stop)
                 part = self.tail[:, :, first - begin : stop - begin] if run is None else run.decode(first - begin, stop - begin)
                 result.append(dispatch.norms(part))
         return torch.cat(result, 2)

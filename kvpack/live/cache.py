@@ -354,7 +354,7 @@ class LiveCache:
         """
         check_floating(dtype)
         live = self._layer_after_replays(layer)
-        return (None, None) if live is None else live.layer().unpack(dtype)
+        return (None, None) if live is None else live.as_layer().unpack(dtype)
 
     def freeze(self, *, packed: bool = False) -> Cache:
         """Return all tokens as an immutable ``Cache`` that shares the packed bytes and keeps the raw tail. This cache stays usable.

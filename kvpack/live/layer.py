@@ -120,7 +120,7 @@ class LiveLayer:
 
         return restore_tail
 
-    def layer(self) -> Layer:
+    def as_layer(self) -> Layer:
         """Return all tokens as a ``Layer`` that shares the packed bytes and the tail. The result is valid until more tokens are added."""
         return self._layer({name: self._tail(name) for name in self.sides})
 
@@ -147,7 +147,7 @@ class LiveLayer:
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
         """Run ``kvpack.attend`` over all tokens. Tokens of a long update are encoded only later."""
-        return attend(q, self.layer(), **options)
+        return attend(q, self.as_layer(), **options)
 
     def commit(self) -> None:
         """Encode the tail and the tokens of a long update, in whole windows. The remaining tokens become the new tail."""

@@ -172,7 +172,7 @@ class Steps:
         from kvpack.kernels.attend.prepared import Options
 
         view = self._layer.with_full_tail()
-        layer = self._layer.layer()
+        layer = self._layer.as_layer()
         check_call(q, layer, sink_logits=sink_logits, **options)
         window = options["sliding_window"]
         if not options["causal"] or not GrowingCall.supports(q, view):
@@ -252,7 +252,7 @@ class CpuSteps:
         sinks = None if sink_logits is None else (sink_logits.shape, sink_logits.dtype)
         request = (q.shape, q.dtype, q.device, scale, causal, softcap, window, sinks, dispatch.environment_key())
         if request not in self._calls:
-            check_call(q, layer.layer(), scale, causal, softcap, window, sink_logits)
+            check_call(q, layer.as_layer(), scale, causal, softcap, window, sink_logits)
             on_cpu = cpu_attention(q, self._whole)
             factor = q.shape[3] ** -0.5 if scale is None else scale
             self._calls[request] = on_cpu and partial(on_cpu, scale=factor, causal=causal, softcap=softcap, sliding_window=window)

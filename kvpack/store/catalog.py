@@ -213,7 +213,7 @@ def read_catalog(
         except KvpackError as error:
             unreadable[stored.key] = error
         except MemoryError:
-            unreadable[stored.key] = _out_of_memory(stored)
+            unreadable[stored.key] = _out_of_memory_error(stored)
         if progress:
             progress(index + 1, len(listed))
     return Catalog(entries, unreadable, pages, bases, states)
@@ -297,7 +297,7 @@ def verify(
         except KvpackError as error:
             yield stored, error
         except MemoryError:
-            yield stored, _out_of_memory(stored)
+            yield stored, _out_of_memory_error(stored)
         else:
             yield stored, None
         if progress:
@@ -371,5 +371,5 @@ def _decrypt(stored: StoredEntry, data: Data | None, cipher: Cipher | None, max_
     return decrypt_entry(stored.key, b"" if data is None else data, cipher)
 
 
-def _out_of_memory(stored: StoredEntry) -> KvpackError:
+def _out_of_memory_error(stored: StoredEntry) -> KvpackError:
     return MissingFile(f"entry {stored.key.hex()}: not enough memory to read its {stored.size} bytes")

@@ -366,7 +366,7 @@ def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generat
     heap: list[tuple[bool, int, int, tuple[bytes, int]]] = []
     uses: list[tuple[int, int]] = []
     try:
-        for number, key_rest, size, recorded in _rows(index, latest_ns):
+        for number, key_rest, size, recorded in _rows_by_last_use(index, latest_ns):
             sort_key = (recorded <= latest_ns, recorded, number)
             while heap and heap[0][:3] < sort_key:
                 yield heapq.heappop(heap)[3]
@@ -388,7 +388,7 @@ def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generat
             index.note_uses(uses)
 
 
-def _rows(index: Index, latest_ns: int) -> Iterator[IndexRow]:
+def _rows_by_last_use(index: Index, latest_ns: int) -> Iterator[IndexRow]:
     for after, before in (((latest_ns, _MAX_INT64), _MAX_INT64), ((_MIN_INT64, _MIN_INT64), latest_ns)):
         while rows := index.oldest(_ROWS_READ, after, before):
             yield from rows

@@ -42,16 +42,16 @@ class HeaderTemplate:
 
     @classmethod
     def of(cls, file: File, feature: str) -> Self:
-        """Build a template from an open file that has been checked and has ``feature``."""
+        """Build a template from ``file``, an open file that has been checked and contains the feature ``feature``."""
         header = file.header
         packed = pack_header(header)
         digests = tuple(dataclasses.replace(tensor, digest=_invert_bits(tensor.digest)) for tensor in header.tensors)
         feature_bytes = header.ignorable[feature]
         other = {**header.ignorable, feature: _invert_bits(feature_bytes)}
-        feature_at = _differing_bytes(packed, pack_header(dataclasses.replace(header, ignorable=other)))[0]
+        feature_at = _differing_indices(packed, pack_header(dataclasses.replace(header, ignorable=other)))[0]
         start_range, feature_range = _start_range(header, packed), slice(feature_at, feature_at + len(feature_bytes))
         mask = bytearray(b"\xff" * len(packed))
-        for place in _differing_bytes(packed, pack_header(dataclasses.replace(header, tensors=digests))):
+        for place in _differing_indices(packed, pack_header(dataclasses.replace(header, tensors=digests))):
             mask[place] = 0
         for places in (start_range, feature_range):
             mask[places] = bytes(places.stop - places.start)
@@ -115,7 +115,7 @@ def _start_range(header: Header, packed: bytes) -> slice:
 
     The range is found by packing the header again with a different start that needs as many bytes.
     """
-    last = _differing_bytes(packed, pack_header(dataclasses.replace(header, start=header.start ^ 1)))[-1]
+    last = _differing_indices(packed, pack_header(dataclasses.replace(header, start=header.start ^ 1)))[-1]
     return slice(last - len(msgpack.packb(header.start)) + 1, last + 1)
 
 
@@ -132,5 +132,5 @@ def _invert_bits(data: bytes) -> bytes:
     return bytes(byte ^ 0xFF for byte in data)
 
 
-def _differing_bytes(first: bytes, other: bytes) -> list[int]:
-    return [place for place, (byte, changed) in enumerate(zip(first, other, strict=True)) if byte != changed]
+def _differing_indices(first: bytes, other: bytes) -> list[int]:
+    return [index for index, (byte, other_byte) in enumerate(zip(first, other, strict=True)) if byte != other_byte]

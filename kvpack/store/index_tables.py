@@ -78,7 +78,7 @@ def replace_row(connection: sqlite3.Connection, key: bytes, size: int, used_ns: 
     """Write the row of the entry ``key``, and include it in its subfolder's totals."""
     drop_row(connection, key, cost)
     connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", (row_id(key), key[NUMBER_BYTES:], size, used_ns, description_id))
-    _count(connection, key[0], 1, size, cost(size))
+    _add_to_totals(connection, key[0], 1, size, cost(size))
 
 
 def text_id(connection: sqlite3.Connection, text: str) -> int:
@@ -92,10 +92,10 @@ def drop_row(connection: sqlite3.Connection, key: bytes, cost: Cost) -> None:
     row = connection.execute("SELECT size FROM entries WHERE id = ?", (row_id(key),)).fetchone()
     if row is not None:
         connection.execute("DELETE FROM entries WHERE id = ?", (row_id(key),))
-        _count(connection, key[0], -1, -row[0], -cost(row[0]))
+        _add_to_totals(connection, key[0], -1, -row[0], -cost(row[0]))
 
 
-def _count(connection: sqlite3.Connection, folder: int, *changes: int) -> None:
+def _add_to_totals(connection: sqlite3.Connection, folder: int, *changes: int) -> None:
     statement = "UPDATE folders SET entries = entries + ?, bytes = bytes + ?, cost = cost + ? WHERE folder = ?"
     connection.execute(statement, (*changes, folder))
 

@@ -154,6 +154,8 @@ _MAX_TRIES = 5
 
 
 class RedisDescriptions:
+    """Reads, adds and corrects descriptions of the entries on a Redis server."""
+
     def __init__(self, client: Client) -> None:
         self._client = client
 

@@ -62,11 +62,11 @@ def summarize(
         summary.add(json.loads(text), entries, size)
     listed = None if known is None else known.missing
     catalog = read_catalog(backend, progress, cipher, max_entry_bytes=max_entry_bytes, listed=listed)
-    for text, _, size in _kinds_of_entries(catalog):
+    for text, _, size in _described_entries(catalog):
         summary.add(json.loads(text), 1, size)
     summary.unreadable, summary.undecryptable = len(catalog.unreadable), len(catalog.undecryptable)
     if known is not None and _has_descriptions(backend):
-        backend.set_descriptions([(key, text) for text, key, _ in _kinds_of_entries(catalog)])
+        backend.set_descriptions([(key, text) for text, key, _ in _described_entries(catalog)])
     return summary
 
 
@@ -77,7 +77,7 @@ def describe_new(backend: Backend) -> Sequence[StoredEntry] | None:
     """
     if not _has_descriptions(backend) or (known := backend.read_descriptions()) is None:
         return None
-    backend.set_descriptions([(key, text) for text, key, _ in _kinds_of_entries(read_catalog(backend, listed=known.missing))])
+    backend.set_descriptions([(key, text) for text, key, _ in _described_entries(read_catalog(backend, listed=known.missing))])
     known = backend.read_descriptions(listed_kind="bases")
     return None if known is None else known.missing
 
@@ -86,7 +86,8 @@ def _has_descriptions(backend: Backend) -> TypeIs[Directory | Redis]:
     return isinstance(backend, Directory | Redis)
 
 
-def _kinds_of_entries(catalog: Catalog) -> list[tuple[str, bytes, int]]:
+def _described_entries(catalog: Catalog) -> list[tuple[str, bytes, int]]:
+    """Return (description, key, size in bytes) for each readable entry."""
     result: list[tuple[str, bytes, int]] = []
     for entry in catalog.entries.values():
         result.append((chunk_text(tuple(entry.model.items()), entry.recipe, entry.tokens), entry.stored.key, entry.stored.size))

@@ -334,7 +334,7 @@ def test_tables_of_all_layers_are_copied_at_once(monkeypatch: pytest.MonkeyPatch
             assert held is not None
             with monkeypatch.context() as here:
                 here.setenv(dispatch.VARIABLE, "torch")
-                expected = exact_attention(q, kvpack.Cache((held.layer(),), "").to("cpu")[0])
+                expected = exact_attention(q, kvpack.Cache((held.as_layer(),), "").to("cpu")[0])
             assert (found - expected).norm() < 2e-3 * expected.norm()
         # The first layer of a kind has what was prepared for it. Layers whose pages changed one by one are looked at one by one.
         assert len(tables) == 2

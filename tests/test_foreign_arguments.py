@@ -206,6 +206,7 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
         "Recipe": (kvpack.Recipe, {"text": "octopus-3", "basis": None}),
         "Recipe.codec": (kvpack.Recipe("octopus-3").codec, {"layer": 0, "layers": 2, "side": "k", "dim": 64, "dtype": "bf16"}),
         "Recipe.lossless": (kvpack.Recipe("octopus-3").lossless, {"layers": 2, "dim": 64}),
+        "Recipe.calibrated": (kvpack.Recipe.calibrated, {"basis": basis_path, "bits": 2.5, "trellis": False}),
         "Inputs": (kvpack.Inputs, {"token_ids": b"\1\0\0\0", "undetermined": ("x",), "starts": (0,), "rows": (), "hidden": ()}),
         "Basis.load": (kvpack.Basis.load, {"path": basis_path}),
         "Basis.from_bytes": (kvpack.Basis.from_bytes, {"data": basis}),

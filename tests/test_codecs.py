@@ -44,7 +44,7 @@ def test_every_codec_has_a_class() -> None:
         (lambda: Recipe(k=Octahedral(b=3)), "has no codec for values: add v=<codec>"),
         (lambda: Recipe("octopus-3", k=Raw()), "not both: got text 'octopus-3' and k"),
         (lambda: Recipe("octopus-3", window=3), "got text 'octopus-3' and layers or window"),
-        (lambda: Recipe(kv="raw"), "kv is 'raw', expected a codec of kvpack.codecs"),  # type: ignore[arg-type]
+        (lambda: Recipe(kv="raw"), "kv is 'raw', expected a codec from kvpack.codecs"),  # type: ignore[arg-type]
         (lambda: Recipe(kv=Raw(), layers={"0": {"k": "raw"}}), "layers=0:k is 'raw', expected a codec"),  # type: ignore[dict-item]
         (lambda: Recipe(kv=Octahedral(b=9)), "octahedral:b is '9', expected an integer from 1 to 7"),
         (lambda: Recipe(kv=Octahedral(bits_per_value=3)), "codec octahedral needs b=<1 to 7>"),

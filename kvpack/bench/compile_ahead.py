@@ -121,14 +121,14 @@ def calls_to_compile(recipe: kvpack.Recipe, shape: Shape = Shape()) -> dict[str,
     caches = {tokens: kvpack.pack(layers, recipe) for tokens, layers in pairs.items()}
     result: dict[str, Callable[[], object]] = {}
     for tokens, cache in caches.items():
-        result[f"pack {tokens:,} tokens"] = partial(_pack, pairs[tokens], recipe)
+        result[f"pack {tokens:,} tokens"] = partial(_pack_quietly, pairs[tokens], recipe)
         for number, layer in enumerate(cache):
             where = f"{tokens:,} tokens of layer {number}"
             result[f"unpack {where}"] = partial(layer.unpack, torch.bfloat16)
             for queries in (1, QUERIES) if tokens >= QUERIES else (1,):
                 q = _zero_queries(shape, queries)
                 for repeats in REPEATS if tokens == TOKENS[0] else REPEATS[:1]:
-                    result[f"{queries} queries over {repeats} x {where}"] = partial(kvpack.attend, q, _repeat(layer, repeats))
+                    result[f"{queries} queries over {repeats} x {where}"] = partial(kvpack.attend, q, _repeat_runs(layer, repeats))
         result[f"steps after {tokens:,} tokens"] = partial(_run_live_steps, cache, shape)
     result["checks"] = partial(_check_streams, [side for layer in caches[TOKENS[0]] for side in layer.sides.values()])
     return result
@@ -145,11 +145,11 @@ def _zero_queries(shape: Shape, count: int) -> torch.Tensor:
     return torch.zeros(1, shape.q_heads, count, shape.dim, dtype=torch.bfloat16, device="cpu")
 
 
-def _repeat(layer: kvpack.Layer, count: int) -> kvpack.Layer:
+def _repeat_runs(layer: kvpack.Layer, count: int) -> kvpack.Layer:
     return kvpack.Layer(*(replace(side, runs=PackedRuns.of([*side.runs] * count)) for side in layer.sides.values()))
 
 
-def _pack(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], recipe: kvpack.Recipe) -> None:
+def _pack_quietly(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], recipe: kvpack.Recipe) -> None:
     # Streams are uninitialized: scales may be beyond what a codec stores, and windows beyond their table.
     with warnings.catch_warnings(), contextlib.suppress(kvpack.KvpackError, IndexError):
         warnings.simplefilter("ignore")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.evaluation.models import Text, check_size, positions, tokenize, window, window_ids, window_starts
+from kvpack.evaluation.models import Text, check_size, position_limit, tokenize, window, window_ids, window_starts
 from kvpack.evaluation.windows import PASS_TOKENS, Comparison, RecipeResult, measure, read_forgotten, read_uncompressed
 from kvpack.formats.arguments import as_integer, check_callback, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
@@ -165,7 +165,7 @@ def _plan_windows(
 ) -> tuple[list[tuple[Text, int]], dict[str, int]]:
     """Return the (text, start) pair of each window, and the sizes that all windows share. Raises InvalidParameter."""
     longest = max(len(text.ids) + len(text.start) for text in texts) - 1
-    most = min(longest, positions(model) or longest)
+    most = min(longest, position_limit(model) or longest)
     size = _checked_size(
         "tokens", min(TOKENS, most) if tokens is None else tokens, 2, most, "(the limit of the model or of the longest text)"
     )

@@ -29,7 +29,7 @@ from kvpack.evaluation.models import (
     Text,
     bundled_text,
     check_size,
-    positions,
+    position_limit,
     read_text,
     vocabulary,
     window,
@@ -186,7 +186,7 @@ def run(
         others = [bundled_text(name, folder, vocabulary_size) for name in settings.others] if is_own else []
         name = model_name(str(folder.resolve()))
     inserted = None if settings.inserted is None else _token_id(words, settings.inserted)
-    most = positions(network)
+    most = position_limit(network)
     long = others[-1] if is_own else words
     sizes = _choose_sizes(settings, words, long, most)
     parts = [_TextWindows(words, sizes)]
@@ -357,7 +357,7 @@ class _Measurement:
         """Yield the needle prompts for each length and depth. Texts overlap only between prompts of different lengths."""
         generator = torch.Generator().manual_seed(self.seed)
         count = self.sizes.needles
-        for length in _needle_lengths(self.sizes.tokens, self.long, positions(self.model)) if count else ():
+        for length in _needle_lengths(self.sizes.tokens, self.long, position_limit(self.model)) if count else ():
             size = length - needles.QUESTION_TOKENS - len(self.long.start)
             for number, start in enumerate(window_starts(len(self.long.ids), size, count, self.seed + 1)):
                 ids = self.long.ids[start : start + size]
@@ -412,7 +412,7 @@ class _Measurement:
     def _count_step(self) -> None:
         self.done += 1
         if self.progress:
-            lengths = len(_needle_lengths(self.sizes.tokens, self.long, positions(self.model)))
+            lengths = len(_needle_lengths(self.sizes.tokens, self.long, position_limit(self.model)))
             read = sum(part.sizes.windows for part in self.parts) + self.sizes.needles * lengths + bool(self.sizes.generated)
             self.progress(self.done, read * (1 + len(self.recipes)))
 

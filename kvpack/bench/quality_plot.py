@@ -85,10 +85,10 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
     rows, forgotten = report["recipes"], report["forgotten"]["kl_divergence"]
     axes.set_xscale("log")
     axes.set_yscale("log")
-    divergences = [_point(row) for row in rows]
+    divergences = [_plotted_divergence(row) for row in rows]
     axes.set_ylim(min(divergences) / 2, 2 * max(*divergences, forgotten))
     axes.axhline(forgotten, color="#666666", linestyle="--", linewidth=1, label="past forgotten", zorder=1)
-    front = sorted((row["bits_per_value"], _point(row)) for row in rows if row["on_front"])
+    front = sorted((row["bits_per_value"], _plotted_divergence(row)) for row in rows if row["on_front"])
     axes.plot(*zip(*front, strict=True), color="#999999", linewidth=1.2, label="Pareto front", zorder=2)
     drawn: Counter[str] = Counter()
     for row in rows:
@@ -96,7 +96,7 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
         # Codecs without a style share a color.
         marker = (first + MARKERS.replace(first, ""))[drawn[color] % len(MARKERS)]
         drawn[color] += 1
-        x, y = row["bits_per_value"], _point(row)
+        x, y = row["bits_per_value"], _plotted_divergence(row)
         axes.errorbar(x, y, yerr=_error_bar(row, *axes.get_ylim()), fmt="none", ecolor=color, elinewidth=0.8, alpha=0.5, zorder=3)
         style = {"color": color, "marker": marker, "linestyle": "none", "markersize": 7, "markeredgecolor": "white"}
         axes.plot(x, y, **style, label=row["recipe"], zorder=4)
@@ -125,8 +125,8 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
 
 def _is_label_left(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
     """Return True if a recipe's name must be to the left of its point, because another point or the end of the axis is to the right."""
-    x, y = row["bits_per_value"], _point(row)
-    others = [(other["bits_per_value"] / x, abs(math.log(_point(other) / y))) for other in rows]
+    x, y = row["bits_per_value"], _plotted_divergence(row)
+    others = [(other["bits_per_value"] / x, abs(math.log(_plotted_divergence(other) / y))) for other in rows]
     return _LABEL_DISTANCE * x > max(other["bits_per_value"] for other in rows) or any(
         1 < ratio < _LABEL_DISTANCE and apart < math.log(_LABEL_DISTANCE) for ratio, apart in others
     )
@@ -137,7 +137,7 @@ def _label_point(axes: Any, name: str, x: float, y: float, *, on_left: bool) -> 
     axes.annotate(name, (x, y), **place, zorder=5)
 
 
-def _point(row: dict[str, Any]) -> float:
+def _plotted_divergence(row: dict[str, Any]) -> float:
     return max(float(row["kl_divergence"]), _MIN_DIVERGENCE)
 
 
@@ -148,7 +148,7 @@ def _error_bar(row: dict[str, Any], lowest: float, highest: float) -> list[list[
     """
     if row["kl_divergence_interval"] is None:
         return None
-    middle, (low, high) = _point(row), row["kl_divergence_interval"]
+    middle, (low, high) = _plotted_divergence(row), row["kl_divergence_interval"]
     return [[middle - min(middle, max(low, lowest))], [max(middle, min(high, highest)) - middle]]
 
 

@@ -83,7 +83,7 @@ def text_summary(
     reference: str | None,
 ) -> dict[str, Any]:
     """Return the results for another text as JSON values. They cover predictions, but not the errors of layers."""
-    rows = [_short_row(name, windows, exact_losses) for name, windows in zip(names, measured, strict=True)]
+    rows = [_text_row(name, windows, exact_losses) for name, windows in zip(names, measured, strict=True)]
     add_ratios(rows, reference)
     return {
         "uncompressed": {"perplexity": math.exp(fmean(exact_losses)), "starts": list(starts)},
@@ -92,7 +92,7 @@ def text_summary(
     }
 
 
-def _short_row(name: str, measured: Sequence[RecipeResult], exact_losses: Sequence[float]) -> dict[str, Any]:
+def _text_row(name: str, measured: Sequence[RecipeResult], exact_losses: Sequence[float]) -> dict[str, Any]:
     return {
         "recipe": name,
         "bits_per_value": _mean_bits(measured),
@@ -103,7 +103,7 @@ def _short_row(name: str, measured: Sequence[RecipeResult], exact_losses: Sequen
 
 def generation_summary(names: Sequence[str], effects: Sequence[GenerationEffect]) -> dict[str, dict[str, Any]]:
     """Return the effect of each recipe on a generated text as JSON values."""
-    return {name: asdict(measure_generation) for name, measure_generation in zip(names, effects, strict=True)}
+    return {name: asdict(effect) for name, effect in zip(names, effects, strict=True)}
 
 
 def _mean_bits(measured: Sequence[RecipeResult]) -> float:
@@ -343,10 +343,10 @@ def _show_generated(report: dict[str, Any]) -> None:
     size = -(-report["settings"]["generated"] // len(part))
     rows = []
     for row in report["recipes"]:
-        measure_generation = written[row["recipe"]]
-        first = "-" if measure_generation["first"] is None else f"{measure_generation['first']:,}"
-        cells = [f"{divergence:.4f}" for divergence in measure_generation["kl_divergences"]]
-        rows.append([row["recipe"], *cells, f"{100 * measure_generation['changed']:.1f} %", first])
+        effect = written[row["recipe"]]
+        first = "-" if effect["first"] is None else f"{effect['first']:,}"
+        cells = [f"{divergence:.4f}" for divergence in effect["kl_divergences"]]
+        rows.append([row["recipe"], *cells, f"{100 * effect['changed']:.1f} %", first])
     columns = ["recipe", *(f"KL to\n{size * (number + 1):,}" for number in range(len(part))), "changed\ntokens", "before\nthe first"]
     print_table(f"{report['settings']['generated']:,} tokens that the uncompressed model generated", columns, rows)
     print("Changed: with the same random numbers, another token would have been drawn.")
@@ -376,8 +376,8 @@ def _ratio_cells(ratio: dict[str, Any] | None) -> tuple[str, str]:
     return f"{ratio['ratio']:.3g}", ends
 
 
-def _recall_cells(summarize_recall: dict[str, Any] | None) -> tuple[str, str]:
-    if summarize_recall is None:
+def _recall_cells(recall: dict[str, Any] | None) -> tuple[str, str]:
+    if recall is None:
         return "", ""
-    low, high = summarize_recall["interval"]
-    return f"{summarize_recall['right']} of {summarize_recall['asked']}", f"{100 * low:.0f}-{100 * high:.0f} %"
+    low, high = recall["interval"]
+    return f"{recall['right']} of {recall['asked']}", f"{100 * low:.0f}-{100 * high:.0f} %"

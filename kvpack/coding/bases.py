@@ -71,6 +71,9 @@ Sources: Max 1960, Table I, and Panter and Dite above 5 bits.
 _GAINS = tuple(before - after for before, after in pairwise(DISTORTIONS))
 """Reduction of the error of a column by each additional bit."""
 
+_SIDE_NAMES = {"k": "keys", "v": "values"}
+_ADVICE = ": make a new basis with kvpack calibrate"
+
 _STEPS = 100
 _LOSS_PATTERN = re.compile(r"[0-9]{1,6}(\.[0-9]{1,12})?(e-[0-9]{2})?")
 
@@ -152,14 +155,14 @@ class Basis:
         """Return the rows for ``side`` ("k" or "v") of ``layer``. Raises OutOfBounds."""
         cached = self._rows.get((layer, side))
         if cached is None:
-            raise OutOfBounds(f"{self.where}: the basis has no matrices for the {'keys' if side == 'k' else 'values'} of layer {layer}")
+            raise OutOfBounds(f"{self.where}: the basis has no matrices for the {_SIDE_NAMES[side]} of layer {layer}{_ADVICE}")
         return cached
 
     def frames(self, layer: int, side: str) -> Frames:
         """Return the frames of ``side`` ("k" or "v") of ``layer`` for the codec transform. Raises OutOfBounds."""
         cached = self._frames.get((layer, side))
         if cached is None:
-            raise OutOfBounds(f"{self.where}: the basis has no frames for the {'keys' if side == 'k' else 'values'} of layer {layer}")
+            raise OutOfBounds(f"{self.where}: the basis has no frames for the {_SIDE_NAMES[side]} of layer {layer}{_ADVICE}")
         return cached
 
     def balanced(self, layer: int, frame: str) -> CalibratedFrames:
@@ -201,7 +204,7 @@ class Basis:
 
     def _key_statistics(self, arrays: Mapping[int, torch.Tensor], layer: int, description: str) -> torch.Tensor:
         if layer not in arrays:
-            raise OutOfBounds(f"{self.where}: the basis has no {description} for layer {layer}: make a new basis with kvpack calibrate")
+            raise OutOfBounds(f"{self.where}: the basis has no {description} for layer {layer}{_ADVICE}")
         return arrays[layer]
 
     def sides_with_frames(self) -> list[tuple[int, str]]:

@@ -111,7 +111,7 @@ def with_bases(header: Header, source: Any = None) -> Header:
     for digest in {part.basis for part in unbound} - needed:
         with contextlib.suppress(KvpackError):
             bases[digest] = find_basis(source, digest)
-    codecs = tuple(_with_basis(number, codec, bases) if number in used else codec for number, codec in enumerate(header.codecs))
+    codecs = tuple(_bind_basis(number, codec, bases) if number in used else codec for number, codec in enumerate(header.codecs))
     for number, layer in enumerate(header.layers):
         for name, side in layer.sides():
             for part in _parts_with_basis(codecs[side.codec]):
@@ -125,22 +125,24 @@ def with_bases(header: Header, source: Any = None) -> Header:
 
 
 def _parts_with_basis(codec: Codec) -> tuple[Klt | Transform | FrameMap, ...]:
-    """Return the parts of ``codec`` that may need a basis: the codec itself and its sidecar for key frames, if they are of such a kind."""
+    """Return the parts of ``codec`` that may need a basis: the plain codec if it is klt or transform, and the sidecar for key frames, if
+    any.
+    """
     parts = (codec.without_sidecars, codec.sidecar(FrameMap))
     return tuple(part for part in parts if isinstance(part, Klt | Transform | FrameMap))
 
 
-def _with_basis(codec_index: int, codec: Codec, bases: Mapping[bytes, Basis]) -> Codec:
+def _bind_basis(codec_index: int, codec: Codec, bases: Mapping[bytes, Basis]) -> Codec:
     for part in _parts_with_basis(codec):
         if part.source is None and part.basis in bases:
             basis = bases[part.basis]
             codec = (
-                _with_frames(codec_index, codec, part, basis) if isinstance(part, FrameMap) else _with_rows(codec_index, codec, part, basis)
+                _bind_frames(codec_index, codec, part, basis) if isinstance(part, FrameMap) else _bind_rows(codec_index, codec, part, basis)
             )
     return codec
 
 
-def _with_frames(codec_index: int, codec: Codec, sidecar: FrameMap, basis: Basis) -> Codec:
+def _bind_frames(codec_index: int, codec: Codec, sidecar: FrameMap, basis: Basis) -> Codec:
     assert isinstance(codec, CodecWithSidecars)
     try:
         frames = basis.balanced(sidecar.layer, sidecar.frame).frames
@@ -152,7 +154,7 @@ def _with_frames(codec_index: int, codec: Codec, sidecar: FrameMap, basis: Basis
     return codec.with_sidecar(replace(sidecar, source=frames))
 
 
-def _with_rows(codec_index: int, codec: Codec, family: Klt | Transform, basis: Basis) -> Codec:
+def _bind_rows(codec_index: int, codec: Codec, family: Klt | Transform, basis: Basis) -> Codec:
     try:
         rows = basis.rows(family.layer, family.side)
         frames = basis.frames(family.layer, family.side) if isinstance(family, Transform) else None

@@ -377,7 +377,7 @@ def _to_text(codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice
         clauses += [(f"layers={items}:", side, codec) for side, codec in sides.items()]
     for where, side, codec in clauses:
         if not isinstance(codec, CodecChoice):
-            raise InvalidType(f"{where}{side} is {describe(codec)}, expected a codec of kvpack.codecs, such as Octahedral(b=3)")
+            raise InvalidType(f"{where}{side} is {describe(codec)}, expected a codec from kvpack.codecs, such as Octahedral(b=3)")
     return ";".join([*(f"{where}{side}={codec}" for where, side, codec in clauses), *([] if window is None else [f"window={window}"])])
 
 

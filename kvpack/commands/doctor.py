@@ -160,7 +160,7 @@ def _check_files(device: str) -> str:
                 # The coarsest recipe has 2 bits.
                 limit = 0 if recipe == "lossless" else 0.7
                 if error > limit:
-                    raise ValueError(f"{recipe}: the decoded {name} have a relative error of {error:.2g}, but at most {limit} is expected")
+                    raise ValueError(f"{recipe}: the decoded {name} have a relative error of {error:.2g}, expected at most {limit}")
             expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
             error = _relative_error(kvpack.attend(query, layer), expected)
             if not error <= MAX_ERROR:
@@ -202,7 +202,7 @@ def _check_store() -> str:
     ):
         stored, (loaded, _) = store.save(ids, cache), store.load(ids)
         if (stored, loaded) != (512, 512):
-            raise ValueError(f"{stored} of 512 tokens were stored and {loaded} found: {store.counters()['faults']}")
+            raise ValueError(f"stored {stored} and found {loaded} of 512 tokens, with the faults {store.counters()['faults']}")
     return "512 tokens stored and found"
 
 

@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = None if arguments.model is None else _model_shape(arguments.model, requested, basis)
     rows: list[dict[str, Any]] = []
     missing: list[MissingBasis] = []
-    measured = _published()
+    measured = _published_measurements()
     listed = [*PUBLISHED, *CALIBRATED] if lists_all else list(RECOMMENDED)
     names = arguments.recipes or listed
     calibrated = [name for name in names if name in CALIBRATED and basis is None]
@@ -350,7 +350,7 @@ class _PublishedMeasurement(NamedTuple):
     divergence: float
 
 
-def _published() -> dict[str, _PublishedMeasurement]:
+def _published_measurements() -> dict[str, _PublishedMeasurement]:
     report = json.loads((files("kvpack.bench") / "measured" / "quality.json").read_text(encoding="utf-8"))
     return {row["recipe"]: _PublishedMeasurement(row["bits_per_value"], row["kl_divergence"]) for row in report["recipes"]}
 

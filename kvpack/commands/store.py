@@ -28,31 +28,31 @@ def add(commands: Any) -> None:
         "store", help="list, check, clean, export and import stored prefixes", description="Manage a prefix store."
     )
     kinds = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    _action(kinds, "ls", run_ls, "list the stored prefixes, most recently used first")
-    _action(kinds, "stat", run_stat, "count entries, bytes and tokens by model and recipe")
-    verify = _action(kinds, "verify", run_verify, "check every byte of every entry, and its key")
+    _add_action(kinds, "ls", run_ls, "list the stored prefixes, most recently used first")
+    _add_action(kinds, "stat", run_stat, "count entries, bytes and tokens by model and recipe")
+    verify = _add_action(kinds, "verify", run_verify, "check every byte of every entry, and its key")
     verify.add_argument("--delete", action="store_true", help="also delete damaged entries and, with keys, unencrypted entries")
-    collect = _action(kinds, "gc", run_gc, "remove files of dead writers and unused bases, then evict down to the limits")
+    collect = _add_action(kinds, "gc", run_gc, "remove files of dead writers and unused bases, then evict down to the limits")
     collect.add_argument(
         "--max-bytes", type=byte_count, metavar="N", help="evict until the entries take at most N bytes, such as 10GB (default: no limit)"
     )
     collect.add_argument(
         "--min-free", type=byte_count, metavar="N", help="evict until N bytes of the disk are free, such as 50GB, for a folder (default: 0)"
     )
-    unpin = _action(kinds, "unpin", run_unpin, "let a pinned prefix be evicted again")
+    unpin = _add_action(kinds, "unpin", run_unpin, "let a pinned prefix be evicted again")
     unpin.add_argument("key", metavar="KEY", help="a pinned key, or its first digits; stat lists them")
     unpin.add_argument("--owner", metavar="NAME", help="only the pin of this owner (default: all)")
-    remove = _action(kinds, "rm", run_rm, "remove entries by model, recipe, tenant or time since last use")
+    remove = _add_action(kinds, "rm", run_rm, "remove entries by model, recipe, tenant or time since last use")
     remove.add_argument("--model", metavar="NAME", help="only entries of this model, as stat prints it")
     remove.add_argument("--recipe", metavar="RECIPE", help="only entries of this recipe")
     remove.add_argument("--older-than", type=seconds, metavar="TIME", help="only entries not used for this long, such as 7d or 12h")
     remove.add_argument("--dry-run", action="store_true", help="only count the entries that would be removed")
-    export = _action(kinds, "export", run_export, "write one prefix as a single kvpack file")
+    export = _add_action(kinds, "export", run_export, "write one prefix as a single kvpack file")
     export.add_argument("key", metavar="KEY", help="a key, or its first digits; ls lists them")
     export.add_argument("output", metavar="OUT")
     export.add_argument("--durable", action="store_true", help="return only after the file has been flushed to the disk")
     add_force(export)
-    add = _action(kinds, "import", run_import, "store a kvpack file's prefix")
+    add = _add_action(kinds, "import", run_import, "store a kvpack file's prefix")
     add.add_argument("input", metavar="FILE", help="an exported prefix, or any kvpack file; one without token ids needs --tokens")
     add.add_argument("--tokens", metavar="JSON", help="a file with the token ids as a JSON array (default: those in FILE)")
     add.add_argument("--basis", metavar="PATH", help="the basis that FILE needs, or a folder that contains it")
@@ -62,11 +62,11 @@ def add(commands: Any) -> None:
         action="store_true",
         help="trust the model, weights and token ids that FILE names: processes that load these ids get the values in FILE",
     )
-    demo = _action(kinds, "demo", run_demo, "three processes share a prompt: one computes it, two load it and produce the same tokens")
+    demo = _add_action(kinds, "demo", run_demo, "three processes share a prompt: one computes it, two load it and produce the same tokens")
     demo.add_argument("--recipe", default="octopus-4", metavar="RECIPE", help="the recipe of the stored cache (default: octopus-4)")
 
 
-def _action(subparsers: Any, name: str, run: Any, help_text: str) -> Any:
+def _add_action(subparsers: Any, name: str, run: Any, help_text: str) -> Any:
     parser = subparsers.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
     parser.add_argument("store", metavar="STORE", help="a folder, or the URL of a Redis server or an object store")
     add_json(parser)
@@ -261,7 +261,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
         print_table(
             "pins",
             ["key", "owner", "chunks", "until"],
-            ([pin["key"][:16], printable(pin["owner"]), f"{pin['chunks']:,}", _until_text(pin["until"])] for pin in pins),
+            ([pin["key"][:16], printable(pin["owner"]), f"{pin['chunks']:,}", _expiry_text(pin["until"])] for pin in pins),
             text_columns=2,
         )
     return store.exit_code()
@@ -271,7 +271,7 @@ def _pin_summary(pin: Pin) -> dict[str, Any]:
     return {"key": pin.key.hex(), "owner": pin.owner, "chunks": len(pin.chain), "until": pin.until}
 
 
-def _until_text(until: int | None) -> str:
+def _expiry_text(until: int | None) -> str:
     return "unpinned" if until is None else f"{datetime.datetime.fromtimestamp(min(until, _LAST_TIME), datetime.UTC):%Y-%m-%d %H:%M} UTC"
 
 

@@ -160,7 +160,7 @@ def show(report: dict[str, Any]) -> None:
         "recipe", "file\nbytes", "bits per\nvalue", "nominal\nbits", "smaller\nthan bf16", "K\ncosine", "V\ncosine",
         "byte\nperplexity", "first key's\nanswer", "keys\nright", "save\nms", "load\nms",
     ]  # fmt: skip
-    rows = [["in memory, float32", *[""] * 6, f"{plain['byte_perplexity']:.4f}", *_answer_text(plain), "", ""]]
+    rows = [["in memory, float32", *[""] * 6, f"{plain['byte_perplexity']:.4f}", *_answer_cells(plain), "", ""]]
     for file in report["files"]:
         rows.append(
             [
@@ -172,7 +172,7 @@ def show(report: dict[str, Any]) -> None:
                 f"{file['k_cosine']:.5f}",
                 f"{file['v_cosine']:.5f}",
                 f"{file['byte_perplexity']:.4f}",
-                *_answer_text(file),
+                *_answer_cells(file),
                 f"{file['save_ms']:.1f}",
                 f"{file['load_ms']:.1f}",
             ]
@@ -184,7 +184,7 @@ def show(report: dict[str, Any]) -> None:
         print(f"{name:>16} continues: {source['sample']!r}")
 
 
-def _answer_text(source: dict[str, Any]) -> tuple[str, str]:
+def _answer_cells(source: dict[str, Any]) -> tuple[str, str]:
     first = source["answers"][0]
     return f"{printable(first['answer'])} {'right' if first['right'] else 'wrong'}", f"{source['right']} of {source['asked']}"
 

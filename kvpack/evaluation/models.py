@@ -94,7 +94,7 @@ LONGER_TEXT = "pass a longer text or a smaller --tokens"
 """Advice at the end of error messages about a text that is too short."""
 
 
-def positions(model: Any) -> int | None:
+def position_limit(model: Any) -> int | None:
     """Return the maximum number of positions of the model, or None if its configuration does not specify it."""
     config = model.config.get_text_config()
     # MPT uses another name.

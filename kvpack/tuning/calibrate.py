@@ -18,7 +18,7 @@ from kvpack.evaluation.models import (
     LONGER_TEXT,
     Text,
     check_size,
-    positions,
+    position_limit,
     read_text,
     vocabulary,
     window,
@@ -121,7 +121,7 @@ def run(
         words = read_text(text, folder, vocabulary(network))
     longest = max_uniform_length(network.config.get_text_config())
     only = settings.balanced_only
-    tokens, scored_tokens, windows = _choose_sizes(settings, words, longest, positions(network))
+    tokens, scored_tokens, windows = _choose_sizes(settings, words, longest, position_limit(network))
     read_again = _windows_for_widths(network, words, settings) if settings.widths else []
     if settings.twin is not None:
         make_twin(network, settings.twin, _sample_tokens(network, words), settings.seed)
@@ -133,7 +133,7 @@ def run(
     layer_ropes = _ropes(network, words, tokens, longest) if framing is None else framing.ropes
     report = _gather_statistics(network, words, sizes, out + PROGRESS_SUFFIX, framing, layer_ropes, progress)
     halves = report.halves()
-    for_frames, for_rows = _position_counts(settings, longest, positions(network))
+    for_frames, for_rows = _position_counts(settings, longest, position_limit(network))
     if layer_ropes is not None:
         places = window_positions(tokens - scored_tokens, for_frames)
         halves = halves and [
@@ -214,7 +214,7 @@ def _position_counts(settings: Settings, longest: int | None, max_positions: int
 
 def _windows_for_widths(model: Any, text: Text, settings: Settings) -> list[torch.Tensor]:
     """Return windows of the text for ``measure_place_losses``. Raises InvalidParameter if the text is too short."""
-    tokens = window_tokens(None, WIDTHS_TOKENS, text, positions(model))
+    tokens = window_tokens(None, WIDTHS_TOKENS, text, position_limit(model))
     size = window_ids(tokens, text)
     check_size("--widths", settings.widths, 1, len(text.ids) // size, f"windows of {tokens} tokens in {text.name}")
     return [window(text, start, size).to(model.device) for start in window_starts(len(text.ids), size, settings.widths, settings.seed)]
@@ -269,7 +269,7 @@ def _ropes(model: Any, text: Text, tokens: int, longest: int | None) -> Sequence
 
 def _sample_tokens(model: Any, text: Text) -> torch.Tensor:
     """Return the first tokens ``[1, token]`` of the text, at most the model's number of positions."""
-    return window(text, 0, _SAMPLE_TOKENS)[:, : positions(model)].to(model.device)
+    return window(text, 0, _SAMPLE_TOKENS)[:, : position_limit(model)].to(model.device)
 
 
 def _check_pairs(pairs: Sequence[tuple[Any, Any]]) -> None:

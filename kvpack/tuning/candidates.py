@@ -94,7 +94,7 @@ def is_attendable(codec: str) -> bool:
 
 @dataclass(frozen=True)
 class PackedCandidates:
-    """Every tensor (the keys or values of one layer) packed with every candidate, from which the sizes of files follow.
+    """Every tensor (the keys or values of one layer), packed with every candidate, to compute sizes of files with ``tokens`` tokens.
 
     ``left_out`` contains the reasons why tensors cannot use some candidates.
     """

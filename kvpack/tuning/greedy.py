@@ -50,10 +50,10 @@ def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocatio
         chosen = candidate
         if number + 1 < len(points):
             heapq.heappush(steps, (_step_sort_key(points, number + 1), place, number + 1))
-    return _spend_rest(priced, losses, budget, chosen)
+    return _spend_remaining(priced, losses, budget, chosen)
 
 
-def _spend_rest(priced: PackedCandidates, losses: Losses, budget: int, allocation: Allocation) -> Allocation:
+def _spend_remaining(priced: PackedCandidates, losses: Losses, budget: int, allocation: Allocation) -> Allocation:
     while True:
         left = budget - priced.file_bytes(allocation)
         gains = sorted(

@@ -28,7 +28,7 @@ def show(report: dict[str, Any]) -> None:
         "95 %\n+-",
     ]
     rows = [["uncompressed", "32.00", "", "", f"{report['tuned']['held_out']['uncompressed_perplexity']:.4f}", "", ""]]
-    rows += [_row(name, report[key]) for name, key in ((uniform_label(report), "uniform"), ("tuned", "tuned")) if report[key] is not None]
+    rows += [_cells(name, report[key]) for name, key in ((uniform_label(report), "uniform"), ("tuned", "tuned")) if report[key] is not None]
     print_table(title, columns, rows)
     decoded = [] if report["attendable"] else ["attended"]
     layers = _layer_rows(report["layers"], attended=bool(decoded))
@@ -41,7 +41,7 @@ def show(report: dict[str, Any]) -> None:
         print(f"{printable(report['file'])}: the recipe, for --recipe @{printable(report['file'])}")
 
 
-def _row(name: str, measurement: dict[str, Any]) -> list[str]:
+def _cells(name: str, measurement: dict[str, Any]) -> list[str]:
     held_out = measurement["held_out"]
     interval = held_out["log_perplexity_difference_interval"]
     return [

@@ -30,8 +30,8 @@ def results(
     exact, losses = held_out
     result, plain = (None if allocation is None else losses[recipe_text(allocation.allocation)] for allocation in (tuned, uniform))
     return {
-        "tuned": _row(tuned, search, exact, losses),
-        "uniform": None if uniform is None else _row(uniform, search, exact, losses),
+        "tuned": _measurement_row(tuned, search, exact, losses),
+        "uniform": None if uniform is None else _measurement_row(uniform, search, exact, losses),
         "comparison": None if result is None or plain is None else compare_losses(result, plain),
         "layers": [{side: tuned.allocation[layer, side] for side in "kv"} for layer in range(layers)],
         "attendable": all(map(is_attendable, tuned.allocation.values())),
@@ -58,7 +58,7 @@ def results(
     }
 
 
-def _row(measurement: Measurement, search: Search, exact: list[float], losses: dict[str, Loss]) -> dict[str, Any]:
+def _measurement_row(measurement: Measurement, search: Search, exact: list[float], losses: dict[str, Loss]) -> dict[str, Any]:
     recipe = recipe_text(measurement.allocation)
     return {
         "recipe": recipe,

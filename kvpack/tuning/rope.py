@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.evaluation.models import positions
+from kvpack.evaluation.models import position_limit
 from kvpack.evaluation.windows import prefill
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.frames import MAX_FREQUENCY, PAIRINGS, Rope
@@ -44,7 +44,7 @@ def find_ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
     ``Rope.longest`` tokens. Raises InvalidParameter, with the layer's number, if keys depend on positions in another way.
     """
     single_tokens = tokens[0, :_TOKENS, None]
-    limit = positions(model)
+    limit = position_limit(model)
     test_positions = [position for position in _POSITIONS if limit is None or position < limit]
     first = _keys_at(model, single_tokens, 0)
     others = {position: _keys_at(model, single_tokens, position) for position in test_positions}

@@ -161,7 +161,7 @@ class Statistics:
         """Add a window, ``tokens`` ``[1, token]``. ``pairs`` contains the keys and values of its first tokens.
 
         All other tokens are predicted after each of the ``prefixes``. ``sampled`` tokens are kept as samples. With ``framing``, statistics
-        of frames are added as well. Raises InvalidParameter if predictions are not finite, or do not depend on any keys or values.
+        of frames are also added. Raises InvalidParameter if predictions are not finite, or do not depend on any keys or values.
         """
         generator = torch.Generator(tokens.device).manual_seed(seed)
         raw = [~_encoded_tokens(k) for k, _ in pairs]
@@ -185,7 +185,7 @@ class Statistics:
             chosen = order[~raw[number][order]][:sampled]
             few = chosen[: -(-sampled // SAMPLED_OF_FRAMES)]
             for name, values in self._named_views(number, pair, framing):
-                self._count(name, values, ~raw[number], few if name.endswith(".frames") else chosen)
+                self._add_tensor(name, values, ~raw[number], few if name.endswith(".frames") else chosen)
 
     def add_moments(self, window: int, pairs: Pairs, queries: QueryMoments, ropes: Sequence[Rope | None] | None) -> None:
         """Add the moments of a window's keys and queries. Nothing is added if a layer has no queries."""
@@ -223,7 +223,7 @@ class Statistics:
             if framing is not None:
                 yield f"{layer_index}.{side}.frames", framing.view(layer_index, side, values)
 
-    def _count(self, name: str, values: torch.Tensor, counted: torch.Tensor, chosen: torch.Tensor) -> None:
+    def _add_tensor(self, name: str, values: torch.Tensor, counted: torch.Tensor, chosen: torch.Tensor) -> None:
         x = values[0].to(torch.float64)[:, counted]
         _add_to_sum(self.counts, name, counted.sum().to(torch.float64))
         _add_to_sum(self.sums, name, x.sum(1))

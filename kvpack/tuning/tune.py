@@ -19,7 +19,7 @@ from kvpack.evaluation.models import (
     LONGER_TEXT,
     Text,
     check_size,
-    positions,
+    position_limit,
     read_text,
     vocabulary,
     window,
@@ -165,7 +165,7 @@ def run(
         name = model_name(str(folder.resolve()))
         if loaded_basis is not None:
             check_basis(loaded_basis, folder)
-    sizes = _choose_window_sizes(settings, words, positions(network))
+    sizes = _choose_window_sizes(settings, words, position_limit(network))
     counter = _WindowProgress(progress)
     with tempfile.TemporaryDirectory(prefix="kvpack-tune-") as folder_name:
         layers = network.config.get_text_config().num_hidden_layers

@@ -210,7 +210,7 @@ def test_a_deleted_model_does_not_affect_the_next_one() -> None:
     model, other = qwen("sdpa"), qwen("sdpa")
     kept = attention_switch.AttentionSwitch.of(model)
     number = id(model.config)
-    assert plain_attention.plain_name(model.config) == "sdpa"
+    assert plain_attention.plain_attention_name(model.config) == "sdpa"
     assert number in plain_attention._previous_attention
     del model
     gc.collect()

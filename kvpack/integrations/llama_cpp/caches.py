@@ -372,7 +372,7 @@ def _saved_tokens(layer_index: int, layer: Layer, latents: bool, tokens: int, wi
             f"layer {layer_index} contains {contents}: for llama.cpp, kvpack writes only keys and values, or only latents"
         )
     if layer.k.batch != 1:
-        raise InvalidParameter(f"layer {layer_index} holds {layer.k.batch} sequences, but a sequence state holds one")
+        raise InvalidParameter(f"layer {layer_index} holds {layer.k.batch} sequences, but a sequence state holds one: use Cache.select")
     if layer.seen_tokens != tokens:
         raise InvalidParameter(f"layer {layer_index} ends after token {layer.seen_tokens}, but the cache ends after token {tokens}")
     _check_token_count(layer_index, layer.tokens, tokens, window)

@@ -292,14 +292,14 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return L2StoreResult(all(stored), sum(new.values()))
 
     def _lookup_result(self, keys: list[Any], layouts: Any) -> Any:
-        def store_of(index: int) -> tuple[PageStore, None] | None:
+        def find_store(index: int) -> tuple[PageStore, None] | None:
             layout = layouts.get(keys[index].object_group_id)
             return None if layout is None or len(layout.shapes) != 1 else (self._get_store(layout.shapes[0], layout.dtypes[0]), None)
 
         def find(store: PageStore, indices: list[int], _: Any) -> list[bool]:
             return store.contains([key_bytes(keys[number]) for number in indices])
 
-        result = self._map_objects("lookup", keys, store_of, find)
+        result = self._map_objects("lookup", keys, find_store, find)
         self._accounts.report_missing([key for key, present in zip(keys, result, strict=True) if not present])
         return _to_bitmap(result)
 

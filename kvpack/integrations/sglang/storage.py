@@ -304,7 +304,10 @@ class Pool:
     def _page_starts(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[int]:
         starts: list[int] = host_indices[:: self._size].tolist()
         if len(starts) != len(keys) or (self._pages is not None and any(start % self._size for start in starts)):
-            raise InvalidParameter(f"{len(keys)} keys were passed for indices of {len(starts)} pages, which begin at {starts[:8]}")
+            raise InvalidParameter(
+                f"{len(keys)} keys were passed for indices of {len(starts)} pages, which begin at {starts[:8]}: pass one key per page, and "
+                f"indices of whole pages of {self._size} tokens"
+            )
         return starts
 
 

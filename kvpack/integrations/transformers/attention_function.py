@@ -13,7 +13,7 @@ from kvpack.formats.errors import InvalidParameter
 
 from .layers import check_attention_window, check_window
 from .masks import check_columns
-from .plain_attention import plain_attention, plain_name
+from .plain_attention import plain_attention, plain_attention_name
 from .reads import WITHOUT_COUNTERPART
 from .states import PackedStates, eager_only
 
@@ -41,7 +41,7 @@ def attention(
         key.cache.check_attention(module)
         if attention_mask is not None and starts is None:
             k, v = _mask_tokens(key, attention_mask, query.shape[2])
-            return _plain(module, query, k, v, attention_mask, options)
+            return _attend_plain(module, query, k, v, attention_mask, options)
     elif not isinstance(key, Layer):
         if isinstance(value, (Layer, PackedStates)):
             raise InvalidParameter("value_states is a packed layer, but key_states is a tensor: pass both as the cache returned them")
@@ -50,7 +50,7 @@ def attention(
                 f"{type(module).__name__} got tensors, but its mask is for the packed layers of a KvpackCache: use "
                 "KvpackCache.of(cache, model, dense=True), which passes tensors and full masks to all layers"
             )
-        return _plain(module, query, key, value, attention_mask, options)
+        return _attend_plain(module, query, key, value, attention_mask, options)
     unsupported = WITHOUT_COUNTERPART.keys() & options.keys()
     given = [WITHOUT_COUNTERPART[name] for name in options if name in unsupported and options[name] is not None] if unsupported else []
     if attention_mask is not None and not isinstance(key, PackedStates):
@@ -85,13 +85,13 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _plain(
+def _attend_plain(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     function = plain_attention(module, options)
     queries, tokens = query.shape[2], key.shape[2]
     window = options.get("sliding_window")
-    if mask is None and window is not None and tokens > window and plain_name(module.config) in ("sdpa", "eager"):
+    if mask is None and window is not None and tokens > window and plain_attention_name(module.config) in ("sdpa", "eager"):
         raise InvalidParameter(
             f"{type(module).__name__} got {tokens} tokens and no mask for its window of {window}: the model expected a KvpackCache "
             "to apply that window, but the layer got no cache: turn gradient checkpointing off, or call model.eval()"

@@ -26,7 +26,7 @@ class AttentionSwitch:
         outer.set_attn_implementation("kvpack")
         for name, config in _configs(outer).items():
             remember_attention(config, str(before.get(name) or "sdpa"))
-        weakref.finalize(self, _restore, self._model, before)
+        weakref.finalize(self, _restore_attention, self._model, before)
         name = type(outer).__name__
         if not _announced_model:
             _announced_model.append(name)
@@ -61,7 +61,7 @@ def _configs(model: Any) -> dict[str, Any]:
     return {"": model.config, **parts}
 
 
-def _restore(model: weakref.ref[Any], attention_names: dict[str, str | None]) -> None:
+def _restore_attention(model: weakref.ref[Any], attention_names: dict[str, str | None]) -> None:
     outer = model()
     if outer is None:
         return

@@ -175,7 +175,7 @@ class KvpackCache(PassCalls):
             self.live.share(number)
         decoding = DecodingWarnings(bool(dense))
         kinds = enumerate(zip(present, windows, states, strict=True))
-        layers = [self._layer(number, has_sides, window, decoding, count) for number, (has_sides, window, count) in kinds]
+        layers = [self._create_layer(number, has_sides, window, decoding, count) for number, (has_sides, window, count) in kinds]
         super().__init__(layers=layers)
         self._following = following_layers(layers)
         if cache is not None:
@@ -214,7 +214,7 @@ class KvpackCache(PassCalls):
         self._forward = None if model is None or self.graphs is None else ForwardSwitch.of(model)
         self._metadata = {} if cache is None else dict(cache.metadata)
 
-    def _layer(self, layer_index: int, has_sides: bool, window: int | None, decoding: DecodingWarnings, states: int) -> Any:
+    def _create_layer(self, layer_index: int, has_sides: bool, window: int | None, decoding: DecodingWarnings, states: int) -> Any:
         if states:
             return PackedStateLayer(self.live, layer_index, window, decoding, states) if has_sides else StateLayer(layer_index, states)
         return PackedLayer(self.live, layer_index, window, decoding) if has_sides else EmptyLayer()

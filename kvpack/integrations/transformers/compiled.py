@@ -134,7 +134,7 @@ def supports(arguments: dict[str, Any]) -> bool:
     return all(isinstance(value, torch.Tensor) for value in values)
 
 
-def _calls(ticket: torch.Tensor) -> CompiledCalls:
+def _find_calls(ticket: torch.Tensor) -> CompiledCalls:
     cache = operators.find_cache(ticket)
     assert isinstance(cache, CompiledCalls)
     return cache
@@ -144,7 +144,7 @@ def _calls(ticket: torch.Tensor) -> CompiledCalls:
 @torch.library.custom_op("kvpack::count_tokens", mutates_args=(), schema="(Tensor ticket, SymInt layer) -> (Tensor, Tensor)")
 def count_tokens(ticket: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result of ``KvpackCache.get_seq_length`` as a tensor, and the next ticket."""
-    return torch.tensor(_calls(ticket).cache.get_seq_length(layer), dtype=torch.int64, device="cpu"), ticket.clone()
+    return torch.tensor(_find_calls(ticket).cache.get_seq_length(layer), dtype=torch.int64, device="cpu"), ticket.clone()
 
 
 @count_tokens.register_fake
@@ -157,7 +157,7 @@ def _(ticket: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
 )
 def first_seen(ticket: torch.Tensor, columns: torch.Tensor, layer: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result of ``CompiledCalls.starts``, and the next ticket."""
-    return _calls(ticket).starts(layer, queries, columns), ticket.clone()
+    return _find_calls(ticket).starts(layer, queries, columns), ticket.clone()
 
 
 @first_seen.register_fake
@@ -173,7 +173,7 @@ def begin_pass(tickets: Sequence[torch.Tensor], values: Sequence[torch.Tensor | 
 
     ``names`` lists further arguments, without their values.
     """
-    cache = _calls(tickets[0]).cache
+    cache = _find_calls(tickets[0]).cache
     tensors = {name: tensor for name, tensor in zip(_TENSORS, values, strict=True) if tensor is not None}
     cache.passes.enter(cache.watched_module(module), {**dict.fromkeys(names.split(), True), **tensors})
     return tickets[0].clone()
@@ -182,7 +182,7 @@ def begin_pass(tickets: Sequence[torch.Tensor], values: Sequence[torch.Tensor | 
 @torch.library.custom_op("kvpack::end_pass", mutates_args=(), schema="(Tensor[] tickets, SymInt module) -> Tensor")
 def end_pass(tickets: Sequence[torch.Tensor], module: int) -> torch.Tensor:
     """Call ``Tracking.leave`` after a call that succeeded, and return the next ticket of all layers."""
-    cache = _calls(tickets[0]).cache
+    cache = _find_calls(tickets[0]).cache
     cache.passes.leave(cache.watched_module(module), {}, True)
     return tickets[0].clone()
 

@@ -280,7 +280,7 @@ class ForwardSwitch:
         self._model = weakref.ref(model)
         before = vars(model).get("forward")
         model.forward = _SwitchedForward(model, before)
-        weakref.finalize(self, _restore, self._model, before)
+        weakref.finalize(self, _restore_forward, self._model, before)
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -326,7 +326,7 @@ class _SwitchedForward:
         return graphs(forward, model, self._snapshot, {**dict(zip(self._names, args, strict=False)), **kwargs})
 
 
-def _restore(model: weakref.ref[torch.nn.Module], previous_forward: Any) -> None:
+def _restore_forward(model: weakref.ref[torch.nn.Module], previous_forward: Any) -> None:
     alive = model()
     # If someone has wrapped the forward in the meantime, leave it: without graphs, it only calls the original.
     if alive is None or not isinstance(vars(alive).get("forward"), _SwitchedForward):

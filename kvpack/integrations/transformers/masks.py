@@ -12,7 +12,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from kvpack.formats.errors import InvalidParameter
 
-from .plain_attention import plain_name
+from .plain_attention import plain_attention_name
 from .states import CompiledLength, PackedLength, eager_only
 
 QUERIES_AT_A_TIME = 128
@@ -49,11 +49,11 @@ def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> An
         packed.check_mask(options.get("attention_mask"))
         padding = read_padding(packed, options.get("kv_offset", 0), options.get("attention_mask"))
         if padding.on_the_left and _applied_by_attention(kv_length, config, **options):
-            packed.leave_to_attention(_has_mask(plain_name(config), kv_length, padding.starts is not None, **options))
+            packed.leave_to_attention(_has_mask(plain_attention_name(config), kv_length, padding.starts is not None, **options))
             return _four_dimensions(padding.starts)
         # Always create a mask: without one, packed attention would be called.
         options["allow_is_causal_skip"] = False
-    return AttentionMaskInterface()[plain_name(config)](kv_length=kv_length, config=config, **options)
+    return AttentionMaskInterface()[plain_attention_name(config)](kv_length=kv_length, config=config, **options)
 
 
 def _has_mask(

@@ -90,7 +90,7 @@ class ExpectedLayers:
         for number, layer in enumerate(self._layer_caches):
             self._check_layer(number, layer)
         self._check_accepts_cache_argument()
-        return self._cache_layers
+        return self._layers_have_tokens
 
     def states(self, layers: int) -> list[int]:
         """Return the number of states of each kind for each of the first ``layers`` layers. It is 0 if a layer has no states."""
@@ -110,7 +110,7 @@ class ExpectedLayers:
             )
         if self._own_cache:
             raise InvalidParameter(f"{self.name} accepts only its own cache, a {self._own_cache}: run the model without a KvpackCache")
-        if not any(self._cache_layers):
+        if not any(self._layers_have_tokens):
             raise InvalidParameter(
                 f"{self.name} has no layer with keys and values, so there is nothing to pack: run the model without a KvpackCache"
             )
@@ -121,7 +121,7 @@ class ExpectedLayers:
             )
 
     @property
-    def _cache_layers(self) -> list[bool]:
+    def _layers_have_tokens(self) -> list[bool]:
         return [isinstance(layer, CacheLayerMixin) for layer in self._layer_caches]
 
     def _check_layer(self, layer_index: int, layer: Any) -> None:

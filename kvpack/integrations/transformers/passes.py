@@ -143,9 +143,9 @@ class Pass:
         if plain and mask.shape[1] == (mask.shape[1] if self.ids is None else self.start + self.ids.shape[1]):
             self.visible = mask != 0
             self._all_visible = self.visible.all()
-        elif mask is not None and any(part is not None for part in _parts(mask)):
+        elif mask is not None and any(part is not None for part in _mask_parts(mask)):
             self._found.append(MASKED)
 
 
-def _parts(mask: Any) -> Iterable[Any]:
+def _mask_parts(mask: Any) -> Iterable[Any]:
     return mask.values() if isinstance(mask, dict) else (mask,)

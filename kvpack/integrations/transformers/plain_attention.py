@@ -48,7 +48,7 @@ def forget_attention(config: Any) -> None:
     _previous_attention.pop(id(config), None)
 
 
-def plain_name(config: Any) -> str:
+def plain_attention_name(config: Any) -> str:
     """Return the attention for plain tensors of models with ``config``: the previous one, "sdpa" or "eager".
 
     If a ``KvpackCache`` did not set "kvpack", the previous attention is unknown, and transformers' default is returned.
@@ -67,7 +67,7 @@ def plain_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callabl
             f"{type(module).__name__} passes {' and '.join(used)} in place of a mask, and its own attention would attend to all tokens: "
             'call model.set_attn_implementation("sdpa"), so that the model creates a mask'
         )
-    name = plain_name(module.config)
+    name = plain_attention_name(module.config)
     if name not in ("sdpa", "eager"):
         return AttentionInterface()[name]  # type: ignore[no-any-return]
     if name == "sdpa":

@@ -78,7 +78,7 @@ class RotaryPositions:
             return None
         return tuple(self._deltas.expand(rows, 1).flatten().tolist())
 
-    def begin(self, model: torch.nn.Module | None, arguments: Mapping[str, Any], start: int) -> None:
+    def set_deltas(self, model: torch.nn.Module | None, arguments: Mapping[str, Any], start: int) -> None:
         """Set the model's ``rope_deltas`` before a forward pass, or before ``generate`` computes its positions."""
         self._given = False
         if not start:
@@ -126,7 +126,7 @@ class RotaryPositions:
         ):
             other = (rotary_positions != plain + self._deltas).flatten(0, -2).any(0).nonzero()
             token = int(other[0]) if len(other) else 0
-            self._refuse(sorted(set(rotary_positions[..., token].flatten().tolist())), start + token)
+            self._reject_positions(sorted(set(rotary_positions[..., token].flatten().tolist())), start + token)
 
     def require_positions(self, start: int) -> None:
         """Raise InvalidParameter if no positions were passed and the model would compute wrong ones."""
@@ -136,7 +136,7 @@ class RotaryPositions:
             self._hidden = torch.zeros_like(self._deltas)
             self._largest, self._end, self._cut = None, 0, None
         if not self._given and bool(self._deltas.any()):
-            self._refuse([start], start)
+            self._reject_positions([start], start)
 
     def crop(self, tokens: int) -> None:
         if not 0 < tokens < self._end:
@@ -152,7 +152,7 @@ class RotaryPositions:
             self._deltas, self._hidden = self._deltas[indices.cpu()], self._hidden[indices.cpu()]
             self._largest = None if self._largest is None else self._largest[indices.cpu()]
 
-    def _refuse(self, actual: list[int], token: int) -> None:
+    def _reject_positions(self, actual: list[int], token: int) -> None:
         deltas, positions = self._deltas.flatten().tolist(), " or ".join(map(str, actual[:3]))
         remedy = "omit position_ids" if self._computed else "pass position_ids that continue from there"
         raise InvalidParameter(

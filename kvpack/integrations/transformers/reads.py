@@ -38,7 +38,7 @@ def reads_kv(model: torch.nn.Module) -> bool:
 
     Passing an option of ``WITHOUT_COUNTERPART`` to attention also counts.
     """
-    return any(read.reads_kv for read in _analyses(model))
+    return any(read.reads_kv for read in _analyze_methods(model))
 
 
 def omits_window(model: torch.nn.Module) -> bool:
@@ -46,7 +46,7 @@ def omits_window(model: torch.nn.Module) -> bool:
 
     Only the mask then restricts which tokens it attends to.
     """
-    return any(read.no_window for read in _analyses(model))
+    return any(read.no_window for read in _analyze_methods(model))
 
 
 class _Analysis(NamedTuple):
@@ -60,7 +60,7 @@ class _Analysis(NamedTuple):
     no_window: bool
 
 
-def _analyses(model: torch.nn.Module) -> Iterator[_Analysis]:
+def _analyze_methods(model: torch.nn.Module) -> Iterator[_Analysis]:
     classes = {type(module) for module in modules_of(model) if not isinstance(module, PreTrainedModel)}
     return (_analyze(function) for kind in classes for function in _functions(kind))
 

@@ -74,7 +74,7 @@ class Record:
         self._pending: list[tuple[int, int, Pass | None]] = []
 
     def __deepcopy__(self, memo: object) -> Self:
-        self._read_pending()
+        self._settle_pending()
         other = copy.copy(self)
         other._older, other._findings, other._pending = list(self._older), [copy.copy(finding) for finding in self._findings], []
         other.sources = list(self.sources)
@@ -94,16 +94,16 @@ class Record:
             if recorded_pass is not None and recorded_pass.visible is not None
         )
         if len(self._pending) >= _MAX_PENDING_PASSES or masks > _MAX_PENDING_BYTES:
-            self._read_pending()
+            self._settle_pending()
 
     def note(self, start: int, text: str) -> None:
         """Add the note ``text`` to all tokens from ``start`` on, if there are any."""
-        self._read_pending()
+        self._settle_pending()
         if start < self.tokens:
             self._findings.append(_InputNote(start, self.tokens, text))
 
     def select(self, indices: torch.Tensor) -> None:
-        self._read_pending()
+        self._settle_pending()
         self.sources = [select_sources(sources, indices.tolist()) for sources in self.sources]
         if self._ids.shape[0] > 1:
             self._ids = self._ids[indices.cpu()]
@@ -112,7 +112,7 @@ class Record:
             self._drop_visible()
 
     def crop(self, tokens: int) -> None:
-        self._read_pending()
+        self._settle_pending()
         self.tokens = tokens
         self.sources = self.sources if tokens else []
         # Without tokens, the cache can continue with any number of rows.
@@ -137,7 +137,7 @@ class Record:
     @property
     def hides_tokens(self) -> bool:
         """True if a token was hidden when it was computed, or may have been."""
-        self._read_pending()
+        self._settle_pending()
         texts = [*(text for text, _ in self._older), *(finding.text for finding in self._findings)]
         return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in texts)
 
@@ -145,7 +145,7 @@ class Record:
         """Return (token, row, known id, other id) for the first id in ``ids``, ``[batch, token]``, that differs from the known one, or
         None.
         """
-        self._read_pending()
+        self._settle_pending()
         recorded = self._ids[:, : ids.shape[1]]
         if not recorded.shape[1] or ids.shape[0] % recorded.shape[0]:
             return None
@@ -161,13 +161,13 @@ class Record:
     @property
     def ids(self) -> torch.Tensor:
         """Known ids of each row, int64 ``[batch, token]``. If all rows are the same, there is only one row."""
-        self._read_pending()
+        self._settle_pending()
         return self._ids
 
     @property
     def inputs(self) -> Inputs | None:
         """The recorded inputs, or None if nothing is known about the first tokens and no tokens have been added."""
-        self._read_pending()
+        self._settle_pending()
         if not self._known:
             return None
         different = (self._ids != self._ids[:1]).any(0)
@@ -188,7 +188,7 @@ class Record:
         The message suggests a mask. Masks of single tokens are read from the device first.
         """
         if mask is None or tokens != 1:
-            self._read_pending()
+            self._settle_pending()
         columns = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
         if mask is not None and columns is None:
             return None
@@ -259,7 +259,7 @@ class Record:
         self._visible = torch.cat([before, mask[:, start:]], 1)
         return [PADDED if recorded_pass.counts_visible and torch.equal(mask[:, :start], before) else MASKED]
 
-    def _read_pending(self) -> None:
+    def _settle_pending(self) -> None:
         pending, self._pending = self._pending, []
         for start, stop, seen in pending:
             self._known = True

@@ -81,10 +81,10 @@ class Rollback:
         if states is None:
             number = next(number for number, layer in enumerate(self._layers) if isinstance(layer, StateLayer))
             nearest = max((position for position in self._states if position < tokens), default=0)
-            hint = f"its latest earlier states are after {nearest}: call rewind({tokens}), which keeps {nearest} tokens"
+            hint = f"call rewind({tokens}), which returns to the states after {nearest} tokens" if nearest else "call reset()"
             raise OutOfBounds(
-                f"crop({tokens_to_remove}): layers[{number}] keeps states, but has none after the first {tokens} tokens; "
-                f"{hint if nearest else 'it has no earlier ones: call reset()'}, or call snapshot_states() between passes"
+                f"crop({tokens_to_remove}): layers[{number}] keeps states, but has none after the first {tokens} tokens: {hint}; "
+                "to keep more states, call snapshot_states() between passes"
             )
         return states.selected
 

@@ -101,7 +101,7 @@ class Tracking:
             return
         self.lock.acquire()
         if (unfinished := self._passes.enter(module, arguments, self.record.tokens)) is not None:
-            self._note_failed(unfinished)
+            self._record_failed_pass(unfinished)
         if self._passes.is_outermost:
             self._begin(module, arguments)
         else:
@@ -141,7 +141,7 @@ class Tracking:
         else:
             self._name_model()
         if self._positions is not None:
-            self._positions.begin(self.model_of_cache, arguments, self.record.tokens)
+            self._positions.set_deltas(self.model_of_cache, arguments, self.record.tokens)
         self._check_positions(arguments)
         self._check_failed_pass()
         self._check_visible(arguments)
@@ -154,7 +154,7 @@ class Tracking:
         ended = self._passes.leave(module)
         if ended is not None:
             if self._running and output is None:
-                self._note_failed(ended)
+                self._record_failed_pass(ended)
             self._running = False
             self._wait_for_weights()
         if self._passes.is_idle:
@@ -277,7 +277,7 @@ class Tracking:
         first, now = self._first.identity_fields, latest.identity_fields
         return next((name for name in _FIELDS if now.get(name) != first.get(name)), "")
 
-    def _note_failed(self, failed: Pass) -> None:
+    def _record_failed_pass(self, failed: Pass) -> None:
         self._failed = True
         if self.record.tokens > failed.start:
             self._left = failed.start, self.record.tokens
@@ -311,7 +311,7 @@ class Tracking:
     def prepare_positions(self, arguments: dict[str, Any]) -> None:
         """Make ``generate`` compute multi-dimensional positions that follow the cache. Raises InvalidParameter."""
         if self._positions is not None and self.record.tokens:
-            self._positions.begin(self.model_of_cache, arguments, self.record.tokens)
+            self._positions.set_deltas(self.model_of_cache, arguments, self.record.tokens)
 
     def offsets(self, rows: int) -> tuple[int, ...] | None:
         """Return ``Cache.position_offsets`` of the recorded tokens, or None if token ids imply that the offsets are 0."""

@@ -40,7 +40,7 @@ def check_promotions(tier: Any, view: memoryview, codecs: Mapping[int, Sequence[
                 return False
         return True
 
-    def checked(result: Any) -> Any:
+    def reject_invalid(result: Any) -> Any:
         metadata = running.pop(result.job_id, None)
         if metadata is None:
             return result
@@ -58,6 +58,6 @@ def check_promotions(tier: Any, view: memoryview, codecs: Mapping[int, Sequence[
         return replace(result, success=False, successful_keys=accepted or None)
 
     def get_finished_jobs() -> Iterable[Any]:
-        return [checked(result) for result in finished()]
+        return [reject_invalid(result) for result in finished()]
 
     tier.submit_load, tier.get_finished_jobs = submit_load, get_finished_jobs

@@ -281,14 +281,14 @@ def _chunk_groups(config: Any, groups: Sequence[Group]) -> list[_ChunkGroup]:
         if len(block_offsets) * config.parallel.pp_size != len(named.layer_names):
             raise InvalidParameter(
                 f"the first pipeline stage has {len(block_offsets)} of the {len(named.layer_names)} layers "
-                f"{', '.join(named.layer_names)}, but a store needs as many from each stage: "
+                f"{', '.join(named.layer_names)}, but a store needs the same number from each stage: "
                 'use "placement": "primary"'
             )
         end = max(block_offsets) + group.page_bytes
         if end > block_bytes:
             raise InvalidParameter(
                 f"the blocks of the layers {', '.join(named.layer_names)} end after {end} bytes, but a block of all layers has "
-                f"{block_bytes}: kvpack does not know this arrangement; use vLLM's fs tier"
+                f"{block_bytes}: this arrangement is not supported: use vLLM's fs tier"
             )
         starts = [
             worker * block_bytes * blocks + offset * blocks + block * group.page_bytes

@@ -60,12 +60,11 @@ class Parser(argparse.ArgumentParser):
         super().error(_unknown_option_message(self, self._words) or message + _similar_command(self, self._words))
 
 
-def _unknown_option_message(parser: Parser, words: Sequence[str]) -> str | None:
-    """Return a message about the first of ``words`` that looks like an option but is unknown to this parser. If there is none, return None.
-    """
+def _unknown_option_message(parser: Parser, argv: Sequence[str]) -> str | None:
+    """Return a message about the first option in ``argv`` that is unknown to this parser, or None if there is none."""
     options = {option[2:] for action in parser._actions for option in action.option_strings if option.startswith("--")}
     has_commands = _commands(parser) is not None
-    for word in words:
+    for word in argv:
         name = word.partition("=")[0]
         if word == "--" or (has_commands and not word.startswith("-")):
             return None
@@ -76,17 +75,17 @@ def _unknown_option_message(parser: Parser, words: Sequence[str]) -> str | None:
     return None
 
 
-def _similar_command(parser: Parser, words: Sequence[str]) -> str:
-    """If the first word that is not an option is not a command of this parser, return a suggestion, otherwise an empty string."""
+def _similar_command(parser: Parser, argv: Sequence[str]) -> str:
+    """Return a suggestion if the first word in ``argv`` that is not an option is an unknown command, or an empty string otherwise."""
     commands = _commands(parser)
-    word = next((word for word in words if not word.startswith("-")), None)
+    word = next((word for word in argv if not word.startswith("-")), None)
     if commands is None or word is None or word in commands.choices:
         return ""
     return "".join(f" (did you mean {close}?)" for close in _similar_words(word, commands.choices))
 
 
 def _commands(parser: Parser) -> Any:
-    """Return the parser's action that selects a command. If the parser has no commands, return None."""
+    """Return the parser's action that selects a command, or None if it has no commands."""
     return next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
 
 

@@ -97,7 +97,7 @@ def measured_codecs(recipe: str, heads: int, dim: int) -> Iterator[tuple[str, Co
             yield side, codec
 
 
-def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copied: float) -> dict[str, Any]:
+def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copy_seconds: float) -> dict[str, Any]:
     from kvpack.kernels.encode.encode import prepare
 
     encodings = [prepare(codec, x) for x in inputs] if uses_triton(inputs[0].device) else []
@@ -114,7 +114,7 @@ def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copie
     return {
         "recipe": recipe, "side": side, "bytes": stored, "seconds": seconds,
         "gb_per_s": None if seconds is None else size / seconds / 1e9,
-        "of_floor": None if seconds is None else seconds / (copied * (size + stored) / (2 * size)),
+        "of_floor": None if seconds is None else seconds / (copy_seconds * (size + stored) / (2 * size)),
         "paper_seconds": PAPER_SECONDS.get(recipe),
         "pack_seconds": median_seconds(lambda: kvpack.pack([pair], kvpack.Recipe(named, basis))),
         "unpack_seconds": unpacked, "unpack_gb_per_s": size / unpacked / 1e9,

@@ -250,23 +250,23 @@ def _precision_text(model: Any) -> str:
     return "fp32 on a CPU"
 
 
-def _choose_sizes(settings: Settings, text: Text, long: Text, max_positions: int | None) -> _MeasuredSizes:
+def _choose_sizes(settings: Settings, text: Text, long_text: Text, max_positions: int | None) -> _MeasuredSizes:
     tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, text, max_positions)
     scored_tokens = min(DEFAULT_SCORE, tokens // 2) if settings.scored_tokens is None else settings.scored_tokens
     room = len(text.ids) // window_ids(tokens, text)
     windows = min(DEFAULT_WINDOWS, room) if settings.windows is None else settings.windows
-    lengths = _needle_lengths(tokens, long, max_positions)
-    prompts = min((len(long.ids) // length for length in lengths), default=0)
+    lengths = _needle_lengths(tokens, long_text, max_positions)
+    prompts = min((len(long_text.ids) // length for length in lengths), default=0)
     count = min(DEFAULT_NEEDLES, prompts) if settings.needles is None else settings.needles
     check_size("--score", scored_tokens, 1, tokens - 1, f"in a window of {tokens} tokens")
     check_size("--windows", windows, 1, room, f"(the number of {tokens}-token windows in {text.name}): {LONGER_TEXT}")
     check_size("--step", settings.step, 1, tokens, f"in a window of {tokens} tokens")
     longest = max(lengths, default=needles.LENGTHS[0])
-    sized = f"with windows of {_MIN_BYTES} tokens or more" if long.is_byte_level else f"of {longest:,} tokens"
-    check_size("--needles", count, 0, prompts, f"prompts in {long.name}, {sized}")
-    most = (max_positions or len(long.ids)) - generated.PROMPT
+    sized = f"with windows of {_MIN_BYTES} tokens or more" if long_text.is_byte_level else f"of {longest:,} tokens"
+    check_size("--needles", count, 0, prompts, f"prompts in {long_text.name}, {sized}")
+    most = (max_positions or len(long_text.ids)) - generated.PROMPT
     written = settings.generated or 0
-    check_size("--generate", written, 0, max(most, 0), f"tokens after a prompt of {generated.PROMPT} of {long.name}")
+    check_size("--generate", written, 0, max(most, 0), f"tokens after a prompt of {generated.PROMPT} of {long_text.name}")
     return _MeasuredSizes(tokens, scored_tokens, windows, count, settings.step, written)
 
 

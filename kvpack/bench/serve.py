@@ -382,8 +382,8 @@ def _first_token_rows(
     ids = _random_ids(model, 1, tokens + suffix, device)
     row = {"tokens": tokens, "suffix": suffix}
 
-    def logits(past: Any, given: torch.Tensor) -> None:
-        model(given, **cache_names.cache_argument(model, past), use_cache=True, logits_to_keep=1).logits.argmax().item()
+    def logits(past: Any, ids: torch.Tensor) -> None:
+        model(ids, **cache_names.cache_argument(model, past), use_cache=True, logits_to_keep=1).logits.argmax().item()
 
     calls: dict[str, Callable[[], None]] = {
         "recompute": lambda: logits(library.DynamicCache(config=model.config), ids),

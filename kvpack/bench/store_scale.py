@@ -234,9 +234,9 @@ class _ScaleBenchmark:
     def _identified_chunk(self, prefix_index: int) -> kvpack.Cache:
         return replace(self._chunk(prefix_index), model=self._identity.header_model, recipe=self._identity.recipe)
 
-    def _time_lookups(self, look: Callable[[Any], int], count: int) -> float:
+    def _time_lookups(self, lookup: Callable[[Any], int], count: int) -> float:
         prompts = [_prefix_ids(number)[: CHUNK * count] for number in range(LOOKUPS)]
-        taken = [_milliseconds(partial(look, ids)) for ids in prompts if look(ids) == len(ids)]
+        taken = [_milliseconds(partial(lookup, ids)) for ids in prompts if lookup(ids) == len(ids)]
         if not taken:
             raise InvalidParameter(
                 f"{shown_location(self._location)} contains no prefix of {count} chunks of {self._identity.recipe!r}: use an empty "

@@ -44,11 +44,11 @@ class Range(NamedTuple):
         return (self.begin, self.end) in ((0, math.inf), (-math.inf, -1))
 
     def may_overlap(self, other: Range) -> bool:
-        """Return True if the ranges overlap in a model of some size."""
+        """Return True if the ranges overlap for at least one number of layers."""
         return self.counts != other.counts or self.counts == BOTH or (self.begin <= other.end and other.begin <= self.end)
 
     def without(self, other: Range) -> list[Range]:
-        """Return the parts of this range that are outside ``other`` in a model of some size."""
+        """Return the parts of this range that may be outside ``other``, depending on the number of layers."""
         if self.counts != other.counts:
             return [self]
         if self.counts == BOTH:

@@ -279,8 +279,8 @@ def choose_raw_tokens(
 ) -> torch.Tensor:
     """Return a mask of the raw tokens among the first ``packed`` tokens, bool ``[batch, packed]``, chosen in C if possible.
 
-    The norms of keys and, if known, of values are ``[batch, kv_head, token]``. ``position`` is that of the first token. See
-    ``RawPositions.choose``; C may differ for norms over heads that are within rounding of a bound.
+    The norms of keys and, if known, of values are ``[batch, kv_head, token]``. ``position`` is the position of the first token. The tokens
+    are those that ``RawPositions.choose`` chooses, but C may decide differently if a norm is within rounding error of a bound.
     """
     if uses_c(key_norms.device):
         from kvpack.kernels.cpu import encode as c_encode

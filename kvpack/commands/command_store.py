@@ -67,7 +67,7 @@ class CommandStore:
         return next((parse_basis_entry(key, data, digest, self.cipher) for key, data in result if digest is not None), None)
 
     def exit_code(self, *codes: int) -> int:
-        """If there were faults, print the first one. Returns the worst exit code of the faults and ``codes``."""
+        """Print the first fault, if any. Returns the worst exit code of the faults and ``codes``."""
         if not self.faults:
             return worst_exit_code(codes)
         operation, error = self.faults[0]

@@ -221,9 +221,9 @@ def _file_name(recipe: str) -> str:
     return re.sub(r"[^\w.-]+", "_", recipe)[:60]
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``python -m kvpack.demo.files reader FILE``, which prints the results of the reader as JSON."""
-    command, path = words
+    command, path = argv
     if command != "reader":
         raise SystemExit(f"unknown command {command!r}, expected reader")
     with one_thread():

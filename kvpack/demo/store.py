@@ -95,9 +95,9 @@ def show(report: dict[str, Any]) -> None:
     print("all produce the same tokens" if report["same"] else "the processes produce DIFFERENT tokens")
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``python -m kvpack.demo.store LOCATION RECIPE``, which prints the results of one process as JSON."""
-    location, recipe = words
+    location, recipe = argv
     with one_thread():
         print(json.dumps(load_or_prefill(location, recipe)))
     return 0

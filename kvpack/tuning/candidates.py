@@ -94,7 +94,7 @@ def is_attendable(codec: str) -> bool:
 
 @dataclass(frozen=True)
 class PackedCandidates:
-    """Every tensor (the keys or values of one layer), packed with every candidate, to compute sizes of files with ``tokens`` tokens.
+    """Every tensor (the keys or values of one layer), packed with every candidate, to compute the sizes of files of ``length``.
 
     ``left_out`` contains the reasons why tensors cannot use some candidates.
     """
@@ -126,7 +126,7 @@ def pack_candidates(
 ) -> PackedCandidates:
     """Pack a whole window with each candidate. As in a measurement, the prefix is packed first, and the scored tokens are appended.
 
-    Sizes are those of files of ``length``. Candidates with klt or transform use ``basis``.
+    Sizes are computed for files of ``length``. Candidates with klt or transform use ``basis``.
 
     Raises MissingBasis, or InvalidParameter if a tensor cannot use any of the candidates.
     """

@@ -1,4 +1,4 @@
-"""Sizes of files of another length than the window that was packed, in which headers and raw tokens have another share."""
+"""Sizes of files that are longer than the packed window, so that headers and raw tokens take up a smaller share."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class FileLength:
     tokens: int
     windows: Sequence[int | None]
 
-    def in_layer(self, number: int) -> int:
-        return min(self.tokens, self.windows[number] or self.tokens)
+    def in_layer(self, layer: int) -> int:
+        return min(self.tokens, self.windows[layer] or self.tokens)
 
     def values(self, cache: Cache) -> int:
         """Return the number of values in a file of this length with the layers of ``cache``."""

@@ -87,7 +87,7 @@ def fit_frames(statistics: Statistics, framing: Framing, step: Callable[[], None
 
 
 def _scales(deviations: Array) -> Array:
-    """Return the scales of columns with these standard deviations. Several scales share a table, which suits their middle."""
+    """Return the scales of columns with these standard deviations. Several scales share a table, which is for the middle of their range."""
     octaves = numpy.log2(numpy.maximum(deviations, numpy.finfo(float).tiny))
     middle = SCALES_PER_OCTAVE * MIN_OCTAVES - SCALES_PER_TABLE / 2
     result: Array = numpy.clip(numpy.round(middle - SCALES_PER_OCTAVE * octaves), 0, 255).astype(numpy.int64)

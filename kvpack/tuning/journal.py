@@ -70,8 +70,8 @@ class Journal:
 def open_journal(path: str | None, exact: Sequence[UncompressedResult], file_tokens: int) -> Journal:
     """Return the journal for the windows of ``exact`` and for files of ``file_tokens`` tokens.
 
-    It has the losses recorded in the file ``path`` if that exists. Raises MissingFile if the file cannot be read, and InvalidParameter if
-    it is not a journal or is for other windows.
+    It contains the losses recorded in the file ``path``, if that exists. Raises MissingFile if the file cannot be read, and
+    InvalidParameter if it is not a journal or is for other windows.
     """
     journal = Journal(path, identity(exact, file_tokens))
     if path is None or not os.path.lexists(path):

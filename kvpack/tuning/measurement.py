@@ -51,7 +51,7 @@ class Loss:
 
 @dataclass
 class Windows:
-    """Windows of a text that are read repeatedly. Sizes are those of files of ``length``.
+    """Windows of a text that are read repeatedly. Sizes are computed for files of ``length``.
 
     ``step`` is called after each window that is read, and ``on_measured`` after each new loss. ``losses`` are keyed by recipe text, which
     includes the digest of ``basis`` if it is used. ``exact`` contains the uncompressed model's predictions, with keys and values in bf16

@@ -156,15 +156,15 @@ def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
         result = measure_within_budget(search, "exchange", kept)
         if result.loss.kl_divergence < tuned.loss.kl_divergence:
             return result
-        grown_places = [place for place in free if _is_larger(search, place, tuned.allocation[place], result.allocation[place])]
+        grown_places = [place for place in free if _needs_more_bytes(search, place, tuned.allocation[place], result.allocation[place])]
         grown_places.sort(key=lambda place: (losses[place][result.allocation[place]], place))
         if len(grown_places) < 2:
             return None
         free = {place for place in free if place not in grown_places} | set(grown_places[: len(grown_places) // 2])
 
 
-def _is_larger(search: Search, tensor: Place, smaller: str, after: str) -> bool:
-    return search.priced.stream_bytes(tensor, after) > search.priced.stream_bytes(tensor, smaller)
+def _needs_more_bytes(search: Search, tensor: Place, old_codec: str, new_codec: str) -> bool:
+    return search.priced.stream_bytes(tensor, new_codec) > search.priced.stream_bytes(tensor, old_codec)
 
 
 def _neighbors(search: Search, tensor: Place, codec: str) -> list[str]:

@@ -185,7 +185,7 @@ class Model(ExpectedLayers):
 
     @property
     def runs_packed_layers(self) -> bool:
-        """True if attention "kvpack" is set."""
+        """True if the model's attention is "kvpack"."""
         return self.attention in NAMES
 
     def check(self, cache: Cache) -> None:

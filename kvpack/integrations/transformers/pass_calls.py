@@ -123,7 +123,8 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return packed.decode(queries, dtype)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Return the number of tokens that a layer has seen. In compiled code, it is a tensor, as for transformers' static caches."""
+        """Return the number of tokens that a layer has seen. In compiled code, the result is a tensor, as for transformers' static caches.
+        """
         if torch.compiler.is_dynamo_compiling() and not self._dense:
             return self.compiled.compiled_seen(layer_idx)
         return self._length(layer_idx)

@@ -256,7 +256,7 @@ class Tracking:
             seen.note(f"were computed after the model's {self._changed} changed")
 
     def _verify(self, model: torch.nn.Module) -> None:
-        """If weights have changed unnoticed by any pass, record that this may affect the tokens since the last call.
+        """If weights have changed without any pass noticing, record that this may affect the tokens since the last call.
 
         For example, assigning to ``Parameter.data`` goes unnoticed.
         """

@@ -185,4 +185,4 @@ def open_for_identity(
 
 def check_identity(identity: Any) -> None:
     if not isinstance(identity, Identity):
-        raise InvalidType(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")
+        raise InvalidType(f"identity is a {type(identity).__name__}, expected a kvpack.Identity, such as kvpack.Identity.of(model, recipe)")

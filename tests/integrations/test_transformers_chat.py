@@ -154,6 +154,7 @@ def test_options_of_generate_end_replies_and_leave_the_chat_reusable(model: Any)
     [
         (lambda model, words: Chat(model, None), "tokenizer is None"),
         (lambda model, words: Chat(words, model), "tokenizer is a .*ForCausalLM"),
+        (lambda model, words: Chat("folder", words), "model is 'folder', expected a transformers model: load the model first"),
         (lambda model, words: Chat(model, words, template=5), "template is 5, expected a dict"),
         (lambda model, words: Chat.load("chat.kvpack", words, model), "model is a .*, expected a transformers model"),
         (lambda model, words: Chat(model, words).send(None), "a message is None, expected a dict"),

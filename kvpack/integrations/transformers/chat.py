@@ -19,6 +19,7 @@ from kvpack.file.limits import MAX_STRING_BYTES
 from kvpack.file.metadata import CHAT, CHAT_MESSAGES, Value, to_bytes
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, LimitExceeded
+from kvpack.identity import modules
 from kvpack.store.store import Store
 
 from .arguments import check_model_of_file
@@ -74,6 +75,7 @@ class Chat:
     ) -> None:
         if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
             raise InvalidType(f"tokenizer is {describe(tokenizer)}, expected what AutoTokenizer.from_pretrained(folder) returns")
+        modules.check_model(model)
         if template is not None and not isinstance(template, Mapping):
             raise InvalidType(f"template is {describe(template)}, expected a dict of arguments for apply_chat_template")
         self.model, self.tokenizer = model, tokenizer

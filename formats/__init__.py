@@ -1,4 +1,6 @@
-"""Registries of all codecs and sidecars. To add a codec or sidecar, create a module here, add it to its registry, and document it in spec/.
+"""Registries of all codecs and sidecars.
+
+To add a codec or sidecar, create a module here, add it to its registry, and document it in spec/.
 """
 
 from __future__ import annotations

@@ -250,8 +250,7 @@ class Codec(EntryStreams, ABC):
         return self.rotation.forward(x)
 
     def original(self, u: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map float32 ``[batch, kv_head, row, dim]`` from the run's coded frame to the original frame. ``streams`` are the run's streams.
-        """
+        """Map float32 ``[batch, kv_head, row, dim]`` from the coded frame of the run with these ``streams`` to the original frame."""
         return self.rotation.inverse(u)
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -276,7 +275,7 @@ class Codec(EntryStreams, ABC):
         return layout | self.scale_layouts(batch, heads, tokens)
 
     def run_layouts(self, batch: int, heads: int) -> Mapping[str, Layout]:
-        """Return the layouts of all streams for 0 tokens. Only streams with one row per run have rows then."""
+        """Return the layouts that all streams have for 0 tokens, where only streams with one row per run have rows."""
         if (batch, heads) not in self.derived_values:
             self.derived_values[batch, heads] = self.layout(batch, heads, 0)
         layouts: Mapping[str, Layout] = self.derived_values[batch, heads]
@@ -313,8 +312,7 @@ class Codec(EntryStreams, ABC):
 
     @cached_property
     def row_layouts(self) -> Mapping[str, Layout]:
-        """Layouts of all streams for 0 tokens. They give each stream's dtype, the length of its rows, and the unit that a row belongs to.
-        """
+        """Layouts of all streams for 0 tokens, with each stream's dtype, row length, and the unit that a row belongs to."""
         layouts = self.layout(1, 1, 0)
         if is_foreign(self.without_sidecars):
             check_layouts(self, layouts)

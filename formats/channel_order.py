@@ -70,8 +70,7 @@ class ChannelOrder(ValueMap):
         return {STREAM: Layout(DTYPES[self.dtype], (batch, heads, 1, self.dim), per="run")}
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """Choose the run's order, ``[batch, kv_head, 1, dim]``: channels sorted by norm, and distributed over the blocks in zigzag order.
-        """
+        """Choose the run's order ``[batch, kv_head, 1, dim]``: channels sorted by norm, distributed over the blocks in a zigzag."""
         batch, heads = run.shape[:2]
         size = torch.zeros(batch, heads, 1, self.dim, dtype=torch.float64, device=run.device)
         for block in run.blocks():

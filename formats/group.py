@@ -187,7 +187,9 @@ class Group(CodecFamily):
         return unbiased_factor(factor.to(torch.float32), product, length, TOKEN_SCALE_DTYPES[self.token_scale], squares).to(factor.dtype)
 
     def _divide_by_token_scale(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Map ``x`` to the coded frame, and divide it by its token scales, if any. Returns the quotients, and the stream of token scales.
+        """Map ``x`` to the coded frame, and divide it by its token scales, if any.
+
+        Returns the quotients, and the stream of token scales.
         """
         u = self.rotation.forward(x)
         if self.token_scale == "none":

@@ -216,7 +216,9 @@ class Klt(CodecFamily):
         return replace(self, rows="basis", basis=digest, source=BasisRows(stored))
 
     def source_for(self, heads: int) -> BasisRows:
-        """Return the basis rows for ``heads`` heads. Raises MissingBasis without a basis, or InvalidParameter for another number of heads.
+        """Return the basis rows for ``heads`` heads.
+
+        Raises MissingBasis without a basis, or InvalidParameter for another number of heads.
         """
         if self.source is None:
             raise missing_basis_error(self.basis_location)

@@ -73,10 +73,11 @@ _CONVERTING_DEVICES = ("cpu", "cuda")
 
 _MAX_POWER_RATIO = 3.0
 _MIN_SIZE_FACTOR = 0.35
-"""Root mean square of normally distributed values, relative to the smallest normal element, at which subnormal elements double their error.
-"""
+"""Root mean square, relative to the smallest normal element, at which subnormal elements double the error of normal variables."""
 _MIN_BLOCK_SIZE_FACTOR = 0.009
-"""Like ``_MIN_SIZE_FACTOR``, but relative to the run's scale, for blocks with e4m3 scales. For smaller values, block scales are subnormal.
+"""Like ``_MIN_SIZE_FACTOR``, but relative to the run's scale, for blocks with e4m3 scales.
+
+For smaller values, block scales are subnormal.
 """
 
 _MAX_HEADROOM = 16.0

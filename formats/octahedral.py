@@ -253,7 +253,9 @@ def _padding_bits(packing: Columns, triplets: int) -> dict[str, numpy.ndarray[An
 
 
 def _scale_and_measure(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scale rows so that their squares fit in float32. Returns the scaled rows, their norms ``[row, 1]``, and the original norms ``[row]``.
+    """Scale rows so that their squares fit in float32.
+
+    Returns the scaled rows, their norms ``[row, 1]``, and the original norms ``[row]``.
     """
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     if not rows.numel() or (length.min() > _SAFE_NORMS[0] and length.max() < _SAFE_NORMS[1]):

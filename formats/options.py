@@ -82,7 +82,9 @@ class Options:
         return not self._words.keys().isdisjoint(names)
 
     def integer(self, name: str, default: int | None, low: int, high: int, *, omitted: str | None = _DEFAULT) -> int:
-        """Read an integer from ``low`` to ``high``. Raises InvalidOption if it is out of range, or if it is missing and has no ``default``.
+        """Read an integer from ``low`` to ``high``.
+
+        Raises InvalidOption if it is out of range, or if it is missing and has no ``default``.
         """
         text = self._read(name)
         if text is None:

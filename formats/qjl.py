@@ -32,8 +32,7 @@ DEFAULT_SEED = 1
 
 @dataclass(frozen=True)
 class Qjl(ResidualSketch):
-    """Sidecar that sketches the residual by its norm, stored as ``norm``, and by its signs after a signed Hadamard rotation with ``seed``.
-    """
+    """Sidecar that stores the norm of the residual as ``norm``, and its signs after a signed Hadamard rotation with ``seed``."""
 
     name: ClassVar[str] = "qjl"
     words: ClassVar[tuple[str, ...]] = ("qjl", "qjl_seed")

@@ -22,7 +22,9 @@ PRECISION = 12
 """Number of bits of a frequency: the frequencies of a table sum to 2^PRECISION."""
 TOTAL = 1 << PRECISION
 MIN_STATE = 1 << 16
-"""Smallest state of a lane; states are below 2^32. It is also the state before the first symbol is encoded and after the last is decoded.
+"""Smallest state of a lane; states are below 2^32.
+
+It is also the state before the first symbol is encoded and after the last is decoded.
 """
 
 MAX_SYMBOLS = 1 << 16

@@ -76,7 +76,9 @@ class RawTokens(WholeTokens):
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.group_tokens))
 
     def choose(self, run: Run, continues: bool) -> torch.Tensor:
-        """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``. No token is chosen if the run ``continues`` another.
+        """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``.
+
+        No token is chosen if the run ``continues`` another.
         """
         batch, _, tokens, _ = run.shape
         chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=run.device)

@@ -286,7 +286,10 @@ class CodecWithSidecars(Codec):
         return self.complete(self.codec.decode_digits(digits, streams), streams)
 
     def complete(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Apply all sidecars to ``frame``, the values that the codec decoded. Returns values in the coded frame."""
+        """Reverse the steps of all sidecars on ``frame``, the values that the codec decoded, and insert the stored tokens.
+
+        Returns values in the coded frame.
+        """
         frame = self._apply_sidecars(frame, streams)
         for tokens in self.whole_tokens:
             sequences = tokens.token_positions(streams)[1]
@@ -386,8 +389,7 @@ class _Steps:
         self._steps.append(step)
 
     def encode(self, block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Apply all steps to a block whose first token has index ``start``. Returns the block for the codec, and the streams of the steps.
-        """
+        """Apply all steps to ``block``, whose first token has index ``start``. Returns the values for the codec, and the streams."""
         return _apply_steps(tuple(self._steps), block, start)
 
     def run(self) -> Run:

@@ -41,7 +41,9 @@ def tile_factors(
 
 @triton.jit
 def broadcast_over_rows(value: tl.tensor) -> tl.tensor:
-    """Reshape ``[warp, token]`` to ``[warp, token, 1]``, so that it broadcasts over query rows. Return tensors with three axes unchanged.
+    """Reshape ``[warp, token]`` to ``[warp, token, 1]``, so that it broadcasts over query rows.
+
+    Return tensors with three axes unchanged.
     """
     if len(value.shape) == 2:
         value = value[:, :, None]

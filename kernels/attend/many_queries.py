@@ -190,7 +190,9 @@ class ManyQueriesCall:
 
     @property
     def runs_only_kernels(self) -> bool:
-        """True if a call consists only of kernels. False if PyTorch operations, which depend on modes such as autocast, apply value maps.
+        """True if a call consists only of kernels.
+
+        False if PyTorch operations, which depend on modes such as autocast, apply value maps.
         """
         return all(frame.page is None and frame.codec is not None for frame in self._frames)
 

@@ -188,7 +188,9 @@ class PreparedCall:
 
     @property
     def runs_only_kernels(self) -> bool:
-        """True if a call consists only of kernels. False if PyTorch operations, which depend on modes such as autocast, apply value maps.
+        """True if a call consists only of kernels.
+
+        False if PyTorch operations, which depend on modes such as autocast, apply value maps.
         """
         return not self._mapped_frames and all(frame.page is None for frame in self._v_frames)
 

@@ -87,7 +87,9 @@ class SideSegments(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A codec's coded frame. If it also depends on stored channel scales or a stored channel order, ``page`` is the page that stores them.
+    """A codec's coded frame.
+
+    If it also depends on stored channel scales or a stored channel order, ``page`` is the page that stores them.
     """
 
     codec: Codec

@@ -128,9 +128,9 @@ def _launch_streams(device: torch.device, groups: int) -> Iterator[list[Abstract
 
 @lru_cache(maxsize=16)
 def _device_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Return the ``STREAMS`` CUDA streams that compute digests on ``device``, which are always the same.
+    """Return the ``STREAMS`` CUDA streams that compute digests on ``device``. Every call returns the same streams.
 
-    PyTorch reuses freed memory only on the same stream, so new streams would make the memory for sums grow.
+    PyTorch reuses freed memory only on the same stream, so the memory for sums would grow if new streams were created.
     """
     return [torch.cuda.Stream(device) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
 

@@ -48,7 +48,7 @@ def second_token_offset(dual: int, tokens: int) -> int:
 
 @triton.jit
 def repeat_columns(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Repeat each column ``COPIES`` times in a row: ``[warp, token, width]`` becomes ``[warp, token, width * COPIES]``.
+    """Place ``COPIES`` copies of each column next to each other: ``[warp, token, width]`` becomes ``[warp, token, width * COPIES]``.
 
     If transposed, columns are the middle axis.
     """

@@ -179,7 +179,9 @@ def _encode(
 def _measure_pages(
     codec: Codec, x: torch.Tensor, page: int, columns: int, threads: int | None, level: int, skipped: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Measure pages of ``page`` tokens of ``x`` with the C function ``kvpack_measure``. Returns float32 ``[batch, kv_head, page, column]``.
+    """Measure pages of ``page`` tokens of ``x`` with the C function ``kvpack_measure``.
+
+    Returns float32 ``[batch, kv_head, page, column]``.
     """
     batch, heads, tokens, _ = x.shape
     result = empty((batch, heads, -(-tokens // page), columns), torch.float32, x.device)

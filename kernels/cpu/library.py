@@ -243,7 +243,10 @@ def library() -> ctypes.CDLL | None:
 
 
 def run(name: str, call: Structure, purpose: str) -> int:
-    """Run the C function ``kvpack_NAME`` on ``call``, and return its status. Raises MemoryError; ``purpose`` completes the message."""
+    """Run the C function ``kvpack_NAME`` on ``call``, and return its status.
+
+    Raises MemoryError if memory runs out; the message says what the memory was for (``purpose``).
+    """
     loaded = library()
     assert loaded is not None
     status: int = getattr(loaded, f"kvpack_{name}")(byref(call))

@@ -29,7 +29,9 @@ MIN_SYMBOLS = 1 << 18
 def decode(
     chunks: rans.Chunks, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0
 ) -> rans.DecodedChunks:
-    """Decode ``chunks`` in C as ``formats.rans.decode`` does. The library must be loaded, and ``level`` is an index into its ``levels()``.
+    """Decode ``chunks`` in C as ``formats.rans.decode`` does.
+
+    The library must be loaded, and ``level`` is an index into its ``levels()``.
     """
     count, longest = len(lengths), int(lengths.max(initial=0))
     words, states = numpy.ascontiguousarray(chunks.words, numpy.uint16), numpy.ascontiguousarray(chunks.states, numpy.uint32)

@@ -89,7 +89,9 @@ def decode_into(codec: Transform, packed: Sequence[PackedPart], out: torch.Tenso
 
 
 def check_chunks(codec: Transform, streams: Mapping[str, torch.Tensor], where: str) -> None:
-    """Check all chunks on the device of ``streams``, as ``Transform.check_chunks`` does. Raises InvalidPayload for the first invalid one.
+    """Check all chunks on the device of ``streams``, as ``Transform.check_chunks`` does.
+
+    Raises InvalidPayload for the first invalid one.
     """
     batch, heads, rows = streams["columns"].shape
     device = streams["columns"].device

@@ -54,7 +54,7 @@ class NormState(NamedTuple):
 
 
 def create_norms(codec: Scalar | Octahedral, tables: list[torch.Tensor], device: torch.device) -> NormConstants:
-    """Return the ``NormConstants`` of ``codec``. A table that they need is appended to ``tables``."""
+    """Return the ``NormConstants`` of ``codec``. If norms have 8 bits, the table of their bounds is appended to ``tables``."""
     bounds = norm_byte_bounds(codec.norm, device)
     if bounds is not None:
         tables.append(bounds)

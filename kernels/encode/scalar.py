@@ -129,7 +129,7 @@ def _begin_scaled(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr)
 def _measure(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, block_index: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Encode every multiple of a block of the unit vector, and add the products and squares of the errors to ``state``."""
+    """Encode a block of the unit vector, multiplied by each of ``_SCALES``, and add the sums of the errors to ``state``."""
     magnitude = tl.abs(values[0]) * state.factor
     product, squares = state.product, state.decoded
     for place in tl.static_range(_COUNT):

@@ -255,7 +255,9 @@ def decode_pairs(
     CONSTANTS: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tuple:
-    """Return both channels of one pair per column. The pair's bin begins at bit ``BIN`` of the column, and its norm code at bit ``NORM``.
+    """Return both channels of one pair per column.
+
+    The pair's bin begins at bit ``BIN`` of the column, and its norm code at bit ``NORM``.
     """
     SHARED: tl.constexpr = MODE.shared
     result = look_up_bits(planes, table, BIN, CONSTANTS.bin_bits, 2, 0, SHARED, MODE.fast)

@@ -31,7 +31,10 @@ LANES = tl.constexpr(4)
 
 
 class OctahedralKeyConstants(NamedTuple):
-    """Compile-time constants of an octahedral codec: 16-bit words per row of indices and of signs, both even, and the bits of a norm."""
+    """Compile-time constants of an octahedral codec. Rows have ``index_words`` words of indices and ``sign_words`` words of signs.
+
+    A word has 16 bits, and both counts are even.
+    """
 
     index_words: int
     sign_words: int

@@ -153,8 +153,7 @@ def _sign_words(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, C
 
 @triton.jit
 def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
-    """Return the signs of step ``STEP`` for values as one float16 tile ``[warp, column, token]``: -1 for a set bit, and 1 for a clear bit.
-    """
+    """Return the signs of step ``STEP`` for values as one float16 tile ``[warp, column, token]``: -1 for set bits, 1 for clear bits."""
     BIT: tl.constexpr = _sign_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
     word = _sign_words(loaded, column_fields, STEP, CONSTANTS, MODE)
     if MODE.fast:
@@ -166,8 +165,7 @@ def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, 
 
 @triton.jit
 def decode_bits(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr) -> tl.tuple:
-    """Return the bits of step ``STEP`` for keys as one float16 tile ``[warp, token, column]``: a power of two for a set bit, otherwise 0.
-    """
+    """Return the bits of step ``STEP`` for keys as one float16 tile ``[warp, token, column]``: a power of two for set bits, else 0."""
     BIT: tl.constexpr = _sign_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
     word = _sign_words(loaded, column_fields, STEP, CONSTANTS, MODE)
     if MODE.fast:
@@ -202,7 +200,9 @@ def _scale_tile(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) ->
 
 @triton.jit
 def half_sum(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tensor:
-    """Return half the sum of a query's sign columns, times ``QUERY_FACTOR``: ``[warp, 1, row]``. ``q`` comes from ``scale_sign_queries``.
+    """Return half the sum of a query's sign columns, times ``QUERY_FACTOR``: ``[warp, 1, row]``.
+
+    ``q`` comes from ``scale_sign_queries``.
     """
     EACH: tl.constexpr = len(q) // SETS
     # Sum over columns once for all tiles together, because the threads of a program wait for each other in every such sum.

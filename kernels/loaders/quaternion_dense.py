@@ -131,8 +131,7 @@ def chunk_pair(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FA
 
 @triton.jit
 def codeword_pair(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the codewords of two neighboring chunks: that of the even-numbered chunk in the low 16 bits, the next one in the high 16 bits.
-    """
+    """Return the codewords of two neighboring chunks in one word: the even-numbered chunk in the low half, the next in the high half."""
     return _codewords_at(words, CHUNK, 0, CONSTANTS, FAST)
 
 

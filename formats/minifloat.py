@@ -345,7 +345,7 @@ def block_exponents(largest: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def exponent_carry(form: Element) -> int:
-    """Return the number to add to the bits of a float32 so that its exponent grows by 1 if the value would round above the largest element.
+    """Return the number that, added to float32 bits, raises the exponent if the value would round above the largest element.
 
     Only values with the exponent of the largest element can round that way.
     """

@@ -172,8 +172,8 @@ def _add_weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl
 def pair_weights(weights: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
     """Return the weights ``[warp, token, row]`` for both tiles of a paired step (``Tiles.paired``).
 
-    Positions 2i and 2i + 1 of the first tile are the two fields of token 2i; in the second tile, they are those of token 2i + 1. Both
-    positions get their token's weight, but a row is 0 at the position of the field that it does not use.
+    In the first tile, positions 2i and 2i + 1 are the two fields of token 2i. In the second tile, they are the two fields of token 2i + 1.
+    Each query row uses one of the fields: there it gets the token's weight, and 0 at the other position.
     """
     WARPS: tl.constexpr = weights.shape[0]
     TOKENS: tl.constexpr = weights.shape[1]

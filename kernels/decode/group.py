@@ -19,9 +19,10 @@ from .rows import EnginePages, PackedPart, PreparedDecode, as_float32, load_per_
 
 
 class GroupConstants(NamedTuple):
-    """Compile-time constants of a group codec: codes of ``bits`` bits, in groups of ``size`` tokens (``along_tokens``) or channels.
+    """Compile-time constants of a group codec.
 
-    ``scales``, ``ranged`` and ``token_scale`` are stream indices; -1 means that there is no such stream.
+    A group is ``size`` tokens (``along_tokens``) or ``size`` channels, and a code has ``bits`` bits. ``scales``, ``ranged`` and
+    ``token_scale`` are stream indices; -1 means that there is no such stream.
     """
 
     code: CodeStream

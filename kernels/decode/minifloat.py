@@ -20,10 +20,10 @@ from .rows import EnginePages, PackedPart, PreparedDecode, as_float32, load_per_
 
 
 class MinifloatConstants(NamedTuple):
-    """Compile-time constants of a minifloat codec: the packing of codes, and their ``element`` format.
+    """Compile-time constants of a minifloat codec. The format of elements is ``element``; ``code`` is the stream of codes.
 
-    ``scale`` and ``global_scale`` are stream indices; -1 means that there is no such stream. ``size`` is the number of channels per scale.
-    If it is 0, there is one scale per token (``per_token``) or a single scale for all tokens.
+    ``scale`` and ``global_scale`` are stream indices; -1 means that there is no such stream. A scale covers ``size`` channels. If ``size``
+    is 0, it covers a token (``per_token``) or all tokens.
     """
 
     code: CodeStream

@@ -28,12 +28,12 @@ MAX_PAIR_BITS = 3
 
 
 class Tile(NamedTuple):
-    """A tile: its ``kind`` of decoding, the registers that contain its codes of ``bits`` bits, and the indices of its column constants.
+    """One tile of a step: how its codes are decoded (``kind``), and where its codes, table entries and column constants are.
 
-    A code begins at bit ``position`` of a register or, if ``selectors`` combine several registers, of the combined bytes. A column's table
-    begins at entry ``first_entry`` or, unless ``own_entry`` is -1, at the entry that this constant contains. If codes select one of two
-    entries, ``entries`` are two constants: entry 0, and the bits in which entry 1 differs. If two columns are decoded together, only every
-    second column has constants.
+    The codes have ``bits`` bits and are stored in ``registers``. They begin at bit ``position`` of a register or, if ``selectors`` combine
+    several registers, of the combined bytes. A column's table begins at entry ``first_entry``. If ``own_entry`` is not -1, it is the index
+    of a column constant that contains the first entry instead. If codes select one of two entries, ``entries`` are the indices of two
+    constants: entry 0, and the bits in which entry 1 differs. If two columns are decoded together, only every second column has constants.
 
     For values, a register may be a half-word of each token's word. The whole word is then kept, although its other half belongs to another
     token. ``parity`` is the register's index in ``load_parities``, and ``odd_selectors`` are the selectors for tokens in the upper half.

@@ -115,11 +115,11 @@ def within_length(
 
 @triton.jit
 def skip_unseen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.constexpr, TILES: tl.constexpr) -> tl.tuple:
-    """Skip the tokens at the beginning of ``work`` that no query sees. Also returns the number of tokens that only some queries see.
+    """Skip the tokens at the beginning of ``work`` that no query sees.
 
     No query sees tokens before token ``first`` of the layer, and only some queries see tokens before token ``last``. The returned work
-    begins with the first tile that every query sees; tokens before this tile have negative positions. Their number, the second result, is a
-    multiple of the tile size ``SPAN``. Tiles that every query sees are processed ``TILES`` at a time.
+    begins with the first tile that every query sees. Tokens that only some queries see come before this tile and have negative positions;
+    the second result is their number, a multiple of the tile size ``SPAN``. Tiles that every query sees are processed ``TILES`` at a time.
     """
     begin = tl.maximum(0, first - work.begin) // SPAN * SPAN
     shift = (tl.maximum(0, last - work.begin) + TILES * SPAN - 1) // (TILES * SPAN) * (TILES * SPAN)

@@ -62,7 +62,7 @@ def extract_layers(past: Any) -> list[DenseLayer]:
             "encoder's tokens: pack its self_attention_cache and its cross_attention_cache separately"
         )
     if isinstance(getattr(past, "layers", None), Sequence):
-        return _layers_of(past)
+        return _read_layers(past)
     if isinstance(past, str | bytes | os.PathLike):
         raise InvalidType(
             f"the path {path_text(past)!r} is not a KV cache: open kvpack files with kvpack.load, and safetensors files with the kvpack "
@@ -75,7 +75,7 @@ def extract_layers(past: Any) -> list[DenseLayer]:
     raise InvalidType(f"a {type(past).__name__} is not a KV cache: pass a transformers Cache, one (k, v), or a list of (k, v)")
 
 
-def _layers_of(past: Any) -> list[DenseLayer]:
+def _read_layers(past: Any) -> list[DenseLayer]:
     _refuse_other_contents(past, "", _CACHES, _CACHE_SETTINGS)
     layers = [_dense_layer(layer, f"layers[{number}]") for number, layer in enumerate(past.layers)]
     held = ((number, layer, layer.v if layer.k is None else layer.k) for number, layer in enumerate(layers))

@@ -132,7 +132,7 @@ def _read_by_library(
     running = Reader(reader_library, descriptor, reads, memory, PIECE_BYTES, threads, direct)
     running.allow(slots)
 
-    def copied() -> Generator[torch.Tensor, None, None]:
+    def staged_copies() -> Generator[torch.Tensor, None, None]:
         marks: list[Any] = []
         behind = min(_MAX_UNFINISHED_COPIES, slots - 1)
         with running:
@@ -147,7 +147,7 @@ def _read_by_library(
                 yield place
                 marks.append(bus.mark())
 
-    return copied()
+    return staged_copies()
 
 
 def _read_in_threads(
@@ -171,7 +171,7 @@ def _read_in_threads(
     free = deque((slot, slot.numpy().data, bus.mark()) for slot in torch.split(memory, largest))
     started = deque[tuple[torch.Tensor, memoryview]]()
 
-    def with_memory() -> Iterator[tuple[StagedCopy, int, int, memoryview]]:
+    def assign_memory() -> Iterator[tuple[StagedCopy, int, int, memoryview]]:
         for copy, ranges in zip(copies, reads, strict=True):
             slot, data, copied = free.popleft()
             bus.wait(copied)
@@ -187,7 +187,7 @@ def _read_in_threads(
             codec = file.side(copy.side.layer, copy.side.side).codec
             file.read_side_into(copy.side, data, check_values=codec not in value_codecs, check_chunks=codec not in chunk_codecs)
 
-    with contextlib.closing(in_parallel(read, with_memory(), threads, ahead - threads)) as done:
+    with contextlib.closing(in_parallel(read, assign_memory(), threads, ahead - threads)) as done:
         for copy, ranges in zip(copies, reads, strict=True):
             for _ in ranges:
                 next(done)

@@ -180,7 +180,7 @@ def _hide_tokens(
     if starts is not None:
         scores.masked_fill_(torch.arange(start, stop, device=scores.device) < starts, -torch.inf)
     if lengths is None:
-        _mask(scores, positions, start, stop, causal, sliding_window)
+        _mask_by_position(scores, positions, start, stop, causal, sliding_window)
         return
     query_positions = positions[:, None] - (tokens - lengths)
     _mask_by_sequence(scores, query_positions, lengths, torch.arange(start, stop, device=scores.device), causal, sliding_window)
@@ -203,7 +203,9 @@ def _visible_range(position: int, q_len: int, tokens: int, causal: bool, sliding
     return begin, end
 
 
-def _mask(scores: torch.Tensor, positions: torch.Tensor, start: int, stop: int, causal: bool, sliding_window: int | None) -> None:
+def _mask_by_position(
+    scores: torch.Tensor, positions: torch.Tensor, start: int, stop: int, causal: bool, sliding_window: int | None
+) -> None:
     tokens = torch.arange(start, stop, device=scores.device)
     if causal and stop > int(positions[0]) + 1:
         scores.masked_fill_(tokens > positions[:, None], -torch.inf)

@@ -181,7 +181,7 @@ class File:
                 self._verified.add(name)
             if entry.filter == "none":
                 return stored
-            return decompress_frame(name, stored, layout_bytes(self.header.layouts[name]), checksums=self._checksums)
+            return decompress_frame(name, stored, layout_bytes(self.header.layouts[name]), checksums=self._has_checksums)
 
     def read_side(self, layer: int, side: str, *, check_values: bool = True) -> dict[str, memoryview]:
         """Return the decoded bytes of a layer's keys ("k") or values ("v") by stream name.
@@ -241,7 +241,7 @@ class File:
         Raises DigestMismatch, InvalidPayload, MissingFile or Truncated.
         """
         with prefix_errors(self.where):
-            read_checked(self._source, self.front, self.tensors[state.where], state.layout, memory, checksums=self._checksums)
+            read_checked(self._source, self.front, self.tensors[state.where], state.layout, memory, checksums=self._has_checksums)
 
     def side_offsets(self, layer: int, side: str) -> SideOffsets:
         """Return the offsets at which ``read_side_into`` stores the tensors of a layer's keys or values.
@@ -275,7 +275,7 @@ class File:
                     check_digest(tensor.name, memory[begin:end], tensor.digest)
             else:
                 for (tensor, begin, end), layout in zip(tensors, layouts.values(), strict=True):
-                    read_checked(self._source, self.front, tensor, layout, memory[begin:end], checksums=self._checksums)
+                    read_checked(self._source, self.front, tensor, layout, memory[begin:end], checksums=self._has_checksums)
             if not check_values:
                 return
             for (stream, layout), (_, begin, end) in zip(layouts.items(), tensors, strict=True):
@@ -343,11 +343,11 @@ class File:
                     progress(done, total)
 
     @property
-    def _checksums(self) -> bool:
+    def _has_checksums(self) -> bool:
         return CHECKSUMS in self.header.ignorable
 
     def _checked_array(self, tensor: TensorEntry, layout: Layout) -> Array:
-        return checked_array(self._source, self.front, tensor, layout, checksums=self._checksums)
+        return checked_array(self._source, self.front, tensor, layout, checksums=self._has_checksums)
 
     def _check(self, entry: SideEntry, arrays: Mapping[str, Array], where: str, check_chunks: bool = True) -> None:
         """Raise InvalidPayload if the streams of a side break a rule of its codec."""

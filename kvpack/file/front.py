@@ -129,18 +129,18 @@ def _front_of(header: Header, tensor: bytes) -> Front:
     digest = xxhash.xxh3_128_hexdigest(tensor)
     rows = [
         f'"__metadata__":{{"format":"kvpack","kvpack":"{FORMAT} {digest}"}}',
-        _row("kvpack.header", "U8", (len(tensor),), 0, len(tensor)),
+        _json_entry("kvpack.header", "U8", (len(tensor),), 0, len(tensor)),
     ]
     places = {}
     pads, end = 0, len(tensor)
     for entry in header.tensors:
         pad, begin = end, align_up(end)
         if begin > pad:
-            rows.append(_row(f"kvpack.pad.{pads}", "U8", (begin - pad,), pad, begin))
+            rows.append(_json_entry(f"kvpack.pad.{pads}", "U8", (begin - pad,), pad, begin))
             pads += 1
         end = begin + entry.stored_bytes
         dtype, shape = (entry.dtype, entry.shape) if entry.filter == "none" else ("U8", (entry.stored_bytes,))
-        rows.append(_row(entry.name, dtype, shape, begin, end))
+        rows.append(_json_entry(entry.name, dtype, shape, begin, end))
         places[entry.name] = TensorPosition(pad, begin, end)
     json = ("{" + ",".join(rows) + "}").encode()
     json += b" " * (-(LENGTH_BYTES + len(json)) % DATA_ALIGNMENT)
@@ -171,7 +171,7 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
     first = bytes(source.read(0, min(size, LENGTH_BYTES + _BEGINNING_BYTES)))
     length, beginning = int.from_bytes(first[:LENGTH_BYTES], "little"), first[LENGTH_BYTES:]
     if not beginning.startswith(_PREFIX):
-        raise NotKvpack(_not_kvpack(first, size, length))
+        raise NotKvpack(_not_kvpack_message(first, size, length))
     version = _VERSION.match(beginning)
     if version and int(version[1]) > FORMAT:
         raise UnsupportedVersion(newer_format_message(int(version[1])))
@@ -243,7 +243,7 @@ def check_hash(name: str, size: int, actual: bytes, expected: bytes) -> None:
         raise DigestMismatch(f"{name} is damaged: its {size} bytes have the digest {actual.hex()}, expected {expected.hex()}")
 
 
-def _row(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) -> str:
+def _json_entry(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) -> str:
     return f'"{name}":{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":[{begin},{end}]}}'
 
 
@@ -252,7 +252,7 @@ def other_format_name(first: bytes) -> str:
     return next((name for magic, name in _OTHER_FORMATS.items() if first.startswith(magic)), "")
 
 
-def _not_kvpack(first: bytes, size: int, length: int) -> str:
+def _not_kvpack_message(first: bytes, size: int, length: int) -> str:
     if size < LENGTH_BYTES:
         return f"is {f'only {size} bytes long' if size else 'empty'}, not a kvpack file"
     if first[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and LENGTH_BYTES + length <= size:

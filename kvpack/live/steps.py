@@ -47,7 +47,7 @@ class Steps:
             self._packed, self._skipped, self._unchecked, self.not_finite = numbers[:4, :1].unbind()
             self._lengths = numbers[4:].view(-1)[:batch]
         self._version = layer.version
-        self._write()
+        self._write_lengths()
 
     @staticmethod
     def supports(layer: LiveLayer, q: torch.Tensor) -> bool:
@@ -103,7 +103,7 @@ class Steps:
         request = (q.shape, q.dtype, q.device, scale, causal, softcap, window, sink_logits is None, starts is None)
         if request not in self._calls:
             options = {"scale": scale, "causal": causal, "softcap": softcap, "sliding_window": window}
-            self._calls[request] = self._call(q, sink_logits, starts, options)
+            self._calls[request] = self._prepare_call(q, sink_logits, starts, options)
         call = self._calls[request]
         if call is None:
             return None
@@ -128,7 +128,7 @@ class Steps:
                 self._appends.clear()
                 changed = True
             self._version = self._layer.version
-        self._write()
+        self._write_lengths()
         return changed
 
     def read_replayed_tokens(self) -> None:
@@ -150,7 +150,7 @@ class Steps:
     def _capturing(self) -> bool:
         return self._lengths.is_cuda and torch.cuda.is_current_stream_capturing()
 
-    def _write(self) -> None:
+    def _write_lengths(self) -> None:
         layer = self._layer
         self._packed_tokens = layer.older_tokens
         with float32_no_grad(layer.device):
@@ -166,7 +166,7 @@ class Steps:
             return False
         return starts.shape == self._lengths.shape and starts.dtype in (torch.int32, torch.int64)
 
-    def _call(self, q: torch.Tensor, sink_logits: torch.Tensor | None, starts: Any, options: dict[str, Any]) -> GrowingCall | None:
+    def _prepare_call(self, q: torch.Tensor, sink_logits: torch.Tensor | None, starts: Any, options: dict[str, Any]) -> GrowingCall | None:
         from kvpack.attention import check_call
         from kvpack.kernels.attend.growing import GrowingCall
         from kvpack.kernels.attend.prepared import Options

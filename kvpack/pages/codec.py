@@ -176,7 +176,7 @@ class PageCodec:
         elif writable and rows.shape[1] < self.nbytes:
             raise Truncated(f"rows has room for {rows.shape[1]} bytes per page, but a page needs {self.nbytes}")
         elif writable and count > 1 and rows.stride(0) < self.nbytes:
-            raise InvalidParameter(_overlapping(rows.stride(0), self.nbytes))
+            raise InvalidParameter(_overlap_message(rows.stride(0), self.nbytes))
 
     def _views(self, rows: Rows, count: int, *, writable: bool) -> list[memoryview]:
         if isinstance(rows, torch.Tensor):
@@ -201,11 +201,11 @@ class PageCodec:
         if writable and len(views) > 1:
             nearest = min(after - before for before, after in pairwise(sorted(map(row_address, views))))
             if nearest < self.nbytes:
-                raise InvalidParameter(_overlapping(nearest, self.nbytes))
+                raise InvalidParameter(_overlap_message(nearest, self.nbytes))
         return views
 
 
-def _overlapping(distance: int, nbytes: int) -> str:
+def _overlap_message(distance: int, nbytes: int) -> str:
     return f"two rows begin {distance} bytes apart, but a page needs {nbytes}: pass a separate row for each page"
 
 

@@ -105,7 +105,7 @@ class DevicePages:
         with float32_no_grad(self._device):
             begun = self._begin_encoding(pages, slots, target, digests)
             if begun is None:
-                return PageJob.of(self._encode_by_host(pages, slots, rows, digests, range(len(slots))))
+                return PageJob.of(self._encode_on_host(pages, slots, rows, digests, range(len(slots))))
             status, measured = begun
             if target is not rows and isinstance(rows, torch.Tensor):
                 with writable(rows):
@@ -126,7 +126,7 @@ class DevicePages:
                 # Encode suspect pages again on the host, which counts their tokens itself and needs its own memory.
                 refused += suspects
             self._shared_left_out.warn(costly)
-            for number, outcome in zip(refused, self._encode_by_host(pages, slots, rows, digests, refused), strict=True):
+            for number, outcome in zip(refused, self._encode_on_host(pages, slots, rows, digests, refused), strict=True):
                 outcomes[number] = outcome
             return outcomes
 
@@ -148,7 +148,7 @@ class DevicePages:
                 on_device = torch.stack([_uint8_tensor(row) for row in good]).to(self._device)
                 status = torch.tensor([error is not None for error in errors], dtype=torch.int32, device=self._device)
             if not self._begin_decoding(on_device, pages, slots, status):
-                return PageJob.of(self._decode_by_host(rows, pages, slots, digests, values))
+                return PageJob.of(self._decode_on_host(rows, pages, slots, digests, values))
 
         def finish(statuses: list[int]) -> list[Outcome]:
             if errors:
@@ -172,7 +172,7 @@ class DevicePages:
         with writable(rows):
             rows[:, : self._front.numel()] = self._front
             if any(digests):
-                rows[:, KEY_AT : KEY_AT + KEY_BYTES] = self._keys(digests)
+                rows[:, KEY_AT : KEY_AT + KEY_BYTES] = self._key_tensor(digests)
             if self._padding is not None:
                 rows.index_fill_(1, self._padding, 0)
         try:
@@ -237,10 +237,10 @@ class DevicePages:
     def _check(self, rows: torch.Tensor, digests: Sequence[bytes | None]) -> torch.Tensor:
         from kvpack.kernels.pages import checksum
 
-        keys = self._keys(digests) if any(digests) else None
+        keys = self._key_tensor(digests) if any(digests) else None
         return checksum.check(rows, self._nbytes, MULTIPLIER, self._front.view(torch.int32), keys, self._pads)
 
-    def _keys(self, digests: Sequence[bytes | None]) -> torch.Tensor:
+    def _key_tensor(self, digests: Sequence[bytes | None]) -> torch.Tensor:
         return (
             _uint8_tensor(b"".join(digest or bytes(KEY_BYTES) for digest in digests))
             .view(-1, KEY_BYTES)
@@ -276,7 +276,7 @@ class DevicePages:
         error = self._plan.row_error(_row_view(rows[page_index].to(CPU)), digest, False, where)
         return error or DigestMismatch(f"{where}: its bytes changed while it was decoded")
 
-    def _encode_by_host(
+    def _encode_on_host(
         self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None], page_indices: Sequence[int]
     ) -> list[Outcome]:
         if not page_indices:
@@ -295,7 +295,7 @@ class DevicePages:
             _store_row(rows, number, row)
         return outcomes
 
-    def _decode_by_host(
+    def _decode_on_host(
         self, rows: Rows, pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool
     ) -> list[Outcome]:
         count = len(slots)

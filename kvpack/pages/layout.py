@@ -54,8 +54,8 @@ class PageLayout:
         flat, dims = page.view(-1), geometry.dims
         shapes = {side: (geometry.layers, geometry.heads, geometry.tokens, dim) for side, dim in dims.items()}
 
-        def written(values: dict[str, torch.Tensor], before: int = 0) -> torch.Tensor:
-            as_integers(flat).fill_(before)
+        def write_page(values: dict[str, torch.Tensor], fill: int = 0) -> torch.Tensor:
+            as_integers(flat).fill_(fill)
             write(values["k"], values.get("v"))
             return flat.to("cpu")
 
@@ -66,7 +66,7 @@ class PageLayout:
             result = torch.zeros(flat.numel(), dtype=torch.int64, device="cpu")
             for bit in range(numbers.numel().bit_length()):
                 ones = (numbers >> bit & 1).to(zeros[side].dtype).to(page.device)
-                result += (as_integers(written({**zeros, side: ones})) != 0).to(torch.int64) << bit
+                result += (as_integers(write_page({**zeros, side: ones})) != 0).to(torch.int64) << bit
             at = result.nonzero().flatten()
             order = result[at].argsort()
             if at.numel() != numbers.numel() or not torch.equal(result[at][order], numbers.flatten()):
@@ -84,7 +84,7 @@ class PageLayout:
         layout = cls(geometry, flat.numel(), places)
         random = {side: _random_bits(shape, page.dtype).to(page.device) for side, shape in shapes.items()}
         # Overwrite the bits of another page, which reveals positions that the writer skips.
-        bits = as_integers(written(random, before=0x55))
+        bits = as_integers(write_page(random, fill=0x55))
         for side, place in places.items():
             if not torch.equal(bits[place], as_integers(random[side].to("cpu"))):
                 raise InvalidParameter(

@@ -190,7 +190,7 @@ def read_catalog(
             if is_row_start(bytes(memoryview(data)[:FRONT_BYTES])):
                 pages[stored.key] = stored
                 continue
-            if (chunk := _chunk_like(templates, stored, data)) is not None:
+            if (chunk := _chunk_from_template(templates, stored, data)) is not None:
                 entries[stored.key] = chunk
                 continue
             with open_entry(data, stored.key) as file:
@@ -219,7 +219,7 @@ def read_catalog(
     return Catalog(entries, unreadable, pages, bases, states)
 
 
-def _chunk_like(templates: HeaderTemplates[ChunkEntry], stored: StoredEntry, data: Data) -> ChunkEntry | None:
+def _chunk_from_template(templates: HeaderTemplates[ChunkEntry], stored: StoredEntry, data: Data) -> ChunkEntry | None:
     """Return the chunk in ``data`` if its header matches the header of an earlier chunk. Otherwise, return None.
 
     Raises InvalidHeader if the header contains a different key.

@@ -107,7 +107,7 @@ class Index:
         """
         done, number = False, None
 
-        def once() -> None:
+        def rename_once() -> None:
             nonlocal done
             if not done:
                 done = True
@@ -117,13 +117,13 @@ class Index:
             if connection is not None:
                 number = None if description is None else self._text_ids.get(description) or tables.text_id(connection, description)
                 with self._update_folder(connection, key[0]):
-                    once()
+                    rename_once()
                     tables.replace_row(connection, key, size, used_ns, number, self._folder.cost)
         if done and description is not None and number is not None:
             self._text_ids[description] = number
         if not done:
             with self._record_missed(key, description):
-                once()
+                rename_once()
 
     def remove(self, keys: Sequence[bytes], unlink: Callable[[bytes], int | None]) -> dict[bytes, int]:
         """Remove the entries of ``keys`` and their rows in the index. Returns the sizes of the removed entries by key.

@@ -154,7 +154,7 @@ class PageStore:
     ) -> tuple[list[bool], list[bool]]:
         """Store pages as ``put`` does. Returns two lists with a bool for each page: True if it is stored now, and True if it is new."""
         keys, slots = self._check_keys_and_slots(keys, slots)
-        ancestors = _keys(ancestors, "ancestors")
+        ancestors = _as_key_list(ancestors, "ancestors")
         buffer_slots = self._buffer_slots(pages, slots, len(keys))
         with self._counters.time_operation("save"):
             return self._put_all(keys, buffer_slots, ancestors)
@@ -232,7 +232,7 @@ class PageStore:
 
     def touch(self, keys: Sequence[bytes], *, ancestors: Sequence[bytes] = ()) -> None:
         """Record a use of the pages ``keys``, which continue the pages ``ancestors``. Raises InvalidParameter."""
-        names = self._entry_keys([*_keys(ancestors, "ancestors"), *_keys(keys)])
+        names = self._entry_keys([*_as_key_list(ancestors, "ancestors"), *_as_key_list(keys)])
         if names:
             self._backend.touch(names, time.time_ns())
 
@@ -260,7 +260,7 @@ class PageStore:
 
     def submit_put(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> Job:
         """Start ``put`` in one of the store's threads. The slots must not change until the job is done. Raises InvalidParameter."""
-        ancestor_keys = tuple(_keys(ancestors, "ancestors"))
+        ancestor_keys = tuple(_as_key_list(ancestors, "ancestors"))
         return self._submit("put", keys, slots, lambda keys, slots: self.put(keys, pages, slots, ancestors=ancestor_keys))
 
     def submit_get(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int]) -> Job:
@@ -384,7 +384,7 @@ class PageStore:
 
     def _entry_keys(self, keys: Sequence[bytes]) -> list[bytes]:
         self._check_open()
-        return [page_key(self.codec.namespace, key_digest(key), self.codec.layout.description) for key in _keys(keys)]
+        return [page_key(self.codec.namespace, key_digest(key), self.codec.layout.description) for key in _as_key_list(keys)]
 
     def _submit(
         self,
@@ -424,13 +424,13 @@ class PageStore:
     def _check_keys_and_slots(self, keys: Sequence[bytes], slots: Sequence[int]) -> tuple[list[bytes], list[int]]:
         """Return ``keys`` and ``slots`` as lists. Raises InvalidParameter if their lengths differ or the store is closed."""
         self._check_open()
-        keys, slots = _keys(keys), as_list(slots, "slots", "slots, which are integers")
+        keys, slots = _as_key_list(keys), as_list(slots, "slots", "slots, which are integers")
         if len(keys) != len(slots):
             raise InvalidParameter(f"{len(keys)} keys were passed for {len(slots)} slots, expected one slot per key")
         return keys, slots
 
 
-def _keys(keys: Sequence[bytes], description: str = "keys") -> list[bytes]:
+def _as_key_list(keys: Sequence[bytes], description: str = "keys") -> list[bytes]:
     return as_list(keys, description, "the engine's keys, which are bytes")
 
 

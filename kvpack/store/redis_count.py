@@ -180,10 +180,10 @@ class RedisDescriptions:
             elif missing is not None or (are_all and all(text != listed for text, *_ in known)):
                 return Descriptions(known, missing or [])
             else:
-                missing = self._missing(listed)
+                missing = self._entries_to_inspect(listed)
         return None
 
-    def _missing(self, listed: str | None) -> list[StoredEntry]:
+    def _entries_to_inspect(self, listed: str | None) -> list[StoredEntry]:
         # The first pass corrects the texts of entries that no longer exist or have a different size.
         digits = "" if listed is None else hashlib.sha1(listed.encode(), usedforsecurity=False).hexdigest()[:_ID_DIGITS]
         return [

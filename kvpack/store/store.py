@@ -316,14 +316,14 @@ class Store:
     def _batches(self, indices: Sequence[int], links: Sequence[ChunkLink], cache: Cache) -> Iterator[dict[int, list[memoryview]]]:
         """Encode the entries of chunks, and yield them in batches, one per request. Stops at the first chunk that cannot be encoded."""
 
-        def encoded() -> Iterator[tuple[tuple[int, list[memoryview]], int]]:
+        def encode_entries() -> Iterator[tuple[tuple[int, list[memoryview]], int]]:
             for index in indices:
                 pieces = self._pieces(cache, index, links[index])
                 if pieces is None:
                     return
                 yield (index, pieces), sum(map(len, pieces))
 
-        return map(dict, batches(encoded(), BATCH_ENTRIES, BATCH_BYTES))
+        return map(dict, batches(encode_entries(), BATCH_ENTRIES, BATCH_BYTES))
 
     def _pieces(self, cache: Cache, index: int, link: ChunkLink) -> list[memoryview] | None:
         """Return the pieces of the entry of chunk ``index``. If the chunk cannot be encoded, count a fault and return None."""

@@ -307,8 +307,8 @@ def refuse_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def decode(*_: Any) -> list[Any]:
         pytest.fail("decoded by the host")
 
-    monkeypatch.setattr(DevicePages, "_encode_by_host", encode)
-    monkeypatch.setattr(DevicePages, "_decode_by_host", decode)
+    monkeypatch.setattr(DevicePages, "_encode_on_host", encode)
+    monkeypatch.setattr(DevicePages, "_decode_on_host", decode)
 
 
 @pytest.mark.scenario

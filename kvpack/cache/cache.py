@@ -219,7 +219,7 @@ class Cache(PackedObject):
         states that are unknown at ``stop`` (see ``states_at``). The whole range can always be sliced.
         """
         if not 0 <= start <= stop <= self.tokens:
-            raise OutOfBounds(f"tokens [{start}:{stop}] were requested from a cache of {self.tokens} tokens")
+            raise OutOfBounds(f"tokens [{start}:{stop}] are out of range: the cache has {self.tokens} tokens")
         source, states = self.layers, None
         if stop != self.tokens and (states := self.states_at.get(self.start + stop)) is not None:
             source = without_states(self).layers

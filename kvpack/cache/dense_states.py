@@ -133,7 +133,7 @@ def keys_and_values(layer: Any, where: str) -> DenseLayer:
     seen, held, classes = int(layer.get_seq_length()), k.shape[2], _classes(layer)
     if (seen > held and not classes & _SLIDING) or (seen < held and not classes & _STATIC):
         raise InvalidParameter(
-            f"{where}: a {type(layer).__name__} that has seen {seen} tokens contains the keys of {held}: "
+            f"{where}: a {type(layer).__name__} that has seen {seen} tokens contains the keys of {held} tokens: "
             "pack a cache that keeps all tokens, such as DynamicCache"
         )
     return DenseLayer(k[:, :, :seen], v[:, :, :seen], max(0, seen - held))

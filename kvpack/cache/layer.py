@@ -89,7 +89,7 @@ class Layer(PackedObject):
             return self
         if not self.skipped <= start <= stop <= self.seen_tokens:
             raise OutOfBounds(
-                f"tokens [{start}:{stop}] were requested from a layer that has only tokens [{self.skipped}:{self.seen_tokens}]"
+                f"tokens [{start}:{stop}] are out of range: the layer has only tokens [{self.skipped}:{self.seen_tokens}]"
             )
         first, last = start - self.skipped, stop - self.skipped
         return Layer(self.k.slice(first, last) if self.k else None, self.v.slice(first, last) if self.v else None)

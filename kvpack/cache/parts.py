@@ -41,7 +41,7 @@ class CachePart:
         last = max(ends, default=0)
         start, stop = (0, last) if tokens is None else _token_range(tokens)
         if not 0 <= start <= stop <= last:
-            raise OutOfBounds(f"tokens [{start}:{stop}] were requested from a cache of {last} tokens")
+            raise OutOfBounds(f"tokens [{start}:{stop}] are out of range: the cache has {last} tokens")
         return cls(layer_indices, start, stop, last)
 
 
@@ -59,7 +59,7 @@ def _layer_indices(layers: Layers, count: int) -> tuple[int, ...]:
         ) from None
     for number in numbers:
         if not -count <= number < count:
-            raise OutOfBounds(f"layer {number} was requested from a cache of {count} layers")
+            raise OutOfBounds(f"layer {number} is out of range: the cache has {count} layers")
     return tuple(sorted({number % count for number in numbers}))
 
 

@@ -210,7 +210,7 @@ class Side:
         """
         start, stop = as_integer(start, "start"), as_integer(stop, "stop")
         if not 0 <= start <= stop <= self.tokens:
-            raise OutOfBounds(f"tokens [{start}:{stop}] were requested from keys or values of {self.tokens} tokens")
+            raise OutOfBounds(f"tokens [{start}:{stop}] are out of range: the keys or values have {self.tokens} tokens")
         try:
             runs = self.runs.slice(start, stop)
         except OutOfBounds as error:

@@ -104,7 +104,7 @@ class Inputs:
         if not self.starts:
             object.__setattr__(self, "starts", (0,) * len(self.undetermined))
         if len(self.starts) != len(self.undetermined):
-            raise InvalidParameter(f"starts has {len(self.starts)} positions, but undetermined has {len(self.undetermined)} texts")
+            raise InvalidParameter(f"starts has {len(self.starts)} positions, but undetermined has {len(self.undetermined)} clauses")
         if not _is_tuple(self.rows, bytes):
             raise InvalidParameter(f"rows is {describe(self.rows)}, expected a tuple with the ids of each sequence as bytes")
         if not _is_tuple(self.hidden, tuple) or not all(len(span) == 3 and _is_tuple(span, int) for span in self.hidden):

@@ -140,7 +140,7 @@ class Backend(Protocol):
         """Return the result of ``peek`` for each of ``keys``. The caller must limit the total size of the entries."""
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
-        """Store the last entry of ``chain`` unless it exists. Returns True if a readable entry exists now.
+        """Store the last entry of ``chain``, whose bytes are in ``pieces``, unless it exists. Returns True if a readable entry exists now.
 
         ``now_ns`` is the time of use. An existing entry is replaced only if it is junk (``entry_kind.Kind.JUNK``), because other stores may
         be able to read any other entry.
@@ -149,8 +149,8 @@ class Backend(Protocol):
     def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
         """Store several entries of one chain in order. Returns the result of ``put`` for each entry.
 
-        ``entries`` maps positions in ``chain`` to the pieces of an entry. The call stops at the first entry that cannot be stored, so that
-        it waits for room at most once.
+        ``entries`` maps positions in ``chain`` to the byte buffers of an entry. The call stops at the first entry that cannot be stored, so
+        that it waits for room at most once.
         """
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:

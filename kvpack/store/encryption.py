@@ -90,7 +90,7 @@ class Cipher:
         return tuple(self._keys)
 
     def encrypt(self, key: bytes, pieces: Sequence[memoryview]) -> list[memoryview]:
-        """Encrypt the entry ``key`` with the first encryption key. Returns the result in pieces.
+        """Encrypt the entry ``key`` with the first encryption key. Returns the result as consecutive byte buffers.
 
         Raises MemoryError, or LimitExceeded if the entry is too large.
         """

@@ -66,7 +66,7 @@ class ChunkFields:
 
 
 def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes = b"") -> list[memoryview]:
-    """Return the pieces of a chunk's entry.
+    """Return a chunk's entry as consecutive byte buffers.
 
     Its header contains ``key``, ``parent``, the token ``ids``, and ``inputs``, a digest of the other inputs.
     """

@@ -185,7 +185,7 @@ class PageStore:
     def _encode(
         self, indices: Sequence[int], keys: Sequence[bytes], buffer_slots: Sequence[BufferSlot], names: Sequence[bytes]
     ) -> dict[int, list[memoryview]]:
-        """Encode the pages with these ``indices``. Returns the pieces of their entries by index.
+        """Encode the pages with these ``indices``. Returns the byte buffers of their entries by index.
 
         Pages that cannot be encoded are counted.
         """

@@ -64,7 +64,9 @@ def is_states(file: container.File) -> bool:
 
 
 def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, str], recipe: str) -> list[memoryview]:
-    """Return the pieces of the entry with the states after a chunk. ``chunk`` is the chunk's key, and ``position`` is the end of the chunk.
+    """Return the entry with the states after a chunk as consecutive byte buffers.
+
+    ``chunk`` is the chunk's key, and ``position`` is the end of the chunk.
     """
     from kvpack.cache import files
     from kvpack.cache.cache import Cache

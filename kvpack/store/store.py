@@ -326,7 +326,7 @@ class Store:
         return map(dict, batches(encode_entries(), BATCH_ENTRIES, BATCH_BYTES))
 
     def _pieces(self, cache: Cache, index: int, link: ChunkLink) -> list[memoryview] | None:
-        """Return the pieces of the entry of chunk ``index``. If the chunk cannot be encoded, count a fault and return None."""
+        """Return the entry of chunk ``index`` as byte buffers. If the chunk cannot be encoded, count a fault and return None."""
         key, parent, chunk_ids, digest = link
         try:
             chunk = self._with_identity(cache[:, index * self.chunk : (index + 1) * self.chunk])

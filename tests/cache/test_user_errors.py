@@ -146,7 +146,7 @@ CALLS: dict[str, Call] = {
     "a layer by name": (lambda: CACHE["0"], OutOfBounds, r"index a cache as cache\[layer\]"),
     "a slice of text": (lambda: CACHE[:, "0":3], OutOfBounds, "index a cache as cache"),
     "a slice of a layer": (lambda: CACHE[0][:1.5], InvalidType, "stop is 1.5, expected an integer"),
-    "a slice too long": (lambda: CACHE[:, :41], OutOfBounds, r"tokens \[0:41\] were requested from a cache of 40"),
+    "a slice too long": (lambda: CACHE[:, :41], OutOfBounds, r"tokens \[0:41\] are out of range: the cache has 40"),
     "append None": (lambda: CACHE.append(None), InvalidParameter, r"a list with one \(k, v\) per layer"),
     "append tensors": (lambda: CACHE.append((K, V)), InvalidParameter, r"a list with one \(k, v\) per layer"),
     "append to one layer": (lambda: CACHE.append([(K, V)]), InvalidParameter, "append got 1 layers, but the cache has 2"),

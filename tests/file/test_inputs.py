@@ -208,7 +208,7 @@ def test_undetermined_inputs_after_an_unknown_token_are_kept_in_every_part() -> 
         ({"token_ids": b"123"}, "4 for each id, but got 3 bytes"),
         ({"token_ids": [1, 2]}, "4 for each id, but got a list"),
         ({"undetermined": ("",)}, "expected a tuple of nonempty strings"),
-        ({"undetermined": ("a", "b"), "starts": (1,)}, "starts has 1 positions, but undetermined has 2 texts"),
+        ({"undetermined": ("a", "b"), "starts": (1,)}, "starts has 1 positions, but undetermined has 2 clauses"),
     ],
 )
 def test_invalid_inputs_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -66,13 +66,13 @@ def test_dropped_tokens_cannot_be_sliced(start: int, stop: int) -> None:
     )
     with pytest.raises(OutOfBounds, match=message):
         sliding(recipe="bf16")[:, start:stop]
-    with pytest.raises(OutOfBounds, match=rf"tokens \[{start}:{stop}\] were requested from a layer that has only tokens \[48:70\]"):
+    with pytest.raises(OutOfBounds, match=rf"tokens \[{start}:{stop}\] are out of range: the layer has only tokens \[48:70\]"):
         sliding()[1][start:stop]
 
 
 def test_slices_must_be_within_the_cache() -> None:
     for start, stop in ((0, 71), (-1, 3), (8, 3)):
-        with pytest.raises(OutOfBounds, match=rf"tokens \[{start}:{stop}\] were requested from a cache of 70"):
+        with pytest.raises(OutOfBounds, match=rf"tokens \[{start}:{stop}\] are out of range: the cache has 70"):
             sliding()[:, start:stop]
 
 
@@ -97,7 +97,7 @@ def test_every_operation_keeps_the_layer_positions() -> None:
         assert (changed.start, changed.stop) == (5, 5 + seen)
     assert [(part.skipped, part.tokens) for part in (cache[1][:], cache[1][48:70], cache[1][48:60])] == [(48, 22), (0, 22), (0, 12)]
     for part in (slice(0, 60), slice(48, 71), slice(-3, None), slice(0, 70, 2), 1):
-        with pytest.raises(OutOfBounds, match=r"requested from a layer that has only tokens \[48:70\]|index a layer by tokens"):
+        with pytest.raises(OutOfBounds, match=r"out of range: the layer has only tokens \[48:70\]|index a layer by tokens"):
             cache[1][part]  # type: ignore[index]
 
 

@@ -351,7 +351,7 @@ def test_blocks_without_a_codec_are_never_reencoded_or_sliced(tmp_path: Path) ->
     with pytest.raises(InvalidParameter, match=r"are quantized \(q4_1 and fp16\), which kvpack stores unchanged: use the 'raw' recipe"):
         import_slot(path, "octopus-4", kv_heads=2)
     cache = import_slot(path, kv_heads=2)
-    with pytest.raises(OutOfBounds, match=r"tokens \[0:3\] were requested from a cache of 0"):
+    with pytest.raises(OutOfBounds, match=r"tokens \[0:3\] are out of range: the cache has 0"):
         cache[:, :3]
     out = tmp_path / "out.bin"
     with pytest.raises(InvalidParameter, match=r"but the cache holds 'q4_1 and fp16 of llama\.cpp', which is written back"):

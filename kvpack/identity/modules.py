@@ -115,7 +115,7 @@ def check_determined(where: str, kind: type) -> None:
     if undetermined:
         raise InvalidParameter(
             f"{where or 'the model'} has the adapter {class_name(kind)}, whose output depends on more than the preceding "
-            "tokens: its keys and values cannot be stored under token ids alone"
+            "tokens, so token ids alone cannot identify its keys and values: disable the adapter"
         )
 
 

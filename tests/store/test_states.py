@@ -85,7 +85,7 @@ def test_a_cache_without_states_at_ends_of_chunks_is_refused(tmp_path: Path) -> 
         assert store.save(IDS[:20], stateful(20, [])) == 0
     with (
         open_store(tmp_path) as store,
-        pytest.raises(InvalidParameter, match=r"layers\[0\] has the states conv.0 and recurrent.0, but the store's identity is of"),
+        pytest.raises(InvalidParameter, match=r"layers\[0\] has the states conv.0 and recurrent.0, but the store's identity is for"),
     ):
         store.save(IDS, stateful(TOKENS, chunk_ends(2)))
     assert entries(tmp_path) == []

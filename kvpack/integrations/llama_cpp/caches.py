@@ -173,7 +173,8 @@ def export_slot(
             ]
         if held[section_number] not in (None, kept):
             raise InvalidParameter(
-                f"layer {number} would write {kept} tokens, but earlier layers wrote {held[section_number]}, and all share the same cells"
+                f"layer {number} would write {kept} tokens, but earlier layers wrote {held[section_number]}, and all share the same cells: "
+                "export a cache in which they keep the same tokens"
             )
         held[section_number] = kept
         for stored, block in zip(sides[section_number], blocks, strict=False):

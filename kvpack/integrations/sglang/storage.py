@@ -329,7 +329,9 @@ def pool_buffer(pool: Any) -> PageBuffer:
         return PageBuffer(geometry, [x[..., :latent] for x in cells], [x[..., latent:] for x in cells])
     geometry = PageGeometry(layers, pool.head_num, tokens, pool.head_dim, pool.head_dim, _NAMES[pool.dtype])
     if getattr(pool, "v_head_dim", pool.head_dim) != pool.head_dim:
-        raise InvalidParameter(f"the host pool has keys of dim {pool.head_dim} and values of dim {pool.v_head_dim}, expected equal dims")
+        raise InvalidParameter(
+            f"the host pool has keys of dim {pool.head_dim} and values of dim {pool.v_head_dim}, expected equal dims: use another backend"
+        )
     _check_only_keys_and_values(pool, geometry)
     return PageBuffer(geometry, *(_layer_views(x, pool.layout, layers, tokens, pages) for x in (pool.k_buffer, pool.v_buffer)))
 

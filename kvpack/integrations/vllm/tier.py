@@ -288,7 +288,7 @@ def _chunk_groups(config: Any, groups: Sequence[Group]) -> list[_ChunkGroup]:
         if end > block_bytes:
             raise InvalidParameter(
                 f"the blocks of the layers {', '.join(named.layer_names)} end after {end} bytes, but a block of all layers has "
-                f"{block_bytes}: this arrangement is not supported: use vLLM's fs tier"
+                f"{block_bytes}, which is not supported: use vLLM's fs tier"
             )
         starts = [
             worker * block_bytes * blocks + offset * blocks + block * group.page_bytes

@@ -90,7 +90,10 @@ def _commands(parser: Parser) -> Any:
 
 
 def _similar_words(word: str, candidates: Iterable[str]) -> list[str]:
-    """Return a list of the most similar candidate, if any. One that contains all words of ``word``, or the reverse, is preferred."""
+    """Return the candidate that is most similar to ``word``, as a list, or an empty list.
+
+    Candidates whose parts between hyphens include those of ``word``, or the reverse, are preferred.
+    """
     parts = set(word.split("-"))
     nested = [other for other in candidates if parts <= (others := set(other.split("-"))) or others <= parts]
     return difflib.get_close_matches(word, nested or list(candidates), 1, 0.0 if nested else 0.6)

@@ -110,7 +110,7 @@ def progress(label: str) -> Iterator[Progress]:
 
 
 def _progress_lines(label: str) -> Progress:
-    """Return a function that prints progress as lines with increasing intervals, and nothing if the work is done soon."""
+    """Return a function that prints progress as lines at increasing intervals. It prints nothing if the work is done soon."""
     began, due = time.monotonic(), _FIRST_LINE
 
     def update(done: int, total: int) -> None:

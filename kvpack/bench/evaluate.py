@@ -36,7 +36,8 @@ __all__ = ["Evaluation", "evaluate"]
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """The results of ``evaluate``. Notebooks, consoles and ``print`` show a table and a verdict. ``report`` has all numbers as JSON values.
+    """The results of ``evaluate``. Notebooks, consoles and ``print`` show a table and a verdict. ``report`` contains all numbers as JSON
+    values.
 
     Fewer bits per value and a lower divergence (KL, in nats) are better. "Same choice" is the fraction of tokens for which the model's top
     choice does not change.

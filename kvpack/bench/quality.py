@@ -100,7 +100,7 @@ class Settings:
         scored_tokens: Number of tokens scored at the end of each window.
         windows: Number of windows of the text.
         needles: Number of needle prompts of each length.
-        twin: Factor of the outlier channels in the model's twin, or None for the model itself.
+        twin: Factor that scales outlier channels in the model's twin, or None for the model itself.
         seed: Seed of windows, needles, twins and generated text.
         step: Maximum number of scored tokens per forward pass.
         offset: Size of the constant added to some key channels, in standard deviations, or None to add nothing.

@@ -381,7 +381,7 @@ class BalancedKeys(NamedTuple):
 
 
 def weights_key(dtype: str) -> str:
-    """Return the metadata key of the weights digest for ``dtype``, which is not the checkpoint's dtype."""
+    """Return the metadata key of the weights digest in ``dtype``, if that is not the checkpoint's dtype."""
     return f"weights.{dtype}"
 
 

@@ -372,9 +372,9 @@ def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
 
 
 def measure_small_norms(run: EncodedRun) -> torch.Tensor:
-    """Return how many times too small for 8 bits the norm of each token is, float32 ``[batch, kv_head, token]``.
+    """Return the factor by which each token's norm is too small for 8 bits, float32 ``[batch, kv_head, token]``.
 
-    The result is 0 in heads that keep some of their values, and for raw tokens and zeros.
+    It is 0 for raw tokens, for zeros, and in heads for which most tokens are decoded well.
     """
     codec, given = run.codec, run.norms()
     decoded = dispatch.decode(codec, _slice_streams(codec, run.streams, 0, run.x.shape[2]))

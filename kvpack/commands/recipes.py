@@ -305,8 +305,8 @@ def _row(
     *,
     listed: bool,
 ) -> dict[str, Any]:
-    """Return the row of the recipe ``name``. If it does not support the shape, its bits are None if it is ``listed``; otherwise, raises the
-    error.
+    """Return the row of the recipe ``name``. If the recipe does not support the shape, raises the error or, if ``listed``, leaves its bits
+    None.
     """
     from kvpack.coding.presets import KVPACK_PRESETS, PUBLISHED, Preset
     from kvpack.coding.recipes import Recipe, parse_recipe

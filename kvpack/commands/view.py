@@ -164,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _path_below_token(self) -> str | None:
-        """Return the path after the token in the URL. If the token is missing or wrong, return None."""
+        """Return the path after the token in the URL, or None if the token is missing or wrong."""
         _, _, remainder = self.path.partition("/")
         token, _, path = remainder.partition("/")
         is_valid = hmac.compare_digest(token.encode("latin-1", "replace"), self.server.token.encode())

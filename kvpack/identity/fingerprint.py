@@ -136,7 +136,7 @@ class _DeviceDigests:
 
 
 def _memory_key(value: Any) -> Hashable:
-    """Return a key that is equal for tensors that view the same bytes in memory. For other values, return None."""
+    """Return a key that is equal for tensors that view the same bytes in memory, or None for other values."""
     import torch
 
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:

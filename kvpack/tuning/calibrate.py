@@ -183,7 +183,7 @@ def run(
 
 
 def _choose_sizes(settings: Settings, text: Text, longest: int | None, max_positions: int | None) -> tuple[int, int, int]:
-    """Return tokens per window, predicted tokens per window, and the number of windows.
+    """Return the tokens per window, the predicted tokens per window, and the number of windows.
 
     Raises InvalidParameter if a setting exceeds the limits of the model or the text.
     """

@@ -67,7 +67,7 @@ def best_measurement(measured: list[Measurement]) -> Measurement:
 
 
 def thorough_search(search: Search) -> tuple[Measurement, Measurement | None]:
-    """Return the tuned allocation and the best uniform one, or None if no uniform recipe fits the budget.
+    """Return the tuned allocation and the best uniform one. The second is None if no uniform recipe fits the budget.
 
     The loss of each tensor is measured while all others are uncompressed, because such losses add up best. They only predict the loss of an
     allocation; the measured loss of the whole allocation decides. Raises InvalidParameter if no allocation fits the budget.

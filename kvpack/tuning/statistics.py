@@ -239,8 +239,9 @@ class Statistics:
 
     @classmethod
     def read(cls, path: str, of: str) -> Statistics:
-        """Return the statistics in the file ``path``. If it does not exist, return empty ones. Raises InvalidParameter if it is another
-        file.
+        """Return the statistics in the file ``path``, or empty ones if it does not exist.
+
+        Raises InvalidParameter if the file is of another kind or for another calibration.
         """
         result = cls(of)
         if not os.path.lexists(path):
@@ -265,7 +266,8 @@ class Statistics:
 
 
 def prefixes(count: int, predicted: int) -> list[tuple[int, int]]:
-    """Return the prefixes of ``count`` tokens after which tokens are predicted, shortest first, as (prefix tokens, predicted tokens).
+    """Return (prefix tokens, predicted tokens) pairs, shortest prefix first: after each prefix of ``count`` tokens, some tokens are
+    predicted.
 
     In total, ``predicted`` tokens are predicted. If there are few tokens, there are fewer than ``PREFIXES`` prefixes.
     """

@@ -25,7 +25,7 @@ def recipe_count(layers: int) -> int:
 
 
 def search_by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
-    """Return the chosen allocation, and the largest uniform one within the budget, or None if no uniform one fits.
+    """Return the chosen allocation and the largest uniform one. The second is None if no uniform one fits the budget.
 
     Raises InvalidParameter if even the smallest candidates exceed the budget.
     """

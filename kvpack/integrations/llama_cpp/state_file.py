@@ -151,7 +151,7 @@ class Reader:
 
 
 def is_state_file(path: str | os.PathLike[str]) -> bool:
-    """Return True if a file begins like a state file of any kind that llama.cpp writes. Raises MissingFile."""
+    """Return True if a file begins like one of llama.cpp's state files, of any kind. Raises MissingFile."""
     with Reader(path_text(path)) as reader:
         return reader.size >= 4 and reader.read_numbers("I", "its magic")[0] in (_MAGIC, *_OTHER_MAGICS)
 

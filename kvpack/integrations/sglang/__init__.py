@@ -28,7 +28,7 @@ def register() -> None:
 
 
 def name_class(factory: Any, backend_name: str, storage_config: Any, *arguments: Any, **options: Any) -> None:
-    """Add kvpack's class to the settings of a ``dynamic`` backend that is named kvpack, unless the operator has set a class."""
+    """Add kvpack's class to the settings of a ``dynamic`` backend named kvpack, unless the operator has set a class."""
     settings = storage_config.extra_config
     if backend_name == "dynamic" and isinstance(settings, dict) and settings.get("backend_name") == "kvpack":
         for name, value in CLASS.items():

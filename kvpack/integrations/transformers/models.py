@@ -60,7 +60,7 @@ _ADAPTERS_WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
 class ExpectedLayers:
     """The layers that a model with the configuration ``config`` expects in its cache.
 
-    Raises InvalidParameter if ``config`` is not the configuration of a transformers model.
+    Raises InvalidType if ``config`` is not the configuration of a transformers model.
     """
 
     def __init__(self, config: Any) -> None:
@@ -216,9 +216,9 @@ def _check_accepts_cache(model: Any) -> None:
 class NamedModel:
     """The fields by which caches identify a model.
 
-    ``fields`` is ``Identity.header_model``. It is empty if the model cannot be identified, and ``unnamed`` is the reason. The digest of the
-    weights is computed in the background from their values at creation, so they must not change before ``wait_until_read`` returns.
-    ``state`` is the model's state before the weights were read, or None if no model was identified.
+    ``identity_fields`` is empty if the model cannot be identified, and ``unnamed`` is the reason. The digest of the weights is computed in
+    the background from their values at creation, so they must not change before ``wait_until_read`` returns. ``state`` is the model's state
+    before the weights were read, or None if no model was identified.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ _EMPTY = "EncoderDecoderCache(KvpackCache(model, recipe), KvpackCache(model, rec
 
 
 class EncoderCalls:
-    """A record of one model's encoder calls: digests of their inputs, by the digests of their outputs.
+    """A record of one model's encoder calls. It maps digests of their outputs to digests of their inputs.
 
     ``generate`` passes only the encoder's output to a decoder, and repeats its sequences for beams.
     """
@@ -66,7 +66,7 @@ class EncoderCalls:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def sources(self, hidden: Any) -> Sources | None:
-        """Return the sources of the encoder's output ``hidden``, ``[batch, token, dim]``, or None if it has no values."""
+        """Return the sources of the encoder output ``hidden``, ``[batch, token, dim]``, or None if its values are not in memory."""
         sources = tuple(Source(self._inputs.get(output, ""), output) for output in self._outputs(hidden))
         return (sources[:1] if len(set(sources)) == 1 else sources) or None
 
@@ -96,7 +96,7 @@ def encoder_decoder_parts(inner_models: Sequence[Any], name: str) -> list[torch.
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def check_sources(trackers: Sequence[Tracker], actual: Sources) -> None:
-    """Check that a pass read the same inputs (``actual``) as both caches of an encoder-decoder pair, which ``trackers`` track.
+    """Check that a pass read the same inputs (``actual``) as both caches of an encoder-decoder model, which ``trackers`` track.
 
     Raises InvalidParameter if they differ, or if the caches have different sources. Issues a KvpackWarning once if a cache does not record
     its sources.

@@ -160,7 +160,7 @@ def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_
 
 
 def _offloaded(kv_cache_config: Any) -> list[Any]:
-    """Return the groups that vLLM offloads as vLLM's own objects, in vLLM's order."""
+    """Return the groups that vLLM offloads, as vLLM's own objects in vLLM's order."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 
     return [kv_cache_config.kv_cache_groups[number] for number in get_offloading_group_ids(kv_cache_config)]

@@ -105,8 +105,6 @@ def _prefill_source(folder: Path, path: str | None, tokens: int | None) -> Sourc
 
 
 class _Operation(NamedTuple):
-    """An operation to time, for one way of storing a cache."""
-
     name: str
     operation: str
     call: Callable[[], object]

@@ -91,7 +91,6 @@ def run(
 
 
 def _check_recipe(recipe: str) -> None:
-    """Raise InvalidParameter if a recipe is invalid or cannot encode chunks of this size."""
     identity = Identity("bench", recipe)
     try:
         check_groups(identity, CHUNK)
@@ -146,7 +145,6 @@ class _ScaleBenchmark:
         return put
 
     def _entries(self, template: Sequence[_EntryTemplate], prefix_index: int) -> Iterator[tuple[bytes, list[memoryview]]]:
-        """Yield the keys and the pieces of the entries of one prefix."""
         links = chunk_links(self._identity.digest, token_bytes(_prefix_ids(prefix_index)), CHUNK, [b""] * CHUNKS)
         for at, (key, parent, ids, _) in enumerate(links):
             yield key, template[at].pieces(key, parent, ids)

@@ -142,7 +142,6 @@ def _log_divergences(row: dict[str, Any]) -> list[float]:
 
 
 def _prediction_results(windows: Sequence[Comparison | RecipeResult], exact_losses: Sequence[float]) -> dict[str, Any]:
-    """Return the perplexity, the divergence and other results for the predictions in ``windows``."""
     differences = [window.log_perplexity - exact for window, exact in zip(windows, exact_losses, strict=True)]
     divergences = [window.kl_divergence for window in windows]
     return {

@@ -430,7 +430,6 @@ def c_is_built() -> bool:
 
 @cache
 def _warn_missing() -> None:
-    """Warn, once per process, that the C kernels are missing."""
     warnings.warn(
         f"attention and unpacking on the CPU use PyTorch operations and are several times slower than with {_C_KERNELS}; "
         "set KVPACK_KERNELS=torch to turn this warning off",
@@ -441,7 +440,6 @@ def _warn_missing() -> None:
 
 @cache
 def _checked_backend(backend: str) -> str:
-    """Return ``backend``, the value of KVPACK_KERNELS, after checking it. Raises InvalidParameter if it is unknown."""
     if backend not in ("", *BACKENDS):
         raise InvalidParameter(f"the environment variable {VARIABLE} is {backend!r}, expected one of {', '.join(BACKENDS)}")
     return backend

@@ -382,7 +382,6 @@ def _to_text(codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice
 
 
 def _expand_alias(clause: str) -> str:
-    """Expand ``klt-<bits>`` and ``transform-<bits>``. Any other clause is returned unchanged."""
     match = _ALIAS.fullmatch(clause)
     return f"kv={match[1]}:bits={match[2]}{_ALIAS_WORDS[match[1]]}" if match else clause
 

@@ -153,7 +153,6 @@ def _codec_text(params: dict[str, Any]) -> str:
 
 
 def _recipe_text(text: str) -> str:
-    """Return the name of the preset whose recipe is ``text``, or ``text`` itself if there is none."""
     from kvpack.coding.recipes import preset_name
 
     return printable(preset_name(text) or text)

@@ -138,7 +138,6 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 
 def _recipe_label(row: dict[str, Any]) -> str:
-    """Return the name of the preset in a row, or its recipe if it is not a preset."""
     from kvpack.coding.recipes import preset_name
 
     return printable(preset_name(row["recipe"]) or row["recipe"])

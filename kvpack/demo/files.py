@@ -198,7 +198,6 @@ def _read_in_process(path: str) -> dict[str, Any]:
 
 
 def _generate_greedy(model: Any, cache: Any, prompt: bytes, count: int) -> str:
-    """Return the ``count`` bytes that the model generates after ``prompt`` with greedy decoding."""
     tokens, result = torch.tensor([[*prompt]]), []
     for _ in range(count):
         token = int(model(tokens, **cache_names.cache_argument(model, cache)).logits[0, -1, :BOS].argmax())
@@ -208,7 +207,6 @@ def _generate_greedy(model: Any, cache: Any, prompt: bytes, count: int) -> str:
 
 
 def _mean_cosine(originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tensor | None]) -> float:
-    """Return the cosine similarity of original and decoded vectors, averaged over layers, heads and tokens."""
     cosines = [functional.cosine_similarity(x, y, dim=-1).mean().item() for x, y in zip(originals, decoded, strict=True) if y is not None]
     return sum(cosines) / len(cosines)
 

@@ -385,7 +385,6 @@ def _layer_errors(layer: Layer, exact: UncompressedResult, layer_index: int) -> 
 
 
 def _cosine(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return the cosine similarity of the vectors in ``x`` and ``y``, averaged over heads and tokens."""
     return functional.cosine_similarity(x.float(), y, dim=-1).mean().item()
 
 
@@ -400,7 +399,6 @@ def compare_predictions(exact: UncompressedResult, log_probabilities: torch.Tens
 
 
 def _divergence(exact: torch.Tensor, log_probabilities: torch.Tensor) -> float:
-    """Return KL(exact || other) in nats, averaged over positions. Both log-probabilities are ``[position, vocabulary]``."""
     return divergences(exact, log_probabilities).mean().item()
 
 

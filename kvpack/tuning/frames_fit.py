@@ -158,7 +158,6 @@ def _in_steps(columns: Array, step: int) -> Array:
 
 
 def _bits_at(columns: Array, step: int) -> float:
-    """Return the bits per value of columns quantized with ``step``."""
     return _entropy(_round_to_levels(_in_steps(columns, step), 0.0))
 
 

@@ -86,10 +86,8 @@ def convex_hull(points: Iterable[Point]) -> list[Point]:
 
 
 def _loss_decrease_per_byte(first: Point, second: Point) -> float:
-    """Return the decrease of the loss per additional byte from ``first`` to ``second``."""
     return (first[1] - second[1]) / (second[0] - first[0])
 
 
 def _step_sort_key(points: list[Point], index: int) -> float:
-    """Return the sort key of the step to point ``index``. Steps with larger gains come first."""
     return -_loss_decrease_per_byte(points[index - 1], points[index])

@@ -285,7 +285,6 @@ def _check_depends(depends: bool, scored_tokens: int) -> None:
 
 
 def _add_to_sum(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
-    """Add ``values``, which may be on any device, to the sum ``name``, which is on the CPU."""
     sums[name] = values.cpu() if name not in sums else sums[name] + values.cpu()
 
 

@@ -330,7 +330,6 @@ def _read_blocks(reader: Reader, where: str, block: CellBlock, cells: int, heads
 
 
 def _to_cells(values: torch.Tensor, transposed: bool) -> _Stored:
-    """Return ``values``, ``[kv_head, token, dim]``, in llama.cpp's layout."""
     rows = values.transpose(1, 2) if transposed else values.transpose(0, 1)
     block = CellBlock(RAW_NAMES[values.dtype], values.shape[0] * values.shape[2], 0)
     return block, rows.contiguous().flatten().view(torch.uint8).numpy().data

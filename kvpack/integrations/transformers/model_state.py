@@ -66,7 +66,6 @@ def _tensor_versions(model: torch.nn.Module) -> list[tuple[Any, ...]]:
 
 
 def _tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield all parameters and buffers, in the order of their modules."""
     for module in modules_of(model):
         for x in (*module._parameters.values(), *module._buffers.values()):
             if x is not None:
@@ -93,7 +92,6 @@ def modules_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _parameters_of(model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-    """Return all parameters of ``model``, including those of wrapped models."""
     return {id(x): x for module in modules_of(model) for x in module._parameters.values() if x is not None}.values()
 
 

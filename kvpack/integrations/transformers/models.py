@@ -422,7 +422,6 @@ def check_layers(layers: int, module: torch.nn.Module) -> None:
 
 
 def _keys(settings: Any) -> set[str]:
-    """Return the keys of all mappings nested in ``settings``."""
     if not isinstance(settings, Mapping):
         return set()
     return set(settings).union(*(_keys(value) for value in settings.values()))

@@ -101,6 +101,11 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return self.live.attend(layer, q, sliding_window=sliding_window, **options)
 
     @property
+    def is_initialized(self) -> bool:
+        """True if the cache has tokens. Models whose prefix is not causal, such as PaliGemma, look for it only if there are none."""
+        return self.passes.record.tokens > 0
+
+    @property
     def is_watched(self) -> bool:
         """True if hooks on the model report forward passes to the cache."""
         return self._hooks is not None

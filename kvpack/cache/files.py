@@ -78,6 +78,7 @@ def save(
     >>> kvpack.save(kvpack.pack(past, "octopus-3"), "copy.kvpack") > 0
     True
     """
+    target = path_text(path)
     check_packed(cache, "kvpack.save({}, path)")
     check_flag(compress, "compress")
     check_flag(durable, "durable")
@@ -86,9 +87,9 @@ def save(
         cache = replace(cache, metadata=MappingProxyType(from_bytes(to_bytes(metadata))))
     devices = {side.device for layer in cache.layers for side in layer.sides.values()}
     if not compress and {device.type for device in devices} == {"cuda"} and len(devices) == 1:
-        return save_from(StreamBus(devices.pop()), cache, path_text(path), durable=durable, progress=progress)
+        return save_from(StreamBus(devices.pop()), cache, target, durable=durable, progress=progress)
     contents, arrays = file_arguments(cache)
-    return container.write(path_text(path), contents, arrays, compress=compress, durable=durable, progress=progress)
+    return container.write(target, contents, arrays, compress=compress, durable=durable, progress=progress)
 
 
 def load(

@@ -45,6 +45,7 @@ CALLS: dict[str, Call] = {
     "save a path": (lambda: kvpack.save("file", "x"), InvalidType, r"use kvpack\.save\(kvpack\.load\('file'\), path\)"),
     "save a KvpackCache": (lambda: kvpack.save(KvpackCache(), "x"), InvalidType, r"use kvpack\.save\(cache\.packed, path\)"),
     "save a tensor": (lambda: kvpack.save(K, "x"), InvalidType, "a Tensor is not a packed cache: create one with kvpack.pack"),
+    "save to a cache": (lambda: kvpack.save("x", CACHE), InvalidType, "a path must be a str or os.PathLike.*got a Cache"),
     "save a layer": (lambda: kvpack.save(CACHE[0], "x"), InvalidType, "a Layer is not a packed cache"),
     "save None": (lambda: kvpack.save(None, "x"), InvalidType, "a NoneType is not a packed cache"),
     "save to None": (lambda: kvpack.save(CACHE, None), InvalidType, "a path must be a str or os.PathLike.*got None"),

@@ -14,6 +14,7 @@ import torch
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    AutoModelForCausalLM,
     BigBirdPegasusConfig,
     BigBirdPegasusForCausalLM,
     DeepseekV32Config,
@@ -34,6 +35,7 @@ from kvpack.cache.cache import Cache
 from kvpack.cache.packing import pack
 from kvpack.errors import InvalidParameter, InvalidType, KvpackWarning, OutOfBounds
 from kvpack.integrations.transformers import KvpackCache, recording
+from support.tiny_configs import tiny_config
 from support.zoo_models import images, model_of
 
 FP32 = "kv=raw:dtype=fp32"
@@ -638,3 +640,24 @@ def test_a_model_part_without_attention_is_left_unchanged() -> None:
     KvpackCache(model, "raw").release()
     assert model.config.vision_config._attn_implementation is None
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_prefix_is_not_causal_only_in_the_first_pass(tmp_path: Path) -> None:
+    """The model calls a pass the first if its cache is not initialized. The second pass is longer than the first."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("hrm_text")).eval()
+    assert model.config.prefix_lm
+    passes = [{"input_ids": ids, "token_type_ids": torch.ones_like(ids)} for ids in (FOLLOWING, PROMPT)]
+    plain = DynamicCache(config=model.config)
+    expected = [model(**given, past_key_values=plain).logits for given in passes]
+    with KvpackCache(model, FP32, dense=True) as past:
+        assert not past.is_initialized
+        logits = model(**passes[0], past_key_values=past).logits
+        torch.testing.assert_close(logits, expected[0])
+        assert past.is_initialized
+        kvpack.save(past.packed, tmp_path / "prefix.kvpack")
+        past.reset()
+        assert not past.is_initialized
+    with KvpackCache.load(tmp_path / "prefix.kvpack", model, dense=True) as past:
+        assert past.is_initialized
+        torch.testing.assert_close(model(**passes[1], past_key_values=past).logits, expected[1])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import BatchEncoding
 
 import kvpack
 from kvpack.cli import main
@@ -175,6 +176,8 @@ def test_incomparable_prompts_are_refused(tmp_path: Path) -> None:
             IDS,
         ),
         (InvalidType, "prompt has dtype torch.float32, expected token ids", cache.inputs, IDS.float()),
+        (InvalidType, r"pass tokenizer\(text\)\['input_ids'\]", cache.inputs, "text"),
+        (InvalidType, r"pass tokenizer\(text\)\['input_ids'\]", cache.inputs, BatchEncoding({"input_ids": IDS})),
         (InvalidParameter, r"prompt has shape \[1, 0\], expected token ids", cache.inputs, IDS[:, :0]),
         (InvalidParameter, r"prompt has shape \[1, 1, 60\], expected token ids", cache.inputs, IDS[None]),
     ]

@@ -56,5 +56,5 @@ def check_model_of_file(path: Any, model: Any) -> None:
     """Raise InvalidType unless ``model``, the second argument of ``KvpackCache.load``, is a model. ``path`` is the first argument."""
     if not isinstance(model, torch.nn.Module):
         swapped = isinstance(path, torch.nn.Module)
-        instead = "use KvpackCache.load(path, model)" if swapped else "AutoModelForCausalLM.from_pretrained(folder) loads one"
+        instead = "pass the path first, then the model" if swapped else "AutoModelForCausalLM.from_pretrained(folder) loads one"
         raise InvalidType(f"model is {describe(model)}, expected a transformers model: {instead}")

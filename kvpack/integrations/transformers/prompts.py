@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -105,7 +106,8 @@ def token_ids_of(prompt: Any) -> torch.Tensor:
     try:
         ids = torch.as_tensor(prompt, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidType(f"prompt is {describe(prompt)}, expected token ids, which are integers: {error}") from None
+        instead = "pass tokenizer(text)['input_ids']" if isinstance(prompt, str | Mapping) else error
+        raise InvalidType(f"prompt is {describe(prompt)}, expected token ids, which are integers: {instead}") from None
     if ids.is_meta or ids.layout != torch.strided or ids.is_quantized:
         raise InvalidType(f"prompt is {describe(ids)} on {ids.device}, expected a dense tensor of token ids")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:

@@ -219,8 +219,8 @@ def load_layers(
     copies. Then the device checks what its kernels support, and the host waits for the outcome: digests, the codecs' rules, and errors
     visible only after full decoding. ``progress`` counts copies.
 
-    Raises the first error that ``File.read_side`` would raise in file order, then errors found on the device, digests first, and
-    OutOfBounds as ``Cache.slice`` does.
+    Errors are raised in this order: errors of ``File.read_side`` in file order, wrong digests found on the device, other errors found on
+    the device. Also raises OutOfBounds as ``Cache.slice`` does.
     """
     header = file.header
     places = {number: [file.side_offsets(number, name) for name, _ in header.layers[number].sides()] for number in part.layer_indices}

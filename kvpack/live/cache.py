@@ -283,7 +283,7 @@ class LiveCache:
 
     @property
     def room(self) -> int:
-        """Number of tokens that still fit in the raw tail of every layer. Tokens of a graph replay count after ``record_replay``.
+        """Number of tokens that still fit in the raw tail of every layer. Replayed tokens count only after ``record_replay``.
 
         It is 0 while a long update waits to be encoded, or if some layer has packed different numbers of keys and values.
         """

@@ -86,7 +86,7 @@ class PageCodec:
 
     @property
     def raw_tokens_left_out(self) -> int:
-        """Number of tokens so far that should have been kept raw, but had no room in their page. Waits for all devices."""
+        """Number of tokens, so far, that should have been kept raw but did not fit in their page. Waits for all devices."""
         return self._left_out.count + sum(int(device.left_out[0]) for device in self._devices.values())
 
     def encode_into(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> list[Outcome]:

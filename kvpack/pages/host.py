@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class LeftOutTokens:
-    """Counts tokens that should have been kept raw, but had no room in their page. Safe to use from any thread.
+    """Counts tokens that should have been kept raw but did not fit in their page. Safe to use from any thread.
 
     A token of low norm is harmless, because only its own error grows. A token is ``costly`` if tokens or heads that share a scale with it
     lose precision, or if its own channel map, mean or scale represents it poorly.

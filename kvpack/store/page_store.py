@@ -144,8 +144,8 @@ class PageStore:
 
         ``pages`` is an engine's memory, or a list with the memory of each page. Pages continue one another, and an ancestor is evicted
         after its descendants. ``ancestors`` are the keys of the pages before the first of ``keys``. Existing pages are kept. A page that
-        cannot be encoded is counted and skipped. The put ends at the first page that does not fit. Up to 64 pages (and 64 MiB, if more than
-        one) at a time are encoded in memory and sent to a server in one request. Raises the same errors as ``PageCodec.encode_into``.
+        cannot be encoded is counted and skipped. The put ends at the first page that does not fit. Pages are encoded in memory and sent to
+        a server in batches of up to 64 pages and 64 MiB, or of one larger page. Raises the same errors as ``PageCodec.encode_into``.
         """
         return self.put_new(keys, pages, slots, ancestors=ancestors)[0]
 

@@ -146,7 +146,7 @@ def _is_basis(stored: StoredEntry, front: Data, cipher: Cipher | None) -> bool:
 def _unused_bases(backend: Backend, bases: Sequence[StoredEntry], cipher: Cipher | None, max_entry_bytes: int) -> list[StoredEntry]:
     """Return the ``bases`` that no entry needs and that have not been used for an hour.
 
-    Returns none if some entry cannot be read.
+    Returns an empty list if some entry cannot be read.
     """
     limit = time.time_ns() - GRACE_NS
     idle = {

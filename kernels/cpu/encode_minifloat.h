@@ -53,7 +53,7 @@ static int block_maxima(const Encode *call, const char *rows, int64_t count, int
     if (call->dtype != F32)
         block == 16 ? block_maxima_of(rows, stride, count, 2 * dim, most, 32, 0) : block_maxima_of(rows, stride, count, 2 * dim, most, 64, 0);
     else
-        block == 16 ? block_maxima_of(rows, stride, count, 4 * dim, most, 64, 1) : block_maxima_of(rows, stride, count, 4 * dim, most, 128, 1);
+        block_maxima_of(rows, stride, count, 4 * dim, most, 4 * block, 1);
     vi good = splat_int(-1);
     for (int64_t b = 0; b < count * dim / block; b += LANES) {
         vf size = load(most + b);
@@ -78,9 +78,33 @@ INLINE vi add_divisors(Divisors *by, int64_t b, vf scale) {
     return divisor < 0x1p-80f;
 }
 
+/* The least bf16 numbers, as their bits, whose quotients by a block's scale round to 4-bit elements: to 1/2, to 1 and to 3/2. `gap` is the
+   distance from the last one to that of 2. From there on, the numbers double with the elements. */
+typedef struct {
+    int16_t half[MAX_BLOCKS], one[MAX_BLOCKS], more[MAX_BLOCKS], gap[MAX_BLOCKS];
+} Steps;
+
+/* The least bf16 numbers whose quotients are above `bound`, or equal to it unless `above` is set. */
+INLINE vi least_word(vf scale, vf reciprocal, float bound, int above) {
+    vi near = (vi)(scale * bound) >> 16;
+    vf quotient = short_quotient((vf)(near << 16), scale, reciprocal);
+    return near - (above ? quotient <= bound : quotient < bound);
+}
+
+/* Computes the steps of LANES blocks from block `b` on. */
+INLINE void add_steps(Steps *steps, const Divisors *by, int64_t b) {
+    /* All values of a block whose scale is 0 are far below this scale. */
+    vf reciprocal = load(by->reciprocal + b), scale = choose(reciprocal > 0.f, load(by->scale + b), splat(0x1p126f));
+    vi more = least_word(scale, reciprocal, 1.25f, 1);
+    store_words((uint16_t *)steps->half + b, least_word(scale, reciprocal, .25f, 1));
+    store_words((uint16_t *)steps->one + b, least_word(scale, reciprocal, .75f, 0));
+    store_words((uint16_t *)steps->more + b, more);
+    store_words((uint16_t *)steps->gap + b, least_word(scale, reciprocal, 1.75f, 0) - more);
+}
+
 /* Computes the codes of the blocks' scales, and the divisors, or only reciprocals if scales are powers of two. Returns 0 if some values
    must be divided. */
-static int block_scales(const Encode *call, const float *most, int64_t blocks, float run_scale, uint8_t *code, Divisors *by) {
+static int block_scales(const Encode *call, const float *most, int64_t blocks, float run_scale, uint8_t *code, Divisors *by, Steps *steps) {
     int32_t fraction = (int32_t)call->codec->fraction_bits, emax = fraction == 3 ? 8 : fraction == 2 ? 15 : 2;
     /* Corresponds to exponent_carry in formats/minifloat.py. */
     int32_t last = ((int32_t)call->codec->finite - 1) & ((1 << fraction) - 1), carry = (1 << 23) - ((2 * last + 1) << (22 - fraction)) - 1;
@@ -96,13 +120,14 @@ static int block_scales(const Encode *call, const float *most, int64_t blocks, f
             vf divisor = splat(run_scale > 0 ? run_scale : INFINITY);
             own = element_codes(largest / 6.f / divisor, largest, 8, 3, 7, 0x7f);
             small |= add_divisors(by, b, from_element(own, 8, 3, 7, 0x7f) * run_scale);
+            if (call->dtype == BF16) add_steps(steps, by, b);
         }
         store_octets(code + b, own);
     }
     return all_of(~small);
 }
 
-/* How values are scaled: by a power of two, by a quotient of few bits, or by any quotient. */
+/* How values are scaled: by a power of two, or divided, as bf16 in 16-bit lanes or as binary32. */
 enum { BY_POWERS, BY_RECIPROCALS, BY_DIVISION };
 
 /* How bf16 values that are divided by one number map to elements: within a binade by a table, which is that of all binades for values from
@@ -169,47 +194,63 @@ INLINE vw power_codes(const Codec *codec, vw x, float reciprocal, int32_t power,
     return smaller_word(code, splat_word((int32_t)codec->finite - 1)) | ((x >> (int16_t)(16 - bits)) & (int16_t)(1 << (bits - 1)));
 }
 
+/* Codes of 4 bits of 2 * LANES bf16 values, whose first block is `b`. */
+INLINE vw step_codes(vw x, const Steps *steps, int64_t b) {
+    vw size = x & 0x7fff, far = size - block_words(steps->more + b);
+    vw code = ((far >> 6) & -2) + 3 - (vw)((far & 127) >= block_words(steps->gap + b));
+    vw small = -(vw)(size >= block_words(steps->half + b)) - (vw)(size >= block_words(steps->one + b));
+    return smaller_word(larger_word(code, small), splat_word(7)) | ((x >> 12) & 8);
+}
+
 /* What codes of bf16 values depend on: one of these, by how values are scaled. */
 typedef struct {
     const Binades *binades;
     const uint8_t *powers;
+    const Steps *steps;
 } WordRules;
 
-/* Computes the codes of rows of bf16 like row_codes, but with 16 bits for each value. */
+/* Computes the codes of rows of bf16 like row_codes, but with 16 bits for each value. If rows of words are `folded`, half as wide as
+   vectors, each vector has two fields of them. */
 INLINE void word_codes(const Codec *codec, const char *row, int64_t stride, int64_t count, uint16_t *to, int64_t to_stride,
-                       const Divisors *by, const WordRules *rules, int way, int32_t bits) {
-    int64_t width = codec->packing[0].width, first = 0;
+                       const Divisors *by, const WordRules *rules, int way, int32_t bits, int folded) {
+    int64_t width = codec->packing[0].width, first = 0, step = folded ? LANES : width;
     for (int64_t i = 0; i < count; i++, row += stride, to += to_stride, first += codec->dim / 32)
         for (int64_t c = 0; c < width; c += 2 * LANES) {
             vw word = splat_word(0);
-            for (int32_t f = 0; f < 16 / bits; f++) {
-                int64_t d = f * width + c, b = first + d / 32;
+            for (int32_t f = 0; f < 16 / bits; f += 1 + folded) {
+                int64_t d = f * step + c, b = first + d / 32;
                 vw x = load_word_pairs(row + 2 * d), code;
                 if (way == BY_POWERS)
                     code = power_codes(codec, x, by->reciprocal[b], rules->powers[b], bits);
+                else if (bits == 4)
+                    code = step_codes(x, rules->steps, 2 * first + d / 16);
                 else
                     code = binade_codes(codec, x, by, rules->binades);
                 word |= code << (int16_t)(bits * f);
             }
-            store_word_pairs(to + c, word);
+            if (folded) {
+                uint16_t halves[3 * LANES];
+                store_word_pairs(halves, word);
+                word |= load_word_pairs(halves + LANES) << (int16_t)bits;
+                memcpy(to, &word, sizeof word / 2);
+            } else
+                store_word_pairs(to + c, word);
         }
 }
 
-/* Computes the codes of `count` rows. Their blocks of `block` channels (or of one whole row) are those of `by`, from block `first` on. */
+/* Computes the codes of `count` rows of binary32. Their blocks of 1 << `shift` channels (or of one whole row) are those of `by`. */
 INLINE void row_codes(const Codec *codec, const char *row, int64_t stride, int64_t count, uint16_t *to, int64_t to_stride, const Divisors *by,
-                      int64_t block, int way, int64_t bits, int64_t dtype) {
+                      int32_t shift, int way, int64_t bits) {
     int32_t fraction = (int32_t)codec->fraction_bits, bias = (int32_t)codec->bias, finite = (int32_t)codec->finite;
     int64_t width = codec->packing[0].width, first = 0;
-    for (int64_t i = 0; i < count; i++, row += stride, to += to_stride, first += block ? codec->dim / block : 0)
+    for (int64_t i = 0; i < count; i++, row += stride, to += to_stride, first += codec->dim >> shift)
         for (int64_t c = 0; c < width; c += LANES) {
             vi word = splat_int(0);
             for (int64_t f = 0; f < 16 / bits; f++) {
-                int64_t d = f * width + c, b = block ? first + d / block : 0;
-                vf from = widened(row, d, dtype), x = from;
+                int64_t d = f * width + c, b = first + (d >> shift);
+                vf from = load((const float *)row + d), x = from;
                 if (way == BY_POWERS)
                     x *= by->reciprocal[b];
-                else if (way == BY_RECIPROCALS)
-                    x = short_quotient(x, splat(by->scale[b]), splat(by->reciprocal[b]));
                 else
                     x = x / by->scale[b] * (by->reciprocal[b] > 0 ? 1.f : 0.f);
                 word |= element_codes(x, from, (int32_t)bits, fraction, bias, finite) << (int32_t)(bits * f);
@@ -230,10 +271,16 @@ typedef struct {
     int64_t stride, count, dtype;
 } LongRows;
 
+/* Returns 1 if rows have 16 words of 4-bit codes, half as many as vectors. */
+static int is_folded(const Codec *codec) {
+    return LANES == 16 && codec->packing[0].width == LANES && codec->packing[0].digit[0].bits == 4;
+}
+
 /* Returns 1 if bf16 values scaled in this way are encoded by word_codes. */
 static int uses_words(const Codec *codec, int way) {
-    return codec->packing[0].width % (2 * LANES) == 0 &&
-           (way == BY_POWERS || (way == BY_RECIPROCALS && codec->scale_kind == ONE_SCALE && codec->packing[0].digit[0].bits == 8));
+    int64_t width = codec->packing[0].width, bits = codec->packing[0].digit[0].bits;
+    int words = way == BY_POWERS || (way == BY_RECIPROCALS && codec->scale_kind == (bits == 8 ? ONE_SCALE : SCALES_OF_BLOCKS));
+    return words && (width % (2 * LANES) == 0 || is_folded(codec));
 }
 
 /* Returns the rows unchanged, or widened to binary32 in `wide`: binary16 rows, and bf16 rows whose values are divided or too few. */
@@ -241,36 +288,36 @@ static LongRows long_rows(const Encode *call, const char *row, int64_t count, in
     int64_t dim = call->codec->dim, stride = call->x.row;
     for (int64_t i = 0; i < count; i++)
         for (int64_t d = 0; d < 2 * dim; d += CACHE_LINE) __builtin_prefetch(row + (ROWS_MEASURED + i) * stride + d, 0, 2);
-    int short_codes = call->codec->packing[0].digit[0].bits == 4;
-    int stays = uses_words(call->codec, way) || (way == BY_RECIPROCALS && short_codes);
-    if (call->dtype == F32 || (call->dtype == BF16 && stays)) return (LongRows){row, stride, count, call->dtype};
+    if (call->dtype == F32 || (call->dtype == BF16 && uses_words(call->codec, way))) return (LongRows){row, stride, count, call->dtype};
     for (int64_t i = 0; i < count; i++, row += stride)
         for (int64_t d = 0; d < dim; d += LANES) store(wide + i * dim + d, call->dtype == BF16 ? widened(row, d, BF16) : widened(row, d, F16));
     return (LongRows){(const char *)wide, dim * (int64_t)sizeof(float), count, F32};
 }
 
-/* Encodes rows, with the kind of scaling, the number of bits and the dtype as constants. */
-#define ROW_CODES(way, bits, dtype)                                                                  \
-    row_codes(codec, rows.row, rows.stride, rows.count, to, to_stride, by, block, way, bits, dtype); \
+/* Encodes rows, with the kind of scaling, the number of bits and the layout as constants. */
+#define ROW_CODES(way, bits)                                                                  \
+    row_codes(codec, rows.row, rows.stride, rows.count, to, to_stride, by, shift, way, bits); \
     break
-#define WORD_CODES(way, bits)                                                                  \
-    word_codes(codec, rows.row, rows.stride, rows.count, to, to_stride, by, rules, way, bits); \
+#define WORD_CODES(way, bits, folded)                                                                  \
+    word_codes(codec, rows.row, rows.stride, rows.count, to, to_stride, by, rules, way, bits, folded); \
     break
 
 static void all_row_codes(const Codec *codec, LongRows rows, uint16_t *to, int64_t to_stride, const Divisors *by, const WordRules *rules,
                           int way) {
-    int64_t bits = codec->packing[0].digit[0].bits, block = codec->scale_kind == ONE_SCALE ? 0 : codec->size;
-    switch (4 * way + 2 * (rows.dtype == BF16) + (bits == 4)) {
-        case 4 * BY_POWERS: block = 32; ROW_CODES(BY_POWERS, 8, F32);
-        case 4 * BY_POWERS + 1: block = 32; ROW_CODES(BY_POWERS, 4, F32);
-        case 4 * BY_POWERS + 2: WORD_CODES(BY_POWERS, 8);
-        case 4 * BY_POWERS + 3: WORD_CODES(BY_POWERS, 4);
-        case 4 * BY_RECIPROCALS: block = 0; ROW_CODES(BY_RECIPROCALS, 8, F32);
-        case 4 * BY_RECIPROCALS + 1: ROW_CODES(BY_RECIPROCALS, 4, F32);
-        case 4 * BY_RECIPROCALS + 2: WORD_CODES(BY_RECIPROCALS, 8);
-        case 4 * BY_RECIPROCALS + 3: ROW_CODES(BY_RECIPROCALS, 4, BF16);
-        case 4 * BY_DIVISION: block = 0; ROW_CODES(BY_DIVISION, 8, F32);
-        default: ROW_CODES(BY_DIVISION, 4, F32);
+    int64_t bits = codec->packing[0].digit[0].bits;
+    int32_t shift = codec->scale_kind == ONE_SCALE ? 31 : __builtin_ctz((unsigned)codec->size);
+    switch (8 * way + 4 * (rows.dtype == F32) + 2 * is_folded(codec) + (bits == 4)) {
+        case 8 * BY_POWERS: WORD_CODES(BY_POWERS, 8, 0);
+        case 8 * BY_POWERS + 1: WORD_CODES(BY_POWERS, 4, 0);
+        case 8 * BY_POWERS + 3: WORD_CODES(BY_POWERS, 4, 1);
+        case 8 * BY_RECIPROCALS: WORD_CODES(BY_RECIPROCALS, 8, 0);
+        case 8 * BY_RECIPROCALS + 1: WORD_CODES(BY_RECIPROCALS, 4, 0);
+        case 8 * BY_RECIPROCALS + 3: WORD_CODES(BY_RECIPROCALS, 4, 1);
+        case 8 * BY_POWERS + 4: ROW_CODES(BY_POWERS, 8);
+        case 8 * BY_POWERS + 5:
+        case 8 * BY_POWERS + 7: ROW_CODES(BY_POWERS, 4);
+        case 8 * BY_DIVISION + 4: ROW_CODES(BY_DIVISION, 8);
+        default: ROW_CODES(BY_DIVISION, 4);
     }
 }
 
@@ -284,7 +331,8 @@ static int encode_minifloats(const Encode *call, int64_t batch, int64_t head, in
     uint8_t code[MAX_BLOCKS];
     Divisors by;
     Binades binades;
-    WordRules rules = {&binades, code};
+    Steps steps;
+    WordRules rules = {&binades, code, &steps};
     int quick = all_of(~add_divisors(&by, 0, splat(run_scale)));
     if (quick && kind == ONE_SCALE && uses_words(codec, BY_RECIPROCALS)) make_binades(codec, &by, &binades);
     for (int64_t t = start, count; t < stop; t += count) {
@@ -298,10 +346,12 @@ static int encode_minifloats(const Encode *call, int64_t batch, int64_t head, in
         const char *rows = row_of(&call->x, batch, head, t);
         if (blocks) {
             if (!block_maxima(call, rows, count, codec->size, most)) return 0;
-            quick = block_scales(call, most, count * blocks, run_scale, code, &by);
-            for (int64_t i = 0; i < count; i++) memcpy((char *)row_of(scales, batch, head, t + i), code + i * blocks, blocks);
+            quick = block_scales(call, most, count * blocks, run_scale, code, &by, &steps);
+            int64_t together = scales->row == blocks ? count : 1;
+            for (int64_t i = 0; i < count; i += together) memcpy((char *)row_of(scales, batch, head, t + i), code + i * blocks, together * blocks);
         }
-        int way = kind == POWERS_OF_BLOCKS ? BY_POWERS : quick && call->dtype != F32 ? BY_RECIPROCALS : BY_DIVISION;
+        int words = quick && call->dtype == BF16 && uses_words(codec, BY_RECIPROCALS);
+        int way = kind == POWERS_OF_BLOCKS ? BY_POWERS : words ? BY_RECIPROCALS : BY_DIVISION;
         uint16_t *to = (uint16_t *)row_of(codes, batch, head, t);
         all_row_codes(codec, long_rows(call, rows, count, way, wide), to, codes->row / 2, &by, &rules, way);
     }

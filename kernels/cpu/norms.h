@@ -29,6 +29,12 @@ INLINE vf squares_of(const char *row, int64_t dim, int64_t dtype) {
     return sum + other;
 }
 
+/* Stores the roots of the first `count` sums of LANES partial sums each. */
+static __attribute__((noinline)) void store_roots(vf *squares, int64_t count, float *roots) {
+    vf sums = square_root(sums_of(squares));
+    memcpy(roots, &sums, sizeof(float) * count);
+}
+
 INLINE void norms_of(const RawSlots *call, int64_t layer, int64_t dtype) {
     for (int64_t h = 0; h < call->heads; h++) {
         float *norms = call->norms + (layer * call->heads + h) * call->tokens;
@@ -36,11 +42,9 @@ INLINE void norms_of(const RawSlots *call, int64_t layer, int64_t dtype) {
         for (int64_t t = 0; t < call->tokens; t += LANES) {
             int64_t count = call->tokens - t < LANES ? call->tokens - t : LANES;
             vf squares[LANES];
-            float sums[LANES];
             for (int64_t i = 0; i < LANES; i++)
                 squares[i] = i < count ? squares_of(x + (t + i) * call->x.row, call->dim, dtype) : splat(0);
-            store(sums, sums_of(squares));
-            for (int64_t i = 0; i < count; i++) norms[t + i] = sqrtf(sums[i]);
+            store_roots(squares, count, norms + t);
         }
     }
 }

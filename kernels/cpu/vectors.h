@@ -197,6 +197,17 @@ INLINE vw load_word_pairs(const void *p) { return *(const vw_any *)p; }
 INLINE void store_word_pairs(void *p, vw x) { *(vw_any *)p = x; }
 INLINE vw splat_word(int32_t x) { return (vw){0} + (int16_t)x; }
 
+/* Returns words of blocks of 16, from that of the first block on. */
+INLINE vw block_words(const int16_t *p) {
+#if LEVEL == 4
+    int32_t both;
+    memcpy(&both, p, sizeof both);
+    return (vw)_mm512_permutexvar_epi16(_mm512_maskz_set1_epi32(0xff00, 0x10001), _mm512_set1_epi32(both));
+#else
+    return splat_word(*p);
+#endif
+}
+
 /* Returns whether a word of a is below that of b. */
 INLINE int any_word_below(vw a, vw b) {
 #if LEVEL == 4

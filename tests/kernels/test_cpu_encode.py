@@ -201,6 +201,24 @@ def test_minifloats_of_all_magnitudes_are_encoded_as_in_formats(words: str, leve
 
 
 @LEVELS
+@pytest.mark.parametrize("dim", [64, 128])
+def test_values_halfway_between_elements_of_a_block_are_rounded_as_in_formats(dim: int, level: int) -> None:
+    codec, generator = create("minifloat", dim, element="e2m1", scales="e4m3"), torch.Generator().manual_seed(dim)
+    largest = torch.exp2(torch.rand(1, 1, 400, dim // 16, 1, generator=generator) * 12 - 6).to(torch.bfloat16).to(torch.float32)
+    run_scale = largest.amax() / 6 / 448
+    scale = (largest / 6 / run_scale).to(torch.float8_e4m3fn).to(torch.float32) * run_scale
+    halfway = (scale * torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0] * 2 + [0.0])).to(torch.bfloat16)
+    near = halfway.view(torch.int16) + torch.randint(-1, 2, halfway.shape, generator=generator).to(torch.int16).mul_(halfway > 0)
+    values = near.view(torch.bfloat16).to(torch.float32).minimum(largest)
+    signs = torch.randint(0, 2, (1, 1, 400, dim), generator=generator) * 2 - 1
+    x = (torch.cat([largest, values], 4).view(1, 1, 400, dim) * signs).to(torch.bfloat16)
+    found = cpu_encode.encode(codec, x, level=level)
+    assert found is not None
+    for name, stream in codec.encode(x.to(torch.float32)).items():
+        assert torch.equal(bits(found[name]), bits(stream)), name
+
+
+@LEVELS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("words", MINIFLOATS)
 def test_skipped_tokens_of_a_minifloat_are_encoded_as_zeros(words: str, dtype: torch.dtype, level: int) -> None:

@@ -121,7 +121,7 @@ def coordinate_table(dim: int, levels: int) -> bytes:
 
 @cache
 def polar_angle_table(first: int, second: int, levels: int) -> bytes:
-    """Return ``levels`` centroids of the angle between radii of ``first`` and of ``second`` values, little-endian float32."""
+    """Return ``levels`` centroids, little-endian float32, of the polar angle of two norms: of ``first`` values and of ``second`` values."""
     with _ignore_underflow():
         edges = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
         return lloyd_max(edges, polar_angle_masses(edges, first, second), levels).astype("<f4").tobytes()

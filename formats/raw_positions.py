@@ -235,7 +235,7 @@ class RawPositions(WholeTokens):
             if wrong.any():
                 at = int(wrong.argmax())
                 rule = "follows an unused one, but those come last" if behind_unused[at] else "must be greater than the position before it"
-                raise InvalidPayload(f"{where}.{POSITIONS}: position {first + at}, {words[at].tolist()}, {rule}")
+                raise InvalidPayload(f"{where}.{POSITIONS}: position {first + at} is {words[at].tolist()}, which {rule}")
             here = int(numpy.count_nonzero(~unused))
             used, last = used + here, int(place[here - 1]) if here else last
         values = arrays[VALUES]

@@ -196,8 +196,8 @@ class ValueMap(Sidecar):
 class PageVector(Sidecar):
     """Sidecar that subtracts one vector per page from the tokens, in the coded frame.
 
-    A page is ``page_tokens`` tokens of a run; the last page may be shorter. A page is also a token group: stored tokens are replaced by the
-    mean of the page's other tokens, so that the vector does not depend on them.
+    A page is ``page_tokens`` tokens of a run; the last page may be shorter. A page is also a token group. To compute the
+    vector, raw tokens are replaced by the mean of the page's other tokens, so that it does not depend on them.
     """
 
     @property

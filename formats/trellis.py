@@ -206,7 +206,7 @@ def unit_table(dim: int, bits: int, state_bits: int) -> bytes:
 
 @cache_per_device
 def window_values(table: bytes) -> torch.Tensor:
-    """Return the value of each window within a unit vector, float32 ``[2^state_bits]``."""
+    """Return the coordinate of the unit vector that each ``state_bits``-bit window encodes, float32 ``[2^state_bits]``."""
     return torch.tensor(struct.unpack(f"<{len(table) // 2}e", table), dtype=torch.float32)
 
 

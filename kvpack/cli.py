@@ -90,9 +90,9 @@ def _commands(parser: Parser) -> Any:
 
 
 def _similar_words(word: str, candidates: Iterable[str]) -> list[str]:
-    """Return the candidate that is most similar to ``word``, as a list, or an empty list.
+    """Return a list of the one candidate that is most similar to ``word``. Empty if none is similar.
 
-    Candidates whose parts between hyphens include those of ``word``, or the reverse, are preferred.
+    Prefers candidates whose hyphen-separated parts include all parts of ``word``, or vice versa.
     """
     parts = set(word.split("-"))
     nested = [other for other in candidates if parts <= (others := set(other.split("-"))) or others <= parts]

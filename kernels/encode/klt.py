@@ -49,13 +49,13 @@ _RUN_INTEGERS, _MAX_WIDTH = tl.constexpr(3), tl.constexpr(8)
 class DeviceBasis(NamedTuple):
     """Device copy of a basis for the column widths of one codec, in the layout that kernels read.
 
-    - ``matrix``: bfloat16 ``[kv_head, run, part, padded dim, RUN_COLUMNS]``, from channels to the columns of runs that have codes; the
-      parts add up to float32.
+    - ``matrix``: bfloat16 ``[kv_head, run, part, padded dim, RUN_COLUMNS]``, from channels to the columns of runs that have codes;
+      the sum of the parts has float32 precision.
     - ``columns``: float32 ``[kv_head, run, 2, RUN_COLUMNS]``, means and squared weights.
     - ``tables``: float32 ``[kv_head, entry]``; for each run its entries, the bounds between them, and one filler.
     - ``runs``: int32 ``[run, _RUN_INTEGERS]``, widths, first entries, and first columns in stream order. If heads have their own widths,
       int32 ``[kv_head, run, 2, RUN_COLUMNS]``, the width and first entry of each column.
-    - ``places``: the byte positions by which ``klt_heads`` packs codes, or None.
+    - ``places``: the byte positions at which ``klt_heads`` packs codes, or None.
     """
 
     matrix: torch.Tensor

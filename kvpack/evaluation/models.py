@@ -132,7 +132,7 @@ def window_ids(tokens: int, text: Text) -> int:
 
 
 def window_starts(ids: int, size: int, count: int, seed: int) -> list[int]:
-    """Return the starts of ``count`` windows of ``size`` ids. Each is at a random position in one of ``count`` equal parts of ``ids`` ids.
+    """Split ``ids`` ids into ``count`` equal parts, and return the start of a window of ``size`` ids at a random position in each part.
     """
     generator = torch.Generator().manual_seed(seed)
     part = ids // count

@@ -14,7 +14,7 @@ _INSTALL = "pip install -U 'kvpack[transformers]'"
 
 
 def installed_transformers() -> Any:
-    """Return the module transformers. Raises MissingPackage if it is not installed or older than ``MIN_VERSION``."""
+    """Return the ``transformers`` module. Raises MissingPackage if it is not installed, or is older than ``MIN_VERSION``."""
     try:
         import transformers
     except ImportError:

@@ -368,7 +368,8 @@ class LiveCache:
         return cache
 
     def snapshot(self, packed: bool = False) -> Cache:
-        """Return a ``Cache`` like ``freeze``, but even after a forward pass was interrupted between two layers. Raises InvalidParameter."""
+        """Return a ``Cache``, like ``freeze``, even if a forward pass was interrupted between two layers. Raises InvalidParameter if a
+        value is not finite."""
         check_flag(packed, "packed")
         self._count_replayed_tokens()
         self._check_finite()

@@ -135,7 +135,7 @@ class DevicePages:
         return PageJob(torch.cat([status, costly]), finish)
 
     def decode(self, rows: Rows, pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool) -> PageJob:
-        """Start decoding ``rows``. Rows on the device are checked there, unless ``values`` requires checks by the host."""
+        """Start decoding ``rows``. Rows on the device are checked there, or by the host if ``values`` is True."""
         errors: list[Outcome] = []
         with float32_no_grad(self._device):
             if not values and self._is_usable(rows):

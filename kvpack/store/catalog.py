@@ -202,7 +202,7 @@ def read_catalog(
                 if is_states(file):
                     named_states = StatesFields.of(file)
                     _check_key(file.where, named_states.key, stored)
-                    states[named_states.chunk] = StatesEntry(stored, named_states.chunk, header.recipe, header.start)
+                    states[named_states.chunk_key] = StatesEntry(stored, named_states.chunk_key, header.recipe, header.start)
                     continue
                 fields = check_entry(file, None, None, None, max_entry_bytes)
                 _check_key(file.where, fields.key, stored)

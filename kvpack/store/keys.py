@@ -154,7 +154,7 @@ def check_page(name: bytes, data: Data) -> None:
     row = memoryview(data)
     frame = check_row(row, where)
     if frame.length != len(data):
-        raise InvalidHeader(f"{where} has {len(data)} bytes, but its row is {frame.length} bytes long")
+        raise InvalidHeader(f"{where} has {len(data)} bytes, but its header declares a row of {frame.length} bytes")
     description = bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes])
     if (actual := page_key(frame.namespace, frame.key, description)) != name:
         raise InvalidHeader(f"{where} contains page {actual.hex()}, expected {name.hex()}")

@@ -59,7 +59,7 @@ class UseLog:
                 self._unrecorded[key] = None
 
     def is_due(self) -> bool:
-        """Return True if it is time to put a record."""
+        """Return True if it is time to write a new record."""
         with self._lock:
             waited = time.monotonic() - self._since >= self._interval
             return bool(self._unrecorded) and (waited or len(self._unrecorded) >= _MAX_NOTED)

@@ -215,7 +215,7 @@ class Loader:
             return chunks, error
         return chunks, refused
 
-    def _join(self, chunks: list[Cache], keys: Sequence[bytes], entry: Sequence[FoundEntry]) -> Cache | None:
+    def _join(self, chunks: list[Cache], keys: Sequence[bytes], entries: Sequence[FoundEntry]) -> Cache | None:
         """Join ``chunks`` into one cache. Returns None if the list is empty.
 
         A chunk that does not continue the previous one is dropped, along with all later chunks.
@@ -234,7 +234,7 @@ class Loader:
             cache = None
         if refused is not None:
             # The chunk is intact but does not continue the previous ones, or memory ran out.
-            self._refuse(keys[len(chunks)], entry[len(chunks)], refused)
+            self._refuse(keys[len(chunks)], entries[len(chunks)], refused)
         return cache
 
     def _refuse(self, key: bytes, entry: FoundEntry, error: Exception) -> None:

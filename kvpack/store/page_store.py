@@ -187,7 +187,7 @@ class PageStore:
     ) -> dict[int, list[memoryview]]:
         """Encode the pages with these ``indices``. Returns the byte buffers of their entries by index.
 
-        Pages that cannot be encoded are counted.
+        Pages that cannot be encoded are left out and counted.
         """
         rows = {index: memoryview(bytearray(self.codec.nbytes)) for index in indices}
         result: dict[int, list[memoryview]] = {}

@@ -30,7 +30,7 @@ class StatesFields:
     """The fields of an entry's header that describe its states."""
 
     key: bytes
-    chunk: bytes
+    chunk_key: bytes
     payload: bytes
 
     @classmethod
@@ -45,7 +45,7 @@ class StatesFields:
         if len(feature) != 2 * KEY_BYTES + DIGEST_BYTES:
             raise InvalidHeader(f"{where}: the feature {FEATURE!r} has {len(feature)} bytes, expected {2 * KEY_BYTES + DIGEST_BYTES}")
         named = cls(feature[:KEY_BYTES], feature[KEY_BYTES : 2 * KEY_BYTES], feature[2 * KEY_BYTES :])
-        if named.key != (key := states_key(named.chunk)):
+        if named.key != (key := states_key(named.chunk_key)):
             raise InvalidHeader(f"{where}: its header names the key {named.key.hex()}, expected {key.hex()} for states after its chunk")
         if not header.states or any(True for layer in header.layers for _ in layer.sides()):
             raise InvalidHeader(f"{where} is not an entry of states: it has no states, or it has keys and values")
@@ -63,10 +63,10 @@ def is_states(file: container.File) -> bool:
     return FEATURE in file.header.ignorable
 
 
-def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, str], recipe: str) -> list[memoryview]:
+def to_pieces(states: States, chunk_key: bytes, position: int, model: Mapping[str, str], recipe: str) -> list[memoryview]:
     """Return the entry with the states after a chunk as consecutive byte buffers.
 
-    ``chunk`` is the chunk's key, and ``position`` is the end of the chunk.
+    ``position`` is the end of the chunk.
     """
     from kvpack.cache import files
     from kvpack.cache.cache import Cache
@@ -75,22 +75,22 @@ def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, s
     on_cpu = ({name: state.cpu().contiguous() for name, state in layer.items()} for layer in states)
     layers = tuple(Layer(None, None, states=MappingProxyType(layer)) for layer in on_cpu)
     contents, arrays = files.file_arguments(Cache(layers, recipe, model, position))
-    feature = states_key(chunk) + chunk + payload_digest(contents, arrays)
+    feature = states_key(chunk_key) + chunk_key + payload_digest(contents, arrays)
     return container.pieces(replace(contents, ignorable={**contents.ignorable, FEATURE: feature}), arrays)
 
 
-def read(data: Data, chunk: bytes, position: int, model: Mapping[str, str], recipe: str) -> States:
+def read(data: Data, chunk_key: bytes, position: int, model: Mapping[str, str], recipe: str) -> States:
     """Check the entry ``data`` and return its states, as views of it.
 
-    Raises InvalidHeader unless they are the states after ``chunk``, and the same errors as ``container.open_bytes``.
+    Raises InvalidHeader unless they are the states after the chunk ``chunk_key``, and the same errors as ``container.open_bytes``.
     """
     from kvpack.cache import files
     from kvpack.cache.states import collect_states
 
-    file = open_entry(data, states_key(chunk))
+    file = open_entry(data, states_key(chunk_key))
     check_header(file, position, model, recipe)
     named = StatesFields.of(file)
-    if named.chunk != chunk:
-        raise InvalidHeader(f"{file.where} has the states after the chunk {named.chunk.hex()}, expected the states after {chunk.hex()}")
+    if named.chunk_key != chunk_key:
+        raise InvalidHeader(f"{file.where} has the states after the chunk {named.chunk_key.hex()}, expected those after {chunk_key.hex()}")
     check_payload_digest(named.payload, file_payload_digest(file, memoryview(data)), file.where)
     return collect_states(files.read(file))

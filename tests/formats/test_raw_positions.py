@@ -361,10 +361,10 @@ def test_both_ways_to_encode_agree(codec_id: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([[2, 0, 0, 0], [2, 0, 0, 0]], "position 1, .* must be greater than the position before it"),
+        ([[2, 0, 0, 0], [2, 0, 0, 0]], "position 1 is .*, which must be greater than the position before it"),
         ([[9, 0, 0, 0]], "position 0 is .*, expected a token number from 1 to 8 in the first three words and a sequence below 2"),
         ([[2, 0, 0, 2]], "position 0 is"),
-        ([[0, 0, 0, 0], [2, 0, 0, 0]], "position 1, .* follows an unused one, but those come last"),
+        ([[0, 0, 0, 0], [2, 0, 0, 0]], "position 1 is .*, which follows an unused one, but those come last"),
         ([[2, 0, 0, 0], [0, 0, 0, 0]], "an unused entry is not zero, expected zeros after the 1 used entries"),
     ],
 )

@@ -146,7 +146,7 @@ def again(found: Any, *, position: int = 5 * CHUNK, chunk: bytes | None = None, 
     header = file.header
     own = kvpack.cache.states.collect_states(kvpack.cache.files.read(file))
     return state_entries.to_pieces(
-        own, chunk or named.chunk, position, dict(header.model) if model is None else model, recipe or header.recipe
+        own, chunk or named.chunk_key, position, dict(header.model) if model is None else model, recipe or header.recipe
     )
 
 

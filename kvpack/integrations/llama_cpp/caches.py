@@ -153,7 +153,7 @@ def export_slot(
     ids = opaque_ids(cache) if opaque else _token_id_bytes(cache)
     if first or not 0 < tokens <= _MAX_POSITION:
         problem = f"the cache begins at position {first}, but a sequence of llama.cpp must begin at position 0"
-        raise InvalidParameter(f"{problem}: export a cache with its first tokens")
+        raise InvalidParameter(f"{problem}: export a cache that begins at position 0")
     if streams > 1 and sequence >= streams:
         raise InvalidParameter(f"sequence {sequence} has no stream of its own among {streams}: pass more streams, or 1")
     sides: list[tuple[list[_Stored], list[_Stored]]] = [([], []) for _ in range(1 + bool(windows))]

@@ -102,7 +102,7 @@ def export_prompt_cache(
         )
     if cache.start:
         raise InvalidParameter(
-            f"the cache begins at position {cache.start}, but mlx-lm's caches begin at position 0: export a cache with its first tokens"
+            f"the cache begins at position {cache.start}, but mlx-lm's caches begin at position 0: export a cache that begins at position 0"
         )
     tensors: dict[str, torch.Tensor] = {}
     # mlx-lm drops empty lists, so the list of scalars begins with an empty text.

@@ -133,7 +133,7 @@ class KvpackCache(PassCalls):
         model_properties, inside = inspect_model(model)
         if cache.start:
             raise InvalidParameter(
-                f"the cache starts at position {cache.start}, but a model continues from position 0: load the cache with its first tokens"
+                f"the cache starts at position {cache.start}, but a model continues from position 0: load a cache that begins at position 0"
             )
         cache.check_ends()
         compared: NamedModel | None = None

@@ -107,7 +107,7 @@ class Pass:
                 self._positions.append(((positions == expected).all(), positions.detach().clone()))
 
     def undetermined(self, tokens: int) -> list[str]:
-        """Return clauses about inputs that the ids of this pass do not determine. The pass added ``tokens`` tokens."""
+        """Return, as clauses of a message, which inputs of this pass its ids do not determine. The pass added ``tokens`` tokens."""
         result = [FROM_ENCODER] if self._encoder and self.sources is None else []
         result += self._found
         if self._embedded:

@@ -139,7 +139,7 @@ class Tracking:
         if self.record.tokens:
             self._compare_model()
         else:
-            self._name_model()
+            self._identify_model()
         if self._positions is not None:
             self._positions.set_deltas(self.model_of_cache, arguments, self.record.tokens)
         self._check_positions(arguments)
@@ -216,8 +216,8 @@ class Tracking:
             warnings.warn(f"{reason}: {self._first.unnamed}", KvpackWarning, 4)
         return self._first.identity_fields
 
-    def _name_model(self) -> None:
-        """Identify the model of the first token. Its weights are read during the pass."""
+    def _identify_model(self) -> None:
+        """Identify the model that computes the first token. Its weights are read in the background during the pass."""
         model = None if self._watched is None else self._watched()
         if model is None:
             return
@@ -374,7 +374,7 @@ class Tracking:
             self._positions.require_positions(self.record.tokens)
 
     def record_appended(self, tokens: int) -> None:
-        """Record that a layer has now seen ``tokens`` tokens."""
+        """Record that a layer has now seen ``tokens`` tokens in all."""
         if tokens > self.record.tokens:
             self.record.add(tokens - self.record.tokens, self._passes.current)
 

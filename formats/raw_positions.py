@@ -438,7 +438,7 @@ def _position_words(positions: torch.Tensor) -> torch.Tensor:
 
 def encode_positions(token: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
     """Encode int64 indices of tokens (-1 for unused entries) and of sequences as words, uint16 ``[entry, 4]``."""
-    number = token + 1
-    words = torch.stack([number & 0xFFFF, number >> 16 & 0xFFFF, number >> 32, sequence], 1)
-    # Some versions of PyTorch cannot convert to uint16 on some devices.
-    return torch.where(words > 0x7FFF, words - 0x10000, words).to(torch.int16).view(torch.uint16)
+    # The 16-bit words of int64 numbers; the highest word of a position is free.
+    words = (token + 1).view(torch.int16).view(len(token), _POSITION_WORDS)
+    words[:, -1] = sequence
+    return words.view(torch.uint16)

@@ -101,10 +101,10 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
         style = {"color": color, "marker": marker, "linestyle": "none", "markersize": 7, "markeredgecolor": "white"}
         axes.plot(x, y, **style, label=row["recipe"], zorder=4)
         if narrow:
-            _label_point(axes, row["recipe"], x, y, on_left=_is_label_left(row, rows))
+            _label_point(axes, row["recipe"], x, y, on_left=_is_label_left(row, rows), below=_is_label_below(row, rows))
     if narrow:
         axes.set_title(model_label(report), fontsize=10, loc="left")
-        _label_point(axes, "past forgotten", axes.get_xlim()[0], forgotten, on_left=False)
+        _label_point(axes, "past forgotten", axes.get_xlim()[0], forgotten, on_left=False, below=False)
     else:
         settings = report["settings"]
         axes.set_title(
@@ -132,8 +132,16 @@ def _is_label_left(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
     )
 
 
-def _label_point(axes: Any, name: str, x: float, y: float, *, on_left: bool) -> None:
-    place = {"xytext": (-6 if on_left else 6, 5), "textcoords": "offset points", "ha": "right" if on_left else "left", "fontsize": 8}
+def _is_label_below(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
+    """Return True if a name to the left of its point must be below it, because the name of a point further left is at its height."""
+    x, y = row["bits_per_value"], _plotted_divergence(row)
+    others = [(x / other["bits_per_value"], _plotted_divergence(other) / y) for other in rows]
+    return any(_LABEL_DISTANCE < ratio < 1.6 * _LABEL_DISTANCE and 1 < higher < 1.2 for ratio, higher in others)
+
+
+def _label_point(axes: Any, name: str, x: float, y: float, *, on_left: bool, below: bool) -> None:
+    offset = (-6, -11 if below else 5) if on_left else (6, 5)
+    place = {"xytext": offset, "textcoords": "offset points", "ha": "right" if on_left else "left", "fontsize": 8}
     axes.annotate(name, (x, y), **place, zorder=5)
 
 

@@ -690,6 +690,12 @@ def test_narrow_plots_have_labels_next_to_the_points() -> None:
     assert sides.pop("past forgotten") == "left"
     assert [name for name, side in sides.items() if side == "right"] == ["recipe-3", "recipe-11"]
     assert len(sides) == 12
+    assert all(text.xyann[1] > 0 for text in axes.texts)
+    # The name of recipe-2, further left, is at the height of recipe-3.
+    report["recipes"][2].update(bits_per_value=7.0, kl_divergence=1.2e-4)
+    axes = figure.subplots()
+    quality_plot.plot(axes, report, narrow=True)
+    assert [text.get_text() for text in axes.texts if text.xyann[1] < 0] == ["recipe-3"]
 
 
 def test_every_codec_has_its_own_color() -> None:

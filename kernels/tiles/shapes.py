@@ -57,6 +57,10 @@ CONVERSION_BYTES = 96
 """Shared memory per token that the compiler uses, mostly to convert rows to the layout of matrix operands, in bytes."""
 
 
+PATCH_TILE_BYTES = 1 << 10
+"""Number of bytes in which ``outlier_patches`` swizzles positions: eight lines of 128 bytes."""
+
+
 class LaunchShape(NamedTuple):
     """Shape of a launch: warps per program, tiles per warp, tokens per tile, pipeline stages, and programs per multiprocessor."""
 
@@ -134,14 +138,15 @@ def plan_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tu
     """Return the outlier constants of keys and of values (None without outliers), and the number of bytes for the patches of all warps.
 
     A patch contains as many tiles as fit in the shared memory of a program, next to tables of ``table_bytes`` bytes. If not even one tile
-    fits, there are no patches, and the number of bytes is 0.
+    fits, or if tiles are not multiples of ``PATCH_TILE_BYTES``, there are no patches, and the number of bytes is 0.
     """
     own_bytes = MULTIPROCESSOR_BYTES // shape.programs - SYSTEM_BYTES - CONVERSION_BYTES * shape.warps * shape.tokens
     limit = (min(own_bytes, STATIC_SHARED_BYTES) - table_bytes) // shape.warps
     together, most = [], 0
     for outliers in (k.outliers, v.outliers):
         tile_bytes = 2 * shape.tokens * (outliers.width if outliers else 1)
-        together.append(max(0, min(limit // tile_bytes, outliers.tiles)) if outliers else 0)
+        swizzled = tile_bytes % PATCH_TILE_BYTES == 0
+        together.append(max(0, min(limit // tile_bytes, outliers.tiles)) if outliers and swizzled else 0)
         most = max(most, together[-1] * tile_bytes)
     k_constants = k.outliers and k.outliers._replace(together=together[0], patch_bytes=most)
     v_constants = v.outliers and v.outliers._replace(together=together[1], patch_bytes=most)

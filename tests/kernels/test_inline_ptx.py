@@ -50,6 +50,7 @@ CASES: list[tuple[str, str, tuple[int, int], int, int]] = [
     ("trellis:b=3,states=256", "trellis:b=1,states=1024", (80, 48), 1, 300),
     ("scalar:b=2,qjl=fp16", "group:b=4,g=32,qjl=fp16", (64, 64), 1, 40),
     ("minifloat:element=e2m1,outliers=3", "scalar:b=4,outliers=20", (128, 128), 1, 40),
+    ("group:b=2,g=4,outliers=3", "group:b=2,g=4,outliers=3", (64, 128), 1, 40),
 ]
 """Codecs of keys and values, their head dims, query heads and tokens."""
 

@@ -78,7 +78,7 @@ OPENERS: dict[str, Callable[[Any], object]] = {
     "load": kvpack.load,
     "a recipe file": lambda path: parse_recipe(Path(path)),
     "token ids": lambda path: read_exported(Path(__file__).parents[1] / "golden" / "raw-bf16.kvpack", path, ""),
-    "measurements": lambda path: open_journal(path, []),
+    "measurements": lambda path: open_journal(path, [], 4096),
     "a text": lambda path: read_measured_text(path, Path("."), 1000),
 }
 

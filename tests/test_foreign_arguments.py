@@ -289,7 +289,7 @@ CALLS = entries(Path(_FOLDER.name))
 
 PARTS = {
     "Cache": {"check_ends"},
-    "Identity": {"of_header", "of_parts", "weights_of_kind"},
+    "Identity": {"from_header", "of_parts", "weights_of_kind"},
     "Inputs": {"from_bytes", "from_features", "of_rows", "select", "slice", "to_features", "with_missing_ids"},
     "LiveCache": {"snapshot"},
     "PageCodec": {"validate_arguments"},

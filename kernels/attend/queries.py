@@ -131,8 +131,8 @@ def _query_tiles(
     """Load a query as tiles ``[warp, column, row]`` in the column order of key tiles.
 
     For bf16 keys, each tile is loaded twice: the high halves and the low halves of the query. With ``DUAL``, each row belongs to the first
-    or the second token of a tile row. For dual keys, the columns of the other token are then 0; otherwise, each token has its own set of
-    tiles.
+    or the second token of a tile row, and ``second`` is a mask of the rows of second tokens. For dual keys, the columns of the other token
+    are then 0; otherwise, each token has its own set of tiles.
     """
     WIDTHS: tl.constexpr = K.widths
     tiles = ()

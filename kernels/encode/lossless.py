@@ -80,7 +80,7 @@ def encode(codec: Lossless, x: torch.Tensor, output: Output) -> bool:
     )  # fmt: skip
     ends = counts.cumsum(0)
     words = torch.empty(1, 1, int(ends[-1]), dtype=torch.uint16, device=x.device)
-    launch(_join_words, len(scratch), x.device, words.view(torch.int16), scratch, ends, longest, BLOCK=JOINED_WORDS, warps=2)
+    launch(_copy_chunk_words, len(scratch), x.device, words.view(torch.int16), scratch, ends, longest, BLOCK=JOINED_WORDS, warps=2)
     streams["words"] = words
     return True
 
@@ -195,8 +195,11 @@ def _add_symbol(state: tl.tensor, entry: tl.tensor, lane: tl.tensor, end: tl.ten
 
 
 @triton.jit
-def _join_words(words: tl.tensor, scratch: tl.tensor, ends: tl.tensor, longest: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Copy the words of one chunk, which end its row of ``longest`` words in ``scratch``, to their position in ``words``."""
+def _copy_chunk_words(words: tl.tensor, scratch: tl.tensor, ends: tl.tensor, longest: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Copy one chunk's words from the end of its row in ``scratch`` to their position in ``words``.
+
+    ``scratch`` is ``[chunk, longest]``, because no chunk has more than ``longest`` words. ``ends`` contains each chunk's end in ``words``.
+    """
     chunk = tl.program_id(0).to(tl.int64)
     end = tl.load(ends + chunk)
     count = (end - tl.load(ends + (chunk - 1), chunk > 0, 0)).to(tl.int32)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.evaluation.models import Text, check_size, position_limit, tokenize, window, window_ids, window_starts
+from kvpack.evaluation.models import Text, check_size, ids_per_window, position_limit, tokenize, window, window_starts
 from kvpack.evaluation.windows import PASS_TOKENS, Comparison, RecipeResult, measure, read_forgotten, read_uncompressed
 from kvpack.formats.arguments import as_integer, check_callback, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
@@ -174,7 +174,7 @@ def _plan_windows(
         "scored_tokens", min(SCORE, size // 2) if scored_tokens is None else scored_tokens, 1, size - 1, f"in a window of {size} tokens"
     )
     step = _checked_size("step", step, 1, size, f"in a window of {size} tokens")
-    rooms = [len(text.ids) // window_ids(size, text) for text in texts]
+    rooms = [len(text.ids) // ids_per_window(size, text) for text in texts]
     fitting, why = sum(rooms), f"(the number of {size}-token windows in the texts): pass longer texts or fewer tokens"
     count = _checked_size("windows", min(WINDOWS, fitting) if windows is None else windows, 1, fitting, why)
     # Take a window from each text in turn, as long as the text has enough tokens.
@@ -187,7 +187,7 @@ def _plan_windows(
         (text, start)
         for text, share in zip(texts, shares, strict=True)
         if share
-        for start in window_starts(len(text.ids), window_ids(size, text), share, seed)
+        for start in window_starts(len(text.ids), ids_per_window(size, text), share, seed)
     ]
     return places, {"tokens": size, "score": scored, "step": step}
 
@@ -213,7 +213,7 @@ def _measure(
     with tempfile.TemporaryDirectory(prefix="kvpack-evaluate-") as folder:
         path = os.path.join(folder, "window.kvpack")
         for number, (text, start) in enumerate(windows):
-            ids = window(text, start, window_ids(sizes["tokens"], text)).to(device)
+            ids = window(text, start, ids_per_window(sizes["tokens"], text)).to(device)
             exact = read_uncompressed(model, ids, sizes["score"])
             exact_losses.append(exact.loss)
             forgotten.append(read_forgotten(model, exact))

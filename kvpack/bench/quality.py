@@ -29,11 +29,11 @@ from kvpack.evaluation.models import (
     Text,
     bundled_text,
     check_size,
+    ids_per_window,
     position_limit,
     read_text,
     vocabulary,
     window,
-    window_ids,
     window_starts,
     window_tokens,
 )
@@ -253,7 +253,7 @@ def _precision_text(model: Any) -> str:
 def _choose_sizes(settings: Settings, text: Text, long_text: Text, max_positions: int | None) -> _MeasuredSizes:
     tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, text, max_positions)
     scored_tokens = min(DEFAULT_SCORE, tokens // 2) if settings.scored_tokens is None else settings.scored_tokens
-    room = len(text.ids) // window_ids(tokens, text)
+    room = len(text.ids) // ids_per_window(tokens, text)
     windows = min(DEFAULT_WINDOWS, room) if settings.windows is None else settings.windows
     lengths = _needle_lengths(tokens, long_text, max_positions)
     prompts = min((len(long_text.ids) // length for length in lengths), default=0)
@@ -336,7 +336,7 @@ class _Measurement:
         exact_losses: list[float] = []
         forgotten: list[Comparison] = []
         measured: list[list[RecipeResult]] = [[] for _ in self.recipes]
-        size = window_ids(part.sizes.tokens, part.text)
+        size = ids_per_window(part.sizes.tokens, part.text)
         begun = window_starts(len(part.text.ids), size, part.sizes.windows, self.seed)
         for start in begun:
             ids = window(part.text, start, size)

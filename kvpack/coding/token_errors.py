@@ -138,14 +138,14 @@ _poor_fits: ContextVar[list[PoorFit] | None] = ContextVar("poor_fits", default=N
 
 @dataclass(frozen=True)
 class EncodedRun:
-    """A run's values and their encoded streams, from which errors are measured. ``kept`` is a mask of the raw tokens."""
+    """A run's values and their encoded streams, from which errors are measured. ``raw_mask`` marks the raw tokens."""
 
     codec: Codec
     x: torch.Tensor
     streams: Streams
     norms: Callable[[], torch.Tensor]
     sizes: TokenSizes = UNMEASURED
-    kept: torch.Tensor | None = None
+    raw_mask: torch.Tensor | None = None
 
 
 def allocate_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
@@ -193,23 +193,25 @@ def excess_losses(run: EncodedRun) -> torch.Tensor | None:
     if not losses:
         return None
     factors = torch.stack([loss.factors for loss in losses])
-    if run.kept is not None:
-        factors = factors.masked_fill(run.kept, 0.0)
+    if run.raw_mask is not None:
+        factors = factors.masked_fill(run.raw_mask, 0.0)
     bounds = torch.tensor([[loss.ratio for loss in losses], [loss.warned for loss in losses]], dtype=torch.float32, device=factors.device)
     return (factors / bounds[:, :, None, None]).amax(1)
 
 
-def report_poor_fit(losses: Sequence[Loss], where: str, kept: torch.Tensor | None = None, keeps_large: bool = False) -> None:
+def report_poor_fit(
+    losses: Sequence[Loss], where: str, raw_mask: torch.Tensor | None = None, keeps_large_tokens_raw: bool = False
+) -> None:
     """Report the largest loss of tokens that are not raw, if it exceeds its limit.
 
-    ``kept``, bool ``[batch, token]``, is a mask of the raw tokens. ``keeps_large`` is True if tokens of high norm are raw. Within
-    ``collect_poor_fits``, the loss is added to the list; otherwise, a warning is issued. If many tokens of a page are large in the same
-    head, they are reported only if they are more than ``MANY_RATIO`` times as large as is typical.
+    ``raw_mask``, bool ``[batch, token]``, marks the raw tokens. ``keeps_large_tokens_raw`` is True if tokens with high norms are raw.
+    Within ``collect_poor_fits``, the loss is added to the list; otherwise, a warning is issued. If many tokens of a page have high norms in
+    the same head, their loss is reported only if their norms exceed ``MANY_RATIO`` times the typical norm.
     """
     result = []
     for name, factors, _, ratio, sizes in losses:
-        if kept is not None:
-            factors = factors.masked_fill(kept, 0.0)
+        if raw_mask is not None:
+            factors = factors.masked_fill(raw_mask, 0.0)
         lost = factors > ratio
         if name == TOKENS and lost.any():
             lost = drop_crowded_pages(lost) | (factors > MANY_RATIO)
@@ -218,7 +220,7 @@ def report_poor_fit(losses: Sequence[Loss], where: str, kept: torch.Tensor | Non
             sequence, token = divmod(int(factors.argmax()), factors.shape[1])
             head_sizes = relative_norms(sizes) if name in (HEADS, TOKENS) else sizes
             head = int(head_sizes[sequence, :, token].nan_to_num(posinf=0.0).argmax())
-            rare = not keeps_large and bool((drop_crowded_pages(lost) == lost).all())
+            rare = not keeps_large_tokens_raw and bool((drop_crowded_pages(lost) == lost).all())
             result.append(PoorFit(where, name, int(lost.sum()), lost.numel(), float(factors.amax()), sequence, token, head, rare))
     if not result:
         return
@@ -266,7 +268,7 @@ def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
     The multiple is computed twice, for the absolute error and for the error relative to the token's norm, and the smaller result is
     returned. Therefore, a large or small norm alone does not cause a report.
     """
-    codec, x, streams, kept = run.codec, run.x, run.streams, run.kept
+    codec, x, streams, raw_mask = run.codec, run.x, run.streams, run.raw_mask
     # With only two tokens, neither is an outlier.
     if x.shape[2] < 3 or not may_lose_precision(codec, streams, run.sizes, x.device):
         return None
@@ -275,7 +277,7 @@ def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
     if suspects is None:
         return None
     given = run.norms()
-    excluded = given <= 0 if kept is None else (given <= 0) | kept[:, None]
+    excluded = given <= 0 if raw_mask is None else (given <= 0) | raw_mask[:, None]
     result = torch.zeros_like(given)
     for start, stop in _measured_ranges(codec, suspects):
         decoded = dispatch.decode(codec, _slice_streams(codec, streams, start, stop))
@@ -307,18 +309,18 @@ def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
     """Return a mask of tokens whose size or scales may cause a large error, bool ``[batch, kv_head, token]``, or None if there are no such
     tokens.
     """
-    codec, kept = run.codec, run.kept
+    codec, raw_mask = run.codec, run.raw_mask
     spread = codec.summary.error_spread
     sizes = codec.without_sidecars.error_sizes(run.streams) if spread else run.sizes.norms
     if sizes is None:
         return None
     # Raw tokens were replaced by small values, so they cannot hide others.
-    measured = sizes if kept is None or not kept.any() else sizes.masked_fill(kept[:, None], torch.nan)
+    measured = sizes if raw_mask is None or not raw_mask.any() else sizes.masked_fill(raw_mask[:, None], torch.nan)
     suspects = large_size_mask(measured, spread or CODED_SPREAD)
     if suspects is None:
         return None
     given = run.norms()
-    excluded = given <= 0 if kept is None else (given <= 0) | kept[:, None]
+    excluded = given <= 0 if raw_mask is None else (given <= 0) | raw_mask[:, None]
     # Sizes relative to the norm are imprecise if sizes are powers of two.
     larger = large_size_mask((sizes / given).masked_fill(excluded, torch.nan), 1.0 if spread else CODED_SPREAD)
     return None if larger is None or not (suspects := suspects & larger).any() else suspects
@@ -332,9 +334,9 @@ def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
         return None
     errors = run.sizes.errors.clamp_min(run.codec.summary.min_error)
     suspects = large_size_mask(errors, _DIRECTION_MARGIN * run.codec.summary.direction_spread)
-    if suspects is None or run.kept is None:
+    if suspects is None or run.raw_mask is None:
         return suspects
-    suspects &= ~run.kept[:, None]
+    suspects &= ~run.raw_mask[:, None]
     return suspects if suspects.any() else None
 
 
@@ -343,7 +345,7 @@ def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
 
     Returns None if the scales suit all tokens, or if the codec has no scales that a run shares.
     """
-    codec, x, kept = run.codec, run.x, run.kept
+    codec, x, raw_mask = run.codec, run.x, run.raw_mask
     tokens = x.shape[2]
     if tokens < 3 or (least := codec.min_token_rms(run.streams)) is None:
         return None
@@ -352,7 +354,7 @@ def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
     if run_fits(sample, least):
         return None
     sizes = dispatch.norms(sample) / math.sqrt(x.shape[3])
-    sizes = sizes.masked_fill(sizes <= 0 if kept is None else (sizes <= 0) | kept[:, None, ::step], torch.nan)
+    sizes = sizes.masked_fill(sizes <= 0 if raw_mask is None else (sizes <= 0) | raw_mask[:, None, ::step], torch.nan)
     # Tokens after the last full page are omitted, because they may be too few.
     page = min(sizes.shape[2], PAGE_TOKENS // step)
     pages = sizes[:, :, : sizes.shape[2] // page * page].reshape(*sizes.shape[:2], -1, page)
@@ -361,8 +363,8 @@ def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
     if not (lost > 1).any():
         return None
     largest = x.abs().amax(3).to(torch.float32)
-    if kept is not None:
-        largest = largest.masked_fill(kept[:, None], 0.0)
+    if raw_mask is not None:
+        largest = largest.masked_fill(raw_mask[:, None], 0.0)
     if least.shape[1] == 1:
         lost, top = lost.amax(1, keepdim=True), largest.amax((1, 2), keepdim=True)
     else:
@@ -378,7 +380,7 @@ def measure_small_norms(run: EncodedRun) -> torch.Tensor:
     """
     codec, given = run.codec, run.norms()
     decoded = dispatch.decode(codec, _slice_streams(codec, run.streams, 0, run.x.shape[2]))
-    excluded = given <= 0 if run.kept is None else (given <= 0) | run.kept[:, None]
+    excluded = given <= 0 if run.raw_mask is None else (given <= 0) | run.raw_mask[:, None]
     errors = (dispatch.norms(decoded.sub_(run.x)) / given).masked_fill(excluded, torch.nan)
     is_lost = errors.nanmedian(2, keepdim=True).values > _LOST_ERROR
     return torch.where(is_lost & ~excluded, 2.0**MIN_LOG2 / given, 0.0)

@@ -126,8 +126,8 @@ def check_size(name: str, value: int, low: int, high: int, reason: str) -> None:
         raise InvalidParameter(f"{name} is {describe(value)}, expected {expected} {reason}")
 
 
-def window_ids(tokens: int, text: Text) -> int:
-    """Return how many ids of the text a window of ``tokens`` tokens needs, including the id that follows the window."""
+def ids_per_window(tokens: int, text: Text) -> int:
+    """Return the number of text ids needed for a window of ``tokens`` tokens, including the id after the window, which is predicted."""
     return tokens + 1 - len(text.start)
 
 

@@ -399,7 +399,7 @@ class Identity:
         return next((text for text in (self.weights, *self.digests) if weights_kind(text) == kind), "")
 
     @classmethod
-    def of_header(cls, model: Mapping[str, str], recipe: str, tenant: str) -> Self:
+    def from_header(cls, model: Mapping[str, str], recipe: str, tenant: str) -> Self:
         """Create an identity for ``tenant`` from the fields of a header. Raises InvalidParameter."""
         fields = (name for name in _FIELDS if name not in ("recipe", "tenant"))
         named: dict[str, Any] = {name: model.get(_HEADER_NAMES.get(name, name), "") for name in fields}

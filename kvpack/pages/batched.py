@@ -64,7 +64,7 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
         if raw is None or key_norms is None:
             encoded, lost = _encode(lane, x, x, None)
             lost = None if lost is None else _halve_means(lane, x, x, None, encoded, lost)
-            left_out += _count_without_room(lane, x, key_norms, fit_errors, lost)
+            left_out += _count_left_out_without_raw_tokens(lane, x, key_norms, fit_errors, lost)
         else:
             choose = partial(store_in_slots, raw, x, key_norms, lane.plain_codec.group_tokens, lane.slots)
             result = choose(fit_errors)
@@ -143,7 +143,7 @@ def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int],
             TokenSizes(errors=relative_errors(lane.plain_codec, streams, x)) if lane.plain_codec.summary.direction_spread else UNMEASURED
         )
         lost = excess_losses(EncodedRun(lane.plain_codec, x, streams, cache(partial(norms_per_head, x)), sizes))
-        result += _count_without_room(lane, x, key_norms, fit_errors, lost)
+        result += _count_left_out_without_raw_tokens(lane, x, key_norms, fit_errors, lost)
     return result
 
 
@@ -210,10 +210,10 @@ def _halve_means(
     return losses
 
 
-def _count_without_room(
+def _count_left_out_without_raw_tokens(
     lane: Lane, x: torch.Tensor, key_norms: torch.Tensor | None, fit_errors: torch.Tensor | None, losses: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the counts of ``count_left_out``, int64 ``[2]``, for pages without raw tokens.
+    """Return the counts of ``count_left_out``, int64 ``[2]``, for pages without slots for raw tokens.
 
     ``x`` contains the values of the pages. ``losses`` contains the codec's ``excess_losses``, or is None.
     """

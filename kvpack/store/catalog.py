@@ -228,7 +228,7 @@ def _chunk_from_template(templates: HeaderTemplates[ChunkEntry], stored: StoredE
         return None
     like, start, feature = known
     where = f"entry {stored.key.hex()}"
-    fields = ChunkFields.of(feature, where)
+    fields = ChunkFields.from_bytes(feature, where)
     if len(fields.ids) != len(like.fields.ids):
         return None
     _check_key(where, fields.key, stored)

@@ -56,8 +56,8 @@ class ChunkFields:
     ids: bytes
 
     @classmethod
-    def of(cls, feature: bytes, where: str) -> ChunkFields:
-        """Parse the feature in the header of the entry ``where``. Raises InvalidHeader if it is malformed."""
+    def from_bytes(cls, feature: bytes, where: str) -> ChunkFields:
+        """Parse the value of ``FEATURE`` in the header of the entry ``where``. Raises InvalidHeader if it is malformed."""
         ids = _DIGEST_END + 1 + (feature[_DIGEST_END] if len(feature) > _DIGEST_END else MAX_INPUT_BYTES)
         if not ids <= len(feature) or ids > _DIGEST_END + 1 + MAX_INPUT_BYTES or (len(feature) - ids) % ID_BYTES:
             raise InvalidHeader(f"{where}: the {len(feature)} bytes of the feature {FEATURE!r} are not keys, digests and whole token ids")
@@ -147,7 +147,7 @@ class EntryReader:
         feature = template.feature(view, start) if template is not None else None
         if template is None or feature is None:
             return self._parse(view, key, start, where)
-        named = ChunkFields.of(feature, where)
+        named = ChunkFields.from_bytes(feature, where)
         self._check_key(named, key, where)
         # An entry read since it was hashed may match another template of the same size.
         begin, digest = payload_digest_at or (None, b"")
@@ -246,7 +246,7 @@ def check_entry(
     if FEATURE not in header.ignorable:
         raise InvalidHeader(f"{file.where} is not an entry of a store: its header has no feature {FEATURE!r}")
     check_header(file, start, model, recipe)
-    named = ChunkFields.of(header.ignorable[FEATURE], file.where)
+    named = ChunkFields.from_bytes(header.ignorable[FEATURE], file.where)
     _check_chunk(file, len(named.ids) // ID_BYTES, max_bytes)
     return named
 

@@ -63,6 +63,6 @@ def entry_text(pieces: Sequence[memoryview]) -> str | None:
         # The pieces of a file are its fixed text, its header and its tensors. This process wrote them, so they need no checks.
         header: Any = msgpack.unpackb(pieces[1])
         feature = header["ignorable"][FEATURE]
-        return chunk_text(tuple(header["model"].items()), header["recipe"], len(ChunkFields.of(feature, "").ids) // ID_BYTES)
+        return chunk_text(tuple(header["model"].items()), header["recipe"], len(ChunkFields.from_bytes(feature, "").ids) // ID_BYTES)
     except (ValueError, KeyError, TypeError, msgpack.UnpackException, KvpackError):
         return None

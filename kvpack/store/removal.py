@@ -102,7 +102,7 @@ def unpin_chains(backend: Backend, keys: set[bytes]) -> None:
 
 def _tenant_keys(catalog: Catalog, tenant: str) -> set[bytes]:
     identities = {(tuple(sorted(entry.model.items())), entry.recipe) for entry in catalog.entries.values() if entry.start == 0}
-    named = [Identity.of_header(dict(model), recipe, tenant) for model, recipe in identities]
+    named = [Identity.from_header(dict(model), recipe, tenant) for model, recipe in identities]
     return chain_keys(catalog, (root for identity in named for root in root_keys(identity)))
 
 

@@ -126,7 +126,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     # Truncating a mapped file would end the process, so the command reads a copy.
     file = container.open_file(path, copy=True)
     header = file.header
-    identity = Identity.of_header(header.model, header.recipe, tenant)
+    identity = Identity.from_header(header.model, header.recipe, tenant)
     digest = basis_digest(Recipe.from_recorded(header.recipe))
     basis = find_basis(source, digest) if source is not None and digest is not None else None
     cache = files.read(file, basis=basis)

@@ -18,11 +18,11 @@ from kvpack.evaluation.models import (
     LONGER_TEXT,
     Text,
     check_size,
+    ids_per_window,
     position_limit,
     read_text,
     vocabulary,
     window,
-    window_ids,
     window_starts,
     window_tokens,
 )
@@ -193,7 +193,7 @@ def _choose_sizes(settings: Settings, text: Text, longest: int | None, max_posit
     usual, limit = (BALANCED_TOKENS, BALANCED_WINDOWS) if only else (DEFAULT_TOKENS, DEFAULT_WINDOWS)
     tokens = window_tokens(settings.tokens, min(usual, longest or usual), text, max_positions)
     scored_tokens = 0 if only else min(DEFAULT_SCORE, tokens // 2) if settings.scored_tokens is None else settings.scored_tokens
-    room = len(text.ids) // window_ids(tokens, text)
+    room = len(text.ids) // ids_per_window(tokens, text)
     windows = min(limit, room) if settings.windows is None else settings.windows
     if not only:
         check_size("--score", scored_tokens, 1, tokens - 1 - RAW_TOKENS.first, f"in a window of {tokens} tokens")
@@ -215,7 +215,7 @@ def _position_counts(settings: Settings, longest: int | None, max_positions: int
 def _windows_for_widths(model: Any, text: Text, settings: Settings) -> list[torch.Tensor]:
     """Return windows of the text for ``measure_place_losses``. Raises InvalidParameter if the text is too short."""
     tokens = window_tokens(None, WIDTHS_TOKENS, text, position_limit(model))
-    size = window_ids(tokens, text)
+    size = ids_per_window(tokens, text)
     check_size("--widths", settings.widths, 1, len(text.ids) // size, f"windows of {tokens} tokens in {text.name}")
     return [window(text, start, size).to(model.device) for start in window_starts(len(text.ids), size, settings.widths, settings.seed)]
 

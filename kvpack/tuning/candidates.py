@@ -112,9 +112,9 @@ class PackedCandidates:
         layers = [Layer(*(self.packed[layer, side][allocation[layer, side]] for side in SIDES)) for layer in range(len(self.packed) // 2)]
         return self.length.file_bytes(Cache(tuple(layers), recipe_text(allocation)))
 
-    def stream_bytes(self, tensor: Place, codec: str) -> int:
-        """Return the size in bytes of a tensor's streams when packed with ``codec``."""
-        return self.length.stream_bytes(self.packed[tensor][codec], tensor[0])
+    def stream_bytes(self, place: Place, codec: str) -> int:
+        """Return the size in bytes of the streams of the tensor at ``place`` when packed with ``codec``."""
+        return self.length.stream_bytes(self.packed[place][codec], place[0])
 
     def values(self) -> int:
         sides = {layer: next(iter(codecs.values())) for layer, codecs in self.packed.items()}
@@ -156,9 +156,9 @@ def _candidate_recipe(side: str, codec: str, basis: Basis | None) -> Recipe:
 
 
 def _pack_tensor(
-    x: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor], prefix: int, recipe: Recipe, tensor: Place, layers: int
+    x: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor], prefix: int, recipe: Recipe, place: Place, layers: int
 ) -> Side:
-    number, side = tensor
+    number, side = place
     codec = recipe.codec(number, layers, side, x.shape[3])
     raw = codec.raw_positions
     chosen_by = None if raw is None else raw.selection_norms(*norms)

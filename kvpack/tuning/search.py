@@ -163,14 +163,14 @@ def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
         free = {place for place in free if place not in grown_places} | set(grown_places[: len(grown_places) // 2])
 
 
-def _needs_more_bytes(search: Search, tensor: Place, old_codec: str, new_codec: str) -> bool:
-    return search.priced.stream_bytes(tensor, new_codec) > search.priced.stream_bytes(tensor, old_codec)
+def _needs_more_bytes(search: Search, place: Place, old_codec: str, new_codec: str) -> bool:
+    return search.priced.stream_bytes(place, new_codec) > search.priced.stream_bytes(place, old_codec)
 
 
-def _neighbors(search: Search, tensor: Place, codec: str) -> list[str]:
-    """Return the next smaller and the next larger codec for a tensor on the convex hull of its candidates."""
-    size = search.priced.stream_bytes(tensor, codec)
-    points = convex_hull((search.priced.stream_bytes(tensor, other), loss, other) for other, loss in search.sensitivities[tensor].items())
+def _neighbors(search: Search, place: Place, codec: str) -> list[str]:
+    """Return the next smaller and the next larger codec for the tensor at ``place`` on the convex hull of its candidates."""
+    size = search.priced.stream_bytes(place, codec)
+    points = convex_hull((search.priced.stream_bytes(place, other), loss, other) for other, loss in search.sensitivities[place].items())
     smaller = [other for bytes_, _, other in points if bytes_ < size][-1:]
     larger = [other for bytes_, _, other in points if bytes_ > size][:1]
     return smaller + larger

@@ -19,11 +19,11 @@ from kvpack.evaluation.models import (
     LONGER_TEXT,
     Text,
     check_size,
+    ids_per_window,
     position_limit,
     read_text,
     vocabulary,
     window,
-    window_ids,
     window_starts,
     window_tokens,
 )
@@ -251,7 +251,7 @@ def _choose_window_sizes(settings: Settings, text: Text, max_positions: int | No
         tokens = max(2, min(tokens, len(text.ids) // 2 + len(text.start) - 1))
         tokens -= tokens % (2 * MAX_GROUP_TOKENS) if tokens > 2 * MAX_GROUP_TOKENS else 0
     scored_tokens = min(DEFAULT_SCORE, tokens // 2) if settings.scored_tokens is None else settings.scored_tokens
-    room = len(text.ids) // window_ids(tokens, text)
+    room = len(text.ids) // ids_per_window(tokens, text)
     windows = min(DEFAULT_WINDOWS, room // 2) if settings.windows is None else settings.windows
     check_size("--score", scored_tokens, 1, tokens - 1, f"in a window of {tokens} tokens")
     reason = f"(the number of {tokens}-token windows in {text.name}, without at least one held out): {LONGER_TEXT}"
@@ -264,7 +264,7 @@ def _choose_window_sizes(settings: Settings, text: Text, max_positions: int | No
 
 def _choose_windows(text: Text, sizes: _WindowSizes, settings: Settings) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the windows of the search, which are spread over the text, and the held-out windows between them."""
-    size, count = window_ids(sizes.tokens, text), sizes.windows + sizes.held_out
+    size, count = ids_per_window(sizes.tokens, text), sizes.windows + sizes.held_out
     every = [window(text, start, size).to(settings.device) for start in window_starts(len(text.ids), size, count, settings.seed)]
     chosen = {(2 * number + 1) * count // (2 * sizes.windows) for number in range(sizes.windows)}
     return [every[number] for number in sorted(chosen)], [every[number] for number in range(count) if number not in chosen]

@@ -160,7 +160,7 @@ def test_verify_recomputes_keys_from_inputs(tmp_path: Path) -> None:
     path = entry_of_key(store, store.keys(ids, inputs=[IMAGE, b""])[0])
     with open(path, "rb") as file:
         opened = container.open_bytes(file.read())
-    named = ChunkFields.of(opened.header.ignorable[FEATURE], "here")
+    named = ChunkFields.from_bytes(opened.header.ignorable[FEATURE], "here")
     assert (named.inputs, named.ids) == (IMAGE, token_bytes(ids[:CHUNK]))
     swapped = opened.header.ignorable[FEATURE].replace(IMAGE, b"z" * 32)
     rewrite(path, {FEATURE: swapped})
@@ -171,7 +171,7 @@ def test_verify_recomputes_keys_from_inputs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("feature", [b"", b"x" * 80, b"x" * 80 + b"\x01", b"x" * 80 + b"\x41" + b"x" * 69, b"x" * 80 + b"\x00" + b"x" * 7])
 def test_a_truncated_feature_is_refused(feature: bytes) -> None:
     with pytest.raises(InvalidHeader, match=f"here: the {len(feature)} bytes of the feature 'prefix-store-2'"):
-        ChunkFields.of(feature, "here")
+        ChunkFields.from_bytes(feature, "here")
 
 
 def test_inputs_are_exported_and_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,7 @@ class CompiledCalls(operators.Tickets):
 
     def compiled_starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
         starts: torch.Tensor
-        starts, self.tickets[layer] = first_seen(self.tickets[layer], columns, layer, queries)
+        starts, self.tickets[layer] = sequence_starts(self.tickets[layer], columns, layer, queries)
         return starts
 
     def compiled_begin(self, module: int, arguments: dict[str, Any]) -> None:
@@ -143,7 +143,7 @@ def _find_calls(ticket: torch.Tensor) -> CompiledCalls:
 # Schemas are explicit because annotations are strings in this module, which PyTorch cannot read.
 @torch.library.custom_op("kvpack::count_tokens", mutates_args=(), schema="(Tensor ticket, SymInt layer) -> (Tensor, Tensor)")
 def count_tokens(ticket: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result of ``KvpackCache.get_seq_length`` as a tensor, and the next ticket."""
+    """Return the result of ``KvpackCache.get_seq_length``, int64 ``[]`` on the CPU, and the next ticket (see ``CompiledCalls``)."""
     return torch.tensor(_find_calls(ticket).cache.get_seq_length(layer), dtype=torch.int64, device="cpu"), ticket.clone()
 
 
@@ -153,14 +153,14 @@ def _(ticket: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.library.custom_op(
-    "kvpack::first_seen", mutates_args=(), schema="(Tensor ticket, Tensor columns, SymInt layer, SymInt queries) -> (Tensor, Tensor)"
+    "kvpack::sequence_starts", mutates_args=(), schema="(Tensor ticket, Tensor columns, SymInt layer, SymInt queries) -> (Tensor, Tensor)"
 )
-def first_seen(ticket: torch.Tensor, columns: torch.Tensor, layer: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result of ``CompiledCalls.starts``, and the next ticket."""
+def sequence_starts(ticket: torch.Tensor, columns: torch.Tensor, layer: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first token that each sequence attends to, int32 ``[batch]`` (``CompiledCalls.starts``), and the next ticket."""
     return _find_calls(ticket).starts(layer, queries, columns), ticket.clone()
 
 
-@first_seen.register_fake
+@sequence_starts.register_fake
 def _(ticket: torch.Tensor, columns: torch.Tensor, layer: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
     return columns.new_empty(columns.shape[0], dtype=torch.int32), torch.empty_like(ticket)
 

@@ -53,7 +53,7 @@ class Pass:
     """One forward pass that begins at token ``start``: its token ids, and the inputs that they do not determine.
 
     ``ids`` is ``[batch, token]`` or None, and ``adapters`` is the result of ``active_adapters``. Comparisons run on the device. Their
-    results are read when ``undetermined`` is called.
+    results are read when ``undetermined_inputs`` is called.
     """
 
     def __init__(self, module: torch.nn.Module, arguments: Mapping[str, Any], start: int, encoder: bool) -> None:
@@ -106,8 +106,11 @@ class Pass:
                 expected = torch.arange(self.start, stop, device=positions.device)
                 self._positions.append(((positions == expected).all(), positions.detach().clone()))
 
-    def undetermined(self, tokens: int) -> list[str]:
-        """Return, as clauses of a message, which inputs of this pass its ids do not determine. The pass added ``tokens`` tokens."""
+    def undetermined_inputs(self, tokens: int) -> list[str]:
+        """Return a clause, for an error message, about each input of this pass that its token ids do not determine.
+
+        The pass added ``tokens`` tokens.
+        """
         result = [FROM_ENCODER] if self._encoder and self.sources is None else []
         result += self._found
         if self._embedded:

@@ -263,7 +263,9 @@ class Record:
         pending, self._pending = self._pending, []
         for start, stop, seen in pending:
             self._known = True
-            result = [UNRECORDED_PASSES] if seen is None else [*seen.undetermined(stop - start), *self._record_mask(start, stop, seen)]
+            result = [UNRECORDED_PASSES]
+            if seen is not None:
+                result = [*seen.undetermined_inputs(stop - start), *self._record_mask(start, stop, seen)]
             if self._visible is not None and self._visible.shape[1] < stop:
                 self._visible = torch.nn.functional.pad(self._visible, (0, stop - self._visible.shape[1]), value=True)
             if seen is not None and (not start or self._adapters is None):

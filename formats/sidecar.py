@@ -233,7 +233,7 @@ class FramePart(Sidecar):
 
     @abstractmethod
     def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunStep:
-        """Return the step that removes the part from blocks of ``run``, which are in the coded frame.
+        """Return the step that removes this sidecar's part from the blocks of ``run``, which are in the coded frame.
 
         The step returns the remaining values, and the streams that store the part. ``previous`` contains the streams of the preceding run,
         if any.

@@ -78,7 +78,8 @@ def prepare(q: torch.Tensor, layer: Layer, options: Options) -> ManyQueriesCall:
     """Prepare attention over ``layer`` for queries shaped like ``q``. The prepared call is cached with the layer.
 
     Decoded keys and values, and rotated queries, are rounded to the dtype of the queries, so the output is as accurate as attention over an
-    unpacked layer. Besides the output, a call allocates at most ``SCRATCH_BYTES`` bytes, and the sums of ``MAX_QUERIES`` queries.
+    unpacked layer. Besides the output, a call allocates at most ``SCRATCH_BYTES`` bytes for decoded tokens, plus partial outputs for
+    ``MAX_QUERIES`` queries.
     """
     calls = _calls.setdefault(layer, {})
     key = (q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))

@@ -54,7 +54,10 @@ def common_tile_width(packings: Sequence[Columns]) -> int | None:
 
 
 def step_symbols(packings: Sequence[Columns], columns: int) -> list[tuple[int, ...]]:
-    """Return the symbol of each column, for every step. Columns without a symbol are -1."""
+    """Return the symbol index of each column of a replicated tile, ``[step][column]``; -1 in columns without a symbol.
+
+    Each step decodes one tile of ``columns`` columns (``stream_step_words``).
+    """
     symbols = columns if is_power_of_two(packings[0].width) else packings[0].width
     count = packings[0].symbols
     return [

@@ -24,7 +24,10 @@ MAX_BITS = tl.constexpr(16)
 
 
 def symbol_steps(symbols: int) -> list[tuple[int, ...]]:
-    """Return the symbol of each column, for every step. Columns without a symbol are -1."""
+    """Return the symbol index of each column, ``[step][column]``.
+
+    Each step loads one tile of ``WIDTH`` columns (``load_symbol_tile``). Columns after the last symbol have index -1.
+    """
     return [
         tuple(symbol if symbol < symbols else -1 for symbol in range(first, first + WIDTH.value))
         for first in range(0, symbols, WIDTH.value)

@@ -130,7 +130,7 @@ def _as_int64(stream: torch.Tensor) -> torch.Tensor:
 
 
 def join_halves(stream: torch.Tensor) -> torch.Tensor:
-    """Join low and high 16-bit halves ``[..., 2]`` to unsigned numbers, as int64 ``[...]``."""
+    """Join low and high 16-bit halves ``[..., 2]`` into unsigned 32-bit numbers, as int64 ``[...]``."""
     halves = _as_int64(stream)
     return halves[..., 0] | halves[..., 1] << 16
 

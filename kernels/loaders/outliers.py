@@ -175,7 +175,7 @@ def first_entries(
 ) -> tl.tuple:
     """Return the bounds of the outlier entries of each warp's ``TOKENS`` tokens, beginning at row ``first``.
 
-    With ``AHEAD``, load these entries, and return them after the bounds of the entries that follow.
+    With ``AHEAD``, also load these entries. Returns the bounds of the entries of the next tokens, then the loaded entries.
     """
     ahead = ()
     if CONSTANTS is not None:

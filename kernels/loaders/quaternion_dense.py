@@ -51,7 +51,7 @@ class QuaternionDenseConstants(NamedTuple):
 
 
 def tiles(codec: Quaternion) -> Tiles | None:
-    """Return the loader of ``codec``, or None if there are too many codewords."""
+    """Return the tile loader of ``codec``, or None if it has too many codewords."""
     table = codec.codebook.to(torch.float16)
     codeword_bits = (table.shape[0] - 1).bit_length()
     if codeword_bits > MAX_DIGIT_BITS:

@@ -74,7 +74,10 @@ def _launch(
 
 @lru_cache(maxsize=64)
 def multiplier_powers(multiplier: int, parts: int, device: str) -> torch.Tensor:
-    """Return powers of ``multiplier``, int64: one per lane, one per part of a row, and the factor between successive steps of a part."""
+    """Return powers of ``multiplier`` in one int64 tensor ``[LANES + parts + 1]``.
+
+    They are the factors of an iteration's words, the factors of a row's parts, and the factor between iterations of a program.
+    """
     lanes = _descending_powers(multiplier, LANES)
     result = [*lanes, *_descending_powers(pow(multiplier, LANES * STEPS, 2**64), parts), pow(multiplier, LANES, 2**64)]
     with torch.inference_mode(False):

@@ -45,7 +45,8 @@ def without_graphs(past: Any) -> Iterator[None]:
 def time_steps(runs: Sequence[Steps], batch: int, device: str, wait: Callable[[str], None]) -> dict[str, float]:
     """Return the seconds per step for each of ``runs``, by name.
 
-    A run is timed in several turns. Its result is the median over the turns of the mean step time, without warm-up steps.
+    Each run is timed in ``TURNS`` rounds, which alternate with those of the other runs. Its result is the median, over its rounds, of the
+    mean step time; warm-up steps are excluded.
     """
     token = torch.full((batch, 1), 5, dtype=torch.int64, device=device)
     result: dict[str, list[float]] = {run.name: [] for run in runs}

@@ -82,7 +82,10 @@ def text_summary(
     names: Sequence[str],
     reference: str | None,
 ) -> dict[str, Any]:
-    """Return the results for another text as JSON values. They cover predictions, but not the errors of layers."""
+    """Return the results for an additional text (not the main evaluation text) as JSON values: predictions, but no errors of layers.
+
+    ``forgotten`` contains the predictions of each window after only the first tokens of its prefix (``read_forgotten``).
+    """
     rows = [_text_row(name, windows, exact_losses) for name, windows in zip(names, measured, strict=True)]
     add_ratios(rows, reference)
     return {

@@ -364,7 +364,10 @@ def _codec_difference(codec: Codec, other: Codec) -> str:
 
 
 def sequences_at_once(*sides: Side) -> int:
-    """Return the number of sequences, at least 1, for which one token group of each side has at most ``GROUP_VALUES`` values."""
+    """Return how many sequences to process at once.
+
+    This is the largest number, but at least 1, for which one token group of each side has at most ``GROUP_VALUES`` values.
+    """
     return max(1, GROUP_VALUES // max(side.heads * side.dim * side.codec.group_tokens for side in sides))
 
 

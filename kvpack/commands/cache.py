@@ -72,7 +72,7 @@ def read_prompt(path: str) -> str:
 
     data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1) if path == "-" else read_bytes(path, MAX_PROMPT_BYTES, "a prompt")
     if len(data) > MAX_PROMPT_BYTES:
-        raise InvalidParameter(f"standard input has more than {MAX_PROMPT_BYTES:,} bytes, which is the maximum: pass a shorter prompt")
+        raise InvalidParameter(f"standard input exceeds the maximum of {MAX_PROMPT_BYTES:,} bytes: pass a shorter prompt")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

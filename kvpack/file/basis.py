@@ -101,7 +101,7 @@ def check_frames(layers: Sequence[HasSides], codecs: Sequence[Codec], states: Se
 def _check_frames_and_scales(where: str, side: BasisSide | None, dim: int, frames: StateEntry | None, scales: StateEntry | None) -> None:
     if side is None or frames is None or scales is None:
         missing = "rows" if side is None else "frames" if frames is None else "scales"
-        raise InvalidHeader(f"{where} has no {missing}, but frames require rows, frames and scales")
+        raise InvalidHeader(f"{where} has no {missing}: balanced frames are stored as rows, frames and scales, so all three are required")
     count, columns = (side.heads, dim) if frames.shape[1:2] == (side.heads,) else (1, side.heads * dim)
     if frames.dtype not in ("F16", "F32") or frames.shape != (1, count, 1 + columns, columns):
         shapes = f"[1, {side.heads}, {1 + dim}, {dim}] or [1, 1, {1 + side.heads * dim}, {side.heads * dim}]"

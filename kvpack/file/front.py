@@ -376,7 +376,7 @@ def unpack_header(data: bytes) -> Any:
         nonlocal remaining
         remaining -= 1
         if remaining < 0:
-            raise LimitExceeded(f"kvpack.header has more than {limit} arrays and maps, which is the maximum for its size")
+            raise LimitExceeded(f"kvpack.header has more than {limit} arrays and maps, the maximum for its size")
         return container
 
     try:

@@ -53,6 +53,6 @@ def hidden_tokens(data: bytes, batch: int, start: int, stop: int) -> tuple[Hidde
             raise InvalidHeader(f"{where} covers positions {positions}, expected a range within [{start}:{stop}]")
         if token_range.row < last.row or (token_range.row == last.row and token_range.start <= last.stop):
             before = tuple(last)
-            raise InvalidHeader(f"{where} is {tuple(token_range)} after {before}, expected ascending ranges with tokens between them")
+            raise InvalidHeader(f"{where} is {tuple(token_range)} after {before}, expected ascending ranges at least one token apart")
         last = token_range
     return hidden

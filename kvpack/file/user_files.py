@@ -124,7 +124,7 @@ def _read(path: str | os.PathLike[str], max_bytes: int, description: str) -> tup
     finally:
         os.close(descriptor)
     if not remaining:
-        raise LimitExceeded(f"{where or repr(where)}: has more than {max_bytes} bytes, which is the maximum for {description}")
+        raise LimitExceeded(f"{where or repr(where)}: exceeds the maximum of {max_bytes} bytes for {description}")
     return b"".join(pieces), mode
 
 

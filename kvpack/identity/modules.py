@@ -141,7 +141,7 @@ def _class_names(kind: type) -> set[str]:
 def _inner_module(module: torch.nn.Module) -> torch.nn.Module:
     result = module._modules.get("base_model") or module._modules.get("model")
     if result is None:
-        raise InvalidParameter(f"a {class_name(type(module))} contains no model as base_model or model: {IDENTITY_ADVICE}")
+        raise InvalidParameter(f"{class_name(type(module))} has no submodule named base_model or model: {IDENTITY_ADVICE}")
     return result
 
 

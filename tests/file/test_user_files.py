@@ -40,7 +40,7 @@ def test_the_size_limit_is_exact(size: int, tmp_path: Path) -> None:
     path.write_bytes(b"x" * size)
     assert len(read_bytes(path, size, "a file")) == size
     path.write_bytes(b"x" * (size + 1))
-    with pytest.raises(LimitExceeded, match=f"^{path}: has more than {size} bytes, which is the maximum for a key file$"):
+    with pytest.raises(LimitExceeded, match=f"^{path}: exceeds the maximum of {size} bytes for a key file$"):
         read_bytes(path, size, "a key file")
 
 

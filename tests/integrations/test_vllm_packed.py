@@ -751,8 +751,8 @@ def test_the_connector_describes_the_model_to_the_tier(connector: Any, one_group
         ({"placement": "tier"}, 'placement is \'tier\', expected "primary" or "store"'),
         ({"location": "/cache"}, '"location" is set, but "placement" is "primary": set "placement": "store"'),
         ({"placement": "store"}, '"store" requires "location"'),
-        ({"secondary_tiers": [{"type": "kvpack"}]}, 'set "placement": "store" and "location" instead'),
-        (STORE | {"secondary_tiers": [{"type": "kvpack"}]}, 'set "placement": "store" and "location" instead'),
+        ({"secondary_tiers": [{"type": "kvpack"}]}, 'set "placement": "store" and "location" there'),
+        (STORE | {"secondary_tiers": [{"type": "kvpack"}]}, 'set "placement": "store" and "location" there'),
     ],
     ids=["no placement", "rows in a store", "no location", "a tier below rows", "a second tier"],
 )

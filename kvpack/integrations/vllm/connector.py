@@ -93,8 +93,8 @@ def _placement_options(vllm_config: Any) -> tuple[Any, bool]:
     tiers = list(options.get("secondary_tiers") or ())
     if any(tier.get("type") == "kvpack" for tier in tiers):
         raise InvalidParameter(
-            'secondary_tiers contains a tier of type "kvpack", whose options belong to the connector: set "placement": "store" and '
-            '"location" instead'
+            'secondary_tiers contains a tier of type "kvpack", but kvpack is configured in kv_connector_extra_config: remove the tier, and '
+            'set "placement": "store" and "location" there'
         )
     if is_packed == ("location" in options):
         raise InvalidParameter(

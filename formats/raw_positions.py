@@ -336,7 +336,9 @@ def slot_mask(token: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def count_left_out(needs_raw: torch.Tensor, chosen: torch.Tensor, fit_errors: torch.Tensor | None = None) -> torch.Tensor:
-    """Count the tokens that should be raw but are not ``chosen``, int64 ``[2]``: all such tokens, and those that cost precision.
+    """Count the tokens that should be raw but are not ``chosen``, int64 ``[2]``: all of them, and those that cost precision.
+
+    A token costs precision if it loses precision itself or makes other tokens lose it.
 
     ``chosen`` is bool ``[page, token]``, and ``needs_raw`` contains the masks that ``choose_slot_tokens`` returned. Tokens with
     ``fit_errors`` ``[2, page, token]`` above 1 (see ``token_errors.excess_losses``) count too, but never twice.

@@ -50,8 +50,8 @@ _CPU_ROWS, _DEVICE_ROWS = 64, 4096
 class Trellis(CodecFamily):
     """Codec that stores ``bits`` bits per value, including the sign. A window of ``state_bits`` bits selects each value from a table.
 
-    ``table`` contains the value of each window within a unit vector, little-endian float16. ``norm_rule`` affects only the encoder and is
-    not stored.
+    ``table`` contains the unit-vector coordinate that each window decodes to, little-endian float16. ``norm_rule`` affects only the encoder
+    and is not stored.
     """
 
     id: ClassVar[str] = "trellis"

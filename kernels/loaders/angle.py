@@ -47,7 +47,7 @@ class AngleConstants(NamedTuple):
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """Return the loader of ``codec`` in the direct arrangement, or None if a digit is too wide."""
+    """Return the tile loader of ``codec`` in the direct arrangement, or None if a digit is too wide."""
     packing = codec.packings()["symbol"]
     if not has_whole_word_tiles(packing):
         return None

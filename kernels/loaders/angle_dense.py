@@ -43,7 +43,7 @@ class AngleDenseConstants(NamedTuple):
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """Return the loader of ``codec``, or None if bins or norm codes are not bit fields, or if their widths do not fit one tile."""
+    """Return the tile loader of ``codec``, or None if bins or norm codes are not bit fields, or if their widths do not fit one tile."""
     packings = codec.packings()
     every = tuple(packings.values())
     columns = common_tile_width(every) if list(packings) == ["angle", "norm_codes"] else None

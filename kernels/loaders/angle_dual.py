@@ -54,7 +54,7 @@ class AngleDualConstants(NamedTuple):
 
 
 def tiles(codec: Angle, dual: int) -> Tiles | None:
-    """Return the loader of ``codec``, or None if bins or norm codes are not bit fields, or if their rows have unsupported lengths."""
+    """Return the tile loader of ``codec``, or None if bins or norm codes are not bit fields, or if their rows have unsupported lengths."""
     packings = codec.packings()
     every = tuple(packings.values())
     if list(packings) != ["angle", "norm_codes"] or not all(map(has_whole_word_tiles, every)):

@@ -42,7 +42,7 @@ class AngleThreadConstants(NamedTuple):
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """Return the loader of ``codec``, or None if there are too many bins, or if norms are stored as float32."""
+    """Return the tile loader of ``codec``, or None if there are too many bins, or if norms are stored as float32."""
     if codec.norm == "fp32" or codec.bins > 1 << MAX_DIGIT_BITS:
         return None
     packings = codec.packings()

@@ -50,7 +50,7 @@ class KltHeadsConstants(NamedTuple):
 
 
 def tiles(codec: Klt, source: BasisRows, unit: float) -> Tiles:
-    """Return the loader of ``codec``. Its tables contain the entries of ``source``, multiplied by ``unit``."""
+    """Return the tile loader of ``codec``. Its tables contain the entries of ``source``, multiplied by ``unit``."""
     tables, numbers, steps = _build_tables(codec, source, unit)
     entries = tables.shape[1]
     constants = KltHeadsConstants(codec.row_bytes, entries, len(steps), codec.gain != "none")

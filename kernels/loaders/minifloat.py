@@ -75,7 +75,7 @@ class MinifloatConstants(NamedTuple):
 
 
 def tiles(codec: Minifloat) -> Tiles | None:
-    """Return the loader of ``codec``, or None if a field spans more than one word."""
+    """Return the tile loader of ``codec``, or None if a field spans more than one word."""
     packing = codec.packings()["codes"]
     if not has_whole_word_tiles(packing):
         return None

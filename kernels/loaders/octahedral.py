@@ -52,7 +52,7 @@ class OctahedralConstants(NamedTuple):
 
 
 def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
-    """Return the loader of ``codec`` in the direct arrangement, or None if a digit is too wide. ``dual`` is as in ``Tiles``."""
+    """Return the tile loader of ``codec`` in the direct arrangement, or None if a digit is too wide. ``dual`` is as in ``Tiles``."""
     packing = codec.packings()["symbol"]
     if not has_whole_word_tiles(packing):
         return None
@@ -116,7 +116,7 @@ def load(
 def decode(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the coordinates of the triplets of step ``STEP`` within a unit vector: three float16 tiles in the layout of the planes."""
+    """Return the unit-vector coordinates of the triplets of step ``STEP``: three float16 tiles in the layout of the planes."""
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits

@@ -52,7 +52,7 @@ class OctahedralDenseConstants(NamedTuple):
 
 
 def tiles(codec: Octahedral) -> Tiles | None:
-    """Return the loader of ``codec``, or None if a digit is too wide."""
+    """Return the tile loader of ``codec``, or None if a digit is too wide."""
     packings = codec.packings()
     if "index" not in packings:
         return None
@@ -98,7 +98,7 @@ def tiles(codec: Octahedral) -> Tiles | None:
 def decode(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the coordinates of the triplets of step ``STEP`` within a unit vector: one float16 tile, possibly transposed."""
+    """Return the unit-vector coordinates of the triplets of step ``STEP``: one float16 tile, possibly transposed."""
     REGISTERS: tl.constexpr = CONSTANTS.registers
     return (decode_rows(loaded, table, REGISTERS, STEP, decode_triplet, CONSTANTS, MODE),)
 

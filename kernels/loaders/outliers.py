@@ -198,7 +198,7 @@ def next_entries(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Return ``first_entries`` for the tokens that follow those at row ``first``. The loads overlap with computation."""
+    """Return ``first_entries`` for the tokens after the ``WARPS * TOKENS`` tokens at row ``first``. The loads overlap with computation."""
     if CONSTANTS is not None:
         own = pointers[CONSTANTS.first_stream :]
         if AHEAD:

@@ -162,7 +162,7 @@ class PolarConstants(NamedTuple):
 
 
 def tiles(codec: Polar) -> Tiles | None:
-    """Return the loader of ``codec``, or None if it is not supported.
+    """Return the tile loader of ``codec``, or None if it is not supported.
 
     Every level must pair all of its radii, several radii must not be float32, and the head dim must not be too large.
     """

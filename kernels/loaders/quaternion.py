@@ -39,7 +39,7 @@ class QuaternionConstants(NamedTuple):
 
 
 def tiles(codec: Quaternion) -> Tiles | None:
-    """Return the loader of ``codec`` in the direct arrangement, or None if a digit is too wide."""
+    """Return the tile loader of ``codec`` in the direct arrangement, or None if a digit is too wide."""
     packing = codec.packings()["symbol"]
     if not has_whole_word_tiles(packing):
         return None

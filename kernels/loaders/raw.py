@@ -33,7 +33,7 @@ class RawConstants(NamedTuple):
 
 
 def tiles(codec: Raw) -> Tiles:
-    """Return the loader of ``codec``, which always exists."""
+    """Return the tile loader of ``codec``, which always exists."""
     width = math.gcd(codec.dim, MAX_WIDTH) if codec.dim % MIN_TILE_WIDTH == 0 else MAX_WIDTH
     steps = -(-codec.dim // width)
     channels = tuple(tuple(c if c < codec.dim else -1 for c in range(step * width, (step + 1) * width)) for step in range(steps))

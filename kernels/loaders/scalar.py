@@ -85,7 +85,7 @@ def paired_tiles(codec: Scalar) -> Tiles | None:
 
 
 def tiles(codec: Scalar, dual: int = 0) -> Tiles:
-    """Return the loader of ``codec``, which has one code stream per bit width. ``dual`` is as in ``Tiles``."""
+    """Return the tile loader of ``codec``, which has one code stream per bit width. ``dual`` is as in ``Tiles``."""
     streams: tuple[Stream, ...] = ()
     tables: list[torch.Tensor] = []
     packings: list[TilePacking] = []
@@ -171,7 +171,7 @@ def load(
 def decode(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the values of step ``STEP`` within a unit vector: one float16 tile for each field that a table index covers.
+    """Return the unit-vector coordinates of step ``STEP``: one float16 tile for each field that a table index covers.
 
     Tiles have the layout of the planes.
     """
@@ -190,7 +190,7 @@ def decode(
 def decode_pairs(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the values of both fields of table index ``STEP`` in each column, within a unit vector, as two ``paired`` float16 tiles."""
+    """Return the unit-vector coordinates of both fields of table index ``STEP`` in each column, as two ``paired`` float16 tiles."""
     SHARED: tl.constexpr = MODE.shared
     PACKING: tl.constexpr = CONSTANTS.low
     PART: tl.constexpr = CONSTANTS.low_part

@@ -54,7 +54,7 @@ class TrellisConstants(NamedTuple):
 
 
 def tiles(codec: Trellis) -> Tiles:
-    """Return the loader of ``codec``, which always exists."""
+    """Return the tile loader of ``codec``, which always exists."""
     (packing,) = codec.packings().values()
     windows = next(n for n in (8, 4, 2, 1) if n * codec.bits <= 8 and (n - 1) * codec.bits + codec.state_bits <= WORD_BITS)
     together = 2 if codec.bits + codec.state_bits <= MAX_INDEX_BITS else 1
@@ -138,7 +138,7 @@ def load(
 def decode(
     loaded: tl.tuple, column_fields: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
-    """Return the window values of 16 symbols within a unit vector: one float16 tile for each window of a symbol.
+    """Return the unit-vector coordinates that the windows of 16 symbols decode to: one float16 tile for each window of a symbol.
 
     Tiles are ``[warp, token, symbol]``, or ``[warp, symbol, token]`` if transposed.
     """

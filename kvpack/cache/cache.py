@@ -175,7 +175,7 @@ class Cache(PackedObject):
         return self.start + layer.skipped, self.start + layer.seen_tokens
 
     def check_ends(self) -> None:
-        """Raise NotConsecutive unless every layer ends at ``stop``. Tokens can follow a cache only in this case."""
+        """Raise NotConsecutive unless every layer ends at ``stop``, because otherwise no tokens can follow the cache."""
         tokens = self.tokens
         for number, layer in enumerate(self.layers):
             if layer.sides and layer.seen_tokens != tokens:

@@ -353,7 +353,7 @@ class PackedRuns(Sequence[PackedRun]):
         return numpy.concatenate([numpy.empty(0, bool), *parts])
 
     def merged_runs(self) -> tuple[int, ...]:
-        """Return the number of tokens of each run in ``merged()``."""
+        """Return the number of tokens in each run that ``merged()`` returns."""
         if len(self) == 1:
             return (self.tokens,)
         last = numpy.append(~self._joinable, True)[: len(self)]
@@ -373,7 +373,10 @@ class PackedRuns(Sequence[PackedRun]):
         return PackedRuns((Stretch(template.codec, self.ends[last], streams),))
 
     def append(self, run: PackedRun) -> PackedRuns:
-        """Append ``run``. To keep the number of runs small, it is joined with each earlier run that is no longer than the joined run."""
+        """Return the runs followed by ``run``. To keep the number of runs small, ``run`` may be joined with earlier runs.
+
+        Beginning with the last run, a run is joined with all tokens after it unless it has more tokens.
+        """
         number, tokens, after = len(self), run.tokens, run
         while number:
             before = self[number - 1]

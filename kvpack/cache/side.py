@@ -326,7 +326,7 @@ class Side:
         return self if merged is self.runs else replace(self, runs=merged)
 
     def merged_runs(self) -> tuple[int, ...]:
-        """Return the number of tokens of each run in ``merged()``."""
+        """Return the number of tokens in each run that ``merged()`` returns."""
         return self.runs.merged_runs()
 
     def stored_streams(self) -> list[Mapping[str, torch.Tensor]]:

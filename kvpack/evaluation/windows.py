@@ -341,7 +341,7 @@ def measure(
 ) -> RecipeResult:
     """Pack and save a window's prefix, load it from ``path``, and evaluate the scored tokens over it, ``step`` at a time.
 
-    ``bytes`` is the size of a file of the whole window, including the appended tokens. With ``errors=False``, the errors of
+    The result's ``bytes`` is the size of a file of the whole window, including the appended tokens. With ``errors=False``, the errors of
     individual layers are not measured.
     """
     started = time.perf_counter()

@@ -125,7 +125,7 @@ def make_front(header: Header) -> Front:
 
 
 def _front_of(header: Header, tensor: bytes) -> Front:
-    """Return the front of a file with this header. ``tensor`` is the packed header."""
+    """Return the front of a file with ``header``. ``tensor`` contains the packed bytes of the header."""
     digest = xxhash.xxh3_128_hexdigest(tensor)
     rows = [
         f'"__metadata__":{{"format":"kvpack","kvpack":"{FORMAT} {digest}"}}',

@@ -192,7 +192,7 @@ def _halve_means(
     encoded: dict[str, torch.Tensor],
     losses: torch.Tensor,
 ) -> torch.Tensor:
-    """Re-encode pages in which tokens lose precision, with half of each mean, into ``encoded``. Returns the remaining losses.
+    """Re-encode into ``encoded`` the pages in which tokens lose precision, subtracting half of each mean. Returns the remaining losses.
 
     For the other parameters, see ``_encode``.
     """

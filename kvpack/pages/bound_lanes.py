@@ -201,7 +201,7 @@ class BoundLane:
         encoded_values: Mapping[int, torch.Tensor],
         fit_errors: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Re-encode layers in which tokens that are not ``kept`` raw lose precision. Returns the remaining fit errors.
+        """Re-encode with ``halved`` the layers in which tokens not ``kept`` raw lose precision. Returns the remaining fit errors.
 
         ``halved`` is the codec with half of each mean.
         """
@@ -223,7 +223,10 @@ class BoundLane:
         return result
 
     def _without_raw(self, slot: int, layer_index: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return layer ``layer_index`` of the page in ``slot``, ``[1, kv_head, token, dim]``, with its raw ``tokens`` replaced."""
+        """Return layer ``layer_index`` of the page in ``slot``, ``[1, kv_head, token, dim]``.
+
+        Its raw ``tokens`` are replaced (``replace_tokens``).
+        """
         x = self._tensors[layer_index][slot].to(self._lane.geometry.computed_dtype)[None]
         chosen = torch.zeros(1, x.shape[2], dtype=torch.bool, device=x.device)
         chosen[0, tokens] = True

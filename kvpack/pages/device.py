@@ -135,7 +135,10 @@ class DevicePages:
         return PageJob(torch.cat([status, costly]), finish)
 
     def decode(self, rows: Rows, pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool) -> PageJob:
-        """Start decoding ``rows``. Rows on the device are checked there, or by the host if ``values`` is True."""
+        """Start decoding ``rows``. Rows on the device are checked there.
+
+        With ``values``, the host checks all rows instead, including their codecs' rules.
+        """
         errors: list[Outcome] = []
         with float32_no_grad(self._device):
             if not values and self._is_usable(rows):

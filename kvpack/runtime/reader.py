@@ -177,7 +177,7 @@ class Reader:
         self._library.kvpack_reader_allow(self._reader, stop)
 
     def wait(self, read_index: int) -> bool:
-        """Wait for all reads up to index ``read_index``. Returns True if read ``read_index`` was complete."""
+        """Wait for all reads up to index ``read_index``. Returns True if read ``read_index`` succeeded."""
         while not self._library.kvpack_reader_wait(self._reader, read_index + 1, _MILLISECONDS):
             continue
         return not self._reads[read_index].failed

@@ -78,7 +78,10 @@ class PrefixStates:
         return last
 
     def _put(self, states: States, chain: Sequence[bytes], position: int, now_ns: int) -> bool:
-        """Store ``states`` under the last key of ``chain``. It follows the key of the states' chunk. Returns True on success."""
+        """Store ``states`` under the last key of ``chain``. Returns True on success.
+
+        The key before it is the key of the chunk after which they are stored.
+        """
         chunk, key = chain[-2:]
         try:
             pieces = state_entries.to_pieces(states, chunk, position, self._reader.model, self._reader.recipe)

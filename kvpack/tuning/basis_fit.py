@@ -42,7 +42,7 @@ _SPREAD = 1.05
 
 
 def fit_rows(statistics: Statistics, step: Callable[[], None]) -> dict[tuple[int, str], torch.Tensor]:
-    """Return the rows ``[kv_head, row, dim]`` of all layers' keys and values. ``step`` is called after each tensor."""
+    """Return the rows ``[kv_head, row, dim]`` of all layers' keys and values. ``step`` is called after each tensor, to report progress."""
     fitted = {}
     for name, cost in error_costs(statistics, [name for name in statistics.sums if name.count(".") == 1], MIN_COST).items():
         sums = statistics.sums[name]

@@ -60,7 +60,7 @@ _MIN_PART = 1e-5
 
 
 def fit_frames(statistics: Statistics, framing: Framing, step: Callable[[], None]) -> dict[tuple[int, str], Frames]:
-    """Return the frames of all layers' keys and values. ``step`` is called after each tensor."""
+    """Return the frames of all layers' keys and values. ``step`` is called after each tensor, to report progress."""
     names = [name for name in statistics.sums if name.endswith(f".{SUFFIX}")]
     fitted: dict[tuple[int, str], list[tuple[Array, Array, Array, Array]]] = {}
     for name, cost in error_costs(statistics, names, MIN_COST).items():
@@ -108,7 +108,10 @@ def _to_columns(
 
 
 def _train_tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str], Array]) -> SymbolTables:
-    """Return the coding tables, one for each range of standard deviations. They are trained on all columns, at all usual step sizes."""
+    """Return the coding tables, one for each range of standard deviations.
+
+    They are trained on all columns, at all usual quantization steps.
+    """
     levels = 2 * MAX_LEVEL + 1
     # The last entry counts levels that have no symbol.
     counts, seen, sums, squares = (numpy.zeros((_TABLES, levels + 1)) for _ in range(4))

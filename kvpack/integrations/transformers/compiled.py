@@ -50,7 +50,10 @@ class CompiledCalls(operators.Tickets):
         return out
 
     def starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
-        """Return the first token that each sequence attends to. If the padding mask ``columns`` hides later tokens, they are recorded."""
+        """Return the first token that each sequence attends to, int32 ``[batch]``.
+
+        A padding mask ``columns`` ``[batch, token]`` that also hides later tokens is recorded.
+        """
         length, first = self.cache.mask_sizes(queries, layer)
         padding = read_padding(length, first, columns)
         starts = torch.zeros(len(columns), dtype=torch.int32, device=columns.device) if padding.starts is None else padding.starts

@@ -81,7 +81,7 @@ class Padding(NamedTuple):
 
 
 def read_padding(kv_length: PackedLength, kv_offset: int, attention_mask: torch.Tensor | None) -> Padding:
-    """Return which of ``kv_length`` keys a two-dimensional mask hides. The first key is token ``kv_offset``."""
+    """Return the tokens, among ``kv_length`` tokens from token ``kv_offset`` on, that a two-dimensional mask hides."""
     if attention_mask is None:
         return Padding(True)
     end = kv_offset + kv_length

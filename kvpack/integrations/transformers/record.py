@@ -241,7 +241,7 @@ class Record:
             self._findings = [finding for finding in self._findings if finding.text != PADDED]
 
     def _record_mask(self, start: int, stop: int, recorded_pass: Pass) -> list[str]:
-        """Record which tokens of ``[start:stop]`` the mask of their pass hid, and return notes about them."""
+        """Record the tokens in ``[start:stop]`` that the mask of their pass hid, and return notes about them."""
         mask = recorded_pass.visible
         if mask is not None and mask.shape[1] != stop:
             return [MASKED]

@@ -28,7 +28,7 @@ MAX_PAIR_BITS = 3
 
 
 class Tile(NamedTuple):
-    """One tile of a step: how its codes are decoded (``kind``), and where its codes, table entries and column constants are.
+    """One tile of a step: the decoding method of its codes (``kind``), and the locations of codes, table entries and column constants.
 
     The codes have ``bits`` bits and are stored in ``registers``. They begin at bit ``position`` of a register or, if ``selectors`` combine
     several registers, of the combined bytes. A column's table begins at entry ``first_entry``. If ``own_entry`` is not -1, it is the index

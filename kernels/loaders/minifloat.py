@@ -306,7 +306,7 @@ def _tile_factors(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr,
 
 @triton.constexpr_function
 def _element_exponent(element: str) -> int:
-    """Return e, where elements of this format are too small by a factor of 2^e in tiles."""
+    """Return the exponent e of the factor 2^e by which elements of this format are too small in tiles."""
     return E2M1_EXPONENT.value if element == "e2m1" else 0
 
 

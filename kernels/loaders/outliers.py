@@ -219,7 +219,7 @@ def patch_entries(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Return what is needed to add the outliers from row ``first`` on: pointers, entries, each warp's first token, and ``ready``."""
+    """Return the data for adding the outliers from row ``first`` on: pointers, entries, each warp's first token, and ``ready``."""
     result = ()
     if CONSTANTS is not None:
         own = pointers[CONSTANTS.first_stream :]

@@ -133,7 +133,7 @@ def _read_staged(path: str) -> None:
 
 
 def _time_fio(path: str) -> float:
-    """Return how many seconds fio takes to read a file. Raises InvalidParameter with fio's message if it fails."""
+    """Return the seconds that fio takes to read a file. Raises InvalidParameter with fio's message if it fails."""
     done = subprocess.run(["fio", "--name=cold", f"--filename={path}", *FIO, "--output-format=json"], capture_output=True, text=True)
     if done.returncode:
         raise InvalidParameter(f"fio cannot read {path}: {done.stderr.strip() or done.stdout.strip()}")

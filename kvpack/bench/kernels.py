@@ -234,7 +234,7 @@ def _after_rotation(q: torch.Tensor, layer: Layer) -> Callable[[], object]:
 
 
 def _copy_count(size: int) -> int:
-    """Return how many buffers of ``size`` bytes together exceed the L2 cache."""
+    """Return the number of buffers of ``size`` bytes that together exceed the L2 cache."""
     return max(1, min(_MAX_COPIES, math.ceil(_COLD_BYTES / size)))
 
 

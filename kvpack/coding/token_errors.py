@@ -104,7 +104,7 @@ class PoorFit:
 
 
 class Loss(NamedTuple):
-    """How much precision each token loses for one reason. ``kind`` names the reason.
+    """The loss of precision of each token for one reason, which ``kind`` names.
 
     ``factors``, ``[batch, token]``, increase with the loss. Tokens with a factor above ``ratio`` are stored raw, and tokens with a factor
     above ``warned`` are counted in a warning. ``sizes``, ``[batch, kv_head, token]``, determine which head of a token the warning names.
@@ -262,8 +262,9 @@ def warn_of_poor_fits(poor_fits: Sequence[PoorFit], stacklevel: int = 2) -> None
 
 
 def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
-    """Return each token's error as a multiple of the typical error, float32 ``[batch, kv_head, token]``, or None if no error can be too
-    large.
+    """Return each token's error as a multiple of the typical error, float32 ``[batch, kv_head, token]``.
+
+    Returns None if no error can be too large.
 
     The multiple is computed twice, for the absolute error and for the error relative to the token's norm, and the smaller result is
     returned. Therefore, a large or small norm alone does not cause a report.
@@ -306,8 +307,9 @@ def may_lose_precision(codec: Codec, streams: Streams, sizes: TokenSizes, device
 
 
 def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
-    """Return a mask of tokens whose size or scales may cause a large error, bool ``[batch, kv_head, token]``, or None if there are no such
-    tokens.
+    """Return a mask of tokens whose size or scales may cause a large error, bool ``[batch, kv_head, token]``.
+
+    Returns None if there are none.
     """
     codec, raw_mask = run.codec, run.raw_mask
     spread = codec.summary.error_spread
@@ -327,8 +329,9 @@ def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
 
 
 def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
-    """Return a mask of tokens whose direction may cause a large error, bool ``[batch, kv_head, token]``, or None if there are no such
-    tokens.
+    """Return a mask of tokens whose direction may cause a large error, bool ``[batch, kv_head, token]``.
+
+    Returns None if there are none.
     """
     if run.sizes.errors is None:
         return None

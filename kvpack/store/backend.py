@@ -70,7 +70,7 @@ class FoundEntry:
 
 
 class PinTerms(NamedTuple):
-    """Who sets a pin, and when the pin ends, in seconds since 1970."""
+    """The owner of a pin to set, and the pin's end in seconds since 1970."""
 
     owner: str
     until: int

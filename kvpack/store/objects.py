@@ -43,7 +43,7 @@ _REFUSALS = {
     **dict.fromkeys(("ExpiredToken", "InvalidToken", "TokenRefreshRequired"), "the session token, which may have expired"),
     **dict.fromkeys(("AuthorizationHeaderMalformed", "redirect without LOCATION"), "the region of the bucket"),
 }
-"""What to check, by error code, after an error that every request to S3, Google Cloud Storage or Azure would cause."""
+"""Conditions to check, by error code, after errors that every request to S3, Google Cloud Storage or Azure would cause."""
 
 
 class Objects:

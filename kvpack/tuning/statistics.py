@@ -266,10 +266,9 @@ class Statistics:
 
 
 def prefixes(count: int, predicted: int) -> list[tuple[int, int]]:
-    """Return (prefix tokens, predicted tokens) pairs, shortest prefix first: after each prefix of ``count`` tokens, some tokens are
-    predicted.
+    """Return (prefix tokens, predicted tokens) pairs, shortest prefix first. The longest prefix has ``count`` tokens.
 
-    In total, ``predicted`` tokens are predicted. If there are few tokens, there are fewer than ``PREFIXES`` prefixes.
+    Some tokens are predicted after each prefix, ``predicted`` in total. If there are few tokens, there are fewer than ``PREFIXES`` pairs.
     """
     parts = min(PREFIXES, predicted, count)
     return [(-(-count * part // parts), predicted * part // parts - predicted * (part - 1) // parts) for part in range(1, parts + 1)]

@@ -59,7 +59,7 @@ class StoredObjects:
                 self._adapter._notify_keys_stored([*new], [*new.values()])
 
     def report_deleted(self, keys: Iterable[Any]) -> None:
-        """Report which of the objects ``keys`` are no longer stored, including objects that another process had stored."""
+        """Report the objects among ``keys`` that are no longer stored, including objects that another process had stored."""
         with self._lock:
             names = [*keys]
             missing = [key for key, present in zip(names, self._contains(names), strict=True) if not present]
@@ -67,7 +67,7 @@ class StoredObjects:
                 self._adapter._notify_keys_deleted(missing, [self._reported.pop(key, 0) for key in missing])
 
     def report_missing(self, keys: Iterable[Any]) -> None:
-        """Report which of the objects ``keys`` are no longer stored, if they were reported as stored."""
+        """Report the objects among ``keys`` that were reported as stored but no longer are."""
         with self._lock:
             self.report_deleted([key for key in keys if key in self._reported])
 

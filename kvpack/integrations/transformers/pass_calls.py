@@ -32,7 +32,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
     compiled: CompiledCalls
     graphs: StepGraphs | None
     masked: dict[bool, bool]
-    """Whether the model's own attention received a causal mask in this pass. The key is True for layers with a sliding window."""
+    """True if the model's own attention received a causal mask in this pass. The key is True for layers with a sliding window."""
     _dense: bool
     _careful: bool
     _following: list[int]

@@ -100,7 +100,7 @@ def compute_missing(cache: KvpackCache, model: torch.nn.Module, ids: torch.Tenso
 
 
 def _pass_ends(start: int, stop: int, every: int, chunk: int | None) -> list[int]:
-    """Return where each pass ends when passes compute the tokens from ``start`` to ``stop``."""
+    """Return the end of each pass over tokens ``[start, stop)``, in ascending order."""
     ends = {*range((start // every + 1) * every, stop, every), stop}
     if chunk is not None and stop // chunk * chunk > start:
         ends.add(stop // chunk * chunk)

@@ -71,8 +71,9 @@ class EncoderCalls:
         return (sources[:1] if len(set(sources)) == 1 else sources) or None
 
     def _outputs(self, hidden: Any) -> tuple[str, ...]:
-        """Return the digest of each sequence's encoder output. Digests are cached, because each step of ``generate`` passes the same
-        tensor.
+        """Return the digest of each sequence's encoder output.
+
+        Digests are cached, because each decode step of ``generate`` passes the same tensor.
         """
         if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or hidden.is_meta:
             return ()
@@ -141,8 +142,9 @@ def _source_name(sources: Sources, row: int) -> str:
 
 
 def _inputs(arguments: Mapping[str, Any], batch: int) -> tuple[str, ...]:
-    """Return the digest of each sequence's encoder input. If an argument that may affect the output cannot be digested, the digests are
-    empty.
+    """Return the digest of each sequence's encoder input.
+
+    If an argument that may affect the output cannot be digested, the digests are empty.
     """
     inputs = {name: value for name, value in arguments.items() if name not in WITHOUT_EFFECT and value is not False}
     if not inputs or not all(isinstance(value, torch.Tensor) and not value.is_meta for value in inputs.values()):

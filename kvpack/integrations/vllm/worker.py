@@ -137,7 +137,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         return failed
 
     def count(self, name: str) -> int:
-        """Return the number of blocks that were "encoded", "refused", "decoded" or "damaged"."""
+        """Return the number of blocks counted as ``name``: "encoded", "refused", "decoded" or "damaged"."""
         return sum(count for labels, count in self._counts.items() if labels[0] == name)
 
     def pop_counts(self) -> Counter[tuple[str, ...]]:

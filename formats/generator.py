@@ -64,7 +64,7 @@ def _disc_points(seed: int, count: int) -> list[numpy.ndarray[Any, Any]]:
 
 
 def _words(seed: int, first: int, count: int) -> numpy.ndarray[Any, Any]:
-    """Return ``count`` words of the generator, uint64, starting with word ``first``."""
+    """Return ``count`` words of the generator, uint64 ``[count]``, starting with word ``first``."""
     numbers = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64)
     z: numpy.ndarray[Any, Any] = numpy.uint64(seed & _MASK) + numbers * numpy.uint64(0x9E3779B97F4A7C15)
     z = (z ^ z >> numpy.uint64(30)) * numpy.uint64(0xBF58476D1CE4E5B9)

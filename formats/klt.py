@@ -465,10 +465,10 @@ def _check_shared_widths(widths: bytes, dim: int) -> None:
 
 
 def _nearest_entries(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the code of the table entry nearest to each of ``values``, int32, and the entry itself.
+    """Return the code (int32) and the value of the table entry nearest to each of ``values``, in their shape.
 
-    ``table`` is ``[batch or 1, kv_head, code]``. A stable sort breaks ties between equal entries, so that all devices return the same
-    codes.
+    ``values`` are ``[batch, head or run, token, column]``, and ``table`` is ``[batch or 1, head or run, code]``. A stable sort breaks ties
+    between equal entries, so that all devices return the same codes.
     """
     batch, heads, _, _ = values.shape
     ordered, codes = table.expand(batch, heads, -1).sort(dim=-1, stable=True)
@@ -478,7 +478,7 @@ def _nearest_entries(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.T
 
 
 def _compute_gains(squared_length: torch.Tensor, product_sum: torch.Tensor, decoded_length: torch.Tensor) -> torch.Tensor:
-    """Return the gain of each token, float32.
+    """Return the gain of each token, float32 in the shape of the arguments.
 
     For a token x that decodes to d, ``squared_length`` is |x|^2, ``decoded_length`` is |d|^2, and ``product_sum`` is <x, d>, all weighted.
     The gain |x|^2 / <x, d> makes products with the token right on average (formats/norm_rule.py). If x and d are more than 45 degrees

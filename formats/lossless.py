@@ -189,12 +189,12 @@ class Lossless(CodecFamily):
         return _to_numpy((bits >> fraction & (1 << exponent) - 1).to(torch.uint8))
 
     def _signed_fractions(self, bits: torch.Tensor) -> torch.Tensor:
-        """Return one digit per value, int32, that combines the sign and the fraction."""
+        """Return one digit per value, int32 in the shape of ``bits``, that combines the sign and the fraction."""
         fraction, exponent = FLOAT_FORMATS[self.dtype]
         return (bits >> exponent & 1 << fraction | bits & (1 << fraction) - 1).to(torch.int32)
 
     def _chunk_lengths(self, runs: Sequence[int]) -> Numbers:
-        """Return the number of symbols in each chunk of a head, int64. ``runs`` contains the number of tokens in each run."""
+        """Return the number of symbols in each chunk of a head, int64 ``[chunk]``. ``runs`` contains the number of tokens in each run."""
         tokens = [min(self.chunk, run - first) for run in runs for first in range(0, run, self.chunk)]
         return numpy.array(tokens, numpy.int64) * self.dim
 

@@ -333,7 +333,7 @@ def encode_portably(x: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def block_exponents(largest: torch.Tensor, element: str) -> torch.Tensor:
-    """Return the e8m0 codes, int32, of blocks whose largest magnitudes are ``largest``, float32.
+    """Return the e8m0 codes of blocks with the largest magnitudes ``largest``, float32: int32 in the shape of ``largest``.
 
     Each code stands for the smallest scale at which the largest magnitude does not round above the largest element. OCP MX (Sec. 6.3) uses
     floor(log2(largest)) - emax, which clips large magnitudes by up to an eighth (e2m1: a quarter). Doubling the scale for these blocks

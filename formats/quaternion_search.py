@@ -288,7 +288,7 @@ def _sign_bit(values: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest_unit(planes: Planes) -> torch.Tensor:
-    """Return the index p of the nearest Hurwitz unit, int32.
+    """Return the index p of the Hurwitz unit nearest to each chunk, int32 ``[chunk]``.
 
     It is 2 i + sign for axis i, and 8 plus one sign bit per component for a half unit.
     """

@@ -185,7 +185,7 @@ def _step_tables(table: Numbers, step: int) -> Numbers:
 
 
 def slot_table(tables: Numbers) -> Numbers:
-    """Return all slots of all tables in one flat array, uint32.
+    """Return the slots of all tables one after another, uint32 ``[table · slot]``.
 
     A slot contains its symbol in the lowest byte, the symbol's frequency - 1 from bit 8 on, and the symbol's first slot from bit 20 on.
     """

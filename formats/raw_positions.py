@@ -426,7 +426,7 @@ def _token_indices(words: Any) -> Any:
 
 
 def _entry_positions(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token index and the sequence index of each raw token, int64. Unused entries are skipped."""
+    """Return the token index and the sequence index of each raw token, int64 ``[raw token]`` each. Unused entries are skipped."""
     words = _position_words(positions)
     token = _token_indices(words)
     used = token >= 0

@@ -475,7 +475,7 @@ def _add_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _column_channels(channels_of_frames: tuple[tuple[int, ...], ...], missing: int, block: int, device: str) -> torch.Tensor:
-    """Return the channel of each column of all frames, int32. Each frame is padded to whole blocks of ``block`` columns.
+    """Return the channel of each column of all frames, int32 ``[column]``. Each frame is padded to whole blocks of ``block`` columns.
 
     Columns without a channel are -1 in ``channels_of_frames`` and ``missing`` in the result.
     """

@@ -126,7 +126,7 @@ def _page_originals(codec: Codec, page: PackedRun, heads: int, dtype: torch.dtyp
 
 @lru_cache(maxsize=256)
 def _channels(codec: Codec) -> torch.Tensor:
-    """Return the channel of each column of the codec's tiles, int64. Columns without a channel get the head dim."""
+    """Return the channel of each column of the codec's tiles, int64 ``[column]``. Columns without a channel get the head dim."""
     channels = [channel if channel >= 0 else codec.dim for channel in frame_columns.columns(codec, 0)]
     return torch.tensor(channels, dtype=torch.int64, device="cpu")
 

@@ -345,7 +345,7 @@ def _describe_trellis(codec: Trellis) -> CodecDescription | None:
 def _describe_sidecars(codec: CodecWithSidecars) -> CodecDescription | None:
     """Return the C description of a codec with sidecars, or None if the sidecars are not supported.
 
-    The C kernels support raw tokens, and at most one each of key_mean, outliers and qjl.
+    The C kernels support raw tokens, key_mean, outliers and qjl, each at most once.
     """
     description = describe(codec.codec)
     if description is None or any(len(kind) > 1 for kind in (codec.page_vectors, codec.frame_parts, codec.sketches)):

@@ -245,7 +245,7 @@ def library() -> ctypes.CDLL | None:
 def run(name: str, call: Structure, purpose: str) -> int:
     """Run the C function ``kvpack_NAME`` on ``call``, and return its status.
 
-    Raises MemoryError if memory runs out; the message says what the memory was for (``purpose``).
+    Raises MemoryError if memory runs out; the message contains ``purpose``, the use of the memory.
     """
     loaded = library()
     assert loaded is not None

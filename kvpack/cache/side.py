@@ -330,7 +330,7 @@ class Side:
         return self.runs.merged_runs()
 
     def stored_streams(self) -> list[Mapping[str, torch.Tensor]]:
-        """Return the streams of each stretch of consecutive runs. A ``merged()`` side has at most one stretch."""
+        """Return the streams of each stretch of consecutive runs. A ``merged()`` side has one, or none without packed tokens."""
         return [stretch.streams for stretch in self.runs.stretches]
 
     def repack(self, codec: Codec) -> Side:

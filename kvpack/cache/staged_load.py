@@ -390,7 +390,7 @@ def _copy_tokens(file: File, offsets: SideOffsets, memory: torch.Tensor, part: C
 
 
 def _copy_to_device(tensor: torch.Tensor, bus: Bus) -> torch.Tensor:
-    """Copy ``tensor``, ``[batch, kv_head, row, ...]``, from staging memory to the device in at most one copy per head."""
+    """Copy ``tensor``, ``[batch, kv_head, row, ...]``, from staging memory to the device, head by head unless it is contiguous."""
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device=bus.device)
     bus.follow()
     with bus.work():

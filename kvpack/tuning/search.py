@@ -27,7 +27,7 @@ RECIPES_PER_ROUND = 4
 
 @dataclass(frozen=True)
 class Measurement:
-    """An allocation with its measured loss. ``role`` describes what the search used it for."""
+    """An allocation with its measured loss. ``role`` describes its role in the search."""
 
     role: str
     allocation: Allocation

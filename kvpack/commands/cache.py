@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
     )
     add_compact(parser)
     add_device(parser)
-    add_writing(parser)
+    add_writing(parser, compresses="with --compact")
     add_json(parser)
     parser.hints["--prompt"] = "kvpack cache reads its text from a file or standard input: pass --prompt-file FILE, or --prompt-file -"
     parser.set_defaults(run=run)

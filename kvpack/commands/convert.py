@@ -27,17 +27,17 @@ def add(commands: Any) -> None:
     recipe.add_argument("recipe", metavar="RECIPE", nargs="?", help=RECIPE_HELP)
     recipe.add_argument("--recipe", dest="named", metavar="RECIPE", help="another way to pass RECIPE, as in other commands")
     add_basis(parser)
-    add_writing(parser)
+    add_writing(parser, compresses="if the input file is compressed")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
-def add_writing(parser: argparse.ArgumentParser) -> None:
-    """Add the options of all commands that write kvpack files."""
+def add_writing(parser: argparse.ArgumentParser, *, compresses: str = "no") -> None:
+    """Add the options of all commands that write kvpack files. ``compresses`` is the default of ``--compress``, for its help."""
     parser.add_argument(
         "--compress",
         action=argparse.BooleanOptionalAction,
-        help="compress tensors with zstd if that saves 3 %% or more (default: if the input file is compressed, or with --compact)",
+        help=f"compress tensors with zstd if that saves 3 %% or more (default: {compresses})",
     )
     parser.add_argument("--durable", action="store_true", help="return only after the file has been flushed to the disk")
     add_force(parser)

@@ -142,7 +142,7 @@ class Columns:
         if not 1 <= self.fields <= MAX_FIELDS:
             raise InvalidParameter(f"{text}: the number of fields is {self.fields}, expected 1 to {MAX_FIELDS}")
         if len(self.alphabets) != len(self.bases) or not all(1 <= a <= b for a, b in zip(self.alphabets, self.bases, strict=True)):
-            raise InvalidParameter(f"{text}: the alphabets are {list(self.alphabets)}, expected one per base, from 1 to the base")
+            raise InvalidParameter(f"{text}: the alphabet sizes are {list(self.alphabets)}, expected one per base, each from 1 to its base")
         if not _column_fits(self.bases, self.fields):
             raise InvalidParameter(
                 f"{text}: the column is too wide, expected at most {MAX_COLUMN_BYTES} bytes if every base is a power of two, otherwise at "

@@ -290,7 +290,8 @@ def _sign_bit(values: torch.Tensor) -> torch.Tensor:
 def _nearest_unit(planes: Planes) -> torch.Tensor:
     """Return the index p of the Hurwitz unit nearest to each chunk, int32 ``[chunk]``.
 
-    It is 2 i + sign for axis i, and 8 plus one sign bit per component for a half unit.
+    It is ``2 * i + sign`` for a unit along axis i. For a unit with half-integer components, it is 8 plus the number that their four sign
+    bits form.
     """
     negative = [_sign_bit(plane) for plane in planes]
     best, number = planes[0].abs(), negative[0].clone()

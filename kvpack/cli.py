@@ -90,7 +90,7 @@ def _commands(parser: Parser) -> Any:
 
 
 def _similar_words(word: str, candidates: Iterable[str]) -> list[str]:
-    """Return a list of the one candidate that is most similar to ``word``. Empty if none is similar.
+    """Return a list with only the candidate most similar to ``word``, or an empty list if none is similar.
 
     Prefers candidates whose hyphen-separated parts include all parts of ``word``, or vice versa.
     """

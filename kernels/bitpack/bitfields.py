@@ -245,10 +245,10 @@ def shift_to_field(
     STRIDE_BITS: tl.constexpr,
     MODE: tl.constexpr,
 ) -> tl.tensor:
-    """Shift each int16 word right, so that the field that its column shows begins at bit 0.
+    """Shift each int16 word right, so that the field selected by its column begins at bit 0.
 
     The first field begins at bit ``POSITION``, and each later field ``STRIDE_BITS`` bits higher. Bits above the field belong to other
-    fields or, with ``FAST``, to the neighboring word.
+    fields or, if ``MODE.fast`` is True, to the neighboring word.
     """
     column_field = broadcast_columns(column_fields[2 * PACKING_INDEX + 1], MODE.transposed)
     if MODE.fast:

@@ -34,8 +34,8 @@ _UNITS, _MIN_RADIUS, _MAX_RADIUS = tl.constexpr(UNITS), tl.constexpr(MIN_RADIUS)
 class QuaternionConstants(NamedTuple):
     """Compile-time constants of a quaternion codec.
 
-    ``steps`` is the largest radius code, and ``limit`` is the smallest scale that does not fit. ``rule`` comes from
-    ``rows.norm_rule_limit``. The tables are the secondary quaternions, ``[count, 4]``, and their count.
+    ``steps`` is the largest radius code, and ``limit`` is the smallest scale that is too large for the stored dtype. ``rule`` comes from
+    ``rows.norm_rule_limit``. The other fields are the table of secondary quaternions, ``[count, 4]``, and ``count``.
     """
 
     steps: int

@@ -157,7 +157,7 @@ def dense_layers(past: Any) -> list[DenseLayer]:
     """Return the layers of ``past``, in any form that ``pack`` accepts.
 
     Raises InvalidType if ``past`` is not a cache. Raises InvalidParameter if the cache is empty, contains anything except keys, values and
-    states, or has layers with different tokens.
+    states, or has layers with different numbers of tokens.
     """
     if isinstance(past, Cache) or isinstance(getattr(past, "packed", None), Cache):
         raise InvalidType(f"a {type(past).__name__} is already packed: change its recipe with Cache.convert")

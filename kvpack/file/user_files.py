@@ -167,7 +167,7 @@ class MemoryFile:
         return self._view[begin:end]
 
     def read_ahead(self, begin: int, end: int) -> Generator[int, None, None]:
-        """Yield ``end``, because all bytes are already in memory."""
+        """Yield ``end`` once: all bytes up to it are already in memory."""
         yield end
 
     def close(self) -> None:

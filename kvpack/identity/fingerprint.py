@@ -47,7 +47,7 @@ _ALIGNMENT = 8
 
 
 class Weights:
-    """The digest of a model's state, which is computed in the background. ``state`` contains (name, value) pairs.
+    """Computes the digest of a model's weights in the background. ``state`` contains their (name, value) pairs.
 
     Values must not change before ``wait_until_read`` returns. The constructor and ``text`` raise InvalidParameter if a tensor's values are
     not in memory or cannot be read.

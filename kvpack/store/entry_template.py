@@ -50,7 +50,7 @@ class SideTemplate:
 
 @dataclass(frozen=True)
 class EntryTemplate:
-    """The layout that all matching entries share: their front and the offsets of their tensors."""
+    """The layout that all matching entries share: the leading bytes up to the first tensor, and the offsets of the tensors."""
 
     front: HeaderTemplate
     recipe: str

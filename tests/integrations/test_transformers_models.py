@@ -107,7 +107,7 @@ def test_explicitly_noncausal_compiled_attention_is_refused() -> None:
     compiled = torch.compile(model, backend="eager")
     with (
         KvpackCache(model, "raw") as past,
-        pytest.raises(InvalidParameter, match=r"Attention has is_causal=False, .* to the eager model"),
+        pytest.raises(InvalidParameter, match=r"Attention has is_causal=False, .* several tokens without compilation"),
     ):
         compiled(PROMPT, past_key_values=past)
     with KvpackCache(model, "raw") as past:
@@ -539,7 +539,7 @@ PAST = [(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))]
 )
 def test_arguments_that_are_no_packed_caches_give_an_error_with_a_fix(given: Any, instead: str, tmp_path: Path) -> None:
     path = isinstance(given, (str, Path))
-    continued = "KvpackCache.load(path, model) continues a file" if path else instead.format("KvpackCache.of(")
+    continued = "to continue from a file, use KvpackCache.load(path, model)" if path else instead.format("KvpackCache.of(")
     with pytest.raises(InvalidType, match=re.escape(continued)):
         KvpackCache.of(given)
     with pytest.raises(InvalidType, match=re.escape(instead.format("kvpack.save("))):

@@ -233,7 +233,7 @@ def test_prefill_refuses_a_prompt_that_does_not_continue_the_cache() -> None:
     with pytest.raises(InvalidParameter, match="token_ids has 76 tokens, but the cache holds 77: pass at least those 77 tokens"):
         kvpack.prefill(model, PROMPT[:, :-1], packed)
     for wrong in ({"every": 0}, {"chunk": -1}):
-        with pytest.raises(InvalidParameter, match=r"(every is 0|chunk is -1), expected a number of tokens of at least 1"):
+        with pytest.raises(InvalidParameter, match=r"(every is 0|chunk is -1), expected a positive number of tokens"):
             kvpack.prefill(model, PROMPT, "raw", **wrong)
     hybrid = model_of("Falcon-H1")
     with pytest.raises(InvalidParameter, match="every=40 skips the ends of chunks, where a store needs states: pass a multiple of 16"):

@@ -46,7 +46,7 @@ def check_cache(cache: Any, model: Any) -> None:
     if isinstance(cache, torch.nn.Module):
         raise InvalidType("the first argument is a model: use KvpackCache.of(cache, model), or KvpackCache(model, recipe)")
     if isinstance(cache, str | os.PathLike):
-        raise InvalidType(f"{describe(cache)} is not a packed cache: KvpackCache.load(path, model) continues a file")
+        raise InvalidType(f"{describe(cache)} is not a packed cache: to continue from a file, use KvpackCache.load(path, model)")
     check_packed(cache, "KvpackCache.of({}, model)")
     if model is not None and not isinstance(model, torch.nn.Module):
         raise InvalidType(f"model is {describe(model)}, expected the transformers model that will continue from the cache")

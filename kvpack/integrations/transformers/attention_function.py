@@ -111,8 +111,8 @@ def _check_compiled(name: str, causal: bool) -> None:
 @eager_only("the mask of attention with is_causal=False is checked in eager code")
 def _refuse_compiled(name: str) -> NoReturn:
     raise InvalidParameter(
-        f"{name} has is_causal=False, and only eager code can check whether its mask is causal: pass several tokens to the eager model, "
-        "and only steps of one token to the compiled one"
+        f"{name} has is_causal=False, and only eager code can check whether its mask is causal: run passes of several tokens without "
+        "compilation, and use the compiled model only for steps of one token"
     )
 
 

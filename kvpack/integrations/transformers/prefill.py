@@ -65,7 +65,7 @@ def prefill(
     """
     for name, number in (("every", every), ("chunk", chunk)):
         if as_integer(number, name) < 1:
-            raise InvalidParameter(f"{name} is {describe(number)}, expected a number of tokens of at least 1")
+            raise InvalidParameter(f"{name} is {describe(number)}, expected a positive number of tokens")
     ids = token_ids_of(token_ids)
     cache = create_cache(model, contents, **{"keep_all": True, **options})
     try:

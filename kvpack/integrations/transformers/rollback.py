@@ -48,7 +48,10 @@ class Rollback:
         return max((position for position in self._states if position <= tokens), default=0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest ``-tokens_to_remove`` tokens of every layer. Raises OutOfBounds or InvalidParameter."""
+        """Drop the newest tokens of every layer. ``tokens_to_remove`` is their number, negated, as transformers passes it.
+
+        Raises OutOfBounds or InvalidParameter.
+        """
         tokens = self._passes.record.tokens + tokens_to_remove
         states = self._states_after(tokens, tokens_to_remove)
         removed = [tokens_to_remove] * len(self._layers)

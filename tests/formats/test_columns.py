@@ -25,8 +25,8 @@ INVALID = [
     pytest.param(64, (8,), 43, (), "at most 16 bytes", id="17 bytes"),
     pytest.param(64, (3,), 34, (), "2\\^53 values", id="above 2^53 values"),
     pytest.param(64, (3, 2), 21, (), "2\\^53 values", id="above 2^53 values in two digits"),
-    pytest.param(4, (4,), 1, (5,), "one per base, from 1 to the base", id="alphabet above base"),
-    pytest.param(4, (4,), 1, (0,), "one per base, from 1 to the base", id="empty alphabet"),
+    pytest.param(4, (4,), 1, (5,), "one per base, each from 1 to its base", id="alphabet above base"),
+    pytest.param(4, (4,), 1, (0,), "one per base, each from 1 to its base", id="empty alphabet"),
     pytest.param(4, (4, 4), 1, (4,), "one per base", id="alphabet missing"),
 ]
 

@@ -91,7 +91,7 @@ def test_every_command_accepts_a_recipe_file(folder: Path, capsys: pytest.Captur
         ("\n# nothing\n ; \n", r"^bad\.txt is a recipe file without clauses"),
         ("kivi-2\n@tuned.txt", r"^bad\.txt, line 2: '@tuned\.txt': a recipe file cannot include another: copy its clauses"),
         ("int-4-med3:@tuned.txt", r"^bad\.txt, line 1: 'int-4-med3:@tuned\.txt': a recipe file cannot include another: copy its clauses"),
-        ("kivi-2\n#" + "x" * 65536, r"^bad\.txt: has more than 65536 bytes"),
+        ("kivi-2\n#" + "x" * 65536, r"^bad\.txt: exceeds the maximum of 65536 bytes"),
         (b"kivi-2\xff", r"^bad\.txt: byte 6 is not valid UTF-8"),
     ],
     ids=["codec", "one line", "option", "tail", "a side", "empty", "nested", "nested after an option", "large", "bytes"],

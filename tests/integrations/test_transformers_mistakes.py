@@ -62,7 +62,7 @@ def test_a_model_that_is_not_loaded_is_refused_with_advice(model: Any, file: Pat
     ):
         with pytest.raises(KvpackError, match=r"AutoModelForCausalLM\.from_pretrained\(.*\) loads? (one|a model)|load the model first"):
             call()
-    with pytest.raises(InvalidType, match=r"use KvpackCache\.load\(path, model\)"):
+    with pytest.raises(InvalidType, match=r"pass the path first, then the model"):
         KvpackCache.load(model, file)  # type: ignore[arg-type]
     with pytest.raises(InvalidType, match="expected the transformers model that will continue from the cache"):
         KvpackCache.of(kvpack.load(file), "octopus-3")  # type: ignore[arg-type]

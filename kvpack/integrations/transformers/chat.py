@@ -124,7 +124,7 @@ class Chat:
         history = messages_in(cache, tokenizer) if messages is None else messages
         if history is None:
             raise InvalidParameter(
-                f"{path} contains no messages, so Chat.save did not write it: pass the messages that the cache was computed from as "
+                f"{path} contains no chat messages: pass the messages that the cache was computed from as "
                 "messages=, or continue its token ids with KvpackCache.load(path, model)"
             )
         chat = cls(model, tokenizer, messages=history, template=template)

@@ -37,7 +37,7 @@ An architecture that is neither here nor in ``tiny_configs`` is new.
 """
 
 
-EVERY = 3
+EVERY = 6
 
 pytestmark = pytest.mark.scenario
 
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.scenario
 def rows(tmp_path_factory: Any) -> list[Row]:
     """Return the output of ``python -m support.model_zoo`` for these models.
 
-    It takes half a minute, so one worker runs it for all tests.
+    It takes a quarter of a minute, so one worker runs it for all tests.
     """
 
     def examine(folder: Path) -> None:

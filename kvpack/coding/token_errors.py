@@ -147,6 +147,10 @@ class EncodedRun:
     sizes: TokenSizes = UNMEASURED
     raw_mask: torch.Tensor | None = None
 
+    def zeros_and_raw_tokens(self, norms: torch.Tensor) -> torch.Tensor:
+        """Return a mask of tokens without a relative error, bool ``[batch, kv_head, token]``: those whose ``norms`` are 0, and raw ones."""
+        return norms <= 0 if self.raw_mask is None else (norms <= 0) | self.raw_mask[:, None]
+
 
 def allocate_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
     """Return uninitialized tensors for the sizes that are measured when ``codec`` encodes ``x`` without raw tokens."""
@@ -269,7 +273,7 @@ def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
     The multiple is computed twice, for the absolute error and for the error relative to the token's norm, and the smaller result is
     returned. Therefore, a large or small norm alone does not cause a report.
     """
-    codec, x, streams, raw_mask = run.codec, run.x, run.streams, run.raw_mask
+    codec, x, streams = run.codec, run.x, run.streams
     # With only two tokens, neither is an outlier.
     if x.shape[2] < 3 or not may_lose_precision(codec, streams, run.sizes, x.device):
         return None
@@ -278,7 +282,7 @@ def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
     if suspects is None:
         return None
     given = run.norms()
-    excluded = given <= 0 if raw_mask is None else (given <= 0) | raw_mask[:, None]
+    excluded = run.zeros_and_raw_tokens(given)
     result = torch.zeros_like(given)
     for start, stop in _measured_ranges(codec, suspects):
         decoded = dispatch.decode(codec, _slice_streams(codec, streams, start, stop))
@@ -322,7 +326,7 @@ def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
     if suspects is None:
         return None
     given = run.norms()
-    excluded = given <= 0 if raw_mask is None else (given <= 0) | raw_mask[:, None]
+    excluded = run.zeros_and_raw_tokens(given)
     # Sizes relative to the norm are imprecise if sizes are powers of two.
     larger = large_size_mask((sizes / given).masked_fill(excluded, torch.nan), 1.0 if spread else CODED_SPREAD)
     return None if larger is None or not (suspects := suspects & larger).any() else suspects
@@ -381,9 +385,9 @@ def measure_small_norms(run: EncodedRun) -> torch.Tensor:
 
     It is 0 for raw tokens, for zeros, and in heads for which most tokens are decoded well.
     """
-    codec, given = run.codec, run.norms()
-    decoded = dispatch.decode(codec, _slice_streams(codec, run.streams, 0, run.x.shape[2]))
-    excluded = given <= 0 if run.raw_mask is None else (given <= 0) | run.raw_mask[:, None]
+    given = run.norms()
+    decoded = dispatch.decode(run.codec, run.streams)
+    excluded = run.zeros_and_raw_tokens(given)
     errors = (dispatch.norms(decoded.sub_(run.x)) / given).masked_fill(excluded, torch.nan)
     is_lost = errors.nanmedian(2, keepdim=True).values > _LOST_ERROR
     return torch.where(is_lost & ~excluded, 2.0**MIN_LOG2 / given, 0.0)

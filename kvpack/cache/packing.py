@@ -115,6 +115,8 @@ def pack(
     Cache('k=octahedral:b=3,mean=32,mean_bits=4,norm=log8;v=group:b=3;raw=4,0.5,4', 2 layers, tokens [0:64], model {'name': 'llama'})
     """
     check_callback(progress)
+    if isinstance(recipe, torch.Tensor):
+        raise InvalidType("the recipe is a Tensor: pass keys and values as one argument, such as kvpack.pack((k, v), 'kvpack-4')")
     recipe = parse_recipe(recipe)
     if inputs is not None and not isinstance(inputs, Inputs):
         raise InvalidType(f"inputs is a {type(inputs).__name__}, expected a kvpack.Inputs")
@@ -170,7 +172,8 @@ def dense_layers(past: Any) -> list[DenseLayer]:
                 layers.append(pair)
                 continue
             if not isinstance(pair, (list, tuple)) or len(pair) not in (2, 3):
-                return extract_layers(past)
+                shown = f"a {type(pair).__name__}" + (f" of {len(pair)}" if isinstance(pair, (list, tuple)) else "")
+                raise InvalidType(f"layers[{number}] is {shown}, expected (k, v) or (k, v, skipped): pass a list with one (k, v) per layer")
             k, v, skipped = (*pair, 0)[:3]
             if type(skipped) is not int or not 0 <= skipped <= MAX_TOKENS:
                 shown = skipped if isinstance(skipped, int) else type(skipped).__name__

@@ -69,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     import kvpack
     from kvpack.coding.recipes import preset_name
 
-    arguments.recipe = arguments.recipe or arguments.named
+    if arguments.recipe is None:
+        arguments.recipe = arguments.named
     check_output(arguments, arguments.output, arguments.input, arguments.basis, arguments.recipe)
     # Read a copy, because truncating a mapped file would kill this process.
     recipe = parse_recipe_option(arguments)

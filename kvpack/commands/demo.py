@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
         description="Pack a small model's KV cache in several recipes, and continue from each file in another process.",
     )
     parser.add_argument("--out", metavar="DIR", help="write the files to this folder (default: a temporary one)")
-    parser.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to show; may be repeated (default: seven)")
+    parser.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to show; may be repeated (default: eight)")
     add_json(parser)
     parser.set_defaults(run=run)
 

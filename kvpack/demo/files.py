@@ -33,8 +33,8 @@ from kvpack.models import BOS, demo_text, load_model, transformers_library
 from kvpack.output import bytes_text, print_table, printable, step_counter
 from kvpack.runtime.modes import one_thread
 
-RECIPES = ("bf16", "turboangle-k8v4", "octopus-4", "hqmq-s96-r4", "octopus-3", "hqmq-s24-r3", "oscar-2")
-"""The uncompressed baseline, and one recipe from each family of codecs, in descending order of bits."""
+RECIPES = ("bf16", "turboangle-k8v4", "kvpack-4", "octopus-3", "hqmq-s24-r3", "kvpack-3", "oscar-2", "kvpack-2")
+"""The uncompressed baseline, kvpack's own recipes, and one recipe of each published family, in descending order of bits."""
 
 PROMPT_BYTES = 2000
 SAMPLE_BYTES = 60

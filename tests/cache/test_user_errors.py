@@ -69,6 +69,13 @@ CALLS: dict[str, Call] = {
     "pack None": (lambda: kvpack.pack(None, "kivi-4"), InvalidType, "a NoneType is not a KV cache: pass"),
     "pack a number": (lambda: kvpack.pack(3, "kivi-4"), InvalidType, "a int is not a KV cache: pass"),
     "pack one tensor": (lambda: kvpack.pack(K, "kivi-4"), InvalidType, "a Tensor is not a KV cache: pass"),
+    "pack tensors in place of a list": (
+        lambda: kvpack.pack(K, V),
+        InvalidType,
+        r"the recipe is a Tensor: pass keys and values as one argument, such as kvpack.pack\(\(k, v\), 'kvpack-4'\)",
+    ),
+    "pack a list of tensors": (lambda: kvpack.pack([K, V, K, V], "kivi-4"), InvalidType, r"layers\[0\] is a Tensor, expected \(k, v\)"),
+    "pack a list of short tuples": (lambda: kvpack.pack([(K, V), (K,)], "kivi-4"), InvalidType, r"layers\[1\] is a tuple of 1, expected"),
     "pack arrays": (lambda: kvpack.pack([(K.float().numpy(),) * 2], "kivi-4"), InvalidType, "got a ndarray.*torch.from_numpy"),
     "pack a cache": (lambda: kvpack.pack(CACHE, "kivi-4"), InvalidType, "already packed: change its recipe with Cache.convert"),
     "pack integers": (lambda: kvpack.pack([(K.int(), V)], "kivi-4"), InvalidType, "dtype torch.int32, expected bfloat16"),

@@ -324,6 +324,11 @@ def test_convert_writes_another_recipe(file: Path, tmp_path: Path, capsys: pytes
     assert kvpack.load(out).recipe == "kv=raw"
 
 
+def test_convert_refuses_an_empty_recipe(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("convert", file, tmp_path / "out", "") == 2
+    assert "recipe '': unknown word ''; expected a preset, such as kvpack-4" in capsys.readouterr().err
+
+
 def test_convert_keeps_compression(tmp_path: Path) -> None:
     x = torch.randint(3, (1, 2, 300, 64), generator=torch.Generator().manual_seed(0)).float()
     kvpack.save(kvpack.pack([(x, x)], "raw"), tmp_path / "in", compress=True)

@@ -35,6 +35,10 @@ def report(folder: Path) -> Any:
     return result
 
 
+def test_the_demo_shows_the_recommended_recipes() -> None:
+    assert {"kvpack-4", "kvpack-3", "kvpack-2"} <= set(demo.RECIPES)
+
+
 def test_the_demos_text_has_five_keys() -> None:
     text = demo_text()
     assert len(text) == 2500

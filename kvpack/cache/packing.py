@@ -172,8 +172,8 @@ def dense_layers(past: Any) -> list[DenseLayer]:
                 layers.append(pair)
                 continue
             if not isinstance(pair, (list, tuple)) or len(pair) not in (2, 3):
-                shown = f"a {type(pair).__name__}" + (f" of {len(pair)}" if isinstance(pair, (list, tuple)) else "")
-                raise InvalidType(f"layers[{number}] is {shown}, expected (k, v) or (k, v, skipped): pass a list with one (k, v) per layer")
+                kind = f"a {type(pair).__name__}" + (f" of {len(pair)}" if isinstance(pair, (list, tuple)) else "")
+                raise InvalidType(f"layers[{number}] is {kind}, expected (k, v) or (k, v, skipped): pass a list with one (k, v) per layer")
             k, v, skipped = (*pair, 0)[:3]
             if type(skipped) is not int or not 0 <= skipped <= MAX_TOKENS:
                 shown = skipped if isinstance(skipped, int) else type(skipped).__name__

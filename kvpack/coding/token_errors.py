@@ -163,7 +163,7 @@ def allocate_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
 def measure_losses(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
     """Return how much precision the tokens of a run lose: from poor fit of the tokens themselves, and from scales shared with other tokens.
 
-    If ``of_scales`` is False, scales that heads or tokens share are not examined, but scales of the whole run still are.
+    If ``of_scales`` is False, scales that heads or tokens share are not examined, but scales of the whole run and norms still are.
     """
     summary, losses = run.codec.summary, []
     if of_scales and (shared := summary.shared_scales):
@@ -180,10 +180,9 @@ def measure_losses(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
         losses.append(Loss(_OWN, factors, OWN_RATIO, OWN_WARNING_RATIO, errors))
     if summary.has_run_rows and (sizes := scale_inflation(run)) is not None:
         losses.append(Loss(_RUN, sizes.amax(1), 1.0, 1.0, sizes))
-    stored = run.streams.get("norm") if of_scales else None
-    if stored is not None and stored.dtype == torch.uint8 and (2 * (stored <= 1).sum(2) > stored.shape[2]).any():
+    if (small := small_norm_heads(run.streams)) is not None and small.any():
         sizes = measure_small_norms(run)
-        losses.append(Loss(_SMALL, sizes.amax(1), math.inf, 0.0, sizes))
+        losses.append(Loss(_SMALL, sizes.amax(1), math.inf, torch.finfo(torch.float32).tiny, sizes))
     return losses
 
 
@@ -380,17 +379,26 @@ def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
     return factors.nan_to_num(0.0)
 
 
+def small_norm_heads(streams: Streams) -> torch.Tensor | None:
+    """Return a mask of the heads in which most norms are stored as the two smallest bytes, bool ``[batch, kv_head]``.
+
+    Returns None if norms are not stored as bytes.
+    """
+    stored = streams.get("norm")
+    return None if stored is None or stored.dtype != torch.uint8 else 2 * (stored <= 1).sum(2) > stored.shape[2]
+
+
 def measure_small_norms(run: EncodedRun) -> torch.Tensor:
     """Return the factor by which each token's norm is too small for 8 bits, float32 ``[batch, kv_head, token]``.
 
     It is 0 for raw tokens, for zeros, and in heads for which most tokens are decoded well.
     """
     given = run.norms()
-    decoded = dispatch.decode(run.codec, run.streams)
+    decoded = dispatch.decode(run.codec, dict(run.streams))
     excluded = run.zeros_and_raw_tokens(given)
     errors = (dispatch.norms(decoded.sub_(run.x)) / given).masked_fill(excluded, torch.nan)
     is_lost = errors.nanmedian(2, keepdim=True).values > _LOST_ERROR
-    return torch.where(is_lost & ~excluded, 2.0**MIN_LOG2 / given, 0.0)
+    return torch.where(is_lost & ~excluded, (2.0**MIN_LOG2 / given).nan_to_num(), 0.0)
 
 
 def sample_stride(tokens: int) -> int:

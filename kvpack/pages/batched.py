@@ -18,7 +18,7 @@ from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.dispatch import UNMEASURED, TokenSizes
 from kvpack.coding.encoding import TORCH_DTYPES, encode_all, scale_fit_errors
-from kvpack.coding.token_errors import EncodedRun, allocate_sizes, excess_losses
+from kvpack.coding.token_errors import EncodedRun, allocate_sizes, excess_losses, small_norm_heads
 from kvpack.formats.balanced import FrameMap
 from kvpack.formats.channel_scale import ChannelScale
 from kvpack.formats.key_mean import KeyMean
@@ -126,6 +126,8 @@ def suspect_pages(
             masks.append(mark_large(sizes, spread) & mark_large(sizes / norms(), 1.0))
         if (least := codec.min_token_rms(streams)) is not None:
             masks.append(norms() < least * math.sqrt(codec.dim))
+        if (small := small_norm_heads(streams)) is not None:
+            masks.append(small)
     each = torch.stack([mask.flatten(1).any(1) for mask in masks]).any(0)
     return each.view(len(rows), lane.count).any(1)
 

@@ -15,7 +15,15 @@ from kvpack.cache.side import Side
 from kvpack.coding import dispatch
 from kvpack.coding.dispatch import TokenSizes
 from kvpack.coding.encoding import TORCH_DTYPES, encode_all, scale_fit_errors
-from kvpack.coding.token_errors import EncodedRun, allocate_sizes, excess_losses, may_lose_precision, run_fits, sample_stride
+from kvpack.coding.token_errors import (
+    EncodedRun,
+    allocate_sizes,
+    excess_losses,
+    may_lose_precision,
+    run_fits,
+    sample_stride,
+    small_norm_heads,
+)
 from kvpack.formats.errors import OutOfRange
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
@@ -168,9 +176,12 @@ class BoundLane:
         lane = self._lane
         if not lane.may_lose_precision:
             return None
+        streams = _RowStreams(lane, row)
+        small = small_norm_heads(streams)
+        if small is not None and small.any():
+            return self._exact_fit_errors(slot, streams, sizes, self._mask(raw_tokens))
         if self._large_errors is not None and not self._large_errors.run(row_address(row)):
             return None
-        streams = _RowStreams(lane, row)
         # The exact computation needs a copy of the page.
         if not may_lose_precision(lane.plain_codec, streams, sizes, self._tensors[0].device):
             least = lane.plain_codec.min_token_rms(streams)

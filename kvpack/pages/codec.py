@@ -39,7 +39,7 @@ class PageCodec:
     there. Codecs that encode tokens together also store tokens above ``raw_high_norm``. ``raw_first`` is ignored, because a page has no
     position in the sequence. Tokens that maps, means and scales represent poorly get the remaining room. Pages of fewer than 64 tokens have
     no room, except for one token with the codec klt. ``raw_tokens_left_out`` counts tokens without room. If tokens lose precision for lack
-    of room, or cause others to lose it, one KvpackWarning per codec is issued.
+    of room or because their norms are too small for 8 bits, or cause others to lose it, one KvpackWarning per codec is issued.
 
     Raises InvalidParameter, InvalidType or LimitExceeded if sizes depend on the values (lossless, transform, outliers, raw tokens by
     ``sinks``), or if the recipe keeps a raw tail. A klt recipe must include its basis (``Recipe("klt-2", basis)``). Raises MissingBasis

@@ -33,7 +33,7 @@ class LeftOutTokens:
     """Counts tokens that should have been kept raw but did not fit in their page. Safe to use from any thread.
 
     A token of low norm is harmless, because only its own error grows. A token is ``costly`` if tokens or heads that share a scale with it
-    lose precision, or if its own channel map, mean or scale represents it poorly.
+    lose precision, or if its own channel map, mean, scale or norm represents it poorly.
     """
 
     def __init__(self, geometry: PageGeometry) -> None:
@@ -54,11 +54,11 @@ class LeftOutTokens:
                 return
             self._has_warned = True
         warnings.warn(
-            f"in pages of {self._tokens} tokens, {costly} tokens that differ too much from the rest cannot be kept raw for lack of room: "
-            "they, or tokens and heads that share scales with them, lose precision. To avoid this, use larger pages, of 64 tokens or more, "
-            f"with raw=0,0.6,4 in the recipe, or set token_scale=fp16{PER_HEAD} for the group codec and per=token for minifloat, and "
-            "omit mean= and channel_scale=. This warning is issued once; "
-            "PageCodec.raw_tokens_left_out keeps counting",
+            f"in pages of {self._tokens} tokens, {costly} tokens lose precision, or tokens and heads that share scales with them do: "
+            "they differ too much from the rest and cannot be kept raw for lack of room, or their norms are too small for norm=log8. To "
+            "avoid this, use larger pages, of 64 tokens or more, with raw=0,0.6,4 in the recipe, or set "
+            f"token_scale=fp16{PER_HEAD} for the group codec, per=token for minifloat, and norm=fp16 in place of norm=log8, and omit mean= "
+            "and channel_scale=. This warning is issued once; PageCodec.raw_tokens_left_out keeps counting the tokens without room",
             KvpackWarning,
             stacklevel=3,
         )

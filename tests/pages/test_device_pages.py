@@ -155,7 +155,7 @@ def test_imprecise_tokens_are_raw_or_counted_as_on_the_host(tokens: int, recipe:
         found = found["kv".index(side)]
         assert torch.equal(found[1, 0, :, 9], x[1, 0, :, 9].to(torch.bfloat16).float())
         return
-    with pytest.warns(KvpackWarning, match=f"in pages of {tokens} tokens, 1 tokens that differ") as caught:
+    with pytest.warns(KvpackWarning, match=f"in pages of {tokens} tokens, 1 tokens lose precision") as caught:
         assert codec.encode_into(pages, [2, 1], rows[:2]) == [None, None]
     assert len(caught) == 1
     assert codec.raw_tokens_left_out == on_host.raw_tokens_left_out == 1
@@ -178,9 +178,24 @@ def test_a_token_with_a_large_direction_error_is_counted(recipe: str) -> None:
     coordinate = torch.zeros(1, 1, 1, 64)
     coordinate[..., 5] = 8
     k[1, 1, 1, 9] = codec.recipe.codec(0, 2, "k", 64).rotation.inverse(coordinate)[0, 0, 0].to(DEVICE)
-    with pytest.warns(KvpackWarning, match="in pages of 32 tokens, 1 tokens that differ"):
+    with pytest.warns(KvpackWarning, match="in pages of 32 tokens, 1 tokens lose precision"):
         assert codec.encode_into(pages, [2, 1], rows[:2]) == [None, None]
     assert codec.raw_tokens_left_out == 1
+
+
+@pytest.mark.parametrize("recipe", ["kv=scalar:b=3,norm=log8", "kv=scalar:b=3,norm=log8,channel_scale=fp16"])
+def test_a_head_whose_norms_round_to_zero_is_reported(recipe: str) -> None:
+    pages, (_, v) = on_device(SMALL, 3)
+    v[0] = 0
+    codec = PageCodec(recipe, SMALL)
+    rows = torch.zeros(3, codec.nbytes, dtype=torch.uint8, device=DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert codec.encode_into(pages, [0, 1, 2], rows) == [None] * 3
+    v[1, 0, 1] *= 1e-5
+    with pytest.warns(KvpackWarning, match="32 tokens lose precision.*norm=fp16 in place of norm=log8"):
+        assert codec.encode_into(pages, [0, 1, 2], rows) == [None] * 3
+    assert codec.raw_tokens_left_out == 0
 
 
 def test_a_token_with_two_problems_is_counted_once() -> None:
@@ -190,7 +205,7 @@ def test_a_token_with_two_problems_is_counted_once() -> None:
     coordinate = torch.zeros(1, 1, 1, 64)
     coordinate[..., 5] = 100
     k[1, 1, 1, 9] = codec.recipe.codec(0, 2, "k", 64).rotation.inverse(coordinate)[0, 0, 0].to(DEVICE)
-    with pytest.warns(KvpackWarning, match="in pages of 32 tokens, 1 tokens that differ"):
+    with pytest.warns(KvpackWarning, match="in pages of 32 tokens, 1 tokens lose precision"):
         codec.encode_into(pages, [0, 1], torch.zeros(2, codec.nbytes, dtype=torch.uint8, device=DEVICE))
     assert codec.raw_tokens_left_out == 1
 

@@ -193,7 +193,7 @@ def test_a_token_that_fits_neither_scales_nor_means_is_counted_without_a_slot(re
             warnings.simplefilter("error")
             codec.encode_into(pages, [0, 1], rows)
         (k if side == "k" else v)[1, 1, 1, 5, 9] = value
-        with pytest.warns(KvpackWarning, match="in pages of 32 tokens, 1 tokens that differ too much") as caught:
+        with pytest.warns(KvpackWarning, match="in pages of 32 tokens, 1 tokens lose precision, .* they differ too much") as caught:
             codec.encode_into(pages, [0, 1], rows)
         assert len(caught) == 1
         assert codec.raw_tokens_left_out == 1
@@ -201,6 +201,25 @@ def test_a_token_that_fits_neither_scales_nor_means_is_counted_without_a_slot(re
             warnings.simplefilter("error")
             codec.encode_into(pages, [1], rows[:1])
         assert codec.raw_tokens_left_out == 2
+
+
+@pytest.mark.parametrize("recipe", ["kvpack-3", "kv=scalar:b=3,norm=log8", "kv=octahedral:b=4,norm=log8;raw=0"])
+@pytest.mark.parametrize("slots", [[0, 1], [1]])
+def test_a_head_whose_norms_round_to_zero_is_reported(recipe: str, slots: list[int]) -> None:
+    pages, (k, v) = filled_buffer(SMALL, 2)
+    # Zeros, such as slots that an engine has not filled, lose nothing.
+    k[0, 1, 0] = v[0, 1, 0] = 0
+    with PageCodec(recipe, SMALL) as codec:
+        rows = torch.empty(len(slots), codec.nbytes, dtype=torch.uint8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            codec.encode_into(pages, slots, rows)
+        v[1, 2, 1] *= 1e-5
+        with pytest.warns(KvpackWarning, match=r"16 tokens lose precision.*norms are too small.*norm=fp16 in place of norm=log8") as caught:
+            codec.encode_into(pages, slots, rows)
+        assert len(caught) == 1
+        assert codec.raw_tokens_left_out == 0
+        assert codec.check(rows, values=True) == [None] * len(slots)
 
 
 def decoded_side(codec: PageCodec, geometry: PageGeometry, rows: torch.Tensor, side: str) -> torch.Tensor:
@@ -785,7 +804,7 @@ def test_a_token_with_a_large_direction_error_is_named(recipe: str) -> None:
     # A group encodes a single coordinate and zeros exactly.
     coordinate[..., 5], coordinate[..., 9] = 8, -8 if "group" in recipe else 0
     k[1, 1, 1, 9] = codec.recipe.codec(0, 2, "k", 64).rotation.inverse(coordinate)[0, 0, 0]
-    with pytest.warns(KvpackWarning, match="in pages of 32 tokens, 1 tokens that differ"):
+    with pytest.warns(KvpackWarning, match="in pages of 32 tokens, 1 tokens lose precision"):
         assert codec.encode_into(pages, [0, 1], rows) == [None, None]
     assert codec.raw_tokens_left_out == 1
 
@@ -800,7 +819,7 @@ def test_a_token_with_two_problems_is_counted_once(kernels: str, monkeypatch: py
     coordinate[..., 5] = 100
     k[1, 1, 1, 9] = codec.recipe.codec(0, 2, "k", 64).rotation.inverse(coordinate)[0, 0, 0]
     k[1, 0, :, 3] *= 20
-    with pytest.warns(KvpackWarning, match="in pages of 32 tokens, 2 tokens that differ"):
+    with pytest.warns(KvpackWarning, match="in pages of 32 tokens, 2 tokens lose precision"):
         assert codec.encode_into(pages, [0, 1], torch.zeros(2, codec.nbytes, dtype=torch.uint8)) == [None, None]
     assert codec.raw_tokens_left_out == 2
 

@@ -341,7 +341,7 @@ class KvpackCache(PassCalls):
         Call this between passes, at multiples of the store's ``chunk``. A model without recurrent and convolution layers has nothing to
         keep. Raises InvalidParameter after a pass that failed, and for a model that keeps states in its modules.
         """
-        with self.passes.lock.hold():
+        with self.passes.changing():
             self._rollback.snapshot()
 
     def rewind(self, tokens: int) -> int:
@@ -364,7 +364,7 @@ class KvpackCache(PassCalls):
         layers.
         """
         tokens_to_remove = as_integer(tokens_to_remove, "the number of tokens to remove")
-        with self.passes.lock.hold():
+        with self.passes.changing():
             if tokens_to_remove > 0:
                 raise OutOfBounds(
                     f"crop({tokens_to_remove}): expected the number of tokens to drop, as a negative number; "
@@ -379,7 +379,7 @@ class KvpackCache(PassCalls):
                 self.crop(-self.passes.added_tokens)
 
     def reset(self) -> None:
-        with self.passes.lock.hold():
+        with self.passes.changing():
             super().reset()
             self.passes.reset()
             self._rollback.forget()
@@ -395,7 +395,7 @@ class KvpackCache(PassCalls):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences at ``indices`` of the batch, in that order. Codes are copied, not decoded."""
-        with self.passes.lock.hold():
+        with self.passes.changing():
             super().batch_select_indices(indices)
             self.passes.select(indices)
             self._rollback.select(indices)

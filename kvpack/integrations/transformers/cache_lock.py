@@ -1,4 +1,6 @@
-"""The lock of a cache. It lets one thread at a time run a forward pass over the cache, or read or change all layers of the cache."""
+"""The locks of a cache. One lets one thread at a time run a forward pass over the cache, or read or change all layers. The other is held by
+the thread that generates into the cache.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,23 @@ class CacheLock:
     def __deepcopy__(self, memo: object) -> Self:
         return type(self)()
 
+    @property
+    def is_own(self) -> bool:
+        """True if the calling thread holds the lock."""
+        return self._owner == threading.get_ident()
+
+    @property
+    def is_taken(self) -> bool:
+        """True if another thread holds the lock."""
+        return self._owner is not None and not self.is_own and self._owner in sys._current_frames()
+
     def acquire(self) -> bool:
         """Acquire the lock. Returns False if the calling thread already holds it."""
         thread = threading.get_ident()
         if self._owner == thread:
             return False
         with self._changed:
-            while self._owner is not None and self._owner in sys._current_frames():
+            while self.is_taken:
                 self._changed.wait(_SECONDS)
             self._owner = thread
         return True
@@ -39,7 +51,7 @@ class CacheLock:
     def release(self) -> None:
         """Release the lock if the calling thread holds it."""
         with self._changed:
-            if self._owner == threading.get_ident():
+            if self.is_own:
                 self._owner = None
                 self._changed.notify()
 

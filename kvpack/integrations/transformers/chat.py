@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Self
@@ -24,6 +25,7 @@ from kvpack.store.store import Store
 
 from .arguments import check_model_of_file
 from .cache import check_model, create_cache, inspect_model
+from .cache_lock import CacheLock
 from .models import execution_device
 from .prefill import DEFAULT_STEP, compute_missing
 
@@ -55,7 +57,8 @@ class Chat:
 
     Pass only the new message to ``send``. The whole conversation is rendered with the chat template each time, and the model computes only
     the tokens after the common prefix with the cache. A template may therefore drop or change earlier text, such as reasoning. Tokens from
-    the first change on are computed again. Without a chat template, the texts of all messages are joined.
+    the first change on are computed again. Without a chat template, the texts of all messages are joined. If threads share a chat, each
+    message waits for the reply to the one before.
 
     ``messages`` are the messages so far, dicts with a role and a content as for ``apply_chat_template``, and ``template`` contains the
     other arguments of that method. With ``store``, a ``kvpack.Store`` of the model, the first call loads the longest stored prefix of the
@@ -96,6 +99,7 @@ class Chat:
                 "kvpack.Identity.of(model, recipe)"
             )
         self._cache: Cache | None = None
+        self._turn = CacheLock()
         self._is_loaded = False
         self._reused = self._prompt_tokens = 0
 
@@ -155,14 +159,15 @@ class Chat:
         do_sample or streamer, are passed to the model's ``generate``. On errors, the conversation is unchanged. Raises InvalidType if
         ``message`` is none of these, InvalidParameter if the tokenizer rejects the messages, and the same errors as KvpackCache.
         """
-        messages = self._with_message(message)
-        _, ids = self._render(messages, reply=True)
         config = options.get("generation_config")
         if not any(name in options or getattr(config, name, None) for name in ("max_new_tokens", "max_length")):
             options["max_new_tokens"] = MAX_REPLY_TOKENS
-        written = self._generate(ids, options)
-        reply: str = self.tokenizer.decode(written, skip_special_tokens=True)
-        self.messages = [*messages, {"role": "assistant", "content": reply}]
+        with self._next_turn():
+            messages = self._with_message(message)
+            _, ids = self._render(messages, reply=True)
+            written = self._generate(ids, options)
+            reply: str = self.tokenizer.decode(written, skip_special_tokens=True)
+            self.messages = [*messages, {"role": "assistant", "content": reply}]
         return reply
 
     def read(self, message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> int:
@@ -170,11 +175,12 @@ class Chat:
 
         The next user text is appended to this message.
         """
-        messages = self._with_message(message)
-        _, ids = self._render(messages, reply=False)
-        # The token that generate returns has no keys and values yet.
-        self._generate(ids, {"max_new_tokens": 1, "do_sample": False})
-        self.messages = messages
+        with self._next_turn():
+            messages = self._with_message(message)
+            _, ids = self._render(messages, reply=False)
+            # The token that generate returns has no keys and values yet.
+            self._generate(ids, {"max_new_tokens": 1, "do_sample": False})
+            self.messages = messages
         return len(ids)
 
     def save(self, path: str | os.PathLike[str], *, messages: bool = True, compact: bool = False, **options: Any) -> int:
@@ -185,15 +191,26 @@ class Chat:
         are in the file's token ids are not stored again. Raises LimitExceeded if the remaining texts are too long, and the same errors as
         ``kvpack.save``. ``messages=False`` omits all messages, which can then be passed to ``Chat.load`` as ``messages``.
         """
-        cache = self.cache
+        with self._turn.hold():
+            cache = self.cache
+            given = options.pop("metadata", None) or cache.metadata
+            metadata = {name: value for name, value in given.items() if not name.startswith(CHAT)}
+            if messages:
+                metadata |= self._metadata(cache)
         if compact:
             cache = replace(cache, layers=pack_tails(cache.layers, cache.start))
             options.setdefault("compress", True)
-        given = options.pop("metadata", None) or cache.metadata
-        metadata = {name: value for name, value in given.items() if not name.startswith(CHAT)}
-        if messages:
-            metadata |= self._metadata(cache)
         return save(cache, path, metadata=metadata, **options)
+
+    @contextmanager
+    def _next_turn(self) -> Iterator[None]:
+        """Return a context manager for one turn. It waits for the turns of other threads, and raises InvalidParameter within a turn."""
+        if not self._turn.acquire():
+            raise InvalidParameter("the chat is still computing its latest message: wait until send or read has returned")
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def _with_message(self, message: Any) -> list[Message]:
         """Return the messages of the conversation, followed by the new ones in ``message``."""

@@ -92,6 +92,19 @@ class _WatchedMethod:
         return alive
 
 
+class _WatchedGenerate(_WatchedMethod):
+    """A wrapper of ``generate`` that lets only one thread at a time generate into a cache."""
+
+    name = "generate"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        alive = self._live_model()
+        with ExitStack() as calls:
+            for passes in pass_trackers(cache_in(kwargs)):
+                calls.enter_context(passes.generating())
+            return type(alive).generate(alive, *args, **kwargs)
+
+
 class _WatchedPrepareInputs(_WatchedMethod):
     """A wrapper of ``prepare_inputs_for_generation`` that checks token ids, and repeats the cache's sequences if there are more rows.
 
@@ -191,4 +204,11 @@ class _WatchedPrepareCache(_WatchedMethod):
             past.is_updated = updated
 
 
-_WATCHED = (_WatchedPrepareInputs, _WatchedPreparePositions, _WatchedPrepareCache, _WatchedPrefill, _WhisperSegments)
+_WATCHED = (
+    _WatchedGenerate,
+    _WatchedPrepareInputs,
+    _WatchedPreparePositions,
+    _WatchedPrepareCache,
+    _WatchedPrefill,
+    _WhisperSegments,
+)

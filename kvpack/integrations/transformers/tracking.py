@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 import weakref
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import torch
 
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
 
-from .cache_lock import CacheLock
+from .generate_checks import GenerateChecks
 from .hooks import PassStack, models_in, outermost_model
 from .model_state import checkpointing_modules
 from .models import SAME_MODEL_ADVICE, Model, NamedModel, current_weights_digest, name_model
@@ -35,13 +34,7 @@ _FIELDS = ("dtype", "rope", "adapter", "weights", "config")
 """Fields of ``identity_of`` that may change over a model's lifetime. Fields that users change precede the digests that change with them."""
 
 
-_SHARED = (
-    "KvpackCache.load(path, model, prompt=ids) keeps the tokens that a file and other ids share, kvpack.load(path).token_ids returns a "
-    "file's ids, and Chat.load(path, model, tokenizer) resumes a chat with only the new message"
-)
-
-
-class Tracking:
+class Tracking(GenerateChecks):
     """Checks passes when they begin, and records their inputs in ``record``. With ``packed``, the model's attention must be "kvpack".
 
     ``assisted`` is True if the next passes belong to assisted decoding, whose first pass receives all token ids. ``states`` is True if the
@@ -59,7 +52,8 @@ class Tracking:
         watched: torch.nn.Module | None,
         first: NamedModel | None,
     ) -> None:
-        self.record, self._positions, self._model, self._packed = record, positions, model, packed
+        super().__init__(record, model)
+        self._positions, self._packed = positions, packed
         self._watched = None if watched is None else weakref.ref(watched)
         self._first = self._latest = first
         self._is_new, self._held = first is None, True
@@ -72,12 +66,11 @@ class Tracking:
         self._changed = ""
         self.changes = 0
         """Number of times that a change of the model's weights was detected after the first token."""
-        self._passes, self.lock = PassStack(), CacheLock()
-        self.assisted = self.states = self._chunked = False
+        self._passes = PassStack()
+        self.states = False
         self.rows: Callable[[], int | None] = lambda: None
         self._checkpointed = [] if watched is None else checkpointing_modules(watched)
         self._running = self._failed = self._muted = False
-        self._left: tuple[int, int] | None = None
         self.has_warned_of_source = False
         """True after the warning that the encoder's input is unknown for the cache's tokens."""
 
@@ -99,7 +92,7 @@ class Tracking:
         """Check a call that begins. Raises InvalidParameter before anything is appended."""
         if self._muted:
             return
-        self.lock.acquire()
+        self._acquire()
         if (unfinished := self._passes.enter(module, arguments, self.record.tokens)) is not None:
             self._record_failed_pass(unfinished)
         if self._passes.is_outermost:
@@ -149,10 +142,12 @@ class Tracking:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, module: torch.nn.Module, arguments: dict[str, Any], output: Any) -> None:
         """Record the end of a call. ``output`` is None if it failed."""
-        if self._muted:
+        # A call that another thread's generation rejects does not begin.
+        if self._muted or not self.lock.is_own:
             return
         ended = self._passes.leave(module)
         if ended is not None:
+            self._count_prompt()
             if self._running and output is None:
                 self._record_failed_pass(ended)
             self._running = False
@@ -382,113 +377,6 @@ class Tracking:
         self.record.select(indices)
         if self._positions is not None:
             self._positions.select(indices)
-
-    def check_generate(self, model: torch.nn.Module, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
-        """Check the token ids passed to ``model.generate`` with a cache. Raises InvalidParameter unless they begin with the cache's ids.
-
-        For the first pass of assisted decoding or of an encoder-decoder, this also sets how many of the ids must be computed, because
-        transformers would compute all of them.
-        """
-        if arguments.get("use_cache") is False:
-            raise InvalidParameter(
-                "generate got a cache and use_cache=False, which computes all tokens again at every step: pass use_cache=True"
-            )
-        if not arguments.get("is_first_iteration", False) or self._chunked:
-            return
-        embeddings = arguments.get("inputs_embeds")
-        if isinstance(embeddings, torch.Tensor):
-            if self._model is not None and not self._model.has_encoder and self.record.tokens:
-                self._check_embeddings(model, embeddings)
-            return
-        takes_all = self.assisted or (self._model is not None and self._model.has_encoder)
-        self.assisted = False
-        if takes_all and arguments.get("next_sequence_length") is None and self.record.tokens:
-            arguments["next_sequence_length"] = ids.shape[1] - self.record.tokens
-        following = arguments.get("next_sequence_length")
-        if following is None:
-            self._check_following(model, ids, arguments)
-        else:
-            self.check_ids(ids, following)
-
-    @contextmanager
-    def check_chunks(self, ids: torch.Tensor, arguments: dict[str, Any], columns: int) -> Iterator[None]:
-        """Return a context manager for preparing a prompt in chunks. It first checks all token ids as ``check_generate`` does.
-
-        ``columns`` is the width of the attention mask that ``generate`` creates if ``arguments`` has no mask. If the mask is as wide as
-        ``ids``, these must begin with the cache's ids.
-        """
-        encoder = self._model is not None and self._model.has_encoder
-        mask = arguments.get("decoder_attention_mask" if encoder else "attention_mask")
-        self.assisted = False
-        if self.record.tokens and ids.shape[1] == (columns if mask is None else mask.shape[1]):
-            self.check_ids(ids, ids.shape[1] - self.record.tokens)
-        self._chunked = True
-        try:
-            yield
-        finally:
-            self._chunked = False
-
-    def check_ids(self, ids: torch.Tensor, following: int) -> None:
-        """Raise InvalidParameter unless ``ids`` are the cache's ids followed by ``following`` more ids."""
-        held = self.record.tokens
-        self.check_first_ids(ids[:, : min(held, ids.shape[1])] if following <= 0 else ids[:, : ids.shape[1] - following])
-        if following <= 0:
-            instead = "To continue from exactly these, call crop(-1) on the cache first, or load it with prompt=ids"
-            raise InvalidParameter(
-                f"generate got {ids.shape[1]} token ids, but the cache holds {held}: pass those {held} ids followed by at least one "
-                f"new one. {instead if ids.shape[1] == held else _SHARED}"
-            )
-        # The ids match, so the caller has taken the tokens of a failed pass into account.
-        self._left = None
-
-    def check_first_ids(self, ids: torch.Tensor) -> None:
-        """Raise InvalidParameter unless ``ids``, ``[batch, token]``, are the cache's first ids."""
-        differing = self.record.first_mismatch(ids)
-        if differing is not None:
-            token, row, expected, actual = differing
-            raise InvalidParameter(
-                f"token {token} of row {row} has id {actual}, but the cache was computed from id {expected}: pass the "
-                f"{self.record.tokens} ids of the cache followed by new ones. {_SHARED}"
-            )
-
-    def _check_embeddings(self, model: Any, embeddings: torch.Tensor) -> None:
-        """Raise InvalidParameter unless ``embeddings``, ``[batch, token, dim]``, begin with the embeddings of the cache's ids.
-
-        This is checked only if the ids determine all embeddings. ``generate`` drops the embeddings of the cache's tokens.
-        """
-        tokens, inputs = self.record.tokens, self.record.inputs
-        if embeddings.shape[1] <= tokens:
-            raise InvalidParameter(
-                f"generate got {embeddings.shape[1]} embeddings, but the cache holds {tokens} tokens: pass the embeddings of those "
-                "tokens followed by at least one new one"
-            )
-        if inputs is None or inputs.undetermined or inputs.tokens != tokens:
-            return
-        ids = self.record.ids.to(embeddings.device)
-        expected = model.get_input_embeddings()(ids).to(embeddings.dtype)
-        differing = (expected != embeddings[:, :tokens]).any(-1).any(0).nonzero()
-        if len(differing):
-            token = int(differing[0])
-            raise InvalidParameter(
-                f"the embedding of token {token} differs from the embedding of id {int(ids[0, token])}, which the cache was computed "
-                "from: pass the embeddings of the cache's tokens first"
-            )
-
-    def _check_following(self, model: torch.nn.Module, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
-        """Raise InvalidParameter if ``generate`` cannot skip the cache's tokens, even if ``ids`` begin with them.
-
-        ``generate`` recognizes complete ids by the length of an attention mask, but creates no mask if the model's forward has no parameter
-        for it.
-        """
-        tokens = self.record.tokens
-        if not 0 < tokens < ids.shape[1] or arguments.get("attention_mask") is not None:
-            return
-        if "attention_mask" in inspect.signature(model.forward).parameters or self.record.first_mismatch(ids[:, :tokens]) is not None:
-            return
-        raise InvalidParameter(
-            f"{type(model).__name__}.forward has no parameter attention_mask, so generate cannot skip the cache's {tokens} tokens if the "
-            f"{ids.shape[1]} token ids begin with them: if forward was replaced, keep its signature with functools.wraps"
-        )
 
 
 def check_rows_fit(rows: int, sequences: int) -> None:

@@ -25,19 +25,25 @@ needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="r
 FOLDER = ROOT / "kvpack" / "guides"
 GUIDES = (
     "resume-a-chat",
-    "save-and-continue",
-    "share-prefixes",
     "prefix-cache-for-workers",
     "pick-a-recipe",
-    "write-a-reader",
+    "command-line",
+    "inspect-and-convert",
     "write-a-codec",
+    "vllm",
+    "chats-in-detail",
+    "save-and-continue",
+    "share-prefixes",
+    "workers-in-detail",
+    "measure-recipes",
+    "codecs-and-recipes",
     "transformers",
     "serving-engines",
-    "codecs-and-recipes",
-    "command-line",
     "view-a-file",
     "limits",
     "results",
+    "write-a-reader",
+    "codec-with-options",
 )
 
 
@@ -49,7 +55,7 @@ def test_the_index_names_every_guide() -> None:
 
 RECIPES, COMMANDS = ((FOLDER / f"{guide}.md").read_text(encoding="utf-8") for guide in ("codecs-and-recipes", "command-line"))
 EXAMPLES = [guide for guide in GUIDES if re.search(r"^```(python|sh)$", (FOLDER / f"{guide}.md").read_text(encoding="utf-8"), re.MULTILINE)]
-MARKS = {"prefix-cache-for-workers": [pytest.mark.scenario, needs_redis]}
+MARKS = {"workers-in-detail": [pytest.mark.scenario, needs_redis]}
 COMPOSE: dict[str, Any] = {
     "name": str,
     "services": {
@@ -88,7 +94,7 @@ def test_the_compose_file_starts_the_services_of_the_guide() -> None:
     compose = yaml.safe_load((FOLDER / "compose.yaml").read_text(encoding="utf-8"))
     assert fits(compose, COMPOSE)
     assert not fits({**compose, "version": "3"}, COMPOSE)
-    guide = (FOLDER / "prefix-cache-for-workers.md").read_text(encoding="utf-8")
+    guide = (FOLDER / "workers-in-detail.md").read_text(encoding="utf-8")
     redis, worker = compose["services"]["redis"], compose["services"]["worker"]
     assert " ".join(redis["command"][3:]) in guide
     assert worker["deploy"]["replicas"] == len(re.findall(r"for number in ([\d ]+);", guide)[0].split())
@@ -128,7 +134,7 @@ def test_examples_use_no_argument_that_warns(path: Path) -> None:
 
 @pytest.mark.scenario
 @pytest.mark.skipif(not (real_model.model_folder() / "config.json").is_file(), reason=f"needs the real model: {real_model.COMMAND}")
-@pytest.mark.parametrize("path", [FOLDER / "resume-a-chat.md", ROOT / "README.md"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [FOLDER / "resume-a-chat.md", FOLDER / "chats-in-detail.md", ROOT / "README.md"], ids=lambda p: p.stem)
 def test_chat_examples_run_with_the_model_that_they_name(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "HuggingFaceTB").mkdir()
     (tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct").symlink_to(real_model.model_folder())

@@ -17,7 +17,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForC
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter, InvalidType
-from kvpack.integrations.transformers import KvpackCache, attention_switch, plain_attention
+from kvpack.integrations.transformers import KvpackCache, attention_switch, model_changes, plain_attention
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -212,11 +212,12 @@ def test_a_deleted_model_does_not_affect_the_next_one() -> None:
     number = id(model.config)
     assert plain_attention.plain_attention_name(model.config) == "sdpa"
     assert number in plain_attention._previous_attention
+    entry = model_changes._IN_EFFECT[attention_switch.AttentionSwitch, id(model)]
     del model
     gc.collect()
     assert number not in plain_attention._previous_attention
     # As if the other model had the id of the one that is gone.
-    attention_switch._SWITCHES[id(other)] = kept
+    model_changes._IN_EFFECT[attention_switch.AttentionSwitch, id(other)] = entry
     made = attention_switch.AttentionSwitch.of(other)
     assert made is not kept
     assert other.config._attn_implementation == "kvpack"

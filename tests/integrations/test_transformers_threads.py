@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import peft
 import pytest
 import torch
 
 from kvpack.formats.errors import InvalidParameter
-from kvpack.integrations.transformers import Chat, KvpackCache
+from kvpack.integrations.transformers import Chat, KvpackCache, model_changes
 from support.chat_tokenizers import PLAIN, tokenizer
 from support.small_models import small_llama
 
@@ -70,6 +73,37 @@ def test_no_other_thread_changes_a_cache_while_one_generates(model: Any, use: Ca
         cache.reset()
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(use, model, cache).exception() is None
+
+
+@pytest.mark.parametrize("attribute", ["_hooks", "_switch"])
+def test_a_cache_stays_usable_while_another_thread_releases_the_previous_one(model: Any, attribute: str) -> None:
+    previous = KvpackCache(model, "raw")
+    released = weakref.ref(getattr(previous, attribute))
+    with ThreadPoolExecutor(1) as pool, model_changes.CHANGES_LOCK:
+        # The other thread waits for the lock to restore the model.
+        pool.submit(setattr, previous, attribute, None)
+        while released() is not None:
+            time.sleep(0.001)
+        cache = KvpackCache(model, "raw")
+    previous.release()
+    with cache:
+        assert cache.generate(PROMPT, **OPTIONS).tolist() == model.generate(PROMPT, **OPTIONS).tolist()
+        with pytest.raises(InvalidParameter, match="token 0 of row 0 has id 2"):
+            model.generate(PROMPT.repeat(1, 2) + 1, past_key_values=cache, **OPTIONS)
+    assert model.config._attn_implementation == "sdpa"
+    assert not {"generate", "prepare_inputs_for_generation"} & vars(model).keys()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_model_and_its_wrapper_share_hooks(model: Any) -> None:
+    wrapper = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).eval()
+    with KvpackCache(wrapper, "raw") as outer:
+        with KvpackCache(model, "raw") as inner:
+            expected = inner.generate(PROMPT, **OPTIONS).tolist()
+        assert outer.generate(PROMPT, **OPTIONS).tolist() == expected
+        assert not outer.packed.inputs.undetermined
+        with pytest.raises(InvalidParameter, match="token 0 of row 0 has id 2"):
+            wrapper.generate(input_ids=PROMPT.repeat(1, 2) + 1, past_key_values=outer, **OPTIONS)
 
 
 def test_a_cache_is_free_after_generate_failed_in_a_thread(model: Any) -> None:

@@ -26,7 +26,7 @@ from .arguments import check_cache, check_flags, check_model_of_file, checked_re
 from .attention_switch import AttentionSwitch
 from .compiled import CompiledCalls
 from .graphs import ForwardSwitch, step_graphs
-from .hooks import Hooks, models_in
+from .hooks import Hooks, models_in, outermost_model
 from .layers import DecodingWarnings, EmptyLayer, PackedLayer, following_layers, live_batch_size
 from .model_state import active_adapters
 from .models import ExpectedLayers, Model, NamedModel, check_identity, execution_device, identity_for
@@ -200,7 +200,7 @@ class KvpackCache(PassCalls):
         self.passes.rows = partial(live_batch_size, self.live)
         self._rollback = Rollback(self.layers, self.live, self.passes, cache)
         self._careful = positions is not None or any(states)
-        self._hooks = None if model is None else Hooks.for_model(model, inner_models)
+        self._hooks = None if model is None else Hooks.of(model)
         self._switch = None if model_properties is None or self._dense else AttentionSwitch.of(model)
         self._seen: set[type] = set()
         self.masked: dict[bool, bool] = {}
@@ -310,7 +310,7 @@ class KvpackCache(PassCalls):
         if len(ids) == 1:
             # Without a mask, transformers warns if the padding token is also the end-of-text token.
             options.setdefault("attention_mask", torch.ones_like(ids))
-        return model.generate(ids, **cache_names.cache_argument(model, self), **options)
+        return model.generate(ids, **cache_names.cache_argument(outermost_model(model), self), **options)
 
     def release(self) -> None:
         """Stop recording forward passes, and restore the model's attention. Does nothing while another cache of the model needs them."""

@@ -14,26 +14,27 @@ from transformers.cache_utils import Cache as TransformersCache
 from kvpack.cache_names import NAMES, cache_in
 from kvpack.formats.errors import InvalidParameter
 
+from .model_changes import ModelChange
 from .plain_attention import remember_copies
 
 
-def watch_generate(model: PreTrainedModel) -> bool:
-    """Wrap methods of ``model`` so that caches receive all token ids passed to ``generate``. Returns True if any method was wrapped.
-
-    Forward passes receive only the ids after the cache.
+class GenerateWatch(ModelChange):
+    """Wraps methods of one model so that caches receive all token ids passed to ``generate``. Forward passes receive only the ids after the
+    cache.
     """
-    if "prepare_inputs_for_generation" in vars(model) or not hasattr(type(model), "prepare_inputs_for_generation"):
-        return False
-    for method in _WATCHED:
-        if hasattr(type(model), method.name):
-            setattr(model, method.name, method(model))
-    return True
 
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self._is_wrapped = "prepare_inputs_for_generation" not in vars(model) and hasattr(type(model), "prepare_inputs_for_generation")
+        for method in _WATCHED if self._is_wrapped else ():
+            if hasattr(type(model), method.name):
+                setattr(model, method.name, method(model))
 
-def unwatch_generate(model: PreTrainedModel) -> None:
-    """Remove the wrappers that ``watch_generate`` added to ``model``."""
-    for method in _WATCHED:
-        vars(model).pop(method.name, None)
+    def undo(self) -> None:
+        """Remove the wrappers."""
+        model = self.module()
+        for method in _WATCHED if self._is_wrapped and model is not None else ():
+            vars(model).pop(method.name, None)
 
 
 def pass_trackers(past: Any) -> list[Any]:

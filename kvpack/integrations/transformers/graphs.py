@@ -24,6 +24,7 @@ from kvpack.runtime.modes import float32_no_grad
 
 from . import masks
 from .hooks import outermost_model
+from .model_changes import Lease, ModelChange, lease
 from .model_snapshot import ModelSnapshot, count_global_hooks, has_other_hooks
 from .model_state import active_adapters
 from .states import CapturedStep, PackedLength
@@ -48,9 +49,6 @@ _CAPTURE_LOCK = threading.Lock()
 
 _NOT_CAPTURED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models for which a capture that the user did not request has failed. No capture is tried again for their next caches."""
-
-_FORWARDS: weakref.WeakValueDictionary[int, ForwardSwitch] = weakref.WeakValueDictionary()
-"""The ``ForwardSwitch`` of each model, keyed by the model's id, for as long as a cache references it."""
 
 
 class StepGraphs:
@@ -270,29 +268,29 @@ class _CachedSnapshot:
         return self._kept
 
 
-class ForwardSwitch:
-    """A replacement of one model's ``forward`` for passes over caches with graphs.
-
-    When nothing references this object anymore, the original is restored.
-    """
+class ForwardSwitch(ModelChange):
+    """A replacement of one model's ``forward`` for passes over caches with graphs, until the original is restored."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = weakref.ref(model)
-        before = vars(model).get("forward")
-        model.forward = _SwitchedForward(model, before)
-        weakref.finalize(self, _restore_forward, self._model, before)
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
+        super().__init__(model)
+        self._before = vars(model).get("forward")
+        model.forward = _SwitchedForward(model, self._before)
 
     @staticmethod
-    def of(model: torch.nn.Module) -> ForwardSwitch:
-        """Return the switch of a transformers model, or of the model inside a wrapper, creating it if necessary."""
-        outer = outermost_model(model)
-        switch = _FORWARDS.get(id(outer))
-        if switch is None or switch._model() is not outer:
-            switch = _FORWARDS[id(outer)] = ForwardSwitch(outer)
-        return switch
+    def of(model: torch.nn.Module) -> Lease[ForwardSwitch]:
+        """Return a lease of the switch of a transformers model, or of the model inside a wrapper."""
+        return lease(ForwardSwitch, outermost_model(model))
+
+    def undo(self) -> None:
+        """Restore the original. If someone has wrapped the forward in the meantime, leave it: without graphs, it only calls the original.
+        """
+        model = self.module()
+        if model is None or not isinstance(vars(model).get("forward"), _SwitchedForward):
+            return
+        if self._before is None:
+            del vars(model)["forward"]
+        else:
+            vars(model)["forward"] = self._before
 
 
 class _SwitchedForward:
@@ -324,17 +322,6 @@ class _SwitchedForward:
         if graphs is None or len(args) > len(self._names):
             return forward(*args, **kwargs)
         return graphs(forward, model, self._snapshot, {**dict(zip(self._names, args, strict=False)), **kwargs})
-
-
-def _restore_forward(model: weakref.ref[torch.nn.Module], previous_forward: Any) -> None:
-    alive = model()
-    # If someone has wrapped the forward in the meantime, leave it: without graphs, it only calls the original.
-    if alive is None or not isinstance(vars(alive).get("forward"), _SwitchedForward):
-        return
-    if previous_forward is None:
-        del vars(alive)["forward"]
-    else:
-        vars(alive)["forward"] = previous_forward
 
 
 def may_replay(model: torch.nn.Module) -> bool:

@@ -18,14 +18,15 @@ from kvpack.formats.errors import InvalidParameter
 
 from . import compiled as compiled_calls
 from .computed_checksums import ComputedChecksums
-from .generate_calls import caches_in, pass_trackers, refuse_pickled_model, unwatch_generate, watch_generate
+from .generate_calls import GenerateWatch, caches_in, pass_trackers, refuse_pickled_model
+from .model_changes import Lease, ModelChange, lease
 from .model_state import modules_of
 from .passes import Pass, named_arguments
 from .record import Record
 from .sources import EncoderCalls, check_sources, encoder_decoder_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from kvpack.cache.states import States
     from kvpack.file.inputs import Inputs
@@ -33,44 +34,39 @@ if TYPE_CHECKING:
 
     from .compiled import CompiledCalls
 
-_HOOKS: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
-"""The hooks of each model, keyed by the model's id, for as long as something references them."""
+class Hooks(ModelChange):
+    """The hooks of one model, which is the outermost transformers model if it contains any. They do not reference caches."""
 
-
-class Hooks:
-    """The hooks of one model. They do not reference caches. When nothing references this object anymore, they are removed."""
-
-    def __init__(self, model: torch.nn.Module, inner_models: Sequence[PreTrainedModel]) -> None:
-        self.model = weakref.ref(model)
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
         self.recordings: list[Recording] = []
+        inner_models = models_in(model)
         self.inside = [weakref.ref(module) for module in inner_models]
         self.encoder_calls = EncoderCalls()
         state = _HooksReference(self)
         # A wrapper, such as PEFT's, may call the model's forward directly, which skips its hooks, but not those of models inside it.
-        handles: list[Any] = []
+        self._handles: list[Any] = []
         for number, module in enumerate(inner_models):
-            handles.append(module.register_forward_pre_hook(partial(_before_call, state, number), with_kwargs=True))
-            handles.append(module.register_forward_hook(partial(_after_call, state, number), with_kwargs=True, always_call=True))
+            self._handles.append(module.register_forward_pre_hook(partial(_before_call, state, number), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(partial(_after_call, state, number), with_kwargs=True, always_call=True))
         for encoder in encoder_decoder_parts(inner_models, "get_encoder"):
-            handles.append(encoder.register_forward_hook(partial(_after_encoder, state), with_kwargs=True))
+            self._handles.append(encoder.register_forward_hook(partial(_after_encoder, state), with_kwargs=True))
         # The decoders of FSMT are not transformers models.
         for decoder in encoder_decoder_parts(inner_models, "get_decoder"):
             if not isinstance(decoder, PreTrainedModel):
-                handles.append(decoder.register_forward_pre_hook(partial(_before_decoder, state), with_kwargs=True))
-        watched = [weakref.ref(module) for module in inner_models if watch_generate(module)]
-        weakref.finalize(self, _remove_hooks, handles, watched)
-
-    def __deepcopy__(self, memo: object) -> Hooks:
-        return self
+                self._handles.append(decoder.register_forward_pre_hook(partial(_before_decoder, state), with_kwargs=True))
+        self._watches = [lease(GenerateWatch, module) for module in inner_models]
 
     @staticmethod
-    def for_model(model: torch.nn.Module, inner_models: Sequence[PreTrainedModel] | None = None) -> Hooks:
-        """Return the hooks of ``model``, creating them if necessary. ``inner_models`` is ``models_in(model)``, if already computed."""
-        hooks = _HOOKS.get(id(model))
-        if hooks is None or hooks.model() is not model:
-            hooks = Hooks(model, models_in(model) if inner_models is None else inner_models)
-            _HOOKS[id(model)] = hooks
-        return hooks
+    def of(model: torch.nn.Module) -> Lease[Hooks]:
+        """Return a lease of the hooks of ``model``. A wrapper of a transformers model shares the model's hooks."""
+        return lease(Hooks, next(_models_in(model), model))
+
+    def undo(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._watches = []
 
 
 class _HooksReference:
@@ -278,12 +274,12 @@ def recording(model: torch.nn.Module) -> Iterator[Recording]:
             logits, past = model(token_ids).to_tuple()
         cache = kvpack.pack(past, "octopus-3", inputs=record.inputs(past))
     """
-    hooks, record = Hooks.for_model(model), Recording()
-    hooks.recordings.append(record)
+    held, record = Hooks.of(model), Recording()
+    held.change.recordings.append(record)
     try:
         yield record
     finally:
-        hooks.recordings.remove(record)
+        held.change.recordings.remove(record)
 
 
 def models_in(model: torch.nn.Module) -> list[PreTrainedModel]:
@@ -333,12 +329,3 @@ def _update_record(record: Record, computed: ComputedChecksums, cache: Transform
             record.add(tokens - record.tokens, None)
     if computed.tokens < tokens:
         computed.add(cache, tokens)
-
-
-def _remove_hooks(handles: list[Any], watched: list[weakref.ref[Any]]) -> None:
-    for handle in handles:
-        handle.remove()
-    for owner in watched:
-        model = owner()
-        if model is not None:
-            unwatch_generate(model)

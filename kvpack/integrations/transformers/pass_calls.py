@@ -16,6 +16,7 @@ from .compiled import CompiledCalls
 from .graphs import StepGraphs
 from .hooks import Hooks
 from .layers import DecodingWarnings, EmptyLayer, PackedLayer, check_continues, check_window
+from .model_changes import Lease
 from .models import Model, check_layers, has_multidimensional_positions
 from .state_layers import StateLayer, check_states_available
 from .states import CapturedLength, CompiledLength, PackedLength, PackedStates, eager_only, without_gradients
@@ -37,7 +38,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
     _careful: bool
     _following: list[int]
     _decoding: DecodingWarnings
-    _hooks: Hooks | None
+    _hooks: Lease[Hooks] | None
     _model: Model | None
     _seen: set[type]
 
@@ -112,11 +113,11 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
 
     def records(self, model: torch.nn.Module) -> bool:
         """Return True if the current pass over the cache is a call of ``model`` and is not part of another recording."""
-        return self._hooks is not None and not self._hooks.recordings and self.passes.is_running(model)
+        return self._hooks is not None and not self._hooks.change.recordings and self.passes.is_running(model)
 
     def watched_module(self, module_index: int) -> torch.nn.Module | None:
         """Return the module with hooks that has this index, or None if the module no longer exists."""
-        return None if self._hooks is None else self._hooks.inside[module_index]()
+        return None if self._hooks is None else self._hooks.change.inside[module_index]()
 
     def decode(self, layer: int, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return dense keys and values of one layer, for a mask over the tokens that ``queries`` queries may attend to.

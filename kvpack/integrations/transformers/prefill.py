@@ -16,6 +16,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.store.store import CHUNK_TOKENS
 
 from .cache import KvpackCache, create_cache
+from .hooks import outermost_model
 from .models import execution_device
 from .prompts import token_ids_of
 
@@ -109,5 +110,6 @@ def _pass_ends(start: int, stop: int, every: int, chunk: int | None) -> list[int
 
 def _arguments(model: torch.nn.Module, cache: KvpackCache) -> dict[str, Any]:
     """Return arguments for passes that compute only what ``cache`` needs, for example only the last logits."""
+    model = outermost_model(model)
     result: dict[str, Any] = {**cache_argument(model, cache), "use_cache": True}
     return {**result, "logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -42,6 +43,8 @@ class LiveCache:
 
     On a CUDA device, ``update`` and ``attend`` of a few tokens launch only kernels that read positions on the device, so a CUDA graph may
     contain them until ``roll`` reports that launches changed. Code compiled by ``torch.compile`` sees both as opaque operators.
+
+    Calls of several threads run one after another, but another thread's ``update`` may come between an ``update`` and its ``attend``.
 
     Args:
         recipe: The recipe, in any form that ``pack`` accepts.
@@ -119,6 +122,8 @@ class LiveCache:
         self._calls = Tickets(self, self._count)
         self._value_dims = [0 if layer is None else layer.value_dim for layer in self._layers]
         self._captures = self._known = False
+        # Reading can change a cache: it may encode pending tokens.
+        self._lock = threading.RLock()
         self.launches = 0
         """Counter that changes whenever kernel launches change. CUDA graphs of ``update`` and ``attend`` must then be captured again."""
 
@@ -198,15 +203,16 @@ class LiveCache:
                 self._value_dims[layer] = v.shape[3]
             self._calls.compiled_update(layer, k, v)
             return
-        if self.try_update(layer, k, v) is not None:
-            return
-        self._check_captured(layer)
-        live = self._layer(layer, k, v)
-        self._layer_after_replays(layer)
-        if live.is_due:
-            live.roll()
-        live.update(k, v)
-        self._refresh_steps(layer)
+        with self._lock:
+            if self.try_update(layer, k, v) is not None:
+                return
+            self._check_captured(layer)
+            live = self._layer(layer, k, v)
+            self._layer_after_replays(layer)
+            if live.is_due:
+                live.roll()
+            live.update(k, v)
+            self._refresh_steps(layer)
 
     def try_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None, following: int | None = None) -> int | None:
         """Add a few tokens quickly, if they need no further checks. Returns the number of tokens that the layer has seen.
@@ -216,9 +222,10 @@ class LiveCache:
         live, steps = self._layer_or_none(layer), self._steps[layer]
         if live is None or steps is None:
             return None
-        if following is not None and following != layer and self.seen_tokens(following) < self.seen_tokens(layer):
-            return None
-        return live.seen_tokens if steps.try_update(k, v) else None
+        with self._lock:
+            if following is not None and following != layer and self.seen_tokens(following) < self.seen_tokens(layer):
+                return None
+            return live.seen_tokens if steps.try_update(k, v) else None
 
     def attend(
         self,
@@ -241,30 +248,30 @@ class LiveCache:
         if torch.compiler.is_dynamo_compiling():
             options = {"scale": scale, "causal": causal, "softcap": softcap, "sliding_window": sliding_window}
             return self._calls.compiled_attend(layer, q, self._value_dims[layer], sink_logits, starts, **options)
-        live = self._layer_or_none(layer)
-        if live is None:
-            raise OutOfBounds(f"layer {layer} contains no tokens: call update before attend")
-        if not live.pending_tokens:
-            steps = self._steps[layer]
-            if steps is None and not live.is_uneven:
-                steps = self._steps[layer] = next((kind(live) for kind in (Steps, CpuSteps) if kind.supports(live, q)), None)
-            if steps is not None:
-                result = steps.attend(q, sink_logits, starts, scale, causal, softcap, sliding_window)
+        with self._lock:
+            live = self._layer_or_none(layer)
+            if live is None:
+                raise OutOfBounds(f"layer {layer} contains no tokens: call update before attend")
+            if not live.pending_tokens:
+                steps = self._steps[layer]
+                if steps is None and not live.is_uneven:
+                    steps = self._steps[layer] = next((kind(live) for kind in (Steps, CpuSteps) if kind.supports(live, q)), None)
+                result = None if steps is None else steps.attend(q, sink_logits, starts, scale, causal, softcap, sliding_window)
                 if result is not None:
                     return result
-        self._check_captured(layer)
-        self._layer_after_replays(layer)
-        if not self._known:
-            self._known = True
-            both = (candidate.sides for candidate in self._selected_layers(None) if len(candidate.sides) == len(SIDES))
-            warm_up([(sides["k"].runs, sides["v"].runs) for sides in both], live.device)
-        result = live.attend(
-            q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
-        )
-        if live.pending_tokens > MAX_DEFERRED_TOKENS and layer not in self._shared:
-            live.commit()
-            self._refresh_steps(layer)
-        return result
+            self._check_captured(layer)
+            self._layer_after_replays(layer)
+            if not self._known:
+                self._known = True
+                both = (candidate.sides for candidate in self._selected_layers(None) if len(candidate.sides) == len(SIDES))
+                warm_up([(sides["k"].runs, sides["v"].runs) for sides in both], live.device)
+            result = live.attend(
+                q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
+            )
+            if live.pending_tokens > MAX_DEFERRED_TOKENS and layer not in self._shared:
+                live.commit()
+                self._refresh_steps(layer)
+            return result
 
     def roll(self) -> bool:
         """Encode whole windows of each layer's raw tail, except the newest tokens. Returns True if kernel launches changed.
@@ -273,13 +280,11 @@ class LiveCache:
         again. The call synchronizes with a CUDA device. Raises InvalidParameter, with the layer's index, if a value added since the last
         call is not finite.
         """
-        self._count_replayed_tokens()
-        self._check_finite()
-        changed = False
-        for number, layer in enumerate(self._layers):
-            if layer is not None and layer.roll():
-                changed |= self._refresh_steps(number)
-        return changed
+        with self._lock:
+            self._count_replayed_tokens()
+            self._check_finite()
+            changed = [self._refresh_steps(number) for number, layer in enumerate(self._layers) if layer is not None and layer.roll()]
+            return any(changed)
 
     @property
     def room(self) -> int:
@@ -339,13 +344,12 @@ class LiveCache:
 
         Raises OutOfBounds.
         """
-        live = self._layer_after_replays(layer)
-        if live is None:
-            return Layer(None, None)
         check_flag(packed, "packed")
-        frozen = live.freeze(packed)
-        self._refresh_steps(layer)
-        return frozen
+        with self._lock:
+            live = self._layer_after_replays(layer)
+            frozen = Layer(None, None) if live is None else live.freeze(packed)
+            self._refresh_steps(layer)
+            return frozen
 
     def unpack(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the dense keys and values of ``layer``, each ``[batch, kv_head, token, dim]`` of ``dtype``, or None if absent.
@@ -353,8 +357,9 @@ class LiveCache:
         Raw tokens are returned exactly. Raises OutOfBounds.
         """
         check_floating(dtype)
-        live = self._layer_after_replays(layer)
-        return (None, None) if live is None else live.as_layer().unpack(dtype)
+        with self._lock:
+            live = self._layer_after_replays(layer)
+            return (None, None) if live is None else live.as_layer().unpack(dtype)
 
     def freeze(self, *, packed: bool = False) -> Cache:
         """Return all tokens as an immutable ``Cache`` that shares the packed bytes and keeps the raw tail. This cache stays usable.
@@ -428,12 +433,12 @@ class LiveCache:
         return [live for live in (self._layers if layer is None else [self._layer_or_none(layer)]) if live is not None]
 
     def _change_layers(self, change: Callable[[LiveLayer], None], layer: int | None = None) -> None:
-        self._count_replayed_tokens()
-        for number in range(self._count) if layer is None else [layer]:
-            live = self._layer_or_none(number)
-            if live is not None:
-                change(live)
-                self._refresh_steps(number)
+        with self._lock:
+            self._count_replayed_tokens()
+            for number in range(self._count) if layer is None else [layer]:
+                if (live := self._layer_or_none(number)) is not None:
+                    change(live)
+                    self._refresh_steps(number)
 
     def _refresh_steps(self, layer: int) -> bool:
         """Prepare a layer's decode steps for its current state. Returns True if their kernel launches changed."""
@@ -464,9 +469,7 @@ class LiveCache:
 
     def _check_finite(self) -> None:
         flags = {number: steps.not_finite for number, steps in enumerate(self._steps) if isinstance(steps, Steps)}
-        if not flags:
-            return
-        result = torch.cat(list(flags.values())).tolist()
+        result = torch.cat(list(flags.values())).tolist() if flags else []
         lost = [number for number, flag in zip(flags, result, strict=True) if flag]
         if lost:
             raise InvalidParameter(f"layers[{lost[0]}]: a value added since the last roll is not finite: lossy codecs need finite values")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -749,3 +750,21 @@ def test_steps_on_the_cpu_reuse_a_layer_until_a_window_is_packed(monkeypatch: py
     assert [live.try_update(0, *step) for _ in range(57)] == [*range(201, 257), None]
     live.update(0, *step)
     assert live.try_update(0, *step) == 258
+
+
+def test_threads_may_share_a_live_cache() -> None:
+    """Every update is added as a whole, and every ``attend`` sees whole updates."""
+    live, count = kvpack.LiveCache("raw", layers=1), 300
+    given = torch.arange(2 * count, dtype=torch.float32).repeat_interleave(64).view(2 * count, 1, 1, 1, 64) + 1
+    live.update(0, given[0] * 0, given[0] * 0)
+
+    def add(first: int) -> None:
+        for token in given[first : first + count]:
+            live.update(0, token * 0, token)
+            out = live.attend(0, torch.zeros(1, 1, 1, 64))
+            assert bool((out == out[..., :1]).all())
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(add, (0, count)))
+    _, v = live.freeze()[0].unpack(torch.float32)
+    assert sorted(v[0, 0, 1:, 0].tolist()) == given[:, 0, 0, 0, 0].tolist()

@@ -63,11 +63,16 @@ class ScalarConstants(NamedTuple):
 def paired_tiles(codec: Scalar) -> Tiles | None:
     """Return the paired loader of ``codec``, or None if it is not supported.
 
-    A table index must cover two fields, and a tile must show one field of each column.
+    A table index must cover two fields, and a tile must show one field of each column. In rows of 3-byte columns, the upper bytes of
+    neighboring columns must begin at the same bit: a register of keys contains two columns, and otherwise the compiler gives tiles of
+    values a layout whose registers do not contain two neighboring tokens.
     """
     result = tiles(codec)
     constants: Any = result.constants
     if constants.parts > 1 or constants.low_part.fields_per_index != 2 or constants.low_part.fields_per_tile > 1:
+        return None
+    packing = constants.low
+    if packing.column_bytes % 2 and (packing.width + 1) // 2 % 2:
         return None
     pairs = list(zip(result.channels[::2], result.channels[1::2], strict=True))
     values = tuple(tuple(channel for both in zip(*pair, strict=True) for channel in both) for pair in pairs)
@@ -77,11 +82,8 @@ def paired_tiles(codec: Scalar) -> Tiles | None:
         for step in values
         for odd in range(2)
     )
-    paired = replace(result, decode=decode_pairs, paired=True)
-    # Neighboring columns of keys share a register, but in rows of 3-byte columns their bytes may begin at different bits.
-    packing = constants.low
-    same_bits = packing.column_bytes % 2 == 0 or (packing.width + 1) // 2 % 2 == 0
-    return replace(paired, channels=values, keys=replace(paired, channels=keys) if same_bits else result)
+    result = replace(result, decode=decode_pairs, paired=True)
+    return replace(result, channels=values, keys=replace(result, channels=keys))
 
 
 def tiles(codec: Scalar, dual: int = 0) -> Tiles:

@@ -96,6 +96,14 @@ def test_kernels_fit_on_other_chips(recipe: str, tmp_path: Path) -> None:
 
 @pytest.mark.scenario
 @pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels were not tested with this Triton version")
+@pytest.mark.parametrize("recipe", ["kv=scalar:b=3", "k=raw:dtype=bf16;v=scalar:b=3"])
+def test_inline_ptx_gets_its_elements_at_head_dim_80(recipe: str, tmp_path: Path) -> None:
+    """Tiles with columns that contain no channel may have other layouts."""
+    assert "attend_split" in compiled(tmp_path, "--layouts", "--dim", "80", recipe)["kernels"]
+
+
+@pytest.mark.scenario
+@pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels were not tested with this Triton version")
 def test_the_default_recipe_compiles(tmp_path: Path) -> None:
     """The recipe is compiled with the oldest and the newest Triton (.ci/versions.py), because one may reject what the other accepts."""
     assert {"attend_split", "_encode"} <= set(compiled(tmp_path, "--quick", "kvpack-2;raw=0")["kernels"])

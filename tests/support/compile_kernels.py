@@ -1,14 +1,14 @@
 """Compile the kernels that operations launch, for CUDA devices of one compute capability, on a machine without such a device.
 
-    python compile_kernels.py [--json] [--every] [--quick] [--capability 90] RECIPE...
+    python compile_kernels.py [--json] [--every] [--quick | --layouts] [--capability 90] [--dim 128] RECIPE...
 
 Triton's interpreter accepts programs that its compiler rejects: for example, constants with two values, tuples without names, and loop
 variables that change shape. Here, launches only compile kernels, so results are uninitialized memory. By default, calls with the fewest and
 with the most options are compiled. ``--every`` compiles all calls whose code differs. With ``--quick``, only the first launch of each
-kernel is compiled to machine code, including the loaders' assembly, and the others up to Triton's layouts. For each kernel, the program
-prints the maximum number of registers per thread, bytes of shared memory per program, instructions, and stack bytes per thread (spilled
-registers), next to the device's limits. It also prints all failures, which include inline PTX that gets other elements in a register than
-it expects.
+kernel is compiled to machine code, including the loaders' assembly, and the others up to Triton's layouts. With ``--layouts``, only
+attention is compiled, and only up to its layouts. For each kernel, the program prints the maximum number of registers per thread, bytes of
+shared memory per program, instructions, and stack bytes per thread (spilled registers), next to the device's limits. It also prints all
+failures, which include inline PTX that gets other elements in a register than it expects.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class CompiledKernels:
     ``assembled`` are the kernels that have been compiled to machine code for this recipe.
     """
 
-    def __init__(self, quick: bool, gpu: Gpu) -> None:
-        self.quick, self.gpu, self.whole = quick, gpu, not quick
+    def __init__(self, quick: bool, layouts: bool, gpu: Gpu) -> None:
+        self.quick, self.only_layouts, self.gpu, self.whole = quick, layouts, gpu, not (quick or layouts)
         self.assembled: set[str] = set()
         self.kernels: set[str] = set()
         self.keys: set[str] = set()
@@ -104,7 +104,7 @@ class CompiledKernels:
                     continue
                 self.keys.add(key)
                 self.kernels.add(name)
-                self.whole = not self.quick or name not in self.assembled
+                self.whole = not self.only_layouts and (not self.quick or name not in self.assembled)
                 self.assembled.add(name)
                 self.note(name, compile_kernel())
         except Exception as error:
@@ -156,9 +156,8 @@ def truncate_compilation(compiled: CompiledKernels) -> None:
     CUDABackend.add_stages = stages_now
 
 
-def option_calls(layer: kvpack.Layer, every: bool, quick: bool) -> dict[str, Callable[[], object]]:
+def option_calls(layer: kvpack.Layer, shape: compile_ahead.Shape, every: bool, quick: bool) -> dict[str, Callable[[], object]]:
     """Return calls of attention with options, by name: ``every`` one, those of many queries (``quick``), or some."""
-    shape = compile_ahead.Shape()
     q, many = (torch.zeros(1, shape.q_heads, queries, shape.dim, dtype=torch.bfloat16) for queries in (9, 300))
     starts, lengths = torch.zeros(1, dtype=torch.int32), torch.full((1,), layer.tokens, dtype=torch.int32)
     capped: dict[str, Any] = {"softcap": 5.0, "sliding_window": 70}
@@ -178,20 +177,25 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON object on the last line")
     parser.add_argument("--every", action="store_true", help="compile all calls whose code differs")
     parser.add_argument("--quick", action="store_true", help="generate machine code only for the first launch of each kernel")
+    parser.add_argument("--layouts", action="store_true", help="compile only attention, and no kernel to machine code")
+    parser.add_argument("--dim", type=int, default=128, help="head dim (default 128)")
     parser.add_argument("--capability", type=int, default=90, choices=compile_ahead.CHIPS, help="compute capability times ten (default 90)")
     options = parser.parse_args(arguments)
-    compiled = CompiledKernels(options.quick, compile_ahead.representative_gpu(options.capability))
+    compiled = CompiledKernels(options.quick, options.layouts, compile_ahead.representative_gpu(options.capability))
     truncate_compilation(compiled)
-    shape = compile_ahead.Shape()
+    shape = compile_ahead.Shape(dim=options.dim)
     with tempfile.TemporaryDirectory() as folder:
-        if options.quick:
+        if options.quick or options.layouts:
             # Kernels without machine code must not be found by other processes.
             triton.knobs.cache.dir = folder
         for name in options.recipes:
             recipe = compile_ahead.parse(name, shape)
             calls = compile_ahead.calls_to_compile(recipe, shape)
             layer = kvpack.pack(compile_ahead.random_pairs(shape, compile_ahead.TOKENS[0]), recipe)[0]
-            calls |= option_calls(layer, options.every, options.quick)
+            if options.layouts:
+                calls = {what: call for what, call in calls.items() if " queries over " in what}
+            else:
+                calls |= option_calls(layer, shape, options.every, options.quick)
             compiled.assembled.clear()
             for what, call in calls.items():
                 compiled.attempt(f"{name}: {what}", call)
